@@ -1,0 +1,400 @@
+"""What an engine is configured with: frozen, checked at construction, sent as JSON to the children.
+
+`EngineConfig.from_arguments` takes the keyword arguments of the front doors (named and defaulted as in vLLM), finds the
+model's folder and reads its config.json. What only a running worker can know (how many KV blocks fit) is added by
+`resolved`, which returns a new object. Nothing here imports torch or transformers.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from actorllm.errors import (
+    ConfigError,
+    CorruptModelError,
+    ModelNotFoundError,
+    UnknownArgumentError,
+    UnsupportedModelError,
+    nearest_name,
+)
+
+BUNDLED_MODELS = {"storyteller": Path(__file__).parent / "storyteller"}
+
+Topology = Literal["process", "inline"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The model and what its config.json says about it."""
+
+    name: str
+    """What the user wrote."""
+    path: str
+    """The folder that holds config.json and the weights."""
+    tokenizer: str | None
+    """The folder of the tokenizer; None: token ids only (skip_tokenizer_init)."""
+    architecture: str
+    dtype: Literal["float32", "bfloat16"]
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    load_format: Literal["auto", "safetensors", "dummy"]
+    seed: int
+    """Of dummy weights, and of requests that bring no seed when it is not None in the arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int
+    """Tokens per block."""
+    num_blocks: int | None
+    """None until a worker has measured what fits (`EngineConfig.resolved`)."""
+    kv_cache_memory_bytes: int | None
+    """Given explicitly: no profiling run."""
+    memory_utilization: float | None
+    """Share of the available memory for weights, activations and cache; None: a moderate default."""
+    enable_prefix_caching: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of a step, and who decides its contents."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    depth: Literal[1, 2]
+    """Steps in flight: 2 plans step N+1 while step N runs."""
+    policy: str
+    num_lookahead_tokens: int = 0
+    """Extra KV room per decode row, for results of more than one token."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything an engine is built from."""
+
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    topology: Topology
+    world_size: int
+    device: Literal["cpu"]
+    num_threads: int | None
+    """Threads of the worker's matrix products; None: chosen from the cores of the machine."""
+    name: str | None
+    record: str | None = None
+    """A file to which the scheduler's inputs are recorded, for exact replay."""
+
+    def resolved(self, num_blocks: int) -> EngineConfig:
+        """The same engine with the number of KV blocks that every rank can hold.
+
+        Raises ConfigError when not even one sequence of max_model_len would fit.
+        """
+        capacity = num_blocks * self.cache.block_size
+        if capacity < self.model.max_model_len:
+            raise ConfigError(
+                f"the KV cache holds {capacity} tokens ({num_blocks} blocks of {self.cache.block_size}), less than one "
+                f"sequence of max_model_len={self.model.max_model_len}; give more memory (kv_cache_memory_bytes, "
+                f"gpu_memory_utilization) or set max_model_len={max(capacity, self.cache.block_size)} or less"
+            )
+        return replace(self, cache=replace(self.cache, num_blocks=num_blocks))
+
+    def to_json(self) -> bytes:
+        return orjson.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, data: bytes | str) -> EngineConfig:
+        tree = orjson.loads(data)
+        model = tree.pop("model")
+        model["eos_token_ids"] = tuple(model["eos_token_ids"])
+        return cls(
+            model=ModelConfig(**model),
+            cache=CacheConfig(**tree.pop("cache")),
+            scheduler=SchedulerConfig(**tree.pop("scheduler")),
+            **tree,
+        )
+
+    @classmethod
+    def from_arguments(cls, model: str | os.PathLike[str], **arguments: Any) -> EngineConfig:
+        """From the keyword arguments of `AsyncLLM` and `LLM` (see ARGUMENTS for the names and defaults).
+
+        Raises ConfigError (naming the argument, its value and the fix) or ModelError.
+        """
+        given = _checked_arguments(arguments)
+        path, hf = read_model_folder(model)
+        text = hf.get("text_config") or hf
+        max_model_len = _max_model_len(given["max_model_len"], text)
+        block_size = _positive("block_size", given["block_size"] if given["block_size"] is not None else 16)
+        max_num_seqs = _positive("max_num_seqs", given["max_num_seqs"])
+        max_num_batched_tokens = _positive("max_num_batched_tokens", given["max_num_batched_tokens"])
+        if max_num_batched_tokens < max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={max_num_batched_tokens} is less than max_num_seqs={max_num_seqs}: a step "
+                f"could not hold one token of every running sequence; raise the one or lower the other"
+            )
+        tokenizer = given["tokenizer"] if given["tokenizer"] is not None else str(path)
+        seed = given["seed"] if given["seed"] is not None else 0
+        return cls(
+            model=ModelConfig(
+                name=os.fspath(model),
+                path=str(path),
+                tokenizer=None if given["skip_tokenizer_init"] else str(tokenizer),
+                architecture=_architecture(path, hf),
+                dtype=_dtype(given["dtype"], hf),
+                max_model_len=max_model_len,
+                vocab_size=_config_int(path, text, "vocab_size"),
+                eos_token_ids=_eos_token_ids(path, text),
+                load_format=_choice("load_format", given["load_format"], ("auto", "safetensors", "dummy")),
+                seed=seed,
+            ),
+            cache=CacheConfig(
+                block_size=block_size,
+                num_blocks=None,
+                kv_cache_memory_bytes=_optional_positive("kv_cache_memory_bytes", given["kv_cache_memory_bytes"]),
+                memory_utilization=_fraction("gpu_memory_utilization", given["gpu_memory_utilization"]),
+                enable_prefix_caching=bool(given["enable_prefix_caching"]),
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                depth=2 if given["async_scheduling"] in (None, True) else 1,
+                policy=given["scheduling_policy"],
+            ),
+            topology=_choice("topology", given["topology"], ("process", "inline")),
+            world_size=1,
+            device="cpu",
+            num_threads=_optional_positive("num_threads", given["num_threads"]),
+            name=given["name"],
+            record=given["record"],
+        )
+
+
+ARGUMENTS: dict[str, Any] = {
+    "tokenizer": None,
+    "skip_tokenizer_init": False,
+    "dtype": "auto",
+    "seed": None,
+    "max_model_len": None,
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": 2048,
+    "block_size": None,
+    "enable_prefix_caching": None,
+    "kv_cache_memory_bytes": None,
+    "gpu_memory_utilization": None,
+    "enforce_eager": False,
+    "load_format": "auto",
+    "async_scheduling": None,
+    "scheduling_policy": "fcfs",
+    "tensor_parallel_size": 1,
+    "trust_remote_code": False,
+    "topology": "process",
+    "name": None,
+    "device": "auto",
+    "num_threads": None,
+    "record": None,
+}
+"""What the front doors understand, with the defaults. The first seventeen are vLLM's names."""
+
+VLLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "tokenizer_mode": ("auto",),
+    "revision": (None,),
+    "tokenizer_revision": (None,),
+    "quantization": (None,),
+    "served_model_name": (None,),
+    "config_format": ("auto",),
+    "hf_overrides": (None, {}),
+    "download_dir": (None,),
+    "swap_space": (None, 0, 4),
+    "cpu_offload_gb": (0,),
+    "kv_cache_dtype": ("auto",),
+    "max_logprobs": (20,),
+    "disable_log_stats": (True, False),
+    "disable_log_requests": (True, False),
+    "enable_log_requests": (False,),
+    "enable_chunked_prefill": (None, True),
+    "enable_lora": (False, None),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "distributed_executor_backend": (None, "mp", "uni"),
+    "disable_custom_all_reduce": (False, True),
+    "runner": ("auto", "generate"),
+    "task": (None, "auto", "generate"),
+    "speculative_config": (None,),
+    "compilation_config": (None, {}, 0),
+    "limit_mm_per_prompt": (None, {}),
+    "mm_processor_kwargs": (None,),
+    "disable_sliding_window": (False,),
+    "disable_cascade_attn": (False, True),
+    "generation_config": ("auto", "vllm"),
+    "override_generation_config": (None, {}),
+    "logits_processors": (None,),
+    "scheduler_cls": (None,),
+    "stream_interval": (1,),
+    "max_seq_len_to_capture": (None, 8192),
+    "calculate_kv_scales": (False, None),
+    "num_gpu_blocks_override": (None,),
+    "preemption_mode": (None, "recompute"),
+    "use_v2_block_manager": (True,),
+    "worker_use_ray": (False,),
+    "kv_transfer_config": (None,),
+    "additional_config": (None, {}),
+    "attention_backend": (None,),
+    "pooler_config": (None,),
+}
+"""Arguments of vLLM that we accept at these values, where they ask for what we do anyway, and refuse otherwise."""
+
+
+def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    for name, value in arguments.items():
+        if name in ARGUMENTS:
+            continue
+        if name not in VLLM_ARGUMENTS:
+            known = [*ARGUMENTS, *VLLM_ARGUMENTS, "model"]
+            raise UnknownArgumentError(f"there is no engine argument {name!r}{nearest_name(name, known)}")
+        if value not in VLLM_ARGUMENTS[name]:
+            accepted = " or ".join(repr(v) for v in VLLM_ARGUMENTS[name])
+            raise ConfigError(f"{name}={value!r} is not supported; leave it at {accepted}")
+    given = ARGUMENTS | {k: v for k, v in arguments.items() if k in ARGUMENTS}
+    if given["tensor_parallel_size"] != 1:
+        raise ConfigError(f"tensor_parallel_size={given['tensor_parallel_size']!r} is not supported yet; leave it at 1")
+    if given["device"] not in ("auto", "cpu"):
+        raise ConfigError(f"device={given['device']!r} is not supported yet; use device='cpu'")
+    if given["async_scheduling"] not in (None, True, False):
+        raise ConfigError(f"async_scheduling={given['async_scheduling']!r} must be True, False or None")
+    if given["name"] is not None and not isinstance(given["name"], str):
+        raise ConfigError(f"name={given['name']!r} must be a string")
+    if given["seed"] is not None and (isinstance(given["seed"], bool) or not isinstance(given["seed"], int)):
+        raise ConfigError(f"seed={given['seed']!r} must be an integer")
+    if given["trust_remote_code"]:
+        warnings.warn("trust_remote_code is accepted and never acted on: no code of a model is run", stacklevel=4)
+    return given
+
+
+def read_model_folder(model: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
+    """The folder of a model and its config.json: a bundled name, a path, or a Hugging Face id in the local cache."""
+    name = os.fspath(model)
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"model={model!r} must be the name or the folder of a model")
+    path = BUNDLED_MODELS.get(name) or _local_folder(name)
+    config = path / "config.json"
+    if not config.is_file():
+        raise ModelNotFoundError(
+            f"model folder {str(path)!r} has no config.json; give the folder of a Hugging Face model"
+        )
+    try:
+        tree = orjson.loads(config.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise CorruptModelError(f"{config} cannot be read: {error}") from error
+    if not isinstance(tree, dict):
+        raise CorruptModelError(f"{config} must hold a JSON object, not {type(tree).__name__}")
+    return path, tree
+
+
+def _local_folder(name: str) -> Path:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+        try:
+            patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+            return Path(snapshot_download(name, allow_patterns=patterns))
+        except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError) as error:
+            raise ModelNotFoundError(
+                f"model {name!r} is neither a folder, nor in the local Hugging Face cache, nor can it be downloaded "
+                f"({type(error).__name__}); bundled models: {', '.join(BUNDLED_MODELS)}"
+            ) from error
+    raise ModelNotFoundError(
+        f"there is no model {name!r}: not a folder, not a bundled model ({', '.join(BUNDLED_MODELS)})"
+        f"{nearest_name(name, BUNDLED_MODELS)}"
+    )
+
+
+def _architecture(path: Path, hf: dict[str, Any]) -> str:
+    names = hf.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise UnsupportedModelError(f"{path}/config.json names no architecture (`architectures` is {names!r})")
+    return names[0]
+
+
+def _config_int(path: Path, hf: dict[str, Any], key: str) -> int:
+    value = hf.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise CorruptModelError(f"{path}/config.json: {key} is {value!r}, a positive integer is needed")
+    return value
+
+
+def _eos_token_ids(path: Path, hf: dict[str, Any]) -> tuple[int, ...]:
+    """The union of what generation_config.json and config.json call end of text."""
+    ids: set[int] = set()
+    sources = [hf]
+    generation = path / "generation_config.json"
+    if generation.is_file():
+        try:
+            tree = orjson.loads(generation.read_bytes())
+        except (OSError, orjson.JSONDecodeError) as error:
+            raise CorruptModelError(f"{generation} cannot be read: {error}") from error
+        sources.append(tree if isinstance(tree, dict) else {})
+    for source in sources:
+        value = source.get("eos_token_id")
+        values = value if isinstance(value, list) else [value]
+        ids.update(v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0)
+    return tuple(sorted(ids))
+
+
+def _max_model_len(given: Any, hf: dict[str, Any]) -> int:
+    derived = hf.get("max_position_embeddings") or hf.get("n_positions")
+    if given is None:
+        if not isinstance(derived, int):
+            raise ConfigError("the model's config.json does not say how long it may get; set max_model_len")
+        return derived
+    length = _positive("max_model_len", given)
+    if isinstance(derived, int) and length > derived:
+        raise ConfigError(f"max_model_len={length} is more than the model's {derived} positions; use {derived} or less")
+    return length
+
+
+def _dtype(given: Any, hf: dict[str, Any]) -> Literal["float32", "bfloat16"]:
+    name = str(given).removeprefix("torch.")
+    if name == "auto":
+        stored = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+        return "float32" if stored == "float32" else "bfloat16"
+    if name in ("float32", "float"):
+        return "float32"
+    if name == "bfloat16":
+        return "bfloat16"
+    raise ConfigError(f"dtype={given!r} is not supported; use 'auto', 'float32' or 'bfloat16'")
+
+
+def _positive(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ConfigError(f"{name}={value!r} must be a positive integer")
+    return value
+
+
+def _optional_positive(name: str, value: Any) -> int | None:
+    return None if value is None else _positive(name, value)
+
+
+def _fraction(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ConfigError(f"{name}={value!r} must be more than 0 and at most 1")
+    return float(value)
+
+
+def _choice(name: str, value: Any, choices: tuple[str, ...]) -> Any:
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
+    return value

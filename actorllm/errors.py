@@ -1,0 +1,131 @@
+"""Every exception that the library raises on purpose.
+
+    ActorLLMError
+    ├── ConfigError (ValueError)              an engine argument is wrong; nothing was started
+    │   └── UnknownArgumentError (TypeError)  no such argument; the nearest name is in the message
+    ├── ModelError                            the model cannot be served
+    │   ├── ModelNotFoundError (FileNotFoundError)
+    │   ├── CorruptModelError                 a file of the model is unreadable or contradicts another
+    │   └── UnsupportedModelError             the architecture or a feature of it is not there; says which
+    ├── RequestError                          one request is wrong or failed; nothing else is affected
+    │   ├── InvalidParameterError (ValueError)
+    │   │   └── UnknownParameterError (TypeError)
+    │   ├── InvalidPromptError (ValueError)
+    │   ├── DuplicateRequestError (ValueError)
+    │   └── RequestFailedError                the engine accepted the request and could not finish it
+    ├── EngineError                           the engine as a whole
+    │   ├── EngineStartError                  it never became ready; carries the child's own message
+    │   ├── EngineDeadError                   a process died; names it and its last words
+    │   ├── EngineShutdownError               it was shut down before or while the call ran
+    │   └── ForkedProcessError                it belongs to the process that built it, not to a fork of that process
+    └── TransportError                        rings and links
+        ├── WouldBlock                        a `_nowait` call that would have had to wait
+        ├── CorruptLinkError                  a word or frame written by the peer is impossible; the link is dropped
+        ├── PeerLostError                     the other end of a link is gone; pending asks end with it
+        └── SharedMemoryError (OSError)       /dev/shm is full, too small or not writable
+
+Errors that also derive from a built-in do so that `except ValueError` of a program written for vLLM keeps working.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ActorLLMError(Exception):
+    """Base of everything this library raises on purpose."""
+
+
+class ConfigError(ActorLLMError, ValueError):
+    """An engine argument has a value that cannot be used."""
+
+
+class UnknownArgumentError(ConfigError, TypeError):
+    """An engine argument that does not exist."""
+
+
+class ModelError(ActorLLMError):
+    """The model cannot be served."""
+
+
+class ModelNotFoundError(ModelError, FileNotFoundError):
+    """No model under this name or in this folder."""
+
+
+class CorruptModelError(ModelError):
+    """A file of the model is unreadable, incomplete, or contradicts another file."""
+
+
+class UnsupportedModelError(ModelError):
+    """The architecture, or something the configuration asks for, is not supported; the message says what and why."""
+
+
+class RequestError(ActorLLMError):
+    """One request is wrong or failed. Every other request goes on."""
+
+
+class InvalidParameterError(RequestError, ValueError):
+    """A sampling parameter has the wrong type or is out of range."""
+
+
+class UnknownParameterError(InvalidParameterError, TypeError):
+    """A sampling parameter that does not exist."""
+
+
+class InvalidPromptError(RequestError, ValueError):
+    """The prompt is empty, too long, or holds ids outside the vocabulary."""
+
+
+class DuplicateRequestError(RequestError, ValueError):
+    """A request with this id is still running."""
+
+
+class RequestFailedError(RequestError):
+    """The engine accepted the request and could not finish it; the message is the engine's own."""
+
+
+class EngineError(ActorLLMError):
+    """The engine as a whole cannot do what was asked."""
+
+
+class EngineStartError(EngineError):
+    """The engine never became ready. The message is that of the process that failed."""
+
+
+class EngineDeadError(EngineError):
+    """A process of the engine died. The message names it and quotes its last words."""
+
+
+class EngineShutdownError(EngineError):
+    """The engine was shut down before or during the call."""
+
+
+class ForkedProcessError(EngineError):
+    """The engine was built in a parent process; after a fork only the parent may use it."""
+
+
+class TransportError(ActorLLMError):
+    """A ring or a link cannot do what was asked."""
+
+
+class WouldBlock(TransportError):
+    """A `_nowait` call found the ring full or empty."""
+
+
+class CorruptLinkError(TransportError):
+    """The peer wrote a word or a frame that is impossible. The link must be dropped; nothing of the frame was used."""
+
+
+class PeerLostError(TransportError, ConnectionError):
+    """The other end of the link is gone."""
+
+
+class SharedMemoryError(TransportError, OSError):
+    """Shared memory could not be created: /dev/shm is full, too small or not writable."""
+
+
+def nearest_name(unknown: str, known: Iterable[str]) -> str:
+    """The tail of an 'unknown name' message: `; did you mean 'x'?`, or nothing when no name is near."""
+    near = difflib.get_close_matches(unknown, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,379 @@
+"""Every message of the engine, grouped by who receives it. One closed set of types per inbox.
+
+A message is columns: scalars, and one-dimensional numpy arrays that travel as binary segments. `pack` and `unpack` turn
+a message into `(kind, scalars, arrays)` and back; what carries that over a ring is `actorllm.ring.codec`, and in the
+inline topology the object itself is handed over. Whoever sends a message never changes its arrays afterwards.
+
+Commands are imperatives to their receiver (Submit, Abort, StepPlan), facts are reports from their sender (StepResult,
+Outputs). Rows name requests by small integers: `rid` between a frontend and the scheduler (unique per frontend), `slot`
+between the scheduler and the workers. Times are CLOCK_MONOTONIC seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+I32: TypeAlias = NDArray[np.int32]
+I64: TypeAlias = NDArray[np.int64]
+U8: TypeAlias = NDArray[np.uint8]
+U32: TypeAlias = NDArray[np.uint32]
+F32: TypeAlias = NDArray[np.float32]
+F64: TypeAlias = NDArray[np.float64]
+
+ARRAY_DTYPES = {"I32": "i4", "I64": "i8", "U8": "u1", "U32": "u4", "F32": "f4", "F64": "f8"}
+
+NO_I32: I32 = np.zeros(0, np.int32)
+NO_I64: I64 = np.zeros(0, np.int64)
+NO_U8: U8 = np.zeros(0, np.uint8)
+NO_U32: U32 = np.zeros(0, np.uint32)
+NO_F32: F32 = np.zeros(0, np.float32)
+for _empty in (NO_I32, NO_I64, NO_U8, NO_U32, NO_F32):
+    _empty.flags.writeable = False
+
+
+def no_i32() -> I32:
+    return NO_I32
+
+
+def no_i64() -> I64:
+    return NO_I64
+
+
+def no_u8() -> U8:
+    return NO_U8
+
+
+def no_u32() -> U32:
+    return NO_U32
+
+
+def no_f32() -> F32:
+    return NO_F32
+
+
+# To the scheduler, from a frontend ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Submit:
+    """Start a request, or go on with one: `output` holds what was already emitted (empty at first).
+
+    The prompt and the emitted prefix travel apart because limits, penalties, stop text and metrics need the border.
+    Sampling continues at token index len(output), so the same message serves first start, hand-back and crash.
+    """
+
+    rid: int
+    arrival: float
+    prompt: I32
+    output: I32 = field(default_factory=no_i32)
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    sample_index: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()
+    include_stop: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    priority: int = 0
+    slo: Sequence[float | None] | None = None
+    is_latency_sensitive: bool = False
+    type_info: str | None = None
+    tenant: str | None = None
+    deadline: float | None = None
+    blocked_on: str | None = None
+    """Not admitted before an `Unblock`; the reason (grammar compiling, remote KV, encoder) is shown in statistics."""
+    pooling: str | None = None
+    """Ends at prefill: the worker returns a vector instead of a token."""
+    is_chunkable: bool = True
+    """False: the whole prompt goes through in one step or not at all."""
+    needs_late_inputs: bool = False
+    """The worker runs this row's forward, then waits for `LateInputs` before it samples."""
+    adapter_id: int = 0
+    block_hashes: U8 = field(default_factory=no_u8)
+    """32 bytes for every full block of the prompt, made by the frontend (kvcache.prefix_index)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Abort:
+    """Forget these requests and free their blocks. Unknown rids are ignored: they ended meanwhile."""
+
+    rids: I32
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Unblock:
+    """What the request waited for is there (error is None), or will never be (the request fails with it)."""
+
+    rid: int
+    error: str | None = None
+
+
+# To the scheduler, from a worker --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class StepResult:
+    """What one step sampled. Only rank 0 reports tokens; the other ranks acknowledge with empty columns.
+
+    Rows are in the order of the plan: decode rows, then the prefill rows that reached the end of their known tokens.
+    counts is empty when every row carries exactly one token; else it says how many (0 and more) of `tokens` each has.
+    vector_rows and vectors: pooled rows and their vectors, concatenated. nonfinite_rows: rows whose logits held NaN or
+    infinity; their token is void.
+    """
+
+    step: int
+    tokens: I32 = field(default_factory=no_i32)
+    counts: I32 = field(default_factory=no_i32)
+    vector_rows: I32 = field(default_factory=no_i32)
+    vectors: F32 = field(default_factory=no_f32)
+    nonfinite_rows: I32 = field(default_factory=no_i32)
+    started: float = 0.0
+    ended: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class StepFailed:
+    """The step raised: nothing of it or of later steps in flight counts. rows: whose fault it is (empty: not known)."""
+
+    step: int
+    error: str
+    rows: I32 = field(default_factory=no_i32)
+
+
+# To a worker, from the scheduler --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class StepPlan:
+    """One step, as the difference to the persistent batch that the worker keeps.
+
+    Applied in this order: `freed` slots are dropped; `new` slots are filled; `extended` blocks are appended to block
+    tables; `zero` and `copy` act on KV blocks; then the forward runs over the decode rows (one token each, the last one
+    sampled) followed by the prefill rows (`prefill_counts` tokens each, from where the slot stands). A prefill row that
+    reaches the end of its known tokens samples, and is a decode row from then on.
+
+    decode_slots None: the same rows as in the step before plus nothing, minus nothing. Block tables and extended blocks
+    carry a KV group (there is one group today).
+    """
+
+    step: int
+    freed: I32 = field(default_factory=no_i32)
+
+    new_slots: I32 = field(default_factory=no_i32)
+    new_num_tokens: I32 = field(default_factory=no_i32)
+    """Known tokens of the slot (prompt and emitted output), concatenated in new_tokens."""
+    new_tokens: I32 = field(default_factory=no_i32)
+    new_num_outputs: I32 = field(default_factory=no_i32)
+    """How many of the known tokens are output: the token index of the first token to be sampled."""
+    new_num_computed: I32 = field(default_factory=no_i32)
+    """How many of the known tokens have their KV in the blocks already (prefix hits)."""
+    new_num_blocks: I32 = field(default_factory=no_i32)
+    """One per slot and KV group, slot-major; the ids are concatenated in new_blocks."""
+    new_blocks: I32 = field(default_factory=no_i32)
+    new_seeds: I64 = field(default_factory=no_i64)
+    """The unsigned 64-bit seed, reinterpreted."""
+    new_sample_index: I32 = field(default_factory=no_i32)
+    new_temperature: F32 = field(default_factory=no_f32)
+    new_top_p: F32 = field(default_factory=no_f32)
+    new_min_p: F32 = field(default_factory=no_f32)
+    new_top_k: I32 = field(default_factory=no_i32)
+    new_min_tokens: I32 = field(default_factory=no_i32)
+    new_num_stop_ids: I32 = field(default_factory=no_i32)
+    """Ids that must not be sampled before min_tokens; listed only for slots with min_tokens > 0."""
+    new_stop_ids: I32 = field(default_factory=no_i32)
+    new_adapter_id: I32 = field(default_factory=no_i32)
+    new_is_pooling: U8 = field(default_factory=no_u8)
+
+    extended_slots: I32 = field(default_factory=no_i32)
+    extended_blocks: I32 = field(default_factory=no_i32)
+    extended_groups: U8 = field(default_factory=no_u8)
+
+    zero_blocks: I32 = field(default_factory=no_i32)
+    copy_sources: I32 = field(default_factory=no_i32)
+    copy_targets: I32 = field(default_factory=no_i32)
+
+    decode_slots: I32 | None = None
+    prefill_slots: I32 = field(default_factory=no_i32)
+    prefill_counts: I32 = field(default_factory=no_i32)
+    late_slots: I32 = field(default_factory=no_i32)
+    """Rows that must not be sampled before `LateInputs(step)` arrived."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LateInputs:
+    """What sampling of a step's late rows needs and was not known at launch.
+
+    allowed: for every slot in `slots`, ceil(vocab_size / 32) words; bit i of word j allows id 32 * j + i. A late slot
+    that is not listed samples freely.
+    """
+
+    step: int
+    slots: I32 = field(default_factory=no_i32)
+    allowed: U32 = field(default_factory=no_u32)
+
+
+# To a frontend, from the scheduler ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Outputs:
+    """New tokens and ends of one frontend's requests, one row per request.
+
+    index: the output index of the row's first token; an output applies only if that is the next one. counts is empty
+    when every row carries one token. text_ends[i] is where row i's new text ends in `text` (characters).
+    ends: for every row that finished: [row, reason, stop_reason, error, times and counters (see RequestEnd)].
+    """
+
+    rids: I32
+    index: I32
+    tokens: I32
+    counts: I32 = field(default_factory=no_i32)
+    text: str = ""
+    text_ends: I32 = field(default_factory=no_i32)
+    ends: Sequence[Sequence[Any]] = ()
+    vector_rows: I32 = field(default_factory=no_i32)
+    vectors: F32 = field(default_factory=no_f32)
+    emitted: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnd:
+    """The typed form of one entry of `Outputs.ends`."""
+
+    row: int
+    reason: str
+    stop_reason: int | str | None
+    error: str | None
+    queued: float
+    scheduled: float | None
+    first_token: float | None
+    last_token: float | None
+    num_preemptions: int
+    num_cached_tokens: int
+    num_wasted_tokens: int
+
+
+# Between any two actors -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Ask:
+    """A typed control that is carried out between steps and always answered (statistics, profile, timeline ...)."""
+
+    id: int
+    verb: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Reply:
+    """The answer to an Ask: a value, or the error that it ended with."""
+
+    id: int
+    value: Any = None
+    error: str | None = None
+
+
+ToScheduler: TypeAlias = Submit | Abort | Unblock | StepResult | StepFailed | Ask | Reply
+ToWorker: TypeAlias = StepPlan | LateInputs | Ask
+ToFrontend: TypeAlias = Outputs | Ask | Reply
+Message: TypeAlias = ToScheduler | ToWorker | ToFrontend
+
+KINDS: dict[int, type[Any]] = {
+    1: Submit,
+    2: Abort,
+    3: Unblock,
+    4: StepPlan,
+    5: LateInputs,
+    6: StepResult,
+    7: StepFailed,
+    8: Outputs,
+    9: Ask,
+    10: Reply,
+}
+"""The numbers are part of the wire format: a number is never used again for something else."""
+
+KIND_OF: dict[type[Any], int] = {cls: kind for kind, cls in KINDS.items()}
+
+
+@cache
+def _columns(cls: type[Any]) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """The scalar fields and the (array field, dtype) pairs of a message type, in order."""
+    scalars: list[str] = []
+    arrays: list[tuple[str, str]] = []
+    for f in fields(cls):
+        name = str(f.type).split(" ")[0]
+        if name in ARRAY_DTYPES:
+            arrays.append((f.name, ARRAY_DTYPES[name]))
+        else:
+            scalars.append(f.name)
+    return tuple(scalars), tuple(arrays)
+
+
+def pack(message: Message) -> tuple[int, list[Any], list[NDArray[Any]]]:
+    """`(kind, scalars, arrays)`: element 0 of the scalars is a bit mask of the array fields that are not empty.
+
+    An array field that is None sets its bit in element 1, so that None and empty stay apart; empty and None arrays do
+    not travel.
+    """
+    cls = type(message)
+    scalar_names, array_names = _columns(cls)
+    present = absent = 0
+    arrays = []
+    for bit, (name, _) in enumerate(array_names):
+        value = getattr(message, name)
+        if value is None:
+            absent |= 1 << bit
+        elif value.size:
+            present |= 1 << bit
+            arrays.append(value)
+    return KIND_OF[cls], [present, absent, *[getattr(message, name) for name in scalar_names]], arrays
+
+
+def unpack(kind: int, scalars: Any, arrays: Sequence[NDArray[Any]]) -> Message:
+    """The message again; ValueError when anything about it is not as `pack` would have made it."""
+    cls = KINDS.get(kind)
+    if cls is None:
+        raise ValueError(f"message kind {kind} is unknown")
+    scalar_names, array_names = _columns(cls)
+    if not isinstance(scalars, list) or len(scalars) != len(scalar_names) + 2:
+        raise ValueError(f"{cls.__name__}: {len(scalar_names) + 2} scalars expected, got {scalars!r:.80}")
+    present, absent = scalars[0], scalars[1]
+    if not isinstance(present, int) or not isinstance(absent, int):
+        raise ValueError(f"{cls.__name__}: masks {present!r:.40} and {absent!r:.40} must be integers")
+    values = dict(zip(scalar_names, scalars[2:], strict=True))
+    incoming = iter(arrays)
+    for bit, (name, dtype) in enumerate(array_names):
+        if present >> bit & 1:
+            array = next(incoming, None)
+            if array is None or array.dtype != dtype:
+                raise ValueError(f"{cls.__name__}.{name}: an array of {dtype} expected, got {array!r:.80}")
+            values[name] = array
+        else:
+            values[name] = None if absent >> bit & 1 else _EMPTY[dtype]
+    if next(incoming, None) is not None:
+        raise ValueError(f"{cls.__name__}: more arrays than the mask {present:#x} announces")
+    message: Message = cls(**values)
+    return message
+
+
+_EMPTY: dict[str, NDArray[Any]] = {
+    "i4": NO_I32,
+    "i8": NO_I64,
+    "u1": NO_U8,
+    "u4": NO_U32,
+    "f4": NO_F32,
+    "f8": np.zeros(0, np.float64),
+}

@@ -1,0 +1,192 @@
+"""The types users touch: what goes into a request and what comes out. No I/O, no torch.
+
+Names, defaults and meanings are vLLM's wherever both have a field.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar
+
+from actorllm.errors import InvalidParameterError, UnknownParameterError, nearest_name
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_SEED = 2**64 - 1
+"""Seeds are 64-bit and unsigned; a negative seed is taken modulo 2**64."""
+
+T = TypeVar("T")
+
+
+class RequestOutputKind(enum.Enum):
+    """How much each output repeats."""
+
+    CUMULATIVE = 0
+    """Every output holds everything so far."""
+    DELTA = 1
+    """Every output holds only what is new."""
+    FINAL_ONLY = 2
+    """One output, at the end."""
+
+
+def _names_unknown_parameters(cls: type[T]) -> type[T]:
+    """Make a dataclass answer an unknown keyword with the nearest known one."""
+    generated: Callable[..., None] = cls.__init__
+    known = [f.name for f in fields(cls) if f.init]  # type: ignore[arg-type]
+
+    @functools.wraps(generated)
+    def __init__(self: T, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in known:
+                raise UnknownParameterError(f"{cls.__name__} has no parameter {name!r}{nearest_name(name, known)}")
+        generated(self, *args, **kwargs)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
+
+
+@_names_unknown_parameters
+@dataclass(slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose the tokens of one request, and when to stop.
+
+    temperature: 0 is greedy. top_k: 0 or -1 keeps all. top_p in (0, 1]. min_p in [0, 1], relative to the most likely
+    token. They apply in this order: temperature, min_p, top_k, top_p. seed: any integer (modulo 2**64); None draws one.
+    stop: strings that end the text and are not part of it. stop_token_ids: ids that end it. ignore_eos: the model's own
+    end-of-text ids do not end it. min_tokens: before that many tokens no eos and no stop token is chosen. max_tokens:
+    None means: up to the model's length.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    n: int = 1
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def __post_init__(self) -> None:
+        self.temperature = _number("temperature", self.temperature, low=0.0)
+        self.top_p = _number("top_p", self.top_p, above=0.0, high=1.0)
+        self.min_p = _number("min_p", self.min_p, low=0.0, high=1.0)
+        self.top_k = max(0, _integer("top_k", self.top_k, low=-1))
+        if self.seed is not None:
+            self.seed = _integer("seed", self.seed) & MAX_SEED
+        if self.max_tokens is not None:
+            self.max_tokens = _integer("max_tokens", self.max_tokens, low=1)
+        self.min_tokens = _integer("min_tokens", self.min_tokens, low=0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParameterError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+        if _integer("n", self.n, low=1) != 1:
+            raise InvalidParameterError(f"n={self.n} is not supported yet; send the prompt {self.n} times")
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidParameterError(f"{name}={getattr(self, name)!r} must be True or False")
+        self.stop = _stop_strings(self.stop)
+        if self.stop and not self.detokenize:
+            raise InvalidParameterError("stop strings need the text: leave detokenize=True, or use stop_token_ids")
+        self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids or ())
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise InvalidParameterError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
+
+
+def _number(
+    name: str, value: object, *, low: float = -math.inf, high: float = math.inf, above: float | None = None
+) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InvalidParameterError(f"{name}={value!r} must be a finite number")
+    if not low <= value <= high or (above is not None and value <= above):
+        bound = f"> {above:g}" if above is not None else f">= {low:g}" if low > -math.inf else ""
+        limit = f"<= {high:g}" if high < math.inf else ""
+        raise InvalidParameterError(f"{name}={value!r} must be {' and '.join(b for b in (bound, limit) if b)}")
+    return float(value)
+
+
+def _integer(name: str, value: object, *, low: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidParameterError(f"{name}={value!r} must be an integer")
+    if low is not None and value < low:
+        raise InvalidParameterError(f"{name}={value!r} must be >= {low}")
+    return value
+
+
+def _stop_strings(stop: object) -> list[str]:
+    if stop is None:
+        return []
+    strings = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, Sequence) else [stop]
+    for string in strings:
+        if not isinstance(string, str):
+            raise InvalidParameterError(f"stop={string!r} must be a string or a list of strings")
+        if not string:
+            raise InvalidParameterError("an empty stop string would stop before the first token; remove it")
+    return strings
+
+
+def _token_ids(name: str, ids: object) -> list[int]:
+    if isinstance(ids, str) or not isinstance(ids, Sequence):
+        raise InvalidParameterError(f"{name}={ids!r} must be a list of token ids")
+    return [_integer(name, i, low=0) for i in ids]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times of one request in epoch seconds, all from one monotonic base; None: has not happened (yet).
+
+    num_wasted_tokens counts tokens that were computed in vain: sampled for this request after it had ended.
+    """
+
+    arrival_time: float
+    queued_time: float | None = None
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    num_wasted_tokens: int = 0
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first token, queueing included."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One generated sequence of a request, so far or at its end (see RequestOutputKind)."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token id or the stop string that ended it; None for the model's own end-of-text."""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What a request has produced."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0

@@ -1,0 +1,1 @@
+"""The latency laboratory: what a request promises (objectives); later the workloads, the simulator and the reports."""

@@ -1,0 +1,39 @@
+"""Fixtures of the whole suite: nothing may be left behind by a test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _shared_memory_names() -> set[str]:
+    """Our segments, and no other program's."""
+    folder = Path("/dev/shm")
+    return {p.name for p in folder.iterdir() if p.name.startswith("allm-")} if folder.is_dir() else set()
+
+
+def _children() -> set[int]:
+    """Processes whose parent is this one."""
+    pids: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            pids.update(int(pid) for pid in (task / "children").read_text().split())
+        except FileNotFoundError:
+            continue
+    return pids
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> Iterator[None]:
+    """No shared memory, child process or file descriptor of ours outlives the test that made it."""
+    names, children, fds = _shared_memory_names(), _children(), len(os.listdir("/proc/self/fd"))
+    yield
+    assert _shared_memory_names() <= names, "left in /dev/shm"
+    assert _children() <= children, "left a child process"
+    assert len(os.listdir("/proc/self/fd")) <= fds + 4, "left file descriptors open"
