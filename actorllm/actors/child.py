@@ -1,0 +1,222 @@
+"""The main program of a spawned actor, and the control protocol between it and the supervisor.
+
+Run as `python -P child.py <control descriptor> <pid of the owner>`: by path, so that it works whatever sys.path is
+before the first frame has set it to that of the owner, and so that the owner's `__main__` is never imported (no guard
+needed; a REPL, a notebook, stdin and `python -c` work). Until then only the standard library is imported.
+
+The control socket is a SEQPACKET pair: one JSON object per packet, in order, descriptors beside it.
+
+    supervisor → child    start {actor, path, rank, config_path, config, sys_path}
+                          configure {config} · link {info, generation, num_spokes, index} + descriptors · run
+                          lost {link, generation, error} · stop
+    child → supervisor    started {facts} · configured · ready · failed {type_name, message, traceback}
+
+Invariants: the child never outlives the owner (parent-death signal, and the end of the control socket); Ctrl-C belongs
+to the owner, SIGTERM is an orderly stop; a failure is reported before the process exits. Exit code 0 after a stop, 1
+after a failure. Started by the supervisor only.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import faulthandler
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from actorllm.actors.actor import Runner
+
+MAX_PACKET = 1 << 17
+MAX_DESCRIPTORS = 250
+MAX_TRACEBACK = 1 << 14
+
+OWNER_GONE = 117
+"""Exit code of a child whose owner went away; nobody is left to see it."""
+
+PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
+
+
+# The control protocol -------------------------------------------------------------------------------------------------
+
+
+def send_frame(control: socket.socket, op: str, fds: tuple[int, ...] = (), **fields: Any) -> None:
+    """One packet. Raises OSError (EPIPE: the other side is gone; EAGAIN: it has not read for very long)."""
+    packet = json.dumps({"op": op, **fields}).encode()
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    control.sendmsg([packet], ancillary, socket.MSG_NOSIGNAL)
+
+
+def receive_frame(control: socket.socket) -> tuple[dict[str, Any] | None, tuple[int, ...]]:
+    """The next packet and its descriptors, which the caller owns. (None, ()): the other side is gone.
+
+    Raises BlockingIOError when there is none and the socket does not block.
+    """
+    fds = array.array("i")
+    room = socket.CMSG_SPACE(MAX_DESCRIPTORS * fds.itemsize)
+    try:
+        packet, ancillary, _, _ = control.recvmsg(MAX_PACKET, room, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionResetError:
+        return None, ()
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return (json.loads(packet) if packet else None), tuple(fds)
+
+
+# The child ------------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    die_with_owner(int(sys.argv[2]))
+    control.set_inheritable(False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    start, _ = receive_frame(control)
+    if start is None:
+        os._exit(OWNER_GONE)
+    name_process(f"actor:{start['actor']}")
+    sys.path[:] = start["sys_path"]
+    try:
+        is_failed = live(control, start)
+    except BaseException as error:
+        # Before the actor exists, or a defect of the runtime itself; what an actor raises is reported by its runner.
+        report_failure(control, type(error).__name__, str(error), traceback.format_exc())
+        is_failed = True
+    if is_failed:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # at once: somebody waits to replace this process, and its state is not to be trusted
+
+
+def die_with_owner(owner: int) -> None:
+    """SIGKILL when the thread that spawned this process ends, and the end now if that has happened already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != owner:
+        os._exit(OWNER_GONE)
+
+
+def name_process(name: str) -> None:
+    """What ps and top show; the kernel keeps 15 characters."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, ctypes.create_string_buffer(name.encode()[:15]), 0, 0, 0)
+
+
+def report_failure(control: socket.socket, type_name: str, message: str, text: str) -> None:
+    send_frame(control, "failed", type_name=type_name, message=message[:MAX_TRACEBACK], traceback=text[-MAX_TRACEBACK:])
+
+
+def live(control: socket.socket, start: dict[str, Any]) -> bool:
+    """The actor's whole life; True when it failed."""
+    from actorllm.actors.actor import Failure, Runner
+    from actorllm.actors.engine_thread import run_loop
+    from actorllm.actors.topology import load
+
+    def report(error: BaseException | None) -> None:
+        if error is not None:
+            failure = Failure.of(error)
+            report_failure(control, failure.type_name, failure.message, failure.traceback)
+
+    actor = load(start["path"])(start["actor"], start["rank"])
+    config_class = load(start["config_path"])
+    runner = Runner(actor, report)
+    run_loop(Child(control, runner, config_class).run, config_class.from_json(start["config"]))
+    return runner.failure is not None
+
+
+class Child:
+    """Does what the control socket says: setup frames one after the other, stop and the end of the socket at once."""
+
+    def __init__(self, control: socket.socket, runner: Runner, config_class: Any) -> None:
+        self._control = control
+        self._runner = runner
+        self._config_class = config_class
+        self._frames: deque[tuple[dict[str, Any], tuple[int, ...]]] = deque()
+
+    async def run(self, config: Any) -> None:
+        import anyio
+
+        from actorllm.actors.engine_thread import current_loop
+
+        loop = current_loop()
+        self._arrived = loop.waiter()
+        self._setup_scope = anyio.CancelScope()
+        self._control.setblocking(False)
+        loop.watch(self._control.fileno(), self._on_readable)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._stop_on_sigterm)
+            tasks.start_soon(self._obey, config)
+            await self._runner.live()
+            tasks.cancel_scope.cancel()
+        loop.unwatch(self._control.fileno())
+
+    def _on_readable(self) -> None:
+        while True:
+            try:
+                frame, fds = receive_frame(self._control)
+            except BlockingIOError:
+                break
+            if frame is None:
+                os._exit(OWNER_GONE)
+            if frame["op"] == "stop":
+                self._setup_scope.cancel()
+                self._runner.stop()
+            else:
+                self._frames.append((frame, fds))
+        self._arrived.set()
+
+    async def _obey(self, config: Any) -> None:
+        with self._setup_scope:
+            try:
+                facts = await self._runner.start(config)
+                send_frame(self._control, "started", facts=facts)
+                while True:
+                    while self._frames:
+                        await self._obey_frame(*self._frames.popleft())
+                    await self._arrived.wait()
+            except Exception as error:
+                self._runner.fail(error)
+
+    async def _obey_frame(self, frame: dict[str, Any], fds: tuple[int, ...]) -> None:
+        from actorllm.actors.link import LinkInfo, open_ring
+        from actorllm.errors import EngineDeadError
+        from actorllm.ring.channel import LinkEnd
+
+        match frame["op"]:
+            case "configure":
+                await self._runner.configure(self._config_class.from_json(frame["config"]))
+                send_frame(self._control, "configured")
+            case "link":
+                end = LinkEnd(frame["generation"], frame["num_spokes"], frame["index"], fds)
+                self._runner.install(open_ring(LinkInfo.from_json(frame["info"]), end))
+            case "run":
+                gc.collect()
+                gc.freeze()  # what start-up made lives as long as the process: no collection looks at it again
+                self._runner.run()
+                send_frame(self._control, "ready")
+            case "lost":
+                self._runner.lose(frame["link"], frame["generation"], EngineDeadError(frame["error"]))
+            case op:
+                raise ValueError(f"control frame {op!r} is unknown")
+
+    async def _stop_on_sigterm(self) -> None:
+        import anyio
+
+        with anyio.open_signal_receiver(signal.SIGTERM) as signals:
+            async for _ in signals:
+                self._setup_scope.cancel()
+                self._runner.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,594 @@
+"""The threads and event loops of an engine, and the loops of its callers.
+
+Owns everything that knows a backend (the rest of the actors speaks anyio):
+
+- `HostLoop`: one running event loop, ours or the caller's (asyncio, uvloop, trio), reduced to "run this there, soon" and
+  to `Waiter`, an auto-reset event that costs a future. `ThreadHost` is the same for callers without a loop.
+- `LoopThread`: a daemon thread with an uvloop loop of its own. The inline topology runs each thread-placed actor on one.
+- `EngineThread`: the LoopThread that the owner process talks to. It runs one `Service` (the supervisor with the
+  owner-placed actors), starts it, stops it synchronously, and stops it at interpreter exit when nobody else did.
+
+Invariants: whatever is handed to a loop either runs there or is reported as refused, also while that loop is closing; a
+future from `call` is always resolved; nothing of this is usable in a forked child (`ForkedProcessError`), where none of
+these threads exists. The front doors call EngineThread and HostLoop, the supervisor and the links call the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import contextvars
+import inspect
+import logging
+import math
+import os
+import queue
+import sys
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from time import monotonic
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import anyio
+from anyio.abc import TaskGroup, TaskStatus
+
+from actorllm.errors import EngineShutdownError, ForkedProcessError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Future: TypeAlias = "concurrent.futures.Future[T]"
+
+STOP_TIMEOUT_S = 5.0
+"""How long an orderly stop may take before what is left is killed."""
+
+
+# Loops of anybody -----------------------------------------------------------------------------------------------------
+
+
+class Waiter(ABC):
+    """An event for one waiting task that resets itself. `set` is called on the waiter's own loop only."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def set(self) -> None:
+        """Let the waiting task go on, or the next `wait` return at once."""
+
+    @abstractmethod
+    async def wait(self, until: float | None = None) -> bool:
+        """True when it was set (a set that came before counts), False when the monotonic clock passed `until`.
+
+        Always lets the loop turn once, so that a task that sets its own waiter starves nobody. A cancelled wait loses
+        no set.
+        """
+
+
+class HostLoop(ABC):
+    """A running event loop as seen from other threads. One object per loop: compare and hash by identity."""
+
+    __slots__ = ("__weakref__",)
+
+    @staticmethod
+    def current() -> HostLoop:
+        """The loop that runs the calling code. Raises RuntimeError outside of one."""
+        if "trio" in sys.modules:  # asked first: in guest mode trio runs inside another loop
+            import trio
+
+            if trio.lowlevel.in_trio_task():
+                return _host_of(trio.lowlevel.current_trio_token(), TrioLoop)
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise RuntimeError("there is no running event loop in this thread (asyncio, uvloop or trio)") from None
+        return _host_of(loop, AsyncioLoop)
+
+    @abstractmethod
+    def call_soon_threadsafe(self, function: Callable[..., object], *args: Any) -> bool:
+        """Run `function` on the loop, in order of the calls. False: the loop is closed and nothing will run."""
+
+    @abstractmethod
+    def waiter(self) -> Waiter:
+        """A new Waiter of this loop. To be called on the loop."""
+
+    async def result_of(self, future: Future[T]) -> T:
+        """The result of a future that another thread resolves. Cancelling the wait cancels the future."""
+        waiter = self.waiter()
+        future.add_done_callback(lambda _: self.call_soon_threadsafe(waiter.set))
+        try:
+            await waiter.wait()
+        except BaseException:
+            future.cancel()
+            raise
+        return future.result()
+
+
+class AsyncioLoop(HostLoop):
+    """asyncio and uvloop."""
+
+    __slots__ = ("_context", "_loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)  # the table of hosts must not keep a finished loop alive
+        self._context: contextvars.Context | None = None
+
+    def adopt_context(self) -> None:
+        """Run everything that is handed over from now on in the context of the caller.
+
+        Else it would run in that of the thread it comes from, where anyio finds another library's loop, or none.
+        """
+        if self._context is None:
+            self._context = contextvars.copy_context()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        loop = self._loop()
+        if loop is None:
+            raise RuntimeError("the event loop is gone")
+        return loop
+
+    def call_soon(self, function: Callable[..., object], *args: Any) -> None:
+        """From the loop's own thread."""
+        self.loop.call_soon(function, *args)
+
+    def call_later(self, delay_s: float, function: Callable[..., object], *args: Any) -> None:
+        """From the loop's own thread."""
+        self.loop.call_later(delay_s, function, *args)
+
+    def call_soon_threadsafe(self, function: Callable[..., object], *args: Any) -> bool:
+        loop = self._loop()
+        if loop is None:
+            return False
+        try:
+            loop.call_soon_threadsafe(function, *args, context=self._context)
+        except RuntimeError:
+            if loop.is_closed():
+                return False
+            raise
+        return True
+
+    def watch(self, fd: int, function: Callable[..., object], *args: Any) -> None:
+        """Call `function` whenever `fd` is readable, until `unwatch`."""
+        self.loop.add_reader(fd, function, *args)
+
+    def unwatch(self, fd: int) -> None:
+        """Must come before the fd is closed: the kernel keeps watching a description that somebody else still holds."""
+        self.loop.remove_reader(fd)
+
+    def waiter(self) -> AsyncioWaiter:
+        return AsyncioWaiter(self.loop)
+
+
+class AsyncioWaiter(Waiter):
+    """A bare future per wait: an anyio.Event costs a lock, a checkpoint and a new object for every reset."""
+
+    __slots__ = ("_future", "_is_set", "_loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._future: asyncio.Future[None] | None = None
+        self._is_set = False
+
+    def set(self) -> None:
+        self._is_set = True
+        future = self._future
+        if future is not None and not future.done():
+            future.set_result(None)
+
+    async def wait(self, until: float | None = None) -> bool:
+        if self._is_set:
+            self._is_set = False
+            await asyncio.sleep(0)
+            return True
+        if self._future is not None:
+            raise RuntimeError("two tasks wait on one Waiter")
+        future = self._future = self._loop.create_future()
+        timer = None
+        if until is not None:
+            # uvloop's timers round to the nearest millisecond: rounded up here, so that no deadline is early.
+            delay_s = math.ceil(max(until - monotonic(), 0.0) * 1000) / 1000
+            timer = self._loop.call_later(delay_s, _expire, future)
+        try:
+            await future
+        finally:
+            self._future = None
+            if timer is not None:
+                timer.cancel()
+        was_set, self._is_set = self._is_set, False
+        return was_set
+
+
+def _expire(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class TrioLoop(HostLoop):
+    """trio, by its entry queue."""
+
+    __slots__ = ("_token",)
+
+    def __init__(self, token: Any) -> None:
+        self._token = weakref.ref(token)
+
+    def call_soon_threadsafe(self, function: Callable[..., object], *args: Any) -> bool:
+        import trio
+
+        token = self._token()
+        if token is None:
+            return False
+        try:
+            token.run_sync_soon(function, *args)
+        except trio.RunFinishedError:
+            return False
+        return True
+
+    def waiter(self) -> EventWaiter:
+        return EventWaiter()
+
+
+class EventWaiter(Waiter):
+    """A Waiter for every backend of anyio: an event that is replaced when it was seen."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self) -> None:
+        self._event = anyio.Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    async def wait(self, until: float | None = None) -> bool:
+        if until is None:
+            await self._event.wait()
+        else:
+            with anyio.move_on_after(max(until - monotonic(), 0.0)):
+                await self._event.wait()
+        if not self._event.is_set():
+            return False
+        self._event = anyio.Event()
+        return True
+
+
+_hosts: weakref.WeakKeyDictionary[Any, HostLoop] = weakref.WeakKeyDictionary()
+_hosts_lock = threading.Lock()
+
+
+def _host_of(loop: Any, make: Callable[[Any], HostLoop]) -> HostLoop:
+    with _hosts_lock:
+        host = _hosts.get(loop)
+        if host is None:
+            host = _hosts[loop] = make(loop)
+        return host
+
+
+class ThreadHost(HostLoop):
+    """The host of a caller without a loop: what is handed over waits until the caller runs it himself.
+
+    `run_pending` and `run_until` belong to the thread that made the object.
+    """
+
+    __slots__ = ("_is_closed", "_queue")
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]]] = queue.SimpleQueue()
+        self._is_closed = False
+
+    def call_soon_threadsafe(self, function: Callable[..., object], *args: Any) -> bool:
+        if self._is_closed:
+            return False
+        self._queue.put((function, args))
+        return True
+
+    def waiter(self) -> Waiter:
+        raise RuntimeError("a thread without an event loop cannot await; use run_until")
+
+    def run_pending(self, timeout: float | None = 0.0) -> int:
+        """Run what was handed over; wait up to `timeout` seconds (None: for ever) for the first. Returns how many ran."""
+        num_run = 0
+        try:
+            item = self._queue.get(timeout=timeout) if timeout != 0.0 else self._queue.get_nowait()
+            while True:
+                function, args = item
+                function(*args)
+                num_run += 1
+                item = self._queue.get_nowait()
+        except queue.Empty:
+            return num_run
+
+    def run_until(self, is_done: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Run what arrives until `is_done()`. False: `timeout` seconds passed first."""
+        deadline = None if timeout is None else monotonic() + timeout
+        while not is_done():
+            remaining = None if deadline is None else deadline - monotonic()
+            if remaining is not None and remaining <= 0:
+                return False
+            self.run_pending(remaining)
+        return True
+
+    def close(self) -> None:
+        """From now on everything handed over is refused."""
+        self._is_closed = True
+
+
+# Loops of ours --------------------------------------------------------------------------------------------------------
+
+
+def run_loop(main: Callable[..., Any], *args: Any) -> Any:
+    """`anyio.run` on the loop that all our threads and processes use."""
+    return anyio.run(main, *args, backend="asyncio", backend_options={"use_uvloop": sys.platform != "win32"})
+
+
+def current_loop() -> AsyncioLoop:
+    """The running loop of one of our threads, which is always asyncio's or uvloop's."""
+    host = HostLoop.current()
+    if not isinstance(host, AsyncioLoop):
+        raise RuntimeError(f"actors run on asyncio or uvloop, not on {type(host).__name__}")
+    host.adopt_context()
+    return host
+
+
+class LoopThread:
+    """A daemon thread with an event loop that runs until `stop`. Started once."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.loop: AsyncioLoop | None = None
+        self._tasks: TaskGroup | None = None
+        self._stop_requested: Waiter | None = None
+        self._started = threading.Event()
+        self._lock = threading.Lock()
+        self._pending: set[Future[Any]] = set()
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start_thread(self) -> None:
+        """Returns when the loop turns."""
+        self._thread.start()
+        self._started.wait()
+        if self.loop is None:
+            raise RuntimeError(f"the event loop of thread {self.name!r} could not be started")
+
+    def post(self, function: Callable[..., object], *args: Any) -> None:
+        """Run a function on the loop; nobody hears of its result. Raises EngineShutdownError when the loop is over."""
+        loop = self.loop
+        if loop is None or self._is_over or not loop.call_soon_threadsafe(function, *args):
+            raise EngineShutdownError(f"thread {self.name!r} does not run")
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Run a function or a coroutine function on the loop. Cancelling the future cancels the coroutine.
+
+        Raises EngineShutdownError when the loop is over; a call that the end of the loop overtakes is resolved with it.
+        """
+        future: Future[Any] = concurrent.futures.Future()
+        with self._lock:
+            if self._is_over:
+                raise EngineShutdownError(f"thread {self.name!r} does not run")
+            self._pending.add(future)
+        try:
+            self.post(self._spawn, future, function, args)
+        except EngineShutdownError:
+            self._pending.discard(future)
+            raise
+        return future
+
+    def request_stop(self) -> None:
+        """Ask the loop to end; `join` waits for it."""
+        with contextlib.suppress(EngineShutdownError):
+            self.post(self._set_stop)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """True when the thread is gone."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    async def _serve(self) -> None:
+        """What the thread does between start and stop."""
+        assert self._stop_requested is not None
+        await self._stop_requested.wait()
+
+    def _run(self) -> None:
+        try:
+            run_loop(self._main)
+        finally:
+            with self._lock:
+                self._is_over = True
+                overtaken = list(self._pending)
+            self._started.set()
+            for future in overtaken:
+                self._finish(future)
+
+    async def _main(self) -> None:
+        self._stop_requested = HostLoop.current().waiter()
+        async with anyio.create_task_group() as tasks:
+            self._tasks = tasks
+            self.loop = current_loop()
+            self._started.set()
+            await self._serve()
+            self._tasks = None  # a call that comes now is refused
+            tasks.cancel_scope.cancel()
+
+    def _set_stop(self) -> None:
+        assert self._stop_requested is not None
+        self._stop_requested.set()
+
+    def _spawn(self, future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        if self._tasks is not None:
+            self._tasks.start_soon(self._carry, future, function, args)
+        else:
+            self._finish(future)
+
+    async def _carry(self, future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """One call: its result or its exception belong to the caller, never to the loop."""
+        loop = current_loop()
+        try:
+            with anyio.CancelScope() as scope:
+
+                def cancel(done: Future[Any]) -> None:
+                    if done.cancelled():
+                        loop.call_soon_threadsafe(scope.cancel)
+
+                future.add_done_callback(cancel)
+                result = function(*args)
+                if inspect.isawaitable(result):
+                    result = await result
+                _resolve(future, result)
+        except Exception as error:
+            _resolve(future, error=error)
+        finally:
+            self._finish(future)
+
+    def _finish(self, future: Future[Any]) -> None:
+        self._pending.discard(future)
+        if not future.done():
+            _resolve(future, error=EngineShutdownError(f"thread {self.name!r} ended before the call did"))
+
+
+def _resolve(future: Future[Any], result: Any = None, error: BaseException | None = None) -> None:
+    try:
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+    except concurrent.futures.InvalidStateError:
+        logger.debug("the caller no longer waits for the result of a call")
+
+
+# The engine thread ----------------------------------------------------------------------------------------------------
+
+
+class Service(Protocol):
+    """What an EngineThread runs: the supervisor."""
+
+    async def run(self, *, task_status: TaskStatus[None]) -> None:
+        """The whole life: `task_status.started()` when ready; an exception before that is the caller's.
+
+        Returns after `request_stop`, or by itself when the service is over. Cleans up in any case, cancelled or not.
+        """
+
+    def request_stop(self, timeout: float) -> None:
+        """Make `run` return within about `timeout` seconds. Called on the loop, any number of times."""
+
+    def kill(self) -> None:
+        """Last resort from another thread, when the loop does not react: leave no process behind."""
+
+
+class EngineThread(LoopThread):
+    """The thread through which the owner process uses its engine. All methods are for other threads."""
+
+    def __init__(self, service: Service, name: str = "actorllm:engine") -> None:
+        super().__init__(name)
+        self._service = service
+        self._pid = os.getpid()
+        self._start_lock = threading.Lock()
+        self._start_future: Future[None] | None = None
+        self._is_stopping = False
+        self._stop_timeout_s = STOP_TIMEOUT_S
+
+    def start(self, timeout: float | None = None) -> None:
+        """Start the thread and the service; returns when it is ready.
+
+        Raises what the service's start raised (EngineStartError, ConfigError, ModelError ...), and TimeoutError after
+        `timeout` seconds; nothing is left running then.
+        """
+        future = self.start_nowait()
+        try:
+            future.result(timeout)
+        except concurrent.futures.CancelledError:
+            raise EngineShutdownError("the engine was shut down while it started") from None
+        except BaseException:
+            self.stop()
+            raise
+
+    def start_nowait(self) -> Future[None]:
+        """As `start`, without waiting: cancelling the future, or `stop`, ends a start that is under way."""
+        self._check_process()
+        with self._start_lock:
+            if self._start_future is None:
+                if self._is_stopping:
+                    raise EngineShutdownError("the engine was shut down before it was started")
+                _engine_threads.add(self)
+                self.start_thread()
+                self._start_future = super().call(self._start_service)
+            return self._start_future
+
+    def post(self, function: Callable[..., object], *args: Any) -> None:
+        """Run a function on the engine's loop, soon. Raises EngineShutdownError or ForkedProcessError."""
+        if os.getpid() != self._pid:
+            self._check_process()
+        super().post(function, *args)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Run a function or a coroutine function on the engine's loop. Raises as `post`."""
+        self._check_process()
+        return super().call(function, *args)
+
+    def stop(self, timeout: float = STOP_TIMEOUT_S) -> None:
+        """Stop the service and the thread, and wait for that. Idempotent; from any thread.
+
+        From the engine's own thread it only asks for the stop. In a forked child it does nothing: the engine is not
+        the child's.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._start_lock:
+            self._is_stopping = True
+            self._stop_timeout_s = timeout
+            if self._start_future is None:
+                return
+        self.request_stop()
+        if threading.current_thread() is self._thread:
+            return
+        if not self.join(timeout + 2.0):
+            logger.error("the engine thread did not stop within %.1f s; its processes are killed", timeout)
+            self._service.kill()
+            self.join(1.0)
+        _engine_threads.discard(self)
+
+    async def _serve(self) -> None:
+        assert self._stop_requested is not None
+        await self._stop_requested.wait()
+        if self._start_future is not None and not self._start_future.done():
+            self._start_future.cancel()
+        self._service.request_stop(self._stop_timeout_s)
+
+    async def _main(self) -> None:
+        # The service has a task group of its own: the end of the loop waits for its orderly stop instead of cancelling
+        # it, while calls that are under way when it is over are ended by the group of LoopThread.
+        async with anyio.create_task_group() as services:
+            self._services = services
+            await super()._main()
+
+    async def _start_service(self) -> None:
+        await self._services.start(self._run_service)
+
+    async def _run_service(self, *, task_status: TaskStatus[None]) -> None:
+        await self._service.run(task_status=task_status)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedProcessError(
+                f"this engine belongs to process {self._pid}, this is its fork {os.getpid()}; build an engine after "
+                f"forking, or attach to one by name"
+            )
+
+
+_engine_threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+
+
+def _stop_at_exit() -> None:
+    """Daemon threads still run while atexit callbacks do, so an orderly stop works here."""
+    for thread in list(_engine_threads):
+        thread.stop()
+
+
+atexit.register(_stop_at_exit)
