@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -308,7 +307,6 @@ KINDS: dict[int, type[Any]] = {
 KIND_OF: dict[type[Any], int] = {cls: kind for kind, cls in KINDS.items()}
 
 
-@cache
 def _columns(cls: type[Any]) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
     """The scalar fields and the (array field, dtype) pairs of a message type, in order."""
     scalars: list[str] = []
@@ -322,6 +320,9 @@ def _columns(cls: type[Any]) -> tuple[tuple[str, ...], tuple[tuple[str, str], ..
     return tuple(scalars), tuple(arrays)
 
 
+_COLUMNS = {cls: _columns(cls) for cls in KIND_OF}
+
+
 def pack(message: Message) -> tuple[int, list[Any], list[NDArray[Any]]]:
     """`(kind, scalars, arrays)`: element 0 of the scalars is a bit mask of the array fields that are not empty.
 
@@ -329,7 +330,7 @@ def pack(message: Message) -> tuple[int, list[Any], list[NDArray[Any]]]:
     not travel.
     """
     cls = type(message)
-    scalar_names, array_names = _columns(cls)
+    scalar_names, array_names = _COLUMNS[cls]
     present = absent = 0
     arrays = []
     for bit, (name, _) in enumerate(array_names):
@@ -347,7 +348,7 @@ def unpack(kind: int, scalars: Any, arrays: Sequence[NDArray[Any]]) -> Message:
     cls = KINDS.get(kind)
     if cls is None:
         raise ValueError(f"message kind {kind} is unknown")
-    scalar_names, array_names = _columns(cls)
+    scalar_names, array_names = _COLUMNS[cls]
     if not isinstance(scalars, list) or len(scalars) != len(scalar_names) + 2:
         raise ValueError(f"{cls.__name__}: {len(scalar_names) + 2} scalars expected, got {scalars!r:.80}")
     present, absent = scalars[0], scalars[1]

@@ -45,7 +45,7 @@ def _names_unknown_parameters(cls: type[T]) -> type[T]:
                 raise UnknownParameterError(f"{cls.__name__} has no parameter {name!r}{nearest_name(name, known)}")
         generated(self, *args, **kwargs)
 
-    cls.__init__ = __init__  # type: ignore[method-assign]
+    cls.__init__ = __init__  # type: ignore[assignment]
     return cls
 
 
@@ -125,7 +125,7 @@ def _integer(name: str, value: object, *, low: int | None = None) -> int:
 def _stop_strings(stop: object) -> list[str]:
     if stop is None:
         return []
-    strings = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, Sequence) else [stop]
+    strings: list[Any] = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, Sequence) else [stop]
     for string in strings:
         if not isinstance(string, str):
             raise InvalidParameterError(f"stop={string!r} must be a string or a list of strings")

@@ -1,0 +1,148 @@
+"""`KVCacheManager`: the block table of every slot, and what has to be done to blocks before the next step.
+
+Owned by the scheduler. Tables are columns by slot and KV group (one group today): `tables[group, slot, i]` is the block of
+tokens i * block_size and following. `capacity[slot]` is how many tokens the slot's blocks hold. Besides the KV, the blocks
+address the *ids* of sampled tokens: `token_ids[block, offset]`, written for a whole step in one scatter, so that no request
+needs an array of its own that grows token by token.
+
+Invariants (`check_integrity`): a slot's table entries are distinct allocated blocks; every allocated block is in some table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actorllm.kvcache.block_pool import BlockPool
+from actorllm.messages import I32, NO_I32
+
+NUM_GROUPS = 1
+"""KV groups: layers that share a block table. One until hybrid models (sliding window, cross attention) need more."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheStatistics:
+    num_blocks: int
+    num_free: int
+    block_size: int
+    usage: float
+    """Share of the blocks in use."""
+    peak_used: int
+
+
+@dataclass(slots=True)
+class BlockActions:
+    """Work on KV blocks that the next plan must carry."""
+
+    zero: list[I32]
+    copy: list[tuple[int, int]]
+
+
+class KVCacheManager:
+    """Block tables by slot over one pool."""
+
+    def __init__(self, num_blocks: int, block_size: int, num_slots: int, max_len: int) -> None:
+        self.block_size = block_size
+        self.max_blocks_per_slot = -(-max_len // block_size)
+        self.pool = BlockPool(num_blocks)
+        self.tables: NDArray[np.int32] = np.zeros((NUM_GROUPS, num_slots, self.max_blocks_per_slot), np.int32)
+        self.num_blocks: I32 = np.zeros(num_slots, np.int32)
+        self.capacity: I32 = np.zeros(num_slots, np.int32)
+        self.token_ids: NDArray[np.int32] = np.zeros((num_blocks, block_size), np.int32)
+        self._actions = BlockActions([], [])
+
+    @property
+    def num_free(self) -> int:
+        return self.pool.num_free
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold this many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def fill(self, slot: int, num_tokens: int) -> I32:
+        """Give an empty slot the blocks for `num_tokens`; the caller has checked `num_free`. Returns them."""
+        blocks = self.pool.allocate(self.blocks_for(num_tokens))
+        self.tables[0, slot, : blocks.size] = blocks
+        self.num_blocks[slot] = blocks.size
+        self.capacity[slot] = blocks.size * self.block_size
+        return blocks
+
+    def extend(self, slots: I32) -> I32:
+        """One more block for each of these slots, in their order; the caller has checked `num_free`. Returns them."""
+        blocks = self.pool.allocate(slots.size)
+        counts = self.num_blocks[slots]
+        self.tables[0, slots, counts] = blocks
+        self.num_blocks[slots] = counts + 1
+        self.capacity[slots] += self.block_size
+        return blocks
+
+    def extend_in_order(self, slots: I32) -> None:
+        """As many `extend` calls as there are entries, one after the other; a slot may come up several times."""
+        blocks = self.pool.allocate(slots.size)
+        order = np.argsort(slots, kind="stable")
+        sorted_slots = slots[order]
+        firsts = np.flatnonzero(np.diff(sorted_slots, prepend=-1))
+        repeats = np.diff(firsts, append=sorted_slots.size)
+        occurrence = np.arange(sorted_slots.size) - np.repeat(firsts, repeats)
+        self.tables[0, sorted_slots, self.num_blocks[sorted_slots] + occurrence] = blocks[order]
+        self.num_blocks[sorted_slots[firsts]] += repeats.astype(np.int32)
+        self.capacity[sorted_slots[firsts]] += (repeats * self.block_size).astype(np.int32)
+
+    def empty(self, slot: int, *, zero: bool = False) -> None:
+        """Take all blocks from a slot. zero: their contents are not finite and must be cleared before they are reused."""
+        blocks = self.tables[0, slot, : self.num_blocks[slot]]
+        freed = self.pool.release(blocks)
+        if zero and freed.size:
+            self.zero(freed)
+        self.num_blocks[slot] = 0
+        self.capacity[slot] = 0
+
+    def zero(self, blocks: I32) -> None:
+        """Have these blocks cleared before the next step runs (0 x NaN in a reused block poisons its next owner)."""
+        self._actions.zero.append(blocks.copy())
+
+    def copy(self, source: int, target: int) -> None:
+        """Have one block copied before the next step runs (copy-on-write)."""
+        self._actions.copy.append((source, target))
+
+    def take_actions(self) -> tuple[I32, I32, I32]:
+        """What is to be zeroed, copied from and copied to before the next step; the plan that carries it is the only one."""
+        actions = self._actions
+        if not actions.zero and not actions.copy:
+            return NO_I32, NO_I32, NO_I32
+        self._actions = BlockActions([], [])
+        zero = np.concatenate(actions.zero) if actions.zero else NO_I32
+        pairs = np.array(actions.copy, np.int32).reshape(-1, 2)
+        return zero, pairs[:, 0].copy(), pairs[:, 1].copy()
+
+    def read_token_ids(self, slot: int, start: int, stop: int) -> I32:
+        """The sampled token ids at positions start..stop-1 of a slot."""
+        if start >= stop:
+            return NO_I32
+        size = self.block_size
+        first = start // size
+        blocks = self.tables[0, slot, first : -(-stop // size)]
+        return self.token_ids[blocks].ravel()[start - first * size : stop - first * size]
+
+    def statistics(self) -> KVCacheStatistics:
+        pool = self.pool
+        return KVCacheStatistics(
+            num_blocks=pool.num_blocks,
+            num_free=pool.num_free,
+            block_size=self.block_size,
+            usage=1 - pool.num_free / pool.num_blocks,
+            peak_used=pool.statistics().peak_used,
+        )
+
+    def check_integrity(self) -> None:
+        """AssertionError when an invariant of the module docstring does not hold."""
+        self.pool.check_integrity()
+        held = [self.tables[0, slot, :count] for slot, count in enumerate(self.num_blocks.tolist()) if count]
+        blocks = np.concatenate(held) if held else NO_I32
+        for table in held:
+            assert np.unique(table).size == table.size, "a slot holds a block twice"
+        references = np.bincount(blocks, minlength=self.pool.num_blocks)
+        assert (references == self.pool._references).all(), "reference counts differ from the block tables"
+        assert (self.capacity == self.num_blocks * self.block_size).all(), "capacity differs from the number of blocks"

@@ -1,0 +1,142 @@
+"""`Batch`: the running sequences as numpy columns by slot, and the cached row set of the decode.
+
+Invariants: a slot is free or holds one RUNNING sequence. `generation[slot]` changes whenever the slot changes hands, so
+that a result planned for the previous owner is told apart. A decoding slot has exactly one token more (known or in
+flight) than computed. `rows` lists the decoding slots and is rebuilt only after a change of membership; its arrays are
+handed to plans and to the ledger and never changed in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actorllm.messages import I32, NO_I32
+from actorllm.scheduling.sequence import Sequence
+
+
+class Rows:
+    """An immutable set of rows: slots with the generations and the sequences that they had when the set was made."""
+
+    __slots__ = ("generations", "sequences", "slots")
+
+    def __init__(self, slots: I32, generations: I32, sequences: NDArray[Any]) -> None:
+        self.slots = slots
+        self.generations = generations
+        self.sequences = sequences
+
+    def __len__(self) -> int:
+        return self.slots.size
+
+    def joined(self, other: Rows) -> Rows:
+        """These rows followed by the others."""
+        if not len(other):
+            return self
+        if not len(self):
+            return other
+        return Rows(
+            np.concatenate((self.slots, other.slots)),
+            np.concatenate((self.generations, other.generations)),
+            np.concatenate((self.sequences, other.sequences)),
+        )
+
+
+class Batch:
+    """Columns by slot."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.sequences: NDArray[Any] = np.full(num_slots, None, object)
+        self.generation: I32 = np.zeros(num_slots, np.int32)
+        self.num_prompt: I32 = np.zeros(num_slots, np.int32)
+        self.num_known: I32 = np.zeros(num_slots, np.int32)
+        """Tokens whose ids are known here."""
+        self.num_computed: I32 = np.zeros(num_slots, np.int32)
+        """Tokens whose KV is computed or will be by a step in flight."""
+        self.limit: I32 = np.zeros(num_slots, np.int32)
+        self.adapter_id: I32 = np.zeros(num_slots, np.int32)
+        self.is_decoding: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        self.is_late: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        self.num_late = 0
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._rows = self.select(NO_I32)
+        self._joining: list[int] = []
+        self._has_left = False
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def occupy(self, sequence: Sequence) -> int:
+        """Give a sequence a slot; its known tokens are all that is known."""
+        slot = self._free_slots.pop()
+        sequence.slot = slot
+        self.sequences[slot] = sequence
+        self.num_prompt[slot] = sequence.num_prompt
+        self.num_known[slot] = sequence.known.size
+        self.num_computed[slot] = sequence.num_cached_tokens
+        self.limit[slot] = sequence.limit
+        self.adapter_id[slot] = sequence.submit.adapter_id
+        if sequence.submit.needs_late_inputs:
+            self.is_late[slot] = True
+            self.num_late += 1
+        return slot
+
+    def vacate(self, slot: int) -> None:
+        """Free a slot. Results that name it with the old generation are not for its next owner."""
+        self.sequences[slot].slot = -1
+        self.sequences[slot] = None
+        self.generation[slot] += 1
+        self.stop_decoding(slot)
+        if self.is_late[slot]:
+            self.is_late[slot] = False
+            self.num_late -= 1
+        self._free_slots.append(slot)
+
+    def start_decoding(self, slot: int) -> None:
+        """From the next step on the slot is a decode row."""
+        self.is_decoding[slot] = True
+        self._joining.append(slot)
+
+    def stop_decoding(self, slot: int) -> None:
+        """The slot gets no more tokens: it is ending, or it gives its blocks away."""
+        if self.is_decoding[slot]:
+            self.is_decoding[slot] = False
+            self._has_left = True
+
+    def rows(self) -> Rows:
+        """The decode rows: the same object as last time while nobody joined or left."""
+        if self._has_left or self._joining:
+            slots = self._rows.slots
+            if self._has_left:
+                # A slot that left and joined again belongs to somebody else now: it goes to the end.
+                slots = slots[self.is_decoding[slots] & (self.generation[slots] == self._rows.generations)]
+            if self._joining:
+                present = set(slots.tolist()) if self._has_left else set()
+                joining = [s for s in dict.fromkeys(self._joining) if self.is_decoding[s] and s not in present]
+                slots = np.concatenate((slots, np.array(joining, np.int32)))
+                self._joining.clear()
+            self._has_left = False
+            self._rows = self.select(slots)
+        return self._rows
+
+    def select(self, slots: I32) -> Rows:
+        """These slots as rows."""
+        return Rows(slots, self.generation[slots], self.sequences[slots])
+
+    def check_integrity(self) -> None:
+        """AssertionError when an invariant of the module docstring does not hold."""
+        for slot, sequence in enumerate(self.sequences):
+            assert (sequence is None) == (slot in self._free_slots), f"slot {slot} is neither free nor taken, or both"
+            if sequence is None:
+                assert not self.is_decoding[slot], f"free slot {slot} decodes"
+                assert not self.is_late[slot], f"free slot {slot} waits for late inputs"
+            else:
+                assert sequence.slot == slot, f"slot {slot} holds a sequence that believes to be in {sequence.slot}"
+        assert len(set(self._free_slots)) == len(self._free_slots), "a slot is free twice"
+        assert self.num_late == int(self.is_late.sum()), "count of late slots"
+        rows = self.rows().slots
+        assert np.unique(rows).size == rows.size, "a slot is in two decode rows"
+        assert set(rows.tolist()) == set(np.flatnonzero(self.is_decoding).tolist()), "decode rows differ from the flags"

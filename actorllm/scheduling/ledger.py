@@ -1,0 +1,90 @@
+"""`Ledger`: the steps in flight. Every launched step is recorded until its result is applied or it is voided.
+
+Invariants: steps have increasing ids and complete in launch order; a result for any other step is not applied. What a
+row of a step meant (slot, generation, sequence) is taken from the record, never from the present state of the slot.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from actorllm.scheduling.batch import Rows
+from actorllm.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepRecord:
+    """One launched step."""
+
+    step: int
+    rows: Rows
+    """The rows that sample, in the order of the plan: decode rows, then completed prefills."""
+    num_decode: int
+    prefills: tuple[tuple[Sequence, int], ...]
+    """Every prefill chunk of the step with its number of tokens, sampling or not."""
+    num_tokens: int
+    launched: float
+
+
+class Ledger:
+    """Steps in flight, oldest first, at most `depth` of them."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self._in_flight: deque[StepRecord] = deque()
+        self._last_step = 0
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        return iter(self._in_flight)
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._in_flight) < self.depth
+
+    @property
+    def next_step(self) -> int:
+        return self._last_step + 1
+
+    @property
+    def last_done(self) -> int:
+        """Every step up to this one is done or void."""
+        return self._in_flight[0].step - 1 if self._in_flight else self._last_step
+
+    def launch(self, record: StepRecord) -> None:
+        if record.step != self.next_step or not self.has_room:
+            raise ValueError(f"step {record.step} cannot be launched now ({len(self)} in flight)")
+        self._last_step = record.step
+        self._in_flight.append(record)
+
+    def complete(self, step: int) -> StepRecord | None:
+        """The record of the oldest step in flight if it is this one, no longer in flight; else None."""
+        if self._in_flight and self._in_flight[0].step == step:
+            return self._in_flight.popleft()
+        return None
+
+    def void(self, step: int) -> list[StepRecord]:
+        """This step failed: it and all later ones are void. They are returned and their results will not be applied."""
+        if not self._in_flight or not self._in_flight[0].step <= step <= self._in_flight[-1].step:
+            return []
+        voided: list[StepRecord] = []
+        while self._in_flight and self._in_flight[-1].step >= step:
+            voided.append(self._in_flight.pop())
+        return voided[::-1]
+
+    def skip(self, steps: int) -> None:
+        """Count steps that were run without being recorded (`Scheduler.advance`)."""
+        if self._in_flight:
+            raise ValueError("steps in flight cannot be skipped over")
+        self._last_step += steps
+
+    def last_step_naming(self, sequence: Sequence) -> int:
+        """The last step in flight that names this sequence; 0 if none does."""
+        for record in reversed(self._in_flight):
+            if any(s is sequence for s, _ in record.prefills) or any(s is sequence for s in record.rows.sequences):
+                return record.step
+        return 0

@@ -1,0 +1,359 @@
+"""Who runs next: the two-level policy interface.
+
+Level 1, `KeyPolicy`: say in which order requests are served, and the engine packs the steps (5 to 40 lines a policy).
+Level 2, `PlanPolicy`: decide the whole step. Level 1 runs as the level-2 policy `KeyPlanner`.
+
+A policy sees the scheduler through a `View`: columns by slot where it is hot (the decode), `Sequence` objects where it is
+rare (arrival, admission, preemption, end). It reads no clock (`view.now`), draws no random numbers of its own and imports
+neither torch nor I/O, so the same object runs live, replayed and simulated. The scheduler checks every decision: what
+does not fit is left out and counted, never carried out.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import importlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actorllm.errors import ConfigError, nearest_name
+from actorllm.messages import I32
+from actorllm.scheduling.sequence import Sequence, State
+
+if TYPE_CHECKING:
+    from actorllm.kvcache.manager import KVCacheManager
+    from actorllm.scheduling.batch import Batch
+
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a step may hold."""
+
+    max_tokens: int
+    max_seqs: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much of the step a policy wants to use; the limits of the engine hold anyway."""
+
+    tokens: int
+    prefill_chunk: int | None = None
+    """At most this many tokens of one prompt per step."""
+
+
+class Admit(enum.Enum):
+    """What to do with the request that is next in line."""
+
+    ADMIT = enum.auto()
+    WAIT = enum.auto()
+    """Not now, and nobody behind it either."""
+    SKIP = enum.auto()
+    """Not now; look at the next one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepDone:
+    """What a policy learns from a finished step."""
+
+    step: int
+    slots: I32
+    num_prefill_tokens: int
+    launched: float
+    started: float
+    ended: float
+
+
+@dataclass(slots=True)
+class Decision:
+    """One step, as a policy wants it. The scheduler works it off in this order."""
+
+    preempt: list[Sequence] = field(default_factory=list)
+    """Running requests that give their blocks back and are computed again later."""
+    decode: NDArray[np.bool_] | None = None
+    """Which of `view.decode_slots` get their token in this step; None: all of them."""
+    prefill: list[tuple[Sequence, int]] = field(default_factory=list)
+    """Prompt chunks (request, tokens), of running or of waiting requests; the latter are admitted in this order."""
+    wake_at: float = math.inf
+    """Ask for another decision at this time even if nothing happens."""
+
+
+class View(Protocol):
+    """What a policy may look at. Nothing here is rebuilt per step, and nothing may be changed."""
+
+    now: float
+    limits: Limits
+    batch: Batch
+    kv: KVCacheManager
+
+    @property
+    def decode_slots(self) -> I32:
+        """Slots that can get a token now."""
+        ...
+
+    @property
+    def num_growing(self) -> int:
+        """How many of them need a new block for it."""
+        ...
+
+    @property
+    def prefilling(self) -> Iterable[Sequence]:
+        """Admitted requests whose prompt is not computed to the end, in order of admission."""
+        ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps launched whose results are not known yet."""
+        ...
+
+    def admission_blocks(self, sequence: Sequence) -> int:
+        """Blocks that a waiting request needs to be admitted: those of all its known tokens."""
+        ...
+
+    def remaining(self, sequence: Sequence) -> int:
+        """Known tokens of a request whose KV is neither computed nor being computed."""
+        ...
+
+    def running(self) -> list[Sequence]:
+        """Every request that holds a slot."""
+        ...
+
+    def is_growing(self, slot: int) -> bool:
+        """Whether the slot is a decode row whose next token needs a new block."""
+        ...
+
+
+class PlanPolicy(Protocol):
+    """Level 2: decides whole steps and hears of every event that its order depends on."""
+
+    def plan(self, view: View) -> Decision: ...
+
+    def victim(self, view: View) -> Sequence | None:
+        """Who gives its blocks back when the decode does not fit although the decision said so."""
+        ...
+
+    def on_arrival(self, sequence: Sequence, view: View) -> None:
+        """The request waits (first arrival, unblocked, or back after a preemption)."""
+
+    def on_refusal(self, sequence: Sequence, view: View) -> None:
+        """The last decision admitted the request and it did not fit: it waits still."""
+
+    def on_end(self, sequence: Sequence, view: View) -> None: ...
+
+    def on_step(self, done: StepDone, view: View) -> None: ...
+
+
+class KeyPolicy:
+    """Level 1: an order, and optionally limits. The base class is first come, first served without chunk limit."""
+
+    name = "key"
+    needs: frozenset[str] = frozenset()
+    """What the engine must provide ('step_time', 'outlen', 'kv_forecast'); checked when the engine is built."""
+
+    def key(self, sequence: Sequence, view: View) -> Key:
+        """Lower is sooner, for waiting and for prefilling requests. Ties go to the earlier arrival."""
+        return ()
+
+    def key_horizon(self, sequence: Sequence, view: View) -> float:
+        """Until when `key` stays what it is; infinity: for ever."""
+        return math.inf
+
+    def budget(self, view: View) -> Budget:
+        return Budget(view.limits.max_tokens)
+
+    def decode_mask(self, view: View) -> NDArray[np.bool_] | None:
+        """Which of `view.decode_slots` run in this step; None: all."""
+        return None
+
+    def admit(self, sequence: Sequence, view: View) -> Admit:
+        return Admit.ADMIT
+
+    def victim_key(self, sequence: Sequence, view: View) -> Key:
+        """The running request with the highest key loses its blocks first."""
+        return (*self.key(sequence, view), sequence.arrival_index)
+
+    def preempt_for(self, sequence: Sequence, view: View) -> bool:
+        """May this waiting request displace a running one when slots or blocks are full?"""
+        return False
+
+    def wake_at(self, view: View) -> float:
+        return math.inf
+
+    def on_arrival(self, sequence: Sequence, view: View) -> None: ...
+
+    def on_admit(self, sequence: Sequence, view: View) -> None: ...
+
+    def on_preempt(self, sequence: Sequence, view: View) -> None: ...
+
+    def on_end(self, sequence: Sequence, view: View) -> None: ...
+
+    def on_step(self, done: StepDone, view: View) -> None: ...
+
+
+DECODE_ONLY = Decision()
+"""The decision of a steady step: everybody decodes, nothing else happens. Never changed."""
+
+
+class KeyPlanner:
+    """Packs steps in the order of a KeyPolicy: decode rows first, then started prompts, then admissions.
+
+    Waiting requests are in a heap by key. An entry is stale when its request no longer waits, and is skipped when it
+    comes up; when a key's horizon passes, the heap is rebuilt.
+    """
+
+    def __init__(self, policy: KeyPolicy) -> None:
+        self.policy = policy
+        self._heap: list[tuple[Key, int, int, Sequence]] = []
+        self._pushes = 0
+        self._valid_until = math.inf
+
+    def plan(self, view: View) -> Decision:
+        policy = self.policy
+        mask = policy.decode_mask(view)
+        wake_at = policy.wake_at(view)
+        prefilling = view.prefilling
+        if not prefilling and not view.num_waiting and view.num_growing <= view.kv.num_free:
+            if mask is None and wake_at == math.inf:
+                return DECODE_ONLY
+            return Decision(decode=mask, wake_at=wake_at)
+        decision = Decision(decode=mask, wake_at=wake_at)
+        num_growing, num_decode = self._make_room(decision, view)
+        budget = policy.budget(view)
+        tokens = min(budget.tokens, view.limits.max_tokens) - num_decode
+        chunk = budget.prefill_chunk or tokens
+        for sequence in self._in_order(prefilling, decision, view):
+            tokens -= self._chunk(sequence, view.remaining(sequence), min(tokens, chunk), decision)
+        if not decision.preempt:  # who was admitted right after somebody had to go would only thrash
+            self._admit(decision, view, tokens, chunk, view.kv.num_free - num_growing)
+        return decision
+
+    def _make_room(self, decision: Decision, view: View) -> tuple[int, int]:
+        """Preempt until the decode rows find their blocks. Returns the blocks they need and how many rows there are."""
+        num_decode = view.decode_slots.size if decision.decode is None else int(decision.decode.sum())
+        num_growing = view.num_growing
+        if num_growing <= view.kv.num_free:
+            return num_growing, num_decode
+        free = view.kv.num_free
+        candidates = sorted(view.running(), key=lambda s: self.policy.victim_key(s, view))
+        while num_growing > free and len(candidates) > 1:
+            victim = candidates.pop()
+            decision.preempt.append(victim)
+            free += int(view.kv.num_blocks[victim.slot])
+            num_decode -= int(view.batch.is_decoding[victim.slot])
+            num_growing -= view.is_growing(victim.slot)
+        return num_growing, num_decode
+
+    def _in_order(self, prefilling: Iterable[Sequence], decision: Decision, view: View) -> list[Sequence]:
+        ready = [s for s in prefilling if s not in decision.preempt]
+        if len(ready) > 1:
+            ready.sort(key=lambda s: (self.policy.key(s, view), s.arrival_index))
+        return ready
+
+    @staticmethod
+    def _chunk(sequence: Sequence, remaining: int, tokens: int, decision: Decision) -> int:
+        """Put as much of a prompt as fits into the step; returns how much that was."""
+        size = min(remaining, tokens)
+        if size <= 0 or (size < remaining and not sequence.submit.is_chunkable):
+            return 0
+        decision.prefill.append((sequence, size))
+        return size
+
+    def _admit(self, decision: Decision, view: View, tokens: int, chunk: int, free_blocks: int) -> None:
+        """Admit waiting requests while tokens, slots and blocks last. A request is admitted with all blocks of its prompt."""
+        slots = view.batch.num_free_slots
+        skipped: list[tuple[Key, int, int, Sequence]] = []
+        while tokens > 0 and slots > 0:
+            sequence = self._peek(view)
+            if sequence is None:
+                break
+            blocks = view.admission_blocks(sequence)
+            verdict = self.policy.admit(sequence, view) if blocks <= free_blocks else Admit.WAIT
+            if verdict is Admit.WAIT:
+                break
+            if verdict is Admit.SKIP:
+                skipped.append(heapq.heappop(self._heap))
+                continue
+            used = self._chunk(sequence, sequence.known.size - sequence.num_cached_tokens, min(tokens, chunk), decision)
+            if not used:
+                break
+            heapq.heappop(self._heap)
+            self.policy.on_admit(sequence, view)
+            tokens -= used
+            slots -= 1
+            free_blocks -= blocks
+        for entry in skipped:
+            heapq.heappush(self._heap, entry)
+
+    def _peek(self, view: View) -> Sequence | None:
+        """The next waiting request; it stays in the heap."""
+        if view.now >= self._valid_until:
+            waiting = [entry[-1] for entry in self._heap if entry[-1].state is State.WAITING]
+            self._heap.clear()
+            self._valid_until = math.inf
+            for sequence in waiting:
+                self._push(sequence, view)
+        heap = self._heap
+        while heap and heap[0][-1].state is not State.WAITING:
+            heapq.heappop(heap)
+        return heap[0][-1] if heap else None
+
+    def _push(self, sequence: Sequence, view: View) -> None:
+        self._pushes += 1
+        heapq.heappush(self._heap, (self.policy.key(sequence, view), sequence.arrival_index, self._pushes, sequence))
+        self._valid_until = min(self._valid_until, self.policy.key_horizon(sequence, view))
+
+    def victim(self, view: View) -> Sequence | None:
+        return max(view.running(), key=lambda s: self.policy.victim_key(s, view), default=None)
+
+    def on_arrival(self, sequence: Sequence, view: View) -> None:
+        self._push(sequence, view)
+        if sequence.num_preemptions:
+            self.policy.on_preempt(sequence, view)
+        else:
+            self.policy.on_arrival(sequence, view)
+
+    def on_refusal(self, sequence: Sequence, view: View) -> None:
+        self._push(sequence, view)
+
+    def on_end(self, sequence: Sequence, view: View) -> None:
+        self.policy.on_end(sequence, view)
+
+    def on_step(self, done: StepDone, view: View) -> None:
+        self.policy.on_step(done, view)
+
+
+POLICIES: dict[str, str] = {"fcfs": "actorllm.scheduling.policies.fcfs:Fcfs"}
+"""Built-in policies by name. Any other is named as 'module:Class'."""
+
+
+def load_policy(name: str) -> PlanPolicy:
+    """A fresh policy object by name or as 'module:Class'. Raises ConfigError naming what is wrong."""
+    path = POLICIES.get(name, name)
+    module_name, _, class_name = path.partition(":")
+    if not class_name:
+        raise ConfigError(
+            f"there is no scheduling policy {name!r}{nearest_name(name, POLICIES)}; built in: {', '.join(POLICIES)}; "
+            f"your own is named as 'module:Class'"
+        )
+    try:
+        policy = getattr(importlib.import_module(module_name), class_name)()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"scheduling policy {name!r} cannot be loaded: {error}") from error
+    if isinstance(policy, KeyPolicy):
+        return KeyPlanner(policy)
+    if not callable(getattr(policy, "plan", None)):
+        raise ConfigError(f"scheduling policy {name!r} is neither a KeyPolicy nor a PlanPolicy")
+    plan_policy: PlanPolicy = policy
+    return plan_policy

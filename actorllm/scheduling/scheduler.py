@@ -1,0 +1,755 @@
+"""`Scheduler`: decides what every step computes, and accounts for what it returned.
+
+    submit / abort / unblock   requests come and go
+    schedule(now) -> StepPlan  plan the next step; up to `depth` steps are in flight
+    update(result, now)        apply a result: new tokens, ends by length or stop token
+    fail(failure, now)         a step raised: it and the later ones in flight are void
+    finish(stops, now)         ends that the text layer found (stop strings), before the next schedule()
+
+Pure: the same calls with the same arguments give the same plans (`recording` shows it). Cost follows change: a steady
+decode step touches numpy columns only; Python runs per request at arrival, admission, preemption and end.
+
+Terms. A token is *known* when its id is here; a decode row runs one token ahead: the token sampled by a step in flight is
+computed by the next one before its id is known. `num_computed` counts KV computed or in flight, `num_known` known ids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actorllm.kvcache.manager import KVCacheManager, KVCacheStatistics
+from actorllm.messages import I32, NO_I32, StepFailed, StepPlan, StepResult, Submit, no_i32
+from actorllm.request import FinishReason
+from actorllm.scheduling.batch import Batch, Rows
+from actorllm.scheduling.ledger import Ledger, StepRecord
+from actorllm.scheduling.plan import PlanBuilder
+from actorllm.scheduling.policy import Limits, PlanPolicy, StepDone
+from actorllm.scheduling.sequence import Key, Sequence, State
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class End:
+    """A request ended."""
+
+    sequence: Sequence
+    reason: FinishReason
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Events:
+    """What a result changed, one row per request that got something.
+
+    sequences[i] got tokens (its share of `tokens`: one, or counts[i]), the first of them with output index index[i].
+    ends are in no particular order and may name requests without a row. vectors belong to vector_rows.
+    """
+
+    sequences: NDArray[Any]
+    tokens: I32
+    index: I32
+    counts: I32 = field(default_factory=no_i32)
+    ends: tuple[End, ...] = ()
+    vectors: tuple[tuple[Sequence, NDArray[np.float32]], ...] = ()
+
+
+NOTHING = Events(np.empty(0, object), NO_I32, NO_I32)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStatistics:
+    """Counters since the start, and what is there now."""
+
+    num_running: int
+    num_waiting: int
+    num_blocked: int
+    num_in_flight: int
+    num_steps: int
+    num_output_tokens: int
+    num_prefill_tokens: int
+    num_preemptions: int
+    num_wasted_tokens: int
+    """Sampled for a request that had ended or lost its slot for good by then."""
+    num_dropped_results: int
+    """Results of steps that were not the next one due."""
+    num_failed_steps: int
+    num_refused_decisions: int
+    """Parts of a policy's decisions that did not fit and were left out."""
+    blocked_on: dict[str, int]
+    kv: KVCacheStatistics
+
+
+class Scheduler:
+    """See the module docstring. Also the `View` that policies get."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        policy: PlanPolicy,
+        depth: int = 2,
+        num_lookahead_tokens: int = 0,
+    ) -> None:
+        if num_blocks * block_size < max_model_len:
+            raise ValueError(f"{num_blocks} blocks of {block_size} hold less than max_model_len={max_model_len}")
+        if not 0 <= num_lookahead_tokens * depth < block_size:
+            raise ValueError(
+                f"num_lookahead_tokens={num_lookahead_tokens} x depth={depth} must be less than block_size={block_size}"
+            )
+        self.now = 0.0
+        self.limits = Limits(max_num_batched_tokens, max_num_seqs, max_model_len)
+        self.batch = Batch(max_num_seqs)
+        self.kv = KVCacheManager(num_blocks, block_size, max_num_seqs, max_model_len)
+        self.ledger = Ledger(depth)
+        self.policy = policy
+        self.wake_at = math.inf
+        self._vocab_size = vocab_size
+        self._eos_ids = frozenset(eos_token_ids)
+        # Room kept per row: for the token that a step samples, and for what every step in flight may return beyond one.
+        self._ahead = 1 + num_lookahead_tokens * depth
+        self._builder = PlanBuilder()
+        self._alive: dict[Key, Sequence] = {}
+        self._waiting: set[Sequence] = set()
+        self._blocked: set[Sequence] = set()
+        self._preempted: list[Sequence] = []
+        self._displaced: set[Sequence] = set()
+        self._prefilling: dict[Sequence, None] = {}
+        self._decode: Rows = self.batch.rows()
+        self._growing: I32 = NO_I32
+        self._num_stopping = np.zeros(vocab_size, np.int32)  # how many requests alive end at this id
+        for token in self._eos_ids:
+            if token < vocab_size:
+                self._num_stopping[token] = 1 << 30
+        self._arrivals = 0
+        self._num_steps = 0
+        self._num_output_tokens = 0
+        self._num_prefill_tokens = 0
+        self._num_preemptions = 0
+        self._num_wasted = 0
+        self._num_dropped = 0
+        self._num_failed = 0
+        self._num_refused = 0
+
+    # Requests come and go ---------------------------------------------------------------------------------------------
+
+    def submit(self, frontend: int, submit: Submit, now: float) -> End | None:
+        """Take a request; an End says why it cannot be served. A request that is alive already is left alone."""
+        self.now = now
+        key = (frontend, submit.rid)
+        if key in self._alive:
+            return None
+        known = np.concatenate((submit.prompt, submit.output)) if submit.output.size else submit.prompt
+        eos = frozenset() if submit.ignore_eos else self._eos_ids
+        sequence = Sequence(
+            key=key,
+            submit=submit,
+            arrival_index=self._arrivals,
+            known=known,
+            limit=min(submit.prompt.size + submit.max_tokens, self.limits.max_model_len),
+            stop_ids=eos.union(submit.stop_token_ids),
+            eos_ids=eos,
+            queued=now,
+        )
+        self._arrivals += 1
+        if error := self._refusal(sequence):
+            sequence.state = State.FINISHED
+            return End(sequence, "error", error=error)
+        self._alive[key] = sequence
+        self._count_stops(sequence, 1)
+        if submit.blocked_on is not None:
+            sequence.state = State.BLOCKED
+            self._blocked.add(sequence)
+        else:
+            self._wait(sequence)
+        return None
+
+    def _refusal(self, sequence: Sequence) -> str | None:
+        """Why a request can never run. Frontends check the same before; this guards against those that do not."""
+        submit, size = sequence.submit, sequence.known.size
+        if not submit.prompt.size:
+            return "the prompt is empty"
+        if size + (submit.pooling is None) > self.limits.max_model_len:
+            return f"{size} tokens leave no room for output: max_model_len is {self.limits.max_model_len}"
+        if size >= sequence.limit and submit.pooling is None:
+            return f"max_tokens={submit.max_tokens} are emitted already"
+        if int(sequence.known.min()) < 0 or int(sequence.known.max()) >= self._vocab_size:
+            return f"a token id is outside the vocabulary of {self._vocab_size}"
+        if not submit.is_chunkable and size > self.limits.max_tokens:
+            return f"the prompt must not be chunked and its {size} tokens exceed a step's {self.limits.max_tokens}"
+        return None
+
+    def abort(self, keys: Iterable[Key], now: float) -> list[End]:
+        """End these requests where they are; unknown ones have ended already. Blocks are free at once."""
+        self.now = now
+        ends = []
+        for key in keys:
+            sequence = self._alive.get(key)
+            if sequence is not None:
+                ends.append(self._end(sequence, "abort"))
+        return ends
+
+    def abort_frontend(self, frontend: int, now: float) -> list[End]:
+        """A frontend is gone: so are its requests."""
+        return self.abort([key for key in self._alive if key[0] == frontend], now)
+
+    def unblock(self, key: Key, error: str | None, now: float) -> End | None:
+        """What a blocked request waited for is there, or (error) will never be."""
+        self.now = now
+        sequence = self._alive.get(key)
+        if sequence is None or sequence.state is not State.BLOCKED:
+            return None
+        if error is not None:
+            return self._end(sequence, "error", error=error)
+        self._blocked.discard(sequence)
+        self._wait(sequence)
+        return None
+
+    def _wait(self, sequence: Sequence) -> None:
+        sequence.state = State.WAITING
+        self._waiting.add(sequence)
+        self.policy.on_arrival(sequence, self)
+
+    # Planning ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a step may be planned now. Whether there is one to plan, only `schedule` tells."""
+        return self.ledger.has_room and bool(self._alive)
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """Plan and record the next step; None when there is nothing to compute."""
+        if not self.ledger.has_room:
+            return None
+        self.now = now
+        self._find_decode_rows()
+        decision = self.policy.plan(self)
+        self.wake_at = decision.wake_at
+        self._displaced.clear()
+        for victim in decision.preempt:
+            if victim.state is State.RUNNING:
+                self._preempt(victim)
+        rows = self._decode
+        if decision.preempt or decision.decode is not None:
+            rows = self._choose_decode_rows(decision.decode)
+        while self._growing.size > self.kv.num_free:
+            victim_of_need = self.policy.victim(self)
+            if victim_of_need is None:
+                raise RuntimeError("decode rows need blocks and nobody is running")
+            self._preempt(victim_of_need)
+            rows = self._choose_decode_rows(None)
+        extended = (self._growing, self.kv.extend(self._growing)) if self._growing.size else (NO_I32, NO_I32)
+        slots = rows.slots
+        batch = self.batch
+        batch.num_computed[slots] += 1
+        num_tokens = slots.size
+        prefill: list[tuple[Sequence, int]] = []
+        sampling = rows
+        if decision.prefill:
+            prefill, completed = self._prefill(decision.prefill, num_tokens)
+            num_prefill_tokens = sum(n for _, n in prefill)
+            num_tokens += num_prefill_tokens
+            self._num_prefill_tokens += num_prefill_tokens
+            if completed:
+                sampling = rows.joined(batch.select(np.array(completed, np.int32)))
+        if not num_tokens:
+            return None
+        late = sampling.slots[batch.is_late[sampling.slots]] if batch.num_late else NO_I32
+        step = self.ledger.next_step
+        plan = self._builder.build(step, rows, extended, self.kv.take_actions(), prefill, late)
+        self.ledger.launch(StepRecord(step, sampling, slots.size, tuple(prefill), num_tokens, now))
+        self._num_steps += 1
+        return plan
+
+    def _find_decode_rows(self) -> None:
+        """The decode rows of this step, and those of them whose next token needs another block."""
+        batch = self.batch
+        rows = batch.rows()
+        slots = rows.slots
+        computed = batch.num_computed[slots]
+        limit = batch.limit[slots]
+        # A row whose last allowed token is in flight has nothing left to compute.
+        ending = computed + 1 >= limit
+        if ending.any():
+            for slot in slots[ending].tolist():
+                batch.stop_decoding(slot)
+            rows = batch.rows()
+            slots = rows.slots
+            computed = batch.num_computed[slots]
+            limit = batch.limit[slots]
+        self._decode = rows
+        # Room for the token computed now, the one it samples, and what the result may carry beyond that.
+        needed = np.minimum(computed + (1 + self._ahead), limit)
+        self._growing = slots[needed > self.kv.capacity[slots]]
+
+    def _choose_decode_rows(self, mask: NDArray[np.bool_] | None) -> Rows:
+        """The decode rows again after preemptions, and only those that the policy wants."""
+        chosen = self._decode
+        if mask is not None:
+            if mask.shape != (len(chosen),):
+                self._num_refused += 1
+                mask = None
+            else:
+                wanted = chosen.slots[mask]
+        self._find_decode_rows()
+        if mask is None:
+            return self._decode
+        wanted = wanted[self.batch.is_decoding[wanted]]
+        self._growing = self._growing[np.isin(self._growing, wanted)]
+        return self.batch.select(wanted)
+
+    def _prefill(
+        self, chunks: list[tuple[Sequence, int]], num_tokens: int
+    ) -> tuple[list[tuple[Sequence, int]], list[int]]:
+        """Admit and advance prompts as decided, as far as it fits. Returns the chunks and the slots that now sample."""
+        batch = self.batch
+        accepted: list[tuple[Sequence, int]] = []
+        completed: list[int] = []
+        for sequence, size in chunks:
+            if sequence.state is State.WAITING:
+                if sequence in self._displaced:  # it lost its slot after the decision was made
+                    continue
+                if (
+                    num_tokens >= self.limits.max_tokens
+                    or not batch.num_free_slots
+                    or self.admission_blocks(sequence) > self.kv.num_free
+                ):
+                    self._num_refused += 1
+                    self.policy.on_refusal(sequence, self)
+                    continue
+                self._start(sequence)
+            remaining = self.remaining(sequence) if sequence in self._prefilling else 0
+            wanted, size = size, min(size, remaining, self.limits.max_tokens - num_tokens)
+            self._num_refused += size < wanted
+            if size <= 0 or (size < remaining and not sequence.submit.is_chunkable):
+                continue
+            accepted.append((sequence, size))
+            num_tokens += size
+            slot = sequence.slot
+            batch.num_computed[slot] += size
+            if size == remaining:
+                completed.append(slot)
+                del self._prefilling[sequence]
+                if sequence.submit.pooling is None:
+                    batch.start_decoding(slot)
+        return accepted, completed
+
+    def _start(self, sequence: Sequence) -> None:
+        """A waiting request gets a slot, and all the blocks that its known tokens need."""
+        self._waiting.discard(sequence)
+        sequence.state = State.RUNNING
+        if sequence.scheduled is None:
+            sequence.scheduled = self.now
+        slot = self.batch.occupy(sequence)
+        self._prefilling[sequence] = None
+        blocks = self.kv.fill(slot, min(sequence.known.size + self._ahead, sequence.limit))
+        self._builder.add(sequence, blocks)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take slot and blocks; the request is computed again from its known tokens, and the token in flight is kept."""
+        self._num_preemptions += 1
+        sequence.num_preemptions += 1
+        sequence.known = self._known_tokens(sequence)
+        sequence.last_step = self.ledger.last_step_naming(sequence)
+        self._leave_slot(sequence)
+        sequence.state = State.PREEMPTED
+        self._displaced.add(sequence)
+        self._preempted.append(sequence)
+        self._readmit_preempted()
+
+    def _readmit_preempted(self) -> None:
+        """Preempted requests wait again once no step in flight names them."""
+        if self._preempted:
+            done = self.ledger.last_done
+            ready = [s for s in self._preempted if s.last_step <= done]
+            if ready:
+                self._preempted = [s for s in self._preempted if s.last_step > done]
+                for sequence in ready:
+                    self._wait(sequence)
+
+    def _known_tokens(self, sequence: Sequence) -> I32:
+        """All known ids of a request: those it was admitted with, and those sampled since."""
+        if sequence.slot < 0:
+            return sequence.known
+        num_known = int(self.batch.num_known[sequence.slot])
+        if num_known == sequence.known.size:
+            return sequence.known
+        sampled = self.kv.read_token_ids(sequence.slot, sequence.known.size, num_known)
+        return np.concatenate((sequence.known, sampled))
+
+    def _leave_slot(self, sequence: Sequence, *, zero: bool = False) -> None:
+        slot = sequence.slot
+        if slot < 0:
+            return
+        self._prefilling.pop(sequence, None)
+        self.kv.empty(slot, zero=zero)
+        self.batch.vacate(slot)
+        self._builder.free(slot)
+
+    # Results ----------------------------------------------------------------------------------------------------------
+
+    def update(self, result: StepResult, now: float) -> Events:
+        """Apply the result of the oldest step in flight. Any other is dropped and counted.
+
+        A result that contradicts its plan (wrong number of rows, ids outside the vocabulary) fails the step's requests.
+        """
+        self.now = now
+        record = self.ledger.complete(result.step)
+        if record is None:
+            self._num_dropped += 1
+            return NOTHING
+        if error := self._contradiction(result, record):
+            return self._void([record, *self._void_later(record.step)], error, NO_I32)
+        rows = record.rows
+        plain = not (result.counts.size or result.nonfinite_rows.size or result.vector_rows.size)
+        if plain and (self.batch.generation[rows.slots] == rows.generations).all():
+            events = self._append_column(record, result.tokens)
+        else:
+            events = self._append_rows(record, result)
+        self._readmit_preempted()
+        self.policy.on_step(
+            StepDone(
+                result.step,
+                rows.slots,
+                record.num_tokens - record.num_decode,
+                record.launched,
+                result.started,
+                result.ended,
+            ),
+            self,
+        )
+        return events
+
+    def _contradiction(self, result: StepResult, record: StepRecord) -> str | None:
+        num_rows = len(record.rows)
+        expected = num_rows
+        if result.counts.size:
+            if result.counts.size != num_rows or int(result.counts.min()) < 0:
+                return f"step {result.step}: counts of {result.counts.size} rows for a plan of {num_rows}"
+            expected = int(result.counts.sum())
+        if result.tokens.size != expected:
+            return f"step {result.step}: {result.tokens.size} tokens for a plan of {expected}"
+        if expected and (int(result.tokens.min()) < 0 or int(result.tokens.max()) >= self._vocab_size):
+            return f"step {result.step}: a token id outside the vocabulary of {self._vocab_size}"
+        for rows in (result.nonfinite_rows, result.vector_rows):
+            if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
+                return f"step {result.step}: row {rows.tolist()} of a plan of {num_rows}"
+        if result.vector_rows.size and result.vectors.size % result.vector_rows.size:
+            return f"step {result.step}: {result.vectors.size} numbers for {result.vector_rows.size} vectors"
+        return None
+
+    def _append_column(self, record: StepRecord, tokens: I32) -> Events:
+        """The steady case: every row is still there and got one token."""
+        batch, rows = self.batch, record.rows
+        slots = rows.slots
+        known = batch.num_known[slots]
+        size = self.kv.block_size
+        self.kv.token_ids[self.kv.tables[0, slots, known // size], known % size] = tokens
+        index = known - batch.num_prompt[slots]
+        known += 1
+        batch.num_known[slots] = known
+        self._num_output_tokens += tokens.size
+        for sequence in rows.sequences[record.num_decode :]:
+            if sequence.first_token is None:
+                sequence.first_token = self.now
+        ends: tuple[End, ...] = ()
+        may_end = (self._num_stopping[tokens] > 0) | (known >= batch.limit[slots])
+        if may_end.any():
+            found = [
+                self._stop(rows.sequences[row], int(tokens[row]), int(index[row]) + 1)
+                for row in np.flatnonzero(may_end).tolist()
+            ]
+            ends = tuple(end for end in found if end is not None)
+        return Events(rows.sequences, tokens, index, ends=ends)
+
+    def _append_rows(self, record: StepRecord, result: StepResult) -> Events:
+        """The general case, row by row: rows that left, several tokens or none, vectors, logits that are not finite."""
+        batch, rows = self.batch, record.rows
+        counts = result.counts if result.counts.size else np.ones(len(rows), np.int32)
+        first = np.cumsum(counts) - counts
+        bad = set(result.nonfinite_rows.tolist())
+        width = result.vectors.size // max(1, result.vector_rows.size)
+        vectors = {
+            row: result.vectors[i * width : (i + 1) * width] for i, row in enumerate(result.vector_rows.tolist())
+        }
+        got: list[tuple[Sequence, I32, int]] = []
+        ends: list[End] = []
+        pooled: list[tuple[Sequence, NDArray[np.float32]]] = []
+        for row, sequence in enumerate(rows.sequences):
+            tokens = result.tokens[first[row] : first[row] + counts[row]]
+            slot = int(rows.slots[row])
+            is_here = int(batch.generation[slot]) == int(rows.generations[row])
+            if not is_here and sequence.state is not State.PREEMPTED:
+                continue  # ended meanwhile; the token was counted as wasted then
+            if row in bad:
+                ends.append(self._end(sequence, "error", error="the model's logits are not finite", zero=True))
+                continue
+            if row in vectors:
+                pooled.append((sequence, vectors[row]))
+                ends.append(self._end(sequence, "stop"))
+                continue
+            start = self._append(sequence, tokens, slot if is_here else -1)
+            for position, token in enumerate(tokens.tolist()):
+                end = self._stop(sequence, token, start + position + 1)
+                if end is not None:
+                    tokens = tokens[: position + 1]
+                    ends.append(end)
+                    break
+            if sequence.first_token is None and tokens.size:
+                sequence.first_token = self.now
+            self._num_output_tokens += tokens.size
+            if tokens.size:
+                got.append((sequence, tokens, start))
+        sequences = np.empty(len(got), object)
+        sequences[:] = [s for s, _, _ in got]
+        all_counts = np.array([t.size for _, t, _ in got], np.int32)
+        return Events(
+            sequences,
+            np.concatenate([t for _, t, _ in got]) if got else NO_I32,
+            np.array([i for _, _, i in got], np.int32),
+            NO_I32 if (all_counts == 1).all() else all_counts,
+            tuple(ends),
+            tuple(pooled),
+        )
+
+    def _append(self, sequence: Sequence, tokens: I32, slot: int) -> int:
+        """Add tokens to a request in a slot, or (slot -1) to a preempted one. Returns the first one's output index."""
+        if slot < 0:
+            start = sequence.known.size - sequence.num_prompt
+            sequence.known = np.concatenate((sequence.known, tokens))
+            return start
+        batch = self.batch
+        known = int(batch.num_known[slot])
+        room = sequence.limit - known
+        for position, token in enumerate(tokens[:room].tolist(), known):
+            block = self.kv.tables[0, slot, position // self.kv.block_size]
+            self.kv.token_ids[block, position % self.kv.block_size] = token
+        batch.num_known[slot] = known + min(tokens.size, room)
+        # The step was planned for one token. More of them have their KV already (they were computed as drafts);
+        # without any, the last known token has to be computed again.
+        batch.num_computed[slot] += tokens.size - 1
+        if tokens.size == 0 and not batch.is_decoding[slot] and sequence not in self._prefilling:
+            batch.start_decoding(slot)
+        return known - sequence.num_prompt
+
+    def _stop(self, sequence: Sequence, token: int, num_outputs: int) -> End | None:
+        """End a request if this token, its num_outputs-th, is one to end at."""
+        if token in sequence.stop_ids and num_outputs > sequence.submit.min_tokens:
+            return self._end(sequence, "stop", None if token in sequence.eos_ids else token)
+        if sequence.num_prompt + num_outputs >= sequence.limit:
+            return self._end(sequence, "length")
+        return None
+
+    def finish(self, stops: Iterable[tuple[Sequence, FinishReason, int | str | None]], now: float) -> list[End]:
+        """End requests at what the text layer found. Those that ended meanwhile are left alone."""
+        self.now = now
+        return [
+            self._end(sequence, reason, stop_reason)
+            for sequence, reason, stop_reason in stops
+            if sequence.state is not State.FINISHED
+        ]
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        stop_reason: int | str | None = None,
+        *,
+        error: str | None = None,
+        zero: bool = False,
+    ) -> End:
+        slot = sequence.slot
+        if slot >= 0:
+            # What steps in flight sample for it will have been computed in vain.
+            is_sampling = sequence not in self._prefilling and sequence.submit.pooling is None
+            wasted = int(self.batch.num_computed[slot] + 1 - self.batch.num_known[slot]) if is_sampling else 0
+            sequence.num_wasted_tokens += wasted
+            self._num_wasted += wasted
+            self._leave_slot(sequence, zero=zero)
+        elif sequence.state is State.PREEMPTED:
+            self._preempted.remove(sequence)
+        self._waiting.discard(sequence)
+        self._blocked.discard(sequence)
+        sequence.state = State.FINISHED
+        sequence.last_token = self.now if sequence.first_token is not None else None
+        del self._alive[sequence.key]
+        self._count_stops(sequence, -1)
+        self.policy.on_end(sequence, self)
+        return End(sequence, reason, stop_reason, error)
+
+    def _count_stops(self, sequence: Sequence, by: int) -> None:
+        for token in sequence.submit.stop_token_ids:
+            if 0 <= token < self._vocab_size:
+                self._num_stopping[token] += by
+
+    def fail(self, failure: StepFailed, now: float) -> Events:
+        """A step raised. It and the later steps in flight are void, since they ran on what it should have computed.
+
+        The rows at fault (all of the step's when not known) end with its error; the others are computed again.
+        """
+        self.now = now
+        voided = self.ledger.void(failure.step)
+        if not voided:
+            self._num_dropped += 1
+            return NOTHING
+        return self._void(voided, failure.error, failure.rows)
+
+    def _void_later(self, step: int) -> list[StepRecord]:
+        return self.ledger.void(step + 1)
+
+    def _void(self, voided: list[StepRecord], error: str, rows: I32) -> Events:
+        self._num_failed += 1
+        failed = voided[0]
+        named = [*failed.rows.sequences, *(s for s, _ in failed.prefills)]
+        at_fault = {named[row] for row in rows.tolist() if row < len(named)} if rows.size else set(named)
+        ends = [
+            self._end(sequence, "error", error=error)
+            for sequence in dict.fromkeys(named)
+            if sequence in at_fault and sequence.state is not State.FINISHED
+        ]
+        for sequence in self.running():
+            self._preempt(sequence)
+        self._builder.forget_worker()
+        self._readmit_preempted()
+        return Events(NOTHING.sequences, NO_I32, NO_I32, ends=tuple(ends))
+
+    # Simulation -------------------------------------------------------------------------------------------------------
+
+    def advance(self, steps: int, now: float) -> int:
+        """Run up to `steps` steady decode steps in one call, as schedule() and update() one after the other would.
+
+        Only while nothing happens: no step in flight, nobody waiting or prefilling, nobody at the end, enough blocks.
+        Returns how many steps were run; 0 when the next one is not steady. Ids of sampled tokens are not simulated.
+        """
+        self.now = now
+        if len(self.ledger) or self._prefilling or self._waiting or self._preempted:
+            return 0
+        batch, kv = self.batch, self.kv
+        slots = batch.rows().slots
+        if not slots.size:
+            return 0
+        steps = min(steps, int((batch.limit[slots] - batch.num_known[slots]).min()) - self._ahead)
+        # A row with room for `spare` more steps gets a block in step number `spare`, and every block_size steps after.
+        spare = np.maximum(kv.capacity[slots] - batch.num_computed[slots] - self._ahead, 0)
+        while steps > 0 and int(-(-np.maximum(steps - spare, 0) // kv.block_size).sum()) > kv.num_free:
+            steps -= 1
+        if steps <= 0:
+            return 0
+        when = spare[:, None] + kv.block_size * np.arange(-(-steps // kv.block_size) + 1)
+        rows, times = np.nonzero(when < steps)
+        kv.extend_in_order(slots[rows[np.lexsort((rows, when[rows, times]))]])
+        batch.num_computed[slots] += steps
+        batch.num_known[slots] += steps
+        self._num_steps += steps
+        self._num_output_tokens += steps * slots.size
+        self.ledger.skip(steps)
+        return steps
+
+    # What policies and people may look at -----------------------------------------------------------------------------
+
+    @property
+    def decode_slots(self) -> I32:
+        return self._decode.slots
+
+    @property
+    def num_growing(self) -> int:
+        return self._growing.size
+
+    def is_growing(self, slot: int) -> bool:
+        return bool((self._growing == slot).any())
+
+    @property
+    def prefilling(self) -> dict[Sequence, None]:
+        return self._prefilling
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.ledger)
+
+    def admission_blocks(self, sequence: Sequence) -> int:
+        return self.kv.blocks_for(min(sequence.known.size + self._ahead, sequence.limit))
+
+    def remaining(self, sequence: Sequence) -> int:
+        return int(self.batch.num_known[sequence.slot] - self.batch.num_computed[sequence.slot])
+
+    def running(self) -> list[Sequence]:
+        return [s for s in self.batch.sequences.tolist() if s is not None]
+
+    def sequence(self, key: Key) -> Sequence | None:
+        return self._alive.get(key)
+
+    def statistics(self) -> SchedulerStatistics:
+        blocked_on: dict[str, int] = {}
+        for sequence in self._blocked:
+            reason = str(sequence.submit.blocked_on)
+            blocked_on[reason] = blocked_on.get(reason, 0) + 1
+        return SchedulerStatistics(
+            num_running=self.limits.max_seqs - self.batch.num_free_slots,
+            num_waiting=len(self._waiting) + len(self._preempted),
+            num_blocked=len(self._blocked),
+            num_in_flight=len(self.ledger),
+            num_steps=self._num_steps,
+            num_output_tokens=self._num_output_tokens,
+            num_prefill_tokens=self._num_prefill_tokens,
+            num_preemptions=self._num_preemptions,
+            num_wasted_tokens=self._num_wasted,
+            num_dropped_results=self._num_dropped,
+            num_failed_steps=self._num_failed,
+            num_refused_decisions=self._num_refused,
+            blocked_on=blocked_on,
+            kv=self.kv.statistics(),
+        )
+
+    def check_integrity(self) -> None:
+        """AssertionError when the parts contradict each other."""
+        self.batch.check_integrity()
+        self.kv.check_integrity()
+        batch = self.batch
+        for sequence in self._alive.values():
+            is_running = sequence.state is State.RUNNING
+            assert (sequence.slot >= 0) == is_running, f"{sequence.key} is {sequence.state} in slot {sequence.slot}"
+            assert (sequence in self._waiting) == (sequence.state is State.WAITING), f"{sequence.key} waits or not"
+            assert (sequence in self._blocked) == (sequence.state is State.BLOCKED), f"{sequence.key} is blocked or not"
+            assert (sequence in self._preempted) == (sequence.state is State.PREEMPTED), f"{sequence.key} preempted"
+        for slot, sequence in enumerate(batch.sequences):
+            if sequence is None:
+                assert self.kv.num_blocks[slot] == 0, f"free slot {slot} holds blocks"
+                continue
+            assert self._alive.get(sequence.key) is sequence, f"slot {slot} holds a request that ended"
+            known, computed = int(batch.num_known[slot]), int(batch.num_computed[slot])
+            in_flight = sum(
+                int(((r.rows.slots == slot) & (r.rows.generations == batch.generation[slot])).sum())
+                for r in self.ledger
+            )
+            if sequence in self._prefilling:
+                assert computed < known, f"slot {slot} prefills and has nothing left"
+                assert in_flight == 0, f"slot {slot} prefills and samples"
+            else:
+                assert computed + 1 == known + in_flight, (
+                    f"slot {slot}: {computed} computed, {known}+{in_flight} tokens"
+                )
+            assert computed <= self.kv.capacity[slot], f"slot {slot} computes beyond its blocks"
+            assert known <= self.kv.capacity[slot], f"slot {slot} knows more tokens than its blocks hold"
+            assert known < sequence.limit or in_flight == 0, f"slot {slot} is beyond its limit"
+        expected = np.zeros_like(self._num_stopping)
+        for token in self._eos_ids:
+            if token < self._vocab_size:
+                expected[token] = 1 << 30
+        for sequence in self._alive.values():
+            np.add.at(expected, [t for t in sequence.submit.stop_token_ids if t < self._vocab_size], 1)
+        assert (expected == self._num_stopping).all(), "counts of stop ids differ from the requests alive"

@@ -1,0 +1,64 @@
+"""`Sequence`: one request as the scheduler sees it, from arrival to end.
+
+What changes every step lives in columns by slot (`batch.Batch`); a Sequence holds what changes rarely: identity, the
+submitted parameters, state, and what has to outlive the slot over a preemption.
+
+    BLOCKED ──unblock──> WAITING ──admit──> RUNNING ──> FINISHED
+                            ^                  │
+                            └── last step that named it done ── PREEMPTED <── preempt
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from actorllm.messages import I32, Submit
+
+Key = tuple[int, int]
+"""(frontend, rid): unique among the requests alive."""
+
+
+class State(enum.Enum):
+    BLOCKED = "blocked"
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request and its state. Policies read it; only the scheduler writes it (except `policy_state`)."""
+
+    key: Key
+    submit: Submit
+    arrival_index: int
+    """Position in the order of arrival: the final tie-break of every policy, which makes runs repeatable."""
+    known: I32
+    """Token ids known when it was last admitted or preempted: prompt, emitted prefix, and what was sampled since."""
+    limit: int
+    """Total tokens (prompt and output) at which it ends with reason 'length'."""
+    stop_ids: frozenset[int]
+    """Ids that end it, the model's end-of-text ids included unless ignored."""
+    eos_ids: frozenset[int]
+    state: State = State.WAITING
+    slot: int = -1
+    queued: float = 0.0
+    scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    num_wasted_tokens: int = 0
+    last_step: int = 0
+    """After preemption: the last step in flight that names it; it is not admitted again before that one is done."""
+    policy_state: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def num_prompt(self) -> int:
+        return self.submit.prompt.size
+
+    @property
+    def arrival(self) -> float:
+        return self.submit.arrival

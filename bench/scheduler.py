@@ -1,0 +1,124 @@
+"""How long do `schedule` + `update` take? Steady decode and 1 % churn, everything on (ledger, plan encoding).
+
+    python bench/scheduler.py [--json FILE]
+
+Prints milliseconds per step: the median over steps, in rounds that are interleaved over the batch sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+from report import environment, print_table, write_json
+
+from actorllm.messages import NO_I32, StepResult, Submit, pack
+from actorllm.ring.codec import encode
+from actorllm.scheduling.policy import load_policy
+from actorllm.scheduling.scheduler import Scheduler
+
+SIZES = (64, 256, 1024)
+TARGET_MS = {64: 0.04, 256: 0.06, 1024: 0.12}
+BLOCK_SIZE = 16
+VOCAB = 32_000
+
+
+def build(running: int, prompt: int) -> Scheduler:
+    max_model_len = 4096
+    return Scheduler(
+        num_blocks=max(running * 3000 // BLOCK_SIZE, max_model_len // BLOCK_SIZE),
+        block_size=BLOCK_SIZE,
+        max_num_seqs=running,
+        max_num_batched_tokens=16_384,
+        max_model_len=max_model_len,
+        vocab_size=VOCAB,
+        eos_token_ids=(2,),
+        policy=load_policy("fcfs"),
+        depth=2,
+    )
+
+
+class Driver:
+    """A scheduler at depth 2 whose worker answers at once."""
+
+    def __init__(self, running: int, churn: float) -> None:
+        self.running, self.churn = running, churn
+        self.rng = np.random.default_rng(0)
+        self.scheduler = build(running, 32)
+        self.now = 0.0
+        self.next_rid = 0
+        self.pending: list[tuple[int, int]] = []
+        lengths = 32 + np.arange(running) % BLOCK_SIZE
+        for i in range(running):
+            self.submit(int(lengths[i]), 2000 if not churn else 1 + int((i % 100 + 1) * 1))
+        for _ in range(120):
+            self.step()
+
+    def submit(self, prompt: int, max_tokens: int) -> None:
+        self.next_rid += 1
+        tokens = np.full(prompt, 7, np.int32)
+        self.scheduler.submit(
+            0, Submit(rid=self.next_rid, arrival=self.now, prompt=tokens, max_tokens=max_tokens), self.now
+        )
+
+    def step(self) -> float:
+        """One steady step; the seconds that the scheduler took."""
+        scheduler = self.scheduler
+        self.now += 0.01
+        began = time.perf_counter()
+        while scheduler.has_room:
+            plan = scheduler.schedule(self.now)
+            if plan is None:
+                break
+            _, scalars, arrays = pack(plan)
+            encode(scalars, arrays)
+            self.pending.append((plan.step, 0))
+        spent = time.perf_counter() - began
+        record = next(iter(scheduler.ledger))
+        rows = len(record.rows)
+        result = StepResult(step=record.step, tokens=np.full(rows, 7, np.int32) if rows else NO_I32)
+        began = time.perf_counter()
+        events = scheduler.update(result, self.now)
+        spent += time.perf_counter() - began
+        if self.churn:
+            for _ in events.ends:
+                self.submit(1000, 100)
+        return spent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=200)
+    arguments = parser.parse_args()
+    times: dict[tuple[int, str], list[float]] = {}
+    for _ in range(arguments.rounds):
+        for running in SIZES:
+            for label, churn in (("steady", 0.0), ("churn 1 %", 0.01)):
+                driver = Driver(running, churn)
+                times.setdefault((running, label), []).extend(driver.step() for _ in range(arguments.steps))
+    rows: list[dict[str, Any]] = []
+    for (running, label), seconds in times.items():
+        target = TARGET_MS[running] * (2 if label != "steady" else 1)
+        median = statistics.median(seconds) * 1e3
+        rows.append(
+            {
+                "running": running,
+                "load": label,
+                "median_ms": round(median, 4),
+                "p99_ms": round(float(np.quantile(seconds, 0.99)) * 1e3, 4),
+                "target_ms": target,
+                "met": median <= target,
+            }
+        )
+    print_table("schedule + update, ms per step", rows)
+    if arguments.json:
+        write_json(arguments.json, {"bench": "scheduler", "environment": environment(), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""The scheduler as a state machine: random interleavings of everything, each request's stream held against its reference.
+
+The mutation check plants one mistake after the other and demands that the machine finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from actorllm.kvcache.block_pool import BlockPool
+from actorllm.kvcache.manager import KVCacheManager
+from actorllm.messages import I32, StepFailed, StepPlan
+from actorllm.scheduling.batch import Batch
+from actorllm.scheduling.ledger import Ledger
+from actorllm.scheduling.plan import PlanBuilder
+from actorllm.scheduling.scheduler import Scheduler
+from tests.scheduling.conftest import EOS, Engine, reference_stream
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        depth=st.sampled_from([1, 2]),
+        num_blocks=st.sampled_from([10, 12, 20, 40]),
+        max_num_seqs=st.integers(1, 4),
+        budget=st.integers(4, 20),
+    )
+    def start(self, depth: int, num_blocks: int, max_num_seqs: int, budget: int) -> None:
+        self.engine = Engine(
+            depth=depth, num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
+        )
+        self.submitted: dict[int, Any] = {}
+        self.blocked: set[int] = set()
+
+    @rule(
+        length=st.integers(1, 38),
+        max_tokens=st.integers(1, 24),
+        min_tokens=st.integers(0, 6),
+        ignore_eos=st.booleans(),
+        stop=st.lists(st.integers(0, 96), max_size=3),
+        prefix=st.integers(0, 4),
+        blocked=st.booleans(),
+    )
+    def submit(
+        self,
+        length: int,
+        max_tokens: int,
+        min_tokens: int,
+        ignore_eos: bool,
+        stop: list[int],
+        prefix: int,
+        blocked: bool,
+    ) -> None:
+        rid = len(self.submitted) + 1
+        prompt = [(rid * 31 + i) % 97 for i in range(length)]
+        output = reference_stream(prompt, rid, min(prefix, max_tokens - 1, 39 - length))
+        arguments = {
+            "max_tokens": max_tokens,
+            "min_tokens": min(min_tokens, max_tokens),
+            "ignore_eos": ignore_eos,
+            "stop_token_ids": stop,
+        }
+        self.submitted[rid] = (prompt, len(output), arguments)
+        if blocked:
+            self.blocked.add(rid)
+        self.engine.submit(
+            rid, prompt, output=np.array(output, np.int32), blocked_on="x" if blocked else None, **arguments
+        )
+
+    @rule(rid=st.integers(1, 30))
+    def abort(self, rid: int) -> None:
+        self.engine.abort(rid)
+
+    @precondition(lambda self: self.blocked)
+    @rule()
+    def unblock(self) -> None:
+        rid = self.blocked.pop()
+        self.engine.scheduler.unblock((0, rid), None, self.engine.now)
+
+    @rule()
+    def launch(self) -> None:
+        self.engine.launch()
+
+    @precondition(lambda self: self.engine.results)
+    @rule()
+    def complete(self) -> None:
+        self.engine.complete()
+
+    @rule(turns=st.integers(1, 6))
+    def turn(self, turns: int) -> None:
+        for _ in range(turns):
+            self.engine.launch()
+            if self.engine.results:
+                self.engine.complete()
+
+    @precondition(lambda self: self.engine.results)
+    @rule(row=st.integers(0, 3))
+    def fail(self, row: int) -> None:
+        step = self.engine.results[0].step
+        self.engine.results.clear()
+        failure = StepFailed(step=step, error="planted", rows=np.array([row], np.int32))
+        self.engine.apply(self.engine.scheduler.fail(failure, self.engine.now))
+
+    @rule(position=st.integers(0, 3))
+    def stop_by_text(self, position: int) -> None:
+        running = self.engine.scheduler.running()
+        if position < len(running):
+            self.engine._ended(self.engine.scheduler.finish([(running[position], "stop", "text")], self.engine.now))
+
+    @invariant()
+    def integrity(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for rid in self.blocked:
+            self.engine.scheduler.unblock((0, rid), None, self.engine.now)
+        self.engine.run()
+        for rid, (prompt, num_prefix, arguments) in self.submitted.items():
+            stream, end = self.engine.streams[rid], self.engine.ends.pop(rid)
+            expected = reference_stream(prompt, rid, min(arguments["max_tokens"], 40 - len(prompt)))
+            stops = set(arguments["stop_token_ids"]) | (set() if arguments["ignore_eos"] else {EOS})
+            first = next(
+                (i for i, t in enumerate(expected) if t in stops and i >= max(arguments["min_tokens"], num_prefix)),
+                None,
+            )
+            if first is not None:
+                expected = expected[: first + 1]
+            if end.reason in ("abort", "error") or end.stop_reason == "text":
+                assert stream == expected[: len(stream)]
+            else:
+                assert stream == expected
+                assert end.reason == ("length" if first is None else "stop")
+        assert not self.engine.ends
+        statistics = self.engine.scheduler.statistics()
+        assert statistics.kv.num_free == statistics.kv.num_blocks, "blocks leak"
+        assert statistics.num_running == statistics.num_waiting == statistics.num_blocked == 0
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestScheduler = SchedulerMachine.TestCase
+
+
+def _patch(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, wrong: Callable[..., Any]) -> None:
+    right = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *a, **k: wrong(right, *a, **k))
+
+
+def leak_a_block(right: Any, pool: BlockPool, blocks: I32) -> Any:
+    return right(pool, blocks[1:] if blocks.size > 2 else blocks)
+
+
+def keep_the_generation(right: Any, batch: Batch, slot: int) -> None:
+    right(batch, slot)
+    batch.generation[slot] -= 1
+
+
+def forget_to_free(right: Any, builder: PlanBuilder, slot: int) -> None:
+    if slot != 1:
+        right(builder, slot)
+
+
+def forget_the_displaced_token(right: Any, scheduler: Scheduler, sequence: Any, tokens: I32, slot: int) -> int:
+    known = sequence.known
+    start: int = right(scheduler, sequence, tokens, slot)
+    if slot < 0:
+        sequence.known = known
+    return start
+
+
+def read_one_token_too_few(right: Any, kv: KVCacheManager, slot: int, start: int, stop: int) -> I32:
+    return right(kv, slot, start, stop - 1)
+
+
+def swap_extended_blocks(right: Any, kv: KVCacheManager, slots: I32) -> I32:
+    return right(kv, slots)[::-1]
+
+
+def void_one_step_only(right: Any, ledger: Ledger, step: int) -> Any:
+    later = list(ledger._in_flight)[1:]
+    voided = right(ledger, step)
+    ledger._in_flight.extend(later)
+    return voided[:1]
+
+
+def ignore_min_tokens(right: Any, scheduler: Scheduler, sequence: Any, token: int, num_outputs: int) -> Any:
+    return right(scheduler, sequence, token, num_outputs + 1)
+
+
+def never_send_rows(right: Any, *arguments: Any) -> StepPlan:
+    plan: StepPlan = right(*arguments)
+    if plan.step > 6 and plan.decode_slots is not None and plan.decode_slots.size > 1:
+        object.__setattr__(plan, "decode_slots", None)
+    return plan
+
+
+MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
+    (BlockPool, "release", leak_a_block),
+    (Batch, "vacate", keep_the_generation),
+    (PlanBuilder, "free", forget_to_free),
+    (Scheduler, "_append", forget_the_displaced_token),
+    (KVCacheManager, "read_token_ids", read_one_token_too_few),
+    (KVCacheManager, "extend", swap_extended_blocks),
+    (Ledger, "void", void_one_step_only),
+    (Scheduler, "_stop", ignore_min_tokens),
+    (PlanBuilder, "build", never_send_rows),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "wrong"), MUTANTS, ids=[m[2].__name__ for m in MUTANTS])
+def test_the_machine_finds_planted_mistakes(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, wrong: Callable[..., Any]
+) -> None:
+    _patch(monkeypatch, owner, name, wrong)
+    quick = settings(
+        max_examples=400,
+        stateful_step_count=40,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        report_multiple_bugs=False,
+        phases=[p for p in settings().phases if p.name in ("explicit", "generate")],
+        suppress_health_check=list(HealthCheck),
+    )
+    with pytest.raises((AssertionError, KeyError, IndexError, ValueError, ExceptionGroup)):
+        run_state_machine_as_test(SchedulerMachine, settings=quick)
