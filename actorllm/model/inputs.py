@@ -1,0 +1,360 @@
+"""What a worker knows of its requests: columns by slot, changed by each `StepPlan` and read by each step.
+
+Invariants (`check_integrity`): a slot is live from the plan that lists it as new until the plan that frees it; a live
+slot has num_computed < num_known and blocks for what is computed; its known tokens are kept only while some of them wait
+for prefill; the decode rows are live and distinct. In steady decode a step costs a fixed number of numpy calls, whatever
+the number of rows. Called by the runner only; nothing here is torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actorllm.messages import I32, StepPlan
+
+I64 = NDArray[np.int64]
+
+SLOTS_AT_FIRST = 16
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """One step's tokens: decode rows (one token each), then the tokens of the prefill rows, then padding."""
+
+    token_ids: I64  # [num_tokens]
+    positions: I64  # [num_tokens]
+    kv_slots: I64  # [num_tokens] block * block_size + offset
+    num_decodes: int
+    decode_slots: I32  # [num_decodes] in the order of the tokens
+    decode_lengths: I64  # [num_decodes] the new token included
+    decode_table: I32  # [num_decodes, max_blocks]
+    is_sorted: bool
+    """Decode rows are ordered by falling length, not as in the plan."""
+    prefill_slots: list[int]
+    prefill_starts: list[int]
+    prefill_counts: list[int]
+    prefill_first: list[int]
+    prefill_tables: list[I32]
+    result_slots: I32  # [num_rows] in the order of the result
+    result_tokens: I64  # [num_rows] which token's hidden state each row of the result comes from
+    rows_version: int
+    """Changes whenever `result_slots` or their parameters may have changed."""
+
+
+@dataclass(slots=True)
+class Columns:
+    """One entry per slot."""
+
+    is_live: NDArray[np.bool_]
+    num_known: I32
+    num_computed: I32
+    num_outputs: I32
+    """Index of the next token to be sampled within the output."""
+    last_token: I32
+    """The input of the slot's next decode row."""
+    min_tokens: I32
+    temperature: NDArray[np.float32]
+    top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+    top_k: I32
+    seeds: NDArray[np.uint64]
+    sample_index: I32
+    is_pooling: NDArray[np.bool_]
+
+
+_COLUMN_TYPES: dict[str, Any] = {
+    "is_live": np.bool_,
+    "num_known": np.int32,
+    "num_computed": np.int32,
+    "num_outputs": np.int32,
+    "last_token": np.int32,
+    "min_tokens": np.int32,
+    "temperature": np.float32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "top_k": np.int32,
+    "seeds": np.uint64,
+    "sample_index": np.int32,
+    "is_pooling": np.bool_,
+}
+
+
+@dataclass(slots=True)
+class PersistentBatch:
+    """The worker's requests. Plans are trusted to be well ordered, and checked where a mistake would corrupt others."""
+
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    """Block ids are below this."""
+    max_blocks: int
+    """Most blocks of one sequence."""
+    sort_gain: int = 2048
+    """Padding, in tokens, above which decode rows are ordered by length."""
+    num_groups: int = 1
+    columns: Columns = field(init=False)
+    block_tables: I32 = field(init=False)  # [num_groups, num_slots, max_blocks]
+    num_slot_blocks: I32 = field(init=False)  # [num_groups, num_slots]
+    decode_slots: I32 = field(init=False)
+    known_tokens: dict[int, I32] = field(default_factory=dict)
+    """Of slots that still have to prefill."""
+    stop_ids: dict[int, I32] = field(default_factory=dict)
+    """Of slots with min_tokens: what they must not sample before."""
+    rows_version: int = 0
+
+    def __post_init__(self) -> None:
+        self.columns = Columns(**{name: np.zeros(0, kind) for name, kind in _COLUMN_TYPES.items()})
+        self.block_tables = np.zeros((self.num_groups, 0, self.max_blocks), np.int32)
+        self.num_slot_blocks = np.zeros((self.num_groups, 0), np.int32)
+        self.decode_slots = np.zeros(0, np.int32)
+        self._grow(SLOTS_AT_FIRST)
+
+    @property
+    def num_slots(self) -> int:
+        """Room, not use."""
+        return len(self.columns.is_live)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Carry out the plan's differences: freed, new, extended, decode rows. Raises ValueError for an impossible one."""
+        if plan.freed.size:
+            self._free(plan.freed)
+        if plan.new_slots.size:
+            self._add(plan)
+        if plan.extended_slots.size:
+            self._extend(plan)
+        if plan.decode_slots is not None:
+            self._require_live(plan.decode_slots, "decode")
+            self.decode_slots = plan.decode_slots
+            self.rows_version += 1
+        elif plan.freed.size:
+            self._require_live(self.decode_slots, "decode")
+
+    def inputs(self, plan: StepPlan, pad_to: int = 0, padding_slot: int = 0) -> StepInputs:
+        """The tokens of the step, once `apply` is done. pad_to: at least so many tokens, the last ones without effect."""
+        columns, size = self.columns, self.block_size
+        slots = self.decode_slots
+        num_decodes = len(slots)
+        lengths = columns.num_computed[slots].astype(np.int64) + 1
+        order: I64 | None = None
+        if num_decodes > 1 and int(lengths.max()) * num_decodes - int(lengths.sum()) > self.sort_gain:
+            order = np.argsort(-lengths, kind="stable")
+            slots, lengths = slots[order], lengths[order]
+        if (columns.num_known[slots] != lengths).any():
+            early = slots[columns.num_known[slots] != lengths]
+            raise ValueError(f"step {plan.step}: decode rows {early.tolist()} have other than one token to compute")
+        positions = lengths - 1
+        columns_of = positions // size
+        if num_decodes and (columns_of >= self.num_slot_blocks[0, slots]).any():
+            short = slots[columns_of >= self.num_slot_blocks[0, slots]]
+            raise ValueError(f"step {plan.step}: decode rows {short.tolist()} have no block for their next token")
+        tables = self.block_tables[0]
+        kv_slots = tables[slots, columns_of].astype(np.int64) * size + positions % size
+        token_ids = columns.last_token[slots].astype(np.int64)
+        widest = int(columns_of.max()) + 1 if num_decodes else 0
+        result_tokens = np.arange(num_decodes)
+        if order is not None:
+            result_tokens[order] = np.arange(num_decodes)
+        inputs = StepInputs(
+            token_ids=token_ids,
+            positions=positions,
+            kv_slots=kv_slots,
+            num_decodes=num_decodes,
+            decode_slots=slots,
+            decode_lengths=lengths,
+            decode_table=tables[slots, :widest],
+            is_sorted=order is not None,
+            prefill_slots=[],
+            prefill_starts=[],
+            prefill_counts=[],
+            prefill_first=[],
+            prefill_tables=[],
+            result_slots=self.decode_slots,
+            result_tokens=result_tokens,
+            rows_version=self.rows_version,
+        )
+        if plan.prefill_slots.size:
+            self._add_prefill(plan, inputs)
+        missing = pad_to - len(inputs.token_ids)
+        if missing > 0:
+            inputs.token_ids = np.concatenate((inputs.token_ids, np.zeros(missing, np.int64)))
+            inputs.positions = np.concatenate((inputs.positions, np.zeros(missing, np.int64)))
+            inputs.kv_slots = np.concatenate((inputs.kv_slots, np.full(missing, padding_slot, np.int64)))
+        return inputs
+
+    def advance(self, inputs: StepInputs) -> None:
+        """The step's forward succeeded: its tokens have their keys and values in the cache."""
+        columns = self.columns
+        columns.num_computed[inputs.decode_slots] += 1
+        for slot, count in zip(inputs.prefill_slots, inputs.prefill_counts, strict=True):
+            columns.num_computed[slot] += count
+        for slot in [s for s in self.known_tokens if columns.num_computed[s] == columns.num_known[s]]:
+            del self.known_tokens[slot]
+
+    def store(self, slots: I32, tokens: I32) -> None:
+        """What was sampled for these rows: the next plan may decode them without naming the tokens."""
+        columns = self.columns
+        columns.last_token[slots] = tokens
+        columns.num_outputs[slots] += 1
+        columns.num_known[slots] = columns.num_computed[slots] + 1
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when an invariant of the module does not hold."""
+        columns = self.columns
+        live = np.flatnonzero(columns.is_live)
+        assert (columns.num_computed[live] <= columns.num_known[live]).all(), "computed beyond what is known"
+        waiting = {int(slot) for slot in self.known_tokens}
+        assert waiting <= set(live.tolist()), "tokens kept of a dead slot"
+        assert set(self.stop_ids) <= set(live.tolist()), "stop ids kept of a dead slot"
+        for slot, tokens in self.known_tokens.items():
+            assert len(tokens) == columns.num_known[slot] > columns.num_computed[slot], "prefill is over"
+        needed = -(-columns.num_computed[live] // self.block_size)
+        assert (self.num_slot_blocks[:, live] >= needed).all(), "computed tokens without a block"
+        assert columns.is_live[self.decode_slots].all(), "a decode row is not live"
+        assert len(np.unique(self.decode_slots)) == len(self.decode_slots), "a decode row is there twice"
+        for group in range(self.num_groups):
+            for slot in live.tolist():
+                used = self.block_tables[group, slot, : self.num_slot_blocks[group, slot]]
+                assert ((used >= 0) & (used < self.num_blocks)).all(), "a block outside the cache"
+
+    # The parts of `apply` ---------------------------------------------------------------------------------------------
+
+    def _free(self, slots: I32) -> None:
+        self._require_live(slots, "freed")
+        self.columns.is_live[slots] = False
+        self.num_slot_blocks[:, slots] = 0
+        for slot in slots.tolist():
+            self.known_tokens.pop(slot, None)
+            self.stop_ids.pop(slot, None)
+
+    def _add(self, plan: StepPlan) -> None:
+        slots, columns = plan.new_slots, self.columns
+        if int(slots.min()) < 0:
+            raise ValueError(f"step {plan.step}: slot {int(slots.min())} is negative")
+        if int(slots.max()) >= self.num_slots:
+            self._grow(int(slots.max()) + 1)
+            columns = self.columns
+        if columns.is_live[slots].any() or len(np.unique(slots)) != len(slots):
+            raise ValueError(f"step {plan.step}: one of the new slots {slots.tolist()} is in use")
+        if (plan.new_num_computed >= plan.new_num_tokens).any() or (plan.new_num_computed < 0).any():
+            raise ValueError(f"step {plan.step}: a new slot must have at least one token that is not computed")
+        if plan.new_tokens.min(initial=0) < 0 or plan.new_tokens.max(initial=0) >= self.vocab_size:
+            raise ValueError(f"step {plan.step}: token ids must be in [0, {self.vocab_size})")
+        if plan.new_adapter_id.any():
+            raise ValueError(f"step {plan.step}: adapters are not supported by this worker")
+        self._require_blocks(plan.new_blocks, plan.step)
+        counts = plan.new_num_blocks.reshape(-1, self.num_groups)
+        if len(counts) != len(slots) or counts.max(initial=0) > self.max_blocks:
+            raise ValueError(f"step {plan.step}: a new slot can have at most {self.max_blocks} blocks per group")
+        columns.is_live[slots] = True
+        columns.num_known[slots] = plan.new_num_tokens
+        columns.num_computed[slots] = plan.new_num_computed
+        columns.num_outputs[slots] = plan.new_num_outputs
+        columns.min_tokens[slots] = plan.new_min_tokens
+        columns.temperature[slots] = plan.new_temperature
+        columns.top_p[slots] = plan.new_top_p
+        columns.min_p[slots] = plan.new_min_p
+        columns.top_k[slots] = plan.new_top_k
+        columns.seeds[slots] = plan.new_seeds.view(np.uint64)
+        columns.sample_index[slots] = plan.new_sample_index
+        columns.is_pooling[slots] = plan.new_is_pooling.astype(np.bool_)
+        self.num_slot_blocks[:, slots] = counts.T
+        token_ends = np.cumsum(plan.new_num_tokens)
+        stop_ends = np.cumsum(plan.new_num_stop_ids)
+        block_end = 0
+        for i, slot in enumerate(slots.tolist()):
+            tokens = plan.new_tokens[token_ends[i] - plan.new_num_tokens[i] : token_ends[i]]
+            self.known_tokens[slot] = tokens
+            columns.last_token[slot] = tokens[-1]
+            for group in range(self.num_groups):
+                count = int(counts[i, group])
+                self.block_tables[group, slot, :count] = plan.new_blocks[block_end : block_end + count]
+                block_end += count
+            if plan.new_min_tokens[i] > plan.new_num_outputs[i]:
+                self.stop_ids[slot] = plan.new_stop_ids[stop_ends[i] - plan.new_num_stop_ids[i] : stop_ends[i]]
+
+    def _extend(self, plan: StepPlan) -> None:
+        slots, groups = plan.extended_slots, plan.extended_groups
+        self._require_live(slots, "extended")
+        self._require_blocks(plan.extended_blocks, plan.step)
+        if len(slots) != len(plan.extended_blocks) or len(slots) != len(groups) or groups.max() >= self.num_groups:
+            raise ValueError(f"step {plan.step}: extended slots, blocks and groups do not fit each other")
+        keys = slots.astype(np.int64) * self.num_groups + groups
+        if len(np.unique(keys)) == len(keys):
+            where = self.num_slot_blocks[groups, slots]
+            if int(where.max()) >= self.max_blocks:
+                raise ValueError(f"step {plan.step}: a slot would have more than {self.max_blocks} blocks")
+            self.block_tables[groups, slots, where] = plan.extended_blocks
+            self.num_slot_blocks[groups, slots] += 1
+            return
+        for slot, block, group in zip(slots.tolist(), plan.extended_blocks.tolist(), groups.tolist(), strict=True):
+            where = self.num_slot_blocks[group, slot]
+            if where >= self.max_blocks:
+                raise ValueError(f"step {plan.step}: slot {slot} would have more than {self.max_blocks} blocks")
+            self.block_tables[group, slot, where] = block
+            self.num_slot_blocks[group, slot] = where + 1
+
+    def _add_prefill(self, plan: StepPlan, inputs: StepInputs) -> None:
+        columns, size, tables = self.columns, self.block_size, self.block_tables[0]
+        self._require_live(plan.prefill_slots, "prefill")
+        token_ids, positions, kv_slots = [inputs.token_ids], [inputs.positions], [inputs.kv_slots]
+        finished, finished_tokens = [], []
+        start = inputs.num_decodes
+        for slot, count in zip(plan.prefill_slots.tolist(), plan.prefill_counts.tolist(), strict=True):
+            first = int(columns.num_computed[slot])
+            end = first + count
+            if count < 1 or slot not in self.known_tokens or end > columns.num_known[slot]:
+                raise ValueError(f"step {plan.step}: slot {slot} has no {count} known tokens left to prefill")
+            if -(-end // size) > self.num_slot_blocks[0, slot]:
+                raise ValueError(f"step {plan.step}: slot {slot} has no blocks for {end} tokens")
+            span = np.arange(first, end)
+            token_ids.append(self.known_tokens[slot][first:end].astype(np.int64))
+            positions.append(span)
+            kv_slots.append(tables[slot, span // size].astype(np.int64) * size + span % size)
+            inputs.prefill_slots.append(slot)
+            inputs.prefill_starts.append(start)
+            inputs.prefill_counts.append(count)
+            inputs.prefill_first.append(first)
+            inputs.prefill_tables.append(tables[slot].copy())
+            start += count
+            if end == columns.num_known[slot]:
+                finished.append(slot)
+                finished_tokens.append(start - 1)
+        inputs.token_ids = np.concatenate(token_ids)
+        inputs.positions = np.concatenate(positions)
+        inputs.kv_slots = np.concatenate(kv_slots)
+        if finished:
+            inputs.result_slots = np.concatenate((inputs.result_slots, np.array(finished, np.int32)))
+            inputs.result_tokens = np.concatenate((inputs.result_tokens, np.array(finished_tokens, np.int64)))
+            self.rows_version += 1  # these rows are of this step only
+            inputs.rows_version = self.rows_version
+            self.rows_version += 1
+
+    def _require_live(self, slots: I32, what: str) -> None:
+        if slots.size and (int(slots.min()) < 0 or int(slots.max()) >= self.num_slots):
+            raise ValueError(f"{what} slots {slots.tolist()} are not all in use")
+        if not self.columns.is_live[slots].all():
+            dead = slots[~self.columns.is_live[slots]]
+            raise ValueError(f"{what} slots {dead.tolist()} are not in use")
+
+    def _require_blocks(self, blocks: I32, step: int) -> None:
+        if blocks.size and (int(blocks.min()) < 0 or int(blocks.max()) >= self.num_blocks):
+            raise ValueError(f"step {step}: block ids must be in [0, {self.num_blocks})")
+
+    def _grow(self, num_slots: int) -> None:
+        """Room for at least so many slots; doubles, so that growing stays rare."""
+        old = self.num_slots
+        new = max(num_slots, 2 * old)
+        for name, kind in _COLUMN_TYPES.items():
+            column = np.zeros(new, kind)
+            column[:old] = getattr(self.columns, name)
+            setattr(self.columns, name, column)
+        tables = np.zeros((self.num_groups, new, self.max_blocks), np.int32)
+        tables[:, :old] = self.block_tables
+        self.block_tables = tables
+        counts = np.zeros((self.num_groups, new), np.int32)
+        counts[:, :old] = self.num_slot_blocks
+        self.num_slot_blocks = counts

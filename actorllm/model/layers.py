@@ -1,0 +1,124 @@
+"""The building blocks of the fused forwards, each in the form that was fastest on CPU (bench/model.py measures them).
+
+All of them work on a flat list of tokens, [num_tokens, ...], in the type of the model, and run under inference mode.
+Called by `decoder`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from actorllm.errors import UnsupportedModelError
+
+_linear = torch.ops.mkldnn._linear_pointwise.default
+_pack = torch.ops.mkldnn._reorder_linear_weight
+
+
+class Linear:
+    """x @ weight.T + bias, with the weight packed once into oneDNN's own layout.
+
+    Against `F.linear` this is 2 to 3 times faster for a few rows and at least as fast for many, in bfloat16 and in
+    float32. The packed copy is the only one that is kept.
+    """
+
+    __slots__ = ("bias", "num_bytes", "packed")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.packed: torch.Tensor = _pack(weight.contiguous(), 1)  # opaque; [out_features, in_features]
+        self.bias = bias  # [out_features]
+        self.num_bytes = weight.numel() * weight.element_size()
+
+    @classmethod
+    def fused(cls, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> Linear:
+        """One product whose output is the concatenation of the given ones'."""
+        present = [bias for bias in biases if bias is not None]
+        return cls(torch.cat(list(weights)), torch.cat(present) if present else None)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _linear(x, self.packed, self.bias, "none", _NO_SCALARS, "")
+        return out  # [num_tokens, out_features]
+
+
+_NO_SCALARS: list[Any] = []
+
+
+class RMSNorm:
+    """x / sqrt(mean(x²) + eps) * weight, in float32 inside (Zhang and Sennrich, arXiv:1910.07467).
+
+    `F.rms_norm` is a chain of a dozen small operations on CPU. `native_layer_norm` is one, and equal to it on [x, -x]:
+    the mean of that row is 0 and its variance the mean square of x.
+    """
+
+    __slots__ = ("eps", "shape", "size", "weight")
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self.size = weight.shape[0]
+        self.shape = (2 * self.size,)
+        self.weight = torch.cat((weight, weight))
+        self.eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        both = torch.cat((x, -x), 1)  # [num_tokens, 2 * hidden_size]
+        return torch.native_layer_norm(both, self.shape, self.weight, None, self.eps)[0][:, : self.size]
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, for [num_tokens, 2 * size] with the gate in the first half."""
+    gate, up = gate_up.chunk(2, 1)
+    return torch.nn.functional.silu(gate).mul_(up)  # [num_tokens, size]
+
+
+class RotaryEmbedding:
+    """The rotation of every position, as complex numbers (Su et al., arXiv:2104.09864).
+
+    Pairs are kept adjacent ("interleaved"), so that a rotation is one complex product. Checkpoints of the Hugging Face
+    kind hold the pairs half a head apart: `interleave` reorders the rows of their projections once, at loading. Scores
+    are sums over the dimensions of a head, so that no one else notices.
+    """
+
+    def __init__(self, inverse_frequencies: torch.Tensor, max_positions: int) -> None:
+        positions = torch.arange(max_positions, dtype=torch.float32)
+        # Products in float32 as in transformers: at large positions another rounding would be another model.
+        angles = torch.outer(positions, inverse_frequencies)  # [max_positions, head_dim / 2]
+        self.table = torch.complex(angles.cos(), angles.sin())
+
+    def rotations(self, positions: torch.Tensor) -> torch.Tensor:
+        """For int64 [num_tokens]: complex64 [num_tokens, 1, head_dim / 2], to be multiplied into every head."""
+        return self.table.index_select(0, positions).unsqueeze(1)
+
+
+def interleave(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Rows (or elements) of a projection reordered from half-apart to adjacent pairs, in every head."""
+    heads = rows.view(-1, 2, head_dim // 2, *rows.shape[1:])  # [num_heads, half, pair, ...]
+    return heads.transpose(1, 2).reshape(rows.shape)
+
+
+def inverse_frequencies(head_dim: int, rope: dict[str, Any], max_position_embeddings: int) -> torch.Tensor:
+    """float32 [head_dim / 2] for the `rope_parameters` of a config.json: types default, linear and llama3."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = float(rope["rope_theta"])
+    frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    if kind == "default":
+        return frequencies
+    if kind == "linear":
+        return frequencies / float(rope["factor"])
+    if kind == "llama3":
+        return _llama3(frequencies, rope, max_position_embeddings)
+    raise UnsupportedModelError(f"rope type {kind!r} is not supported; supported are default, linear and llama3")
+
+
+def _llama3(frequencies: torch.Tensor, rope: dict[str, Any], max_position_embeddings: int) -> torch.Tensor:
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    factor = float(rope["factor"])
+    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    old_length = rope.get("original_max_position_embeddings") or max_position_embeddings
+    wavelengths = 2 * math.pi / frequencies
+    stretched = torch.where(wavelengths > old_length / low, frequencies / factor, frequencies)
+    smooth = (old_length / wavelengths - low) / (high - low)
+    blended = (1 - smooth) * stretched / factor + smooth * stretched
+    is_between = (wavelengths >= old_length / high) & (wavelengths <= old_length / low)
+    return torch.where(is_between, blended, stretched)

@@ -1,0 +1,50 @@
+"""How much memory this process may use, and how much it has used: Linux's own figures, in bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_PROC = Path("/proc")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_bytes() -> int:
+    """What new allocations may take without swapping: the machine's figure, or less where a control group limits it."""
+    machine = _field(_PROC / "meminfo", "MemAvailable:")
+    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
+    if limit is None or used is None:
+        return machine
+    cached = _field(_CGROUP / "memory.stat", "inactive_file", scale=1) if (_CGROUP / "memory.stat").is_file() else 0
+    return max(0, min(machine, limit - used + cached))
+
+
+def reset_peak() -> None:
+    """Let `peak_bytes` start again from what is in use now."""
+    try:
+        (_PROC / "self/clear_refs").write_text("5")
+    except OSError:
+        return  # not permitted in some containers: the peak then is that of the whole life, an overestimate
+
+
+def peak_bytes() -> int:
+    """The most memory this process has held since `reset_peak`."""
+    return _field(_PROC / "self/status", "VmHWM:")
+
+
+def resident_bytes() -> int:
+    """The memory this process holds."""
+    return _field(_PROC / "self/status", "VmRSS:")
+
+
+def _field(path: Path, name: str, scale: int = 1024) -> int:
+    for line in path.read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * scale
+    raise OSError(f"{path} has no field {name}")
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no such control group, or "max"
+        return None

@@ -1,0 +1,19 @@
+"""Qwen3 (dense): RMSNorm on every query and key head instead of Qwen2's biases (arXiv:2505.09388)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from actorllm.model.decoder import DecoderConfig, positive, windows_by_layer_type
+
+
+def qwen3_config(hf: Mapping[str, Any]) -> DecoderConfig:
+    has_attention_bias = bool(hf.get("attention_bias", False))
+    return DecoderConfig.from_hugging_face(
+        {"head_dim": 128} | dict(hf),
+        has_qkv_bias=has_attention_bias,
+        has_output_bias=has_attention_bias,
+        has_qk_norm=True,
+        windows=windows_by_layer_type(hf, positive(hf, "num_hidden_layers")),
+    )

@@ -1,0 +1,310 @@
+"""A worker's model: weights, KV cache and persistent batch, driven by step plans.
+
+Life: `load` -> `profile_num_blocks` -> `allocate` -> `execute` and `sample`, again and again. `execute` applies a plan and
+runs the forward, `sample` chooses the tokens; between the two a worker may wait for `LateInputs`. `step` does both. A step
+that raises has had the differences of its plan applied, but none of its rows advanced; the caller reports `StepFailed`.
+
+Not thread-safe: one thread owns a runner and everything torch. Called by the worker actor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from actorllm import clock
+from actorllm.config import EngineConfig, read_model_folder
+from actorllm.messages import I32, NO_I32, LateInputs, StepPlan, StepResult
+from actorllm.model import memory, threads
+from actorllm.model.attention import KVCache
+from actorllm.model.decoder import Decoder
+from actorllm.model.inputs import PersistentBatch, StepInputs
+from actorllm.model.registry import decoder_config
+from actorllm.model.sampler import Sampler, SamplingColumns
+from actorllm.model.weights import CheckpointWeights, DummyWeights
+
+MAX_LOGITS_BYTES = 64 << 20
+"""float32 logits that exist at a time; more rows than that are sampled in chunks."""
+
+DEFAULT_MEMORY_SHARE = 0.4
+"""Of the available memory, for the KV cache, when neither its size nor a share is configured."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(slots=True)
+class SamplingRows:
+    """The result rows of a step that sample, and how. Kept until the rows change."""
+
+    version: int
+    rows: NDArray[np.intp] | None
+    """Which rows of the result; None: all, no row is pooled."""
+    slots: I32  # [num_samples]
+    chunks: list[tuple[int, int, SamplingColumns]]
+    """[start, end) of the samples, so that the logits of a chunk fit in MAX_LOGITS_BYTES."""
+
+
+@dataclass(slots=True)
+class StepHandle:
+    """A step between its forward and its sampling."""
+
+    step: int
+    inputs: StepInputs
+    sampling: SamplingRows
+    hidden: torch.Tensor  # [num_rows, hidden_size] final hidden states of the result rows
+    logits: torch.Tensor | None
+    """float32 [num_samples, vocab_size]; None: made chunk by chunk while sampling."""
+    late_slots: I32
+    started: float
+
+
+class ModelRunner:
+    """One rank's model."""
+
+    def __init__(self, config: EngineConfig, rank: int = 0, *, show_progress: bool | None = None) -> None:
+        """show_progress: of loading; None: where standard error is a terminal."""
+        self.config = config
+        self.rank = rank
+        self.dtype = DTYPES[config.model.dtype]
+        self._show_progress = show_progress
+        _, hf = read_model_folder(config.model.path)
+        self.model_config = decoder_config(config.model.architecture, hf)
+        self.decoder: Decoder
+        self.cache: KVCache
+        self.batch: PersistentBatch
+        self._available_at_first = memory.available_bytes()
+        self._sampler = Sampler(self.model_config.vocab_size)
+        self._rows: SamplingRows | None = None
+        self._no_hidden = torch.empty(0, self.model_config.hidden_size, dtype=self.dtype)
+
+    # Before the first step --------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def load(self) -> None:
+        """Read the weights, or draw them. Raises ModelError."""
+        torch.set_num_threads(threads.num_threads(self.config))
+        model = self.config.model
+        weights = (
+            DummyWeights(model.seed, self.dtype)
+            if model.load_format == "dummy"
+            else CheckpointWeights(Path(model.path), self.dtype, self._show_progress)
+        )
+        with weights:
+            self.decoder = Decoder(self.model_config, weights, model.max_model_len)
+
+    @property
+    def block_bytes(self) -> int:
+        """Memory of one KV block over all layers."""
+        c = self.model_config
+        return c.num_layers * 2 * c.num_kv_heads * c.head_dim * self.config.cache.block_size * self.dtype.itemsize
+
+    def profile_num_blocks(self) -> int:
+        """How many KV blocks this rank has memory for.
+
+        An explicit kv_cache_memory_bytes is taken at its word. Else the largest step is run once to see what it needs
+        beside the cache, and the cache gets the rest of the configured share of the available memory, or by default
+        what max_num_seqs sequences of max_model_len need, within 40 % of the available memory.
+        """
+        cache, limits = self.config.cache, self.config.scheduler
+        if cache.kv_cache_memory_bytes is not None:
+            return cache.kv_cache_memory_bytes // self.block_bytes
+        working = self._profile_working_bytes()
+        # A decode step gathers the blocks of its rows, layer by layer: that much is needed again, at worst.
+        per_block = self.block_bytes
+        if cache.memory_utilization is not None:
+            used = self._available_at_first - memory.available_bytes()
+            budget = int(self._available_at_first * cache.memory_utilization) - max(0, used) - working
+            return max(0, budget // per_block)
+        blocks_per_seq = -(-(self.config.model.max_model_len + limits.num_lookahead_tokens) // cache.block_size)
+        wanted = limits.max_num_seqs * blocks_per_seq
+        budget = int(memory.available_bytes() * DEFAULT_MEMORY_SHARE) - working
+        return max(0, min(wanted, budget // per_block))
+
+    @torch.inference_mode()
+    def allocate(self, num_blocks: int) -> None:
+        """Make the KV cache and the empty batch. Pages are mapped when they are first written."""
+        c, config = self.model_config, self.config
+        size = config.cache.block_size
+        length = config.model.max_model_len + config.scheduler.num_lookahead_tokens
+        self.cache = KVCache(c.num_layers, c.num_kv_heads, c.head_dim, num_blocks, size, self.dtype)
+        self.batch = PersistentBatch(
+            vocab_size=c.vocab_size, block_size=size, num_blocks=num_blocks, max_blocks=-(-length // size)
+        )
+        self._rows = None
+
+    def _profile_working_bytes(self) -> int:
+        """Peak memory of the largest prefill and of the largest decode batch, beside weights and cache."""
+        config = self.config
+        size, length = config.cache.block_size, config.model.max_model_len
+        tokens = config.scheduler.max_num_batched_tokens
+        counts = [min(length, tokens - start) for start in range(0, tokens, length)][: config.scheduler.max_num_seqs]
+        per_seq = [-(-(count + 1) // size) for count in counts]
+        self.allocate(sum(per_seq))
+        before = memory.resident_bytes()
+        memory.reset_peak()
+        slots = np.arange(len(counts), dtype=np.int32)
+        one = np.ones(len(counts), np.int32)
+        fits = np.minimum(counts, length - 1).astype(np.int32)  # one token is left to be decoded
+        fits = np.maximum(fits, 1)
+        zeros = np.zeros(len(counts), np.float32)
+        self.step(
+            StepPlan(
+                step=0,
+                new_slots=slots,
+                new_num_tokens=fits,
+                new_tokens=np.zeros(int(fits.sum()), np.int32),
+                new_num_outputs=0 * one,
+                new_num_computed=0 * one,
+                new_num_blocks=np.array(per_seq, np.int32),
+                new_blocks=np.arange(sum(per_seq), dtype=np.int32),
+                new_seeds=np.zeros(len(counts), np.int64),
+                new_sample_index=0 * one,
+                new_temperature=zeros,
+                new_top_p=zeros + 1,
+                new_min_p=zeros,
+                new_top_k=0 * one,
+                new_min_tokens=0 * one,
+                new_num_stop_ids=0 * one,
+                new_adapter_id=0 * one,
+                new_is_pooling=one.astype(np.uint8) * 0,
+                prefill_slots=slots,
+                prefill_counts=fits,
+            )
+        )
+        peak = memory.peak_bytes() - before
+        logits = config.scheduler.max_num_seqs * self.model_config.vocab_size * 4
+        del self.cache
+        return max(0, peak) + 2 * min(logits, MAX_LOGITS_BYTES)
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def step(self, plan: StepPlan, late: LateInputs | None = None) -> StepResult:
+        """Both halves of a step."""
+        return self.sample(self.execute(plan), late)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepHandle:
+        """Apply the plan and run the forward; the rows have advanced when this returns. Raises on failure."""
+        started = clock.now()
+        self.batch.apply(plan)
+        if plan.zero_blocks.size:
+            self.cache.zero(plan.zero_blocks)
+        if plan.copy_sources.size:
+            self.cache.copy(plan.copy_sources, plan.copy_targets)
+        inputs = self.batch.inputs(plan)
+        sampling = self._sampling_rows(inputs)
+        hidden, logits = self._no_hidden, None
+        if len(inputs.token_ids):
+            states = self.decoder.forward(inputs, self.cache)
+            if len(inputs.result_slots):
+                hidden = self.decoder.select(states, inputs.result_tokens)
+            if len(sampling.chunks) == 1:
+                logits = self._logits(hidden, sampling, 0, len(sampling.slots))
+        self.batch.advance(inputs)
+        return StepHandle(plan.step, inputs, sampling, hidden, logits, plan.late_slots, started)
+
+    @torch.inference_mode()
+    def sample(self, handle: StepHandle, late: LateInputs | None = None) -> StepResult:
+        """Choose the tokens of an executed step and remember them as their slots' last tokens."""
+        sampling = handle.sampling
+        num_samples = len(sampling.slots)
+        tokens = np.zeros(num_samples, np.int32)
+        is_void = np.zeros(num_samples, np.bool_)
+        for start, end, columns in sampling.chunks:
+            logits = handle.logits if handle.logits is not None else self._logits(handle.hidden, sampling, start, end)
+            slots = sampling.slots[start:end]
+            is_void[start:end] = self._prepare(logits, slots, late)
+            columns.token_index[:] = self.batch.columns.num_outputs[slots]
+            tokens[start:end] = self._sampler.sample(logits, columns)
+        if is_void.any():
+            tokens[is_void] = 0
+        self.batch.store(sampling.slots, tokens)
+        if sampling.rows is None:
+            void = np.flatnonzero(is_void).astype(np.int32) if is_void.any() else NO_I32
+            return StepResult(
+                step=handle.step, tokens=tokens, nonfinite_rows=void, started=handle.started, ended=clock.now()
+            )
+        return self._result_with_vectors(handle, tokens, is_void)
+
+    def _logits(self, hidden: torch.Tensor, sampling: SamplingRows, start: int, end: int) -> torch.Tensor:
+        """float32 [end - start, vocab_size] of the samples [start, end)."""
+        if sampling.rows is not None:
+            return self.decoder.logits(hidden.index_select(0, torch.from_numpy(sampling.rows[start:end])))
+        return self.decoder.logits(hidden if end - start == len(hidden) else hidden[start:end])
+
+    def _prepare(self, logits: torch.Tensor, slots: I32, late: LateInputs | None) -> NDArray[np.bool_]:
+        """Take out, in place, what must not be sampled. Returns which rows have no valid choice at all."""
+        # A NaN or an infinity anywhere makes the sum of its row one, too.
+        is_void: NDArray[np.bool_] = ~torch.isfinite(logits.sum(1)).numpy()
+        batch = self.batch
+        masked: list[int] = []
+        for slot, ids in list(batch.stop_ids.items()):
+            if batch.columns.num_outputs[slot] >= batch.columns.min_tokens[slot]:
+                del batch.stop_ids[slot]
+                continue
+            for row in np.flatnonzero(slots == slot).tolist():
+                logits[row].index_fill_(0, torch.from_numpy(ids), -torch.inf)
+                masked.append(row)
+        if late is not None and late.slots.size:
+            words = late.allowed.reshape(len(late.slots), -1)
+            for i, slot in enumerate(late.slots.tolist()):
+                for row in np.flatnonzero(slots == slot).tolist():
+                    bits = np.unpackbits(words[i].view(np.uint8), bitorder="little")[: logits.shape[1]]
+                    logits[row].masked_fill_(torch.from_numpy(bits == 0), -torch.inf)
+                    masked.append(row)
+        if masked:
+            is_void[masked] |= (logits[masked].amax(1) == -torch.inf).numpy()
+        if is_void.any():
+            logits[torch.from_numpy(is_void)] = 0.0
+        return is_void
+
+    def _result_with_vectors(self, handle: StepHandle, tokens: I32, is_void: NDArray[np.bool_]) -> StepResult:
+        """The result of a step in which some rows are pooled: no token, and the final hidden state of the last one."""
+        rows = handle.sampling.rows
+        assert rows is not None
+        counts = np.zeros(len(handle.inputs.result_slots), np.int32)
+        counts[rows] = 1
+        pooled = np.flatnonzero(counts == 0)
+        vectors = handle.hidden.index_select(0, torch.from_numpy(pooled)).float().numpy()  # [num_pooled, hidden_size]
+        is_bad = ~np.isfinite(vectors).all(1)
+        void = np.sort(np.concatenate((rows[is_void], pooled[is_bad])))
+        return StepResult(
+            step=handle.step,
+            tokens=tokens,
+            counts=counts,
+            vector_rows=pooled.astype(np.int32),
+            vectors=vectors.reshape(-1),
+            nonfinite_rows=void.astype(np.int32),
+            started=handle.started,
+            ended=clock.now(),
+        )
+
+    def _sampling_rows(self, inputs: StepInputs) -> SamplingRows:
+        """Made anew only when the rows or their parameters have changed."""
+        if self._rows is not None and self._rows.version == inputs.rows_version:
+            return self._rows
+        columns, slots = self.batch.columns, inputs.result_slots
+        rows = None
+        if columns.is_pooling[slots].any():
+            rows = np.flatnonzero(~columns.is_pooling[slots])
+            slots = slots[rows]
+        most = max(1, MAX_LOGITS_BYTES // (4 * self.model_config.vocab_size))
+        chunks = []
+        for start in range(0, len(slots), most):
+            part = slots[start : start + most]
+            how = SamplingColumns(
+                temperature=columns.temperature[part],
+                top_k=columns.top_k[part],
+                top_p=columns.top_p[part],
+                min_p=columns.min_p[part],
+                seeds=columns.seeds[part],
+                sample_index=columns.sample_index[part],
+                token_index=columns.num_outputs[part],
+            )
+            chunks.append((start, start + len(part), how))
+        self._rows = SamplingRows(inputs.rows_version, rows, slots, chunks)
+        return self._rows

@@ -1,0 +1,171 @@
+"""Where the weights of a model come from: safetensors files, or a seeded generator for dummy weights.
+
+A model asks for every tensor it needs by name and shape (`take`) while it is built, and `close` then checks that nothing
+of the checkpoint was left over. Every tensor is read when it is asked for and converted to the target type at once, so
+that loading needs little more memory than the model itself. Called by `decoder.Decoder`.
+
+Format: https://huggingface.co/docs/safetensors (one file, or several and `model.safetensors.index.json`).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import orjson
+import torch
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from actorllm.errors import CorruptModelError, ModelNotFoundError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+PROGRESS_DELAY_S = 1.0
+"""The progress bar appears when loading takes longer than this."""
+
+
+class Weights(ABC):
+    """The tensors of one model, each taken once."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    @abstractmethod
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """The tensor `name` of this shape in the target type, owned by the caller."""
+
+    @abstractmethod
+    def close(self, is_ignorable: Callable[[str], bool]) -> None:
+        """No more tensors will be taken. Raises CorruptModelError if one was left over that is not ignorable."""
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+class CheckpointWeights(Weights):
+    """The safetensors files of a model's folder."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, show_progress: bool | None = None) -> None:
+        """show_progress None: only where standard error is a terminal, and only once loading has become noticeable."""
+        super().__init__(dtype)
+        self.folder = folder
+        self._file_of = _tensor_files(folder)
+        self._left = set(self._file_of)
+        self._open: dict[str, Any] = {}
+        hidden = not sys.stderr.isatty() if show_progress is None else not show_progress
+        self._progress = tqdm(
+            total=len(self._left), desc="weights", unit="tensor", delay=PROGRESS_DELAY_S, disable=hidden, leave=False
+        )
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        if name not in self._file_of:
+            raise CorruptModelError(f"{self.folder} has no tensor {name!r}, which this architecture needs")
+        file = self._file_of[name]
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(self.folder / file, framework="pt")
+            tensor: torch.Tensor = self._open[file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CorruptModelError(f"{self.folder / file}: tensor {name!r} cannot be read: {error}") from error
+        if tuple(tensor.shape) != shape:
+            raise CorruptModelError(
+                f"{self.folder / file}: tensor {name!r} has shape {tuple(tensor.shape)}, config.json asks for {shape}"
+            )
+        if not tensor.is_floating_point():
+            raise CorruptModelError(f"{self.folder / file}: tensor {name!r} is {tensor.dtype}, floats are needed")
+        self._left.discard(name)
+        self._progress.update()
+        return tensor.to(self.dtype)
+
+    def close(self, is_ignorable: Callable[[str], bool]) -> None:
+        unexpected = sorted(name for name in self._left if not is_ignorable(name))
+        if unexpected:
+            more = f" and {len(unexpected) - 1} more" if len(unexpected) > 1 else ""
+            raise CorruptModelError(
+                f"{self.folder} has a tensor {unexpected[0]!r}{more} that this architecture does not know: "
+                f"config.json describes another model"
+            )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.close()
+        self._open.clear()
+
+
+class DummyWeights(Weights):
+    """Random weights from a seed: the same tensor for the same seed, name and shape.
+
+    Scaled so that activations stay near 1 through the layers and the logits have a standard deviation of about 3:
+    what is sampled then depends on the weights and the context, as with a real model.
+    """
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self._seed = seed
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + _stable_hash(name)) % 2**63)
+        tensor = torch.empty(shape, dtype=self.dtype)
+        if name.endswith("norm.weight"):
+            return tensor.normal_(1.0, 0.1, generator=generator)
+        if len(shape) == 1:
+            return tensor.normal_(0.0, 0.1, generator=generator)
+        gain = 3.0 if name in ("lm_head.weight", "model.embed_tokens.weight") else 1.0
+        return tensor.normal_(0.0, gain / math.sqrt(shape[-1]), generator=generator)
+
+    def close(self, is_ignorable: Callable[[str], bool]) -> None:
+        return None
+
+
+def _stable_hash(name: str) -> int:
+    """FNV-1a: the same in every process, unlike `hash`."""
+    value = 0xCBF29CE484222325
+    for byte in name.encode():
+        value = (value ^ byte) * 0x100000001B3 % 2**64
+    return value
+
+
+def _tensor_files(folder: Path) -> dict[str, str]:
+    """Which file of the folder holds each tensor. Opening a file checks that its header fits its length."""
+    index = folder / INDEX_FILE
+    if index.is_file():
+        try:
+            tree = orjson.loads(index.read_bytes())
+            file_of = {str(name): str(file) for name, file in tree["weight_map"].items()}
+        except (OSError, orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise CorruptModelError(f"{index} cannot be read: {error!r}") from error
+        for file in sorted(set(file_of.values())):
+            if Path(file).name != file:
+                raise CorruptModelError(f"{index} names {file!r}, which is not a file of this folder")
+            present = _tensor_names(folder / file)
+            for name in (name for name, f in file_of.items() if f == file and name not in present):
+                raise CorruptModelError(f"{folder / file} does not hold tensor {name!r}, as {INDEX_FILE} says")
+        return file_of
+    single = folder / SINGLE_FILE
+    if not single.is_file():
+        raise ModelNotFoundError(
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; convert the weights to safetensors, or use "
+            f"load_format='dummy' for random ones"
+        )
+    return dict.fromkeys(_tensor_names(single), SINGLE_FILE)
+
+
+def _tensor_names(path: Path) -> set[str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return set(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise CorruptModelError(f"{path} cannot be read: {error}") from error
