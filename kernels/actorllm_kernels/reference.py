@@ -1,0 +1,113 @@
+"""What the kernels compute, stated plainly in torch: the oracle of their tests.
+
+Owns the statement of the sampler (docs/sampling.md), one row at a time, with integers of any size for the random words
+and a choice of precision for the logits. Slow on purpose: nothing here is arranged for speed, so that it can be read
+beside the document. Called by tests, of the CPU sampler and of the compiled kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+TILE = 256
+TILE_DOMAIN = 0
+ID_DOMAIN = 1
+
+MASK = 0xFFFFFFFF
+
+
+def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox4x32-10 of Salmon et al. (SC 2011)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & MASK, (p0 >> 32) ^ c3 ^ k1, p0 & MASK
+        k0, k1 = (k0 + 0x9E3779B9) & MASK, (k1 + 0xBB67AE85) & MASK
+    return c0, c1, c2, c3
+
+
+def noise_word(seed: int, sample_index: int, token_index: int, id: int, domain: int) -> int:
+    """The 32 random bits of one id (domain 1) or one tile number (domain 0)."""
+    words = philox4x32((token_index, id >> 2, domain, sample_index), (seed & MASK, seed >> 32))
+    return words[id & 3]
+
+
+def gumbel(words: list[int]) -> torch.Tensor:
+    """Gumbel noise, float32: u in float32 as defined, the logarithms rounded once."""
+    u = torch.tensor(words, dtype=torch.int64).to(torch.float32)
+    u = torch.clamp((u + 0.5) * 2.0**-32, max=1.0 - 2.0**-24)
+    return -torch.log(-torch.log1p(-u.double())).to(torch.float32)
+
+
+def scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Logits divided by the temperature, shifted to a maximum of 0."""
+    return (logits - logits.max()) / temperature
+
+
+def kept(y: torch.Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> torch.Tensor:
+    """Which ids the filters keep, bool [vocab_size]. y: as from `scaled`."""
+    keep = torch.ones_like(y, dtype=torch.bool)
+    if min_p > 0:
+        keep &= y >= math.log(min_p)
+    if 0 < top_k < int(keep.sum()):
+        keep &= y >= y[keep].sort(descending=True).values[top_k - 1]
+    if top_p < 1:
+        largest = y[keep].sort(descending=True).values
+        mass = largest.exp().cumsum(0)
+        reached = torch.nonzero(mass >= top_p * mass[-1])
+        keep &= y >= largest[reached[0, 0]]
+    return keep
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A sampled id and by how much it won (see `sample`)."""
+
+    token: int
+    margin: float
+
+
+def sample(
+    logits: torch.Tensor,
+    *,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    sample_index: int = 0,
+    token_index: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> Choice:
+    """The next token of one row. logits: [vocab_size], converted to dtype first. seed: 0 <= seed < 2**64.
+
+    The margin is the gap between the best and the second best logit plus noise, the smaller of the two stages; of the
+    logits themselves when the temperature is 0.
+    """
+    logits = logits.to(dtype)
+    if temperature == 0:
+        return Choice(int(logits.argmax()), _gap(logits))
+    y = scaled(logits, temperature)
+    y = torch.where(kept(y, top_k=top_k, top_p=top_p, min_p=min_p), y, -math.inf)
+
+    tiles = torch.split(y, TILE)
+    weight = torch.stack([tile.logsumexp(0) for tile in tiles])
+    words = [noise_word(seed, sample_index, token_index, t, TILE_DOMAIN) for t in range(len(tiles))]
+    weight = weight + gumbel(words).to(dtype)
+    t = int(weight.argmax())
+
+    ids = range(t * TILE, t * TILE + len(tiles[t]))
+    words = [noise_word(seed, sample_index, token_index, id, ID_DOMAIN) for id in ids]
+    z = tiles[t] + gumbel(words).to(dtype)
+    return Choice(ids[int(z.argmax())], min(_gap(weight), _gap(z)))
+
+
+def _gap(scores: torch.Tensor) -> float:
+    if len(scores) == 1:
+        return math.inf
+    best = scores.topk(2).values
+    return float(best[0] - best[1])
