@@ -226,7 +226,7 @@ class Runner:
         self.failure: BaseException | None = None
         self._on_end = on_end
         self._tasks: TaskGroup
-        self._ended = anyio.Event()
+        self._ended: anyio.Event
         self._run_returned: anyio.Event | None = None
         self._is_ending = False
         self._last_ask = 0
@@ -240,6 +240,7 @@ class Runner:
 
     async def live(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """From before the start until the end of the teardown."""
+        self._ended = anyio.Event()
         self.actor._wakeup = HostLoop.current().waiter()
         try:
             async with anyio.create_task_group() as tasks:

@@ -22,7 +22,6 @@ import contextlib
 import contextvars
 import inspect
 import logging
-import math
 import os
 import queue
 import sys
@@ -30,11 +29,12 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from time import monotonic
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import anyio
-from anyio.abc import TaskGroup, TaskStatus
+from anyio.abc import TaskGroup
 
 from actorllm.errors import EngineShutdownError, ForkedProcessError
 
@@ -166,11 +166,12 @@ class AsyncioLoop(HostLoop):
 class AsyncioWaiter(Waiter):
     """A bare future per wait: an anyio.Event costs a lock, a checkpoint and a new object for every reset."""
 
-    __slots__ = ("_future", "_is_set", "_loop")
+    __slots__ = ("_future", "_is_set", "_loop", "_timer")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._future: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._is_set = False
 
     def set(self) -> None:
@@ -187,24 +188,28 @@ class AsyncioWaiter(Waiter):
         if self._future is not None:
             raise RuntimeError("two tasks wait on one Waiter")
         future = self._future = self._loop.create_future()
-        timer = None
         if until is not None:
-            # uvloop's timers round to the nearest millisecond: rounded up here, so that no deadline is early.
-            delay_s = math.ceil(max(until - monotonic(), 0.0) * 1000) / 1000
-            timer = self._loop.call_later(delay_s, _expire, future)
+            self._set_timer(future, until, 0.0)
         try:
             await future
         finally:
             self._future = None
-            if timer is not None:
-                timer.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
         was_set, self._is_set = self._is_set, False
         return was_set
 
+    def _set_timer(self, future: asyncio.Future[None], until: float, least_s: float) -> None:
+        self._timer = self._loop.call_later(max(until - monotonic(), least_s), self._expire, future, until)
 
-def _expire(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+    def _expire(self, future: asyncio.Future[None], until: float) -> None:
+        if future.done():
+            return
+        if monotonic() < until:  # uvloop counts rounded milliseconds from a truncated time: more than one early
+            self._set_timer(future, until, 0.001)
+        else:
+            future.set_result(None)
 
 
 class TrioLoop(HostLoop):
@@ -363,7 +368,7 @@ class LoopThread:
         if loop is None or self._is_over or not loop.call_soon_threadsafe(function, *args):
             raise EngineShutdownError(f"thread {self.name!r} does not run")
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+    def call(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Future[Any]:
         """Run a function or a coroutine function on the loop. Cancelling the future cancels the coroutine.
 
         Raises EngineShutdownError when the loop is over; a call that the end of the loop overtakes is resolved with it.
@@ -374,7 +379,7 @@ class LoopThread:
                 raise EngineShutdownError(f"thread {self.name!r} does not run")
             self._pending.add(future)
         try:
-            self.post(self._spawn, future, function, args)
+            self.post(self._spawn, future, partial(function, *args, **keywords))
         except EngineShutdownError:
             self._pending.discard(future)
             raise
@@ -421,13 +426,13 @@ class LoopThread:
         assert self._stop_requested is not None
         self._stop_requested.set()
 
-    def _spawn(self, future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def _spawn(self, future: Future[Any], function: Callable[[], Any]) -> None:
         if self._tasks is not None:
-            self._tasks.start_soon(self._carry, future, function, args)
+            self._tasks.start_soon(self._carry, future, function)
         else:
             self._finish(future)
 
-    async def _carry(self, future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    async def _carry(self, future: Future[Any], function: Callable[[], Any]) -> None:
         """One call: its result or its exception belong to the caller, never to the loop."""
         loop = current_loop()
         try:
@@ -438,7 +443,7 @@ class LoopThread:
                         loop.call_soon_threadsafe(scope.cancel)
 
                 future.add_done_callback(cancel)
-                result = function(*args)
+                result = function()
                 if inspect.isawaitable(result):
                     result = await result
                 _resolve(future, result)
@@ -469,10 +474,10 @@ def _resolve(future: Future[Any], result: Any = None, error: BaseException | Non
 class Service(Protocol):
     """What an EngineThread runs: the supervisor."""
 
-    async def run(self, *, task_status: TaskStatus[None]) -> None:
-        """The whole life: `task_status.started()` when ready; an exception before that is the caller's.
+    async def run(self, on_ready: Callable[[], object]) -> None:
+        """The whole life: calls `on_ready` when started; an exception before that is the caller's.
 
-        Returns after `request_stop`, or by itself when the service is over. Cleans up in any case, cancelled or not.
+        Returns after `request_stop`, or by itself when the service is over. Leaves nothing behind in any case.
         """
 
     def request_stop(self, timeout: float) -> None:
@@ -527,10 +532,10 @@ class EngineThread(LoopThread):
             self._check_process()
         super().post(function, *args)
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+    def call(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Future[Any]:
         """Run a function or a coroutine function on the engine's loop. Raises as `post`."""
         self._check_process()
-        return super().call(function, *args)
+        return super().call(function, *args, **keywords)
 
     def stop(self, timeout: float = STOP_TIMEOUT_S) -> None:
         """Stop the service and the thread, and wait for that. Idempotent; from any thread.
@@ -569,10 +574,31 @@ class EngineThread(LoopThread):
             await super()._main()
 
     async def _start_service(self) -> None:
-        await self._services.start(self._run_service)
+        """Not TaskGroup.start: its cancellation would break into the service's shielded clean-up."""
+        decided, ended = anyio.Event(), anyio.Event()
+        errors: list[BaseException] = []
 
-    async def _run_service(self, *, task_status: TaskStatus[None]) -> None:
-        await self._service.run(task_status=task_status)
+        async def run() -> None:
+            try:
+                await self._service.run(decided.set)
+            except Exception as error:
+                if decided.is_set():
+                    logger.exception("the engine's service failed")
+                errors.append(error)
+            finally:
+                decided.set()
+                ended.set()
+
+        self._services.start_soon(run)
+        try:
+            await decided.wait()
+        except BaseException:
+            self._service.request_stop(self._stop_timeout_s)
+            with anyio.CancelScope(shield=True):
+                await ended.wait()
+            raise
+        if errors:
+            raise errors[0]
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

@@ -414,7 +414,10 @@ class _RingEnd(Link):
         try:
             message = unpack(kind, scalars, arrays)
         except ValueError as error:
-            raise CorruptLinkError(f"a frame of {self.peer} is no message: {error}") from error
+            receivers = self._channel.receivers
+            receiver = receivers[index] if self.info.spokes else receivers[0]
+            receiver.fail(CorruptLinkError(f"a frame of {self._source(index).peer} is no message: {error}"))
+            return
         self._num_received += 1
         self._inbox.deliver(self._source(index), message)
 

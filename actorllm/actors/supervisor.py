@@ -152,11 +152,11 @@ class Supervisor:
         self._stop_timeout_s = STOP_TIMEOUT_S
         self._children: dict[str, Child] = {}
         self._generations: dict[str, int] = {}
-        self._rank_of = {spec.name: spec.rank for spec in topology.actors}
+        self._links: dict[str, LinkSpec] = {}
         self._start_scope: anyio.CancelScope | None = None
         self._start_error: ActorLLMError | None = None
         self._phase = "new"
-        self._over: anyio.Event | None = None
+        self._over: anyio.Event | None = None  # made on the loop: the constructor may run under another library
         self._is_stop_requested = False
 
     def actor(self, name: str) -> Actor:
@@ -168,20 +168,20 @@ class Supervisor:
         """The processes, by actor."""
         return {name: c.pid for name, c in self._children.items() if isinstance(c, ProcessChild) and c.pid}
 
-    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, on_ready: Callable[[], object]) -> None:
         """The engine's whole life (see `engine_thread.Service`)."""
-        failure: BaseException | None = None
-        self._over = anyio.Event()
         if self._is_stop_requested:
             raise EngineShutdownError("the engine was shut down before it was started")
+        over = self._over = anyio.Event()
+        failure: Exception | None = None
         async with anyio.create_task_group() as tasks:
             try:
                 await self._start(tasks)
                 self._phase = "running"
-                task_status.started()
-                await self._over.wait()
+                on_ready()
+                await over.wait()
             except Exception as error:
-                failure = error
+                failure = error  # raised outside of the group, which would wrap it
             finally:
                 with anyio.CancelScope(shield=True):
                     await self._stop(is_started=self._phase == "running")
@@ -203,7 +203,7 @@ class Supervisor:
 
     def relink(self, name: str) -> None:
         """New links with the next generation for everyone whom this actor talks to, itself included."""
-        for link in self.topology.links_of(name):
+        for link in self._links_of(name):
             self._connect(link)
 
     def statistics(self) -> dict[str, Any]:
@@ -281,8 +281,9 @@ class Supervisor:
 
     def _connect(self, link: LinkSpec) -> None:
         generation = self._generations[link.name] = self._generations.get(link.name, 0) + 1
-        infos = link.infos(self._rank_of, generation)
+        self._links[link.name] = link
         children = [self._children[name] for name in link.ends]
+        infos = link.infos({child.spec.name: child.spec.rank for child in children}, generation)
         if all(isinstance(child, LocalChild) for child in children):
             for child, end in zip(children, connect_in_memory(infos), strict=True):
                 assert isinstance(child, LocalChild)
@@ -302,7 +303,8 @@ class Supervisor:
                 self._start_scope.cancel()
             return
         if self._phase != "running" or self._over is None or self._over.is_set():
-            logger.info("while the engine stopped: %s", death)
+            if death.exit_code != 0:
+                logger.info("while the engine stopped: %s", death)
             return
         logger.error("%s", death)
         self.failure = death.to_error()
@@ -315,10 +317,13 @@ class Supervisor:
         self._over.set()
 
     def _tell_peers(self, dead: Child, error: EngineDeadError) -> None:
-        for link in self.topology.links_of(dead.spec.name):
+        for link in self._links_of(dead.spec.name):
             others = [link.hub] if dead.spec.name != link.hub else link.spokes
             for name in others:
                 self._children[name].lose(link.name, self._generations[link.name], error)
+
+    def _links_of(self, name: str) -> list[LinkSpec]:
+        return [link for link in self._links.values() if name in link.ends]
 
     # Stop
 
@@ -746,7 +751,7 @@ class StderrPipe:
                 self._close_pipe()
                 break
             *lines, self._line = (self._line + data).split(b"\n")
-            self._line = self._line[-MAX_LINE:]
+            self._line = self._line[:MAX_LINE]
             self._lines.extend(_text(line) for line in lines if line.strip())
             self._backlog += data
         self._forward()
@@ -788,7 +793,7 @@ class StderrPipe:
 
 
 def _text(line: bytes) -> str:
-    return line[-MAX_LINE:].decode(errors="replace").rstrip()
+    return line[:MAX_LINE].decode(errors="replace").rstrip()
 
 
 def _is_writable(fd: int) -> bool:

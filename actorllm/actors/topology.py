@@ -116,9 +116,6 @@ class Topology:
                 return actor
         raise KeyError(name)
 
-    def links_of(self, name: str) -> list[LinkSpec]:
-        return [link for link in self.links if name in link.ends]
-
 
 def engine_topology(config: EngineConfig) -> Topology:
     """The engine: one frontend, one scheduler, `world_size` workers."""
