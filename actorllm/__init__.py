@@ -1,3 +1,66 @@
-"""actorllm: an LLM inference engine to embed in async Python applications, and a laboratory for latency experiments."""
+"""actorllm: an LLM inference engine to embed in async Python applications, and a laboratory for latency experiments.
+
+    from actorllm import AsyncLLM, SamplingParams
+
+    llm = AsyncLLM("storyteller")
+    async for piece in llm.stream("Once upon a time", SamplingParams(max_tokens=64)):
+        print(piece, end="")
+
+Importing this package is light; torch is only ever imported by the processes that compute.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from actorllm.async_llm import AsyncLLM
+    from actorllm.config import EngineConfig
+    from actorllm.errors import ActorLLMError, EngineDeadError
+    from actorllm.llm import LLM
+    from actorllm.request import CompletionOutput, RequestMetrics, RequestOutput, RequestOutputKind, SamplingParams
+    from actorllm.slo.objective import SLO
+    from actorllm.stream import RequestStream
 
 __version__ = "0.1.0"
+
+__all__ = (
+    "LLM",
+    "SLO",
+    "ActorLLMError",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "EngineDeadError",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestOutputKind",
+    "RequestStream",
+    "SamplingParams",
+)
+
+_HOME = {
+    "LLM": "llm",
+    "SLO": "slo.objective",
+    "ActorLLMError": "errors",
+    "AsyncLLM": "async_llm",
+    "CompletionOutput": "request",
+    "EngineConfig": "config",
+    "EngineDeadError": "errors",
+    "RequestMetrics": "request",
+    "RequestOutput": "request",
+    "RequestOutputKind": "request",
+    "RequestStream": "stream",
+    "SamplingParams": "request",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"actorllm.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'actorllm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

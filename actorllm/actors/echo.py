@@ -56,7 +56,6 @@ class EchoActor(Actor):
         self.config = EchoConfig()
         self.num_messages = 0
         self.num_batches = 0
-        self.is_echoing = True
 
     async def on_start(self, config: EchoConfig) -> dict[str, Any]:
         self.config = config

@@ -165,8 +165,9 @@ class Supervisor:
 
     @property
     def pids(self) -> dict[str, int]:
-        """The processes, by actor."""
-        return {name: c.pid for name, c in self._children.items() if isinstance(c, ProcessChild) and c.pid}
+        """The processes that live, by actor. From any thread."""
+        children = [child for child in list(self._children.values()) if isinstance(child, ProcessChild)]
+        return {child.spec.name: child.pid for child in children if child.pid is not None and not child.gone.is_set()}
 
     async def run(self, on_ready: Callable[[], object]) -> None:
         """The engine's whole life (see `engine_thread.Service`)."""

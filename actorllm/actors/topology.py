@@ -126,7 +126,7 @@ def engine_topology(config: EngineConfig) -> Topology:
             path="actorllm.actors.worker:WorkerActor",
             rank=rank,
             placement="thread" if is_inline else "process",
-            environment=f"{__name__}:worker_environment",
+            environment="actorllm.model.threads:worker_environment",
         )
         for rank in range(config.world_size)
     ]
@@ -143,11 +143,6 @@ def engine_topology(config: EngineConfig) -> Topology:
             LinkSpec.broadcast("workers", "scheduler", [worker.name for worker in workers]),
         ),
     )
-
-
-def worker_environment(config: EngineConfig) -> dict[str, str]:
-    """OpenMP reads its number of threads once, when torch is imported."""
-    return {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
 
 
 def load(path: str) -> Any:

@@ -59,10 +59,12 @@ class BlockPool:
     def release(self, blocks: I32) -> I32:
         """One reference less to each of these (distinct) blocks; those that nobody references any more, now free."""
         left = self._references[blocks] - 1
-        if blocks.size and left.min() < 0:
-            raise ValueError(f"blocks {blocks[left < 0].tolist()} are released more often than referenced")
+        freed = blocks
+        if left.any():
+            if left.min() < 0:
+                raise ValueError(f"blocks {blocks[left < 0].tolist()} are released more often than referenced")
+            freed = blocks[left == 0]
         self._references[blocks] = left
-        freed: I32 = blocks[left == 0]
         self._stack[self.num_free : self.num_free + freed.size] = freed[::-1]
         self.num_free += freed.size
         return freed

@@ -92,7 +92,7 @@ class KVCacheManager:
 
     def empty(self, slot: int, *, zero: bool = False) -> None:
         """Take all blocks from a slot. zero: their contents are not finite and must be cleared before they are reused."""
-        blocks = self.tables[0, slot, : self.num_blocks[slot]]
+        blocks = self.tables[0, slot, : self.num_blocks[slot]].copy()
         freed = self.pool.release(blocks)
         if zero and freed.size:
             self.zero(freed)

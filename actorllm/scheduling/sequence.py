@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Any
 
 from actorllm.messages import I32, Submit
 
@@ -54,6 +55,8 @@ class Sequence:
     last_step: int = 0
     """After preemption: the last step in flight that names it; it is not admitted again before that one is done."""
     policy_state: dict[str, object] = field(default_factory=dict)
+    attachment: Any = None
+    """Whatever the one who drives the scheduler keeps with the request (its text); the scheduler never looks at it."""
 
     @property
     def num_prompt(self) -> int:

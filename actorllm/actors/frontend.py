@@ -1,0 +1,237 @@
+"""The frontend actor: the journal of every request of this process, and the way of its outputs to the callers.
+
+Runs on the engine thread. The journal (prompt, parameters, seed, everything emitted so far) is what makes a request
+survive the processes that work on it. An output applies only if its index is the next one. Outputs reach the callers'
+event loops by one thread-safe wake-up per batch and loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from actorllm.actors.actor import Actor
+from actorllm.actors.engine_thread import HostLoop
+from actorllm.actors.link import Link
+from actorllm.errors import EngineDeadError, EngineShutdownError, RequestFailedError, WouldBlock
+from actorllm.messages import Abort, Message, Outputs, RequestEnd, Submit
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one batch of outputs brought for one request."""
+
+    tokens: list[int]
+    text: str
+    end: RequestEnd | None
+    emitted: float
+    """When the scheduler sent it, in monotonic seconds."""
+    vector: Any = None
+
+
+class Consumer(Protocol):
+    """Who takes the outputs of one request. Called on the engine thread."""
+
+    host: HostLoop | None
+    """Whose loop to wake; None: nobody waits yet."""
+
+    def push(self, delta: Delta) -> None: ...
+
+    def fail(self, error: BaseException) -> None: ...
+
+    def wake(self) -> None:
+        """Called on the host's loop after one or more pushes."""
+
+
+@dataclass(slots=True, eq=False)
+class JournalEntry:
+    """One request that has not ended."""
+
+    submit: Submit
+    consumer: Consumer
+    emitted: list[int] = field(default_factory=list)
+    is_aborted: bool = False
+
+
+class FrontendActor(Actor):
+    """Submits, aborts, and hands out outputs."""
+
+    def __init__(self, name: str = "frontend", rank: int = 0) -> None:
+        super().__init__(name, rank)
+        self._journal: dict[int, JournalEntry] = {}
+        self._scheduler: Link | None = None
+        self._error: BaseException | None = None
+        self._last_rid = 0
+        self._num_finished = 0
+        self._num_repeated = 0
+        self._unsent: list[Submit | Abort] = []
+
+    # What the engine's callers post to this loop
+
+    def next_rid(self) -> int:
+        """Unique while this frontend lives; a 32-bit integer on the wire."""
+        while True:
+            self._last_rid = self._last_rid % (2**31 - 1) + 1
+            if self._last_rid not in self._journal:
+                return self._last_rid
+
+    def submit(self, make_submit: Callable[[int], Submit], consumer: Consumer, on_rid: Callable[[int], None]) -> None:
+        """Journal a request and send it. Its outputs and its end, whatever it is, go to the consumer."""
+        if self._error is not None:
+            consumer.fail(self._error)
+            self._wake([consumer])
+            return
+        rid = self.next_rid()
+        submit = make_submit(rid)
+        self._journal[rid] = JournalEntry(submit, consumer, submit.output.tolist())
+        on_rid(rid)
+        self._post(submit)
+
+    def abort(self, rid: int) -> None:
+        """End a request; the consumer still gets its final output, with finish_reason 'abort'."""
+        entry = self._journal.get(rid)
+        if entry is not None and not entry.is_aborted:
+            entry.is_aborted = True
+            self._post(Abort(rids=np.array([rid], np.int32)))
+
+    def fail_all(self, error: BaseException) -> None:
+        """The engine is gone: every request that has not ended, and every later one, ends with this error."""
+        if self._error is None:
+            self._error = error
+        entries, self._journal = list(self._journal.values()), {}
+        for entry in entries:
+            entry.consumer.fail(error)
+        self._wake([entry.consumer for entry in entries])
+
+    def _post(self, message: Submit | Abort) -> None:
+        """Send in order; what does not fit is sent when the scheduler has answered."""
+        self._unsent.append(message)
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._unsent and self._scheduler is not None and self._scheduler.is_open:
+            try:
+                self._scheduler.send_nowait(self._unsent[0])
+            except WouldBlock:
+                return
+            self._unsent.pop(0)
+
+    # Life
+
+    def on_link(self, link: Link) -> None:
+        self._scheduler = link
+        self._flush()
+
+    def on_peer_lost(self, link: Link) -> None:
+        self.fail_all(link.lost or EngineDeadError(f"{link.peer} is gone"))
+
+    async def on_stop(self) -> None:
+        self.fail_all(EngineShutdownError("the engine was shut down"))
+
+    def on_failure(self, error: BaseException) -> None:
+        self.fail_all(EngineDeadError(f"the frontend failed: {type(error).__name__}: {error}"))
+
+    def on_message(self, link: Link, message: Message) -> None:
+        match message:
+            case Outputs():
+                self._apply(message)
+            case _:
+                super().on_message(link, message)
+
+    def on_batch(self) -> None:
+        if self._unsent:
+            self._flush()
+
+    # Outputs
+
+    def _apply(self, outputs: Outputs) -> None:
+        """Hand every row to its request's consumer, then wake every loop once."""
+        rids, index, tokens = outputs.rids.tolist(), outputs.index.tolist(), outputs.tokens.tolist()
+        counts = outputs.counts.tolist() if outputs.counts.size else None
+        text, text_ends = outputs.text, outputs.text_ends.tolist()
+        ends = {end[0]: RequestEnd(*end) for end in outputs.ends} if outputs.ends else None
+        vectors = self._vectors(outputs)
+        at = text_at = 0
+        woken: list[Consumer] = []
+        for row, rid in enumerate(rids):
+            count = counts[row] if counts is not None else 1
+            new = tokens[at : at + count]
+            at += count
+            piece = ""
+            if text_ends:
+                piece = text[text_at : text_ends[row]]
+                text_at = text_ends[row]
+            entry = self._journal.get(rid)
+            if entry is None:
+                continue  # its consumer is gone, and so is its journal
+            if new and index[row] != len(entry.emitted):
+                self._num_repeated += 1
+                if index[row] > len(entry.emitted):
+                    raise RuntimeError(f"request {rid}: output {index[row]} came when {len(entry.emitted)} was due")
+                continue
+            entry.emitted += new
+            end = ends.get(row) if ends is not None else None
+            consumer = entry.consumer
+            if end is not None:
+                del self._journal[rid]
+                self._num_finished += 1
+                if end.error is not None:
+                    consumer.fail(RequestFailedError(end.error))
+                    woken.append(consumer)
+                    continue
+            if new or piece or end is not None:
+                consumer.push(Delta(new, piece, end, outputs.emitted, vectors.get(row)))
+                woken.append(consumer)
+        self._wake(woken)
+
+    @staticmethod
+    def _vectors(outputs: Outputs) -> dict[int, Any]:
+        rows = outputs.vector_rows.tolist()
+        if not rows:
+            return {}
+        return dict(zip(rows, outputs.vectors.reshape(len(rows), -1), strict=True))
+
+    def _wake(self, consumers: list[Consumer]) -> None:
+        by_host: dict[HostLoop, list[Consumer]] = {}
+        for consumer in consumers:
+            if consumer.host is not None:
+                by_host.setdefault(consumer.host, []).append(consumer)
+        for host, waiting in by_host.items():
+            if not host.call_soon_threadsafe(_wake_all, waiting):
+                self._drop_consumers(host)
+
+    def _drop_consumers(self, host: HostLoop) -> None:
+        """The loop is closed: nobody will ever take these outputs."""
+        rids = [rid for rid, entry in self._journal.items() if entry.consumer.host is host]
+        if rids:
+            logger.warning("an event loop was closed while %d streams were open; they are aborted", len(rids))
+            for rid in rids:
+                self._post(Abort(rids=np.array([rid], np.int32)))
+                del self._journal[rid]
+
+    # Controls
+
+    async def ask_scheduler(self, verb: str, **arguments: Any) -> Any:
+        if self._error is not None:
+            raise self._error
+        if self._scheduler is None:
+            raise EngineShutdownError("the engine is not running")
+        return await self.ask(self._scheduler, verb, **arguments)
+
+    def statistics(self) -> dict[str, Any]:
+        return super().statistics() | {
+            "num_requests": len(self._journal),
+            "num_finished": self._num_finished,
+            "num_repeated_outputs": self._num_repeated,
+        }
+
+
+def _wake_all(consumers: list[Consumer]) -> None:
+    for consumer in consumers:
+        consumer.wake()

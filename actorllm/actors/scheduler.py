@@ -1,0 +1,420 @@
+"""The scheduler actor: the loop of the engine, around a pure Scheduler.
+
+Everything that arrives is put aside by `on_message` and worked off by `run`, which is the one place where steps are
+planned, results applied, text made and outputs sent. Text is made here, after the next step was launched and before the
+one after it is planned: a stop string ends its request with at most one token computed in vain.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import struct
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from actorllm.actors.actor import Actor
+from actorllm.actors.link import Link
+from actorllm.actors.timeline import Timeline
+from actorllm.clock import now
+from actorllm.config import EngineConfig
+from actorllm.errors import WouldBlock
+from actorllm.messages import (
+    NO_I32,
+    Abort,
+    LateInputs,
+    Message,
+    Outputs,
+    StepFailed,
+    StepPlan,
+    StepResult,
+    Submit,
+    Unblock,
+    pack,
+)
+from actorllm.ring.codec import encode
+from actorllm.scheduling.policy import load_policy
+from actorllm.scheduling.recording import Entry, RecordedScheduler
+from actorllm.scheduling.scheduler import NOTHING, End, Events, Scheduler
+from actorllm.scheduling.sequence import Key
+from actorllm.text.request_text import RequestText
+from actorllm.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.005
+"""How soon a send to a frontend whose link was full is tried again."""
+
+
+class OutputRows:
+    """The rows of one `Outputs` message while it is put together."""
+
+    __slots__ = (
+        "counts",
+        "ends",
+        "index",
+        "rids",
+        "text",
+        "text_ends",
+        "text_length",
+        "tokens",
+        "vector_rows",
+        "vectors",
+    )
+
+    def __init__(self) -> None:
+        self.rids: list[int] = []
+        self.index: list[int] = []
+        self.tokens: list[int] = []
+        self.counts: list[int] = []
+        self.text: list[str] = []
+        self.text_ends: list[int] = []
+        self.text_length = 0
+        self.ends: list[list[Any]] = []
+        self.vector_rows: list[int] = []
+        self.vectors: list[Any] = []
+
+    def add(self, rid: int, index: int, tokens: list[int], text: str) -> None:
+        self.rids.append(rid)
+        self.index.append(index)
+        self.tokens += tokens
+        self.counts.append(len(tokens))
+        self.text.append(text)
+        self.text_length += len(text)
+        self.text_ends.append(self.text_length)
+
+    def end(self, end: End) -> None:
+        """The request of the last row added has ended (fields as in messages.RequestEnd)."""
+        sequence = end.sequence
+        self.ends.append(
+            [
+                len(self.rids) - 1,
+                end.reason,
+                end.stop_reason,
+                end.error,
+                sequence.queued,
+                sequence.scheduled,
+                sequence.first_token,
+                sequence.last_token,
+                sequence.num_preemptions,
+                sequence.num_cached_tokens,
+                sequence.num_wasted_tokens,
+            ]
+        )
+
+    def message(self, emitted: float) -> Outputs:
+        is_plain = len(self.tokens) == len(self.rids) and all(count == 1 for count in self.counts)
+        return Outputs(
+            rids=np.array(self.rids, np.int32),
+            index=np.array(self.index, np.int32),
+            tokens=np.array(self.tokens, np.int32),
+            counts=NO_I32 if is_plain else np.array(self.counts, np.int32),
+            text="".join(self.text),
+            text_ends=np.array(self.text_ends, np.int32) if self.text_length else NO_I32,
+            ends=self.ends,
+            vector_rows=np.array(self.vector_rows, np.int32),
+            vectors=np.concatenate(self.vectors) if self.vectors else np.zeros(0, np.float32),
+            emitted=emitted,
+        )
+
+
+class SchedulerActor(Actor):
+    """Owns the Scheduler, the text of every request, and the links to frontends and workers."""
+
+    VERBS = (*Actor.VERBS, "reset_prefix_cache", "start_timeline", "take_timeline", "worker_statistics")
+
+    def __init__(self, name: str = "scheduler", rank: int = 0) -> None:
+        super().__init__(name, rank)
+        self._inbox: deque[tuple[int, Submit | Abort | Unblock]] = deque()
+        self._results: deque[StepResult | StepFailed] = deque()
+        self._acknowledged: dict[int, dict[int, StepResult | StepFailed]] = {}
+        self._frontends: dict[int, Link] = {}
+        self._frontend_of: dict[Link, int] = {}
+        self._workers: Link
+        self._num_workers = 1
+        self._late_plans: deque[StepPlan] = deque()
+        self._unsent: deque[tuple[Link, Outputs]] = deque()
+        self._timeline: Timeline | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._record: IO[bytes] | None = None
+
+    # Life
+
+    async def on_start(self, config: EngineConfig) -> dict[str, Any]:
+        if config.model.tokenizer is not None:
+            self._tokenizer = Tokenizer(config.model.tokenizer)
+        return {}
+
+    def on_configure(self, config: EngineConfig) -> None:
+        self._num_workers = config.world_size
+        self.scheduler = self._build(config)
+
+    def _build(self, config: EngineConfig) -> Scheduler:
+        assert config.cache.num_blocks is not None
+        arguments: dict[str, Any] = {
+            "num_blocks": config.cache.num_blocks,
+            "block_size": config.cache.block_size,
+            "max_num_seqs": config.scheduler.max_num_seqs,
+            "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+            "max_model_len": config.model.max_model_len,
+            "vocab_size": config.model.vocab_size,
+            "eos_token_ids": config.model.eos_token_ids,
+            "policy": load_policy(config.scheduler.policy),
+            "depth": config.scheduler.depth,
+            "num_lookahead_tokens": config.scheduler.num_lookahead_tokens,
+        }
+        if config.record is None:
+            return Scheduler(**arguments)
+        self._record = Path(config.record).open("wb")  # noqa: SIM115 - closed by on_stop
+        return RecordedScheduler(sink=self._write_entry, **arguments)
+
+    def _write_entry(self, entry: Entry) -> None:
+        """One call, as a length-prefixed frame: [call, now, kind (0: plain values), scalars or values], segments."""
+        call, at, argument = entry
+        if isinstance(argument, Submit | StepResult | StepFailed):
+            kind, scalars, arrays = pack(argument)
+        else:
+            kind, scalars, arrays = 0, argument, []
+        frame = b"".join(encode([call, at, kind, scalars], arrays))
+        assert self._record is not None
+        self._record.write(struct.pack("<I", len(frame)) + frame)
+
+    async def on_stop(self) -> None:
+        if self._record is not None:
+            self._record.close()
+
+    def on_link(self, link: Link) -> None:
+        if link.name == "workers":
+            self._workers = link
+        else:
+            number = len(self._frontend_of)
+            self._frontends[number] = link
+            self._frontend_of[link] = number
+
+    def on_peer_lost(self, link: Link) -> None:
+        number = self._frontend_of.pop(link, None)
+        if number is not None:
+            del self._frontends[number]
+            self.scheduler.abort_frontend(number, now())
+            self.wake()
+
+    def on_message(self, link: Link, message: Message) -> None:
+        match message:
+            case StepResult() | StepFailed():
+                self._acknowledge(link.rank, message)
+            case Submit() | Abort() | Unblock():
+                self._inbox.append((self._frontend_of[link], message))
+            case _:
+                super().on_message(link, message)
+
+    def _acknowledge(self, rank: int, message: StepResult | StepFailed) -> None:
+        """A step is done when every rank said so: with the failure of any, else with the tokens of rank 0."""
+        if self._num_workers == 1:
+            self._results.append(message)
+            return
+        by_rank = self._acknowledged.setdefault(message.step, {})
+        by_rank[rank] = message
+        if len(by_rank) == self._num_workers:
+            del self._acknowledged[message.step]
+            failures = [m for m in by_rank.values() if isinstance(m, StepFailed)]
+            self._results.append(failures[0] if failures else by_rank[0])
+
+    # The loop of the engine
+
+    async def run(self) -> None:
+        scheduler = self.scheduler
+        while self.is_running:
+            self._take_inbox()
+            while scheduler.has_room and not self._unsent:  # up to `depth` steps in flight
+                plan = scheduler.schedule(now())
+                if plan is None:
+                    break
+                self._launch(plan)
+            if not self._results:
+                await self.wait(self._next_deadline())
+                self._flush()
+                continue
+            result = self._results.popleft()
+            events = self._apply(result)
+            self._send_late_inputs()
+            self._send(*self._render(events))  # while the next step runs; ends at stop strings before it is planned
+
+    def _next_deadline(self) -> float | None:
+        """When the loop must turn even if nothing arrives: for a policy, or to try again what could not be sent."""
+        if self._unsent:
+            return now() + RETRY_S
+        wake_at = self.scheduler.wake_at
+        return wake_at if wake_at < math.inf else None
+
+    def _take_inbox(self) -> None:
+        """Submits, aborts and unblocks, in the order of their arrival."""
+        ends: list[End] = []
+        while self._inbox:
+            frontend, message = self._inbox.popleft()
+            match message:
+                case Submit():
+                    ends += self._submit(frontend, message)
+                case Abort():
+                    ends += self.scheduler.abort([(frontend, rid) for rid in message.rids.tolist()], now())
+                case Unblock():
+                    end = self.scheduler.unblock((frontend, message.rid), message.error, now())
+                    ends += [end] if end is not None else []
+        if ends:
+            self._send(*self._render(Events(NOTHING.sequences, NO_I32, NO_I32, ends=tuple(ends))))
+
+    def _submit(self, frontend: int, message: Submit) -> list[End]:
+        key: Key = (frontend, message.rid)
+        is_new = self.scheduler.sequence(key) is None
+        end = self.scheduler.submit(frontend, message, now())
+        if end is not None:
+            return [end]
+        sequence = self.scheduler.sequence(key)
+        if is_new and sequence is not None and message.detokenize and self._tokenizer is not None:
+            sequence.attachment = RequestText(
+                self._tokenizer,
+                message.prompt,
+                message.output,
+                stop=message.stop,
+                include_stop=message.include_stop,
+                skip_special_tokens=message.skip_special_tokens,
+                min_tokens=message.min_tokens,
+            )
+        return []
+
+    def _launch(self, plan: StepPlan) -> None:
+        self._workers.send_nowait(plan)
+        if plan.late_slots.size:
+            self._late_plans.append(plan)
+            self._send_late_inputs()
+        if self._timeline is not None:
+            record = max(self.scheduler.ledger, key=lambda r: r.step)
+            self._timeline.launched(plan.step, record.launched, now(), record.num_decode, record.num_tokens)
+
+    def _send_late_inputs(self) -> None:
+        """A step's late inputs are due when the results of all steps before it are known."""
+        while self._late_plans and self._late_plans[0].step <= self.scheduler.ledger.last_done + 1:
+            self._workers.send_nowait(LateInputs(step=self._late_plans.popleft().step))
+
+    def _apply(self, result: StepResult | StepFailed) -> Events:
+        began = now()
+        if isinstance(result, StepFailed):
+            return self.scheduler.fail(result, began)
+        events = self.scheduler.update(result, began)
+        if self._timeline is not None:
+            self._timeline.updated(result.step, result.started, result.ended, began, now())
+        return events
+
+    # Text and outputs
+
+    def _render(self, events: Events) -> tuple[dict[int, OutputRows], float]:
+        """New tokens as text; ends what hit a stop string. Returns the rows by frontend, and when it began."""
+        began = now()
+        rows_of: dict[int, OutputRows] = {}
+        ends = {end.sequence: end for end in events.ends} if events.ends else {}
+        tokens = events.tokens.tolist()
+        counts = events.counts.tolist() if events.counts.size else None
+        at = 0
+        for row, (sequence, index) in enumerate(zip(events.sequences, events.index.tolist(), strict=True)):
+            count = counts[row] if counts is not None else 1
+            new = tokens[at : at + count]
+            at += count
+            piece = ""
+            stop = None
+            end = ends.pop(sequence, None) if ends else None
+            if sequence.attachment is not None:
+                # The token that ends a request is part of its output, and of its text only on demand.
+                has_end_token = end is not None and end.reason == "stop" and not sequence.submit.include_stop
+                piece, stop, used = sequence.attachment.push(new[:-1] if has_end_token else new)
+                if stop is not None:
+                    new = new[:used]
+            if stop is not None:
+                if end is None:
+                    (end,) = self.scheduler.finish([(sequence, "stop", stop)], began)
+                else:  # the same token also reached a limit: the text decides
+                    end = End(sequence, "stop", stop)
+            elif end is not None and sequence.attachment is not None:
+                piece += sequence.attachment.finish()
+            frontend, rid = sequence.key
+            rows = rows_of.get(frontend)
+            if rows is None:
+                rows = rows_of[frontend] = OutputRows()
+            rows.add(rid, index, new, piece)
+            if end is not None:
+                rows.end(end)
+        for sequence, vector in events.vectors:
+            frontend, rid = sequence.key
+            rows = rows_of.setdefault(frontend, OutputRows())
+            rows.add(rid, 0, [], "")
+            rows.vector_rows.append(len(rows.rids) - 1)
+            rows.vectors.append(vector)
+            rows.end(ends.pop(sequence))
+        for sequence, end in ends.items():  # ends without new tokens: aborts, errors
+            frontend, rid = sequence.key
+            rows = rows_of.setdefault(frontend, OutputRows())
+            rows.add(rid, -1, [], sequence.attachment.finish() if sequence.attachment is not None else "")
+            rows.end(end)
+        return rows_of, began
+
+    def _send(self, rows_of: dict[int, OutputRows], began: float) -> None:
+        rendered = now()
+        for frontend, rows in rows_of.items():
+            link = self._frontends.get(frontend)
+            if link is not None:
+                self._unsent.append((link, rows.message(rendered)))
+        self._flush()
+        if self._timeline is not None and rows_of:
+            self._timeline.rendered(began, rendered, now(), sum(len(rows.rids) for rows in rows_of.values()))
+
+    def _flush(self) -> None:
+        """Send what waits, in order. While a frontend's link is full no further step is planned."""
+        while self._unsent:
+            link, message = self._unsent[0]
+            if link.is_open:
+                try:
+                    link.send_nowait(message)
+                except WouldBlock:
+                    logger.warning("%s does not take its outputs; planning waits for it", link.peer)
+                    return
+            self._unsent.popleft()
+
+    # Controls
+
+    def answer(self, verb: str, arguments: dict[str, Any]) -> Any:
+        match verb:
+            case "reset_prefix_cache":
+                return True
+            case "start_timeline":
+                self._timeline = Timeline()
+                return True
+            case "take_timeline":
+                events = self._timeline.events() if self._timeline is not None else []
+                self._timeline = None
+                return events
+            case "worker_statistics":
+                return self._ask_workers()
+        return super().answer(verb, arguments)
+
+    async def _ask_workers(self) -> list[Any]:
+        return await self.ask_all(self._workers, "statistics")
+
+    def statistics(self) -> dict[str, Any]:
+        return super().statistics() | {"scheduler": asdict(self.scheduler.statistics())}
+
+
+def read_recording(path: str | Path) -> Iterable[Entry]:
+    """The calls that a SchedulerActor recorded (`EngineConfig.record`), for `scheduling.recording.replay`."""
+    from actorllm.messages import unpack
+    from actorllm.ring.codec import decode
+
+    data = Path(path).read_bytes()
+    at = 0
+    while at < len(data):
+        (size,) = struct.unpack_from("<I", data, at)
+        (call, when, kind, scalars), arrays = decode(data[at + 4 : at + 4 + size])
+        yield call, when, unpack(kind, scalars, arrays) if kind else scalars
+        at += 4 + size

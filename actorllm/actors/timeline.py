@@ -1,0 +1,53 @@
+"""`Timeline`: what the engine did when, as Chrome-trace events (open the file in Perfetto or chrome://tracing).
+
+Kept by the scheduler actor, which knows every time of a step: when it was planned and sent, when the worker ran it, when
+its result was applied and when its text was made. So one sees step N+1 run while step N is detokenized.
+Format: the Trace Event Format, complete events ("X"), times in microseconds of CLOCK_MONOTONIC.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+SCHEDULER, WORKER = 1, 2
+
+Event = dict[str, Any]
+
+
+class Timeline:
+    """Events in the order in which they became known."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = [
+            {"ph": "M", "pid": pid, "tid": pid, "name": "process_name", "args": {"name": name}}
+            for pid, name in ((SCHEDULER, "scheduler"), (WORKER, "worker"))
+        ]
+
+    def _span(self, pid: int, name: str, began: float, ended: float, **args: Any) -> None:
+        self._events.append(
+            {
+                "ph": "X",
+                "pid": pid,
+                "tid": pid,
+                "name": name,
+                "ts": began * 1e6,
+                "dur": (ended - began) * 1e6,
+                "args": args,
+            }
+        )
+
+    def launched(self, step: int, began: float, ended: float, num_decode: int, num_tokens: int) -> None:
+        self._span(SCHEDULER, f"plan {step}", began, ended, step=step, decode_rows=num_decode, tokens=num_tokens)
+
+    def updated(self, step: int, started: float, ended: float, began: float, done: float) -> None:
+        self._span(WORKER, f"step {step}", started, ended, step=step)
+        self._span(SCHEDULER, f"update {step}", began, done, step=step)
+        self._step = step
+
+    def rendered(self, began: float, rendered: float, sent: float, num_rows: int) -> None:
+        step = getattr(self, "_step", 0)
+        self._span(SCHEDULER, f"detokenize {step}", began, rendered, step=step, rows=num_rows)
+        self._span(SCHEDULER, f"send {step}", rendered, sent, step=step)
+
+    def events(self) -> list[Event]:
+        return self._events

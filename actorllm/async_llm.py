@@ -1,0 +1,133 @@
+"""`AsyncLLM`: the engine for async applications."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+from actorllm.actors.engine_thread import HostLoop
+from actorllm.config import EngineConfig
+from actorllm.engine import Engine, Prompt
+from actorllm.errors import RequestError
+from actorllm.request import RequestOutput, RequestOutputKind, SamplingParams
+from actorllm.slo.objective import SLO
+from actorllm.stream import RequestStream
+
+
+class AsyncLLM:
+    """An engine to stream from with `async for`.
+
+    The constructor checks the arguments and the model's configuration; processes are started by the first request, by
+    `start`, or by `async with`. `shutdown` is synchronous; whoever forgets it is covered at interpreter exit. Usable from
+    several event loops (asyncio, uvloop, trio), one after the other or at once.
+
+    Arguments: see `actorllm.config.ARGUMENTS`; named and defaulted as in vLLM where both have them.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], **arguments: Any) -> None:
+        self._engine = Engine(EngineConfig.from_arguments(model, **arguments))
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration; complete (number of KV blocks) once the engine has started."""
+        return self._engine.config
+
+    async def start(self) -> None:
+        """Start the engine now instead of at the first request. Raises what made the start fail."""
+        await HostLoop.current().result_of(self._engine.start_in_background())
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        slo: SLO | float | None = None,
+        is_latency_sensitive: bool = False,
+        type_info: str | None = None,
+        tenant: str | None = None,
+        deadline: float | None = None,
+    ) -> RequestStream:
+        """Stream the outputs of a prompt: text, token ids, or a mapping as in vLLM.
+
+        What each output repeats is `sampling_params.output_kind`. slo, is_latency_sensitive, type_info, tenant and
+        deadline (monotonic seconds) are carried for scheduling policies. Raises at once what can be told at once
+        (parameters, a duplicate id, an engine that is gone); an impossible prompt is raised by the stream.
+        """
+        return self._engine.submit(
+            prompt,
+            sampling_params,
+            request_id,
+            priority=priority,
+            slo=slo,
+            is_latency_sensitive=is_latency_sensitive,
+            type_info=type_info,
+            tenant=tenant,
+            deadline=deadline,
+        )
+
+    async def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **extras: Any
+    ) -> AsyncIterator[str]:
+        """Just the new text, piece by piece. extras: as in `generate`."""
+        params = _with_kind(sampling_params, RequestOutputKind.DELTA)
+        async with self.generate(prompt, params, **extras) as outputs:
+            async for output in outputs:
+                if output.outputs[0].text:
+                    yield output.outputs[0].text
+
+    async def complete(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **extras: Any
+    ) -> RequestOutput:
+        """Just the end: one output with everything. extras: as in `generate`."""
+        params = _with_kind(sampling_params, RequestOutputKind.FINAL_ONLY)
+        final: RequestOutput | None = None
+        async with self.generate(prompt, params, **extras) as outputs:
+            async for output in outputs:
+                final = output
+        if final is None:
+            raise RequestError("the request ended without an output")
+        return final
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests by id; each delivers a final output with finish_reason 'abort'. Unknown ids are ignored."""
+        self._engine.abort(request_id)
+
+    async def stats(self) -> dict[str, Any]:
+        """What every part of the engine counts: requests, steps, tokens, KV cache, links, workers."""
+        host = HostLoop.current()
+        await self.start()
+        scheduler = await host.result_of(self._engine.ask_scheduler("statistics"))
+        workers = await host.result_of(self._engine.ask_scheduler("worker_statistics"))
+        return {**self._engine.statistics(), "scheduler": scheduler, "workers": workers}
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """Stop everything and wait for it; open streams end with EngineShutdownError. Idempotent, from any thread."""
+        self._engine.shutdown(timeout)
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await _in_thread(self.shutdown)
+
+
+async def _in_thread(function: Any) -> None:
+    from anyio import CancelScope, to_thread
+
+    with CancelScope(shield=True):  # the processes must go even if the task that owned them was cancelled
+        await to_thread.run_sync(function)
+
+
+def _with_kind(params: SamplingParams | None, kind: RequestOutputKind) -> SamplingParams:
+    import copy
+
+    params = copy.copy(params) if isinstance(params, SamplingParams) else params
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        params.output_kind = kind
+    return params

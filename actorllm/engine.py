@@ -1,0 +1,386 @@
+"""`Engine`: what both front doors share. Intake of requests, the engine thread, start and shutdown.
+
+A request goes from the caller's thread to the intake thread (starts the engine if need be, tokenizes, checks against the
+model), from there to the frontend actor on the engine thread, and from there to the scheduler. So the caller's loop never
+waits for a tokenizer, and a bad prompt fails its own request only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+
+from actorllm.actors.engine_thread import EngineThread, HostLoop
+from actorllm.actors.frontend import FrontendActor
+from actorllm.actors.supervisor import ActorDeath, Supervisor
+from actorllm.actors.topology import engine_topology
+from actorllm.clock import now
+from actorllm.config import EngineConfig
+from actorllm.errors import (
+    ActorLLMError,
+    DuplicateRequestError,
+    EngineDeadError,
+    EngineShutdownError,
+    ForkedProcessError,
+    InvalidParameterError,
+    InvalidPromptError,
+)
+from actorllm.kvcache.prefix_index import hash_blocks
+from actorllm.messages import I32, NO_U8, Submit
+from actorllm.request import SamplingParams
+from actorllm.slo.objective import SLO
+from actorllm.stream import Mailbox, RequestStream
+from actorllm.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Prompt: TypeAlias = str | Mapping[str, Any] | Iterable[int]
+"""Text, token ids, or a mapping with 'prompt' or 'prompt_token_ids' as in vLLM."""
+
+
+class Engine:
+    """One engine, owned by the process that builds it. All methods may be called from any thread."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._pid = os.getpid()
+        self._frontend = FrontendActor()
+        self._supervisor = Supervisor(
+            engine_topology(config),
+            config,
+            resolve=_resolve,
+            on_death=self._on_death,
+            actors={"frontend": self._frontend},
+        )
+        self._thread = EngineThread(self._supervisor)
+        self._death: EngineDeadError | None = None
+        self._is_shut_down = False
+        self._lock = threading.Lock()
+        self._streams: weakref.WeakValueDictionary[str, RequestStream] = weakref.WeakValueDictionary()
+        self._num_requests = 0
+        self._id_prefix = uuid.uuid4().hex[:8]
+        self._intake: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._intake_thread: threading.Thread | None = None
+        self._tokenizer: Tokenizer | None = None
+
+    # Life
+
+    def start(self) -> None:
+        """Start the engine unless it runs; returns when it is ready. Raises what made the start fail."""
+        self._check()
+        self._thread.start()
+        self.config = cast(EngineConfig, self._supervisor.config)
+
+    def start_in_background(self) -> Future[None]:
+        """As `start`, on the intake thread."""
+        future: Future[None] = Future()
+
+        def start() -> None:
+            try:
+                self.start()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        self._enqueue(start)
+        return future
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """End every request with EngineShutdownError and stop all processes; returns when they are gone. Idempotent."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._is_shut_down = True
+            intake, self._intake_thread = self._intake_thread, None
+        self._thread.stop(timeout)
+        if intake is not None:
+            self._intake.put(None)
+            if intake is not threading.current_thread():
+                intake.join(timeout)
+        error = self._death or EngineShutdownError("the engine was shut down")
+        for stream in list(self._streams.values()):
+            if not stream.has_ended:
+                self._fail(stream._mailbox, error)
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive and self._death is None and not self._is_shut_down
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The processes of the engine, by actor."""
+        return self._supervisor.pids
+
+    def _check(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedProcessError(
+                f"this engine belongs to process {self._pid}; build one in this process ({os.getpid()}) instead"
+            )
+        if self._death is not None:
+            raise EngineDeadError(str(self._death))
+        if self._is_shut_down:
+            raise EngineShutdownError("the engine was shut down; build a new one")
+
+    def _on_death(self, death: ActorDeath) -> None:
+        self._death = death.to_error()
+        self._frontend.fail_all(self._death)
+
+    # Requests
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None = None,
+        *,
+        host: HostLoop | None = None,
+        priority: int = 0,
+        slo: SLO | float | None = None,
+        is_latency_sensitive: bool = False,
+        type_info: str | None = None,
+        tenant: str | None = None,
+        deadline: float | None = None,
+    ) -> RequestStream:
+        """Take a request. Raises what can be told at once; everything else comes out of the stream."""
+        self._check()
+        params = params if params is not None else SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise InvalidParameterError(f"sampling_params must be a SamplingParams, not {type(params).__name__}")
+        if params.detokenize and self.config.model.tokenizer is None and params.stop:
+            raise InvalidParameterError("stop strings need a tokenizer, and skip_tokenizer_init=True left it out")
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidParameterError(f"priority={priority!r} must be an integer; lower is sooner")
+        objective = SLO.from_value(slo)
+        carried = {
+            "priority": priority,
+            "slo": None if objective is None else list(_slo_fields(objective)),
+            "is_latency_sensitive": bool(is_latency_sensitive),
+            "type_info": type_info,
+            "tenant": tenant,
+            "deadline": deadline,
+        }
+        arrival = now()
+        mailbox = Mailbox(host)
+        with self._lock:
+            self._num_requests += 1
+            number = self._num_requests
+            if request_id is None:
+                request_id = f"{self._id_prefix}-{number}"
+            elif not isinstance(request_id, str):
+                raise InvalidParameterError(f"request_id={request_id!r} must be a string")
+            known = self._streams.get(request_id)
+            if known is not None and not known.has_ended:
+                raise DuplicateRequestError(f"request {request_id!r} is still running; choose another request_id")
+            text = _prompt_text(prompt)
+            stream = RequestStream(request_id, text, params.output_kind, arrival, mailbox, self._abort_mailbox)
+            self._streams[request_id] = stream
+        stream_ref = weakref.ref(stream)
+
+        def take_in() -> None:
+            self._take_in(prompt, params, arrival, carried, mailbox, stream_ref)
+
+        self._enqueue(take_in)
+        return stream
+
+    def abort(self, request_ids: str | Iterable[str]) -> None:
+        """End requests; each delivers a final output with finish_reason 'abort'. Unknown ids have ended already."""
+        self._check()
+        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                stream.abort()
+
+    def _abort_mailbox(self, mailbox: Mailbox) -> None:
+        """Also from `__del__`: only posts, and finds nothing wrong with an engine that is gone."""
+        if os.getpid() != self._pid or mailbox.rid is None:
+            return  # not submitted yet: the intake sees is_aborted
+        try:
+            self._thread.post(self._frontend.abort, mailbox.rid)
+        except ActorLLMError:
+            logger.debug("an abort came after the end of the engine")
+
+    def _enqueue(self, job: Callable[[], None]) -> None:
+        with self._lock:
+            if self._is_shut_down:
+                raise EngineShutdownError("the engine was shut down; build a new one")
+            if self._intake_thread is None:
+                self._intake_thread = threading.Thread(target=self._run_intake, name="actorllm:intake", daemon=True)
+                self._intake_thread.start()
+        self._intake.put(job)
+
+    def _run_intake(self) -> None:
+        while (job := self._intake.get()) is not None:
+            job()
+            del job  # else the last request would be kept alive while the thread waits
+
+    def _take_in(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        arrival: float,
+        carried: dict[str, Any],
+        mailbox: Mailbox,
+        stream_ref: weakref.ref[RequestStream],
+    ) -> None:
+        """On the intake thread: start, tokenize, check, hand over."""
+        try:
+            self.start()
+            ids = self.tokenize(prompt)
+            make_submit = self._submit_maker(ids, params, arrival, carried)
+            stream = stream_ref()
+            if stream is not None:
+                stream.prompt_token_ids = ids.tolist()
+            del stream
+            if mailbox.is_aborted and stream_ref() is None:
+                return
+            self._thread.post(self._submit_on_loop, make_submit, mailbox)
+        except Exception as error:
+            self._fail(mailbox, error if isinstance(error, ActorLLMError) else InvalidPromptError(str(error)))
+
+    def _submit_on_loop(self, make_submit: Callable[[int], Submit], mailbox: Mailbox) -> None:
+        def remember(rid: int) -> None:
+            mailbox.rid = rid
+
+        self._frontend.submit(make_submit, mailbox, remember)
+        if mailbox.is_aborted and mailbox.rid is not None:
+            self._frontend.abort(mailbox.rid)
+
+    def _fail(self, mailbox: Mailbox, error: BaseException) -> None:
+        mailbox.fail(error)
+        if mailbox.host is not None:
+            mailbox.host.call_soon_threadsafe(mailbox.wake)
+
+    # Prompts
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Loaded when first needed. Raises ModelError, or InvalidPromptError when the engine was built without one."""
+        if self._tokenizer is None:
+            if self.config.model.tokenizer is None:
+                raise InvalidPromptError("the engine was built with skip_tokenizer_init=True; give token ids")
+            self._tokenizer = Tokenizer(self.config.model.tokenizer)
+        return self._tokenizer
+
+    def tokenize(self, prompt: Prompt) -> I32:
+        """The token ids of a prompt, checked against the model. Raises InvalidPromptError."""
+        if isinstance(prompt, Mapping):
+            prompt = _unwrap(prompt)
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidPromptError("the prompt is empty")
+            ids = self.tokenizer.encode(prompt)
+        else:
+            ids = _checked_ids(prompt, self.config.model.vocab_size)
+        if not ids.size:
+            raise InvalidPromptError("the prompt is empty")
+        limit = self.config.model.max_model_len
+        if ids.size >= limit:
+            raise InvalidPromptError(
+                f"the prompt has {ids.size} tokens and max_model_len is {limit}: shorten it to {limit - 1} or fewer"
+            )
+        return ids
+
+    def _submit_maker(
+        self, ids: I32, params: SamplingParams, arrival: float, carried: dict[str, Any]
+    ) -> Callable[[int], Submit]:
+        model = self.config.model
+        room = model.max_model_len - ids.size
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        stop_ids = cast("list[int]", params.stop_token_ids)
+        if stop_ids and max(stop_ids) >= model.vocab_size:
+            raise InvalidParameterError(
+                f"stop_token_ids: {max(stop_ids)} is outside the vocabulary of {model.vocab_size} tokens"
+            )
+        seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
+        hashes = NO_U8
+        if self.config.cache.enable_prefix_caching:
+            hashes = hash_blocks(ids, self.config.cache.block_size)
+
+        def make_submit(rid: int) -> Submit:
+            return Submit(
+                rid=rid,
+                arrival=arrival,
+                prompt=ids,
+                max_tokens=max_tokens,
+                min_tokens=min(params.min_tokens, max_tokens),
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                min_p=params.min_p,
+                seed=seed,
+                ignore_eos=params.ignore_eos,
+                stop_token_ids=stop_ids,
+                stop=cast("list[str]", params.stop),
+                include_stop=params.include_stop_str_in_output,
+                detokenize=params.detokenize and model.tokenizer is not None,
+                skip_special_tokens=params.skip_special_tokens,
+                block_hashes=hashes,
+                **carried,
+            )
+
+        return make_submit
+
+    # Controls
+
+    def ask_scheduler(self, verb: str, **arguments: Any) -> Future[Any]:
+        """Ask the scheduler actor something (see SchedulerActor.VERBS). Raises when the engine does not run."""
+        self._check()
+        return self._thread.call(self._frontend.ask_scheduler, verb, **arguments)
+
+    def statistics(self) -> dict[str, Any]:
+        """What this side knows without asking anybody."""
+        return {
+            "num_requests": self._num_requests,
+            "frontend": self._frontend.statistics() if self.is_running and self._thread.is_alive else {},
+            "supervisor": self._supervisor.statistics(),
+        }
+
+
+def _resolve(config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
+    """The KV cache has as many blocks as the rank with the least room can hold."""
+    return config.resolved(min(fact["num_blocks"] for fact in facts.values() if "num_blocks" in fact))
+
+
+def _slo_fields(slo: SLO) -> tuple[float | None, ...]:
+    return slo.ttft, slo.tpot, slo.e2e, slo.ttft_per_prompt_token
+
+
+def _prompt_text(prompt: Prompt) -> str | None:
+    if isinstance(prompt, Mapping):
+        text = prompt.get("prompt")
+        return text if isinstance(text, str) else None
+    return prompt if isinstance(prompt, str) else None
+
+
+def _unwrap(prompt: Mapping[str, Any]) -> Prompt:
+    for key in ("prompt_token_ids", "prompt"):
+        if prompt.get(key) is not None:
+            inner: Prompt = prompt[key]
+            return inner
+    raise InvalidPromptError(f"a prompt mapping needs 'prompt' or 'prompt_token_ids'; it has {sorted(prompt)}")
+
+
+def _checked_ids(prompt: object, vocab_size: int) -> I32:
+    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+        raise InvalidPromptError(f"a prompt must be text or token ids, not {type(prompt).__name__}")
+    try:
+        ids = np.array(prompt if isinstance(prompt, np.ndarray) else list(prompt))
+    except ValueError as error:
+        raise InvalidPromptError(f"token ids must be a flat list of integers: {error}") from error
+    if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
+        raise InvalidPromptError(f"token ids must be a flat list of integers, not {ids.dtype} in {ids.ndim} dimensions")
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
+        bad = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise InvalidPromptError(f"token id {int(bad)} is outside the vocabulary of {vocab_size} tokens")
+    checked: I32 = ids.astype(np.int32)
+    return checked

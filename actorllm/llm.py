@@ -1,0 +1,121 @@
+"""`LLM`: the engine for scripts, one call for a list of prompts."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from actorllm.actors.engine_thread import ThreadHost
+from actorllm.config import EngineConfig
+from actorllm.engine import Engine, Prompt
+from actorllm.errors import InvalidParameterError
+from actorllm.request import RequestOutput, RequestOutputKind, SamplingParams
+from actorllm.stream import RequestStream
+
+
+class LLM:
+    """A synchronous engine: starts in the constructor, works from any thread, also inside a running event loop.
+
+    Arguments: see `actorllm.config.ARGUMENTS`; named and defaulted as in vLLM where both have them.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], **arguments: Any) -> None:
+        self._engine = Engine(EngineConfig.from_arguments(model, **arguments))
+        self._engine.start()
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._engine.config
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; the outputs come in the order of the prompts.
+
+        sampling_params: one for all, or one per prompt. Raises the error of the first prompt that failed, after the
+        others of this call were aborted.
+        """
+        batch = _as_batch(prompts)
+        params = _per_prompt(sampling_params, len(batch))
+        if priority is not None and len(priority) != len(batch):
+            raise InvalidParameterError(f"{len(priority)} priorities for {len(batch)} prompts")
+        host = ThreadHost()
+        streams: list[RequestStream] = []
+        try:
+            for i, (prompt, one) in enumerate(zip(batch, params, strict=True)):
+                streams.append(self._engine.submit(prompt, one, host=host, priority=priority[i] if priority else 0))
+            return self._collect(host, streams, use_tqdm)
+        finally:
+            for stream in streams:
+                stream.abort()
+            host.close()
+
+    def _collect(self, host: ThreadHost, streams: list[RequestStream], use_tqdm: bool) -> list[RequestOutput]:
+        outputs: list[RequestOutput | None] = [None] * len(streams)
+        open_streams = dict(enumerate(streams))
+        progress = _progress(len(streams), use_tqdm)
+        try:
+            while open_streams:
+                ended = [i for i, stream in open_streams.items() if stream.has_ended]
+                for i in ended:
+                    outputs[i] = open_streams.pop(i).take()
+                    progress.update(1)
+                if not ended:
+                    host.run_pending(None)
+        finally:
+            progress.close()
+        return [output for output in outputs if output is not None]
+
+    def stats(self) -> dict[str, Any]:
+        """What every part of the engine counts."""
+        scheduler = self._engine.ask_scheduler("statistics").result()
+        workers = self._engine.ask_scheduler("worker_statistics").result()
+        return {**self._engine.statistics(), "scheduler": scheduler, "workers": workers}
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """Stop everything and wait for it. Idempotent."""
+        self._engine.shutdown(timeout)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of token ids is one prompt, a list of anything else is many."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    return [items] if items and all(isinstance(item, int) for item in items) else items
+
+
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        each = [params or SamplingParams()] * count
+    else:
+        each = list(params)
+        if len(each) != count:
+            raise InvalidParameterError(f"{len(each)} sampling_params for {count} prompts; give one, or one per prompt")
+    final = []
+    for one in each:
+        if not isinstance(one, SamplingParams):
+            raise InvalidParameterError(f"sampling_params must be SamplingParams, not {type(one).__name__}")
+        one = copy.copy(one)
+        one.output_kind = RequestOutputKind.FINAL_ONLY
+        final.append(one)
+    return final
+
+
+def _progress(total: int, is_shown: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="Processed prompts", disable=not is_shown, dynamic_ncols=True)

@@ -1,0 +1,195 @@
+"""`RequestStream`: one request as its caller sees it, from `async for` to the final output.
+
+The engine thread pushes what is new; the consumer takes everything that has accumulated in one output, so a slow consumer
+gets fewer and larger outputs instead of a growing queue. No cancel scope is held across a yield: leaving the loop,
+cancelling the task or dropping the last reference posts the abort, and the blocks are free within one step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from actorllm.actors.engine_thread import HostLoop, Waiter
+from actorllm.actors.frontend import Delta
+from actorllm.clock import to_epoch
+from actorllm.messages import RequestEnd
+from actorllm.request import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, RequestOutputKind
+
+
+class Mailbox:
+    """Where the engine puts what belongs to one request. It outlives the stream, which must be free to be dropped."""
+
+    __slots__ = ("deltas", "error", "host", "is_aborted", "rid", "waiter")
+
+    def __init__(self, host: HostLoop | None = None) -> None:
+        self.host = host
+        self.waiter: Waiter | None = None
+        self.deltas: deque[Delta] = deque()
+        self.error: BaseException | None = None
+        self.rid: int | None = None
+        """Known once the frontend has submitted the request."""
+        self.is_aborted = False
+
+    # On the engine thread or the intake thread
+
+    def push(self, delta: Delta) -> None:
+        self.deltas.append(delta)
+
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+
+    # On the host's loop
+
+    def wake(self) -> None:
+        if self.waiter is not None:
+            self.waiter.set()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more will come."""
+        return self.error is not None or (bool(self.deltas) and self.deltas[-1].end is not None)
+
+
+class RequestStream:
+    """Asynchronous iterator over the `RequestOutput`s of one request.
+
+    May be created outside of a loop; it belongs to the loop that first waits for it. `await stream.aclose()` or
+    `async with` end it early.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        output_kind: RequestOutputKind,
+        arrival: float,
+        mailbox: Mailbox,
+        on_abort: Callable[[Mailbox], None],
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids: list[int] = []
+        self._kind = output_kind
+        self._arrival = arrival
+        self._mailbox = mailbox
+        self._on_abort = on_abort
+        self._text = ""
+        self._token_ids: list[int] = []
+        self._first_emitted: float | None = None
+        self._last_emitted: float | None = None
+        self._end: RequestEnd | None = None
+        self._is_over = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its last output, or its error, is there to be taken or was taken."""
+        return self._is_over or self._mailbox.has_ended
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while True:
+            output = self.take()
+            if output is not None:
+                return output
+            if self._is_over:
+                raise StopAsyncIteration
+            mailbox = self._mailbox
+            if mailbox.waiter is None:
+                host = HostLoop.current()
+                mailbox.waiter = host.waiter()
+                mailbox.host = host  # after the waiter: who finds the host may wake
+                continue
+            try:
+                await mailbox.waiter.wait()
+            except BaseException:
+                self.abort()
+                raise
+
+    def take(self) -> RequestOutput | None:
+        """Everything new as one output; None when there is nothing (yet, or any more). Raises the request's error."""
+        if self._is_over:
+            return None
+        pending, error = self._mailbox.deltas, self._mailbox.error
+        if not pending:
+            if error is not None:
+                self._is_over = True
+                raise error
+            return None
+        if self._kind is RequestOutputKind.FINAL_ONLY and not self.has_ended:
+            return None
+        new_tokens: list[int] = []
+        pieces: list[str] = []
+        while pending:
+            delta = pending.popleft()
+            new_tokens += delta.tokens
+            pieces.append(delta.text)
+            if self._first_emitted is None and delta.tokens:
+                self._first_emitted = delta.emitted
+            self._last_emitted = delta.emitted
+            if delta.end is not None:
+                self._end = delta.end
+        text = "".join(pieces)
+        if self._kind is not RequestOutputKind.DELTA:
+            self._token_ids += new_tokens
+            self._text += text
+            new_tokens, text = self._token_ids.copy(), self._text
+        end = self._end
+        reason: FinishReason | None = None
+        if end is not None:
+            self._is_over = True
+            reason = end.reason  # type: ignore[assignment]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[CompletionOutput(0, text, new_tokens, reason, end.stop_reason if end is not None else None)],
+            finished=end is not None,
+            metrics=self._metrics(end),
+            num_cached_tokens=end.num_cached_tokens if end is not None else 0,
+        )
+
+    def _metrics(self, end: RequestEnd | None) -> RequestMetrics:
+        if end is None:
+            first = None if self._first_emitted is None else to_epoch(self._first_emitted)
+            last = None if self._last_emitted is None else to_epoch(self._last_emitted)
+            return RequestMetrics(to_epoch(self._arrival), first_token_time=first, last_token_time=last)
+        return RequestMetrics(
+            arrival_time=to_epoch(self._arrival),
+            queued_time=to_epoch(end.queued),
+            first_scheduled_time=_epoch(end.scheduled),
+            first_token_time=_epoch(end.first_token),
+            last_token_time=_epoch(end.last_token),
+            finished_time=_epoch(self._last_emitted),
+            num_preemptions=end.num_preemptions,
+            num_cached_tokens=end.num_cached_tokens,
+            num_wasted_tokens=end.num_wasted_tokens,
+        )
+
+    def abort(self) -> None:
+        """End the request where it is. Idempotent, from any thread; what was produced until then can still be taken."""
+        if not self._mailbox.is_aborted and not self.has_ended:
+            self._mailbox.is_aborted = True
+            self._on_abort(self._mailbox)
+
+    async def aclose(self) -> None:
+        """End the request; nothing more comes out of this stream."""
+        self.abort()
+        self._is_over = True
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        # Runs wherever the last reference goes, perhaps in the middle of anything: `abort` only posts.
+        if hasattr(self, "_is_over"):
+            self.abort()
+
+
+def _epoch(monotonic_s: float | None) -> float | None:
+    return None if monotonic_s is None else to_epoch(monotonic_s)
