@@ -20,7 +20,8 @@ from __future__ import annotations
 import os
 import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -131,8 +132,12 @@ class Sender:
         self._num_messages = self._num_chunked = self._num_refused = self._num_flushes = self._num_rechecks_needed = 0
 
     def start(self) -> None:
-        """Flushes the outbox from the running asyncio or uvloop loop whenever the peer makes room."""
-        self.writer.space_bell.watch(self._on_space)
+        """Flushes the outbox from the running asyncio or uvloop loop whenever the peer makes room.
+
+        May be called again; `send` does it when it has to wait.
+        """
+        if self._error is None and not self.writer.space_bell.is_watched:
+            self.writer.space_bell.watch(self._on_space)
         self._flush_safely()
 
     def send_nowait(self, kind: int, scalars: object, arrays: Sequence[NDArray[Any]] = ()) -> None:
@@ -154,32 +159,44 @@ class Sender:
         buffers = encode(scalars, arrays)
         if not self._num_waiting and self._try_send(kind, buffers):
             return
+        async with self._take_place():
+            while not self._try_send(kind, buffers):
+                await self._wait_for_room()
+
+    async def wait_flushed(self) -> None:
+        """Returns when the outbox is empty: everything sent so far is in the ring."""
+        if not self._outbox:
+            return
+        async with self._take_place():
+            while self._outbox:
+                await self._wait_for_room()
+            if self._error is not None:
+                raise self._error
+
+    @asynccontextmanager
+    async def _take_place(self) -> AsyncIterator[None]:
+        """In the queue of the tasks that wait for room; one at a time does."""
         if self._lock is None:
             self._lock = anyio.Lock()
         self._num_waiting += 1
         try:
             async with self._lock:
-                while not self._try_send(kind, buffers):
-                    await self._wait_for_room()
+                yield
         finally:
             self._num_waiting -= 1
 
-    async def wait_flushed(self) -> None:
-        """Returns when the outbox is empty: everything sent so far is in the ring."""
-        while self._outbox:
-            if self._error is not None:
-                raise self._error
-            await self._wait_for_room()
-
     async def _wait_for_room(self) -> None:
-        if not self.writer.space_bell.is_watched:
-            # Not started, or under trio: this task does what the loop's callback would do.
-            await self.writer.space_bell.wait()
+        bell = self.writer.space_bell
+        if bell.is_watched:
+            if self._room is None:
+                self._room = anyio.Event()
+            await self._room.wait()
+        elif bell.can_watch():
+            self.start()
+        else:
+            # Under trio there are no callbacks: this task does what the loop would do.
+            await bell.wait()
             self._on_space()
-            return
-        if self._room is None:
-            self._room = anyio.Event()
-        await self._room.wait()
 
     def _try_send(self, kind: int, buffers: list[bytes | memoryview]) -> bool:
         """True: the message is in the ring or in the outbox, whole. False: it is nowhere."""
@@ -497,7 +514,7 @@ class Receiver:
         before = self._num_messages
         try:
             target = self.reader.committed_position()
-        except CorruptLinkError as error:
+        except TransportError as error:
             self.fail(error)
             return 0
         while self._dispatch_batch() and self._error is None and self.reader.head_position < target:
@@ -527,7 +544,7 @@ class Receiver:
             raise
 
     async def receive(self) -> Message:
-        """Waits for the next message, on asyncio, uvloop and trio. Errors as `receive_nowait`."""
+        """Waits for the next message, on asyncio, uvloop and trio; one task at a time. Errors as `receive_nowait`."""
         while True:
             self.reader.disarm()
             self.reader.bell.clear()
@@ -801,9 +818,10 @@ class _Parts:
 
     def __enter__(self) -> None:
         expected = 2 + 4 * (self._end.num_spokes if self._end.index is None else 1)
-        if len(self._left) != expected:
+        got = len(self._left)
+        if got != expected:
             self.__exit__(CorruptLinkError)
-            raise CorruptLinkError(f"an end of {expected} descriptors came with {len(self._left)}")
+            raise CorruptLinkError(f"an end of {expected} descriptors came with {got}")
 
     def __exit__(self, error: object, *_: object) -> None:
         for fd in self._left.values():

@@ -66,11 +66,12 @@ class Doorbell:
     def watch(self, callback: Callable[[], object]) -> None:
         """Calls `callback` from the running asyncio or uvloop loop whenever it rings, until `unwatch`.
 
-        The callback must clear the bell. RuntimeError when no such loop runs in this thread (trio: use `wait`).
+        The callback must clear the bell. RuntimeError when no such loop runs in this thread (trio: use `wait`), or when
+        the bell is watched or waited for already: a loop keeps one callback per descriptor.
         """
         loop = asyncio.get_running_loop()
-        if self._loop is not None:
-            raise RuntimeError("the doorbell is watched already")
+        if self._loop is not None or self._num_waiting:
+            raise RuntimeError("the doorbell is watched or waited for already")
         loop.add_reader(self.fd, callback)
         self._loop = loop
 
@@ -83,6 +84,15 @@ class Doorbell:
     def is_watched(self) -> bool:
         return self._loop is not None
 
+    @staticmethod
+    def can_watch() -> bool:
+        """An asyncio or uvloop loop runs in this thread."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return False
+        return True
+
     def call_soon(self, callback: Callable[[], object]) -> None:
         """Runs `callback` in the next turn of the loop that watches the bell."""
         if self._loop is None:
@@ -90,9 +100,14 @@ class Doorbell:
         self._loop.call_soon(callback)
 
     async def wait(self) -> None:
-        """Returns when it rings (or rang already); does not clear it. PeerLostError when it is closed meanwhile."""
+        """Returns when it rings (or rang already); does not clear it. PeerLostError when it is closed meanwhile.
+
+        One task at a time, and not while it is watched: RuntimeError.
+        """
         if self.fd < 0:
             raise PeerLostError("the doorbell is closed")
+        if self._loop is not None or self._num_waiting:
+            raise RuntimeError("the doorbell is watched or waited for already")
         self._num_waiting += 1
         try:
             await anyio.wait_readable(self.fd)

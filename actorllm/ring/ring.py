@@ -41,6 +41,7 @@ from actorllm.ring.layout import (
     CHECKSUM,
     CLOSED_WORD,
     DEAD,
+    EXPECTED,
     FRAME_HEADER,
     FRAME_HEADER_BYTES,
     HEAD,
@@ -397,10 +398,8 @@ class RingReader:
         if self.head_position % 16:
             raise CorruptLinkError(f"head {self.head_position} is not a multiple of 16")
         self._waiting_bytes(words[TAIL_WORD])
-        if words[self._state_word] == DEAD:
-            raise PeerLostError(f"the writer gave reader {index} up")
-        if words[self._state_word] > DEAD:
-            raise CorruptLinkError(f"reader {index} is in the unknown state {words[self._state_word]}")
+        if words[self._state_word] not in (EXPECTED, ACTIVE):
+            raise self._impossible(f"reader {index} is in the unknown state {words[self._state_word]}")
         pid = os.getpid()
         words[self._base + READER_START] = process_start_time(pid) or 0
         words[self._base + READER_PID] = pid
@@ -423,8 +422,14 @@ class RingReader:
     def _waiting_bytes(self, tail: int) -> int:
         waiting = tail - self.head_position
         if waiting & 15 or not 0 <= waiting <= self._capacity:
-            raise CorruptLinkError(f"the tail is at {tail}, the head at {self.head_position}")
+            raise self._impossible(f"the tail is at {tail}, the head at {self.head_position}")
         return waiting
+
+    def _impossible(self, what: str) -> CorruptLinkError | PeerLostError:
+        """The writer runs over a reader that it gave up, so that explains whatever such a reader finds."""
+        if self._words[self._state_word] == DEAD:
+            return PeerLostError("the writer gave this reader up")
+        return CorruptLinkError(what)
 
     def drain(self, limit: int = 64, *, copy: bool = True) -> list[Frame]:
         """Up to `limit` frames, oldest first; [] when there are none.
@@ -443,7 +448,7 @@ class RingReader:
         waiting = tail - head
         capacity = self._capacity
         if waiting & 15 or not 0 < waiting <= capacity:
-            raise CorruptLinkError(f"the tail is at {tail}, the head at {head}")
+            raise self._impossible(f"the tail is at {tail}, the head at {head}")
         self._fence_release()
         self._fence_acquire()
         frames: list[Frame] = []
@@ -487,7 +492,7 @@ class RingReader:
         self._num_frames += len(frames)
         self._num_batches += 1
         if problem is not None and not frames:
-            raise CorruptLinkError(f"{problem} in the frame at position {head}")
+            raise self._impossible(f"{problem} in the frame at position {head}")
         if copy:
             self.release()
         return frames
@@ -511,10 +516,8 @@ class RingReader:
             self._num_space_bells += 1
             self.space_bell.ring()
         if words[self._state_word] != ACTIVE:
-            # What was just copied may have been overwritten under our eyes: the writer did not wait for us any more.
-            if words[self._state_word] == DEAD:
-                raise PeerLostError("the writer gave this reader up")
-            raise CorruptLinkError(f"this reader is in the unknown state {words[self._state_word]}")
+            # What was just copied may have been overwritten under our eyes: the writer does not wait for us any more.
+            raise self._impossible(f"this reader is in the unknown state {words[self._state_word]}")
 
     def arm(self) -> bool:
         """Asks to be rung. True: safe to sleep until the bell rings. False: there are frames, drain them first."""
