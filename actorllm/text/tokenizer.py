@@ -1,0 +1,169 @@
+"""Text to token ids and back, by the Rust `tokenizers` library.
+
+Owns how a tokenizer is found and read. `tokenizer.json` is read directly: importing transformers would cost a process
+half a second that the scheduler's has no use for. A folder without it (older models: sentencepiece, or vocabulary and
+merges) goes through transformers' AutoTokenizer, which converts. Ids equal AutoTokenizer's `encode` in both cases.
+
+Called by the frontend (encode) and by actorllm.text.detokenizer (which uses `backend`). Immutable after construction, and
+safe to use from several threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import orjson
+import tokenizers
+from numpy.typing import NDArray
+
+from actorllm.errors import CorruptModelError, InvalidPromptError, ModelNotFoundError, UnsupportedModelError
+
+I32: TypeAlias = NDArray[np.int32]
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+EXTRA_SPECIAL_NAMES = ("additional_special_tokens", "extra_special_tokens")
+
+OTHER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "tekken.json")
+"""What transformers can make a tokenizer from when there is no tokenizer.json."""
+
+LONG_TEXT = 4096
+"""Characters from which on other threads run while a text is encoded."""
+
+
+class Tokenizer:
+    """The tokenizer of a model folder.
+
+    Raises ModelNotFoundError when the folder or every tokenizer file is missing, CorruptModelError when a file is there
+    and cannot be used, UnsupportedModelError when the tokenizer exists in Python only.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.path = Path(folder)
+        if not self.path.is_dir():
+            raise ModelNotFoundError(f"tokenizer folder {str(self.path)!r} does not exist")
+        self.config: dict[str, Any] = _read_object(self.path / "tokenizer_config.json")
+        """tokenizer_config.json as it is; empty if there is none."""
+        file = self.path / "tokenizer.json"
+        self.backend: Any = _from_file(file) if file.is_file() else _from_transformers(self.path)
+        """The `tokenizers.Tokenizer`. It neither truncates nor pads."""
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        # Older folders name the special tokens in a file of their own, which wins.
+        names = self.config | _read_object(self.path / "special_tokens_map.json")
+        try:
+            self._add_missing_tokens(names)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise CorruptModelError(f"{self.path}: the special tokens of tokenizer_config.json are unusable") from error
+        ids = {name: self._id_of(names.get(name)) for name in SPECIAL_NAMES}
+        self.bos_token_id = ids["bos_token"]
+        self.eos_token_id = ids["eos_token"]
+        self.unk_token_id = ids["unk_token"]
+        self.pad_token_id = ids["pad_token"]
+        added = self.backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(id for id, token in added.items() if token.special)
+        """What `skip_special_tokens` leaves out."""
+        self.vocab_size: int = self.backend.get_vocab_size(with_added_tokens=True)
+        """Number of tokens, the added ones included. The model's may be larger (padding) and is what ids are checked by."""
+
+    def encode(self, text: str) -> I32:
+        """Token ids, int32 [num_tokens], with the special tokens that the model puts around a text.
+
+        Special tokens that are spelled out in the text become their ids. Raises InvalidPromptError for what is no text
+        (lone surrogates, bytes).
+        """
+        if not isinstance(text, str):
+            raise InvalidPromptError(f"a prompt must be a string, not {type(text).__name__}")
+        try:
+            # A batch gives up the interpreter lock, which a single text does not.
+            encoding = self.backend.encode(text) if len(text) < LONG_TEXT else self.backend.encode_batch_fast([text])[0]
+        except TypeError as error:
+            raise InvalidPromptError("the prompt holds characters that are not valid Unicode") from error
+        return np.array(encoding.ids, np.int32)
+
+    def decode(self, ids: Sequence[int] | I32, skip_special_tokens: bool = False) -> str:
+        """The text of token ids. Bytes that are no UTF-8 become U+FFFD; ids outside the vocabulary are left out."""
+        text: str = self.backend.decode(_as_list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def _add_missing_tokens(self, names: dict[str, Any]) -> None:
+        """Add what only the configuration knows, as transformers does: first by id, then by name."""
+        known = {token.content for token in self.backend.get_added_tokens_decoder().values()}
+        by_id = names.get("added_tokens_decoder") or {}
+        for _, value in sorted(by_id.items(), key=lambda item: int(item[0])):
+            token = _added_token(value)
+            if token.content not in known:
+                self.backend.add_tokens([token])
+                known.add(token.content)
+        listed = [names.get(name) for name in SPECIAL_NAMES]
+        for name in EXTRA_SPECIAL_NAMES:
+            extra = names.get(name) or []
+            listed += list(extra.values()) if isinstance(extra, dict) else list(extra)
+        for value in listed:
+            if value and _added_token(value).content not in known:
+                token = _added_token(value)
+                token.special = True
+                self.backend.add_special_tokens([token])
+                known.add(token.content)
+
+    def _id_of(self, value: Any) -> int | None:
+        if not value:
+            return None
+        id: int | None = self.backend.token_to_id(_added_token(value).content)
+        return id
+
+
+def _as_list(ids: Sequence[int] | I32) -> list[int]:
+    listed: list[int] = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+    return listed
+
+
+def _added_token(value: Any) -> Any:
+    """A token as tokenizer_config.json writes it: a string, or an object with its flags."""
+    if isinstance(value, str):
+        return tokenizers.AddedToken(value, normalized=False, special=True)
+    flags = {key: flag for key, flag in value.items() if key not in ("content", "__type", "id")}
+    return tokenizers.AddedToken(value["content"], **flags)
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        tree = orjson.loads(file.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise CorruptModelError(f"{file} cannot be read: {error}") from error
+    if not isinstance(tree, dict):
+        raise CorruptModelError(f"{file} must hold a JSON object, not {type(tree).__name__}")
+    return tree
+
+
+def _from_file(file: Path) -> Any:
+    try:
+        return tokenizers.Tokenizer.from_buffer(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CorruptModelError(f"{file} cannot be read: {error}") from error
+
+
+def _from_transformers(path: Path) -> Any:
+    if not any((path / name).is_file() for name in OTHER_FILES) and not any(path.glob("*.tiktoken")):
+        raise ModelNotFoundError(
+            f"{str(path)!r} holds no tokenizer (no tokenizer.json, nor {', '.join(OTHER_FILES)}); "
+            "give another tokenizer folder, or skip_tokenizer_init=True to work with token ids"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        converted = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a third party's parsers of a dozen formats raise
+        raise CorruptModelError(f"transformers cannot read the tokenizer in {str(path)!r}: {error}") from error
+    backend = getattr(converted, "backend_tokenizer", None)
+    if backend is None:
+        raise UnsupportedModelError(
+            f"the tokenizer in {str(path)!r} ({type(converted).__name__}) has no tokenizers backend; save it as "
+            "tokenizer.json, or use skip_tokenizer_init=True"
+        )
+    return backend
