@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import anyio
-from anyio.abc import TaskGroup, TaskStatus
+from anyio.abc import TaskGroup
 
 from actorllm import errors
 from actorllm.actors.engine_thread import HostLoop, Waiter
@@ -238,15 +238,15 @@ class Runner:
         self._num_rechecks_useful = 0
         actor._runner = self
 
-    async def live(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """From before the start until the end of the teardown."""
+    async def live(self, on_alive: Callable[[], object] = bool) -> None:
+        """From before the start until the end of the teardown. Calls `on_alive` when all other methods may be called."""
         self._ended = anyio.Event()
         self.actor._wakeup = HostLoop.current().waiter()
         try:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
                 tasks.start_soon(self._recheck)
-                task_status.started()
+                on_alive()
                 await self._ended.wait()
                 if self.failure is None and self._run_returned is not None:
                     with anyio.move_on_after(STOP_GRACE_S):
@@ -310,12 +310,13 @@ class Runner:
 
     def fail(self, error: BaseException) -> None:
         """Begin the end that follows an exception. Only the first counts."""
+        error = _innermost(error)
         if self.failure is None and not self._is_ending:
-            self.failure = error = _innermost(error)
+            self.failure = error
             self.actor.is_running = False
             self._ended.set()
             self._on_end(error)
-        else:
+        elif error is not self.failure:
             logger.error("%s failed again while it ended", self.actor.name, exc_info=error)
 
     # Running: what links deliver

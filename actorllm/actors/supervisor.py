@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import anyio
-from anyio.abc import TaskGroup, TaskStatus
+from anyio.abc import TaskGroup
 
 from actorllm.actors import child as child_program
 from actorllm.actors.actor import Actor, Failure, Runner
@@ -426,11 +426,13 @@ class OwnerChild(LocalChild):
         self.runner = Runner(actor, self._report_end)
 
     async def spawn(self, tasks: TaskGroup, config: Any) -> None:
-        await tasks.start(self._live)
+        alive = anyio.Event()
+        tasks.start_soon(self._live, alive)
+        await alive.wait()
 
-    async def _live(self, *, task_status: TaskStatus[None]) -> None:
+    async def _live(self, alive: anyio.Event) -> None:
         try:
-            await self.runner.live(task_status=task_status)
+            await self.runner.live(alive.set)
         finally:
             self.gone.set()
 
@@ -475,9 +477,15 @@ class ThreadChild(LocalChild):
 
     async def spawn(self, tasks: TaskGroup, config: Any) -> None:
         self.runner = Runner(_new_actor(self.spec), self._report_end_there)
+        alive = anyio.Event()
         self._thread.start_thread()
-        living = self._thread.call(self.runner.live)
+        living = self._thread.call(self.runner.live, lambda: self._loop.call_soon_threadsafe(alive.set))
         living.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self.gone.set))
+        try:
+            await alive.wait()
+        except BaseException:
+            self._thread.request_stop()
+            raise
 
     async def start(self, config: Any) -> dict[str, Any]:
         self.phase = "starting"

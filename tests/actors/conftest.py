@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
-from actorllm.actors.echo import EchoActor, EchoConfig
+from actorllm.actors.actor import Actor
+from actorllm.actors.echo import EchoConfig
 from actorllm.actors.engine_thread import EngineThread
+from actorllm.actors.link import Link
 from actorllm.actors.supervisor import ActorDeath, Supervisor
 from actorllm.actors.topology import ActorSpec, LinkSpec, Placement, Topology
+from actorllm.messages import Message
 
 ECHO = "actorllm.actors.echo:EchoActor"
 ENVIRONMENT = "actorllm.actors.echo:environment"
@@ -24,24 +27,43 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
     return "asyncio", {"use_uvloop": True}
 
 
-def echo_topology(placement: Placement, num_ranks: int = 2) -> Topology:
-    """front (owner) ── middle ══ echo0, echo1 …, like the engine's own."""
-    echoes = [ActorSpec(f"echo{rank}", ECHO, rank, placement) for rank in range(num_ranks)]
-    middle = ActorSpec(
-        "middle",
-        ECHO,
-        7,
-        "owner" if placement == "thread" else placement,
-        ENVIRONMENT if placement == "process" else None,
-    )
+def echo_topology(placement: Placement) -> Topology:
+    """front (owner) ── middle, front ══ echo0, echo1."""
+    middle = ActorSpec("middle", ECHO, 7, "owner" if placement == "thread" else placement, ENVIRONMENT)
+    echoes = [ActorSpec(f"echo{rank}", ECHO, rank, placement) for rank in range(2)]
     return Topology(
         (ActorSpec("front", ECHO, 8, "owner"), middle, *echoes),
-        (LinkSpec.pair("middle", "front"), LinkSpec.broadcast("echoes", "middle", [echo.name for echo in echoes])),
+        (LinkSpec.pair("front", "middle"), LinkSpec.broadcast("echoes", "front", ["echo0", "echo1"])),
     )
 
 
 def total_of(config: EchoConfig, facts: dict[str, dict[str, Any]]) -> EchoConfig:
-    return replace(config, total=sum(fact["number"] for fact in facts.values()))
+    return replace(config, total=sum(fact.get("number", 0) for fact in facts.values()))
+
+
+class Client(Actor):
+    """The owner's actor: writes down what comes back, and who is lost."""
+
+    def __init__(self, name: str = "front", rank: int = 8) -> None:
+        super().__init__(name, rank)
+        self.received: list[tuple[Link, Message]] = []
+        self.lost: list[Link] = []
+        self.expected = 0
+        self.has_all = threading.Event()
+
+    def on_message(self, link: Link, message: Message) -> None:
+        self.received.append((link, message))
+
+    def on_batch(self) -> None:
+        if len(self.received) >= self.expected:
+            self.has_all.set()
+
+    def on_peer_lost(self, link: Link) -> None:
+        self.lost.append(link)
+
+    def send(self, peer: str, *messages: Message) -> None:
+        for message in messages:
+            self.links[peer].send_nowait(message)
 
 
 @dataclass
@@ -50,18 +72,27 @@ class Engine:
 
     supervisor: Supervisor
     thread: EngineThread
+    front: Client
     deaths: list[ActorDeath] = field(default_factory=list)
     died: threading.Event = field(default_factory=threading.Event)
 
-    @property
-    def front(self) -> EchoActor:
-        actor = self.supervisor.actor("front")
-        assert isinstance(actor, EchoActor)
-        return actor
+    def ask(self, verb: str, peer: str = "middle", **arguments: Any) -> Any:
+        return self.thread.call(self.front.ask, self.front.links[peer], verb, **arguments).result(10)
 
-    def ask(self, verb: str, **arguments: Any) -> Any:
-        """What front hears from middle."""
-        return self.thread.call(self.front.ask, self.front.links["middle"], verb, **arguments).result(10)
+    def ask_echoes(self, verb: str, **arguments: Any) -> list[Any]:
+        answers: list[Any] = self.thread.call(self.front.ask_all, self.front.links["echoes"], verb, **arguments).result(
+            10
+        )
+        return answers
+
+    def exchange(self, peer: str, *messages: Message, num_replies: int) -> list[tuple[Link, Message]]:
+        """What comes back for these messages."""
+        self.front.received.clear()
+        self.front.has_all.clear()
+        self.front.expected = num_replies
+        self.thread.call(self.front.send, peer, *messages).result(10)
+        assert self.front.has_all.wait(10)
+        return list(self.front.received)
 
 
 MakeEngine = Callable[..., Engine]
@@ -69,30 +100,27 @@ MakeEngine = Callable[..., Engine]
 
 @pytest.fixture
 def make_engine() -> Iterator[MakeEngine]:
-    """An engine that is not started yet."""
+    """An engine that is not started yet: of a placement, or of a topology whose owner-placed actor is "front"."""
     engines: list[Engine] = []
 
     def make(placement: Placement | Topology = "process", config: EchoConfig | None = None, **arguments: Any) -> Engine:
+        def note(death: ActorDeath) -> None:
+            engine.deaths.append(death)
+            engine.died.set()
+
+        front = Client()
+        arguments = {"resolve": total_of, "on_death": note, "actors": {"front": front}} | arguments
         topology = placement if isinstance(placement, Topology) else echo_topology(placement)
-        supervisor = Supervisor(
-            topology,
-            config or EchoConfig(),
-            resolve=arguments.pop("resolve", total_of),
-            on_death=lambda death: note(engine, death),
-            **arguments,
-        )
-        engine = Engine(supervisor, EngineThread(supervisor))
+        supervisor = Supervisor(topology, config or EchoConfig(), **arguments)
+        engine = Engine(supervisor, EngineThread(supervisor), front)
         engines.append(engine)
         return engine
-
-    def note(engine: Engine, death: ActorDeath) -> None:
-        engine.deaths.append(death)
-        engine.died.set()
 
     yield make
     for engine in engines:
         engine.thread.stop()
         assert not engine.thread.is_alive
+        assert not engine.supervisor.pids
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 import pytest
+from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
 from actorllm.actors.actor import Actor, Failure, Runner
@@ -81,7 +82,7 @@ async def running_pair() -> AsyncIterator[Pair]:
     pair = Pair()
     async with anyio.create_task_group() as tasks:
         for runner in pair.runners.values():
-            await tasks.start(lambda *, task_status, runner=runner: runner.live(task_status=task_status))
+            await bring_to_life(tasks, runner)
             await runner.start(EchoConfig())
             await runner.configure(EchoConfig())
         pair.link()
@@ -90,6 +91,12 @@ async def running_pair() -> AsyncIterator[Pair]:
         yield pair
         for runner in pair.runners.values():
             runner.stop()
+
+
+async def bring_to_life(tasks: TaskGroup, runner: Runner) -> None:
+    alive = anyio.Event()
+    tasks.start_soon(runner.live, alive.set)
+    await alive.wait()
 
 
 async def turns(number: int = 10) -> None:
@@ -152,7 +159,7 @@ async def test_other_ways_to_fail(how: str) -> None:
         pair.b.on_message = lambda link, message: Actor.on_message(pair.b, link, message)  # type: ignore[method-assign]
     async with anyio.create_task_group() as tasks:
         for runner in pair.runners.values():
-            await tasks.start(lambda *, task_status, runner=runner: runner.live(task_status=task_status))
+            await bring_to_life(tasks, runner)
         pair.link()
         pair.runners["b"].run()
         if how == "task":
@@ -177,7 +184,7 @@ async def test_run_that_returns_is_an_end_without_error() -> None:
 
     pair.b.run = run  # type: ignore[method-assign]
     async with anyio.create_task_group() as tasks:
-        await tasks.start(lambda *, task_status: pair.runners["b"].live(task_status=task_status))
+        await bring_to_life(tasks, pair.runners["b"])
         pair.runners["b"].run()
     assert pair.ends == [None]
     assert pair.b.life[-1] == "stop"
@@ -342,7 +349,7 @@ async def test_a_task_that_wakes_itself_starves_nobody() -> None:
         runner = Runner(actor, pair.ends.append)
         with anyio.fail_after(5):
             async with anyio.create_task_group() as tasks:
-                await tasks.start(lambda *, task_status: runner.live(task_status=task_status))
+                await bring_to_life(tasks, runner)
                 runner.run()
                 tasks.start_soon(turn)
 
