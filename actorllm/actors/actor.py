@@ -326,9 +326,9 @@ class Runner:
             self._refuse(link, message)
             return
         try:
-            if isinstance(message, Reply):
+            if type(message) is Reply:
                 self._take_reply(link, message)
-            elif isinstance(message, Ask):
+            elif type(message) is Ask:
                 self._take_ask(link, message)
             else:
                 self.actor.on_message(link, message)

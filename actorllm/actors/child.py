@@ -49,8 +49,10 @@ PR_SET_NAME = 15
 
 
 def send_frame(control: socket.socket, op: str, fds: tuple[int, ...] = (), **fields: Any) -> None:
-    """One packet. Raises OSError (EPIPE: the other side is gone; EAGAIN: it has not read for very long)."""
+    """One packet. Raises OSError (EPIPE: the other side is gone; EAGAIN: it has not read for very long) or ValueError."""
     packet = json.dumps({"op": op, **fields}).encode()
+    if len(packet) > MAX_PACKET:
+        raise ValueError(f"a control frame {op!r} of {len(packet)} bytes; the limit is {MAX_PACKET}")
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     control.sendmsg([packet], ancillary, socket.MSG_NOSIGNAL)
 

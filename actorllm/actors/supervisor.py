@@ -202,9 +202,9 @@ class Supervisor:
         for child in list(self._children.values()):
             child.kill()
 
-    def relink(self, name: str) -> None:
-        """New links with the next generation for everyone whom this actor talks to, itself included."""
-        for link in self._links_of(name):
+    def relink(self, *names: str) -> None:
+        """New links with the next generation wherever one of these actors is an end, for all ends."""
+        for link in self._links_of(*names):
             self._connect(link)
 
     def statistics(self) -> dict[str, Any]:
@@ -323,8 +323,8 @@ class Supervisor:
             for name in others:
                 self._children[name].lose(link.name, self._generations[link.name], error)
 
-    def _links_of(self, name: str) -> list[LinkSpec]:
-        return [link for link in self._links.values() if name in link.ends]
+    def _links_of(self, *names: str) -> list[LinkSpec]:
+        return [link for link in self._links.values() if set(names) & set(link.ends)]
 
     # Stop
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+
+from actorllm.actors import child
+from actorllm.actors.echo import EchoConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,6 +124,91 @@ def test_children_start_from_any_main(tmp_path: Path, how: str) -> None:
             assert errors == ""
         assert process.returncode == 0
         assert not any(map(is_running, pids))
+
+
+def test_children_have_the_import_path_of_the_owner(tmp_path: Path) -> None:
+    """A class in a module beside the script, or in a folder that the script added."""
+    (tmp_path / "more").mkdir()
+    for folder, module in ((tmp_path, "beside"), (tmp_path / "more", "added")):
+        (folder / f"{module}.py").write_text(
+            "from actorllm.actors.echo import EchoActor\nclass Mine(EchoActor): pass\n"
+        )
+    (tmp_path / "supervisor.py").write_text("raise RuntimeError('not this one')\n")
+    source = program("print(type(front).__module__, flush=True)")
+    source = source.replace("ECHO, 8", "'beside:Mine', 8").replace("ECHO, 0", "'beside:Mine', 0")
+    source = f"import sys\nsys.path.append({str(tmp_path / 'more')!r})\n" + source.replace("ECHO, 1", "'added:Mine', 1")
+    script = tmp_path / "script.py"
+    script.write_text(source)
+    with running(str(script)) as process:
+        assert process.stdout is not None
+        read_pids(process.stdout)
+        assert rest_of(process) == ("beside\n", "")
+
+
+@contextmanager
+def bare_child(owner: int) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    process = subprocess.Popen(
+        [sys.executable, child.__file__, str(theirs.fileno()), str(owner)], pass_fds=[theirs.fileno()]
+    )
+    theirs.close()
+    try:
+        yield process, ours
+    finally:
+        ours.close()
+        process.kill()
+        process.wait()
+
+
+def start_frame(control: socket.socket, **fields: str) -> None:
+    start = {"actor": "bare", "path": "actorllm.actors.echo:EchoActor", "rank": 0, "sys_path": [str(ROOT), *sys.path]}
+    config = {"config_path": "actorllm.actors.echo:EchoConfig", "config": EchoConfig().to_json().decode()}
+    child.send_frame(control, "start", **start | config | fields)
+
+
+def test_a_child_ends_with_its_control_socket() -> None:
+    """However the owner ended: the parent-death signal is not the only tie."""
+    with bare_child(os.getpid()) as (process, control):
+        control.close()
+        assert process.wait(20) == child.OWNER_GONE
+    with bare_child(os.getpid()) as (process, control):
+        start_frame(control)
+        frame, _ = child.receive_frame(control)
+        assert frame is not None
+        assert frame["op"] == "started"
+        control.close()
+        assert process.wait(20) == child.OWNER_GONE
+
+
+def test_a_child_whose_owner_died_before_it_lived() -> None:
+    with bare_child(owner=os.getpid() + 1) as (process, _):
+        assert process.wait(20) == child.OWNER_GONE
+
+
+@pytest.mark.parametrize(
+    ("fields", "op", "type_name"),
+    [
+        ({}, "juggle", "ValueError"),
+        ({"path": "actorllm.actors.echo:Parrot"}, "configure", "AttributeError"),
+        ({"config": "{"}, "configure", "JSONDecodeError"),
+    ],
+)
+def test_a_child_reports_what_it_cannot_do(fields: dict[str, str], op: str, type_name: str) -> None:
+    with bare_child(os.getpid()) as (process, control):
+        start_frame(control, **fields)
+        child.send_frame(control, op)
+        frame, _ = child.receive_frame(control)
+        while frame is not None and frame["op"] != "failed":
+            frame, _ = child.receive_frame(control)
+        assert frame is not None
+        assert frame["type_name"] == type_name
+        assert process.wait(20) == 1
+
+
+def test_frames_have_a_limit() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, pytest.raises(ValueError, match="the limit is"):
+        child.send_frame(ours, "started", facts={"text": "x" * child.MAX_PACKET})
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -17,6 +18,7 @@ import pytest
 import trio
 import uvloop
 
+from actorllm.actors import echo
 from actorllm.actors import supervisor as supervisor_module
 from actorllm.actors.echo import EchoConfig
 from actorllm.actors.engine_thread import HostLoop, current_loop
@@ -253,6 +255,23 @@ def test_a_process_that_hangs_is_killed(run_engine: MakeEngine) -> None:
     engine.thread.stop(timeout=0.3)
     assert time.monotonic() - start < 5
     assert engine.supervisor.pids == {}
+
+
+def test_a_thread_that_hangs_is_abandoned(run_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(echo, "time", SimpleNamespace(sleep=lambda _: release.wait(30)))
+    num_threads = threading.active_count()
+    engine = run_engine("thread")
+    assert engine.ask_echoes("crash", how="hang") == ["soon", "soon"]
+    start = time.monotonic()
+    engine.thread.stop(timeout=0.3)
+    assert time.monotonic() - start < 5
+    assert not engine.thread.is_alive
+    release.set()  # whoever comes to life again ends by himself
+    for thread in threading.enumerate():
+        if thread.name.startswith("actorllm:"):
+            thread.join(10)
+    assert threading.active_count() == num_threads
 
 
 def test_relink_makes_the_next_generation(run_engine: MakeEngine) -> None:
