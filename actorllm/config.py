@@ -73,6 +73,8 @@ class SchedulerConfig:
     depth: Literal[1, 2]
     """Steps in flight: 2 plans step N+1 while step N runs."""
     policy: str
+    long_prefill_token_threshold: int = 0
+    """At most this many tokens of one prompt per step; 0: as many as the step has room for."""
     num_lookahead_tokens: int = 0
     """Extra KV room per decode row, for results of more than one token."""
 
@@ -167,6 +169,9 @@ class EngineConfig:
                 max_num_batched_tokens=max_num_batched_tokens,
                 depth=2 if given["async_scheduling"] in (None, True) else 1,
                 policy=given["scheduling_policy"],
+                long_prefill_token_threshold=_not_negative(
+                    "long_prefill_token_threshold", given["long_prefill_token_threshold"]
+                ),
             ),
             topology=_choice("topology", given["topology"], ("process", "inline")),
             world_size=1,
@@ -193,6 +198,7 @@ ARGUMENTS: dict[str, Any] = {
     "load_format": "auto",
     "async_scheduling": None,
     "scheduling_policy": "fcfs",
+    "long_prefill_token_threshold": 0,
     "tensor_parallel_size": 1,
     "trust_remote_code": False,
     "topology": "process",
@@ -201,7 +207,7 @@ ARGUMENTS: dict[str, Any] = {
     "num_threads": None,
     "record": None,
 }
-"""What the front doors understand, with the defaults. The first seventeen are vLLM's names."""
+"""What the front doors understand, with the defaults. Those before `topology` are vLLM's names."""
 
 VLLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "tokenizer_mode": ("auto",),
@@ -379,6 +385,12 @@ def _dtype(given: Any, hf: dict[str, Any]) -> Literal["float32", "bfloat16"]:
 def _positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ConfigError(f"{name}={value!r} must be a positive integer")
+    return value
+
+
+def _not_negative(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"{name}={value!r} must be an integer of at least 0")
     return value
 
 

@@ -167,6 +167,7 @@ class SchedulerActor(Actor):
             "policy": load_policy(config.scheduler.policy),
             "depth": config.scheduler.depth,
             "num_lookahead_tokens": config.scheduler.num_lookahead_tokens,
+            "prefill_chunk": config.scheduler.long_prefill_token_threshold or None,
         }
         if config.record is None:
             return Scheduler(**arguments)

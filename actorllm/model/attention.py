@@ -3,14 +3,16 @@
 Invariants: the pool is finite at all times (it starts as zeros, and a block that received non-finite values is zeroed by
 the scheduler's plan before anyone else reads it), because padded positions are read and multiplied by 0. Block ids are
 those of the scheduler, [0, num_blocks); two more blocks belong to the pool itself: one stays zero and fills up short
-block tables, one takes the writes of padding rows.
+block tables, one takes the writes of padding tokens.
 
 Layout, per layer: head-major, [2 * num_kv_heads, num_blocks + 2, block_size * head_dim], keys in the first half. One
 `index_select` over the block ids of a batch then yields keys and values as [2, num_kv_heads * rows, length, head_dim],
 ready for batched products, without a permutation. Decode works on all rows at once, with the query heads that share a
-key head folded into one product; only rows of very different length are split into groups. Prefill works row by row.
+key head folded into one product; only rows of very different length are split into groups. What was gathered for a
+group is kept, and in the next step of the same rows only the new token is added to it (`DecodeContext`). Prefill works
+row by row.
 
-`KVCache` is owned by the runner; `AttentionBatch` is made by it once per step and passed through the layers.
+`KVCache` is owned by the runner; `AttentionBatch` is made from it once per step and passed through the layers.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from numpy.typing import NDArray
 
 from actorllm.model.inputs import StepInputs
 
+I64 = NDArray[np.int64]
+
 SMALL_GROUP_ELEMENTS = 80_000
 """Up to this many key elements, batched products in float32 (no set-up) beat those in bfloat16 (10 µs each)."""
 
@@ -30,9 +34,12 @@ GROUP_OVERHEAD_ELEMENTS = 200_000
 """Key elements that take as long as the fixed cost of one more group: less padding than that is not worth a split."""
 
 MAX_GROUP_BYTES = 32 << 20
-"""Gathered keys and values of one group; bounds the working memory of decode."""
+"""Gathered keys and values of one group in one layer."""
 
-LENGTH_STEP = 64
+MAX_CONTEXT_BYTES = 512 << 20
+"""Gathered keys and values that are kept for the next step, over all layers; beyond that, they are gathered anew."""
+
+LENGTH_STEP = 32
 """bfloat16 products are padded to a multiple of this: every new shape costs oneDNN about half a millisecond."""
 
 QUERY_TILE = 256
@@ -54,14 +61,17 @@ class KVCache:
         # Fresh zero pages are only mapped when they are first written.
         self.pool = torch.zeros(num_layers, 2 * num_kv_heads, num_blocks + 2, block_size * head_dim, dtype=dtype)
         self.blocks = list(self.pool.unbind(0))  # per layer [2 * num_kv_heads, num_blocks + 2, block_size * head_dim]
+        self.context: DecodeContext | None = None
         tokens = self.pool.view(num_layers, 2 * num_kv_heads, (num_blocks + 2) * block_size, head_dim)
         self.tokens = list(tokens.unbind(0))  # per layer [2 * num_kv_heads, num_token_slots, head_dim]
 
     def zero(self, block_ids: NDArray[np.int32]) -> None:
+        self.context = None
         self.pool.index_fill_(2, torch.from_numpy(block_ids), 0)
 
     def copy(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         """All at once: a target that is also a source is read before it is written."""
+        self.context = None
         for layer in self.blocks:
             layer.index_copy_(1, torch.from_numpy(targets).long(), layer.index_select(1, torch.from_numpy(sources)))
 
@@ -73,8 +83,23 @@ class DecodeGroup:
     start: int
     end: int
     block_ids: torch.Tensor  # [rows * blocks_per_row]
+    length: int
+    offset: I64 | None
+    """Per row, the position of the first gathered token; None: 0."""
     bias: torch.Tensor  # [num_kv_heads * rows, queries_per_kv, length]: 0 where a row may look, -inf elsewhere
-    is_small: bool
+    gathered: list[torch.Tensor]
+    """Per layer [2 * num_kv_heads, rows * blocks_per_row, block_size * head_dim]; one for all when it is not kept."""
+    is_kept: bool
+    new_slots: torch.Tensor | None = None  # [rows] row * length + position of the new token; None: gather everything
+
+
+@dataclass(slots=True)
+class DecodeContext:
+    """The gathered keys and values of the decode rows after a step, as long as rows and blocks stay what they are."""
+
+    version: int
+    lengths: I64  # [num_decodes]
+    groups: list[DecodeGroup]
 
 
 @dataclass(slots=True)
@@ -119,33 +144,48 @@ class AttentionBatch:
         query: [num_tokens, num_heads, head_dim]; key_value: [num_tokens, 2 * num_kv_heads, head_dim].
         Returns [num_tokens, num_heads * head_dim].
         """
-        self._cache.tokens[layer].index_copy_(1, self.kv_slots, key_value.transpose(0, 1))
-        blocks = self._cache.blocks[layer]
-        num_tokens = query.shape[0]
-        if len(self.groups) == 1 and self.groups[0].end == num_tokens:
-            return self._decode(blocks, query, self.groups[0])
-        out = query.new_zeros(num_tokens, query.shape[1] * query.shape[2])
+        new = key_value.transpose(0, 1)  # [2 * num_kv_heads, num_tokens, head_dim]
+        self._cache.tokens[layer].index_copy_(1, self.kv_slots, new)
+        if len(self.groups) == 1 and self.groups[0].end == query.shape[0]:
+            return self._decode(layer, query, new, self.groups[0])
+        out = query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
         for group in self.groups:
-            out[group.start : group.end] = self._decode(blocks, query[group.start : group.end], group)
+            rows = slice(group.start, group.end)
+            out[rows] = self._decode(layer, query[rows], new[:, rows], group)
         for row in self.rows:
-            self._prefill(blocks, query, row, out)
+            self._prefill(layer, query, row, out)
         return out
 
-    def _decode(self, blocks: torch.Tensor, query: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
+    def _decode(self, layer: int, query: torch.Tensor, new: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
         heads, dim, fold = self._cache.num_kv_heads, self._cache.head_dim, self.queries_per_kv
-        rows = query.shape[0]
-        gathered = blocks.index_select(1, group.block_ids).view(2, heads * rows, -1, dim)
-        q = query.view(rows, heads, fold, dim).transpose(0, 1).reshape(heads * rows, fold, dim)
-        if group.is_small:
-            gathered, q = gathered.float(), q.float()
-        key, value = gathered.unbind(0)  # [num_kv_heads * rows, length, head_dim]
+        rows, dtype = query.shape[0], query.dtype
+        gathered = group.gathered[layer if group.is_kept else 0]
+        is_small = gathered.dtype != dtype
+        if group.new_slots is not None:
+            gathered.view(2 * heads, -1, dim).index_copy_(1, group.new_slots, new.float() if is_small else new)
+        elif is_small:
+            gathered.copy_(self._cache.blocks[layer].index_select(1, group.block_ids))
+        else:
+            torch.index_select(self._cache.blocks[layer], 1, group.block_ids, out=gathered)
+        key, value = gathered.view(2, heads * rows, group.length, dim).unbind(0)
+        if rows == 1:
+            q = query.view(heads, fold, dim)
+        else:
+            q = query.view(rows, heads, fold, dim).transpose(0, 1).reshape(heads * rows, fold, dim)
+        if is_small:
+            q = q.float()
         scores = torch.baddbmm(group.bias, q, key.transpose(1, 2), alpha=self.scale)
         out = torch.bmm(torch.softmax(scores, -1), value)  # [num_kv_heads * rows, queries_per_kv, head_dim]
-        return out.to(query.dtype).view(heads, rows, fold * dim).transpose(0, 1).reshape(rows, heads * fold * dim)
+        if is_small:
+            out = out.to(dtype)
+        if rows == 1:
+            return out.view(1, heads * fold * dim)
+        return out.view(heads, rows, fold * dim).transpose(0, 1).reshape(rows, heads * fold * dim)
 
-    def _prefill(self, blocks: torch.Tensor, query: torch.Tensor, row: PrefillRow, out: torch.Tensor) -> None:
+    def _prefill(self, layer: int, query: torch.Tensor, row: PrefillRow, out: torch.Tensor) -> None:
         heads, dim, fold = self._cache.num_kv_heads, self._cache.head_dim, self.queries_per_kv
-        key, value = blocks.index_select(1, row.block_ids).view(2, heads, 1, -1, dim).unbind(0)
+        blocks = self._cache.blocks[layer].index_select(1, row.block_ids)
+        key, value = blocks.view(2, heads, 1, -1, dim).unbind(0)
         for tile in row.tiles:
             tokens = tile.end - tile.start
             q = query[tile.start : tile.end].view(tokens, heads, fold, dim).permute(1, 2, 0, 3)
@@ -160,70 +200,102 @@ class AttentionBatch:
             out[tile.start : tile.end].view(tokens, heads, fold, dim).copy_(attended.permute(2, 0, 1, 3))
 
     def _decode_groups(self, inputs: StepInputs) -> list[DecodeGroup]:
+        """The groups of the step before with one more token per row, or new ones."""
+        cache, context = self._cache, self._cache.context
+        if self._window is not None:
+            return self._new_groups(inputs)
+        if (
+            context is not None
+            and context.version == inputs.decode_version
+            and np.array_equal(context.lengths + 1, inputs.decode_lengths)
+            and all(int(inputs.decode_lengths[g.start : g.end].max()) <= g.length for g in context.groups)
+        ):
+            for group in context.groups:
+                self._extend(group, inputs)
+            context.lengths = inputs.decode_lengths
+            return context.groups
+        groups = self._new_groups(inputs)
+        is_kept = all(group.is_kept for group in groups)
+        cache.context = DecodeContext(inputs.decode_version, inputs.decode_lengths, groups) if is_kept else None
+        return groups
+
+    def _extend(self, group: DecodeGroup, inputs: StepInputs) -> None:
+        """One more token per row: where it goes, and that it may be looked at."""
+        rows = group.end - group.start
+        row, position = np.arange(rows), inputs.decode_positions[group.start : group.end]
+        group.new_slots = torch.from_numpy(row * group.length + position)
+        bias = group.bias.view(self._cache.num_kv_heads, rows, self.queries_per_kv, group.length)
+        bias[:, torch.from_numpy(row), :, torch.from_numpy(position)] = 0
+
+    def _new_groups(self, inputs: StepInputs) -> list[DecodeGroup]:
         """Rows come ordered by falling length whenever their lengths differ enough for a split to pay."""
-        size = self._cache.block_size
+        cache, size = self._cache, self._cache.block_size
         lengths = inputs.decode_lengths
         first_visible = np.maximum(lengths - self._window, 0) if self._window is not None else np.zeros_like(lengths)
         first_block = first_visible // size
         num_blocks = -(-lengths // size) - first_block
-        elements_per_block = self._cache.num_kv_heads * self._cache.head_dim * size
-        is_exact = self._cache.pool.dtype == torch.float32
-        max_blocks_total = max(1, MAX_GROUP_BYTES // (2 * elements_per_block * self._cache.pool.element_size()))
-        groups = []
+        block_elements = cache.num_kv_heads * cache.head_dim * size
+        is_exact = cache.pool.dtype == torch.float32
+        block_bytes = 2 * block_elements * cache.pool.element_size()
+        most_blocks = max(1, MAX_GROUP_BYTES // block_bytes)
+        bounds: list[tuple[int, int, int, bool]] = []
         start, total = 0, len(lengths)
         while start < total:
             longest = int(num_blocks[start:].max())
             end = total
             if inputs.is_sorted:
-                saved = (total - np.arange(start, total)) * (longest - num_blocks[start:]) * elements_per_block
+                saved = (total - np.arange(start, total)) * (longest - num_blocks[start:]) * block_elements
                 worth = np.flatnonzero(saved > GROUP_OVERHEAD_ELEMENTS)
                 end = start + max(1, int(worth[0])) if worth.size else total
-            end = min(end, start + max(1, max_blocks_total // longest))
-            longest = int(num_blocks[start:end].max())
-            is_small = (end - start) * longest * elements_per_block <= SMALL_GROUP_ELEMENTS
+            end = min(end, start + max(1, most_blocks // longest))
+            is_small = not is_exact and (end - start) * longest * block_elements <= SMALL_GROUP_ELEMENTS
             if not is_exact and not is_small:
-                step = max(LENGTH_STEP // size, 1 << max(0, longest.bit_length() - 4))
+                step = max(1, LENGTH_STEP // size, 1 << max(0, longest.bit_length() - 4))
                 longest = -(-longest // step) * step
-            groups.append(
-                self._decode_group(inputs, start, end, longest, first_block, num_blocks, first_visible, is_small)
-            )
+            bounds.append((start, end, longest, is_small))
             start = end
-        return groups
+        context_bytes = sum((end - start) * longest * block_bytes for start, end, longest, _ in bounds)
+        is_kept = self._window is None and context_bytes * len(cache.blocks) <= MAX_CONTEXT_BYTES
+        cache.context = None  # let its memory go before the new one is made
+        return [
+            self._new_group(inputs, start, end, longest, first_block, num_blocks, first_visible, is_small, is_kept)
+            for start, end, longest, is_small in bounds
+        ]
 
-    def _decode_group(
+    def _new_group(
         self,
         inputs: StepInputs,
         start: int,
         end: int,
         blocks_per_row: int,
-        first_block: NDArray[np.int64],
-        num_blocks: NDArray[np.int64],
-        first_visible: NDArray[np.int64],
+        first_block: I64,
+        num_blocks: I64,
+        first_visible: I64,
         is_small: bool,
+        is_kept: bool,
     ) -> DecodeGroup:
-        size = self._cache.block_size
+        cache, size, rows = self._cache, self._cache.block_size, slice(start, end)
         table = inputs.decode_table  # [num_decodes, max_blocks]
         columns = np.arange(blocks_per_row)
-        used = columns < num_blocks[start:end, None]
-        if self._window is None:
-            ids = np.full((end - start, blocks_per_row), self._cache.zero_block, np.int32)
-            width = min(blocks_per_row, table.shape[1])
-            ids[:, :width] = table[start:end, :width]
-        else:
-            where = np.minimum(first_block[start:end, None] + columns, table.shape[1] - 1)
-            ids = np.take_along_axis(table[start:end], where, 1)
-        ids[~used] = self._cache.zero_block
-        offset = first_block[start:end, None] * size
-        position = np.arange(blocks_per_row * size) + offset
-        hidden = position >= inputs.decode_lengths[start:end, None]
-        if self._window is not None:
-            hidden |= position < first_visible[start:end, None]
-        dtype = torch.float32 if is_small else self._cache.pool.dtype
+        where = np.minimum(first_block[rows, None] + columns, table.shape[1] - 1)
+        ids = np.take_along_axis(table[rows], where, 1)  # [rows, blocks_per_row]
+        ids[columns >= num_blocks[rows, None]] = cache.zero_block
+        position = np.arange(blocks_per_row * size) + first_block[rows, None] * size
+        hidden = (position >= inputs.decode_lengths[rows, None]) | (position < first_visible[rows, None])
+        dtype = torch.float32 if is_small else cache.pool.dtype
         bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
-        heads = self._cache.num_kv_heads
-        bias = bias.view(1, end - start, 1, -1).expand(heads, -1, self.queries_per_kv, -1)
-        bias = bias.reshape(heads * (end - start), self.queries_per_kv, -1)
-        return DecodeGroup(start, end, torch.from_numpy(ids.reshape(-1)), bias, is_small)
+        heads, num_rows = cache.num_kv_heads, end - start
+        bias = bias.view(1, num_rows, 1, -1).expand(heads, -1, self.queries_per_kv, -1)
+        shape = (len(cache.blocks) if is_kept else 1, 2 * heads, num_rows * blocks_per_row, size * cache.head_dim)
+        return DecodeGroup(
+            start=start,
+            end=end,
+            block_ids=torch.from_numpy(ids.reshape(-1)),
+            length=blocks_per_row * size,
+            bias=bias.reshape(heads * num_rows, self.queries_per_kv, -1),
+            gathered=list(cache.scratch(shape, dtype).unbind(0)) if not is_kept else [],
+            is_kept=is_kept,
+        )
 
     def _prefill_row(self, inputs: StepInputs, start: int, count: int, first_position: int) -> PrefillRow:
         """Tiles of one row; the gathered context starts at the first block that any of its tokens sees."""

@@ -113,16 +113,14 @@ class ModelRunner:
         if cache.kv_cache_memory_bytes is not None:
             return cache.kv_cache_memory_bytes // self.block_bytes
         working = self._profile_working_bytes()
-        # A decode step gathers the blocks of its rows, layer by layer: that much is needed again, at worst.
-        per_block = self.block_bytes
         if cache.memory_utilization is not None:
             used = self._available_at_first - memory.available_bytes()
             budget = int(self._available_at_first * cache.memory_utilization) - max(0, used) - working
-            return max(0, budget // per_block)
+            return max(0, budget // self.block_bytes)
         blocks_per_seq = -(-(self.config.model.max_model_len + limits.num_lookahead_tokens) // cache.block_size)
         wanted = limits.max_num_seqs * blocks_per_seq
         budget = int(memory.available_bytes() * DEFAULT_MEMORY_SHARE) - working
-        return max(0, min(wanted, budget // per_block))
+        return max(0, min(wanted, budget // self.block_bytes))
 
     @torch.inference_mode()
     def allocate(self, num_blocks: int) -> None:
@@ -137,48 +135,45 @@ class ModelRunner:
         self._rows = None
 
     def _profile_working_bytes(self) -> int:
-        """Peak memory of the largest prefill and of the largest decode batch, beside weights and cache."""
-        config = self.config
-        size, length = config.cache.block_size, config.model.max_model_len
-        tokens = config.scheduler.max_num_batched_tokens
-        counts = [min(length, tokens - start) for start in range(0, tokens, length)][: config.scheduler.max_num_seqs]
-        per_seq = [-(-(count + 1) // size) for count in counts]
-        self.allocate(sum(per_seq))
+        """Peak memory of the largest prefill and of a decode step, beside weights and cache."""
+        config, size = self.config, self.config.cache.block_size
+        tokens, seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
+        longest = max(1, config.model.max_model_len - 1)  # one token is left to be decoded
+        counts = np.minimum(longest, np.arange(tokens, 0, -longest, dtype=np.int32))[:seqs]
+        per_seq = -(-(counts + 1) // size)
+        self.allocate(int(per_seq.sum()))
+        slots, zeros = np.arange(len(counts), dtype=np.int32), np.zeros(len(counts), np.int32)
+        prefill = StepPlan(
+            step=0,
+            new_slots=slots,
+            new_num_tokens=counts,
+            new_tokens=np.zeros(int(counts.sum()), np.int32),
+            new_num_outputs=zeros,
+            new_num_computed=zeros,
+            new_num_blocks=per_seq,
+            new_blocks=np.arange(per_seq.sum(), dtype=np.int32),
+            new_seeds=zeros.astype(np.int64),
+            new_sample_index=zeros,
+            new_temperature=zeros.astype(np.float32),
+            new_top_p=zeros.astype(np.float32) + 1,
+            new_min_p=zeros.astype(np.float32),
+            new_top_k=zeros,
+            new_min_tokens=zeros,
+            new_num_stop_ids=zeros,
+            new_adapter_id=zeros,
+            new_is_pooling=zeros.astype(np.uint8),
+            prefill_slots=slots,
+            prefill_counts=counts,
+        )
         before = memory.resident_bytes()
         memory.reset_peak()
-        slots = np.arange(len(counts), dtype=np.int32)
-        one = np.ones(len(counts), np.int32)
-        fits = np.minimum(counts, length - 1).astype(np.int32)  # one token is left to be decoded
-        fits = np.maximum(fits, 1)
-        zeros = np.zeros(len(counts), np.float32)
-        self.step(
-            StepPlan(
-                step=0,
-                new_slots=slots,
-                new_num_tokens=fits,
-                new_tokens=np.zeros(int(fits.sum()), np.int32),
-                new_num_outputs=0 * one,
-                new_num_computed=0 * one,
-                new_num_blocks=np.array(per_seq, np.int32),
-                new_blocks=np.arange(sum(per_seq), dtype=np.int32),
-                new_seeds=np.zeros(len(counts), np.int64),
-                new_sample_index=0 * one,
-                new_temperature=zeros,
-                new_top_p=zeros + 1,
-                new_min_p=zeros,
-                new_top_k=0 * one,
-                new_min_tokens=0 * one,
-                new_num_stop_ids=0 * one,
-                new_adapter_id=0 * one,
-                new_is_pooling=one.astype(np.uint8) * 0,
-                prefill_slots=slots,
-                prefill_counts=fits,
-            )
-        )
-        peak = memory.peak_bytes() - before
-        logits = config.scheduler.max_num_seqs * self.model_config.vocab_size * 4
+        self.step(prefill)
+        self.step(StepPlan(step=1, decode_slots=slots))
+        peak = max(0, memory.peak_bytes() - before)
+        logits = min(seqs * self.model_config.vocab_size * 4, MAX_LOGITS_BYTES)
+        context = config.model.max_model_len * self.block_bytes // (size * self.model_config.num_layers)
         del self.cache
-        return max(0, peak) + 2 * min(logits, MAX_LOGITS_BYTES)
+        return peak + 3 * logits + context
 
     # Steps ------------------------------------------------------------------------------------------------------------
 

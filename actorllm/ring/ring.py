@@ -243,9 +243,10 @@ class RingWriter:
         self._fence_release()
         self._fence_acquire()
         for sleep_word, bell in self._sleepers:
-            if words[sleep_word]:  # SYNC POINT sleep: TAIL before the look at SLEEP
-                if words[sleep_word] != 1:
-                    raise CorruptLinkError(f"a reader's sleep word is {words[sleep_word]:#x}")
+            sleeps = words[sleep_word]  # SYNC POINT sleep: TAIL before the look at SLEEP
+            if sleeps:
+                if sleeps != 1:
+                    raise CorruptLinkError(f"a reader's sleep word is {sleeps:#x}")
                 words[sleep_word] = 0
                 self._num_bells_rung += 1
                 bell.ring()
@@ -509,9 +510,10 @@ class RingReader:
         words[self._base + HEAD] = self._released_position = self.head_position
         self._fence_release()
         self._fence_acquire()
-        if words[SPACE_WANTED_WORD]:  # SYNC POINT space: HEAD before the look at SPACE_WANTED
-            if words[SPACE_WANTED_WORD] != 1:
-                raise CorruptLinkError(f"the writer's space word is {words[SPACE_WANTED_WORD]:#x}")
+        wanted = words[SPACE_WANTED_WORD]  # SYNC POINT space: HEAD before the look at SPACE_WANTED
+        if wanted:  # looked at once: another reader may clear it meanwhile
+            if wanted != 1:
+                raise CorruptLinkError(f"the writer's space word is {wanted:#x}")
             words[SPACE_WANTED_WORD] = 0
             self._num_space_bells += 1
             self.space_bell.ring()

@@ -40,6 +40,8 @@ class Limits:
     max_tokens: int
     max_seqs: int
     max_model_len: int
+    prefill_chunk: int | None = None
+    """At most this many tokens of one prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,7 @@ class KeyPolicy:
         return math.inf
 
     def budget(self, view: View) -> Budget:
-        return Budget(view.limits.max_tokens)
+        return Budget(view.limits.max_tokens, view.limits.prefill_chunk)
 
     def decode_mask(self, view: View) -> NDArray[np.bool_] | None:
         """Which of `view.decode_slots` run in this step; None: all."""

@@ -101,6 +101,7 @@ class Scheduler:
         policy: PlanPolicy,
         depth: int = 2,
         num_lookahead_tokens: int = 0,
+        prefill_chunk: int | None = None,
     ) -> None:
         if num_blocks * block_size < max_model_len:
             raise ValueError(f"{num_blocks} blocks of {block_size} hold less than max_model_len={max_model_len}")
@@ -109,7 +110,7 @@ class Scheduler:
                 f"num_lookahead_tokens={num_lookahead_tokens} x depth={depth} must be less than block_size={block_size}"
             )
         self.now = 0.0
-        self.limits = Limits(max_num_batched_tokens, max_num_seqs, max_model_len)
+        self.limits = Limits(max_num_batched_tokens, max_num_seqs, max_model_len, prefill_chunk)
         self.batch = Batch(max_num_seqs)
         self.kv = KVCacheManager(num_blocks, block_size, max_num_seqs, max_model_len)
         self.ledger = Ledger(depth)
