@@ -14,6 +14,7 @@ import signal
 import struct
 import sys
 import time
+import traceback
 from typing import NoReturn
 
 from actorllm.ring import layout
@@ -47,14 +48,18 @@ def fork(child: object, *arguments: object) -> int:
     if pid == 0:
         try:
             child(*arguments)  # type: ignore[operator]
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(1)
     return pid
 
 
 def kill(pid: int) -> None:
+    """It must have been alive: a child that failed by itself fails the test."""
     os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    status = os.waitpid(pid, 0)[1]
+    assert os.WIFSIGNALED(status), f"the child had ended by itself with status {status}"
 
 
 def wait(bell: Doorbell, timeout_s: float) -> None:

@@ -377,6 +377,35 @@ def test_impossible_flag_words(make_ring: Callable[..., Any]) -> None:
         ring.reader.heartbeat_ns()
 
 
+class Hasty:
+    """Header words in which one is 1 at the first look and cleared by somebody else before the next."""
+
+    def __init__(self, words: memoryview, word: int) -> None:
+        self.words, self.word, self.looks = words, word, 0
+
+    def __getitem__(self, word: int) -> int:
+        if word == self.word:
+            self.looks += 1
+            return 1 if self.looks == 1 else 0
+        return self.words[word]
+
+    def __setitem__(self, word: int, value: int) -> None:
+        self.words[word] = value
+
+
+def test_a_peers_word_is_looked_at_once(make_ring: Callable[..., Any]) -> None:
+    """A reader may disarm, or another reader may ring the writer, between two looks: no reason to cry corruption."""
+    ring = make_ring()
+    ring.writer._words = Hasty(ring.writer._words, layout.reader_word(0) + layout.SLEEP)
+    ring.writer.try_write(1, b"payload")
+    assert ring.writer._words.looks == 1
+    ring.writer._words = ring.writer._words.words
+    ring.reader._words = Hasty(ring.reader._words, layout.SPACE_WANTED_WORD)
+    ring.reader.drain()
+    assert ring.reader._words.looks == 1
+    ring.reader._words = ring.reader._words.words
+
+
 @pytest.mark.parametrize(
     ("word", "value"),
     [
