@@ -46,6 +46,28 @@ QUERY_TILE = 256
 """Prompt tokens that attend together; bounds the mask and skips what lies above the diagonal."""
 
 
+class Scratch:
+    """Memory that is used again in every step: fresh pages would cost more than what is done with them."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def split(self, sizes: list[int]) -> list[torch.Tensor]:
+        """Parts of these sizes that do not overlap; the content is that of the last use."""
+        self._reserve(sum(sizes))
+        return list(torch.split(self._bytes[: sum(sizes)], sizes))
+
+    def overlay(self, sizes: list[int]) -> list[torch.Tensor]:
+        """The same memory for all, for parts that are not needed at the same time."""
+        self._reserve(max(sizes))
+        return [self._bytes[:size] for size in sizes]
+
+    def _reserve(self, size: int) -> None:
+        if size > len(self._bytes):
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # let the old memory go first
+            self._bytes = torch.empty(size + size // 4, dtype=torch.uint8)
+
+
 class KVCache:
     """Keys and values of every layer, by block."""
 
@@ -62,6 +84,7 @@ class KVCache:
         self.pool = torch.zeros(num_layers, 2 * num_kv_heads, num_blocks + 2, block_size * head_dim, dtype=dtype)
         self.blocks = list(self.pool.unbind(0))  # per layer [2 * num_kv_heads, num_blocks + 2, block_size * head_dim]
         self.context: DecodeContext | None = None
+        self.kept, self.passing = Scratch(), Scratch()  # of the context, and of groups that are gathered in every step
         tokens = self.pool.view(num_layers, 2 * num_kv_heads, (num_blocks + 2) * block_size, head_dim)
         self.tokens = list(tokens.unbind(0))  # per layer [2 * num_kv_heads, num_token_slots, head_dim]
 
@@ -84,8 +107,6 @@ class DecodeGroup:
     end: int
     block_ids: torch.Tensor  # [rows * blocks_per_row]
     length: int
-    offset: I64 | None
-    """Per row, the position of the first gathered token; None: 0."""
     bias: torch.Tensor  # [num_kv_heads * rows, queries_per_kv, length]: 0 where a row may look, -inf elsewhere
     gathered: list[torch.Tensor]
     """Per layer [2 * num_kv_heads, rows * blocks_per_row, block_size * head_dim]; one for all when it is not kept."""
@@ -236,8 +257,7 @@ class AttentionBatch:
         num_blocks = -(-lengths // size) - first_block
         block_elements = cache.num_kv_heads * cache.head_dim * size
         is_exact = cache.pool.dtype == torch.float32
-        block_bytes = 2 * block_elements * cache.pool.element_size()
-        most_blocks = max(1, MAX_GROUP_BYTES // block_bytes)
+        most_blocks = max(1, MAX_GROUP_BYTES // (2 * block_elements * cache.pool.element_size()))
         bounds: list[tuple[int, int, int, bool]] = []
         start, total = 0, len(lengths)
         while start < total:
@@ -254,26 +274,26 @@ class AttentionBatch:
                 longest = -(-longest // step) * step
             bounds.append((start, end, longest, is_small))
             start = end
-        context_bytes = sum((end - start) * longest * block_bytes for start, end, longest, _ in bounds)
-        is_kept = self._window is None and context_bytes * len(cache.blocks) <= MAX_CONTEXT_BYTES
-        cache.context = None  # let its memory go before the new one is made
+        width = [4 if is_small else cache.pool.element_size() for _, _, _, is_small in bounds]
+        sizes = [2 * block_elements * (b[1] - b[0]) * b[2] * w for b, w in zip(bounds, width, strict=True)]
+        is_kept = self._window is None and sum(sizes) * len(cache.blocks) <= MAX_CONTEXT_BYTES
+        buffers = cache.kept.split([n * len(cache.blocks) for n in sizes]) if is_kept else cache.passing.overlay(sizes)
         return [
-            self._new_group(inputs, start, end, longest, first_block, num_blocks, first_visible, is_small, is_kept)
-            for start, end, longest, is_small in bounds
+            self._new_group(inputs, b, buffer, first_block, num_blocks, first_visible, is_kept)
+            for b, buffer in zip(bounds, buffers, strict=True)
         ]
 
     def _new_group(
         self,
         inputs: StepInputs,
-        start: int,
-        end: int,
-        blocks_per_row: int,
+        bounds: tuple[int, int, int, bool],
+        buffer: torch.Tensor,
         first_block: I64,
         num_blocks: I64,
         first_visible: I64,
-        is_small: bool,
         is_kept: bool,
     ) -> DecodeGroup:
+        start, end, blocks_per_row, is_small = bounds
         cache, size, rows = self._cache, self._cache.block_size, slice(start, end)
         table = inputs.decode_table  # [num_decodes, max_blocks]
         columns = np.arange(blocks_per_row)
@@ -285,15 +305,15 @@ class AttentionBatch:
         dtype = torch.float32 if is_small else cache.pool.dtype
         bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
         heads, num_rows = cache.num_kv_heads, end - start
-        bias = bias.view(1, num_rows, 1, -1).expand(heads, -1, self.queries_per_kv, -1)
-        shape = (len(cache.blocks) if is_kept else 1, 2 * heads, num_rows * blocks_per_row, size * cache.head_dim)
+        bias = bias.view(1, num_rows, 1, -1).expand(heads, -1, self.queries_per_kv, -1).contiguous()
+        gathered = buffer.view(dtype).view(-1, 2 * heads, num_rows * blocks_per_row, size * cache.head_dim)
         return DecodeGroup(
             start=start,
             end=end,
             block_ids=torch.from_numpy(ids.reshape(-1)),
             length=blocks_per_row * size,
-            bias=bias.reshape(heads * num_rows, self.queries_per_kv, -1),
-            gathered=list(cache.scratch(shape, dtype).unbind(0)) if not is_kept else [],
+            bias=bias.view(heads * num_rows, self.queries_per_kv, -1),
+            gathered=list(gathered.unbind(0)),
             is_kept=is_kept,
         )
 

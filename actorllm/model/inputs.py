@@ -31,6 +31,9 @@ class StepInputs:
     num_decodes: int
     decode_slots: I32  # [num_decodes] in the order of the tokens
     decode_lengths: I64  # [num_decodes] the new token included
+    decode_positions: I64  # [num_decodes] of the new token
+    decode_version: int
+    """Changes whenever the decode rows are others, or may have been meanwhile."""
     decode_table: I32  # [num_decodes, max_blocks]
     is_sorted: bool
     """Decode rows are ordered by falling length, not as in the plan."""
@@ -105,6 +108,7 @@ class PersistentBatch:
     stop_ids: dict[int, I32] = field(default_factory=dict)
     """Of slots with min_tokens: what they must not sample before."""
     rows_version: int = 0
+    decode_version: int = 0
 
     def __post_init__(self) -> None:
         self.columns = Columns(**{name: np.zeros(0, kind) for name, kind in _COLUMN_TYPES.items()})
@@ -128,8 +132,10 @@ class PersistentBatch:
             self._extend(plan)
         if plan.decode_slots is not None:
             self._require_live(plan.decode_slots, "decode")
-            self.decode_slots = plan.decode_slots
-            self.rows_version += 1
+            if plan.freed.size or not np.array_equal(self.decode_slots, plan.decode_slots):
+                self.decode_slots = plan.decode_slots
+                self.decode_version += 1
+                self.rows_version += 1
         elif plan.freed.size:
             self._require_live(self.decode_slots, "decode")
 
@@ -165,6 +171,8 @@ class PersistentBatch:
             num_decodes=num_decodes,
             decode_slots=slots,
             decode_lengths=lengths,
+            decode_positions=positions,
+            decode_version=self.decode_version,
             decode_table=tables[slots, :widest],
             is_sorted=order is not None,
             prefill_slots=[],
