@@ -1,0 +1,40 @@
+"""A worker actor whose model is the scripted worker of the scheduler's tests: no torch, every token checkable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from actorllm.actors.worker import WorkerActor
+from actorllm.config import EngineConfig
+from actorllm.messages import LateInputs, StepPlan, StepResult
+from tests.scheduling.conftest import ScriptedWorker
+
+VOCAB = 4096
+
+
+class ScriptedRunner:
+    """What WorkerActor needs of a ModelRunner."""
+
+    def __init__(self, config: EngineConfig, rank: int) -> None:
+        self.block_size = config.cache.block_size
+        self.rank = rank
+        self.worker: ScriptedWorker
+
+    def profile_num_blocks(self) -> int:
+        return 100 - 20 * self.rank
+
+    def allocate(self, num_blocks: int) -> None:
+        self.worker = ScriptedWorker(self.block_size, num_blocks, vocab=VOCAB)
+
+    def execute(self, plan: StepPlan) -> StepPlan:
+        if plan.new_tokens.size and 4095 in plan.new_tokens:
+            raise RuntimeError("the model does not like token 4095")
+        return plan
+
+    def sample(self, plan: StepPlan, late: LateInputs | None = None) -> StepResult:
+        return self.worker.run(plan, late)
+
+
+class ScriptedWorkerActor(WorkerActor):
+    def _load(self, config: EngineConfig) -> Any:
+        return ScriptedRunner(config, self.rank)

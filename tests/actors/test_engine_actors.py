@@ -1,0 +1,212 @@
+"""Frontend, scheduler and worker actors together, over a scripted model: ranks, late inputs, failures, controls."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+import actorllm.engine
+from actorllm import LLM, SamplingParams
+from actorllm.actors.engine_thread import HostLoop
+from actorllm.actors.scheduler import read_recording
+from actorllm.actors.topology import Topology, engine_topology
+from actorllm.config import EngineConfig
+from actorllm.errors import RequestFailedError
+from actorllm.messages import LateInputs, StepFailed, StepPlan, StepResult, Submit, pack
+from actorllm.scheduling.policy import load_policy
+from actorllm.scheduling.recording import replay
+from actorllm.scheduling.scheduler import Scheduler
+from tests.actors.scripted_worker import VOCAB, ScriptedRunner, ScriptedWorkerActor
+from tests.scheduling.conftest import reference_stream
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "asyncio", {"use_uvloop": True}
+
+
+def scripted(topology: Topology) -> Topology:
+    actors = tuple(
+        dataclasses.replace(a, path="tests.actors.scripted_worker:ScriptedWorkerActor", environment=None)
+        if a.name.startswith("worker")
+        else a
+        for a in topology.actors
+    )
+    return dataclasses.replace(topology, actors=actors)
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
+    """An LLM over scripted workers."""
+    llms: list[LLM] = []
+    num_ranks = {"n": 1}
+    right = EngineConfig.from_arguments
+
+    def with_ranks(model: Any, **arguments: Any) -> EngineConfig:
+        return dataclasses.replace(right(model, **arguments), world_size=num_ranks["n"])
+
+    monkeypatch.setattr(actorllm.engine, "engine_topology", lambda config: scripted(engine_topology(config)))
+    monkeypatch.setattr(EngineConfig, "from_arguments", with_ranks)
+
+    def make(world_size: int = 1, **arguments: Any) -> LLM:
+        num_ranks["n"] = world_size
+        llms.append(LLM("storyteller", **arguments))
+        return llms[-1]
+
+    yield make
+    for llm in llms:
+        llm.shutdown()
+
+
+def run(llm: LLM, count: int = 12) -> None:
+    prompts = [[10 + i, 20 + i, 30 + i] * (1 + i) for i in range(count)]
+    params = [SamplingParams(max_tokens=20, ignore_eos=True, seed=i, detokenize=False) for i in range(count)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        assert output.outputs[0].token_ids == reference_stream(prompt, i, 20, VOCAB)
+
+
+@pytest.mark.parametrize("topology", ["process", "inline"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_two_ranks_share_plans_and_the_smaller_cache(build: Callable[..., LLM], topology: str, depth: int) -> None:
+    llm = build(2, topology=topology, async_scheduling=depth == 2)
+    assert llm.config.cache.num_blocks == 80, "rank 1 has room for less"
+    run(llm)
+    statistics = llm.stats()
+    first, second = statistics["workers"]
+    assert (first["rank"], second["rank"]) == (0, 1)
+    assert first["num_steps"] == second["num_steps"] > 0, "every rank runs every step"
+    assert statistics["scheduler"]["scheduler"]["kv"]["num_free"] == 80
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_that_raises_fails_its_requests_only(build: Callable[..., LLM], world_size: int) -> None:
+    llm = build(world_size, topology="inline")
+    with pytest.raises(RequestFailedError, match="does not like token 4095"):
+        llm.generate([[1, 4095]], SamplingParams(max_tokens=4), use_tqdm=False)
+    run(llm)
+    assert llm.stats()["scheduler"]["scheduler"]["num_failed_steps"] == 1
+
+
+def test_controls_are_answered_between_steps(build: Callable[..., LLM]) -> None:
+    llm = build(topology="inline")
+    assert llm._engine.ask_scheduler("reset_prefix_cache").result(5) is True
+    llm._engine.ask_scheduler("start_timeline").result(5)
+    run(llm, 2)
+    names = [event["name"] for event in llm._engine.ask_scheduler("take_timeline").result(5)]
+    for name in ("plan 1", "step 1", "update 1", "detokenize 1", "send 1"):
+        assert name in names
+
+
+def test_a_live_recording_replays_byte_for_byte(build: Callable[..., LLM], tmp_path: Path) -> None:
+    file = tmp_path / "recording"
+    llm = build(topology="inline", record=str(file), kv_cache_memory_bytes=None, max_model_len=320, max_num_seqs=8)
+    run(llm, 16)
+    config = llm.config
+    llm.shutdown()
+    plans = []
+    for _ in range(2):
+        scheduler = Scheduler(
+            num_blocks=config.cache.num_blocks or 0,
+            block_size=config.cache.block_size,
+            max_num_seqs=8,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            max_model_len=320,
+            vocab_size=config.model.vocab_size,
+            eos_token_ids=config.model.eos_token_ids,
+            policy=load_policy("fcfs"),
+        )
+        plans.append(
+            [(k, s, [a.tobytes() for a in r]) for k, s, r in map(pack, replay(read_recording(file), scheduler))]
+        )
+        assert scheduler.statistics().num_dropped_results == 0, "every recorded result fits the replayed plans"
+        assert scheduler.statistics().num_running == 0
+    assert plans[0] == plans[1]
+    assert len(plans[0]) == sum(1 for call, _, result in read_recording(file) if call == "update")
+
+
+class FakeLink:
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send_nowait(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+def make_worker(rank: int) -> tuple[ScriptedWorkerActor, FakeLink, Any]:
+    worker = ScriptedWorkerActor(rank=rank)
+    worker._wakeup = HostLoop.current().waiter()
+    worker.runner = ScriptedRunner(EngineConfig.from_arguments("storyteller"), rank)  # type: ignore[assignment]
+    worker.on_configure(dataclasses.replace(EngineConfig.from_arguments("storyteller").resolved(64)))
+    link: Any = FakeLink()
+    worker._scheduler = link
+    scheduler = Scheduler(
+        num_blocks=64,
+        block_size=16,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=1024,
+        vocab_size=VOCAB,
+        eos_token_ids=(),
+        policy=load_policy("fcfs"),
+    )
+    return worker, link, scheduler
+
+
+def plan_for(scheduler: Scheduler, **overrides: Any) -> StepPlan:
+    scheduler.submit(0, Submit(rid=1, arrival=0.0, prompt=np.array([5, 6], np.int32), max_tokens=4, **overrides), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    return plan
+
+
+async def test_rank_zero_reports_tokens_and_the_others_acknowledge() -> None:
+    for rank, num_tokens in ((0, 1), (1, 0)):
+        worker, link, scheduler = make_worker(rank)
+        await worker._step(plan_for(scheduler))
+        (result,) = link.sent
+        assert isinstance(result, StepResult)
+        assert (result.step, result.tokens.size) == (1, num_tokens)
+        assert 0 < result.started <= result.ended
+
+
+async def test_a_failing_step_is_reported_and_the_worker_lives() -> None:
+    worker, link, scheduler = make_worker(0)
+    plan = plan_for(scheduler)
+    object.__setattr__(plan, "prefill_counts", np.array([9], np.int32))
+    await worker._step(plan)
+    (failure,) = link.sent
+    assert isinstance(failure, StepFailed)
+    assert (failure.step, "beyond the known ones" in failure.error) == (1, True)
+
+
+async def test_sampling_waits_for_late_inputs() -> None:
+    worker, link, scheduler = make_worker(0)
+    plan = plan_for(scheduler, needs_late_inputs=True)
+    assert plan.late_slots.tolist() == [0]
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(worker._step, plan)
+        await anyio.wait_all_tasks_blocked()
+        assert link.sent == [], "sampled before its late inputs came"
+        worker.on_message(link, LateInputs(step=1))  # type: ignore[arg-type]
+        worker.on_batch()
+    (result,) = link.sent
+    assert isinstance(result, StepResult)
+
+
+def test_late_inputs_follow_the_results_they_depend_on(
+    build: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Submit.__init__
+
+    def late(self: Submit, **columns: Any) -> None:
+        right(self, **columns | {"needs_late_inputs": True})
+
+    monkeypatch.setattr(Submit, "__init__", late)
+    run(build(topology="inline"), 4)
