@@ -153,7 +153,7 @@ class Link(ABC):
 
     def _check_open(self) -> None:
         if not self.is_open:
-            raise PeerLostError(f"the link to {self.peer} is closed") from self.lost
+            raise PeerLostError(f"{self.peer} is gone: {self.lost or 'the link was closed'}") from self.lost
 
     def __repr__(self) -> str:
         state = "open" if self.is_open else "closed"

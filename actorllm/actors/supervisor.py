@@ -19,6 +19,7 @@ Callers: the front doors, through EngineThread.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -238,7 +239,8 @@ class Supervisor:
             raise EngineStartError(f"the engine was not ready within {timeout_s:g} s; waiting for {', '.join(late)}")
 
     async def _start_phases(self, tasks: TaskGroup) -> None:
-        sweep_stale()
+        if any(spec.placement == "process" for spec in self.topology.actors):
+            sweep_stale()
         loop = current_loop()
         for spec in self.topology.actors:
             child = self._new_child(spec, loop)
@@ -290,9 +292,14 @@ class Supervisor:
                 assert isinstance(child, LocalChild)
                 child.install(end)
             return
-        ends = create_link(link.capacity_down, link.capacity_up, len(link.spokes), generation)
-        for child, info, ring_end in zip(children, infos, (ends.hub, *ends.spokes), strict=True):
-            child.install_ring(info, ring_end)
+        made = create_link(link.capacity_down, link.capacity_up, len(link.spokes), generation)
+        ring_ends = deque((made.hub, *made.spokes))
+        try:
+            for child, info in zip(children, infos, strict=True):
+                child.install_ring(info, ring_ends.popleft())
+        finally:
+            for ring_end in ring_ends:
+                ring_end.close()
 
     # Watch
 
@@ -309,13 +316,12 @@ class Supervisor:
             return
         logger.error("%s", death)
         self.failure = death.to_error()
-        self._tell_peers(child, self.failure)
-        if self._on_death is not None:
-            try:
+        try:
+            self._tell_peers(child, self.failure)
+            if self._on_death is not None:
                 self._on_death(death)
-            except Exception:
-                logger.exception("the on_death callback failed")
-        self._over.set()
+        finally:
+            self._over.set()
 
     def _tell_peers(self, dead: Child, error: EngineDeadError) -> None:
         for link in self._links_of(dead.spec.name):
@@ -530,7 +536,7 @@ class ThreadChild(LocalChild):
         return await self._loop.result_of(self._thread.call(function, *args))
 
     def _post(self, function: Callable[..., object], *args: Any) -> None:
-        if not self.gone.is_set():
+        with contextlib.suppress(EngineShutdownError):  # the thread has ended: there is nobody to tell
             self._thread.post(function, *args)
 
 
@@ -564,6 +570,9 @@ class ProcessChild(Child):
             environment = os.environ | (load(self.spec.environment)(config) if self.spec.environment else {})
             self._exec(environment)
         except Exception as error:
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
             self.close()
             raise Failure.of(error).to_start_error(self.spec.name) from error
 

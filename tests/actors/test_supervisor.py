@@ -166,6 +166,7 @@ def test_a_kill_is_seen_at_once(run_engine: MakeEngine) -> None:
     seen: list[float] = []
     engine.supervisor._on_death = lambda death: (seen.append(time.perf_counter()), engine.died.set())
     pending = engine.thread.call(engine.front.ask, engine.front.links["middle"], "never")
+    assert engine.ask("ping") == "middle"  # so the other ask has been sent
     pid = engine.supervisor.pids["middle"]
     start = time.perf_counter()
     os.kill(pid, signal.SIGKILL)
