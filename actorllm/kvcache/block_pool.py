@@ -37,6 +37,8 @@ class BlockPool:
         self._stack: I32 = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # block 0 is handed out first
         self._references: I32 = np.zeros(num_blocks, np.int32)
         self._lowest_free = num_blocks
+        self.has_shared = False
+        """Whether any block was ever shared: if not, the blocks of several slots are distinct."""
 
     def allocate(self, count: int) -> I32:
         """`count` blocks, each with one reference. The caller has checked `num_free`; IndexError otherwise."""
@@ -55,6 +57,7 @@ class BlockPool:
         if blocks.size and self._references[blocks].min() < 1:
             raise ValueError(f"blocks {blocks[self._references[blocks] < 1].tolist()} are free and cannot be shared")
         np.add.at(self._references, blocks, 1)
+        self.has_shared = True
 
     def release(self, blocks: I32) -> I32:
         """One reference less to each of these (distinct) blocks; those that nobody references any more, now free."""

@@ -52,9 +52,12 @@ class KVCacheManager:
         self.capacity: I32 = np.zeros(num_slots, np.int32)
         self.token_ids: NDArray[np.int32] = np.zeros((num_blocks, block_size), np.int32)
         self._actions = BlockActions([], [])
+        self._emptied: list[I32] = []
 
     @property
     def num_free(self) -> int:
+        if self._emptied:
+            self._release()
         return self.pool.num_free
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -63,7 +66,7 @@ class KVCacheManager:
 
     def fill(self, slot: int, num_tokens: int) -> I32:
         """Give an empty slot the blocks for `num_tokens`; the caller has checked `num_free`. Returns them."""
-        blocks = self.pool.allocate(self.blocks_for(num_tokens))
+        blocks = self._allocate(self.blocks_for(num_tokens))
         self.tables[0, slot, : blocks.size] = blocks
         self.num_blocks[slot] = blocks.size
         self.capacity[slot] = blocks.size * self.block_size
@@ -71,7 +74,7 @@ class KVCacheManager:
 
     def extend(self, slots: I32) -> I32:
         """One more block for each of these slots, in their order; the caller has checked `num_free`. Returns them."""
-        blocks = self.pool.allocate(slots.size)
+        blocks = self._allocate(slots.size)
         counts = self.num_blocks[slots]
         self.tables[0, slots, counts] = blocks
         self.num_blocks[slots] = counts + 1
@@ -80,7 +83,7 @@ class KVCacheManager:
 
     def extend_in_order(self, slots: I32) -> None:
         """As many `extend` calls as there are entries, one after the other; a slot may come up several times."""
-        blocks = self.pool.allocate(slots.size)
+        blocks = self._allocate(slots.size)
         order = np.argsort(slots, kind="stable")
         sorted_slots = slots[order]
         firsts = np.flatnonzero(np.diff(sorted_slots, prepend=-1))
@@ -93,11 +96,25 @@ class KVCacheManager:
     def empty(self, slot: int, *, zero: bool = False) -> None:
         """Take all blocks from a slot. zero: their contents are not finite and must be cleared before they are reused."""
         blocks = self.tables[0, slot, : self.num_blocks[slot]].copy()
-        freed = self.pool.release(blocks)
-        if zero and freed.size:
-            self.zero(freed)
+        self._emptied.append(blocks)
+        if zero:
+            self.zero(blocks)
         self.num_blocks[slot] = 0
         self.capacity[slot] = 0
+
+    def _allocate(self, count: int) -> I32:
+        if self._emptied:
+            self._release()
+        return self.pool.allocate(count)
+
+    def _release(self) -> None:
+        """Give back what slots were emptied of: all at once, in the order in which one by one would have given it."""
+        emptied, self._emptied = self._emptied, []
+        if self.pool.has_shared:
+            for blocks in emptied:
+                self.pool.release(blocks)
+        else:
+            self.pool.release(np.concatenate(emptied[::-1]))
 
     def zero(self, blocks: I32) -> None:
         """Have these blocks cleared before the next step runs (0 x NaN in a reused block poisons its next owner)."""
@@ -127,17 +144,19 @@ class KVCacheManager:
         return self.token_ids[blocks].ravel()[start - first * size : stop - first * size]
 
     def statistics(self) -> KVCacheStatistics:
-        pool = self.pool
+        pool, num_free = self.pool, self.num_free
         return KVCacheStatistics(
             num_blocks=pool.num_blocks,
-            num_free=pool.num_free,
+            num_free=num_free,
             block_size=self.block_size,
-            usage=1 - pool.num_free / pool.num_blocks,
+            usage=1 - num_free / pool.num_blocks,
             peak_used=pool.statistics().peak_used,
         )
 
     def check_integrity(self) -> None:
         """AssertionError when an invariant of the module docstring does not hold."""
+        if self._emptied:
+            self._release()
         self.pool.check_integrity()
         held = [self.tables[0, slot, :count] for slot, count in enumerate(self.num_blocks.tolist()) if count]
         blocks = np.concatenate(held) if held else NO_I32

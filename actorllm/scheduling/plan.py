@@ -69,23 +69,34 @@ class PlanBuilder:
 def _new_columns(new: list[tuple[Sequence, I32]]) -> dict[str, Any]:
     submits = [s.submit for s, _ in new]
     stop_ids = [sorted(s.stop_ids) if s.submit.min_tokens else [] for s, _ in new]
-    return {
-        "new_slots": np.array([s.slot for s, _ in new], np.int32),
-        "new_num_tokens": np.array([s.known.size for s, _ in new], np.int32),
+    integers = np.array(
+        [
+            (
+                s.slot,
+                s.known.size,
+                s.known.size - s.num_prompt,
+                s.num_cached_tokens,
+                blocks.size,
+                s.submit.sample_index,
+                s.submit.top_k,
+                s.submit.min_tokens,
+                s.submit.adapter_id,
+                len(ids),
+            )
+            for (s, blocks), ids in zip(new, stop_ids, strict=True)
+        ],
+        np.int32,
+    ).T.copy()  # so that every column is contiguous
+    numbers = np.array([(s.temperature, s.top_p, s.min_p) for s in submits], np.float32).T.copy()
+    names = ("slots", "num_tokens", "num_outputs", "num_computed", "num_blocks", "sample_index", "top_k", "min_tokens")
+    columns = {f"new_{name}": integers[i] for i, name in enumerate((*names, "adapter_id", "num_stop_ids"))}
+    return columns | {
         "new_tokens": np.concatenate([s.known for s, _ in new]),
-        "new_num_outputs": np.array([s.known.size - s.num_prompt for s, _ in new], np.int32),
-        "new_num_computed": np.array([s.num_cached_tokens for s, _ in new], np.int32),
-        "new_num_blocks": np.array([b.size for _, b in new], np.int32),
-        "new_blocks": np.concatenate([b for _, b in new]),
+        "new_blocks": np.concatenate([blocks for _, blocks in new]),
         "new_seeds": np.array([s.seed for s in submits], np.uint64).view(np.int64),
-        "new_sample_index": np.array([s.sample_index for s in submits], np.int32),
-        "new_temperature": np.array([s.temperature for s in submits], np.float32),
-        "new_top_p": np.array([s.top_p for s in submits], np.float32),
-        "new_min_p": np.array([s.min_p for s in submits], np.float32),
-        "new_top_k": np.array([s.top_k for s in submits], np.int32),
-        "new_min_tokens": np.array([s.min_tokens for s in submits], np.int32),
-        "new_num_stop_ids": np.array([len(i) for i in stop_ids], np.int32),
+        "new_temperature": numbers[0],
+        "new_top_p": numbers[1],
+        "new_min_p": numbers[2],
         "new_stop_ids": np.array([i for ids in stop_ids for i in ids], np.int32),
-        "new_adapter_id": np.array([s.adapter_id for s in submits], np.int32),
         "new_is_pooling": np.array([s.pooling is not None for s in submits], np.uint8),
     }

@@ -253,7 +253,12 @@ class Scheduler:
         extended = (self._growing, self.kv.extend(self._growing)) if self._growing.size else (NO_I32, NO_I32)
         slots = rows.slots
         batch = self.batch
-        batch.num_computed[slots] += 1
+        computed = batch.num_computed[slots] + 1
+        batch.num_computed[slots] = computed
+        ending = computed + 1 >= batch.limit[slots]
+        if ending.any():  # the last token they may have is in flight now
+            for slot in slots[ending].tolist():
+                batch.stop_decoding(slot)
         num_tokens = slots.size
         prefill: list[tuple[Sequence, int]] = []
         sampling = rows
@@ -278,20 +283,9 @@ class Scheduler:
         batch = self.batch
         rows = batch.rows()
         slots = rows.slots
-        computed = batch.num_computed[slots]
-        limit = batch.limit[slots]
-        # A row whose last allowed token is in flight has nothing left to compute.
-        ending = computed + 1 >= limit
-        if ending.any():
-            for slot in slots[ending].tolist():
-                batch.stop_decoding(slot)
-            rows = batch.rows()
-            slots = rows.slots
-            computed = batch.num_computed[slots]
-            limit = batch.limit[slots]
         self._decode = rows
         # Room for the token computed now, the one it samples, and what the result may carry beyond that.
-        needed = np.minimum(computed + (1 + self._ahead), limit)
+        needed = np.minimum(batch.num_computed[slots] + (1 + self._ahead), batch.limit[slots])
         self._growing = slots[needed > self.kv.capacity[slots]]
 
     def _choose_decode_rows(self, mask: NDArray[np.bool_] | None) -> Rows:
@@ -342,7 +336,7 @@ class Scheduler:
             if size == remaining:
                 completed.append(slot)
                 del self._prefilling[sequence]
-                if sequence.submit.pooling is None:
+                if sequence.submit.pooling is None and sequence.known.size + 1 < sequence.limit:
                     batch.start_decoding(slot)
         return accepted, completed
 
@@ -540,7 +534,9 @@ class Scheduler:
         # The step was planned for one token. More of them have their KV already (they were computed as drafts);
         # without any, the last known token has to be computed again.
         batch.num_computed[slot] += tokens.size - 1
-        if tokens.size == 0 and not batch.is_decoding[slot] and sequence not in self._prefilling:
+        if batch.num_computed[slot] + 1 >= sequence.limit:
+            batch.stop_decoding(slot)
+        elif not batch.is_decoding[slot]:
             batch.start_decoding(slot)
         return known - sequence.num_prompt
 
