@@ -13,9 +13,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def _shared_memory_names() -> set[str]:
-    """Our segments, and no other program's."""
+    """Segments that this process made and that have a name still (see ring.segment); other runs may be under way."""
     folder = Path("/dev/shm")
-    return {p.name for p in folder.iterdir() if p.name.startswith("allm-")} if folder.is_dir() else set()
+    mine = f"allm-{os.getpid():x}-"
+    return {p.name for p in folder.iterdir() if p.name.startswith(mine)} if folder.is_dir() else set()
 
 
 def _children() -> set[int]:
