@@ -291,11 +291,12 @@ class Sender:
         """Called now and then by the actor runtime: flushes if a doorbell was missed. True if something was moved."""
         if not self._outbox or self._error is not None:
             return False
-        before = self._outbox_bytes
+        was_rung = self.writer.space_bell.clear()  # a doorbell that rings and was not heard yet was not missed
+        before = len(self._outbox)
         self._flush_safely()
-        needed = self._outbox_bytes != before
-        self._num_rechecks_needed += needed
-        return needed
+        has_moved = len(self._outbox) != before
+        self._num_rechecks_needed += has_moved and not was_rung
+        return has_moved
 
     def exclude_reader(self, index: int) -> None:
         """The spoke is dead: it holds nobody back any more."""
