@@ -90,13 +90,14 @@ class KVCache:
 
     def zero(self, block_ids: NDArray[np.int32]) -> None:
         self.context = None
-        self.pool.index_fill_(2, torch.from_numpy(block_ids), 0)
+        self.pool.index_fill_(2, torch.from_numpy(block_ids.astype(np.int64)), 0)
 
     def copy(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         """All at once: a target that is also a source is read before it is written."""
         self.context = None
+        to, where = torch.from_numpy(targets.astype(np.int64)), torch.from_numpy(sources.astype(np.int64))
         for layer in self.blocks:
-            layer.index_copy_(1, torch.from_numpy(targets).long(), layer.index_select(1, torch.from_numpy(sources)))
+            layer.index_copy_(1, to, layer.index_select(1, where))
 
 
 @dataclass(slots=True)

@@ -105,7 +105,7 @@ class PersistentBatch:
     decode_slots: I32 = field(init=False)
     known_tokens: dict[int, I32] = field(default_factory=dict)
     """Of slots that still have to prefill."""
-    stop_ids: dict[int, I32] = field(default_factory=dict)
+    stop_ids: dict[int, I64] = field(default_factory=dict)
     """Of slots with min_tokens: what they must not sample before."""
     rows_version: int = 0
     decode_version: int = 0
@@ -133,7 +133,7 @@ class PersistentBatch:
         if plan.decode_slots is not None:
             self._require_live(plan.decode_slots, "decode")
             if plan.freed.size or not np.array_equal(self.decode_slots, plan.decode_slots):
-                self.decode_slots = plan.decode_slots
+                self.decode_slots = plan.decode_slots.copy()  # a plan's arrays may lie in a ring
                 self.decode_version += 1
                 self.rows_version += 1
         elif plan.freed.size:
@@ -231,7 +231,8 @@ class PersistentBatch:
     # The parts of `apply` ---------------------------------------------------------------------------------------------
 
     def _free(self, slots: I32) -> None:
-        self._require_live(slots, "freed")
+        """A slot that is not in use is passed over: after a failed step, the scheduler frees all it knows of."""
+        slots = slots[(slots >= 0) & (slots < self.num_slots)]
         self.columns.is_live[slots] = False
         self.num_slot_blocks[:, slots] = 0
         for slot in slots.tolist():
@@ -274,7 +275,7 @@ class PersistentBatch:
         stop_ends = np.cumsum(plan.new_num_stop_ids)
         block_end = 0
         for i, slot in enumerate(slots.tolist()):
-            tokens = plan.new_tokens[token_ends[i] - plan.new_num_tokens[i] : token_ends[i]]
+            tokens = plan.new_tokens[token_ends[i] - plan.new_num_tokens[i] : token_ends[i]].copy()
             self.known_tokens[slot] = tokens
             columns.last_token[slot] = tokens[-1]
             for group in range(self.num_groups):
@@ -282,7 +283,8 @@ class PersistentBatch:
                 self.block_tables[group, slot, :count] = plan.new_blocks[block_end : block_end + count]
                 block_end += count
             if plan.new_min_tokens[i] > plan.new_num_outputs[i]:
-                self.stop_ids[slot] = plan.new_stop_ids[stop_ends[i] - plan.new_num_stop_ids[i] : stop_ends[i]]
+                ids = plan.new_stop_ids[stop_ends[i] - plan.new_num_stop_ids[i] : stop_ends[i]]
+                self.stop_ids[slot] = ids[(ids >= 0) & (ids < self.vocab_size)].astype(np.int64)
 
     def _extend(self, plan: StepPlan) -> None:
         slots, groups = plan.extended_slots, plan.extended_groups

@@ -1,0 +1,349 @@
+"""The runner's contract with the scheduler: plans in, results out, on a tiny model with dummy weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from actorllm.config import ConfigError, EngineConfig
+from actorllm.messages import LateInputs, StepPlan
+from actorllm.model import attention, runner
+from actorllm.model.runner import ModelRunner
+from tests.model.driver import Driver, int32
+
+PROMPT = [5, 17, 33, 2, 90, 41, 8, 8, 60, 11]
+
+
+@pytest.fixture
+def driver(tiny_llama: Path, make_driver: Callable[..., Driver]) -> Driver:
+    return make_driver(tiny_llama, load_format="dummy", max_num_seqs=8, max_num_batched_tokens=64)
+
+
+def greedy(driver: Driver, slot: int, prompt: list[int], count: int) -> list[int]:
+    """The greedy continuation, alone in the batch."""
+    driver.add(slot, prompt)
+    driver.step({slot: len(prompt)}, decode=[])
+    for _ in range(count - 1):
+        driver.step(decode=[slot])
+    tokens = driver.requests[slot].tokens[len(prompt) :]
+    driver.remove(slot)
+    return tokens
+
+
+def test_decoding_needs_no_tokens_in_the_plan(driver: Driver) -> None:
+    """Steady plans are empty; what they sample is what a fresh prefill of the same tokens would."""
+    tokens = greedy(driver, 0, PROMPT, 9)
+    driver.add(1, PROMPT + tokens[:5], num_outputs=5)
+    driver.step({1: len(PROMPT) + 5}, decode=[])
+    assert driver.requests[1].tokens[-1] == tokens[5]
+    assert len(set(tokens)) > 2
+
+
+def test_a_plan_without_rows_answers_with_nothing(driver: Driver) -> None:
+    result = driver.step()
+    assert result.step == 1
+    assert result.tokens.size == 0
+    assert result.ended >= result.started > 0
+
+
+def test_an_unfinished_prefill_is_no_row(driver: Driver) -> None:
+    driver.add(0, PROMPT)
+    assert driver.step({0: 4}).tokens.size == 0
+    assert driver.step({0: 6}).tokens.dtype == np.int32
+
+
+def test_prefix_hits_read_the_blocks_of_others(driver: Driver) -> None:
+    """A second request names the first one's full blocks and computes only the rest."""
+    driver.add(0, PROMPT)
+    driver.step({0: 10})
+    first = driver.logits.clone() if driver.logits is not None else None
+    shared = driver.requests[0].blocks[:2]
+    driver.add(3, PROMPT, num_computed=8)
+    columns = driver.pending["new"][-1]
+    columns[3][:2] = shared
+    driver.requests[3].blocks[:2] = shared
+    driver.step({3: 2}, decode=[])
+    assert torch.allclose(driver.logits, first, atol=1e-5)
+
+
+def test_blocks_are_copied_and_zeroed(driver: Driver) -> None:
+    cache = driver.runner.cache
+    driver.add(0, PROMPT)
+    driver.step({0: 10})
+    source = driver.requests[0].blocks
+    target = [driver.free.pop() for _ in source]
+    before = cache.pool[:, :, source].clone()
+    assert before.abs().amax() > 0
+    driver.step(copy_sources=int32(source), copy_targets=int32(target), zero_blocks=int32([driver.free[0]]))
+    assert torch.equal(cache.pool[:, :, target], before)
+    driver.step(zero_blocks=int32(target[:1]))
+    assert cache.pool[:, :, target[0]].abs().amax() == 0
+    assert torch.equal(cache.pool[:, :, target[1:]], before[:, :, 1:])
+    # exchanging two blocks reads both before it writes
+    driver.step(copy_sources=int32(source[:2]), copy_targets=int32(source[1::-1]))
+    assert torch.equal(cache.pool[:, :, source[:2]], before[:, :, [1, 0]])
+
+
+def test_a_copied_block_is_seen_by_a_running_row(driver: Driver) -> None:
+    """Copy-on-write under a decode row: what was gathered before must not be used again."""
+    driver.add(0, PROMPT)
+    driver.step({0: 10}, decode=[])
+    driver.step(decode=[0])
+    old = driver.requests[0].blocks[0]
+    driver.step(zero_blocks=int32([old]))
+    zeroed = driver.logits.clone()
+    pool = driver.runner.cache.pool
+    assert pool[:, :, old].abs().amax() == 0
+    driver.runner.cache.context = None
+    tokens = driver.requests[0].tokens
+    driver.requests[0].num_computed -= 1
+    driver.runner.batch.columns.num_computed[0] -= 1
+    driver.runner.batch.columns.last_token[0] = tokens[-2]
+    driver.runner.batch.columns.num_known[0] -= 1
+    driver.step()
+    assert torch.allclose(driver.logits, zeroed, atol=1e-5)
+
+
+def test_rows_with_nonfinite_logits_are_reported_and_harm_no_one(driver: Driver) -> None:
+    driver.add(0, PROMPT)
+    driver.add(1, PROMPT[::-1])
+    driver.add(2, PROMPT[:3])
+    driver.step({0: 10, 1: 10, 2: 3}, decode=[])
+    driver.step(decode=[0, 1, 2])
+    expected = driver.requests[0].tokens + driver.requests[2].tokens
+    cache = driver.runner.cache
+    cache.context = None
+    for value in (float("nan"), float("inf")):
+        with torch.inference_mode():
+            cache.pool[:, :, driver.requests[1].blocks[0]] = value
+        cache.context = None
+        result = driver.step()
+        assert result.nonfinite_rows.tolist() == [1]
+        assert result.tokens[1] == 0
+    blocks = driver.requests[1].blocks
+    driver.remove(1)
+    driver.step(decode=[0, 2], zero_blocks=int32(blocks))
+    assert torch.isfinite(cache.pool).all()
+    assert driver.requests[0].tokens[:12] + driver.requests[2].tokens[:5] == expected
+    driver.add(1, PROMPT[::-1])
+    assert driver.step({1: 10}).nonfinite_rows.size == 0
+
+
+def test_pooled_rows_return_vectors_and_no_token(driver: Driver) -> None:
+    driver.add(0, PROMPT)
+    driver.add(1, PROMPT[:4], is_pooling=1)
+    driver.add(2, PROMPT[:6])
+    result = driver.step({0: 10, 1: 4, 2: 6})
+    assert result.counts.tolist() == [1, 0, 1]
+    assert result.tokens.size == 2
+    assert result.vector_rows.tolist() == [1]
+    assert result.vectors.shape == (48,)
+    assert result.vectors.dtype == np.float32
+    decoder = driver.runner.decoder
+    driver.remove(0, 1, 2)
+    driver.add(4, PROMPT[:4])
+    driver.step({4: 4}, decode=[])
+    assert driver.logits is not None
+    with torch.inference_mode():
+        logits = decoder.logits(torch.from_numpy(result.vectors.copy())[None])
+    assert torch.allclose(logits, driver.logits, atol=1e-5)
+
+
+def test_a_step_of_pooled_rows_only(driver: Driver) -> None:
+    driver.add(1, PROMPT[:4], is_pooling=1)
+    result = driver.step({1: 4})
+    assert result.counts.tolist() == [0]
+    assert result.tokens.size == 0
+    assert result.vectors.size == 48
+
+
+def test_stop_ids_are_held_back_until_min_tokens(driver: Driver) -> None:
+    free = greedy(driver, 0, PROMPT, 4)
+    driver.add(1, PROMPT, min_tokens=3, stop_ids=[free[0], 3])
+    driver.step({1: 10}, decode=[])
+    for _ in range(4):
+        driver.step(decode=[1])
+    output = driver.requests[1].tokens[10:]
+    assert not {free[0], 3} & set(output[:3])
+    assert driver.runner.batch.stop_ids == {}
+    driver.remove(1)
+    # a request that is taken up again after its second token
+    driver.add(2, PROMPT + output[:2], num_outputs=2, min_tokens=3, stop_ids=[output[2]])
+    driver.step({2: 12}, decode=[])
+    assert driver.requests[2].tokens[-1] != output[2]
+    driver.remove(2)
+    driver.add(2, PROMPT + output[:3], num_outputs=3, min_tokens=3, stop_ids=[output[3]])
+    driver.step({2: 13}, decode=[])
+    assert driver.requests[2].tokens[-1] == output[3]
+
+
+def test_late_inputs_limit_what_is_sampled(driver: Driver) -> None:
+    driver.add(0, PROMPT)
+    driver.add(1, PROMPT[::-1])
+    driver.step({0: 10, 1: 10}, decode=[])
+    allowed = {4, 33, 64, 96}
+
+    def only(step: int) -> LateInputs:
+        words = np.zeros(4, np.uint32)
+        for token in allowed:
+            words[token // 32] |= np.uint32(1 << token % 32)
+        return LateInputs(step=step, slots=int32([1]), allowed=words)
+
+    seen = set()
+    for _ in range(5):
+        result = driver.step(decode=[0, 1], late=only, late_slots=int32([0, 1]))
+        assert result.tokens[1] in allowed
+        seen.add(int(result.tokens[0]))
+        assert result.nonfinite_rows.size == 0
+    assert seen - allowed
+    nothing = driver.step(late=lambda step: LateInputs(step=step, slots=int32([0]), allowed=np.zeros(4, np.uint32)))
+    assert nothing.nonfinite_rows.tolist() == [0], "a row that may sample nothing has no valid token"
+
+
+def test_sampled_rows_follow_seed_and_token_index(driver: Driver) -> None:
+    """The same stream alone, and taken up again in another slot of a fuller batch."""
+    driver.add(0, PROMPT, temperature=1.0, seeds=99)
+    driver.step({0: 10}, decode=[])
+    for _ in range(8):
+        driver.step(decode=[0])
+    stream = driver.requests[0].tokens[10:]
+    driver.remove(0)
+    driver.add(5, PROMPT[:5], temperature=1.0, seeds=1)
+    driver.add(6, PROMPT + stream[:4], num_outputs=4, temperature=1.0, seeds=99)
+    driver.step({5: 5, 6: 14}, decode=[])
+    for _ in range(4):
+        driver.step(decode=[5, 6])
+    assert driver.requests[6].tokens[10:] == stream
+    assert len(set(stream)) > 4
+
+
+def test_logits_are_made_in_chunks(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    for slot in range(7):
+        driver.add(slot, PROMPT[slot:] + PROMPT[:slot], temperature=1.0, seeds=slot, is_pooling=slot == 3)
+    whole = driver.step(dict.fromkeys(range(7), 10)).tokens
+    driver.remove(*range(7))
+    monkeypatch.setattr(runner, "MAX_LOGITS_BYTES", 97 * 4 * 2)
+    for slot in range(7):
+        driver.add(slot, PROMPT[slot:] + PROMPT[:slot], temperature=1.0, seeds=slot, is_pooling=slot == 3)
+    handle = driver.runner.execute(driver.plan(dict.fromkeys(range(7), 10), []))
+    assert handle.logits is None
+    assert [chunk[:2] for chunk in handle.sampling.chunks] == [(0, 2), (2, 4), (4, 6)]
+    assert driver.runner.sample(handle).tokens.tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_rows_of_very_different_length_and_their_groups(
+    tiny_llama: Path,
+    make_driver: Callable[..., Driver],
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    is_kept: bool,
+) -> None:
+    """Rows that are sorted, split and gathered in every way give what each gives alone."""
+    driver = make_driver(tiny_llama, load_format="dummy", dtype=dtype)
+    alone = make_driver(tiny_llama, load_format="dummy", dtype=dtype)
+    lengths = {0: 9, 1: 70, 2: 3, 3: 33, 4: 1}
+    random = np.random.default_rng(0)
+    prompts = {slot: random.integers(0, 97, length).tolist() for slot, length in lengths.items()}
+    expected = {}
+    for slot, prompt in prompts.items():
+        alone.add(slot, prompt)
+        alone.step({slot: len(prompt)}, decode=[])
+        rows = []
+        for token in range(8):
+            alone.runner.batch.columns.last_token[slot] = alone.requests[slot].tokens[-1] = token
+            alone.step(decode=[slot])
+            assert alone.logits is not None
+            rows.append(alone.logits[0])
+        expected[slot] = torch.stack(rows)
+        alone.remove(slot)
+    monkeypatch.setattr(attention, "GROUP_OVERHEAD_ELEMENTS", 300)
+    monkeypatch.setattr(attention, "SMALL_GROUP_ELEMENTS", 2000)
+    if not is_kept:
+        monkeypatch.setattr(attention, "MAX_CONTEXT_BYTES", 0)
+    driver.runner.batch.sort_gain = 5
+    for slot, prompt in prompts.items():
+        driver.add(slot, prompt)
+        driver.step({slot: len(prompt)}, decode=[])
+    order = [2, 0, 1, 4, 3]
+    worst = 0.0
+    for token in range(8):
+        for slot in order:
+            driver.runner.batch.columns.last_token[slot] = driver.requests[slot].tokens[-1] = token
+        driver.step(decode=order)
+        context = driver.runner.cache.context
+        assert (context is not None) == is_kept
+        if context is not None:
+            assert len(context.groups) > 2
+        assert driver.logits is not None
+        for row, slot in enumerate(order):
+            worst = max(worst, float((driver.logits[row] - expected[slot][token]).abs().max()))
+    assert worst < (1e-4 if dtype == "float32" else 0.5)
+
+
+def test_a_failed_step_leaves_a_runner_that_works(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = greedy(driver, 0, PROMPT, 6)
+    driver.add(0, PROMPT)
+    driver.step({0: 10}, decode=[])
+    driver.step(decode=[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.runner.decoder, "lm_head", None)
+        with pytest.raises(TypeError):
+            driver.runner.execute(StepPlan(step=77))
+    driver.runner.batch.check_integrity()
+    with pytest.raises(ValueError, match="not in use"):
+        driver.runner.execute(StepPlan(step=78, decode_slots=int32([7])))
+    driver.remove(0)
+    assert greedy(driver, 0, PROMPT, 6) == expected
+
+
+def profile(folder: Path | str, **arguments: Any) -> tuple[int, ModelRunner]:
+    config = EngineConfig.from_arguments(folder, skip_tokenizer_init=True, num_threads=1, **arguments)
+    one = ModelRunner(config, show_progress=False)
+    one.load()
+    return one.profile_num_blocks(), one
+
+
+def test_explicit_memory_is_taken_at_its_word(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(self: ModelRunner) -> int:
+        raise AssertionError("profiled")
+
+    monkeypatch.setattr(ModelRunner, "_profile_working_bytes", never)
+    blocks, one = profile(tiny_llama, load_format="dummy", kv_cache_memory_bytes=1_000_000)
+    assert one.block_bytes == 2 * 2 * 2 * 16 * 16 * 4
+    assert blocks == 1_000_000 // one.block_bytes
+    with pytest.raises(ConfigError, match="max_model_len"):
+        one.config.resolved(1)
+
+
+def test_the_default_cache_holds_every_sequence(tiny_llama: Path) -> None:
+    blocks, one = profile(tiny_llama, load_format="dummy", max_num_seqs=6, max_num_batched_tokens=50)
+    assert blocks == 6 * 8
+    one.allocate(blocks)
+    assert not one.batch.columns.is_live.any()
+
+
+def test_little_memory_makes_a_small_cache(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner.memory, "available_bytes", lambda: 400 << 20)
+    monkeypatch.setattr(ModelRunner, "_profile_working_bytes", lambda self: 100 << 20)
+    blocks, one = profile(tiny_llama, load_format="dummy", max_num_seqs=4096, max_num_batched_tokens=4096)
+    assert blocks == int((400 << 20) * 0.4 - (100 << 20)) // one.block_bytes
+    blocks, _ = profile(tiny_llama, load_format="dummy", gpu_memory_utilization=0.5)
+    assert blocks == (100 << 20) // one.block_bytes
+    blocks, _ = profile(tiny_llama, load_format="dummy", gpu_memory_utilization=0.1)
+    assert blocks == 0
+
+
+def test_the_bundled_model_runs() -> None:
+    blocks, one = profile("storyteller", max_num_seqs=2, max_num_batched_tokens=64)
+    assert blocks == 2 * 64
+    one.allocate(blocks)
+    driver = Driver(one, num_blocks=blocks)
+    output = greedy(driver, 0, [1, 200, 300, 400], 20)
+    assert len(output) == 20

@@ -1,0 +1,200 @@
+"""Loading: whole and sharded checkpoints, and everything that can be wrong with a model's folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from actorllm.config import EngineConfig
+from actorllm.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
+from actorllm.model.decoder import Decoder
+from actorllm.model.registry import FAMILIES, decoder_config
+from actorllm.model.runner import ModelRunner
+from actorllm.model.weights import CheckpointWeights, DummyWeights
+from tests.model.driver import TINY_LLAMA
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tiny Llama with weights in one file."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+    recorder = Recorder()
+    Decoder(decoder_config("LlamaForCausalLM", TINY_LLAMA), recorder, 128)
+    save_file(recorder.tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+class Recorder(DummyWeights):
+    """Dummy weights that keep what they gave, as a checkpoint would."""
+
+    def __init__(self) -> None:
+        super().__init__(7, torch.float32)
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        self.tensors[name] = super().take(name, *shape)
+        return self.tensors[name].clone()
+
+
+def load(folder: Path, **arguments: Any) -> ModelRunner:
+    config = EngineConfig.from_arguments(folder, skip_tokenizer_init=True, num_threads=1, **arguments)
+    runner = ModelRunner(config, show_progress=False)
+    runner.load()
+    return runner
+
+
+def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def same(a: ModelRunner, b: ModelRunner) -> bool:
+    x = torch.randn(3, 48, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        pairs = [
+            (getattr(one, name)(x), getattr(two, name)(x))
+            for one, two in zip(a.decoder.layers, b.decoder.layers, strict=True)
+            for name in ("qkv", "gate_up", "mlp_norm")
+        ]
+        pairs.append((a.decoder.lm_head(x), b.decoder.lm_head(x)))
+    return all(torch.equal(one, two) for one, two in pairs)
+
+
+def test_sharded_weights_are_the_same_model(folder: Path, tmp_path: Path) -> None:
+    whole = load(folder)
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, members in parts.items():
+        save_file({name: tensors[name] for name in members}, folder / file)
+    index = {"weight_map": {name: file for file, members in parts.items() for name in members}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").unlink()
+    assert same(whole, load(folder))
+    (folder / "b.safetensors").unlink()
+    with pytest.raises(CorruptModelError, match=r"b\.safetensors"):
+        load(folder)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../a.safetensors"}}')
+    with pytest.raises(CorruptModelError, match="not a file of this folder"):
+        load(folder)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CorruptModelError, match=r"index\.json"):
+        load(folder)
+
+
+def test_a_missing_tensor_is_named(folder: Path) -> None:
+    change(folder, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(CorruptModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(folder)
+
+
+def test_an_unexpected_tensor_is_named(folder: Path) -> None:
+    change(folder, lambda t: t.update({"model.layers.1.self_attn.q_proj.bias": torch.zeros(64)}))
+    with pytest.raises(CorruptModelError, match=r"model\.layers\.1\.self_attn\.q_proj\.bias"):
+        load(folder)
+
+
+def test_tensors_that_the_config_determines_may_be_there(folder: Path) -> None:
+    change(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}))
+    load(folder)
+    (folder / "config.json").write_text(json.dumps(TINY_LLAMA | {"tie_word_embeddings": True}))
+    load(folder)  # lm_head.weight is there and not needed
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(48, 79), torch.zeros(80, 48), torch.zeros(48, 80, dtype=torch.int32)])
+def test_a_wrong_shape_or_type_is_named(folder: Path, wrong: torch.Tensor) -> None:
+    change(folder, lambda t: t.update({"model.layers.0.mlp.down_proj.weight": wrong}))
+    with pytest.raises(CorruptModelError, match=r"model\.layers\.0\.mlp\.down_proj\.weight"):
+        load(folder)
+
+
+@pytest.mark.parametrize("length", [0, 5, 300, -4])
+def test_a_truncated_file_is_named(folder: Path, length: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(CorruptModelError, match=r"model\.safetensors"):
+        load(folder)
+
+
+def test_a_folder_without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelNotFoundError, match=r"model\.safetensors"):
+        load(folder)
+    load(folder, load_format="dummy")
+
+
+def test_weights_are_converted_when_they_are_read(folder: Path) -> None:
+    weights = CheckpointWeights(folder, torch.bfloat16, show_progress=False)
+    with weights:
+        tensor = weights.take("model.norm.weight", 48)
+    assert tensor.dtype == torch.bfloat16
+    assert load(folder, dtype="bfloat16").decoder.embedding.dtype == torch.bfloat16
+
+
+def test_dummy_weights_follow_their_seed(folder: Path) -> None:
+    one, two = load(folder, load_format="dummy", seed=3), load(folder, load_format="dummy", seed=3)
+    other = load(folder, load_format="dummy", seed=4)
+    assert same(one, two)
+    assert not same(one, other)
+
+
+def test_the_progress_bar_goes_to_standard_error(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actorllm.model.weights.PROGRESS_DELAY_S", 0.0)
+    config = EngineConfig.from_arguments(folder, skip_tokenizer_init=True)
+    ModelRunner(config, show_progress=True).load()
+    captured = capsys.readouterr()
+    assert "weights" in captured.err
+    assert captured.out == ""
+    ModelRunner(config).load()  # standard error is no terminal here
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ between layers"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"head_dim": 15}, "odd"),
+        ({"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"] * 2}, "alternating"),
+        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["linear_attention"] * 2}, "linear_attention"),
+    ],
+)
+def test_what_is_not_supported_is_said(folder: Path, change: dict[str, Any], message: str) -> None:
+    (folder / "config.json").write_text(json.dumps(TINY_LLAMA | change))
+    with pytest.raises(UnsupportedModelError, match=message):
+        load(folder, load_format="dummy")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"hidden_size": "48"}, "hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"hidden_size": 50, "head_dim": None}, "hidden_size=50"),
+        ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types"),
+    ],
+)
+def test_a_contradictory_config_is_said(folder: Path, change: dict[str, Any], message: str) -> None:
+    (folder / "config.json").write_text(json.dumps(TINY_LLAMA | change))
+    with pytest.raises(CorruptModelError, match=message):
+        load(folder, load_format="dummy")
+
+
+def test_every_family_has_dummy_weights(folder: Path) -> None:
+    for architecture in FAMILIES:
+        (folder / "config.json").write_text(json.dumps(TINY_LLAMA | {"architectures": [architecture]}))
+        load(folder, load_format="dummy")
