@@ -20,16 +20,36 @@ I64 = NDArray[np.int64]
 
 SLOTS_AT_FIRST = 16
 
+PADDING = -1
+"""The slot of rows without effect: the last entry of every column, a request of one token in the padding block."""
+
+
+def padded(num_rows: int) -> int:
+    """The next number of rows that products are made for.
+
+    Each new number costs oneDNN 0.3 ms and more for every matrix shape of the model, so only some are used: up to 8 all,
+    then four per octave, and from 128 on multiples of 16 or 32 (where the arithmetic of a wasted row costs more).
+    """
+    if num_rows <= 8:
+        return num_rows
+    step = 1 << ((num_rows - 1).bit_length() - 3) if num_rows <= 128 else 16 if num_rows <= 512 else 32
+    return -(-num_rows // step) * step
+
 
 @dataclass(slots=True)
 class StepInputs:
-    """One step's tokens: decode rows (one token each), then the tokens of the prefill rows, then padding."""
+    """One step's tokens: decode rows (one token each), then the tokens of the prefill rows.
+
+    Both parts may be padded, with rows of the padding slot or with tokens that are written to the padding block.
+    """
 
     token_ids: I64  # [num_tokens]
     positions: I64  # [num_tokens]
     kv_slots: I64  # [num_tokens] block * block_size + offset
     num_decodes: int
-    decode_slots: I32  # [num_decodes] in the order of the tokens
+    """Padding included."""
+    decode_slots: I32
+    """As in the plan: without padding, and not in the order of the tokens where that is sorted."""
     decode_lengths: I64  # [num_decodes] the new token included
     decode_positions: I64  # [num_decodes] of the new token
     decode_version: int
@@ -99,6 +119,8 @@ class PersistentBatch:
     sort_gain: int = 2048
     """Padding, in tokens, above which decode rows are ordered by length."""
     num_groups: int = 1
+    padding_block: int | None = None
+    """Where rows without effect write; None: no padding."""
     columns: Columns = field(init=False)
     block_tables: I32 = field(init=False)  # [num_groups, num_slots, max_blocks]
     num_slot_blocks: I32 = field(init=False)  # [num_groups, num_slots]
@@ -120,7 +142,7 @@ class PersistentBatch:
     @property
     def num_slots(self) -> int:
         """Room, not use."""
-        return len(self.columns.is_live)
+        return len(self.columns.is_live) - 1  # the last one is the padding slot's
 
     def apply(self, plan: StepPlan) -> None:
         """Carry out the plan's differences: freed, new, extended, decode rows. Raises ValueError for an impossible one."""
@@ -139,11 +161,14 @@ class PersistentBatch:
         elif plan.freed.size:
             self._require_live(self.decode_slots, "decode")
 
-    def inputs(self, plan: StepPlan, pad_to: int = 0, padding_slot: int = 0) -> StepInputs:
-        """The tokens of the step, once `apply` is done. pad_to: at least so many tokens, the last ones without effect."""
+    def inputs(self, plan: StepPlan) -> StepInputs:
+        """The tokens of the step, once `apply` is done."""
         columns, size = self.columns, self.block_size
         slots = self.decode_slots
-        num_decodes = len(slots)
+        num_rows = num_decodes = len(slots)
+        if self.padding_block is not None and padded(num_rows) > num_rows:
+            num_decodes = padded(num_rows)
+            slots = np.concatenate((slots, np.full(num_decodes - num_rows, PADDING, np.int32)))
         lengths = columns.num_computed[slots].astype(np.int64) + 1
         order: I64 | None = None
         if num_decodes > 1 and int(lengths.max()) * num_decodes - int(lengths.sum()) > self.sort_gain:
@@ -164,12 +189,13 @@ class PersistentBatch:
         result_tokens = np.arange(num_decodes)
         if order is not None:
             result_tokens[order] = np.arange(num_decodes)
+        result_tokens = result_tokens[:num_rows]
         inputs = StepInputs(
             token_ids=token_ids,
             positions=positions,
             kv_slots=kv_slots,
             num_decodes=num_decodes,
-            decode_slots=slots,
+            decode_slots=self.decode_slots,
             decode_lengths=lengths,
             decode_positions=positions,
             decode_version=self.decode_version,
@@ -186,11 +212,6 @@ class PersistentBatch:
         )
         if plan.prefill_slots.size:
             self._add_prefill(plan, inputs)
-        missing = pad_to - len(inputs.token_ids)
-        if missing > 0:
-            inputs.token_ids = np.concatenate((inputs.token_ids, np.zeros(missing, np.int64)))
-            inputs.positions = np.concatenate((inputs.positions, np.zeros(missing, np.int64)))
-            inputs.kv_slots = np.concatenate((inputs.kv_slots, np.full(missing, padding_slot, np.int64)))
         return inputs
 
     def advance(self, inputs: StepInputs) -> None:
@@ -333,6 +354,11 @@ class PersistentBatch:
             if end == columns.num_known[slot]:
                 finished.append(slot)
                 finished_tokens.append(start - 1)
+        if self.padding_block is not None and padded(start) > start:
+            missing = np.zeros(padded(start) - start, np.int64)
+            token_ids.append(missing)
+            positions.append(missing)
+            kv_slots.append(missing + self.padding_block * size)
         inputs.token_ids = np.concatenate(token_ids)
         inputs.positions = np.concatenate(positions)
         inputs.kv_slots = np.concatenate(kv_slots)
@@ -356,15 +382,19 @@ class PersistentBatch:
 
     def _grow(self, num_slots: int) -> None:
         """Room for at least so many slots; doubles, so that growing stays rare."""
-        old = self.num_slots
-        new = max(num_slots, 2 * old)
+        old = max(0, self.num_slots)
+        new = max(num_slots, 2 * old) + 1
         for name, kind in _COLUMN_TYPES.items():
             column = np.zeros(new, kind)
-            column[:old] = getattr(self.columns, name)
+            column[:old] = getattr(self.columns, name)[:old]
             setattr(self.columns, name, column)
         tables = np.zeros((self.num_groups, new, self.max_blocks), np.int32)
-        tables[:, :old] = self.block_tables
+        tables[:, :old] = self.block_tables[:, :old]
         self.block_tables = tables
         counts = np.zeros((self.num_groups, new), np.int32)
-        counts[:, :old] = self.num_slot_blocks
+        counts[:, :old] = self.num_slot_blocks[:, :old]
         self.num_slot_blocks = counts
+        self.columns.num_known[PADDING] = 1
+        if self.padding_block is not None:
+            self.block_tables[:, PADDING, 0] = self.padding_block
+            self.num_slot_blocks[:, PADDING] = 1

@@ -130,7 +130,11 @@ class ModelRunner:
         length = config.model.max_model_len + config.scheduler.num_lookahead_tokens
         self.cache = KVCache(c.num_layers, c.num_kv_heads, c.head_dim, num_blocks, size, self.dtype)
         self.batch = PersistentBatch(
-            vocab_size=c.vocab_size, block_size=size, num_blocks=num_blocks, max_blocks=-(-length // size)
+            vocab_size=c.vocab_size,
+            block_size=size,
+            num_blocks=num_blocks,
+            max_blocks=-(-length // size),
+            padding_block=self.cache.padding_block,
         )
         self._rows = None
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from actorllm.messages import StepPlan
-from actorllm.model.inputs import PersistentBatch
+from actorllm.model.inputs import PersistentBatch, padded
 
 VOCAB, SIZE, NUM_BLOCKS, MAX_BLOCKS = 50, 4, 60, 8
 MAX_LENGTH = SIZE * MAX_BLOCKS
@@ -60,10 +60,15 @@ class Naive:
 class BatchMachine(RuleBasedStateMachine):
     """Random plans, applied to both."""
 
-    @initialize(sort_gain=st.sampled_from([0, 5, 10_000]))
-    def start(self, sort_gain: int) -> None:
+    @initialize(sort_gain=st.sampled_from([0, 5, 10_000]), padding_block=st.sampled_from([None, 99]))
+    def start(self, sort_gain: int, padding_block: int | None) -> None:
         self.batch = PersistentBatch(
-            vocab_size=VOCAB, block_size=SIZE, num_blocks=NUM_BLOCKS, max_blocks=MAX_BLOCKS, sort_gain=sort_gain
+            vocab_size=VOCAB,
+            block_size=SIZE,
+            num_blocks=NUM_BLOCKS,
+            max_blocks=MAX_BLOCKS,
+            sort_gain=sort_gain,
+            padding_block=padding_block,
         )
         self.requests: dict[int, Naive] = {}
         self.decode: list[int] = []
@@ -131,7 +136,7 @@ class BatchMachine(RuleBasedStateMachine):
         )
         self.decode = list(decode)
         self.batch.apply(plan)
-        inputs = self.batch.inputs(plan, pad_to=3, padding_slot=999)
+        inputs = self.batch.inputs(plan)
         self.compare(inputs, prefill)
         self.batch.advance(inputs)
         for slot in decode:
@@ -154,28 +159,36 @@ class BatchMachine(RuleBasedStateMachine):
                 request.tokens.append(token)
 
     def compare(self, inputs: Any, prefill: dict[int, int]) -> None:
-        expected: list[tuple[int, int, int]] = []
-        for slot in inputs.decode_slots.tolist():
-            request = self.requests[slot]
-            expected.append(self.token(request, request.computed))
-        assert sorted(inputs.decode_slots.tolist()) == sorted(self.decode)
+        got = list(zip(inputs.token_ids.tolist(), inputs.positions.tolist(), inputs.kv_slots.tolist(), strict=True))
+        padding = (0, 0, 99 * SIZE)
+        rows, tail = got[: inputs.num_decodes], got[inputs.num_decodes :]
+        assert inputs.decode_slots.tolist() == self.decode
+        if self.batch.padding_block is None:
+            assert inputs.num_decodes == len(self.decode)
+        else:
+            assert inputs.num_decodes == padded(len(self.decode))
+            assert not prefill or len(got) == padded(inputs.num_decodes + sum(prefill.values()))
+        decoded = [self.token(self.requests[s], self.requests[s].computed) for s in self.decode]
+        assert sorted(rows) == sorted(decoded + [padding] * (len(rows) - len(decoded)))
         if inputs.is_sorted:
             assert (np.diff(inputs.decode_lengths) <= 0).all()
         else:
-            assert inputs.decode_slots.tolist() == self.decode
-        for row, slot in enumerate(inputs.decode_slots.tolist()):
-            used = -(-int(inputs.decode_lengths[row]) // SIZE)
-            assert inputs.decode_table[row, :used].tolist() == self.requests[slot].blocks[:used]
+            assert rows[: len(decoded)] == decoded
+        assert inputs.decode_positions.tolist() == inputs.positions[: len(rows)].tolist()
+        assert inputs.decode_lengths.tolist() == (inputs.decode_positions + 1).tolist()
+        owner = {block: slot for slot, request in self.requests.items() for block in request.blocks}
+        for row, (_, position, kv_slot) in enumerate(rows):
+            used = position // SIZE + 1
+            blocks = inputs.decode_table[row, :used].tolist()
+            assert blocks == (self.requests[owner[kv_slot // SIZE]].blocks[:used] if kv_slot != padding[2] else [99])
+        expected: list[tuple[int, int, int]] = []
         for slot, count in prefill.items():
             request = self.requests[slot]
             expected += [self.token(request, i) for i in range(request.computed, request.computed + count)]
-        expected += [(0, 0, 999)] * (3 - len(expected))
-        got = list(zip(inputs.token_ids.tolist(), inputs.positions.tolist(), inputs.kv_slots.tolist(), strict=True))
-        assert got == expected
+        assert tail == expected + [padding] * (len(tail) - len(expected))
         for slot, token in zip(inputs.result_slots.tolist(), inputs.result_tokens.tolist(), strict=True):
             request = self.requests[slot]
-            last = request.computed + prefill.get(slot, 1) - 1
-            assert got[token] == self.token(request, last)
+            assert got[token] == self.token(request, request.computed + prefill.get(slot, 1) - 1)
 
     def token(self, request: Naive, position: int) -> tuple[int, int, int]:
         slot = request.blocks[position // SIZE] * SIZE + position % SIZE
@@ -191,6 +204,14 @@ class BatchMachine(RuleBasedStateMachine):
 
 TestPersistentBatch = BatchMachine.TestCase
 TestPersistentBatch.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
+
+
+def test_padding_is_monotonous_and_small() -> None:
+    sizes = [padded(n) for n in range(3000)]
+    assert sizes[:18] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 10, 12, 12, 14, 14, 16, 16, 20]
+    assert all(n <= size <= 1.25 * n and padded(size) == size for n, size in enumerate(sizes))
+    assert sizes == sorted(sizes)
+    assert len(set(sizes[:129])) == 25
 
 
 @pytest.fixture
