@@ -18,13 +18,15 @@ from actorllm.scheduling.sequence import Sequence
 
 
 class Rows:
-    """An immutable set of rows: slots with the generations and the sequences that they had when the set was made."""
+    """An immutable set of rows: slots, with what belongs to them for as long as their sequences stay."""
 
-    __slots__ = ("generations", "sequences", "slots")
+    __slots__ = ("generations", "limits", "num_prompts", "sequences", "slots")
 
-    def __init__(self, slots: I32, generations: I32, sequences: NDArray[Any]) -> None:
+    def __init__(self, slots: I32, generations: I32, limits: I32, num_prompts: I32, sequences: NDArray[Any]) -> None:
         self.slots = slots
         self.generations = generations
+        self.limits = limits
+        self.num_prompts = num_prompts
         self.sequences = sequences
 
     def __len__(self) -> int:
@@ -39,6 +41,8 @@ class Rows:
         return Rows(
             np.concatenate((self.slots, other.slots)),
             np.concatenate((self.generations, other.generations)),
+            np.concatenate((self.limits, other.limits)),
+            np.concatenate((self.num_prompts, other.num_prompts)),
             np.concatenate((self.sequences, other.sequences)),
         )
 
@@ -114,8 +118,9 @@ class Batch:
                 # A slot that left and joined again belongs to somebody else now: it goes to the end.
                 slots = slots[self.is_decoding[slots] & (self.generation[slots] == self._rows.generations)]
             if self._joining:
-                present = set(slots.tolist()) if self._has_left else set()
-                joining = [s for s in dict.fromkeys(self._joining) if self.is_decoding[s] and s not in present]
+                is_listed = np.zeros(self.num_slots, np.bool_)
+                is_listed[slots] = True
+                joining = [s for s in dict.fromkeys(self._joining) if self.is_decoding[s] and not is_listed[s]]
                 slots = np.concatenate((slots, np.array(joining, np.int32)))
                 self._joining.clear()
             self._has_left = False
@@ -124,7 +129,7 @@ class Batch:
 
     def select(self, slots: I32) -> Rows:
         """These slots as rows."""
-        return Rows(slots, self.generation[slots], self.sequences[slots])
+        return Rows(slots, self.generation[slots], self.limit[slots], self.num_prompt[slots], self.sequences[slots])
 
     def check_integrity(self) -> None:
         """AssertionError when an invariant of the module docstring does not hold."""

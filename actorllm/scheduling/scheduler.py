@@ -128,6 +128,7 @@ class Scheduler:
         self._displaced: set[Sequence] = set()
         self._prefilling: dict[Sequence, None] = {}
         self._decode: Rows = self.batch.rows()
+        self._computed: I32 = NO_I32
         self._growing: I32 = NO_I32
         self._num_stopping = np.zeros(vocab_size, np.int32)  # how many requests alive end at this id
         for token in self._eos_ids:
@@ -253,9 +254,9 @@ class Scheduler:
         extended = (self._growing, self.kv.extend(self._growing)) if self._growing.size else (NO_I32, NO_I32)
         slots = rows.slots
         batch = self.batch
-        computed = batch.num_computed[slots] + 1
+        computed = (self._computed if rows is self._decode else batch.num_computed[slots]) + 1
         batch.num_computed[slots] = computed
-        ending = computed + 1 >= batch.limit[slots]
+        ending = computed >= rows.limits - 1
         if ending.any():  # the last token they may have is in flight now
             for slot in slots[ending].tolist():
                 batch.stop_decoding(slot)
@@ -285,7 +286,8 @@ class Scheduler:
         slots = rows.slots
         self._decode = rows
         # Room for the token computed now, the one it samples, and what the result may carry beyond that.
-        needed = np.minimum(batch.num_computed[slots] + (1 + self._ahead), batch.limit[slots])
+        self._computed = batch.num_computed[slots]
+        needed = np.minimum(self._computed + (1 + self._ahead), rows.limits)
         self._growing = slots[needed > self.kv.capacity[slots]]
 
     def _choose_decode_rows(self, mask: NDArray[np.bool_] | None) -> Rows:
@@ -451,7 +453,7 @@ class Scheduler:
         known = batch.num_known[slots]
         size = self.kv.block_size
         self.kv.token_ids[self.kv.tables[0, slots, known // size], known % size] = tokens
-        index = known - batch.num_prompt[slots]
+        index = known - rows.num_prompts
         known += 1
         batch.num_known[slots] = known
         self._num_output_tokens += tokens.size
@@ -459,7 +461,7 @@ class Scheduler:
             if sequence.first_token is None:
                 sequence.first_token = self.now
         ends: tuple[End, ...] = ()
-        may_end = (self._num_stopping[tokens] > 0) | (known >= batch.limit[slots])
+        may_end = (self._num_stopping[tokens] > 0) | (known >= rows.limits)
         if may_end.any():
             found = [
                 self._stop(rows.sequences[row], int(tokens[row]), int(index[row]) + 1)
