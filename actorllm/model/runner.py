@@ -9,6 +9,7 @@ Not thread-safe: one thread owns a runner and everything torch. Called by the wo
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from actorllm.model.decoder import Decoder
 from actorllm.model.inputs import PersistentBatch, StepInputs
 from actorllm.model.registry import decoder_config
 from actorllm.model.sampler import Sampler, SamplingColumns
+from actorllm.model.threads import Team
 from actorllm.model.weights import CheckpointWeights, DummyWeights
 
 MAX_LOGITS_BYTES = 64 << 20
@@ -76,6 +78,7 @@ class ModelRunner:
         self.decoder: Decoder
         self.cache: KVCache
         self.batch: PersistentBatch
+        self._team: Team
         self._available_at_first = memory.available_bytes()
         self._sampler = Sampler(self.model_config.vocab_size)
         self._rows: SamplingRows | None = None
@@ -95,6 +98,11 @@ class ModelRunner:
         )
         with weights:
             self.decoder = Decoder(self.model_config, weights, model.max_model_len)
+        num_products = 4 * self.model_config.num_layers + 1
+        num_weights = self.decoder.num_bytes / self.dtype.itemsize
+        self._team = Team(
+            threads.num_threads(self.config), self.decoder.num_bytes / num_products, 2 * num_weights / num_products
+        )
 
     @property
     def block_bytes(self) -> int:
@@ -198,11 +206,15 @@ class ModelRunner:
         sampling = self._sampling_rows(inputs)
         hidden, logits = self._no_hidden, None
         if len(inputs.token_ids):
+            size = self._team.size(len(inputs.token_ids))
+            torch.set_num_threads(size)
+            wall, cpu = time.perf_counter(), time.thread_time()
             states = self.decoder.forward(inputs, self.cache)
             if len(inputs.result_slots):
                 hidden = self.decoder.select(states, inputs.result_tokens)
             if len(sampling.chunks) == 1:
                 logits = self._logits(hidden, sampling, 0, len(sampling.slots))
+            self._team.observe(size, time.perf_counter() - wall, time.thread_time() - cpu)
         self.batch.advance(inputs)
         return StepHandle(plan.step, inputs, sampling, hidden, logits, plan.late_slots, started)
 

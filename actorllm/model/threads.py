@@ -21,6 +21,17 @@ hold a core for as long as the engine is idle, and on a machine with two cores s
 """
 
 
+PAYING_PRODUCT_S = 40e-6
+BYTES_PER_S, FLOPS_PER_S = 35e9, 400e9
+"""What one thread of a server core reads, and computes in bfloat16; only the order of magnitude matters here."""
+
+CROWDED_S = 2e-3
+"""Less waiting than this is nobody's fault."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 8, 512
+"""Steps with one thread after a crowded one."""
+
+
 def num_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -37,5 +48,48 @@ def worker_environment(config: EngineConfig) -> dict[str, str]:
         "OMP_NUM_THREADS": str(num_threads(config)),
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": str(SPIN_COUNT),
+        # Every shape of a product is a kernel in oneDNN's cache; its 1,024 entries are not enough for mixed batches.
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "4096",
+        # Freed activations stay with the process: mapping them anew in every step costs more than computing them.
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     }
     return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+class Team:
+    """How many threads the next step computes with: one, or all.
+
+    A team pays once a product is long enough to outlast its start and end (`PAYING_PRODUCT_S`). It does not pay while
+    something else keeps the cores busy: every product then waits until its last thread has had its turn, some
+    milliseconds on Linux, and a step takes ten times as long instead of twice. So after a step that mostly waited, the
+    next ones are computed by one thread, and the team is tried again later, after ever longer pauses.
+    """
+
+    def __init__(self, max_threads: int, product_bytes: float, flops_per_row: float) -> None:
+        """product_bytes, flops_per_row: of a matrix product of the model, on average."""
+        self.max_threads = max_threads
+        self._product_bytes, self._flops_per_row = product_bytes, flops_per_row
+        self._pause = 0
+        self._next_pause = FIRST_PAUSE
+        self.num_crowded = 0
+        """Steps that mostly waited."""
+
+    def size(self, num_rows: int) -> int:
+        """Threads for a step of so many tokens."""
+        if self._pause:
+            self._pause -= 1
+            return 1
+        product_s = max(self._product_bytes / BYTES_PER_S, num_rows * self._flops_per_row / FLOPS_PER_S)
+        return self.max_threads if product_s > PAYING_PRODUCT_S else 1
+
+    def observe(self, size: int, wall_s: float, cpu_s: float) -> None:
+        """How long a step of `size` threads took, and how much of that its first thread computed."""
+        if size == 1:
+            return
+        if wall_s - cpu_s > max(0.5 * wall_s, CROWDED_S):
+            self.num_crowded += 1
+            self._pause = self._next_pause
+            self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
+        else:
+            self._next_pause = max(self._next_pause - 1, FIRST_PAUSE)

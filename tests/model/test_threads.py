@@ -1,0 +1,72 @@
+"""How many threads, and what their runtime is told. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from actorllm.config import EngineConfig
+from actorllm.model import threads
+from actorllm.model.threads import FIRST_PAUSE, LONGEST_PAUSE, Team, worker_environment
+
+LARGE, SMALL = 4e6, 0.25e6
+"""Bytes of a matrix of a model of 0.6 billion parameters, and of the bundled one."""
+
+
+def test_the_environment_follows_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    environment = worker_environment(EngineConfig.from_arguments("storyteller", num_threads=3))
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert 0 < int(environment["GOMP_SPINCOUNT"]) < 100_000, "a team that spins forever starves everyone else"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert "OMP_NUM_THREADS" not in worker_environment(EngineConfig.from_arguments("storyteller"))
+
+
+def test_every_core_is_used_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "num_cores", lambda: 12)
+    assert threads.num_threads(EngineConfig.from_arguments("storyteller")) == 12
+    assert threads.num_threads(EngineConfig.from_arguments("storyteller", num_threads=1)) == 1
+
+
+def test_torch_is_not_loaded() -> None:
+    code = "import sys, actorllm.model.threads; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_small_products_are_computed_alone() -> None:
+    small, large = Team(2, SMALL, SMALL), Team(2, LARGE, LARGE)
+    assert small.size(1) == 1
+    assert small.size(128) == 2
+    assert large.size(1) == 2
+    assert Team(1, LARGE, LARGE).size(4096) == 1
+
+
+def test_a_crowded_team_pauses_ever_longer_and_comes_back() -> None:
+    team = Team(2, LARGE, LARGE)
+    pauses = []
+    for _ in range(9):
+        assert team.size(1) == 2
+        team.observe(2, wall_s=0.4, cpu_s=0.03)
+        pauses.append(0)
+        while team.size(1) == 1:
+            team.observe(1, wall_s=0.06, cpu_s=0.03)
+            pauses[-1] += 1
+        team._pause = 0
+    assert pauses[0] == FIRST_PAUSE
+    assert pauses[1] == 2 * FIRST_PAUSE
+    assert pauses[-1] == LONGEST_PAUSE
+    assert team.num_crowded == 9
+    for _ in range(LONGEST_PAUSE):
+        team.observe(2, wall_s=0.02, cpu_s=0.02)
+    team.observe(2, wall_s=0.4, cpu_s=0.03)
+    assert team._pause == FIRST_PAUSE
+
+
+def test_a_short_wait_is_nobodys_fault() -> None:
+    team = Team(2, LARGE, LARGE)
+    team.observe(2, wall_s=1.5e-3, cpu_s=0.1e-3)
+    team.observe(2, wall_s=50e-3, cpu_s=30e-3)
+    assert team.num_crowded == 0
