@@ -111,6 +111,11 @@ class DecodeGroup:
     bias: torch.Tensor  # [num_kv_heads * rows, queries_per_kv, length]: 0 where a row may look, -inf elsewhere
     gathered: list[torch.Tensor]
     """Per layer [2 * num_kv_heads, rows * blocks_per_row, block_size * head_dim]; one for all when it is not kept."""
+    tokens: list[torch.Tensor]  # the same memory as [2 * num_kv_heads, rows * length, head_dim]
+    keys: list[torch.Tensor]  # its first half as [num_kv_heads * rows, head_dim, length]
+    values: list[torch.Tensor]  # its second half as [num_kv_heads * rows, length, head_dim]
+    is_small: bool
+    """Computed in float32 although the model is bfloat16."""
     is_kept: bool
     new_slots: torch.Tensor | None = None  # [rows] row * length + position of the new token; None: gather everything
 
@@ -180,26 +185,25 @@ class AttentionBatch:
 
     def _decode(self, layer: int, query: torch.Tensor, new: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
         heads, dim, fold = self._cache.num_kv_heads, self._cache.head_dim, self.queries_per_kv
-        rows, dtype = query.shape[0], query.dtype
-        gathered = group.gathered[layer if group.is_kept else 0]
-        is_small = gathered.dtype != dtype
+        rows, is_small, kept = query.shape[0], group.is_small, layer if group.is_kept else 0
         if group.new_slots is not None:
-            gathered.view(2 * heads, -1, dim).index_copy_(1, group.new_slots, new.float() if is_small else new)
+            group.tokens[kept].index_copy_(1, group.new_slots, new.float() if is_small else new)
         elif is_small:
-            gathered.copy_(self._cache.blocks[layer].index_select(1, group.block_ids))
+            group.gathered[kept].copy_(self._cache.blocks[layer].index_select(1, group.block_ids))
         else:
-            torch.index_select(self._cache.blocks[layer], 1, group.block_ids, out=gathered)
-        key, value = gathered.view(2, heads * rows, group.length, dim).unbind(0)
+            torch.index_select(self._cache.blocks[layer], 1, group.block_ids, out=group.gathered[kept])
         if rows == 1:
             q = query.view(heads, fold, dim)
         else:
             q = query.view(rows, heads, fold, dim).transpose(0, 1).reshape(heads * rows, fold, dim)
         if is_small:
             q = q.float()
-        scores = torch.baddbmm(group.bias, q, key.transpose(1, 2), alpha=self.scale)
-        out = torch.bmm(torch.softmax(scores, -1), value)  # [num_kv_heads * rows, queries_per_kv, head_dim]
+        scores = torch.baddbmm(group.bias, q, group.keys[kept], alpha=self.scale)
+        out = torch.bmm(
+            torch.softmax(scores, -1), group.values[kept]
+        )  # [num_kv_heads * rows, queries_per_kv, head_dim]
         if is_small:
-            out = out.to(dtype)
+            out = out.to(query.dtype)
         if rows == 1:
             return out.view(1, heads * fold * dim)
         return out.view(heads, rows, fold * dim).transpose(0, 1).reshape(rows, heads * fold * dim)
@@ -244,6 +248,11 @@ class AttentionBatch:
     def _extend(self, group: DecodeGroup, inputs: StepInputs) -> None:
         """One more token per row: where it goes, and that it may be looked at."""
         rows = group.end - group.start
+        if rows == 1:
+            only = int(inputs.decode_positions[group.start])
+            group.new_slots = torch.tensor([only])
+            group.bias[:, :, only] = 0
+            return
         row, position = np.arange(rows), inputs.decode_positions[group.start : group.end]
         group.new_slots = torch.from_numpy(row * group.length + position)
         bias = group.bias.view(self._cache.num_kv_heads, rows, self.queries_per_kv, group.length)
@@ -308,13 +317,20 @@ class AttentionBatch:
         heads, num_rows = cache.num_kv_heads, end - start
         bias = bias.view(1, num_rows, 1, -1).expand(heads, -1, self.queries_per_kv, -1).contiguous()
         gathered = buffer.view(dtype).view(-1, 2 * heads, num_rows * blocks_per_row, size * cache.head_dim)
+        length = blocks_per_row * size
+        tokens = gathered.view(-1, 2 * heads, num_rows * length, cache.head_dim)
+        halves = gathered.view(-1, 2, heads * num_rows, length, cache.head_dim)
         return DecodeGroup(
             start=start,
             end=end,
             block_ids=torch.from_numpy(ids.reshape(-1)),
-            length=blocks_per_row * size,
+            length=length,
             bias=bias.view(heads * num_rows, self.queries_per_kv, -1),
             gathered=list(gathered.unbind(0)),
+            tokens=list(tokens.unbind(0)),
+            keys=list(halves[:, 0].transpose(2, 3).unbind(0)),
+            values=list(halves[:, 1].unbind(0)),
+            is_small=is_small,
             is_kept=is_kept,
         )
 
