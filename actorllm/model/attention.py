@@ -17,6 +17,8 @@ row by row.
 
 from __future__ import annotations
 
+import math
+import mmap
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +45,13 @@ LENGTH_STEP = 32
 """bfloat16 products are padded to a multiple of this: every new shape costs oneDNN about half a millisecond."""
 
 QUERY_TILE = 256
-"""Prompt tokens that attend together; bounds the mask and skips what lies above the diagonal."""
+"""Prompt tokens that attend together: skips most of what lies above the diagonal, and keeps the scores in the cache."""
+
+MAX_TILE_SCORES = 4 << 20
+"""Scores of one tile; over long contexts, tiles get smaller than QUERY_TILE."""
+
+SMALL_TILE_PRODUCTS = 16 << 20
+"""Up to this many multiplications, products in float32 beat those in bfloat16 with a shape oneDNN has not seen."""
 
 
 class Scratch:
@@ -68,6 +76,12 @@ class Scratch:
             self._bytes = torch.empty(size + size // 4, dtype=torch.uint8)
 
 
+def _zero_pages(num_bytes: int) -> torch.Tensor:
+    """Zeros that take no memory before they are written; `torch.zeros` writes them all."""
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
 class KVCache:
     """Keys and values of every layer, by block."""
 
@@ -80,8 +94,8 @@ class KVCache:
         self.block_size = block_size
         self.zero_block = num_blocks
         self.padding_block = num_blocks + 1
-        # Fresh zero pages are only mapped when they are first written.
-        self.pool = torch.zeros(num_layers, 2 * num_kv_heads, num_blocks + 2, block_size * head_dim, dtype=dtype)
+        shape = (num_layers, 2 * num_kv_heads, num_blocks + 2, block_size * head_dim)
+        self.pool = _zero_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
         self.blocks = list(self.pool.unbind(0))  # per layer [2 * num_kv_heads, num_blocks + 2, block_size * head_dim]
         self.context: DecodeContext | None = None
         self.kept, self.passing = Scratch(), Scratch()  # of the context, and of groups that are gathered in every step
@@ -137,7 +151,9 @@ class PrefillTile:
     end: int
     first: int
     last: int
-    bias: torch.Tensor | None  # [end - start, last - first]; None: exactly causal
+    bias: torch.Tensor  # [end - start, keys]: 0 or -inf, for the last `keys` of them; they look at all before those
+    is_small: bool
+    """Computed in float32 although the model is bfloat16."""
 
 
 @dataclass(slots=True)
@@ -211,19 +227,18 @@ class AttentionBatch:
     def _prefill(self, layer: int, query: torch.Tensor, row: PrefillRow, out: torch.Tensor) -> None:
         heads, dim, fold = self._cache.num_kv_heads, self._cache.head_dim, self.queries_per_kv
         blocks = self._cache.blocks[layer].index_select(1, row.block_ids)
-        key, value = blocks.view(2, heads, 1, -1, dim).unbind(0)
+        key, value = blocks.view(2, heads, -1, dim).unbind(0)  # [num_kv_heads, length, head_dim]
         for tile in row.tiles:
-            tokens = tile.end - tile.start
-            q = query[tile.start : tile.end].view(tokens, heads, fold, dim).permute(1, 2, 0, 3)
-            attended = torch.nn.functional.scaled_dot_product_attention(
-                q,  # [num_kv_heads, queries_per_kv, tokens, head_dim]
-                key[:, :, tile.first : tile.last].expand(-1, fold, -1, -1),
-                value[:, :, tile.first : tile.last].expand(-1, fold, -1, -1),
-                attn_mask=tile.bias,
-                is_causal=tile.bias is None,
-                scale=self.scale,
-            )
-            out[tile.start : tile.end].view(tokens, heads, fold, dim).copy_(attended.permute(2, 0, 1, 3))
+            num_tokens, length = tile.end - tile.start, tile.last - tile.first
+            q = query[tile.start : tile.end].view(num_tokens, heads, fold, dim)
+            q = q.permute(1, 2, 0, 3).reshape(heads, fold * num_tokens, dim)
+            k, v = key[:, tile.first : tile.last], value[:, tile.first : tile.last]
+            if tile.is_small:
+                q, k, v = q.float(), k.float(), v.float()
+            scores = torch.baddbmm(q.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=self.scale)
+            scores.view(heads, fold, num_tokens, length)[..., -tile.bias.shape[1] :].add_(tile.bias)
+            attended = torch.bmm(torch.softmax(scores, -1), v).view(heads, fold, num_tokens, dim)
+            out[tile.start : tile.end].view(num_tokens, heads, fold, dim).copy_(attended.permute(2, 0, 1, 3))
 
     def _decode_groups(self, inputs: StepInputs) -> list[DecodeGroup]:
         """The groups of the step before with one more token per row, or new ones."""
@@ -343,18 +358,21 @@ class AttentionBatch:
         first_block = oldest // size
         offset = first_block * size
         ids = inputs.prefill_tables[index][first_block : -(-length // size)]
+        num_heads, dim = self._cache.num_kv_heads * self.queries_per_kv, self._cache.head_dim
+        is_exact = self._cache.pool.dtype == torch.float32
+        tile_size = max(16, min(QUERY_TILE, MAX_TILE_SCORES // (num_heads * length)))
         tiles = []
-        for a in range(0, count, QUERY_TILE):
-            b = min(count, a + QUERY_TILE)
+        for a in range(0, count, tile_size):
+            b = min(count, a + tile_size)
             low = offset if window is None else max(offset, first_position + a + 1 - window)
             high = first_position + b
-            bias = None
-            if low < first_position + a or (window is not None and window < b - a):
-                query = torch.arange(first_position + a, high).unsqueeze(1)
-                key = torch.arange(low, high)
-                hidden = key > query
-                if window is not None:
-                    hidden |= key <= query - window
-                bias = torch.zeros(hidden.shape, dtype=self._cache.pool.dtype).masked_fill_(hidden, float("-inf"))
-            tiles.append(PrefillTile(start + a, start + b, low - offset, high - offset, bias))
+            is_small = not is_exact and num_heads * dim * (b - a) * (high - low) <= SMALL_TILE_PRODUCTS
+            query = torch.arange(first_position + a, high).unsqueeze(1)
+            key = torch.arange(low if window is not None else first_position + a, high)
+            hidden = key > query
+            if window is not None:
+                hidden |= key <= query - window
+            dtype = torch.float32 if is_small else self._cache.pool.dtype
+            bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+            tiles.append(PrefillTile(start + a, start + b, low - offset, high - offset, bias, is_small))
         return PrefillRow(torch.from_numpy(ids), tiles)

@@ -12,7 +12,7 @@ import torch
 
 from actorllm.config import ConfigError, EngineConfig
 from actorllm.messages import LateInputs, StepPlan
-from actorllm.model import attention, runner
+from actorllm.model import attention, memory, runner
 from actorllm.model.runner import ModelRunner
 from tests.model.driver import Driver, int32
 
@@ -330,7 +330,7 @@ def test_the_default_cache_holds_every_sequence(tiny_llama: Path) -> None:
 
 
 def test_little_memory_makes_a_small_cache(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner.memory, "available_bytes", lambda: 400 << 20)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 400 << 20)
     monkeypatch.setattr(ModelRunner, "_profile_working_bytes", lambda self: 100 << 20)
     blocks, one = profile(tiny_llama, load_format="dummy", max_num_seqs=4096, max_num_batched_tokens=4096)
     assert blocks == int((400 << 20) * 0.4 - (100 << 20)) // one.block_bytes
@@ -347,3 +347,13 @@ def test_the_bundled_model_runs() -> None:
     driver = Driver(one, num_blocks=blocks)
     output = greedy(driver, 0, [1, 200, 300, 400], 20)
     assert len(output) == 20
+
+
+def test_the_cache_takes_memory_only_where_it_is_written() -> None:
+    before = memory.resident_bytes()
+    cache = attention.KVCache(4, 4, 64, 60_000, 16, torch.bfloat16)
+    assert cache.pool.numel() * 2 > 1 << 30
+    assert memory.resident_bytes() - before < 64 << 20
+    assert cache.pool[3, 7, 59_999].abs().amax() == 0
+    cache.zero(int32([5, 59_999]))
+    del cache
