@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from actorllm.actors.engine_thread import HostLoop
@@ -12,7 +12,7 @@ from actorllm.engine import Engine, Prompt
 from actorllm.errors import RequestError
 from actorllm.request import RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.slo.objective import SLO
-from actorllm.stream import RequestStream
+from actorllm.stream import RequestStream, TextStream
 
 
 class AsyncLLM:
@@ -68,15 +68,9 @@ class AsyncLLM:
             deadline=deadline,
         )
 
-    async def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **extras: Any
-    ) -> AsyncIterator[str]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **extras: Any) -> TextStream:
         """Just the new text, piece by piece. extras: as in `generate`."""
-        params = _with_kind(sampling_params, RequestOutputKind.DELTA)
-        async with self.generate(prompt, params, **extras) as outputs:
-            async for output in outputs:
-                if output.outputs[0].text:
-                    yield output.outputs[0].text
+        return TextStream(self.generate(prompt, _with_kind(sampling_params, RequestOutputKind.DELTA), **extras))
 
     async def complete(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **extras: Any

@@ -11,7 +11,14 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from actorllm import __version__
-from actorllm.errors import ActorLLMError
+from actorllm.errors import (
+    ActorLLMError,
+    ConfigError,
+    EngineError,
+    InvalidPromptError,
+    RequestFailedError,
+    TransportError,
+)
 
 app = App(name="actorllm", version=__version__, help="An LLM engine to embed in async Python, on the command line.")
 
@@ -58,6 +65,7 @@ def generate(
         Write a Chrome trace of scheduler and worker to this file (open it in Perfetto).
     """
     began = time.monotonic()
+    _check(prompt, timeline)
     arguments = {"dtype": dtype, "max_model_len": max_model_len, "topology": topology, "num_threads": num_threads}
     engine = _engine(model, arguments)
     params = _sampling_params(
@@ -91,6 +99,19 @@ def generate(
             f"engine), then {rate}",
             file=sys.stderr,
         )
+
+
+def _check(prompt: str, timeline: Path | None) -> None:
+    """What would else fail after the work was done, or half-way through the output."""
+    from actorllm.request import is_text
+
+    if not is_text(prompt):
+        raise InvalidPromptError("the prompt is not valid Unicode; this terminal may use another encoding")
+    if timeline is not None:
+        try:
+            timeline.open("ab").close()
+        except OSError as error:
+            raise ConfigError(f"the timeline {str(timeline)!r} cannot be written: {error.strerror}") from error
 
 
 def _stream(engine: Any, prompt: str, params: Any) -> tuple[float, int]:
@@ -180,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         app(arguments, result_action="return_value", exit_on_error=True)
     except ActorLLMError as error:
         print(f"actorllm: {type(error).__name__}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError | FileNotFoundError) else 1
+        return 1 if isinstance(error, EngineError | TransportError | RequestFailedError) else 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -46,7 +46,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     load_format: Literal["auto", "safetensors", "dummy"]
     seed: int
-    """Of dummy weights, and of requests that bring no seed when it is not None in the arguments."""
+    """Of dummy weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,8 @@ class EngineConfig:
     name: str | None
     record: str | None = None
     """A file to which the scheduler's inputs are recorded, for exact replay."""
+    seed: int | None = None
+    """Requests that bring no seed get one made of this and of their number; None: a random one."""
 
     def resolved(self, num_blocks: int) -> EngineConfig:
         """The same engine with the number of KV blocks that every rank can hold.
@@ -105,7 +107,7 @@ class EngineConfig:
             raise ConfigError(
                 f"the KV cache holds {capacity} tokens ({num_blocks} blocks of {self.cache.block_size}), less than one "
                 f"sequence of max_model_len={self.model.max_model_len}; give more memory (kv_cache_memory_bytes, "
-                f"gpu_memory_utilization) or set max_model_len={max(capacity, self.cache.block_size)} or less"
+                f"gpu_memory_utilization)" + (f" or set max_model_len={capacity} or less" if capacity else "")
             )
         return replace(self, cache=replace(self.cache, num_blocks=num_blocks))
 
@@ -133,7 +135,9 @@ class EngineConfig:
         given = _checked_arguments(arguments)
         path, hf = read_model_folder(model)
         text = hf.get("text_config") or hf
-        max_model_len = _max_model_len(given["max_model_len"], text)
+        if not isinstance(text, dict):
+            raise CorruptModelError(f"{path}/config.json: text_config is {text!r}, an object is needed")
+        max_model_len = _max_model_len(path, given["max_model_len"], text)
         block_size = _positive("block_size", given["block_size"] if given["block_size"] is not None else 16)
         max_num_seqs = _positive("max_num_seqs", given["max_num_seqs"])
         max_num_batched_tokens = _positive("max_num_batched_tokens", given["max_num_batched_tokens"])
@@ -143,7 +147,6 @@ class EngineConfig:
                 f"could not hold one token of every running sequence; raise the one or lower the other"
             )
         tokenizer = given["tokenizer"] if given["tokenizer"] is not None else str(path)
-        seed = given["seed"] if given["seed"] is not None else 0
         return cls(
             model=ModelConfig(
                 name=os.fspath(model),
@@ -155,12 +158,12 @@ class EngineConfig:
                 vocab_size=_config_int(path, text, "vocab_size"),
                 eos_token_ids=_eos_token_ids(path, text),
                 load_format=_choice("load_format", given["load_format"], ("auto", "safetensors", "dummy")),
-                seed=seed,
+                seed=given["seed"] or 0,
             ),
             cache=CacheConfig(
                 block_size=block_size,
                 num_blocks=None,
-                kv_cache_memory_bytes=_optional_positive("kv_cache_memory_bytes", given["kv_cache_memory_bytes"]),
+                kv_cache_memory_bytes=_kv_cache_memory(given["kv_cache_memory_bytes"]),
                 memory_utilization=_fraction("gpu_memory_utilization", given["gpu_memory_utilization"]),
                 enable_prefix_caching=bool(given["enable_prefix_caching"]),
             ),
@@ -178,7 +181,8 @@ class EngineConfig:
             device="cpu",
             num_threads=_optional_positive("num_threads", given["num_threads"]),
             name=given["name"],
-            record=given["record"],
+            record=None if given["record"] is None else os.fspath(given["record"]),
+            seed=given["seed"],
         )
 
 
@@ -275,10 +279,18 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"device={given['device']!r} is not supported yet; use device='cpu'")
     if given["async_scheduling"] not in (None, True, False):
         raise ConfigError(f"async_scheduling={given['async_scheduling']!r} must be True, False or None")
-    if given["name"] is not None and not isinstance(given["name"], str):
-        raise ConfigError(f"name={given['name']!r} must be a string")
-    if given["seed"] is not None and (isinstance(given["seed"], bool) or not isinstance(given["seed"], int)):
-        raise ConfigError(f"seed={given['seed']!r} must be an integer")
+    for name in ("skip_tokenizer_init", "enforce_eager", "trust_remote_code", "enable_prefix_caching"):
+        if not isinstance(given[name], bool) and (given[name] is not None or ARGUMENTS[name] is not None):
+            raise ConfigError(f"{name}={given[name]!r} must be True or False")
+    for name in ("name", "scheduling_policy"):
+        if not isinstance(given[name], str) and (given[name] is not None or ARGUMENTS[name] is not None):
+            raise ConfigError(f"{name}={given[name]!r} must be a string")
+    for name in ("tokenizer", "record"):
+        if given[name] is not None and not isinstance(given[name], str | os.PathLike):
+            raise ConfigError(f"{name}={given[name]!r} must be a path")
+    seed = given["seed"]
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
+        raise ConfigError(f"seed={seed!r} must be a 64-bit integer")
     if given["trust_remote_code"]:
         warnings.warn("trust_remote_code is accepted and never acted on: no code of a model is run", stacklevel=4)
     return given
@@ -286,7 +298,7 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def read_model_folder(model: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
     """The folder of a model and its config.json: a bundled name, a path, or a Hugging Face id in the local cache."""
-    name = os.fspath(model)
+    name = os.fspath(model) if isinstance(model, str | os.PathLike) else None
     if not isinstance(name, str) or not name:
         raise ConfigError(f"model={model!r} must be the name or the folder of a model")
     path = BUNDLED_MODELS.get(name) or _local_folder(name)
@@ -358,14 +370,15 @@ def _eos_token_ids(path: Path, hf: dict[str, Any]) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def _max_model_len(given: Any, hf: dict[str, Any]) -> int:
-    derived = hf.get("max_position_embeddings") or hf.get("n_positions")
+def _max_model_len(path: Path, given: Any, hf: dict[str, Any]) -> int:
+    keys = [key for key in ("max_position_embeddings", "n_positions") if hf.get(key) is not None]
+    derived = _config_int(path, hf, keys[0]) if keys else None
     if given is None:
-        if not isinstance(derived, int):
+        if derived is None:
             raise ConfigError("the model's config.json does not say how long it may get; set max_model_len")
         return derived
     length = _positive("max_model_len", given)
-    if isinstance(derived, int) and length > derived:
+    if derived is not None and length > derived:
         raise ConfigError(f"max_model_len={length} is more than the model's {derived} positions; use {derived} or less")
     return length
 
@@ -396,6 +409,14 @@ def _not_negative(name: str, value: Any) -> int:
 
 def _optional_positive(name: str, value: Any) -> int | None:
     return None if value is None else _positive(name, value)
+
+
+def _kv_cache_memory(value: Any) -> int | None:
+    size = _optional_positive("kv_cache_memory_bytes", value)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size is not None and size > memory:
+        raise ConfigError(f"kv_cache_memory_bytes={size} is more than the machine's memory of {memory} bytes")
+    return size
 
 
 def _fraction(name: str, value: Any) -> float | None:

@@ -8,6 +8,7 @@ waits for a tokenizer, and a bad prompt fails its own request only.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import threading
@@ -15,6 +16,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from hashlib import blake2b
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -33,10 +35,11 @@ from actorllm.errors import (
     ForkedProcessError,
     InvalidParameterError,
     InvalidPromptError,
+    nearest_name,
 )
 from actorllm.kvcache.prefix_index import hash_blocks
 from actorllm.messages import I32, NO_U8, Submit
-from actorllm.request import SamplingParams
+from actorllm.request import SamplingParams, is_text
 from actorllm.slo.objective import SLO
 from actorllm.stream import Mailbox, RequestStream
 from actorllm.text.tokenizer import Tokenizer
@@ -45,6 +48,9 @@ logger = logging.getLogger(__name__)
 
 Prompt: TypeAlias = str | Mapping[str, Any] | Iterable[int]
 """Text, token ids, or a mapping with 'prompt' or 'prompt_token_ids' as in vLLM."""
+
+PROMPT_KEYS = ("prompt_token_ids", "prompt")
+"""What a prompt mapping may hold; of both, the ids count."""
 
 
 class Engine:
@@ -85,6 +91,8 @@ class Engine:
         future: Future[None] = Future()
 
         def start() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # who asked has gone; from here on he may go, and the start goes on
             try:
                 self.start()
             except BaseException as error:
@@ -153,13 +161,24 @@ class Engine:
     ) -> RequestStream:
         """Take a request. Raises what can be told at once; everything else comes out of the stream."""
         self._check()
-        params = params if params is not None else SamplingParams()
-        if not isinstance(params, SamplingParams):
+        if params is None:
+            params = SamplingParams()
+        elif isinstance(params, SamplingParams):
+            params = params.checked_copy()  # the caller may change his while the intake thread works
+        else:
             raise InvalidParameterError(f"sampling_params must be a SamplingParams, not {type(params).__name__}")
+        prompt = _snapshot(prompt)
         if params.detokenize and self.config.model.tokenizer is None and params.stop:
             raise InvalidParameterError("stop strings need a tokenizer, and skip_tokenizer_init=True left it out")
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidParameterError(f"priority={priority!r} must be an integer; lower is sooner")
+        if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
+            raise InvalidParameterError(f"priority={priority!r} must be a 64-bit integer; lower is sooner")
+        for name, label in (("type_info", type_info), ("tenant", tenant)):
+            if label is not None and not is_text(label):
+                raise InvalidParameterError(f"{name}={label!r} must be a string of valid Unicode, or None")
+        if deadline is not None and (
+            isinstance(deadline, bool) or not isinstance(deadline, int | float) or not math.isfinite(deadline)
+        ):
+            raise InvalidParameterError(f"deadline={deadline!r} must be a time in monotonic seconds, or None")
         objective = SLO.from_value(slo)
         carried = {
             "priority": priority,
@@ -187,7 +206,7 @@ class Engine:
         stream_ref = weakref.ref(stream)
 
         def take_in() -> None:
-            self._take_in(prompt, params, arrival, carried, mailbox, stream_ref)
+            self._take_in(prompt, params, number, arrival, carried, mailbox, stream_ref)
 
         self._enqueue(take_in)
         return stream
@@ -227,6 +246,7 @@ class Engine:
         self,
         prompt: Prompt,
         params: SamplingParams,
+        number: int,
         arrival: float,
         carried: dict[str, Any],
         mailbox: Mailbox,
@@ -235,8 +255,12 @@ class Engine:
         """On the intake thread: start, tokenize, check, hand over."""
         try:
             self.start()
+        except Exception as error:
+            self._fail(mailbox, error)
+            return
+        try:
             ids = self.tokenize(prompt)
-            make_submit = self._submit_maker(ids, params, arrival, carried)
+            make_submit = self._submit_maker(ids, params, number, arrival, carried)
             stream = stream_ref()
             if stream is not None:
                 stream.prompt_token_ids = ids.tolist()
@@ -291,7 +315,7 @@ class Engine:
         return ids
 
     def _submit_maker(
-        self, ids: I32, params: SamplingParams, arrival: float, carried: dict[str, Any]
+        self, ids: I32, params: SamplingParams, number: int, arrival: float, carried: dict[str, Any]
     ) -> Callable[[int], Submit]:
         model = self.config.model
         room = model.max_model_len - ids.size
@@ -301,7 +325,7 @@ class Engine:
             raise InvalidParameterError(
                 f"stop_token_ids: {max(stop_ids)} is outside the vocabulary of {model.vocab_size} tokens"
             )
-        seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
+        seed = params.seed if params.seed is not None else self._new_seed(number)
         hashes = NO_U8
         if self.config.cache.enable_prefix_caching:
             hashes = hash_blocks(ids, self.config.cache.block_size)
@@ -314,7 +338,7 @@ class Engine:
                 max_tokens=max_tokens,
                 min_tokens=min(params.min_tokens, max_tokens),
                 temperature=params.temperature,
-                top_k=params.top_k,
+                top_k=params.top_k if params.top_k < model.vocab_size else 0,
                 top_p=params.top_p,
                 min_p=params.min_p,
                 seed=seed,
@@ -329,6 +353,12 @@ class Engine:
             )
 
         return make_submit
+
+    def _new_seed(self, number: int) -> int:
+        """Of a request that brings none: drawn, or the engine's own seed and the number of the request make it."""
+        if self.config.seed is None:
+            return int.from_bytes(os.urandom(8), "little")
+        return int.from_bytes(blake2b(b"%d:%d" % (self.config.seed, number), digest_size=8).digest(), "little")
 
     # Controls
 
@@ -362,12 +392,25 @@ def _prompt_text(prompt: Prompt) -> str | None:
     return prompt if isinstance(prompt, str) else None
 
 
+def _snapshot(prompt: Prompt) -> Prompt:
+    """What the caller changes after the call is none of this request's business."""
+    if isinstance(prompt, Mapping):
+        return {k: v.copy() if isinstance(v, list | np.ndarray) else v for k, v in prompt.items()}
+    return prompt.copy() if isinstance(prompt, list | np.ndarray) else prompt
+
+
 def _unwrap(prompt: Mapping[str, Any]) -> Prompt:
-    for key in ("prompt_token_ids", "prompt"):
+    for key, value in prompt.items():
+        if key not in PROMPT_KEYS and value is not None:
+            raise InvalidPromptError(
+                f"a prompt mapping has {' and '.join(map(repr, PROMPT_KEYS))}, not {key!r}"
+                f"{nearest_name(str(key), PROMPT_KEYS)}"
+            )
+    for key in PROMPT_KEYS:
         if prompt.get(key) is not None:
             inner: Prompt = prompt[key]
             return inner
-    raise InvalidPromptError(f"a prompt mapping needs 'prompt' or 'prompt_token_ids'; it has {sorted(prompt)}")
+    raise InvalidPromptError(f"a prompt mapping needs 'prompt' or 'prompt_token_ids'; it has {list(prompt)}")
 
 
 def _checked_ids(prompt: object, vocab_size: int) -> I32:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from actorllm.actors.engine_thread import ThreadHost
 from actorllm.config import EngineConfig
 from actorllm.engine import Engine, Prompt
-from actorllm.errors import InvalidParameterError
+from actorllm.errors import InvalidParameterError, InvalidPromptError
 from actorllm.request import RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.stream import RequestStream
 
@@ -94,8 +95,10 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of token ids is one prompt, a list of anything else is many."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise InvalidPromptError(f"prompts must be text, token ids or a list of prompts, not {type(prompts).__name__}")
     items: list[Any] = list(prompts)
-    return [items] if items and all(isinstance(item, int) for item in items) else items
+    return [items] if items and all(isinstance(item, Integral) for item in items) else items
 
 
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -109,7 +112,7 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count:
     for one in each:
         if not isinstance(one, SamplingParams):
             raise InvalidParameterError(f"sampling_params must be SamplingParams, not {type(one).__name__}")
-        one = copy.copy(one)
+        one = copy.copy(one)  # submitting checks it again
         one.output_kind = RequestOutputKind.FINAL_ONLY
         final.append(one)
     return final

@@ -5,9 +5,11 @@ Names, defaults and meanings are vLLM's wherever both have a field.
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
@@ -18,6 +20,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_SEED = 2**64 - 1
 """Seeds are 64-bit and unsigned; a negative seed is taken modulo 2**64."""
+
+MAX_FLOAT = sys.float_info.max
+MAX_FLOAT32 = 2.0**128 - 2.0**104
 
 T = TypeVar("T")
 
@@ -78,7 +83,7 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
-        self.temperature = _number("temperature", self.temperature, low=0.0)
+        self.temperature = _number("temperature", self.temperature, low=0.0, high=MAX_FLOAT32)
         self.top_p = _number("top_p", self.top_p, above=0.0, high=1.0)
         self.min_p = _number("min_p", self.min_p, low=0.0, high=1.0)
         self.top_k = max(0, _integer("top_k", self.top_k, low=-1))
@@ -88,37 +93,54 @@ class SamplingParams:
             self.max_tokens = _integer("max_tokens", self.max_tokens, low=1)
         self.min_tokens = _integer("min_tokens", self.min_tokens, low=0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidParameterError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+            raise InvalidParameterError(
+                f"min_tokens={_shown(self.min_tokens)} is more than max_tokens={_shown(self.max_tokens)}"
+            )
         if _integer("n", self.n, low=1) != 1:
-            raise InvalidParameterError(f"n={self.n} is not supported yet; send the prompt {self.n} times")
+            raise InvalidParameterError(f"n={_shown(self.n)} is not supported yet; send the prompt several times")
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidParameterError(f"{name}={getattr(self, name)!r} must be True or False")
+                raise InvalidParameterError(f"{name}={_shown(getattr(self, name))} must be True or False")
         self.stop = _stop_strings(self.stop)
         if self.stop and not self.detokenize:
             raise InvalidParameterError("stop strings need the text: leave detokenize=True, or use stop_token_ids")
         self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids or ())
         if not isinstance(self.output_kind, RequestOutputKind):
-            raise InvalidParameterError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
+            raise InvalidParameterError(f"output_kind={_shown(self.output_kind)} must be a RequestOutputKind")
+
+    def checked_copy(self) -> SamplingParams:
+        """The same parameters as they are now, checked again: fields may have been assigned since."""
+        checked = copy.copy(self)
+        checked.__post_init__()
+        return checked
+
+
+def _shown(value: object) -> str:
+    """For a message: short, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of more digits than Python writes out, or an object's own failure
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def _number(
     name: str, value: object, *, low: float = -math.inf, high: float = math.inf, above: float | None = None
 ) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidParameterError(f"{name}={value!r} must be a finite number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_FLOAT:
+        raise InvalidParameterError(f"{name}={_shown(value)} must be a finite number")
     if not low <= value <= high or (above is not None and value <= above):
         bound = f"> {above:g}" if above is not None else f">= {low:g}" if low > -math.inf else ""
         limit = f"<= {high:g}" if high < math.inf else ""
-        raise InvalidParameterError(f"{name}={value!r} must be {' and '.join(b for b in (bound, limit) if b)}")
+        raise InvalidParameterError(f"{name}={_shown(value)} must be {' and '.join(b for b in (bound, limit) if b)}")
     return float(value)
 
 
 def _integer(name: str, value: object, *, low: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidParameterError(f"{name}={value!r} must be an integer")
+        raise InvalidParameterError(f"{name}={_shown(value)} must be an integer")
     if low is not None and value < low:
-        raise InvalidParameterError(f"{name}={value!r} must be >= {low}")
+        raise InvalidParameterError(f"{name}={_shown(value)} must be >= {low}")
     return value
 
 
@@ -128,15 +150,25 @@ def _stop_strings(stop: object) -> list[str]:
     strings: list[Any] = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, Sequence) else [stop]
     for string in strings:
         if not isinstance(string, str):
-            raise InvalidParameterError(f"stop={string!r} must be a string or a list of strings")
+            raise InvalidParameterError(f"stop={_shown(string)} must be a string or a list of strings")
+        if not is_text(string):
+            raise InvalidParameterError(f"stop={_shown(string)} holds characters that are not valid Unicode")
         if not string:
             raise InvalidParameterError("an empty stop string would stop before the first token; remove it")
     return strings
 
 
+def is_text(value: object) -> bool:
+    """A string without lone surrogates, which have no encoding and are in no text."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
 def _token_ids(name: str, ids: object) -> list[int]:
     if isinstance(ids, str) or not isinstance(ids, Sequence):
-        raise InvalidParameterError(f"{name}={ids!r} must be a list of token ids")
+        raise InvalidParameterError(f"{name}={_shown(ids)} must be a list of token ids")
     return [_integer(name, i, low=0) for i in ids]
 
 

@@ -7,6 +7,7 @@ cancelling the task or dropping the last reference posts the abort, and the bloc
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable
 
@@ -16,16 +17,20 @@ from actorllm.clock import to_epoch
 from actorllm.messages import RequestEnd
 from actorllm.request import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, RequestOutputKind
 
+_NOTHING: deque[Delta] = deque()
+
 
 class Mailbox:
     """Where the engine puts what belongs to one request. It outlives the stream, which must be free to be dropped."""
 
-    __slots__ = ("deltas", "error", "host", "is_aborted", "rid", "waiter")
+    __slots__ = ("deltas", "error", "has_end", "host", "is_aborted", "rid", "waiter")
 
     def __init__(self, host: HostLoop | None = None) -> None:
         self.host = host
         self.waiter: Waiter | None = None
         self.deltas: deque[Delta] = deque()
+        self.has_end = False
+        """The last delta there will ever be has been pushed."""
         self.error: BaseException | None = None
         self.rid: int | None = None
         """Known once the frontend has submitted the request."""
@@ -35,6 +40,8 @@ class Mailbox:
 
     def push(self, delta: Delta) -> None:
         self.deltas.append(delta)
+        if delta.end is not None:
+            self.has_end = True
 
     def fail(self, error: BaseException) -> None:
         self.error = error
@@ -48,7 +55,7 @@ class Mailbox:
     @property
     def has_ended(self) -> bool:
         """Whether nothing more will come."""
-        return self.error is not None or (bool(self.deltas) and self.deltas[-1].end is not None)
+        return self.has_end or self.error is not None
 
 
 class RequestStream:
@@ -113,12 +120,12 @@ class RequestStream:
         if self._is_over:
             return None
         pending, error = self._mailbox.deltas, self._mailbox.error
+        if self._kind is RequestOutputKind.FINAL_ONLY and not self._mailbox.has_end:
+            pending = _NOTHING  # half an output is none
         if not pending:
             if error is not None:
                 self._is_over = True
-                raise error
-            return None
-        if self._kind is RequestOutputKind.FINAL_ONLY and not self.has_ended:
+                raise copy.copy(error) from error.__cause__  # one error may end many streams: each has its traceback
             return None
         new_tokens: list[int] = []
         pieces: list[str] = []
@@ -189,6 +196,36 @@ class RequestStream:
         # Runs wherever the last reference goes, perhaps in the middle of anything: `abort` only posts.
         if hasattr(self, "_is_over"):
             self.abort()
+
+
+class TextStream:
+    """Asynchronous iterator over the new text of one request; as RequestStream in everything else."""
+
+    def __init__(self, outputs: RequestStream) -> None:
+        self._outputs = outputs
+
+    @property
+    def request_id(self) -> str:
+        return self._outputs.request_id
+
+    def __aiter__(self) -> TextStream:
+        return self
+
+    async def __anext__(self) -> str:
+        while True:
+            output = await self._outputs.__anext__()
+            if output.outputs[0].text:
+                return output.outputs[0].text
+
+    async def aclose(self) -> None:
+        """End the request; nothing more comes out of this stream."""
+        await self._outputs.aclose()
+
+    async def __aenter__(self) -> TextStream:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()
 
 
 def _epoch(monotonic_s: float | None) -> float | None:

@@ -100,6 +100,12 @@ class FrontendActor(Actor):
             entry.is_aborted = True
             self._post(Abort(rids=np.array([rid], np.int32)))
 
+    def _fail(self, rid: int, error: BaseException) -> None:
+        entry = self._journal.pop(rid, None)
+        if entry is not None:
+            entry.consumer.fail(error)
+            self._wake([entry.consumer])
+
     def fail_all(self, error: BaseException) -> None:
         """The engine is gone: every request that has not ended, and every later one, ends with this error."""
         if self._error is None:
@@ -116,10 +122,15 @@ class FrontendActor(Actor):
 
     def _flush(self) -> None:
         while self._unsent and self._scheduler is not None and self._scheduler.is_open:
+            message = self._unsent[0]
             try:
-                self._scheduler.send_nowait(self._unsent[0])
+                self._scheduler.send_nowait(message)
             except WouldBlock:
                 return
+            except (TypeError, ValueError) as error:  # it cannot be encoded: that must not stop what comes after it
+                logger.exception("a message cannot be sent")
+                if isinstance(message, Submit):
+                    self._fail(message.rid, RequestFailedError(f"the request cannot be sent: {error}"))
             self._unsent.pop(0)
 
     # Life

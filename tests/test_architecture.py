@@ -1,0 +1,188 @@
+"""The rules of the house that a program can check: who imports whom, what is public, what is light."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import actorllm
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "actorllm"
+KERNELS = ROOT / "kernels" / "actorllm_kernels"
+
+PURE = {"anyio", "asyncio", "torch", "time", "logging", "socket", "threading", "random", "uvloop", "trio"}
+
+
+def modules_of(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.py"))
+
+
+def imports_of(file: Path) -> Iterator[str]:
+    """Every imported module, also within functions; of `from a import b` both `a` and `a.b`."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_within(module: str, packages: set[str]) -> bool:
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def offenders(files: list[Path], forbidden: set[str]) -> list[str]:
+    return [
+        f"{file.relative_to(ROOT)} imports {module}"
+        for file in files
+        for module in imports_of(file)
+        if is_within(module, forbidden)
+    ]
+
+
+def ours(*names: str) -> set[str]:
+    return {f"actorllm.{name}" for name in names}
+
+
+FRONT_DOORS = ours("async_llm", "llm", "engine", "stream", "cli")
+
+
+@pytest.mark.parametrize("folder", ["scheduling", "kvcache"])
+def test_the_core_is_pure(folder: str) -> None:
+    forbidden = PURE | FRONT_DOORS | ours("actors", "ring", "model", "text", "clock", "server")
+    assert offenders(modules_of(PACKAGE / folder), forbidden) == []
+
+
+def test_the_cache_knows_nothing_of_the_scheduler() -> None:
+    assert offenders(modules_of(PACKAGE / "kvcache"), ours("scheduling")) == []
+
+
+def test_rings_know_nothing_of_language_models() -> None:
+    for file in modules_of(PACKAGE / "ring"):
+        of_ours = {module for module in imports_of(file) if is_within(module, {"actorllm"})} - {"actorllm"}
+        assert all(is_within(module, ours("ring", "errors")) for module in of_ours), (file, of_ours)
+    assert offenders(modules_of(PACKAGE / "ring"), {"torch", "transformers", "tokenizers"}) == []
+
+
+@pytest.mark.parametrize("folder", ["model", "text"])
+def test_the_arithmetic_knows_nothing_of_actors(folder: str) -> None:
+    forbidden = FRONT_DOORS | ours("actors", "ring") | {"anyio", "asyncio"}
+    assert offenders(modules_of(PACKAGE / folder), forbidden) == []
+
+
+def test_actors_know_nothing_of_the_front_doors() -> None:
+    assert offenders(modules_of(PACKAGE / "actors"), FRONT_DOORS) == []
+
+
+def test_messages_come_first() -> None:
+    allowed = ours("messages", "errors", "ring.codec")
+    of_ours = {m for m in imports_of(PACKAGE / "messages.py") if is_within(m, {"actorllm"})} - {
+        "actorllm",
+        "actorllm.ring",
+    }
+    assert all(is_within(module, allowed) for module in of_ours), of_ours
+
+
+def test_only_who_owns_a_loop_knows_its_library() -> None:
+    owners = {PACKAGE / "ring" / "doorbell.py", PACKAGE / "actors" / "engine_thread.py"}
+    files = [file for file in modules_of(PACKAGE) if file not in owners]
+    assert offenders(files, {"asyncio", "uvloop", "trio"}) == []
+
+
+def test_nothing_travels_as_a_pickle_and_nothing_imports_the_source_root() -> None:
+    files = [f for folder in (PACKAGE, KERNELS, ROOT / "examples") for f in modules_of(folder)]
+    files = [file for file in files if file != PACKAGE / "storyteller" / "train.py"]
+    assert offenders(files, {"pickle", "cloudpickle", "dill", "marshal", "multiprocessing", "zmq", "kernels"}) == []
+
+
+def test_kernels_stand_alone() -> None:
+    assert offenders(modules_of(KERNELS), {"actorllm"}) == []
+
+
+def test_the_kernels_root_shadows_no_other_package() -> None:
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert (KERNELS / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize("folder", ["tests", "bench", "examples"])
+def test_no_package_but_the_package(folder: str) -> None:
+    assert list((ROOT / folder).rglob("__init__.py")) == []
+
+
+# What is public -------------------------------------------------------------------------------------------------------
+
+
+def test_the_public_names_are_these() -> None:
+    assert set(actorllm.__all__) == {
+        "LLM",
+        "SLO",
+        "ActorLLMError",
+        "AsyncLLM",
+        "CompletionOutput",
+        "EngineConfig",
+        "EngineDeadError",
+        "RequestMetrics",
+        "RequestOutput",
+        "RequestOutputKind",
+        "RequestStream",
+        "SamplingParams",
+    }
+    for name in actorllm.__all__:
+        found = getattr(actorllm, name)
+        assert found.__name__ == name
+        assert found.__doc__, name
+    assert set(dir(actorllm)) >= set(actorllm.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'AsyncLlm'"):
+        _ = actorllm.AsyncLlm
+
+
+def test_every_error_is_in_the_picture() -> None:
+    errors = importlib.import_module("actorllm.errors")
+    assert errors.__doc__ is not None
+    for name, value in vars(errors).items():
+        if isinstance(value, type) and issubclass(value, Exception):
+            assert issubclass(value, actorllm.ActorLLMError)
+            assert name in errors.__doc__
+
+
+def test_type_checkers_see_the_package() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def loaded_by(statement: str) -> set[str]:
+    program = f"{statement}\nimport sys\nprint(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    return {name.partition(".")[0] for name in result.stdout.split()}
+
+
+def test_importing_the_package_is_light() -> None:
+    assert loaded_by("import actorllm") & {"torch", "transformers", "numpy", "anyio", "tokenizers", "triton"} == set()
+    owner = "from actorllm import LLM, AsyncLLM, SamplingParams; AsyncLLM('storyteller').shutdown()"
+    assert loaded_by(owner) & {"torch", "transformers", "triton", "huggingface_hub"} == set()
+    assert loaded_by("import actorllm.actors.scheduler") & {"torch", "transformers", "triton"} == set()
+
+
+# What is readable -----------------------------------------------------------------------------------------------------
+
+
+def test_every_module_says_what_it_owns() -> None:
+    for folder in (PACKAGE, KERNELS):
+        for file in modules_of(folder):
+            assert ast.get_docstring(ast.parse(file.read_text())), f"{file.relative_to(ROOT)} has no docstring"
+
+
+def test_examples_are_short() -> None:
+    examples = modules_of(ROOT / "examples")
+    assert examples
+    for file in examples:
+        assert len(file.read_text().splitlines()) < 60, file.name
+        assert ast.get_docstring(ast.parse(file.read_text())), file.name

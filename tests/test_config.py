@@ -1,0 +1,283 @@
+"""`EngineConfig`: the arguments of the front doors, and the folder of a model."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actorllm import AsyncLLM
+from actorllm.config import (
+    ARGUMENTS,
+    BUNDLED_MODELS,
+    VLLM_ARGUMENTS,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from actorllm.errors import (
+    ConfigError,
+    CorruptModelError,
+    ModelNotFoundError,
+    UnknownArgumentError,
+    UnsupportedModelError,
+)
+
+STORYTELLER = BUNDLED_MODELS["storyteller"]
+
+
+def config_of(**arguments: Any) -> EngineConfig:
+    return EngineConfig.from_arguments("storyteller", **arguments)
+
+
+def test_the_defaults() -> None:
+    config = config_of()
+    assert config.model.path == str(STORYTELLER)
+    assert config.model.tokenizer == str(STORYTELLER)
+    assert config.model.architecture == "LlamaForCausalLM"
+    assert (config.model.dtype, config.model.max_model_len, config.model.vocab_size) == ("bfloat16", 1024, 4096)
+    assert config.model.eos_token_ids == (0,)
+    assert (config.cache.block_size, config.cache.num_blocks) == (16, None)
+    assert (config.scheduler.max_num_seqs, config.scheduler.depth, config.scheduler.policy) == (256, 2, "fcfs")
+    assert (config.topology, config.world_size) == ("process", 1)
+    assert config == config_of(**ARGUMENTS), "every default may be written out"
+
+
+def test_it_is_frozen_and_resolving_makes_a_new_one() -> None:
+    config = config_of()
+    resolved = config.resolved(100)
+    assert resolved.cache.num_blocks == 100
+    assert config.cache.num_blocks is None
+    with pytest.raises(FrozenInstanceError):
+        config.topology = "inline"  # type: ignore[misc]
+
+
+def test_too_little_memory_for_one_sequence_says_what_would_fit() -> None:
+    with pytest.raises(ConfigError, match=r"holds 160 tokens .* max_model_len=1024; .* set max_model_len=160 or less"):
+        config_of().resolved(10)
+    assert config_of(max_model_len=160).resolved(10).cache.num_blocks == 10
+    with pytest.raises(ConfigError, match=r"holds 0 tokens .* give more memory \(kv_cache_memory_bytes, gpu_memory_util"):
+        config_of().resolved(0)
+
+
+text = st.text(max_size=8)
+number = st.integers(1, 2**31)
+
+
+@given(
+    st.builds(
+        EngineConfig,
+        model=st.builds(
+            ModelConfig,
+            name=text,
+            path=text,
+            tokenizer=st.none() | text,
+            architecture=text,
+            dtype=st.sampled_from(["float32", "bfloat16"]),
+            max_model_len=number,
+            vocab_size=number,
+            eos_token_ids=st.lists(number, max_size=3).map(tuple),
+            load_format=st.sampled_from(["auto", "safetensors", "dummy"]),
+            seed=st.integers(-(2**63), 2**63 - 1),
+        ),
+        cache=st.builds(
+            CacheConfig,
+            block_size=number,
+            num_blocks=st.none() | number,
+            kv_cache_memory_bytes=st.none() | st.integers(1, 2**50),
+            memory_utilization=st.none() | st.floats(0.01, 1),
+            enable_prefix_caching=st.booleans(),
+        ),
+        scheduler=st.builds(
+            SchedulerConfig,
+            max_num_seqs=number,
+            max_num_batched_tokens=number,
+            depth=st.sampled_from([1, 2]),
+            policy=text,
+            long_prefill_token_threshold=number,
+            num_lookahead_tokens=number,
+        ),
+        topology=st.sampled_from(["process", "inline"]),
+        world_size=number,
+        device=st.just("cpu"),
+        num_threads=st.none() | number,
+        name=st.none() | text,
+        record=st.none() | text,
+        seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+    )
+)
+def test_it_travels_as_json(config: EngineConfig) -> None:
+    assert EngineConfig.from_json(config.to_json()) == config
+
+
+def test_paths_may_be_path_objects(tmp_path: Path) -> None:
+    config = EngineConfig.from_arguments(STORYTELLER, tokenizer=STORYTELLER, record=tmp_path / "record")
+    assert config.model == replace(config_of().model, name=str(STORYTELLER))
+    assert EngineConfig.from_json(config.to_json()) == config
+
+
+# Arguments ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("dtype", "float16", ["dtype='float16'", "bfloat16"]),
+        ("dtype", None, ["dtype=None"]),
+        ("seed", "1", ["seed='1'", "integer"]),
+        ("seed", True, ["seed=True"]),
+        ("seed", 2**64, ["seed=", "64-bit"]),
+        ("max_model_len", 0, ["max_model_len=0", "positive"]),
+        ("max_model_len", 2048, ["max_model_len=2048", "1024 or less"]),
+        ("max_model_len", "long", ["max_model_len='long'"]),
+        ("max_num_seqs", -1, ["max_num_seqs=-1"]),
+        ("max_num_seqs", True, ["max_num_seqs=True"]),
+        ("max_num_seqs", 4000, ["max_num_batched_tokens=2048", "max_num_seqs=4000", "raise the one"]),
+        ("max_num_batched_tokens", 1.5, ["max_num_batched_tokens=1.5"]),
+        ("block_size", 0, ["block_size=0"]),
+        ("enable_prefix_caching", "no", ["enable_prefix_caching='no'", "True or False"]),
+        ("kv_cache_memory_bytes", -5, ["kv_cache_memory_bytes=-5"]),
+        ("kv_cache_memory_bytes", 2**60, ["kv_cache_memory_bytes=1152921504606846976", "machine's memory"]),
+        ("kv_cache_memory_bytes", "4GiB", ["kv_cache_memory_bytes='4GiB'"]),
+        ("gpu_memory_utilization", 1.2, ["gpu_memory_utilization=1.2", "at most 1"]),
+        ("gpu_memory_utilization", math.nan, ["gpu_memory_utilization=nan"]),
+        ("enforce_eager", 3, ["enforce_eager=3"]),
+        ("load_format", "gguf", ["load_format='gguf'", "'safetensors'"]),
+        ("async_scheduling", "yes", ["async_scheduling='yes'"]),
+        ("scheduling_policy", 5, ["scheduling_policy=5", "string"]),
+        ("long_prefill_token_threshold", -1, ["long_prefill_token_threshold=-1"]),
+        ("tensor_parallel_size", 2, ["tensor_parallel_size=2", "leave it at 1"]),
+        ("trust_remote_code", "yes", ["trust_remote_code='yes'"]),
+        ("skip_tokenizer_init", "yes", ["skip_tokenizer_init='yes'"]),
+        ("tokenizer", 5, ["tokenizer=5", "path"]),
+        ("topology", "ray", ["topology='ray'", "'inline'"]),
+        ("name", 5, ["name=5", "string"]),
+        ("device", "cuda", ["device='cuda'", "cpu"]),
+        ("num_threads", 0, ["num_threads=0"]),
+        ("record", 5, ["record=5"]),
+    ],
+)
+def test_a_bad_argument_is_named_with_the_fix(name: str, value: Any, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        AsyncLLM("storyteller", **{name: value})
+    for word in words:
+        assert word in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("max_model_length", "max_model_len"), ("block_sise", "block_size"), ("quantisation", "quantization")],
+)
+def test_an_unknown_argument_brings_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(UnknownArgumentError, match=f"{name!r}; did you mean {nearest!r}") as caught:
+        AsyncLLM("storyteller", **{name: 1})
+    assert isinstance(caught.value, TypeError)
+
+
+@pytest.mark.parametrize("name", VLLM_ARGUMENTS)
+def test_arguments_of_vllm_are_accepted_at_their_default_only(name: str) -> None:
+    for value in VLLM_ARGUMENTS[name]:
+        assert config_of(**{name: value}) == config_of()
+    with pytest.raises(ConfigError, match=f"{name}='something else' is not supported; leave it at"):
+        config_of(**{name: "something else"})
+
+
+def test_trust_remote_code_warns() -> None:
+    with pytest.warns(UserWarning, match="no code of a model is run"):
+        config_of(trust_remote_code=True)
+
+
+# Models ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["nowhere", "/nowhere/at/all", "./nowhere", "storytelle", "nobody/nothing-at-all"])
+def test_an_unknown_model(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelNotFoundError) as caught:
+        AsyncLLM(model)
+    assert model.removeprefix("./") in str(caught.value)
+    assert "storyteller" in str(caught.value)
+    assert isinstance(caught.value, FileNotFoundError)
+
+
+@pytest.mark.parametrize("model", ["", None, 5, b"storyteller", ["storyteller"]])
+def test_what_is_no_name_of_a_model(model: Any) -> None:
+    with pytest.raises(ConfigError, match="must be the name or the folder"):
+        AsyncLLM(model)
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"has no config\.json"):
+        AsyncLLM(tmp_path)
+
+
+def folder_with(tmp_path: Path, **changes: Any) -> Path:
+    tree = orjson.loads((STORYTELLER / "config.json").read_bytes()) | changes
+    (tmp_path / "config.json").write_bytes(orjson.dumps({k: v for k, v in tree.items() if v is not None}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[1]", b"null"])
+def test_an_unreadable_config(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CorruptModelError, match=r"config\.json"):
+        AsyncLLM(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("vocab_size", None),
+        ("vocab_size", 0),
+        ("vocab_size", "4096"),
+        ("max_position_embeddings", -5),
+        ("max_position_embeddings", "long"),
+        ("max_position_embeddings", True),
+        ("text_config", [1]),
+        ("text_config", "llama"),
+    ],
+)
+def test_a_config_that_makes_no_sense(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(CorruptModelError, match=key):
+        AsyncLLM(folder_with(tmp_path, **{key: value}))
+
+
+def test_a_model_that_does_not_say_how_long_it_gets(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, max_position_embeddings=None)
+    with pytest.raises(ConfigError, match="set max_model_len"):
+        AsyncLLM(folder)
+    assert AsyncLLM(folder, max_model_len=77).config.model.max_model_len == 77
+
+
+@pytest.mark.parametrize("architectures", [None, [], "LlamaForCausalLM", [5]])
+def test_a_model_without_an_architecture(tmp_path: Path, architectures: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match="names no architecture"):
+        AsyncLLM(folder_with(tmp_path, architectures=architectures))
+
+
+def test_the_ends_of_text_of_both_files_count(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, eos_token_id=[7, 3])
+    (folder / "generation_config.json").write_bytes(orjson.dumps({"eos_token_id": [3, 9]}))
+    assert AsyncLLM(folder).config.model.eos_token_ids == (3, 7, 9)
+    (folder / "generation_config.json").write_bytes(b"{")
+    with pytest.raises(CorruptModelError, match="generation_config"):
+        AsyncLLM(folder)
+
+
+def test_a_folder_elsewhere_is_as_good_as_the_bundled_one(tmp_path: Path) -> None:
+    shutil.copy(STORYTELLER / "config.json", tmp_path)
+    config = EngineConfig.from_arguments(tmp_path, skip_tokenizer_init=True)
+    assert config.model.path == str(tmp_path)
+    assert config.model.tokenizer is None
+    assert EngineConfig.from_arguments(tmp_path, tokenizer="elsewhere").model.tokenizer == "elsewhere"

@@ -1,0 +1,103 @@
+"""The examples run as they are, and do what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.parse import urlencode
+
+import anyio
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def output_of(example: str, *arguments: str) -> str:
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLES / example), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_hello() -> None:
+    output = output_of("hello.py", "There was", "a fox")
+    assert output.startswith("There was a fox ")
+    assert len(output) > 100
+
+
+def test_timeout_and_cancel() -> None:
+    lines = output_of("timeout_and_cancel.py").splitlines()
+    assert lines[-4:] == ["left with at least 10 tokens", "cancelled", "finished with reason abort", "running 0"]
+
+
+def test_two_engines() -> None:
+    writer, editor = output_of("two_engines.py").split("editor:")
+    assert writer.startswith("writer: Once upon a time")
+    assert editor.strip()
+
+
+def load_example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+async def test_stream_to_web_handler() -> None:
+    app = load_example("stream_to_web_handler").app
+    to_app, from_server = anyio.create_memory_object_stream[dict[str, Any]](10)
+    replies: list[str] = []
+
+    async def note(message: dict[str, Any]) -> None:
+        replies.append(message["type"])
+
+    async def get(prompt: str) -> tuple[int, list[bytes]]:
+        """The status and the pieces of the answer to one request."""
+        messages: list[dict[str, Any]] = []
+
+        async def send(message: dict[str, Any]) -> None:
+            messages.append(message)
+
+        scope = {"type": "http", "query_string": urlencode({"prompt": prompt}).encode()}
+        await app(scope, from_server.receive, send)
+        assert [m["type"] for m in messages] == ["http.response.start"] + ["http.response.body"] * (len(messages) - 1)
+        assert not messages[-1].get("more_body", False)
+        return messages[0]["status"], [m["body"] for m in messages[1:]]
+
+    async def gone(message: dict[str, Any]) -> None:
+        raise ConnectionResetError
+
+    with to_app, from_server:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(app, {"type": "lifespan"}, from_server.receive, note)
+            await to_app.send({"type": "lifespan.startup"})
+            status, pieces = await get("There was a king")
+            assert status == 200
+            assert len(pieces) > 5
+            assert len(b"".join(pieces).decode()) > 50
+            status, pieces = await get("")
+            assert status == 400
+            assert b"empty" in pieces[0]
+            with pytest.raises(ConnectionResetError):
+                await app({"type": "http", "query_string": b"prompt=Once"}, from_server.receive, gone)
+            await to_app.send({"type": "lifespan.shutdown"})
+    assert replies == ["lifespan.startup.complete", "lifespan.shutdown.complete"]

@@ -1,0 +1,184 @@
+"""`LLM`: lists of prompts, from scripts and from within event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actorllm import LLM, RequestOutput, SamplingParams
+from actorllm.errors import EngineShutdownError, InvalidParameterError, InvalidPromptError
+
+PROMPTS = ["Once upon a time", "There was a king", "The fox said"]
+
+
+@pytest.fixture(scope="module", params=["process", "inline"])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM("storyteller", dtype="float32", topology=request.param, num_threads=1) as engine:
+        yield engine
+
+
+def short(num_tokens: int = 5, **arguments: Any) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": num_tokens, "ignore_eos": True, "seed": 1} | arguments))
+
+
+def generate(llm: LLM, prompts: Any, params: Any = None, **arguments: Any) -> list[RequestOutput]:
+    return llm.generate(prompts, short() if params is None else params, **({"use_tqdm": False} | arguments))
+
+
+def becomes_idle(llm: LLM, timeout_s: float = 10) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        scheduler = llm.stats()["scheduler"]["scheduler"]
+        if not scheduler["num_running"] and scheduler["kv"]["num_free"] == scheduler["kv"]["num_blocks"]:
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts = [PROMPTS[i % 3] for i in range(20)]
+    params = [short(20 - i, seed=i) for i in range(20)]  # the last ones end first
+    outputs = generate(llm, prompts, params)
+    assert [output.prompt for output in outputs] == prompts
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [20 - i for i in range(20)]
+    assert all(output.finished for output in outputs)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 20
+    (alone,) = generate(llm, prompts[7], params[7])
+    assert alone.outputs == outputs[7].outputs
+
+
+def test_every_form_of_a_prompt(llm: LLM) -> None:
+    (text,) = generate(llm, PROMPTS[0])
+    ids = text.prompt_token_ids
+    forms: list[Any] = [
+        ids,
+        [ids],
+        np.array(ids),
+        [np.array(ids, np.int32)],
+        tuple(ids),
+        {"prompt": PROMPTS[0]},
+        {"prompt_token_ids": ids},
+        [{"prompt": PROMPTS[0], "prompt_token_ids": None}],
+        (PROMPTS[0],),
+    ]
+    for form in forms:
+        (output,) = generate(llm, form)
+        assert output.prompt_token_ids == ids
+        assert output.outputs == text.outputs
+    mixed = generate(llm, [PROMPTS[0], ids, {"prompt_token_ids": ids}, {"prompt": PROMPTS[0]}])
+    assert [output.outputs for output in mixed] == [text.outputs] * 4
+
+
+def test_no_prompts_no_outputs(llm: LLM) -> None:
+    assert generate(llm, []) == []
+
+
+def test_default_parameters(llm: LLM) -> None:
+    (output,) = llm.generate("Once", use_tqdm=False)
+    assert 1 <= len(output.outputs[0].token_ids) <= 16
+
+
+def test_parameters_are_not_changed(llm: LLM) -> None:
+    params = short()
+    before = SamplingParams(**{name: getattr(params, name) for name in params.__dataclass_fields__})
+    generate(llm, PROMPTS, params)
+    assert params == before
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ([short()], "1 sampling_params for 3 prompts"),
+        ([short()] * 4, "4 sampling_params for 3 prompts"),
+        ({"max_tokens": 3}, "3"),
+        ([short(), None, short()], "NoneType"),
+    ],
+)
+def test_parameters_that_do_not_fit(llm: LLM, params: Any, message: str) -> None:
+    with pytest.raises(InvalidParameterError, match=message):
+        generate(llm, PROMPTS, params)
+    with pytest.raises(InvalidParameterError, match="2 priorities for 3 prompts"):
+        generate(llm, PROMPTS, priority=[1, 2])
+
+
+@pytest.mark.parametrize("prompts", [b"bytes", 5, None, 1.5])
+def test_what_is_no_prompt(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(InvalidPromptError, match=type(prompts).__name__):
+        generate(llm, prompts)
+
+
+@pytest.mark.parametrize("bad", ["", [4096], [-1], {"text": "Once"}, 7, None, [[1]]])
+def test_one_bad_prompt_ends_the_call_and_nothing_else(llm: LLM, bad: Any) -> None:
+    with pytest.raises(InvalidPromptError):
+        generate(llm, [PROMPTS[0], bad, PROMPTS[1]], short(1000))
+    assert becomes_idle(llm)
+    assert len(generate(llm, PROMPTS)) == 3
+
+
+def test_the_progress_bar(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    generate(llm, PROMPTS)
+    assert capfd.readouterr().err == ""
+    llm.generate(PROMPTS, short())
+    captured = capfd.readouterr()
+    assert "Processed prompts" in captured.err
+    assert "3/3" in captured.err
+    assert captured.out == ""
+
+
+def test_within_a_running_loop(llm: LLM) -> None:
+    async def main() -> list[RequestOutput]:
+        return generate(llm, PROMPTS)
+
+    assert [output.prompt for output in asyncio.run(main())] == PROMPTS
+
+
+def test_from_several_threads_at_once(llm: LLM) -> None:
+    expected = [output.outputs for output in generate(llm, PROMPTS)]
+    seen: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda: seen.append([output.outputs for output in generate(llm, PROMPTS)]))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [expected] * 4
+
+
+def test_greedy_and_seeded_requests_repeat(llm: LLM) -> None:
+    for params in (short(12), short(12, temperature=0, seed=None)):
+        first, second = (
+            [output.outputs[0].token_ids for output in generate(llm, PROMPTS, params, priority=[3, 1, 2])]
+            for _ in range(2)
+        )
+        assert first == second
+
+
+def test_metrics_of_every_output(llm: LLM) -> None:
+    for output in generate(llm, PROMPTS):
+        assert output.metrics is not None
+        assert output.metrics.finished_time is not None
+        assert output.metrics.arrival_time <= output.metrics.finished_time <= time.time() + 1
+
+
+def test_the_seed_of_the_engine_makes_a_run_repeatable_and_leaving_the_context_ends_it() -> None:
+    texts: list[list[str]] = []
+    for seed in (5, 5):
+        with LLM("storyteller", dtype="float32", topology="inline", num_threads=1, seed=seed) as llm:
+            outputs = generate(llm, ["Once"] * 2, SamplingParams(max_tokens=8, ignore_eos=True))
+            texts.append([output.outputs[0].text for output in outputs])
+    assert texts[0] == texts[1]
+    assert texts[0][0] != texts[0][1]
+    calls: list[Callable[[], object]] = [lambda: llm.generate("Once"), llm.stats]
+    for call in calls:
+        with pytest.raises(EngineShutdownError):
+            call()
+    llm.shutdown()

@@ -1,0 +1,369 @@
+"""`SamplingParams`: what they accept, and what they do to the tokens and the text of a request."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actorllm import AsyncLLM, CompletionOutput, RequestOutputKind, SamplingParams
+from actorllm.config import BUNDLED_MODELS
+from actorllm.errors import InvalidParameterError, UnknownParameterError
+
+PROMPT = "Once upon a time"
+
+# What is accepted -----------------------------------------------------------------------------------------------------
+
+
+def test_defaults_are_those_of_vllm() -> None:
+    params = SamplingParams()
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
+    assert (params.max_tokens, params.min_tokens, params.seed, params.n) == (16, 0, None, 1)
+    assert (params.stop, params.stop_token_ids, params.ignore_eos) == ([], [], False)
+    assert (params.detokenize, params.skip_special_tokens, params.include_stop_str_in_output) == (True, True, False)
+    assert params.output_kind is RequestOutputKind.CUMULATIVE
+
+
+@pytest.mark.parametrize(
+    ("given_as", "meant"),
+    [
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"temperature": 0}, {"temperature": 0.0}),
+        ({"top_p": 1}, {"top_p": 1.0}),
+        ({"stop": "."}, {"stop": ["."]}),
+        ({"stop": (".", "!")}, {"stop": [".", "!"]}),
+        ({"stop_token_ids": (3, 4)}, {"stop_token_ids": [3, 4]}),
+        ({"seed": -1}, {"seed": 2**64 - 1}),
+        ({"seed": 2**64 + 5}, {"seed": 5}),
+        ({"max_tokens": None}, {"max_tokens": None}),
+    ],
+)
+def test_equivalent_forms(given_as: dict[str, Any], meant: dict[str, Any]) -> None:
+    params = SamplingParams(**given_as)
+    assert {name: getattr(params, name) for name in meant} == meant
+
+
+NUMBERS_NOT = [True, "1", None, math.nan, math.inf, -math.inf, 10**400, [1.0], 1j]
+INTEGERS_NOT = [True, "1", 1.0, math.nan, [1]]
+BAD: dict[str, list[Any]] = {
+    "temperature": [*NUMBERS_NOT, -1e-9, 1e39],
+    "top_p": [*NUMBERS_NOT, 0, -0.5, 1.0001],
+    "min_p": [*NUMBERS_NOT, -0.1, 1.1],
+    "top_k": [*INTEGERS_NOT, None, -2],
+    "seed": INTEGERS_NOT,
+    "max_tokens": [*INTEGERS_NOT, 0, -3],
+    "min_tokens": [*INTEGERS_NOT, None, -1, 17],
+    "n": [*INTEGERS_NOT, None, 0, -1, 2],
+    "stop": [3, ["a", 3], [None], b"a", "", ["a", ""], {"a"}],
+    "stop_token_ids": ["12", 7, [1.5], ["a"], [True], [-1], [None], [[1]], {1}],
+    "ignore_eos": [1, 0, "yes", None],
+    "detokenize": [1, "no", None],
+    "skip_special_tokens": [0, "no", None],
+    "include_stop_str_in_output": [1, None],
+    "output_kind": [0, "DELTA", None],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+def test_a_bad_value_is_named(name: str, value: Any) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        SamplingParams(**{name: value})
+    assert name.removesuffix("_token_ids") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"temperature": -0.5}, ["temperature=-0.5", ">= 0"]),
+        ({"temperature": math.nan}, ["temperature=nan", "finite"]),
+        ({"top_p": 1.5}, ["top_p=1.5", "> 0 and <= 1"]),
+        ({"top_k": 1.5}, ["top_k=1.5", "integer"]),
+        ({"max_tokens": 0}, ["max_tokens=0", ">= 1"]),
+        ({"max_tokens": 4, "min_tokens": 5}, ["min_tokens=5", "max_tokens=4"]),
+        ({"stop": ["a", ""]}, ["empty stop string", "remove it"]),
+        ({"stop": "a", "detokenize": False}, ["stop strings", "detokenize=True"]),
+        ({"stop_token_ids": [3, -1]}, ["stop_token_ids=-1", ">= 0"]),
+        ({"ignore_eos": "yes"}, ["ignore_eos='yes'", "True or False"]),
+        ({"n": 3}, ["n=3", "not supported"]),
+    ],
+)
+def test_the_message_names_the_value_and_the_fix(arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        SamplingParams(**arguments)
+    for word in words:
+        assert word in str(caught.value)
+    assert isinstance(caught.value, ValueError), "what a program written for vLLM catches"
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("max_token", "max_tokens"), ("temprature", "temperature"), ("topk", "top_k")]
+)
+def test_an_unknown_parameter_brings_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(UnknownParameterError, match=f"{name!r}; did you mean {nearest!r}") as caught:
+        SamplingParams(**{name: 1})
+    assert isinstance(caught.value, TypeError)
+
+
+ANYTHING = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.sampled_from([0, 1, -1, 2**31, 2**63, 2**64, 10**400, 10**5000]),
+    st.floats(),
+    st.text(max_size=5),
+    st.binary(max_size=3),
+    st.lists(st.one_of(st.integers(), st.text(max_size=3), st.none()), max_size=3),
+    st.sets(st.integers(), max_size=2),
+    st.complex_numbers(),
+    st.sampled_from(list(RequestOutputKind)),
+    st.builds(object),
+)
+SENSIBLE = {
+    "temperature": st.floats(0, 5),
+    "top_p": st.floats(0.01, 1),
+    "top_k": st.integers(-1, 100),
+    "min_p": st.floats(0, 1),
+    "seed": st.integers() | st.none(),
+    "max_tokens": st.integers(1, 100) | st.none(),
+    "min_tokens": st.integers(0, 100),
+    "stop": st.text(max_size=3) | st.lists(st.text(min_size=1, max_size=3), max_size=3),
+    "stop_token_ids": st.lists(st.integers(0, 2**40), max_size=3),
+    "ignore_eos": st.booleans(),
+    "detokenize": st.booleans(),
+    "skip_special_tokens": st.booleans(),
+    "include_stop_str_in_output": st.booleans(),
+    "output_kind": st.sampled_from(list(RequestOutputKind)),
+    "n": st.just(1),
+}
+assert set(SENSIBLE) == set(SamplingParams.__dataclass_fields__)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.fixed_dictionaries({}, optional={name: sane | ANYTHING for name, sane in SENSIBLE.items()}))
+def test_whatever_is_given_is_taken_or_refused(arguments: dict[str, Any]) -> None:
+    params, message = None, ""
+    try:
+        params = SamplingParams(**arguments)
+    except InvalidParameterError as error:
+        message = str(error)
+    if params is None:
+        assert 0 < len(message) < 500
+        return
+    assert 0 <= params.temperature < math.inf
+    assert 0 < params.top_p <= 1
+    assert 0 <= params.min_p <= 1
+    assert params.top_k >= 0
+    assert params.seed is None or 0 <= params.seed < 2**64
+    assert params.max_tokens is None or params.min_tokens <= params.max_tokens
+    assert params.checked_copy() == params
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(sorted(SENSIBLE)), ANYTHING)
+def test_a_field_assigned_later_is_checked_when_it_is_used(name: str, value: Any) -> None:
+    params = SamplingParams()
+    setattr(params, name, value)
+    try:
+        expected: SamplingParams | None = SamplingParams(**{name: value})
+    except InvalidParameterError:
+        expected = None
+    if expected is None:
+        with pytest.raises(InvalidParameterError):
+            params.checked_copy()
+    else:
+        assert params.checked_copy() == expected
+
+
+# What they do ---------------------------------------------------------------------------------------------------------
+
+GREEDY = [443, 1135, 259, 433, 415, 339]
+"""How the storyteller goes on from PROMPT: " there lived a man who had", one token a word."""
+EOS = 415
+SPECIAL = 259
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
+    """The storyteller, for which " who" also ends the text and " a" is a special token."""
+    folder = tmp_path_factory.mktemp("model")
+    for file in BUNDLED_MODELS["storyteller"].iterdir():
+        if file.suffix == ".safetensors":
+            (folder / file.name).symlink_to(file)
+        elif file.suffix == ".json":
+            shutil.copy(file, folder)
+    (folder / "generation_config.json").write_bytes(orjson.dumps({"eos_token_id": [0, EOS]}))
+    tokens = orjson.loads((folder / "tokenizer_config.json").read_bytes())
+    tokens["additional_special_tokens"] = ["Ġa"]
+    (folder / "tokenizer_config.json").write_bytes(orjson.dumps(tokens))
+    engine = AsyncLLM(folder, dtype="float32", num_threads=1)
+    anyio.run(engine.start)
+    yield engine
+    engine.shutdown()
+
+
+async def complete(llm: AsyncLLM, **arguments: Any) -> CompletionOutput:
+    params = {"max_tokens": 40, "ignore_eos": True, "seed": 11, "skip_special_tokens": False} | arguments
+    return (await llm.complete(PROMPT, SamplingParams(**params))).outputs[0]
+
+
+async def texts_of(llm: AsyncLLM, kind: RequestOutputKind, **arguments: Any) -> list[CompletionOutput]:
+    params = {"max_tokens": 40, "ignore_eos": True, "seed": 11, "skip_special_tokens": False} | arguments
+    stream = llm.generate(PROMPT, SamplingParams(output_kind=kind, **params))
+    return [output.outputs[0] async for output in stream]
+
+
+@pytest.mark.parametrize(
+    "sharp",
+    [{"temperature": 0}, {"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-6}, {"temperature": 5e-324}],
+    ids=str,
+)
+async def test_everything_sharp_is_greedy(llm: AsyncLLM, sharp: dict[str, Any]) -> None:
+    for seed in (1, 2):
+        assert (await complete(llm, max_tokens=6, seed=seed, **sharp)).token_ids == GREEDY
+
+
+@pytest.mark.parametrize(
+    "idle", [{"top_k": 2**40}, {"top_k": -1}, {"top_k": 4096}, {"top_p": 1.0}, {"min_p": 0.0}], ids=str
+)
+async def test_a_filter_that_keeps_everything_changes_nothing(llm: AsyncLLM, idle: dict[str, Any]) -> None:
+    assert (await complete(llm, **idle)).token_ids == (await complete(llm)).token_ids
+
+
+async def test_extreme_temperatures_end_and_fail_nothing(llm: AsyncLLM) -> None:
+    hot = [await complete(llm, max_tokens=8, temperature=t, **more) for t in (100, 3e38) for more in ({}, {"top_k": 5})]
+    assert {len(output.token_ids) for output in hot} == {8}
+    assert hot[0].token_ids != GREEDY
+
+
+async def test_max_tokens_none_goes_to_the_length_of_the_model(llm: AsyncLLM) -> None:
+    prompt = [2721] * 1000
+    for max_tokens in (None, 5000):
+        output = await llm.complete(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+        assert len(prompt) + len(output.outputs[0].token_ids) == llm.config.model.max_model_len == 1024
+        assert output.outputs[0].finish_reason == "length"
+    longest = await llm.complete([2721] * 1023, SamplingParams(ignore_eos=True))
+    assert len(longest.outputs[0].token_ids) == 1
+
+
+async def test_the_models_own_end(llm: AsyncLLM) -> None:
+    output = await complete(llm, temperature=0, ignore_eos=False)
+    assert output.token_ids == GREEDY[:5], "the token that ends it is part of the tokens"
+    assert (output.finish_reason, output.stop_reason) == ("stop", None)
+    with_end = await complete(llm, temperature=0, ignore_eos=False, include_stop_str_in_output=True)
+    assert with_end.text == output.text + " who"
+    assert (await complete(llm, temperature=0, max_tokens=6)).token_ids == GREEDY
+
+
+async def test_stop_token_ids(llm: AsyncLLM) -> None:
+    output = await complete(llm, temperature=0, stop_token_ids=[7, 433, 1135])
+    assert output.token_ids == GREEDY[:2]
+    assert output.text == " there"
+    assert (output.finish_reason, output.stop_reason) == ("stop", 1135)
+    both = await complete(llm, temperature=0, stop_token_ids=[EOS], ignore_eos=False)
+    assert both.token_ids == GREEDY[:5]
+
+
+async def test_min_tokens_keeps_every_end_away(llm: AsyncLLM) -> None:
+    for ends in ({"ignore_eos": False}, {"stop_token_ids": [EOS]}):
+        output = await complete(llm, temperature=0, min_tokens=20, max_tokens=24, **ends)
+        assert EOS not in output.token_ids[:20]
+        assert len(output.token_ids) >= 20
+    output = await complete(llm, temperature=0, min_tokens=5, ignore_eos=False)
+    assert output.token_ids[:4] == GREEDY[:4]
+    assert output.token_ids[4] == EOS or len(output.token_ids) > 5
+    text = (await complete(llm, temperature=0, max_tokens=12)).text
+    stopped = await complete(llm, temperature=0, max_tokens=12, stop=" ", min_tokens=6)
+    assert len(stopped.token_ids) == 7
+    assert text.startswith(stopped.text)
+
+
+@pytest.mark.parametrize("is_included", [False, True])
+async def test_a_stop_string_across_tokens_never_shows(llm: AsyncLLM, is_included: bool) -> None:
+    whole = await complete(llm)
+    pieces = [await complete(llm, max_tokens=n) for n in range(1, 13)]
+    borders = [len(output.text) for output in pieces]
+    num_tested = 0
+    for border in borders[3:]:
+        stop = whole.text[border - 2 : border + 2]
+        at = whole.text.find(stop)
+        if at != border - 2:
+            continue  # it is found earlier
+        num_tested += 1
+        expected = whole.text[: at + len(stop)] if is_included else whole.text[:at]
+        arguments = {"stop": ["never to be seen", stop], "include_stop_str_in_output": is_included}
+        cumulative = await texts_of(llm, RequestOutputKind.CUMULATIVE, **arguments)
+        for output in cumulative:
+            assert expected.startswith(output.text), "a part of the stop string was shown"
+        final = cumulative[-1]
+        assert final.text == expected
+        assert (final.finish_reason, final.stop_reason) == ("stop", stop)
+        assert final.token_ids == whole.token_ids[: len(final.token_ids)]
+        deltas = await texts_of(llm, RequestOutputKind.DELTA, **arguments)
+        assert "".join(output.text for output in deltas) == expected
+        assert [i for output in deltas for i in output.token_ids] == final.token_ids
+    assert num_tested >= 3
+
+
+async def test_what_was_held_back_comes_when_no_stop_string_does(llm: AsyncLLM) -> None:
+    whole = await complete(llm, max_tokens=8)
+    outputs = await texts_of(llm, RequestOutputKind.CUMULATIVE, max_tokens=8, stop=[whole.text[-6:] + "\0"])
+    assert outputs[-1].text == whole.text
+    assert outputs[-1].finish_reason == "length"
+    assert outputs[-1].stop_reason is None
+
+
+async def test_the_stop_string_that_is_complete_first_counts(llm: AsyncLLM) -> None:
+    output = await complete(llm, temperature=0, stop=["a man", "lived a", "there lived a man"])
+    assert (output.text, output.stop_reason) == (" there ", "lived a")
+
+
+async def test_without_detokenizing_there_are_tokens_and_no_text(llm: AsyncLLM) -> None:
+    output = await complete(llm, temperature=0, max_tokens=6, detokenize=False)
+    assert output.token_ids == GREEDY
+    assert output.text == ""
+    parts = await texts_of(llm, RequestOutputKind.DELTA, detokenize=False, max_tokens=3)
+    assert [i for part in parts for i in part.token_ids] == (await complete(llm, max_tokens=3)).token_ids
+    assert not any(part.text for part in parts)
+
+
+async def test_special_tokens_are_text_on_demand(llm: AsyncLLM) -> None:
+    assert SPECIAL in GREEDY
+    skipped = await complete(llm, temperature=0, max_tokens=6, skip_special_tokens=True)
+    shown = await complete(llm, temperature=0, max_tokens=6, skip_special_tokens=False)
+    assert skipped.token_ids == shown.token_ids == GREEDY
+    assert skipped.text.replace(" ", "") == "therelivedmanwhohad"
+    assert len(shown.text) > len(skipped.text)
+
+
+async def test_requests_of_every_kind_in_one_batch_keep_to_their_own(llm: AsyncLLM) -> None:
+    variants: list[dict[str, Any]] = [
+        {"temperature": 0, "max_tokens": 6},
+        {"max_tokens": 9},
+        {"top_k": 3, "max_tokens": 7},
+        {"temperature": 0, "stop": "man"},
+        {"temperature": 0, "stop_token_ids": [433]},
+        {"temperature": 0, "ignore_eos": False},
+        {"seed": 5, "max_tokens": 8, "top_p": 0.5},
+    ]
+    alone = [await complete(llm, **variant) for variant in variants]
+    together: dict[int, CompletionOutput] = {}
+
+    async def one(number: int) -> None:
+        together[number] = await complete(llm, **variants[number])
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(len(variants)):
+            tasks.start_soon(one, number)
+    assert [together[number] for number in range(len(variants))] == alone
