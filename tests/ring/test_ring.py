@@ -275,7 +275,7 @@ def test_the_model_notices(name: str) -> None:
     machine = make_machine(mutant_of(*MUTANTS[name]))
     with pytest.raises((AssertionError, TransportError, IndexError, ValueError)):
         run_state_machine_as_test(
-            machine, settings=settings(QUICK, max_examples=150, phases=[Phase.generate], report_multiple_bugs=False)
+            machine, settings=settings(QUICK, max_examples=1500, phases=[Phase.generate], report_multiple_bugs=False)
         )
 
 
