@@ -25,8 +25,8 @@ PAYING_PRODUCT_S = 40e-6
 BYTES_PER_S, FLOPS_PER_S = 35e9, 400e9
 """What one thread of a server core reads, and computes in bfloat16; only the order of magnitude matters here."""
 
-CROWDED_S = 2e-3
-"""Less waiting than this is nobody's fault."""
+CROWDED_SHARE, CROWDED_S = 0.35, 2e-3
+"""Waiting, of a step and in seconds, up to which a team is still worth it."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 8, 512
 """Steps with one thread after a crowded one."""
@@ -87,7 +87,7 @@ class Team:
         """How long a step of `size` threads took, and how much of that its first thread computed."""
         if size == 1:
             return
-        if wall_s - cpu_s > max(0.5 * wall_s, CROWDED_S):
+        if wall_s - cpu_s > max(CROWDED_SHARE * wall_s, CROWDED_S):
             self.num_crowded += 1
             self._pause = self._next_pause
             self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
