@@ -102,7 +102,11 @@ class AsyncLLM:
         self._engine.shutdown(timeout)
 
     async def __aenter__(self) -> AsyncLLM:
-        await self.start()
+        try:
+            await self.start()
+        except BaseException:  # cancelled on the way in: there will be no __aexit__
+            await _in_thread(self.shutdown)
+            raise
         return self
 
     async def __aexit__(self, *exception: object) -> None:

@@ -232,6 +232,27 @@ async def test_cancelling_async_with_stops_the_processes(make_llm: Callable[...,
     assert all(is_gone(pid) for pid in pids.values())
 
 
+async def test_cancelling_async_with_on_the_way_in(make_llm: Callable[..., AsyncLLM]) -> None:
+    llm = make_llm()
+    pids: dict[str, int] = {}
+
+    async def enter() -> None:
+        async with llm:
+            pytest.fail("it was cancelled before")
+
+    def are_spawned() -> bool:
+        pids.update(pids_of(llm))
+        return len(pids) == 2
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(enter)
+        assert await anyio.to_thread.run_sync(wait_until, are_spawned)
+        tasks.cancel_scope.cancel()
+    assert all(is_gone(pid) for pid in pids.values())
+    with pytest.raises(EngineShutdownError):
+        await llm.start()
+
+
 # Death of a process ---------------------------------------------------------------------------------------------------
 
 
