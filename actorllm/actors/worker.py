@@ -66,8 +66,10 @@ class WorkerActor(Actor):
         while self.is_running:
             if self._plans:
                 await self._step(self._plans.popleft())
-            if not self._plans:
-                await self.wait()
+                self._scheduler.finish()  # the next plan is there already: take it without waiting for its doorbell
+                if self._plans:
+                    self.wake()  # then the loop turns once, so that a stop is heard, and does not sleep
+            await self.wait()
 
     async def _step(self, plan: StepPlan) -> None:
         started = now()
