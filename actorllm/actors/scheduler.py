@@ -23,7 +23,7 @@ from actorllm.actors.link import Link
 from actorllm.actors.timeline import Timeline
 from actorllm.clock import now
 from actorllm.config import EngineConfig
-from actorllm.errors import WouldBlock
+from actorllm.errors import ConfigError, WouldBlock
 from actorllm.messages import (
     NO_I32,
     Abort,
@@ -171,7 +171,10 @@ class SchedulerActor(Actor):
         }
         if config.record is None:
             return Scheduler(**arguments)
-        self._record = Path(config.record).open("wb")  # noqa: SIM115 - closed by on_stop
+        try:
+            self._record = Path(config.record).open("wb")  # noqa: SIM115 - closed by on_stop
+        except OSError as error:
+            raise ConfigError(f"record={config.record!r} cannot be written: {error.strerror}") from error
         return RecordedScheduler(sink=self._write_entry, **arguments)
 
     def _write_entry(self, entry: Entry) -> None:

@@ -351,8 +351,11 @@ def load_policy(name: str) -> PlanPolicy:
         )
     try:
         policy = getattr(importlib.import_module(module_name), class_name)()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"scheduling policy {name!r} cannot be loaded: {error}") from error
+    except Exception as error:  # whatever the module or the constructor raises is the caller's
+        raise ConfigError(
+            f"scheduling policy {name!r} cannot be loaded: {type(error).__name__}: {error}; it must be a class that is "
+            f"built without arguments"
+        ) from error
     if isinstance(policy, KeyPolicy):
         return KeyPlanner(policy)
     if not callable(getattr(policy, "plan", None)):

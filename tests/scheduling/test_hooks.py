@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actorllm.errors import ConfigError
 from actorllm.kvcache.prefix_index import HASH_BYTES, hash_blocks
 from actorllm.messages import StepResult, pack
 from actorllm.scheduling.policy import Admit, Decision, KeyPlanner, KeyPolicy, StepDone, load_policy
@@ -358,3 +359,18 @@ def test_a_recording_replays_to_the_same_plans_byte_for_byte(build_engine: Calla
     assert [encoded(p) for p in replay(entries, fresh)] == [encoded(p) for p in engine.plans]
     broken = Scheduler(policy=load_policy("fcfs"), **(arguments | {"num_blocks": 40}))
     assert [encoded(p) for p in replay(entries, broken)] != [encoded(p) for p in engine.plans]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fcsf", "did you mean 'fcfs'"),
+        ("nowhere:Policy", "No module named 'nowhere'"),
+        ("json:Policy", "has no attribute 'Policy'"),
+        ("json:loads", "json:loads.*TypeError"),
+        ("collections:OrderedDict", "neither a KeyPolicy nor a PlanPolicy"),
+    ],
+)
+def test_a_policy_that_cannot_be_used_is_named(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_policy(name)
