@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from actorllm.kvcache.manager import KVCacheManager
     from actorllm.scheduling.batch import Batch
 
-Key = tuple[Any, ...]
+SortKey = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,9 @@ class View(Protocol):
         """Every request that holds a slot."""
         ...
 
-    def is_growing(self, slot: int) -> bool:
-        """Whether the slot is a decode row whose next token needs a new block."""
+    @property
+    def growing_slots(self) -> I32:
+        """Decode slots whose next token needs a new block."""
         ...
 
 
@@ -149,6 +150,9 @@ class PlanPolicy(Protocol):
     def on_arrival(self, sequence: Sequence, view: View) -> None:
         """The request waits (first arrival, unblocked, or back after a preemption)."""
 
+    def on_admit(self, sequence: Sequence, view: View) -> None:
+        """The request got a slot."""
+
     def on_refusal(self, sequence: Sequence, view: View) -> None:
         """The last decision admitted the request and it did not fit: it waits still."""
 
@@ -161,10 +165,8 @@ class KeyPolicy:
     """Level 1: an order, and optionally limits. The base class is first come, first served without chunk limit."""
 
     name = "key"
-    needs: frozenset[str] = frozenset()
-    """What the engine must provide ('step_time', 'outlen', 'kv_forecast'); checked when the engine is built."""
 
-    def key(self, sequence: Sequence, view: View) -> Key:
+    def key(self, sequence: Sequence, view: View) -> SortKey:
         """Lower is sooner, for waiting and for prefilling requests. Ties go to the earlier arrival."""
         return ()
 
@@ -182,13 +184,9 @@ class KeyPolicy:
     def admit(self, sequence: Sequence, view: View) -> Admit:
         return Admit.ADMIT
 
-    def victim_key(self, sequence: Sequence, view: View) -> Key:
+    def victim_key(self, sequence: Sequence, view: View) -> SortKey:
         """The running request with the highest key loses its blocks first."""
         return (*self.key(sequence, view), sequence.arrival_index)
-
-    def preempt_for(self, sequence: Sequence, view: View) -> bool:
-        """May this waiting request displace a running one when slots or blocks are full?"""
-        return False
 
     def wake_at(self, view: View) -> float:
         return math.inf
@@ -197,7 +195,8 @@ class KeyPolicy:
 
     def on_admit(self, sequence: Sequence, view: View) -> None: ...
 
-    def on_preempt(self, sequence: Sequence, view: View) -> None: ...
+    def on_preempt(self, sequence: Sequence, view: View) -> None:
+        """A preempted request waits again."""
 
     def on_end(self, sequence: Sequence, view: View) -> None: ...
 
@@ -206,6 +205,10 @@ class KeyPolicy:
 
 DECODE_ONLY = Decision()
 """The decision of a steady step: everybody decodes, nothing else happens. Never changed."""
+
+
+NUM_STALE = 64
+"""Entries of ended requests that the waiting heap may hold before it is cleaned."""
 
 
 class KeyPlanner:
@@ -217,7 +220,7 @@ class KeyPlanner:
 
     def __init__(self, policy: KeyPolicy) -> None:
         self.policy = policy
-        self._heap: list[tuple[Key, int, int, Sequence]] = []
+        self._heap: list[tuple[SortKey, int, int, Sequence]] = []
         self._pushes = 0
         self._valid_until = math.inf
 
@@ -236,15 +239,18 @@ class KeyPlanner:
         tokens = min(budget.tokens, view.limits.max_tokens) - num_decode
         chunk = budget.prefill_chunk or tokens
         for sequence in self._in_order(prefilling, decision, view):
-            tokens -= self._chunk(sequence, view.remaining(sequence), min(tokens, chunk), decision)
+            tokens -= self._chunk(sequence, view.remaining(sequence), tokens, chunk, decision)
         if not decision.preempt:  # who was admitted right after somebody had to go would only thrash
             self._admit(decision, view, tokens, chunk, view.kv.num_free - num_growing)
         return decision
 
     def _make_room(self, decision: Decision, view: View) -> tuple[int, int]:
         """Preempt until the decode rows find their blocks. Returns the blocks they need and how many rows there are."""
-        num_decode = view.decode_slots.size if decision.decode is None else int(decision.decode.sum())
-        num_growing = view.num_growing
+        wanted = view.decode_slots if decision.decode is None else view.decode_slots[decision.decode]
+        growing = view.growing_slots
+        if decision.decode is not None:
+            growing = growing[np.isin(growing, wanted)]
+        num_decode, num_growing = wanted.size, growing.size
         if num_growing <= view.kv.num_free:
             return num_growing, num_decode
         free = view.kv.num_free
@@ -253,8 +259,8 @@ class KeyPlanner:
             victim = candidates.pop()
             decision.preempt.append(victim)
             free += int(view.kv.num_blocks[victim.slot])
-            num_decode -= int(view.batch.is_decoding[victim.slot])
-            num_growing -= view.is_growing(victim.slot)
+            num_decode -= int((wanted == victim.slot).any())
+            num_growing -= int((growing == victim.slot).any())
         return num_growing, num_decode
 
     def _in_order(self, prefilling: Iterable[Sequence], decision: Decision, view: View) -> list[Sequence]:
@@ -264,10 +270,10 @@ class KeyPlanner:
         return ready
 
     @staticmethod
-    def _chunk(sequence: Sequence, remaining: int, tokens: int, decision: Decision) -> int:
+    def _chunk(sequence: Sequence, remaining: int, tokens: int, chunk: int, decision: Decision) -> int:
         """Put as much of a prompt as fits into the step; returns how much that was."""
-        size = min(remaining, tokens)
-        if size <= 0 or (size < remaining and not sequence.submit.is_chunkable):
+        size = min(remaining, tokens) if sequence.is_whole else min(remaining, tokens, chunk)
+        if size <= 0 or (size < remaining and sequence.is_whole):
             return 0
         decision.prefill.append((sequence, size))
         return size
@@ -275,7 +281,7 @@ class KeyPlanner:
     def _admit(self, decision: Decision, view: View, tokens: int, chunk: int, free_blocks: int) -> None:
         """Admit waiting requests while tokens, slots and blocks last. A request is admitted with all blocks of its prompt."""
         slots = view.batch.num_free_slots
-        skipped: list[tuple[Key, int, int, Sequence]] = []
+        skipped: list[tuple[SortKey, int, int, Sequence]] = []
         while tokens > 0 and slots > 0:
             sequence = self._peek(view)
             if sequence is None:
@@ -287,11 +293,11 @@ class KeyPlanner:
             if verdict is Admit.SKIP:
                 skipped.append(heapq.heappop(self._heap))
                 continue
-            used = self._chunk(sequence, sequence.known.size - sequence.num_cached_tokens, min(tokens, chunk), decision)
+            remaining = sequence.known.size - sequence.num_cached_tokens
+            used = self._chunk(sequence, remaining, tokens, chunk, decision)
             if not used:
                 break
             heapq.heappop(self._heap)
-            self.policy.on_admit(sequence, view)
             tokens -= used
             slots -= 1
             free_blocks -= blocks
@@ -326,10 +332,16 @@ class KeyPlanner:
         else:
             self.policy.on_arrival(sequence, view)
 
+    def on_admit(self, sequence: Sequence, view: View) -> None:
+        self.policy.on_admit(sequence, view)
+
     def on_refusal(self, sequence: Sequence, view: View) -> None:
         self._push(sequence, view)
 
     def on_end(self, sequence: Sequence, view: View) -> None:
+        if len(self._heap) > 2 * view.num_waiting + NUM_STALE:  # clients that gave up must not pile up here
+            self._heap = [entry for entry in self._heap if entry[-1].state is State.WAITING]
+            heapq.heapify(self._heap)
         self.policy.on_end(sequence, view)
 
     def on_step(self, done: StepDone, view: View) -> None:

@@ -103,8 +103,11 @@ class Scheduler:
         num_lookahead_tokens: int = 0,
         prefill_chunk: int | None = None,
     ) -> None:
-        if num_blocks * block_size < max_model_len:
-            raise ValueError(f"{num_blocks} blocks of {block_size} hold less than max_model_len={max_model_len}")
+        spare = num_lookahead_tokens * depth
+        if num_blocks * block_size < max_model_len + spare:
+            raise ValueError(
+                f"{num_blocks} blocks of {block_size} hold less than max_model_len={max_model_len}+{spare}"
+            )
         if not 0 <= num_lookahead_tokens * depth < block_size:
             raise ValueError(
                 f"num_lookahead_tokens={num_lookahead_tokens} x depth={depth} must be less than block_size={block_size}"
@@ -112,20 +115,22 @@ class Scheduler:
         self.now = 0.0
         self.limits = Limits(max_num_batched_tokens, max_num_seqs, max_model_len, prefill_chunk)
         self.batch = Batch(max_num_seqs)
-        self.kv = KVCacheManager(num_blocks, block_size, max_num_seqs, max_model_len)
+        self.kv = KVCacheManager(num_blocks, block_size, max_num_seqs, max_model_len + spare)
         self.ledger = Ledger(depth)
         self.policy = policy
         self.wake_at = math.inf
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_token_ids)
         # Room kept per row: for the token that a step samples, and for what every step in flight may return beyond one.
-        self._ahead = 1 + num_lookahead_tokens * depth
+        self._spare = spare
+        self._ahead = 1 + spare
         self._builder = PlanBuilder()
         self._alive: dict[Key, Sequence] = {}
         self._waiting: set[Sequence] = set()
         self._blocked: set[Sequence] = set()
         self._preempted: list[Sequence] = []
         self._displaced: set[Sequence] = set()
+        self._tokenless: set[Sequence] = set()
         self._prefilling: dict[Sequence, None] = {}
         self._decode: Rows = self.batch.rows()
         self._computed: I32 = NO_I32
@@ -188,8 +193,9 @@ class Scheduler:
             return f"max_tokens={submit.max_tokens} are emitted already"
         if int(sequence.known.min()) < 0 or int(sequence.known.max()) >= self._vocab_size:
             return f"a token id is outside the vocabulary of {self._vocab_size}"
-        if not submit.is_chunkable and size > self.limits.max_tokens:
-            return f"the prompt must not be chunked and its {size} tokens exceed a step's {self.limits.max_tokens}"
+        always_free = self.limits.max_tokens - self.limits.max_seqs + 1
+        if sequence.is_whole and size > always_free:
+            return f"the prompt must not be chunked, and a step has room for {always_free} of its {size} tokens at any time"
         return None
 
     def abort(self, keys: Iterable[Key], now: float) -> list[End]:
@@ -243,14 +249,12 @@ class Scheduler:
             if victim.state is State.RUNNING:
                 self._preempt(victim)
         rows = self._decode
-        if decision.preempt or decision.decode is not None:
-            rows = self._choose_decode_rows(decision.decode)
+        wanted = self._wanted_slots(decision.decode)
+        if decision.preempt or wanted is not None:
+            rows = self._choose_decode_rows(wanted)
         while self._growing.size > self.kv.num_free:
-            victim_of_need = self.policy.victim(self)
-            if victim_of_need is None:
-                raise RuntimeError("decode rows need blocks and nobody is running")
-            self._preempt(victim_of_need)
-            rows = self._choose_decode_rows(None)
+            self._preempt(self._victim_of_need())
+            rows = self._choose_decode_rows(wanted)
         extended = (self._growing, self.kv.extend(self._growing)) if self._growing.size else (NO_I32, NO_I32)
         slots = rows.slots
         batch = self.batch
@@ -287,24 +291,34 @@ class Scheduler:
         self._decode = rows
         # Room for the token computed now, the one it samples, and what the result may carry beyond that.
         self._computed = batch.num_computed[slots]
-        needed = np.minimum(self._computed + (1 + self._ahead), rows.limits)
+        needed = np.minimum(self._computed + (1 + self._ahead), rows.limits + self._spare)
         self._growing = slots[needed > self.kv.capacity[slots]]
 
-    def _choose_decode_rows(self, mask: NDArray[np.bool_] | None) -> Rows:
-        """The decode rows again after preemptions, and only those that the policy wants."""
-        chosen = self._decode
-        if mask is not None:
-            if mask.shape != (len(chosen),):
-                self._num_refused += 1
-                mask = None
-            else:
-                wanted = chosen.slots[mask]
-        self._find_decode_rows()
+    def _wanted_slots(self, mask: NDArray[np.bool_] | None) -> I32 | None:
+        """The decode slots that a policy's mask selects; None: all."""
         if mask is None:
+            return None
+        if mask.shape != (len(self._decode),) or mask.dtype != np.bool_:
+            self._num_refused += 1
+            return None
+        return self._decode.slots[mask]
+
+    def _choose_decode_rows(self, wanted: I32 | None) -> Rows:
+        """The decode rows again after preemptions, and only those that the policy wants."""
+        self._find_decode_rows()
+        if wanted is None:
             return self._decode
         wanted = wanted[self.batch.is_decoding[wanted]]
         self._growing = self._growing[np.isin(self._growing, wanted)]
         return self.batch.select(wanted)
+
+    def _victim_of_need(self) -> Sequence:
+        """Who must give blocks back although the decision did not say so; the latest arrival if the policy has no answer."""
+        victim = self.policy.victim(self)
+        if victim is None or victim.state is not State.RUNNING:
+            self._num_refused += 1
+            victim = max(self.running(), key=lambda s: s.arrival_index)
+        return victim
 
     def _prefill(
         self, chunks: list[tuple[Sequence, int]], num_tokens: int
@@ -313,7 +327,12 @@ class Scheduler:
         batch = self.batch
         accepted: list[tuple[Sequence, int]] = []
         completed: list[int] = []
+        seen: set[Sequence] = set()
         for sequence, size in chunks:
+            if sequence in seen:
+                self._num_refused += 1
+                continue
+            seen.add(sequence)
             if sequence.state is State.WAITING:
                 if sequence in self._displaced:  # it lost its slot after the decision was made
                     continue
@@ -329,7 +348,7 @@ class Scheduler:
             remaining = self.remaining(sequence) if sequence in self._prefilling else 0
             wanted, size = size, min(size, remaining, self.limits.max_tokens - num_tokens)
             self._num_refused += size < wanted
-            if size <= 0 or (size < remaining and not sequence.submit.is_chunkable):
+            if size <= 0 or (size < remaining and sequence.is_whole):
                 continue
             accepted.append((sequence, size))
             num_tokens += size
@@ -350,8 +369,9 @@ class Scheduler:
             sequence.scheduled = self.now
         slot = self.batch.occupy(sequence)
         self._prefilling[sequence] = None
-        blocks = self.kv.fill(slot, min(sequence.known.size + self._ahead, sequence.limit))
+        blocks = self.kv.fill(slot, self._admission_tokens(sequence))
         self._builder.add(sequence, blocks)
+        self.policy.on_admit(sequence, self)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take slot and blocks; the request is computed again from its known tokens, and the token in flight is kept."""
@@ -409,7 +429,7 @@ class Scheduler:
         if error := self._contradiction(result, record):
             return self._void([record, *self._void_later(record.step)], error, NO_I32)
         rows = record.rows
-        plain = not (result.counts.size or result.nonfinite_rows.size or result.vector_rows.size)
+        plain = not (result.counts.size or result.nonfinite_rows.size or result.vector_rows.size or self._tokenless)
         if plain and (self.batch.generation[rows.slots] == rows.generations).all():
             events = self._append_column(record, result.tokens)
         else:
@@ -437,7 +457,10 @@ class Scheduler:
             expected = int(result.counts.sum())
         if result.tokens.size != expected:
             return f"step {result.step}: {result.tokens.size} tokens for a plan of {expected}"
-        if expected and (int(result.tokens.min()) < 0 or int(result.tokens.max()) >= self._vocab_size):
+        tokens = result.tokens
+        if result.nonfinite_rows.size and not result.counts.size:
+            tokens = np.delete(tokens, result.nonfinite_rows[result.nonfinite_rows < num_rows])  # those are void
+        if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size):
             return f"step {result.step}: a token id outside the vocabulary of {self._vocab_size}"
         for rows in (result.nonfinite_rows, result.vector_rows):
             if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
@@ -503,8 +526,12 @@ class Scheduler:
                     tokens = tokens[: position + 1]
                     ends.append(end)
                     break
-            if sequence.first_token is None and tokens.size:
-                sequence.first_token = self.now
+            if sequence.first_token is None:
+                if tokens.size:
+                    sequence.first_token = self.now
+                    self._tokenless.discard(sequence)
+                elif sequence.state is not State.FINISHED:
+                    self._tokenless.add(sequence)
             self._num_output_tokens += tokens.size
             if tokens.size:
                 got.append((sequence, tokens, start))
@@ -577,7 +604,11 @@ class Scheduler:
             self._num_wasted += wasted
             self._leave_slot(sequence, zero=zero)
         elif sequence.state is State.PREEMPTED:
+            wasted = sum(any(s is sequence for s in record.rows.sequences) for record in self.ledger)
+            sequence.num_wasted_tokens += wasted
+            self._num_wasted += wasted
             self._preempted.remove(sequence)
+        self._tokenless.discard(sequence)
         self._waiting.discard(sequence)
         self._blocked.discard(sequence)
         sequence.state = State.FINISHED
@@ -611,7 +642,7 @@ class Scheduler:
         self._num_failed += 1
         failed = voided[0]
         named = [*failed.rows.sequences, *(s for s, _ in failed.prefills)]
-        at_fault = {named[row] for row in rows.tolist() if row < len(named)} if rows.size else set(named)
+        at_fault = {named[row] for row in rows.tolist() if 0 <= row < len(named)} or set(named)
         ends = [
             self._end(sequence, "error", error=error)
             for sequence in dict.fromkeys(named)
@@ -638,7 +669,7 @@ class Scheduler:
         slots = batch.rows().slots
         if not slots.size:
             return 0
-        steps = min(steps, int((batch.limit[slots] - batch.num_known[slots]).min()) - self._ahead)
+        steps = min(steps, int((batch.limit[slots] - batch.num_known[slots]).min()) - 1)
         # A row with room for `spare` more steps gets a block in step number `spare`, and every block_size steps after.
         spare = np.maximum(kv.capacity[slots] - batch.num_computed[slots] - self._ahead, 0)
         while steps > 0 and int(-(-np.maximum(steps - spare, 0) // kv.block_size).sum()) > kv.num_free:
@@ -665,8 +696,9 @@ class Scheduler:
     def num_growing(self) -> int:
         return self._growing.size
 
-    def is_growing(self, slot: int) -> bool:
-        return bool((self._growing == slot).any())
+    @property
+    def growing_slots(self) -> I32:
+        return self._growing
 
     @property
     def prefilling(self) -> dict[Sequence, None]:
@@ -681,7 +713,10 @@ class Scheduler:
         return len(self.ledger)
 
     def admission_blocks(self, sequence: Sequence) -> int:
-        return self.kv.blocks_for(min(sequence.known.size + self._ahead, sequence.limit))
+        return self.kv.blocks_for(self._admission_tokens(sequence))
+
+    def _admission_tokens(self, sequence: Sequence) -> int:
+        return min(sequence.known.size + self._ahead, sequence.limit + self._spare)
 
     def remaining(self, sequence: Sequence) -> int:
         return int(self.batch.num_known[sequence.slot] - self.batch.num_computed[sequence.slot])

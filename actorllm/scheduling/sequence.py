@@ -63,5 +63,10 @@ class Sequence:
         return self.submit.prompt.size
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all its known tokens must go through in one step: a prompt that refuses chunking, at first."""
+        return not self.submit.is_chunkable and self.known.size == self.submit.prompt.size
+
+    @property
     def arrival(self) -> float:
         return self.submit.arrival

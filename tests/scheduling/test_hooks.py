@@ -74,11 +74,24 @@ def test_a_blocked_request_waits_for_its_unblock(engine: Any) -> None:
 
 def test_a_request_can_refuse_chunking(engine: Any, reference: Callable[..., list[int]]) -> None:
     engine.submit(1, range(10), ignore_eos=True)
-    engine.submit(2, range(14), is_chunkable=False, ignore_eos=True)
+    engine.submit(2, range(13), is_chunkable=False, ignore_eos=True)
     engine.run()
-    whole = [plan for plan in engine.plans if 14 in plan.prefill_counts.tolist()]
-    assert len(whole) == 1
-    assert engine.streams[2] == reference(range(14), 2, 8)
+    assert [plan.prefill_counts.tolist() for plan in engine.plans if 13 in plan.prefill_counts.tolist()] == [[13]]
+    assert engine.streams[2] == reference(range(13), 2, 8)
+
+
+def test_a_whole_prompt_ignores_the_chunk_size_and_may_be_computed_again_in_chunks(
+    build_engine: Callable[..., Any], reference: Callable[..., list[int]]
+) -> None:
+    engine = build_engine(prefill_chunk=4, num_blocks=10, max_num_seqs=3)
+    for rid in (1, 2, 3):
+        engine.submit(rid, range(rid, rid + 12), is_chunkable=False, max_tokens=20, ignore_eos=True)
+    engine.submit(4, range(9), max_tokens=2, ignore_eos=True)
+    engine.run()
+    assert engine.scheduler.statistics().num_preemptions > 0
+    for rid in (1, 2, 3):
+        assert engine.streams[rid] == reference(range(rid, rid + 12), rid, 20)
+    assert len(engine.streams[4]) == 2, "nobody starves behind it"
 
 
 def test_the_extra_key_separates_equal_tokens() -> None:
@@ -282,6 +295,8 @@ def test_what_a_decision_cannot_have_is_left_out_and_counted(
 
         on_refusal = on_arrival
 
+        def on_admit(self, sequence: Any, view: Any) -> None: ...
+
         def on_end(self, sequence: Any, view: Any) -> None: ...
 
         def on_step(self, done: StepDone, view: Any) -> None: ...
@@ -374,3 +389,65 @@ def test_a_recording_replays_to_the_same_plans_byte_for_byte(build_engine: Calla
 def test_a_policy_that_cannot_be_used_is_named(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_policy(name)
+
+
+def test_requests_that_gave_up_do_not_pile_up(build_engine: Callable[..., Any]) -> None:
+    planner = KeyPlanner(KeyPolicy())
+    engine = build_engine(max_num_seqs=1, policy=planner)
+    engine.submit(1, [1], max_tokens=30, ignore_eos=True)
+    engine.launch()
+    for rid in range(2, 1000):
+        engine.submit(rid, [rid % 97])
+        engine.abort(rid)
+    assert len(planner._heap) < 200
+    engine.run()
+    assert engine.ends[1].reason == "length"
+
+
+def test_a_masked_row_stays_out_although_somebody_must_go(build_engine: Callable[..., Any]) -> None:
+    class Third(KeyPolicy):
+        """Only the first decode row runs, and the rows need more blocks than there are."""
+
+        def decode_mask(self, view: Any) -> Any:
+            return view.decode_slots == view.decode_slots[:1]
+
+    engine = build_engine(policy=KeyPlanner(Third()), num_blocks=10, max_num_seqs=3)
+    for rid in (1, 2, 3):
+        engine.submit(rid, range(11), max_tokens=12, ignore_eos=True)
+    for _ in range(200):
+        while engine.scheduler.has_room and engine.launch() is not None:
+            assert len(engine.worker.decode) <= 1
+        if not engine.results:
+            break
+        engine.complete()
+    assert all(engine.ends[rid].reason == "length" for rid in (1, 2, 3))
+
+
+def test_a_token_of_a_row_without_finite_logits_is_void(engine: Any) -> None:
+    engine.submit(1, [1], ignore_eos=True)
+    engine.submit(2, [2], ignore_eos=True)
+    engine.launch()
+    result = engine.results.pop()
+    tokens = result.tokens.copy()
+    tokens[0] = -1
+    void = StepResult(step=result.step, tokens=tokens, nonfinite_rows=np.array([0], np.int32))
+    engine.apply(engine.scheduler.update(void, engine.now))
+    assert engine.ends[1].reason == "error"
+    assert len(engine.streams[2]) == 1
+
+
+def test_a_request_ended_while_it_waits_for_its_token_counts_it(build_engine: Callable[..., Any]) -> None:
+    engine = build_engine(num_blocks=10, max_num_seqs=2)
+    engine.submit(1, range(16), max_tokens=20, ignore_eos=True)
+    engine.submit(2, range(20, 34), max_tokens=20, ignore_eos=True)
+    for _ in range(200):
+        while engine.scheduler.has_room and engine.launch() is not None:
+            pass
+        preempted = [s for s in engine.scheduler._preempted if s.last_step > engine.scheduler.ledger.last_done]
+        if preempted:
+            break
+        engine.complete()
+    (sequence,) = preempted
+    engine.abort(sequence.key[1])
+    assert sequence.num_wasted_tokens >= 1
+    engine.run()

@@ -1,0 +1,97 @@
+"""Seeded random runs with everything at once: masks, skipped and delayed admissions, odd victims, results of 0 to 2 tokens,
+pooled, late and whole requests, failures, aborts, tiny caches. Whatever happens, each stream is a prefix of its reference."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actorllm.messages import StepFailed
+from actorllm.scheduling.policy import Admit, Budget, KeyPlanner, KeyPolicy
+from tests.scheduling.conftest import EOS, Engine, reference_stream
+
+
+class Capricious(KeyPolicy):
+    """Decides by dice."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self.dice = dice
+
+    def decode_mask(self, view: Any) -> Any:
+        if self.dice.random() < 0.5:
+            return None
+        return np.array([self.dice.random() < 0.7 for _ in range(view.decode_slots.size)], bool)
+
+    def admit(self, sequence: Any, view: Any) -> Admit:
+        return self.dice.choice([Admit.ADMIT, Admit.ADMIT, Admit.ADMIT, Admit.SKIP, Admit.WAIT])
+
+    def budget(self, view: Any) -> Budget:
+        return Budget(view.limits.max_tokens, self.dice.choice([None, 1, 3, 16]))
+
+    def victim_key(self, sequence: Any, view: Any) -> tuple[float]:
+        return (self.dice.random(),)
+
+
+def run(seed: int) -> None:
+    dice = random.Random(seed)
+    lookahead, max_num_seqs = dice.choice([0, 0, 1]), dice.randint(1, 5)
+    engine = Engine(
+        depth=dice.choice([1, 2]),
+        num_blocks=dice.choice([11, 12, 16, 40]),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=dice.randint(5, 24),
+        num_lookahead_tokens=lookahead,
+        policy=KeyPlanner(Capricious(dice) if dice.random() < 0.7 else KeyPolicy()),
+    )
+    if lookahead or dice.random() < 0.4:
+        engine.worker.tokens_per_row = lambda slot, index: dice.choice([0, 1, 1, 1 + lookahead])
+    requests: dict[int, tuple[list[int], dict[str, Any]]] = {}
+    for rid in range(1, dice.randint(2, 12)):
+        prompt = [dice.randrange(97) for _ in range(dice.randint(1, 30))]
+        extras: dict[str, Any] = {"max_tokens": dice.randint(1, 24), "ignore_eos": dice.random() < 0.5}
+        extras["pooling"] = "last" if dice.random() < 0.15 else None
+        extras["needs_late_inputs"] = dice.random() < 0.3
+        extras["is_chunkable"] = dice.random() < 0.8
+        requests[rid] = prompt, extras
+    waiting = list(requests)
+    for _ in range(4000):
+        event = dice.random()
+        if waiting and event < 0.3:
+            rid = waiting.pop(0)
+            engine.submit(rid, requests[rid][0], **requests[rid][1])
+        elif event > 0.98 and engine.streams:
+            engine.abort(dice.choice(list(engine.streams)))
+        elif event > 0.97 and engine.results:
+            failure = StepFailed(step=engine.results[0].step, error="planted", rows=np.zeros(1, np.int32))
+            engine.results.clear()
+            engine.apply(engine.scheduler.fail(failure, engine.now))
+        plan = engine.launch() if engine.scheduler.has_room else None
+        if engine.results and (plan is None or dice.random() < 0.5):
+            engine.complete()
+        if not waiting and len(engine.ends) == len(requests):
+            break
+    assert len(engine.ends) == len(requests), "somebody starves"
+    while engine.results:
+        engine.complete()
+    for rid, (prompt, extras) in requests.items():
+        end, stream = engine.ends[rid], engine.streams[rid]
+        if extras["pooling"]:
+            assert end.reason != "stop" or rid in engine.vectors
+            continue
+        expected = reference_stream(prompt, rid, min(extras["max_tokens"], 40 - len(prompt)))
+        if not extras["ignore_eos"] and EOS in expected:
+            expected = expected[: expected.index(EOS) + 1]
+        assert stream == (expected if end.reason in ("stop", "length") else expected[: len(stream)])
+        if stream:
+            assert end.sequence.first_token is not None
+    statistics = engine.scheduler.statistics()
+    assert statistics.kv.num_free == statistics.kv.num_blocks
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_random_runs(block: int) -> None:
+    for seed in range(50 * block, 50 * (block + 1)):
+        run(seed)
