@@ -21,6 +21,12 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_SEED = 2**64 - 1
 """Seeds are 64-bit and unsigned; a negative seed is taken modulo 2**64."""
 
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_LENGTH = 1024
+MAX_STOP_CHARACTERS = 4096
+"""Of all stop strings of a request together: what the scheduler's loop makes an automaton of in a few milliseconds."""
+MAX_STOP_TOKEN_IDS = 1024
+
 MAX_FLOAT = sys.float_info.max
 MAX_FLOAT32 = 2.0**128 - 2.0**104
 
@@ -38,16 +44,54 @@ class RequestOutputKind(enum.Enum):
     """One output, at the end."""
 
 
+VLLM_PARAMETERS: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "length_penalty": (1.0,),
+    "best_of": (None, 1),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "logprobs": (None,),
+    "prompt_logprobs": (None,),
+    "flat_logprobs": (False,),
+    "logit_bias": (None, {}),
+    "logits_processors": (None, []),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (None,),
+    "guided_decoding": (None,),
+    "structured_outputs": (None,),
+    "extra_args": (None, {}),
+    "skip_reading_prefix_cache": (None, False),
+}
+"""Sampling parameters of vLLM that are accepted at these values, where they ask for what is done anyway."""
+
+
+def _refuse_unless_idle(name: str, value: object) -> None:
+    for accepted in VLLM_PARAMETERS[name]:
+        try:
+            if isinstance(value, bool) == isinstance(accepted, bool) and bool(value == accepted):
+                return
+        except Exception:  # an array, or an object's own failure: not one of these values in any case
+            continue
+    shown = " or ".join(repr(accepted) for accepted in VLLM_PARAMETERS[name])
+    raise InvalidParameterError(f"{name}={_shown(value)} is not supported yet; leave it at {shown}")
+
+
 def _names_unknown_parameters(cls: type[T]) -> type[T]:
     """Make a dataclass answer an unknown keyword with the nearest known one."""
     generated: Callable[..., None] = cls.__init__
-    known = [f.name for f in fields(cls) if f.init]  # type: ignore[arg-type]
+    names = [f.name for f in fields(cls) if f.init]  # type: ignore[arg-type]
 
     @functools.wraps(generated)
     def __init__(self: T, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs:
-            if name not in known:
-                raise UnknownParameterError(f"{cls.__name__} has no parameter {name!r}{nearest_name(name, known)}")
+        for name in [name for name in kwargs if name not in names]:
+            if name not in VLLM_PARAMETERS:
+                nearest = nearest_name(name, [*names, *VLLM_PARAMETERS])
+                raise UnknownParameterError(f"{cls.__name__} has no parameter {name!r}{nearest}")
+            _refuse_unless_idle(name, kwargs.pop(name))
         generated(self, *args, **kwargs)
 
     cls.__init__ = __init__  # type: ignore[assignment]
@@ -61,9 +105,10 @@ class SamplingParams:
 
     temperature: 0 is greedy. top_k: 0 or -1 keeps all. top_p in (0, 1]. min_p in [0, 1], relative to the most likely
     token. They apply in this order: temperature, min_p, top_k, top_p. seed: any integer (modulo 2**64); None draws one.
-    stop: strings that end the text and are not part of it. stop_token_ids: ids that end it. ignore_eos: the model's own
+    stop: strings that end the text and are not part of it, MAX_STOP_STRINGS at most. stop_token_ids: ids that end it,
+    MAX_STOP_TOKEN_IDS at most. ignore_eos: the model's own
     end-of-text ids do not end it. min_tokens: before that many tokens no eos and no stop token is chosen. max_tokens:
-    None means: up to the model's length.
+    None means: up to the model's length. Other parameters of vLLM are accepted at their defaults (VLLM_PARAMETERS).
     """
 
     temperature: float = 1.0
@@ -104,7 +149,7 @@ class SamplingParams:
         self.stop = _stop_strings(self.stop)
         if self.stop and not self.detokenize:
             raise InvalidParameterError("stop strings need the text: leave detokenize=True, or use stop_token_ids")
-        self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids or ())
+        self.stop_token_ids = _token_ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids)
         if not isinstance(self.output_kind, RequestOutputKind):
             raise InvalidParameterError(f"output_kind={_shown(self.output_kind)} must be a RequestOutputKind")
 
@@ -155,6 +200,18 @@ def _stop_strings(stop: object) -> list[str]:
             raise InvalidParameterError(f"stop={_shown(string)} holds characters that are not valid Unicode")
         if not string:
             raise InvalidParameterError("an empty stop string would stop before the first token; remove it")
+        if len(string) > MAX_STOP_STRING_LENGTH:
+            raise InvalidParameterError(
+                f"a stop string has {len(string)} characters, and the limit is {MAX_STOP_STRING_LENGTH}"
+            )
+    strings = list(dict.fromkeys(strings))
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidParameterError(f"stop has {len(strings)} strings, and the limit is {MAX_STOP_STRINGS}")
+    total = sum(map(len, strings))
+    if total > MAX_STOP_CHARACTERS:
+        raise InvalidParameterError(
+            f"the stop strings have {total} characters together, and the limit is {MAX_STOP_CHARACTERS}"
+        )
     return strings
 
 
@@ -169,7 +226,14 @@ def is_text(value: object) -> bool:
 def _token_ids(name: str, ids: object) -> list[int]:
     if isinstance(ids, str) or not isinstance(ids, Sequence):
         raise InvalidParameterError(f"{name}={_shown(ids)} must be a list of token ids")
-    return [_integer(name, i, low=0) for i in ids]
+    distinct: dict[int, None] = {}
+    for i in ids:
+        distinct[_integer(name, i, low=0)] = None
+        if len(distinct) > MAX_STOP_TOKEN_IDS:
+            raise InvalidParameterError(
+                f"{name} has {len(ids)} ids, and the limit is {MAX_STOP_TOKEN_IDS} different ones"
+            )
+    return list(distinct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +269,10 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop token id or the stop string that ended it; None for the model's own end-of-text."""
+    cumulative_logprob: float | None = None
+    logprobs: None = None
+    """Not computed yet; here for programs that read them if they are there."""
 
-    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import anyio
+import numpy as np
 import orjson
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from actorllm import AsyncLLM, CompletionOutput, RequestOutputKind, SamplingParams
 from actorllm.config import BUNDLED_MODELS
 from actorllm.errors import InvalidParameterError, UnknownParameterError
+from actorllm.request import VLLM_PARAMETERS
 
 PROMPT = "Once upon a time"
 
@@ -40,6 +42,10 @@ def test_defaults_are_those_of_vllm() -> None:
         ({"stop": "."}, {"stop": ["."]}),
         ({"stop": (".", "!")}, {"stop": [".", "!"]}),
         ({"stop_token_ids": (3, 4)}, {"stop_token_ids": [3, 4]}),
+        ({"stop_token_ids": [5, 3, 5] * 2000}, {"stop_token_ids": [5, 3]}),
+        ({"stop_token_ids": range(1024)}, {"stop_token_ids": list(range(1024))}),
+        ({"stop": ["b", "a", "b"] * 100}, {"stop": ["b", "a"]}),
+        ({"stop": ["x" * 1024]}, {"stop": ["x" * 1024]}),
         ({"seed": -1}, {"seed": 2**64 - 1}),
         ({"seed": 2**64 + 5}, {"seed": 5}),
         ({"max_tokens": None}, {"max_tokens": None}),
@@ -62,7 +68,7 @@ BAD: dict[str, list[Any]] = {
     "min_tokens": [*INTEGERS_NOT, None, -1, 17],
     "n": [*INTEGERS_NOT, None, 0, -1, 2],
     "stop": [3, ["a", 3], [None], b"a", "", ["a", ""], {"a"}],
-    "stop_token_ids": ["12", 7, [1.5], ["a"], [True], [-1], [None], [[1]], {1}],
+    "stop_token_ids": ["", "12", 7, np.arange(2), [1.5], ["a"], [True], [-1], [None], [[1]], {1}],
     "ignore_eos": [1, 0, "yes", None],
     "detokenize": [1, "no", None],
     "skip_special_tokens": [0, "no", None],
@@ -92,6 +98,17 @@ def test_a_bad_value_is_named(name: str, value: Any) -> None:
         ({"stop_token_ids": [3, -1]}, ["stop_token_ids=-1", ">= 0"]),
         ({"ignore_eos": "yes"}, ["ignore_eos='yes'", "True or False"]),
         ({"n": 3}, ["n=3", "not supported"]),
+        ({"stop": [str(i) for i in range(65)]}, ["65 strings", "limit is 64"]),
+        ({"stop": "x" * 1025}, ["1025 characters", "limit is 1024"]),
+        ({"stop": [c * 1024 for c in "abcde"]}, ["5120 characters together", "limit is 4096"]),
+        ({"stop_token_ids": list(range(1025))}, ["1025 ids", "limit is 1024"]),
+        ({"stop_token_ids": range(10**12)}, ["1000000000000 ids", "limit is 1024"]),
+        ({"presence_penalty": 0.5}, ["presence_penalty=0.5", "not supported yet; leave it at 0.0"]),
+        ({"repetition_penalty": True}, ["repetition_penalty=True", "leave it at 1.0"]),
+        ({"best_of": 2}, ["best_of=2", "leave it at None or 1"]),
+        ({"logprobs": 0}, ["logprobs=0", "leave it at None"]),
+        ({"bad_words": ["x"]}, ["bad_words=['x']", "leave it at None or []"]),
+        ({"logit_bias": np.zeros(3)}, ["logit_bias=array", "leave it at None or {}"]),
     ],
 )
 def test_the_message_names_the_value_and_the_fix(arguments: dict[str, Any], words: list[str]) -> None:
@@ -103,12 +120,32 @@ def test_the_message_names_the_value_and_the_fix(arguments: dict[str, Any], word
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"), [("max_token", "max_tokens"), ("temprature", "temperature"), ("topk", "top_k")]
+    ("name", "nearest"),
+    [
+        ("max_token", "max_tokens"),
+        ("temprature", "temperature"),
+        ("topk", "top_k"),
+        ("presence_penality", "presence_penalty"),
+    ],
 )
 def test_an_unknown_parameter_brings_the_nearest(name: str, nearest: str) -> None:
     with pytest.raises(UnknownParameterError, match=f"{name!r}; did you mean {nearest!r}") as caught:
         SamplingParams(**{name: 1})
     assert isinstance(caught.value, TypeError)
+
+
+def test_parameters_of_vllm_that_ask_for_nothing() -> None:
+    for name, values in VLLM_PARAMETERS.items():
+        for value in values:
+            assert SamplingParams(**{name: value}) == SamplingParams()
+
+
+def test_an_output_has_the_fields_that_programs_for_vllm_read() -> None:
+    output = CompletionOutput(0, "a", [1])
+    assert not output.finished()
+    assert (output.cumulative_logprob, output.logprobs) == (None, None)
+    output.finish_reason = "stop"
+    assert output.finished()
 
 
 ANYTHING = st.one_of(

@@ -60,8 +60,8 @@ class _Automaton:
             node = self.failures[node]
 
 
-# Requests of one application mostly share their stop strings.
-_automaton = functools.lru_cache(maxsize=256)(_Automaton)
+# Requests of one application mostly share their stop strings. The largest automaton takes about a megabyte.
+_automaton = functools.lru_cache(maxsize=64)(_Automaton)
 
 
 class StopMatcher:
