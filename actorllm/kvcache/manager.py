@@ -96,9 +96,13 @@ class KVCacheManager:
     def empty(self, slot: int, *, zero: bool = False) -> None:
         """Take all blocks from a slot. zero: their contents are not finite and must be cleared before they are reused."""
         blocks = self.tables[0, slot, : self.num_blocks[slot]].copy()
-        self._emptied.append(blocks)
         if zero:
-            self.zero(blocks)
+            self._release()
+            freed = self.pool.release(blocks)
+            if freed.size:
+                self.zero(freed)
+        else:
+            self._emptied.append(blocks)
         self.num_blocks[slot] = 0
         self.capacity[slot] = 0
 
@@ -110,6 +114,8 @@ class KVCacheManager:
     def _release(self) -> None:
         """Give back what slots were emptied of: all at once, in the order in which one by one would have given it."""
         emptied, self._emptied = self._emptied, []
+        if not emptied:
+            return
         if self.pool.has_shared:
             for blocks in emptied:
                 self.pool.release(blocks)

@@ -230,6 +230,16 @@ class PersistentBatch:
         columns.num_outputs[slots] += 1
         columns.num_known[slots] = columns.num_computed[slots] + 1
 
+    def exclusive_blocks(self, slots: I32) -> I32:
+        """The blocks of these slots that no other live slot holds."""
+        mine: set[int] = set()
+        others: set[int] = set()
+        for group in range(self.num_groups):
+            for slot in np.flatnonzero(self.columns.is_live).tolist():
+                blocks = self.block_tables[group, slot, : self.num_slot_blocks[group, slot]].tolist()
+                (mine if slot in slots else others).update(blocks)
+        return np.array(sorted(mine - others), np.int32)
+
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant of the module does not hold."""
         columns = self.columns

@@ -233,6 +233,9 @@ class ModelRunner:
             tokens[start:end] = self._sampler.sample(logits, columns)
         if is_void.any():
             tokens[is_void] = 0
+            # Here and not when the scheduler hears of it: by then a request that was preempted or aborted meanwhile has
+            # lost its blocks, and the next owner would find them as they are.
+            self.cache.zero(self.batch.exclusive_blocks(sampling.slots[is_void]))
         self.batch.store(sampling.slots, tokens)
         if sampling.rows is None:
             void = np.flatnonzero(is_void).astype(np.int32) if is_void.any() else NO_I32

@@ -209,7 +209,7 @@ def ignore_min_tokens(right: Any, scheduler: Scheduler, sequence: Any, token: in
 
 def never_send_rows(right: Any, *arguments: Any) -> StepPlan:
     plan: StepPlan = right(*arguments)
-    if plan.step > 6 and plan.decode_slots is not None and plan.decode_slots.size > 1:
+    if plan.step > 1 and plan.decode_slots is not None and plan.decode_slots.size:
         object.__setattr__(plan, "decode_slots", None)
     return plan
 
