@@ -19,14 +19,16 @@ class AsyncLLM:
     """An engine to stream from with `async for`.
 
     The constructor checks the arguments and the model's configuration; processes are started by the first request, by
-    `start`, or by `async with`. `shutdown` is synchronous; whoever forgets it is covered at interpreter exit. Usable from
-    several event loops (asyncio, uvloop, trio), one after the other or at once.
+    `start`, or by `async with`. `shutdown` is synchronous; without it the engine stops when this object is dropped and no
+    stream of it is open, at the latest at interpreter exit. Usable from several event loops (asyncio, uvloop, trio), one
+    after the other or at once.
 
     Arguments: see `actorllm.config.ARGUMENTS`; named and defaulted as in vLLM where both have them.
     """
 
     def __init__(self, model: str | os.PathLike[str], **arguments: Any) -> None:
         self._engine = Engine(EngineConfig.from_arguments(model, **arguments))
+        self._hold = self._engine.new_hold()
 
     @property
     def config(self) -> EngineConfig:
@@ -90,8 +92,14 @@ class AsyncLLM:
         self._engine.abort(request_id)
 
     async def stats(self) -> dict[str, Any]:
-        """What every part of the engine counts: requests, steps, tokens, KV cache, links, workers."""
+        """What every part of the engine counts: requests, steps, tokens, KV cache, links, workers.
+
+        Starts nothing: of an engine that nobody has started yet, "scheduler" and "workers" are None. Workers answer
+        between two steps, so this waits for the one in flight.
+        """
         host = HostLoop.current()
+        if self._engine.is_new:
+            return {**self._engine.statistics(), "scheduler": None, "workers": None}
         await self.start()
         scheduler = await host.result_of(self._engine.ask_scheduler("statistics"))
         workers = await host.result_of(self._engine.ask_scheduler("worker_statistics"))

@@ -7,6 +7,8 @@ waits for a tokenizer, and a bad prompt fails its own request only.
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import logging
 import math
 import os
@@ -39,7 +41,7 @@ from actorllm.errors import (
 )
 from actorllm.kvcache.prefix_index import hash_blocks
 from actorllm.messages import I32, NO_U8, Submit
-from actorllm.request import SamplingParams, is_text
+from actorllm.request import RequestOutputKind, SamplingParams, is_text
 from actorllm.slo.objective import SLO
 from actorllm.stream import Mailbox, RequestStream
 from actorllm.text.tokenizer import Tokenizer
@@ -53,8 +55,17 @@ PROMPT_KEYS = ("prompt_token_ids", "prompt")
 """What a prompt mapping may hold; of both, the ids count."""
 
 
+class Hold:
+    """What a front door and its open streams keep: the engine is shut down when the last of them lets go."""
+
+    __slots__ = ("__weakref__",)
+
+
 class Engine:
-    """One engine, owned by the process that builds it. All methods may be called from any thread."""
+    """One engine, owned by the process that builds it. All methods may be called from any thread.
+
+    Its threads keep it alive, so it does not end by being dropped; whoever should end it that way keeps a `new_hold`.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -70,6 +81,8 @@ class Engine:
         self._thread = EngineThread(self._supervisor)
         self._death: EngineDeadError | None = None
         self._is_shut_down = False
+        self._is_start_asked = False
+        self._hold: weakref.ref[Hold] | None = None
         self._lock = threading.Lock()
         self._streams: weakref.WeakValueDictionary[str, RequestStream] = weakref.WeakValueDictionary()
         self._num_requests = 0
@@ -83,6 +96,7 @@ class Engine:
     def start(self) -> None:
         """Start the engine unless it runs; returns when it is ready. Raises what made the start fail."""
         self._check()
+        self._is_start_asked = True
         self._thread.start()
         self.config = cast(EngineConfig, self._supervisor.config)
 
@@ -107,18 +121,45 @@ class Engine:
         """End every request with EngineShutdownError and stop all processes; returns when they are gone. Idempotent."""
         if os.getpid() != self._pid:
             return
-        with self._lock:
+        with self._lock:  # with `_enqueue`: no job comes behind the sentinel
             self._is_shut_down = True
             intake, self._intake_thread = self._intake_thread, None
+            if intake is not None:
+                self._intake.put(None)
         self._thread.stop(timeout)
-        if intake is not None:
-            self._intake.put(None)
-            if intake is not threading.current_thread():
-                intake.join(timeout)
+        if intake is not None and intake is not threading.current_thread():
+            intake.join(timeout)
+            if intake.is_alive():
+                self._end_jobs()
         error = self._death or EngineShutdownError("the engine was shut down")
-        for stream in list(self._streams.values()):
+        with self._lock:
+            streams = list(self._streams.values())
+        for stream in streams:
             if not stream.has_ended:
                 self._fail(stream._mailbox, error)
+
+    def _end_jobs(self) -> None:
+        """The intake thread is busy with one job: those behind it run here, and all they find is the shutdown."""
+        jobs = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                jobs.append(self._intake.get_nowait())
+        self._intake.put(None)
+        for job in jobs:
+            if job is not None:
+                job()
+
+    def new_hold(self) -> Hold:
+        """What a front door keeps; also every stream from now on, until it has ended."""
+        hold = Hold()
+        self._hold = weakref.ref(hold)
+        weakref.finalize(hold, _drop, self).atexit = False  # there the engine thread stops by itself
+        return hold
+
+    @property
+    def is_new(self) -> bool:
+        """Nobody has asked it to start yet, nor to end."""
+        return not self._is_start_asked and not self._is_shut_down and os.getpid() == self._pid
 
     @property
     def is_running(self) -> bool:
@@ -189,7 +230,7 @@ class Engine:
             "deadline": deadline,
         }
         arrival = now()
-        mailbox = Mailbox(host)
+        mailbox = Mailbox(host, wakes_at_end=params.output_kind is RequestOutputKind.FINAL_ONLY)
         with self._lock:
             self._num_requests += 1
             number = self._num_requests
@@ -201,7 +242,8 @@ class Engine:
             if known is not None and not known.has_ended:
                 raise DuplicateRequestError(f"request {request_id!r} is still running; choose another request_id")
             text = _prompt_text(prompt)
-            stream = RequestStream(request_id, text, params.output_kind, arrival, mailbox, self._abort_mailbox)
+            hold = None if self._hold is None else self._hold()
+            stream = RequestStream(request_id, text, params.output_kind, arrival, mailbox, self._abort_mailbox, hold)
             self._streams[request_id] = stream
         stream_ref = weakref.ref(stream)
 
@@ -214,7 +256,14 @@ class Engine:
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests; each delivers a final output with finish_reason 'abort'. Unknown ids have ended already."""
         self._check()
-        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        if isinstance(ids, bytes) or not isinstance(ids, Iterable):
+            raise InvalidParameterError(f"request_id={ids!r} must be a string, or several")
+        ids = list(ids)
+        for request_id in ids:
+            if not isinstance(request_id, str):
+                raise InvalidParameterError(f"request_id={request_id!r} must be a string")
+        for request_id in ids:
             stream = self._streams.get(request_id)
             if stream is not None:
                 stream.abort()
@@ -235,11 +284,15 @@ class Engine:
             if self._intake_thread is None:
                 self._intake_thread = threading.Thread(target=self._run_intake, name="actorllm:intake", daemon=True)
                 self._intake_thread.start()
-        self._intake.put(job)
+            self._is_start_asked = True
+            self._intake.put(job)
 
     def _run_intake(self) -> None:
         while (job := self._intake.get()) is not None:
-            job()
+            try:
+                job()
+            except Exception:
+                logger.exception("a job of the intake failed")  # the jobs behind it must not wait for ever
             del job  # else the last request would be kept alive while the thread waits
 
     def _take_in(
@@ -376,6 +429,19 @@ class Engine:
         }
 
 
+def _drop(engine: Engine) -> None:
+    """The last who held the engine let go, on any thread, perhaps in the middle of a collection: no lock, no waiting."""
+    if os.getpid() != engine._pid or engine._is_shut_down:
+        return
+    with contextlib.suppress(RuntimeError):  # the interpreter ends, and the engine with it
+        _thread.start_new_thread(_shut_down_in_thread, (engine,))
+
+
+def _shut_down_in_thread(engine: Engine) -> None:
+    with contextlib.suppress(RuntimeError):
+        threading.Thread(target=engine.shutdown, name="actorllm:dropped", daemon=True).start()
+
+
 def _resolve(config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
     """The KV cache has as many blocks as the rank with the least room can hold."""
     return config.resolved(min(fact["num_blocks"] for fact in facts.values() if "num_blocks" in fact))
@@ -413,11 +479,18 @@ def _unwrap(prompt: Mapping[str, Any]) -> Prompt:
     raise InvalidPromptError(f"a prompt mapping needs 'prompt' or 'prompt_token_ids'; it has {list(prompt)}")
 
 
+_BOOLEANS = frozenset((bool, np.bool_))
+"""Among integers numpy takes them for integers."""
+
+
 def _checked_ids(prompt: object, vocab_size: int) -> I32:
     if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
         raise InvalidPromptError(f"a prompt must be text or token ids, not {type(prompt).__name__}")
     try:
-        ids = np.array(prompt if isinstance(prompt, np.ndarray) else list(prompt))
+        items = prompt if isinstance(prompt, np.ndarray) else list(prompt)
+        if isinstance(items, list) and not _BOOLEANS.isdisjoint(map(type, items)):
+            raise InvalidPromptError("token ids must be a flat list of integers, and a bool is among them")
+        ids = np.array(items)
     except ValueError as error:
         raise InvalidPromptError(f"token ids must be a flat list of integers: {error}") from error
     if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu"):

@@ -17,13 +17,15 @@ from actorllm.stream import RequestStream
 
 
 class LLM:
-    """A synchronous engine: starts in the constructor, works from any thread, also inside a running event loop.
+    """A synchronous engine: starts in the constructor, works from any thread, also inside a running event loop. Stops with
+    `shutdown`, when it is dropped, or at interpreter exit.
 
     Arguments: see `actorllm.config.ARGUMENTS`; named and defaulted as in vLLM where both have them.
     """
 
     def __init__(self, model: str | os.PathLike[str], **arguments: Any) -> None:
         self._engine = Engine(EngineConfig.from_arguments(model, **arguments))
+        self._hold = self._engine.new_hold()
         self._engine.start()
 
     @property
@@ -75,7 +77,7 @@ class LLM:
         return [output for output in outputs if output is not None]
 
     def stats(self) -> dict[str, Any]:
-        """What every part of the engine counts."""
+        """What every part of the engine counts. Workers answer between two steps: this waits for the one in flight."""
         scheduler = self._engine.ask_scheduler("statistics").result()
         workers = self._engine.ask_scheduler("worker_statistics").result()
         return {**self._engine.statistics(), "scheduler": scheduler, "workers": workers}

@@ -23,10 +23,12 @@ _NOTHING: deque[Delta] = deque()
 class Mailbox:
     """Where the engine puts what belongs to one request. It outlives the stream, which must be free to be dropped."""
 
-    __slots__ = ("deltas", "error", "has_end", "host", "is_aborted", "rid", "waiter")
+    __slots__ = ("deltas", "error", "has_end", "host", "is_aborted", "rid", "waiter", "wakes_at_end")
 
-    def __init__(self, host: HostLoop | None = None) -> None:
+    def __init__(self, host: HostLoop | None = None, wakes_at_end: bool = False) -> None:
         self.host = host
+        self.wakes_at_end = wakes_at_end
+        """The consumer can do nothing with less than everything."""
         self.waiter: Waiter | None = None
         self.deltas: deque[Delta] = deque()
         self.has_end = False
@@ -49,7 +51,7 @@ class Mailbox:
     # On the host's loop
 
     def wake(self) -> None:
-        if self.waiter is not None:
+        if self.waiter is not None and (self.has_ended or not self.wakes_at_end):
             self.waiter.set()
 
     @property
@@ -73,6 +75,7 @@ class RequestStream:
         arrival: float,
         mailbox: Mailbox,
         on_abort: Callable[[Mailbox], None],
+        hold: object = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -87,6 +90,8 @@ class RequestStream:
         self._last_emitted: float | None = None
         self._end: RequestEnd | None = None
         self._is_over = False
+        self._hold = hold
+        """Keeps the engine running, until this stream is over."""
 
     @property
     def has_ended(self) -> bool:
@@ -124,7 +129,7 @@ class RequestStream:
             pending = _NOTHING  # half an output is none
         if not pending:
             if error is not None:
-                self._is_over = True
+                self._end_here()
                 raise copy.copy(error) from error.__cause__  # one error may end many streams: each has its traceback
             return None
         new_tokens: list[int] = []
@@ -146,7 +151,7 @@ class RequestStream:
         end = self._end
         reason: FinishReason | None = None
         if end is not None:
-            self._is_over = True
+            self._end_here()
             reason = end.reason  # type: ignore[assignment]
         return RequestOutput(
             request_id=self.request_id,
@@ -184,7 +189,11 @@ class RequestStream:
     async def aclose(self) -> None:
         """End the request; nothing more comes out of this stream."""
         self.abort()
+        self._end_here()
+
+    def _end_here(self) -> None:
         self._is_over = True
+        self._hold = None
 
     async def __aenter__(self) -> RequestStream:
         return self

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from actorllm import AsyncLLM, RequestOutput, RequestOutputKind, RequestStream, SamplingParams
-from actorllm.errors import DuplicateRequestError, InvalidPromptError
+from actorllm.errors import DuplicateRequestError, EngineShutdownError, InvalidPromptError
 
 PROMPT = "Once upon a time"
 BACKENDS = [
@@ -488,6 +488,33 @@ async def test_tokenizing_a_long_prompt_leaves_the_loop_free(llm: AsyncLLM) -> N
         assert num_turns >= 10
         assert num_outputs >= 3
     await becomes_idle(llm)
+
+
+async def test_statistics_start_nothing() -> None:
+    llm = AsyncLLM("storyteller", num_threads=1)
+    stats = await llm.stats()
+    assert (stats["num_requests"], stats["scheduler"], stats["workers"]) == (0, None, None)
+    assert llm._engine.pids == {}
+    assert not llm._engine._thread.is_alive
+    llm.shutdown()
+    with pytest.raises(EngineShutdownError):
+        await llm.stats()
+
+
+async def test_the_consumer_of_the_whole_is_woken_once(llm: AsyncLLM) -> None:
+    num_waits = 0
+    stream = llm.generate(PROMPT, short(20, output_kind=RequestOutputKind.FINAL_ONLY))
+    take = stream.take
+
+    def counting() -> RequestOutput | None:
+        nonlocal num_waits
+        num_waits += 1
+        return take()
+
+    stream.take = counting  # type: ignore[method-assign]
+    (output,) = await outputs_of(stream)
+    assert len(output.outputs[0].token_ids) == 20
+    assert num_waits <= 4, "before and after it makes its waiter, at the end, and for the end of the loop"
 
 
 async def test_statistics_count_what_happened(any_llm: AsyncLLM) -> None:

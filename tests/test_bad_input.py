@@ -87,6 +87,9 @@ def short(**arguments: Any) -> SamplingParams:
         ([1.0, 2.0], ["flat list of integers", "float64"]),
         ([math.nan], ["flat list of integers"]),
         ([True, False], ["flat list of integers", "bool"]),
+        ([True, 1], ["flat list of integers", "bool"]),
+        ([1, np.True_], ["flat list of integers", "bool"]),
+        (np.array([True, False]), ["flat list of integers", "bool"]),
         (["1", "2"], ["flat list of integers"]),
         ([None], ["flat list of integers"]),
         ([[1, 2], [3, 4]], ["flat list of integers", "2 dimensions"]),
@@ -151,6 +154,16 @@ async def test_arguments_of_generate(llm: AsyncLLM, arguments: dict[str, Any], w
         _ = [output async for output in llm.generate(PROMPT, **({"sampling_params": short()} | arguments))]
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.usefixtures("beside")
+@pytest.mark.parametrize(
+    ("request_id", "shown"),
+    [(5, "5"), (None, "None"), (b"beside", "b'beside'"), (["beside", 7], "7"), ([None], "None")],
+)
+async def test_ids_to_abort(llm: AsyncLLM, request_id: Any, shown: str) -> None:
+    with pytest.raises(InvalidParameterError, match=f"request_id={shown} must be a string"):
+        await llm.abort(request_id)
 
 
 async def test_the_extras_are_carried(llm: AsyncLLM) -> None:

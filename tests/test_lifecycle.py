@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from actorllm import LLM, AsyncLLM, EngineDeadError, RequestOutputKind, RequestStream, SamplingParams
+from actorllm import LLM, AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, RequestStream, SamplingParams
+from actorllm.engine import Engine
 from actorllm.errors import EngineShutdownError
 
 ROOT = Path(__file__).parents[1]
@@ -451,3 +453,100 @@ async def test_a_stream_that_outlives_its_engine_object(make_llm: Callable[..., 
     gc.collect()
     *_, output = [output async for output in stream]
     assert len(output.outputs[0].token_ids) == 3
+
+
+# Dropped without a shutdown -------------------------------------------------------------------------------------------
+
+
+def engine_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("actorllm:")]
+
+
+@pytest.mark.parametrize("kind", ["counted", "in a cycle"])
+def test_an_engine_that_is_dropped_stops(kind: str) -> None:
+    before = engine_threads()
+    llm = LLM("storyteller", num_threads=1)
+    llm.generate(PROMPT, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+    pids = pids_of(llm)
+    engine = weakref.ref(llm._engine)
+    assert len(pids) == 2
+    if kind == "in a cycle":
+        llm.itself = llm  # type: ignore[attr-defined]
+    started = time.monotonic()
+    del llm
+    gc.collect()
+    assert time.monotonic() - started < 1, "who drops it does not wait for the processes"
+    assert wait_until(lambda: all(is_gone(pid) for pid in pids.values()))
+    assert wait_until(lambda: sorted(engine_threads()) == sorted(before))
+    assert wait_until(lambda: gc.collect() >= 0 and engine() is None), "something still holds the engine"
+
+
+async def test_a_dropped_engine_ends_with_its_last_stream() -> None:
+    llm = AsyncLLM("storyteller", num_threads=1)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    streams = [llm.generate(PROMPT, params), llm.stream(PROMPT, params), llm.generate(PROMPT, ENDLESS)]
+    await streams[0].__anext__()
+    pids = pids_of(llm)
+    del llm
+    gc.collect()
+    await streams.pop().aclose()
+    *_, output = [output async for output in streams[0] if isinstance(output, RequestOutput)]
+    assert len(output.outputs[0].token_ids) == 30
+    assert not any(is_gone(pid) for pid in pids.values()), "one stream is still open"
+    assert [piece async for piece in streams[1]]
+    assert await anyio.to_thread.run_sync(wait_until, lambda: all(is_gone(pid) for pid in pids.values()))
+
+
+async def test_dropped_with_its_stream_while_it_starts() -> None:
+    llm = AsyncLLM("storyteller", num_threads=1)
+    engine = llm._engine
+    stream = llm.generate(PROMPT, ENDLESS)
+    assert await anyio.to_thread.run_sync(wait_until, lambda: bool(engine.pids))
+    del llm, stream
+    gc.collect()
+    assert await anyio.to_thread.run_sync(wait_until, lambda: engine._is_shut_down and not engine.pids)
+
+
+def test_a_drop_at_the_exit_is_clean() -> None:
+    output = run("-c", OWNER + "import gc\ndel llm\ngc.collect()\n")
+    assert len(engine_pids(output)) == 2
+
+
+# Races with the shutdown ----------------------------------------------------------------------------------------------
+
+
+def test_every_start_in_the_background_is_answered() -> None:
+    for _ in range(20):
+        engine = AsyncLLM("storyteller", topology="inline", num_threads=1)._engine
+        futures: list[Future[None]] = []
+        go = threading.Barrier(3)
+
+        def ask(engine: Engine = engine, futures: list[Future[None]] = futures, go: threading.Barrier = go) -> None:
+            go.wait()
+            with suppress(EngineShutdownError):
+                for _ in range(50):
+                    futures.append(engine.start_in_background())
+
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        go.wait()
+        engine.shutdown()
+        for thread in threads:
+            thread.join()
+        for future in futures:
+            error = future.exception(10)
+            assert error is None or isinstance(error, EngineShutdownError)
+
+
+def test_the_jobs_behind_a_slow_one_are_ended(make_llm: Callable[..., AsyncLLM]) -> None:
+    engine = make_llm()._engine
+    go = threading.Event()
+    engine._enqueue(lambda: go.wait(30) and None)
+    try:
+        future = engine.start_in_background()
+        engine.shutdown(timeout=0.1)
+        assert isinstance(future.exception(1), EngineShutdownError)
+    finally:
+        go.set()
+    assert wait_until(lambda: "actorllm:intake" not in engine_threads())

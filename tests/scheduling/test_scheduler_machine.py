@@ -136,6 +136,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.run()
         for rid, (prompt, num_prefix, arguments) in self.submitted.items():
             stream, end = self.engine.streams[rid], self.engine.ends.pop(rid)
+            assert end.error in (None, "planted")
             expected = reference_stream(prompt, rid, min(arguments["max_tokens"], 40 - len(prompt)))
             stops = set(arguments["stop_token_ids"]) | (set() if arguments["ignore_eos"] else {EOS})
             first = next(
