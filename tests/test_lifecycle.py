@@ -20,7 +20,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from actorllm import LLM, AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, RequestStream, SamplingParams
+from actorllm import LLM, AsyncLLM, EngineDeadError, RequestOutputKind, RequestStream, SamplingParams
 from actorllm.engine import Engine
 from actorllm.errors import EngineShutdownError
 
@@ -484,16 +484,16 @@ def test_an_engine_that_is_dropped_stops(kind: str) -> None:
 async def test_a_dropped_engine_ends_with_its_last_stream() -> None:
     llm = AsyncLLM("storyteller", num_threads=1)
     params = SamplingParams(max_tokens=30, ignore_eos=True)
-    streams = [llm.generate(PROMPT, params), llm.stream(PROMPT, params), llm.generate(PROMPT, ENDLESS)]
-    await streams[0].__anext__()
+    stream, text, left = llm.generate(PROMPT, params), llm.stream(PROMPT, params), llm.generate(PROMPT, ENDLESS)
+    await first_of(stream)
     pids = pids_of(llm)
     del llm
     gc.collect()
-    await streams.pop().aclose()
-    *_, output = [output async for output in streams[0] if isinstance(output, RequestOutput)]
+    await left.aclose()
+    *_, output = [output async for output in stream]
     assert len(output.outputs[0].token_ids) == 30
     assert not any(is_gone(pid) for pid in pids.values()), "one stream is still open"
-    assert [piece async for piece in streams[1]]
+    assert [piece async for piece in text]
     assert await anyio.to_thread.run_sync(wait_until, lambda: all(is_gone(pid) for pid in pids.values()))
 
 
@@ -517,7 +517,8 @@ def test_a_drop_at_the_exit_is_clean() -> None:
 
 def test_every_start_in_the_background_is_answered() -> None:
     for _ in range(20):
-        engine = AsyncLLM("storyteller", topology="inline", num_threads=1)._engine
+        llm = AsyncLLM("storyteller", topology="inline", num_threads=1)
+        engine = llm._engine
         futures: list[Future[None]] = []
         go = threading.Barrier(3)
 
@@ -525,7 +526,7 @@ def test_every_start_in_the_background_is_answered() -> None:
             go.wait()
             with suppress(EngineShutdownError):
                 for _ in range(50):
-                    futures.append(engine.start_in_background())
+                    futures.append(engine.start_in_background())  # noqa: PERF401 - those before a refusal count
 
         threads = [threading.Thread(target=ask) for _ in range(2)]
         for thread in threads:
@@ -542,7 +543,11 @@ def test_every_start_in_the_background_is_answered() -> None:
 def test_the_jobs_behind_a_slow_one_are_ended(make_llm: Callable[..., AsyncLLM]) -> None:
     engine = make_llm()._engine
     go = threading.Event()
-    engine._enqueue(lambda: go.wait(30) and None)
+
+    def be_slow() -> None:
+        go.wait(30)
+
+    engine._enqueue(be_slow)
     try:
         future = engine.start_in_background()
         engine.shutdown(timeout=0.1)
