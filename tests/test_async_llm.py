@@ -66,7 +66,7 @@ def short(num_tokens: int = 8, **arguments: Any) -> SamplingParams:
 
 async def until(is_true: Callable[[], Awaitable[bool]], timeout_s: float = 20) -> None:
     with anyio.fail_after(timeout_s):
-        while not await is_true():  # noqa: ASYNC110 - the other side is another process
+        while not await is_true():
             await anyio.sleep(0.005)
 
 

@@ -181,14 +181,16 @@ class FrontendActor(Actor):
             entry = self._journal.get(rid)
             if entry is None:
                 continue  # its consumer is gone, and so is its journal
+            consumer = entry.consumer
             if new and index[row] != len(entry.emitted):
-                self._num_repeated += 1
                 if index[row] > len(entry.emitted):
-                    raise RuntimeError(f"request {rid}: output {index[row]} came when {len(entry.emitted)} was due")
-                continue
+                    self._fail_gap(rid, entry, index[row])
+                    woken.append(consumer)
+                    continue
+                self._num_repeated += 1  # had before; but its end, if it brings one, counts
+                new, piece = [], ""
             entry.emitted += new
             end = ends.get(row) if ends is not None else None
-            consumer = entry.consumer
             if end is not None:
                 del self._journal[rid]
                 self._num_finished += 1
@@ -200,6 +202,14 @@ class FrontendActor(Actor):
                 consumer.push(Delta(new, piece, end, outputs.emitted, vectors.get(row)))
                 woken.append(consumer)
         self._wake(woken)
+
+    def _fail_gap(self, rid: int, entry: JournalEntry, index: int) -> None:
+        """Tokens of a request are missing: it ends here, and the scheduler is told."""
+        due = len(entry.emitted)
+        logger.error("request %d: output %d came when %d was due", rid, index, due)
+        entry.consumer.fail(RequestFailedError(f"output {index} came when {due} was due; tokens are missing"))
+        self.abort(rid)
+        del self._journal[rid]
 
     @staticmethod
     def _vectors(outputs: Outputs) -> dict[int, Any]:

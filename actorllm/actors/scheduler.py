@@ -41,7 +41,7 @@ from actorllm.ring.codec import encode
 from actorllm.scheduling.policy import load_policy
 from actorllm.scheduling.recording import Entry, RecordedScheduler
 from actorllm.scheduling.scheduler import NOTHING, End, Events, Scheduler
-from actorllm.scheduling.sequence import Key
+from actorllm.scheduling.sequence import Key, Sequence
 from actorllm.text.request_text import RequestText
 from actorllm.text.tokenizer import Tokenizer
 
@@ -49,6 +49,10 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 0.005
 """How soon a send to a frontend whose link was full is tried again."""
+
+
+SHORTEST_TIMER_S = 0.001
+"""A policy that asks to be woken in the past is woken this often, and does not hold a core."""
 
 
 class OutputRows:
@@ -135,10 +139,12 @@ class SchedulerActor(Actor):
         self._acknowledged: dict[int, dict[int, StepResult | StepFailed]] = {}
         self._frontends: dict[int, Link] = {}
         self._frontend_of: dict[Link, int] = {}
+        self._num_frontends = 0
         self._workers: Link
         self._num_workers = 1
         self._late_plans: deque[StepPlan] = deque()
         self._unsent: deque[tuple[Link, Outputs]] = deque()
+        self._is_blocked = False
         self._timeline: Timeline | None = None
         self._tokenizer: Tokenizer | None = None
         self._record: IO[bytes] | None = None
@@ -189,6 +195,12 @@ class SchedulerActor(Actor):
         self._record.write(struct.pack("<I", len(frame)) + frame)
 
     async def on_stop(self) -> None:
+        self._close_record()
+
+    def on_failure(self, error: BaseException) -> None:
+        self._close_record()  # a recording is wanted most when something went wrong
+
+    def _close_record(self) -> None:
         if self._record is not None:
             self._record.close()
 
@@ -196,7 +208,8 @@ class SchedulerActor(Actor):
         if link.name == "workers":
             self._workers = link
         else:
-            number = len(self._frontend_of)
+            number = self._num_frontends  # never used again: keys of requests are made of it
+            self._num_frontends += 1
             self._frontends[number] = link
             self._frontend_of[link] = number
 
@@ -204,6 +217,7 @@ class SchedulerActor(Actor):
         number = self._frontend_of.pop(link, None)
         if number is not None:
             del self._frontends[number]
+            self._inbox = deque(entry for entry in self._inbox if entry[0] != number)
             self.scheduler.abort_frontend(number, now())
             self.wake()
 
@@ -253,7 +267,7 @@ class SchedulerActor(Actor):
         if self._unsent:
             return now() + RETRY_S
         wake_at = self.scheduler.wake_at
-        return wake_at if wake_at < math.inf else None
+        return max(wake_at, now() + SHORTEST_TIMER_S) if wake_at < math.inf else None
 
     def _take_inbox(self) -> None:
         """Submits, aborts and unblocks, in the order of their arrival."""
@@ -279,16 +293,30 @@ class SchedulerActor(Actor):
             return [end]
         sequence = self.scheduler.sequence(key)
         if is_new and sequence is not None and message.detokenize and self._tokenizer is not None:
-            sequence.attachment = RequestText(
-                self._tokenizer,
-                message.prompt,
-                message.output,
-                stop=message.stop,
-                include_stop=message.include_stop,
-                skip_special_tokens=message.skip_special_tokens,
-                min_tokens=message.min_tokens,
-            )
+            try:
+                sequence.attachment = self._new_text(message, self._tokenizer)
+            except Exception as error:
+                return self._fail_text(sequence, error)
         return []
+
+    @staticmethod
+    def _new_text(message: Submit, tokenizer: Tokenizer) -> RequestText:
+        return RequestText(
+            tokenizer,
+            message.prompt,
+            message.output,
+            stop=message.stop,
+            include_stop=message.include_stop,
+            skip_special_tokens=message.skip_special_tokens,
+            min_tokens=message.min_tokens,
+        )
+
+    def _fail_text(self, sequence: Sequence, error: Exception) -> list[End]:
+        """A request whose text cannot be made ends with the error; every other one goes on."""
+        logger.error("the text of request %s cannot be made", sequence.key, exc_info=error)
+        sequence.attachment = None
+        ends = self.scheduler.finish([(sequence, "error", None)], now())
+        return [End(sequence, "error", error=f"its text cannot be made: {type(error).__name__}: {error}") for _ in ends]
 
     def _launch(self, plan: StepPlan) -> None:
         self._workers.send_nowait(plan)
@@ -333,16 +361,20 @@ class SchedulerActor(Actor):
             if sequence.attachment is not None:
                 # The token that ends a request is part of its output, and of its text only on demand.
                 has_end_token = end is not None and end.reason == "stop" and not sequence.submit.include_stop
-                piece, stop, used = sequence.attachment.push(new[:-1] if has_end_token else new)
-                if stop is not None:
-                    new = new[:used]
+                try:
+                    piece, stop, used = sequence.attachment.push(new[:-1] if has_end_token else new)
+                    if stop is not None:
+                        new = new[:used]
+                    elif end is not None:
+                        piece += sequence.attachment.finish()
+                except Exception as error:
+                    failed = self._fail_text(sequence, error)
+                    end = failed[0] if failed else end
             if stop is not None:
                 if end is None:
                     (end,) = self.scheduler.finish([(sequence, "stop", stop)], began)
                 else:  # the same token also reached a limit: the text decides
                     end = End(sequence, "stop", stop)
-            elif end is not None and sequence.attachment is not None:
-                piece += sequence.attachment.finish()
             frontend, rid = sequence.key
             rows = rows_of.get(frontend)
             if rows is None:
@@ -360,9 +392,18 @@ class SchedulerActor(Actor):
         for sequence, end in ends.items():  # ends without new tokens: aborts, errors
             frontend, rid = sequence.key
             rows = rows_of.setdefault(frontend, OutputRows())
-            rows.add(rid, -1, [], sequence.attachment.finish() if sequence.attachment is not None else "")
+            rows.add(rid, -1, [], self._rest_of(sequence))
             rows.end(end)
         return rows_of, began
+
+    @staticmethod
+    def _rest_of(sequence: Sequence) -> str:
+        """The text held back of a request that ends without a further token."""
+        try:
+            return sequence.attachment.finish() if sequence.attachment is not None else ""
+        except Exception:
+            logger.exception("the last text of request %s cannot be made", sequence.key)
+            return ""
 
     def _send(self, rows_of: dict[int, OutputRows], began: float) -> None:
         rendered = now()
@@ -382,9 +423,12 @@ class SchedulerActor(Actor):
                 try:
                     link.send_nowait(message)
                 except WouldBlock:
-                    logger.warning("%s does not take its outputs; planning waits for it", link.peer)
+                    if not self._is_blocked:
+                        logger.warning("%s does not take its outputs; planning waits for it", link.peer)
+                    self._is_blocked = True
                     return
             self._unsent.popleft()
+        self._is_blocked = False
 
     # Controls
 

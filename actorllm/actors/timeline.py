@@ -7,9 +7,13 @@ Format: the Trace Event Format, complete events ("X"), times in microseconds of 
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 SCHEDULER, WORKER = 1, 2
+
+MAX_EVENTS = 500_000
+"""What is kept if nobody takes it: some 100,000 steps, the newest."""
 
 Event = dict[str, Any]
 
@@ -18,10 +22,8 @@ class Timeline:
     """Events in the order in which they became known."""
 
     def __init__(self) -> None:
-        self._events: list[Event] = [
-            {"ph": "M", "pid": pid, "tid": pid, "name": "process_name", "args": {"name": name}}
-            for pid, name in ((SCHEDULER, "scheduler"), (WORKER, "worker"))
-        ]
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._step = 0
 
     def _span(self, pid: int, name: str, began: float, ended: float, **args: Any) -> None:
         self._events.append(
@@ -45,9 +47,14 @@ class Timeline:
         self._step = step
 
     def rendered(self, began: float, rendered: float, sent: float, num_rows: int) -> None:
-        step = getattr(self, "_step", 0)
+        step = self._step
         self._span(SCHEDULER, f"detokenize {step}", began, rendered, step=step, rows=num_rows)
         self._span(SCHEDULER, f"send {step}", rendered, sent, step=step)
 
     def events(self) -> list[Event]:
-        return self._events
+        """The newest MAX_EVENTS, and the names of the tracks."""
+        names: list[Event] = [
+            {"ph": "M", "pid": pid, "tid": pid, "name": "process_name", "args": {"name": name}}
+            for pid, name in ((SCHEDULER, "scheduler"), (WORKER, "worker"))
+        ]
+        return [*names, *self._events]

@@ -80,6 +80,7 @@ class WorkerActor(Actor):
         except Exception as error:
             logger.exception("step %d failed", plan.step)
             self._num_failed += 1
+            self._late.pop(plan.step, None)
             self._scheduler.send_nowait(StepFailed(step=plan.step, error=f"{type(error).__name__}: {error}"))
             return
         ended = now()

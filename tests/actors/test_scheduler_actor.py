@@ -1,0 +1,356 @@
+"""The scheduler actor alone: real text, a scripted model, links that record what is sent and can be full."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from actorllm.actors.engine_thread import HostLoop
+from actorllm.actors.frontend import Delta, FrontendActor
+from actorllm.actors.scheduler import SchedulerActor
+from actorllm.config import EngineConfig
+from actorllm.errors import RequestFailedError, WouldBlock
+from actorllm.messages import Abort, LateInputs, Outputs, StepFailed, StepPlan, StepResult, Submit, Unblock
+from actorllm.scheduling.policy import Admit, KeyPolicy
+from tests.scheduling.conftest import ScriptedWorker, reference_stream
+
+VOCAB = 4096
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "asyncio", {"use_uvloop": True}
+
+
+class FakeLink:
+    """Records what is sent; full while `is_full`."""
+
+    def __init__(self, name: str, rank: int = 0, on_send: Callable[[Any], None] | None = None) -> None:
+        self.name = self.peer = name
+        self.rank = rank
+        self.is_open = True
+        self.is_full = False
+        self.sent: list[Any] = []
+        self.on_send = on_send
+
+    def send_nowait(self, message: Any) -> None:
+        if self.is_full:
+            raise WouldBlock(self.name)
+        self.sent.append(message)
+        if self.on_send is not None:
+            self.on_send(message)
+
+
+class Bench:
+    """A scheduler actor between a frontend and workers that answer when told."""
+
+    def __init__(self, world_size: int = 1, **arguments: Any) -> None:
+        config = EngineConfig.from_arguments("storyteller", max_num_seqs=4, **arguments).resolved(80)
+        self.config = dataclasses.replace(config, world_size=world_size)
+        self.actor = SchedulerActor()
+        self.model = ScriptedWorker(16, 80, vocab=VOCAB)
+        self.frontend = FakeLink("frontend")
+        self.workers = FakeLink("workers")
+        self.ranks = [FakeLink("workers", rank) for rank in range(world_size)]
+        self.late: dict[int, LateInputs] = {}
+
+    @property
+    def plans(self) -> list[StepPlan]:
+        return [m for m in self.workers.sent if isinstance(m, StepPlan)]
+
+    @property
+    def outputs(self) -> list[Outputs]:
+        return self.frontend.sent
+
+    def text(self) -> str:
+        return "".join(o.text for o in self.outputs)
+
+    def ends(self) -> list[list[Any]]:
+        return [[int(o.rids[e[0]]), *e[1:4]] for o in self.outputs for e in o.ends]
+
+    def tokens(self) -> list[int]:
+        return [t for o in self.outputs for t in o.tokens.tolist()]
+
+    async def settle(self) -> None:
+        await anyio.wait_all_tasks_blocked()
+
+    async def send(self, message: Any, link: FakeLink | None = None) -> None:
+        self.actor.on_message(link or self.frontend, message)  # type: ignore[arg-type]
+        self.actor.on_batch()
+        await self.settle()
+
+    async def work(self, max_steps: int = 200) -> None:
+        """Answer every plan, one at a time, until none is left."""
+        done = 0
+        for _ in range(max_steps):
+            if done == len(self.plans):
+                return
+            plan = self.plans[done]
+            late = [m for m in self.workers.sent if isinstance(m, LateInputs) and m.step == plan.step]
+            await self.send(self.model.run(plan, late[0] if late else None), self.ranks[0])
+            done += 1
+        raise AssertionError("not done")
+
+
+@asynccontextmanager
+async def running(**arguments: Any) -> AsyncIterator[Bench]:
+    bench = Bench(**arguments)
+    actor = bench.actor
+    actor._wakeup = HostLoop.current().waiter()
+    await actor.on_start(bench.config)
+    actor.on_configure(bench.config)
+    actor.on_link(bench.workers)  # type: ignore[arg-type]
+    actor.on_link(bench.frontend)  # type: ignore[arg-type]
+    actor.is_running = True
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(actor.run)
+        await bench.settle()
+        yield bench
+        actor.is_running = False
+        actor.wake()
+    await actor.on_stop()
+
+
+def submit(rid: int = 1, **overrides: Any) -> Submit:
+    columns: dict[str, Any] = {
+        "prompt": np.array([0, 500 + rid], np.int32),
+        "max_tokens": 8,
+        "seed": rid,
+        "ignore_eos": True,
+    }
+    return Submit(rid=rid, arrival=0.0, **columns | overrides)
+
+
+def stream_of(rid: int = 1, count: int = 8) -> list[int]:
+    return reference_stream([0, 500 + rid], rid, count, VOCAB)
+
+
+def decoded(bench: Bench, tokens: list[int]) -> str:
+    tokenizer = bench.actor._tokenizer
+    assert tokenizer is not None
+    return tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+async def test_tokens_and_text_reach_the_frontend() -> None:
+    async with running() as bench:
+        await bench.send(submit())
+        await bench.work()
+        assert bench.tokens() == stream_of()
+        assert [o.index.tolist() for o in bench.outputs] == [[i] for i in range(8)]
+        assert decoded(bench, [501, *stream_of()]).endswith(bench.text())
+        assert bench.ends() == [[1, "length", None, None]]
+
+
+async def test_an_unblocked_request_runs_and_a_hopeless_one_fails() -> None:
+    async with running() as bench:
+        await bench.send(submit(1, blocked_on="grammar"))
+        await bench.send(submit(2, blocked_on="grammar"))
+        assert bench.plans == []
+        await bench.send(Unblock(rid=1))
+        assert len(bench.plans) > 0
+        await bench.send(Unblock(rid=2, error="no such grammar"))
+        await bench.work()
+        assert bench.tokens() == stream_of()
+        assert [2, "error", None, "no such grammar"] in bench.ends()
+
+
+class Patient(KeyPolicy):
+    """Admits nobody for a moment, and asks to be woken."""
+
+    since = 0.0
+
+    def admit(self, sequence: Any, view: Any) -> Admit:
+        return Admit.ADMIT if view.now >= sequence.queued + 0.05 else Admit.WAIT
+
+    def wake_at(self, view: Any) -> float:
+        return view.now + 0.05 if view.num_waiting else float("inf")
+
+
+async def test_a_policy_is_woken_when_it_asked_to_be() -> None:
+    async with running(scheduling_policy="tests.actors.test_scheduler_actor:Patient") as bench:
+        await bench.send(submit())
+        assert bench.plans == []
+        with anyio.fail_after(5):
+            while not bench.plans:
+                await anyio.sleep(0.005)
+        await bench.work()
+        assert bench.tokens() == stream_of()
+
+
+async def test_nothing_is_lost_or_planned_while_the_frontend_is_full() -> None:
+    async with running() as bench:
+        await bench.send(submit())
+        bench.frontend.is_full = True
+        for plan in list(bench.plans):
+            await bench.send(bench.model.run(plan), bench.ranks[0])
+        planned = len(bench.plans)
+        await anyio.sleep(0.02)
+        assert len(bench.plans) == planned <= 3, "planning waits for a frontend that does not take its outputs"
+        bench.frontend.is_full = False
+        with anyio.fail_after(5):
+            while not bench.outputs:
+                await anyio.sleep(0.002)
+        for plan in bench.plans[planned - 1 :] if planned > 2 else bench.plans[2:]:
+            await bench.send(bench.model.run(plan), bench.ranks[0])
+        assert bench.tokens() == stream_of()[: len(bench.tokens())]
+        assert len(bench.tokens()) >= 2
+
+
+async def test_late_inputs_wait_for_the_results_before_them() -> None:
+    async with running() as bench:
+        await bench.send(submit(needs_late_inputs=True))
+        kinds = [(type(m).__name__, m.step) for m in bench.workers.sent]
+        assert kinds == [("StepPlan", 1), ("LateInputs", 1), ("StepPlan", 2)], "step 2 depends on the token of step 1"
+        await bench.send(bench.model.run(bench.plans[0], LateInputs(step=1)), bench.ranks[0])
+        assert [m.step for m in bench.workers.sent if isinstance(m, LateInputs)] == [1, 2]
+
+
+async def test_a_failure_of_any_rank_fails_the_step() -> None:
+    async with running(world_size=2) as bench:
+        await bench.send(submit())
+        step = bench.plans[0].step
+        await bench.send(StepResult(step=step, tokens=np.array([7], np.int32)), bench.ranks[0])
+        assert bench.outputs == [], "one rank has not answered"
+        await bench.send(StepFailed(step=step, error="rank 1 is ill"), bench.ranks[1])
+        assert bench.ends() == [[1, "error", None, "rank 1 is ill"]]
+
+
+async def test_a_lost_frontend_takes_its_requests_with_it_and_its_number_is_not_reused() -> None:
+    async with running() as bench:
+        second, third = FakeLink("frontend2"), FakeLink("frontend3")
+        bench.actor.on_link(second)  # type: ignore[arg-type]
+        await bench.send(submit(1, max_tokens=500), second)
+        await bench.send(submit(1))
+        bench.actor._inbox.append((0, submit(9)))  # has arrived, is not taken yet
+        bench.actor.on_peer_lost(bench.frontend)  # type: ignore[arg-type]
+        bench.actor.on_link(third)  # type: ignore[arg-type]
+        await bench.settle()
+        await bench.send(submit(1, seed=3), third)
+        alive = [key for key in ((0, 1), (0, 9), (1, 1), (2, 1)) if bench.actor.scheduler.sequence(key) is not None]
+        assert alive == [(1, 1), (2, 1)]
+
+
+async def test_the_configuration_reaches_the_scheduler() -> None:
+    async with running(long_prefill_token_threshold=7, async_scheduling=False) as bench:
+        assert bench.actor.scheduler.limits.prefill_chunk == 7
+        assert bench.actor.scheduler.ledger.depth == 1
+    config = dataclasses.replace(
+        bench.config, scheduler=dataclasses.replace(bench.config.scheduler, num_lookahead_tokens=3)
+    )
+    assert bench.actor._build(config)._spare == 3
+
+
+async def test_a_stop_string_in_the_last_allowed_token_decides() -> None:
+    async with running() as bench:
+        tokens = stream_of(1, 8)
+        tail = decoded(bench, tokens[-1:])
+        assert tail
+        assert tail not in decoded(bench, tokens[:-1])
+        await bench.send(submit(stop=[tail]))
+        await bench.work()
+        assert bench.ends() == [[1, "stop", tail, None]]
+        assert tail not in bench.text()
+
+
+async def test_text_held_back_for_a_stop_string_comes_with_the_end() -> None:
+    async with running() as bench:
+        tokens = stream_of(1, 8)
+        whole = decoded(bench, tokens)
+        await bench.send(submit(stop=[decoded(bench, tokens[-1:]) + "never comes"]))
+        await bench.work()
+        assert bench.ends()[0][1] == "length"
+        assert bench.text().endswith(whole[-3:])
+
+
+async def test_stop_strings_wait_for_min_tokens() -> None:
+    async with running() as bench:
+        stop = decoded(bench, stream_of(1, 8)[1:2])
+        await bench.send(submit(stop=[stop], min_tokens=4))
+        await bench.work()
+        assert len(bench.tokens()) >= 4
+
+
+async def test_text_that_cannot_be_made_fails_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as bench:
+        await bench.send(submit(1))
+        await bench.send(submit(2))
+
+        class Broken:
+            def push(self, ids: Any) -> Any:
+                raise ValueError("no text today")
+
+            finish = push
+
+        bench.actor.scheduler.sequence((0, 1)).attachment = Broken()  # type: ignore[union-attr]
+        await bench.work()
+        assert [end for end in bench.ends() if end[0] == 1] == [
+            [1, "error", None, "its text cannot be made: ValueError: no text today"]
+        ]
+        assert [t for o in bench.outputs for r, t in zip(o.rids, o.tokens, strict=False) if r == 2][-1] == stream_of(2)[
+            -1
+        ]
+
+
+async def test_an_aborted_request_gets_an_end() -> None:
+    async with running() as bench:
+        await bench.send(submit(max_tokens=500))
+        await bench.send(Abort(rids=np.array([1, 77], np.int32)))
+        assert bench.ends() == [[1, "abort", None, None]]
+
+
+# The frontend's side --------------------------------------------------------------------------------------------------
+
+
+class Consumer:
+    host = None
+
+    def __init__(self) -> None:
+        self.deltas: list[Delta] = []
+        self.error: BaseException | None = None
+
+    def push(self, delta: Delta) -> None:
+        self.deltas.append(delta)
+
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+
+    def wake(self) -> None: ...
+
+
+def outputs(index: int, token: int, end: str | None = None) -> Outputs:
+    one = np.array([1], np.int32)
+    ends = [[0, end, None, None, 0.0, 0.0, 0.0, 0.0, 0, 0, 0]] if end else []
+    return Outputs(rids=one, index=np.array([index], np.int32), tokens=np.array([token], np.int32), ends=ends)
+
+
+def make_frontend() -> tuple[FrontendActor, Consumer, FakeLink]:
+    frontend, consumer, link = FrontendActor(), Consumer(), FakeLink("scheduler")
+    frontend.on_link(link)  # type: ignore[arg-type]
+    frontend.submit(lambda rid: submit(rid), consumer, lambda rid: None)
+    return frontend, consumer, link
+
+
+def test_an_output_applies_only_if_it_is_the_next_one() -> None:
+    frontend, consumer, link = make_frontend()
+    for index, token in ((0, 10), (0, 10), (1, 11), (0, 10)):
+        frontend.on_message(link, outputs(index, token))  # type: ignore[arg-type]
+    assert [d.tokens for d in consumer.deltas if d.tokens] == [[10], [11]]
+    assert frontend._num_repeated == 2
+    frontend.on_message(link, outputs(1, 11, end="length"))  # type: ignore[arg-type]
+    assert consumer.deltas[-1].end is not None, "the end of a repeated output counts"
+    assert consumer.deltas[-1].tokens == []
+
+
+def test_missing_tokens_fail_their_request_only() -> None:
+    frontend, consumer, link = make_frontend()
+    frontend.on_message(link, outputs(1, 11))  # type: ignore[arg-type]
+    assert isinstance(consumer.error, RequestFailedError)
+    assert "output 1 came when 0 was due" in str(consumer.error)
+    assert any(isinstance(m, Abort) for m in link.sent)
+    frontend.on_message(link, outputs(2, 12))  # type: ignore[arg-type]
