@@ -87,14 +87,12 @@ class Bench:
 
     async def work(self, max_steps: int = 200) -> None:
         """Answer every plan, one at a time, until none is left."""
-        done = 0
-        for _ in range(max_steps):
+        for done in range(max_steps):
             if done == len(self.plans):
                 return
             plan = self.plans[done]
             late = [m for m in self.workers.sent if isinstance(m, LateInputs) and m.step == plan.step]
             await self.send(self.model.run(plan, late[0] if late else None), self.ranks[0])
-            done += 1
         raise AssertionError("not done")
 
 
