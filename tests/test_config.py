@@ -64,7 +64,9 @@ def test_too_little_memory_for_one_sequence_says_what_would_fit() -> None:
     with pytest.raises(ConfigError, match=r"holds 160 tokens .* max_model_len=1024; .* set max_model_len=160 or less"):
         config_of().resolved(10)
     assert config_of(max_model_len=160).resolved(10).cache.num_blocks == 10
-    with pytest.raises(ConfigError, match=r"holds 0 tokens .* give more memory \(kv_cache_memory_bytes, gpu_memory_util"):
+    with pytest.raises(
+        ConfigError, match=r"holds 0 tokens .* give more memory \(kv_cache_memory_bytes, gpu_memory_util"
+    ):
         config_of().resolved(0)
 
 
