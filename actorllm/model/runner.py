@@ -101,7 +101,10 @@ class ModelRunner:
         num_products = 4 * self.model_config.num_layers + 1
         num_weights = self.decoder.num_bytes / self.dtype.itemsize
         self._team = Team(
-            threads.num_threads(self.config), self.decoder.num_bytes / num_products, 2 * num_weights / num_products
+            threads.num_threads(self.config),
+            self.decoder.num_bytes / num_products,
+            2 * num_weights / num_products,
+            num_products,
         )
 
     @property
@@ -206,7 +209,7 @@ class ModelRunner:
         sampling = self._sampling_rows(inputs)
         hidden, logits = self._no_hidden, None
         if len(inputs.token_ids):
-            size = self._team.size(len(inputs.token_ids))
+            size = self._team.size(len(inputs.token_ids), len(inputs.result_slots))
             torch.set_num_threads(size)
             wall, cpu = time.perf_counter(), time.thread_time()
             states = self.decoder.forward(inputs, self.cache)

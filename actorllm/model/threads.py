@@ -23,6 +23,9 @@ hold a core for as long as the engine is idle, and on a machine with two cores s
 
 PAYING_PRODUCT_S = 40e-6
 BYTES_PER_S, FLOPS_PER_S = 35e9, 400e9
+OTHERS_S_PER_TOKEN, OTHERS_SHARE = 25e-6, 0.3
+"""What scheduler, frontend and application compute for a token (measured with the storyteller), and the share of a step
+above which a team that takes every core waits for them in every product."""
 """What one thread of a server core reads, and computes in bfloat16; only the order of magnitude matters here."""
 
 CROWDED_SHARE, CROWDED_S = 0.35, 2e-3
@@ -66,21 +69,26 @@ class Team:
     next ones are computed by one thread, and the team is tried again later, after ever longer pauses.
     """
 
-    def __init__(self, max_threads: int, product_bytes: float, flops_per_row: float) -> None:
-        """product_bytes, flops_per_row: of a matrix product of the model, on average."""
+    def __init__(self, max_threads: int, product_bytes: float, flops_per_row: float, num_products: int = 1) -> None:
+        """product_bytes, flops_per_row: of a matrix product of the model, on average. num_products: of one step."""
         self.max_threads = max_threads
+        self._num_products = num_products
         self._product_bytes, self._flops_per_row = product_bytes, flops_per_row
         self._pause = 0
         self._next_pause = FIRST_PAUSE
         self.num_crowded = 0
         """Steps that mostly waited."""
 
-    def size(self, num_rows: int) -> int:
-        """Threads for a step of so many tokens."""
+    def size(self, num_rows: int, num_samples: int = 0) -> int:
+        """Threads for a step of so many tokens, which samples so many rows."""
         if self._pause:
             self._pause -= 1
             return 1
         product_s = max(self._product_bytes / BYTES_PER_S, num_rows * self._flops_per_row / FLOPS_PER_S)
+        # Frontend and scheduler need a core for every sampled token while the step runs: theirs is not the team's.
+        others = num_samples * OTHERS_S_PER_TOKEN / (self._num_products * product_s)
+        if others > OTHERS_SHARE and self.max_threads >= num_cores():
+            return 1
         return self.max_threads if product_s > PAYING_PRODUCT_S else 1
 
     def observe(self, size: int, wall_s: float, cpu_s: float) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from actorllm.config import EngineConfig
 from actorllm.model import threads
-from actorllm.model.threads import FIRST_PAUSE, LONGEST_PAUSE, Team, worker_environment
+from actorllm.model.threads import FIRST_PAUSE, LONGEST_PAUSE, Team, num_cores, worker_environment
 
 LARGE, SMALL = 4e6, 0.25e6
 """Bytes of a matrix of a model of 0.6 billion parameters, and of the bundled one."""
@@ -42,6 +42,13 @@ def test_small_products_are_computed_alone() -> None:
     assert small.size(128) == 2
     assert large.size(1) == 2
     assert Team(1, LARGE, LARGE).size(4096) == 1
+
+
+def test_a_team_leaves_a_core_to_those_who_handle_the_tokens() -> None:
+    cores = num_cores()
+    assert Team(cores, LARGE, LARGE).size(1, num_samples=1000) == 1
+    assert Team(cores, LARGE, LARGE, num_products=100_000).size(1, num_samples=1000) == cores
+    assert Team(cores, LARGE, LARGE).size(1000, num_samples=0) == cores
 
 
 def test_a_crowded_team_pauses_ever_longer_and_comes_back() -> None:
