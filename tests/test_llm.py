@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from actorllm import LLM, RequestOutput, SamplingParams
-from actorllm.errors import EngineShutdownError, InvalidParameterError, InvalidPromptError
+from actorllm.errors import EngineError, EngineShutdownError, InvalidParameterError, InvalidPromptError
 
 PROMPTS = ["Once upon a time", "There was a king", "The fox said"]
 
@@ -182,3 +184,15 @@ def test_the_seed_of_the_engine_makes_a_run_repeatable_and_leaving_the_context_e
         with pytest.raises(EngineShutdownError):
             call()
     llm.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_profile_of_the_worker_is_a_chrome_trace(tmp_path: Path) -> None:
+    with LLM("storyteller", max_num_seqs=4, max_model_len=128) as llm:
+        with pytest.raises(EngineError, match="no profile is under way"):
+            llm._engine.ask_scheduler("stop_profile", folder=str(tmp_path)).result(10)
+        llm._engine.ask_scheduler("start_profile").result(10)
+        llm.generate("Once upon a time", SamplingParams(max_tokens=4), use_tqdm=False)
+        (file,) = llm._engine.ask_scheduler("stop_profile", folder=str(tmp_path)).result(20)
+    events = json.loads(Path(file).read_text())["traceEvents"]
+    assert any("linear" in event.get("name", "") for event in events)

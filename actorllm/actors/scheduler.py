@@ -130,7 +130,15 @@ class OutputRows:
 class SchedulerActor(Actor):
     """Owns the Scheduler, the text of every request, and the links to frontends and workers."""
 
-    VERBS = (*Actor.VERBS, "reset_prefix_cache", "start_timeline", "take_timeline", "worker_statistics")
+    VERBS = (
+        *Actor.VERBS,
+        "reset_prefix_cache",
+        "start_timeline",
+        "take_timeline",
+        "worker_statistics",
+        "start_profile",
+        "stop_profile",
+    )
 
     def __init__(self, name: str = "scheduler", rank: int = 0) -> None:
         super().__init__(name, rank)
@@ -444,11 +452,13 @@ class SchedulerActor(Actor):
                 self._timeline = None
                 return events
             case "worker_statistics":
-                return self._ask_workers()
+                return self._ask_workers("statistics")
+            case "start_profile" | "stop_profile":
+                return self._ask_workers(verb, **arguments)
         return super().answer(verb, arguments)
 
-    async def _ask_workers(self) -> list[Any]:
-        return await self.ask_all(self._workers, "statistics")
+    async def _ask_workers(self, verb: str, **arguments: Any) -> list[Any]:
+        return await self.ask_all(self._workers, verb, **arguments)
 
     def statistics(self) -> dict[str, Any]:
         return super().statistics() | {"scheduler": asdict(self.scheduler.statistics())}

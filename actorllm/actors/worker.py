@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 class WorkerActor(Actor):
     """Executes plans; only rank 0 reports tokens, the others acknowledge."""
 
+    VERBS = (*Actor.VERBS, "start_profile", "stop_profile")
+
     def __init__(self, name: str = "worker0", rank: int = 0) -> None:
         super().__init__(name, rank)
         self._plans: deque[StepPlan] = deque()
@@ -95,6 +97,15 @@ class WorkerActor(Actor):
         while step not in self._late:
             await self.wait()
         return self._late.pop(step)
+
+    def answer(self, verb: str, arguments: dict[str, Any]) -> Any:
+        match verb:
+            case "start_profile":
+                self.runner.start_profile()
+                return True
+            case "stop_profile":
+                return self.runner.stop_profile(arguments["folder"])
+        return super().answer(verb, arguments)
 
     def statistics(self) -> dict[str, Any]:
         return super().statistics() | {

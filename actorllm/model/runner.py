@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from actorllm import clock
 from actorllm.config import EngineConfig, read_model_folder
+from actorllm.errors import EngineError
 from actorllm.messages import I32, NO_I32, LateInputs, StepPlan, StepResult
 from actorllm.model import memory, threads
 from actorllm.model.attention import KVCache
@@ -82,6 +83,7 @@ class ModelRunner:
         self._available_at_first = memory.available_bytes()
         self._sampler = Sampler(self.model_config.vocab_size)
         self._rows: SamplingRows | None = None
+        self._profile: torch.profiler.profile | None = None
         self._no_hidden = torch.empty(0, self.model_config.hidden_size, dtype=self.dtype)
 
     # Before the first step --------------------------------------------------------------------------------------------
@@ -191,6 +193,25 @@ class ModelRunner:
         return peak + 3 * logits + context
 
     # Steps ------------------------------------------------------------------------------------------------------------
+
+    def start_profile(self) -> None:
+        """Trace every torch operation from now on. Raises EngineError when one is under way."""
+        if self._profile is not None:
+            raise EngineError("a profile is under way already; stop it first")
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        self._profile.start()
+
+    def stop_profile(self, folder: str) -> str:
+        """Write the trace, in the Chrome format, into a folder; returns its path. Raises EngineError, OSError."""
+        profile, self._profile = self._profile, None
+        if profile is None:
+            raise EngineError("no profile is under way; start one first")
+        profile.stop()
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        file = path / f"rank{self.rank}.json"
+        profile.export_chrome_trace(str(file))
+        return str(file)
 
     def step(self, plan: StepPlan, late: LateInputs | None = None) -> StepResult:
         """Both halves of a step."""

@@ -26,6 +26,13 @@ class ScriptedRunner:
     def allocate(self, num_blocks: int) -> None:
         self.worker = ScriptedWorker(self.block_size, num_blocks, vocab=VOCAB)
 
+    def start_profile(self) -> None:
+        self.is_profiling = True
+
+    def stop_profile(self, folder: str) -> str:
+        assert self.is_profiling
+        return f"{folder}/rank{self.rank}"
+
     def execute(self, plan: StepPlan) -> StepPlan:
         if plan.new_tokens.size and 4095 in plan.new_tokens:
             raise RuntimeError("the model does not like token 4095")

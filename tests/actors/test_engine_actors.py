@@ -104,6 +104,12 @@ def test_controls_are_answered_between_steps(build: Callable[..., LLM]) -> None:
         assert name in names
 
 
+def test_a_profile_is_taken_of_every_rank(build: Callable[..., LLM]) -> None:
+    llm = build(2, topology="inline")
+    assert llm._engine.ask_scheduler("start_profile").result(5) == [True, True]
+    assert llm._engine.ask_scheduler("stop_profile", folder="f").result(5) == ["f/rank0", "f/rank1"]
+
+
 def test_a_live_recording_replays_byte_for_byte(build: Callable[..., LLM], tmp_path: Path) -> None:
     file = tmp_path / "recording"
     llm = build(topology="inline", record=str(file), kv_cache_memory_bytes=None, max_model_len=320, max_num_seqs=8)
