@@ -138,7 +138,7 @@ class EngineConfig:
         if not isinstance(text, dict):
             raise CorruptModelError(f"{path}/config.json: text_config is {text!r}, an object is needed")
         max_model_len = _max_model_len(path, given["max_model_len"], text)
-        block_size = _positive("block_size", given["block_size"] if given["block_size"] is not None else 16)
+        block_size = _positive("block_size", given["block_size"] if given["block_size"] is not None else 32)
         max_num_seqs = _positive("max_num_seqs", given["max_num_seqs"])
         max_num_batched_tokens = _positive("max_num_batched_tokens", given["max_num_batched_tokens"])
         if max_num_batched_tokens < max_num_seqs:

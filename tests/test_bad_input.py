@@ -315,7 +315,7 @@ async def test_the_error_of_a_child_process_reaches_every_caller(tmp_path: Path)
     llm.shutdown()
 
 
-@pytest.mark.parametrize(("size", "hint"), [(100_000, "set max_model_len=48 or less"), (1, "holds 0 tokens")])
+@pytest.mark.parametrize(("size", "hint"), [(150_000, "set max_model_len=64 or less"), (1, "holds 0 tokens")])
 def test_too_little_memory_for_one_sequence(size: int, hint: str) -> None:
     error = start_fails("storyteller", kv_cache_memory_bytes=size)
     assert type(error) is ConfigError
@@ -324,14 +324,14 @@ def test_too_little_memory_for_one_sequence(size: int, hint: str) -> None:
 
 
 def test_the_hint_about_max_model_len_is_right() -> None:
-    arguments: dict[str, Any] = {"kv_cache_memory_bytes": 100_000, "max_model_len": 48}
+    arguments: dict[str, Any] = {"kv_cache_memory_bytes": 150_000, "max_model_len": 64}
     with LLM("storyteller", topology="inline", num_threads=1, **arguments) as llm:
         (output,) = llm.generate(
             [1] * 40, SamplingParams(max_tokens=None, ignore_eos=True, min_tokens=1), use_tqdm=False
         )
-        assert len(output.outputs[0].token_ids) == 8
-        with pytest.raises(InvalidPromptError, match="max_model_len is 48"):
-            llm.generate([1] * 48, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 24
+        with pytest.raises(InvalidPromptError, match="max_model_len is 64"):
+            llm.generate([1] * 64, use_tqdm=False)
 
 
 @pytest.mark.parametrize("policy", ["fcsf", "nowhere:Policy", "json:JSONDecoder"])

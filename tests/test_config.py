@@ -45,7 +45,7 @@ def test_the_defaults() -> None:
     assert config.model.architecture == "LlamaForCausalLM"
     assert (config.model.dtype, config.model.max_model_len, config.model.vocab_size) == ("bfloat16", 1024, 4096)
     assert config.model.eos_token_ids == (0,)
-    assert (config.cache.block_size, config.cache.num_blocks) == (16, None)
+    assert (config.cache.block_size, config.cache.num_blocks) == (32, None)
     assert (config.scheduler.max_num_seqs, config.scheduler.depth, config.scheduler.policy) == (256, 2, "fcfs")
     assert (config.topology, config.world_size) == ("process", 1)
     assert config == config_of(**ARGUMENTS), "every default may be written out"
@@ -61,9 +61,9 @@ def test_it_is_frozen_and_resolving_makes_a_new_one() -> None:
 
 
 def test_too_little_memory_for_one_sequence_says_what_would_fit() -> None:
-    with pytest.raises(ConfigError, match=r"holds 160 tokens .* max_model_len=1024; .* set max_model_len=160 or less"):
+    with pytest.raises(ConfigError, match=r"holds 320 tokens .* max_model_len=1024; .* set max_model_len=320 or less"):
         config_of().resolved(10)
-    assert config_of(max_model_len=160).resolved(10).cache.num_blocks == 10
+    assert config_of(max_model_len=320).resolved(10).cache.num_blocks == 10
     with pytest.raises(
         ConfigError, match=r"holds 0 tokens .* give more memory \(kv_cache_memory_bytes, gpu_memory_util"
     ):

@@ -5,21 +5,28 @@ the scheduler's plan before anyone else reads it), because padded positions are 
 those of the scheduler, [0, num_blocks); two more blocks belong to the pool itself: one stays zero and fills up short
 block tables, one takes the writes of padding tokens.
 
-Layout, per layer: head-major, [2 * num_kv_heads, num_blocks + 2, block_size * head_dim], keys in the first half. One
-`index_select` over the block ids of a batch then yields keys and values as [2, num_kv_heads * rows, length, head_dim],
-ready for batched products, without a permutation. Decode works on all rows at once, with the query heads that share a
-key head folded into one product; only rows of very different length are split into groups. What was gathered for a
-group is kept, and in the next step of the same rows only the new token is added to it (`DecodeContext`). Prefill works
-row by row.
+Layout, per layer: [num_blocks + 2, 2 * num_kv_heads, block_size * head_dim]. The first half of a block's heads are keys,
+stored as [head_dim, block_size], the second half values, as [block_size, head_dim]. So either product of attention is a
+sum of weighted rows of the pool: scores are the key rows of a block weighted by the query, outputs the value rows
+weighted by the probabilities. That is what `torch.embedding_bag` computes, straight from the pages and for all rows of a
+batch at once; batched matrix products would first gather keys and values, and then be slower. A row's sums do not
+depend on what else is in the batch. Only rows of very different length are split into groups. The indices of a group
+are kept for the next step of the same rows, and change where a row gets a new block.
 
-`KVCache` is owned by the runner; `AttentionBatch` is made from it once per step and passed through the layers.
+Prefill works row by row, in tiles of queries, with matrix products over keys and values that the step has just computed,
+or over gathered ones where a part of the row is in the cache already.
+
+`KVCache` is owned by the runner; `KVWrites` and `AttentionBatch` are made from it once per step and passed through the
+layers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,20 +36,11 @@ from actorllm.model.inputs import StepInputs
 
 I64 = NDArray[np.int64]
 
-SMALL_GROUP_ELEMENTS = 80_000
-"""Up to this many key elements, batched products in float32 (no set-up) beat those in bfloat16 (10 µs each)."""
-
-GROUP_OVERHEAD_ELEMENTS = 200_000
+GROUP_OVERHEAD_ELEMENTS = 400_000
 """Key elements that take as long as the fixed cost of one more group: less padding than that is not worth a split."""
 
-MAX_GROUP_BYTES = 32 << 20
-"""Gathered keys and values of one group in one layer."""
-
-MAX_CONTEXT_BYTES = 512 << 20
-"""Gathered keys and values that are kept for the next step, over all layers; beyond that, they are gathered anew."""
-
-LENGTH_STEP = 32
-"""bfloat16 products are padded to a multiple of this: every new shape costs oneDNN about half a millisecond."""
+MAX_GROUP_INDICES = 8 << 20
+"""Key rows that one group reads in a layer; bounds the memory of its indices, which are four bytes each."""
 
 QUERY_TILE = 256
 """Prompt tokens that attend together: skips most of what lies above the diagonal, and keeps the scores in the cache."""
@@ -50,35 +48,19 @@ QUERY_TILE = 256
 MAX_TILE_SCORES = 4 << 20
 """Scores of one tile; over long contexts, tiles get smaller than QUERY_TILE."""
 
-SMALL_TILE_PRODUCTS = 16 << 20
-"""Up to this many multiplications, products in float32 beat those in bfloat16 with a shape oneDNN has not seen."""
-
-
-class Scratch:
-    """Memory that is used again in every step: fresh pages would cost more than what is done with them."""
-
-    def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-
-    def split(self, sizes: list[int]) -> list[torch.Tensor]:
-        """Parts of these sizes that do not overlap; the content is that of the last use."""
-        self._reserve(sum(sizes))
-        return list(torch.split(self._bytes[: sum(sizes)], sizes))
-
-    def overlay(self, sizes: list[int]) -> list[torch.Tensor]:
-        """The same memory for all, for parts that are not needed at the same time."""
-        self._reserve(max(sizes))
-        return [self._bytes[:size] for size in sizes]
-
-    def _reserve(self, size: int) -> None:
-        if size > len(self._bytes):
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # let the old memory go first
-            self._bytes = torch.empty(size + size // 4, dtype=torch.uint8)
+SMALL_TILE_PRODUCTS = 64 << 20
+"""Up to this many multiplications in all layers, float32 beats bfloat16 with a shape oneDNN has not seen (1 ms)."""
 
 
 def _zero_pages(num_bytes: int) -> torch.Tensor:
-    """Zeros that take no memory before they are written; `torch.zeros` writes them all."""
+    """Zeros that take no memory before they are written; `torch.zeros` writes them all.
+
+    Large pages, where the system has them: a first write costs one fault for 2 MiB instead of 512.
+    """
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # of a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
@@ -94,49 +76,132 @@ class KVCache:
         self.block_size = block_size
         self.zero_block = num_blocks
         self.padding_block = num_blocks + 1
-        shape = (num_layers, 2 * num_kv_heads, num_blocks + 2, block_size * head_dim)
+        shape = (num_layers, num_blocks + 2, 2 * num_kv_heads, block_size * head_dim)
         self.pool = _zero_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
-        self.blocks = list(self.pool.unbind(0))  # per layer [2 * num_kv_heads, num_blocks + 2, block_size * head_dim]
-        self.context: DecodeContext | None = None
-        self.kept, self.passing = Scratch(), Scratch()  # of the context, and of groups that are gathered in every step
-        tokens = self.pool.view(num_layers, 2 * num_kv_heads, (num_blocks + 2) * block_size, head_dim)
-        self.tokens = list(tokens.unbind(0))  # per layer [2 * num_kv_heads, num_token_slots, head_dim]
+        self.layers = [KVLayer(blocks, num_kv_heads, head_dim, block_size) for blocks in self.pool.unbind(0)]
+        rows_per_layer = shape[1] * shape[2] * max(head_dim, block_size)
+        self.index_type: Any = np.int32 if rows_per_layer <= np.iinfo(np.int32).max else np.int64
+        self.decodes: dict[int | None, DecodeContext] = {}
+        """By sliding window."""
 
     def zero(self, block_ids: NDArray[np.int32]) -> None:
-        self.context = None
-        self.pool.index_fill_(2, torch.from_numpy(block_ids.astype(np.int64)), 0)
+        self.pool.index_fill_(1, torch.from_numpy(block_ids.astype(np.int64)), 0)
 
     def copy(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         """All at once: a target that is also a source is read before it is written."""
-        self.context = None
         to, where = torch.from_numpy(targets.astype(np.int64)), torch.from_numpy(sources.astype(np.int64))
-        for layer in self.blocks:
-            layer.index_copy_(1, to, layer.index_select(1, where))
+        for layer in self.layers:
+            layer.blocks.index_copy_(0, to, layer.blocks.index_select(0, where))
 
 
-@dataclass(slots=True)
+class KVLayer:
+    """Views of one layer's blocks."""
+
+    __slots__ = ("blocks", "elements", "key_rows", "keys", "value_rows", "values")
+
+    def __init__(self, blocks: torch.Tensor, num_kv_heads: int, head_dim: int, block_size: int) -> None:
+        self.blocks = blocks  # [num_blocks + 2, 2 * num_kv_heads, block_size * head_dim]
+        self.elements = blocks.view(-1)
+        self.key_rows = blocks.view(-1, block_size)  # row (block * 2 * num_kv_heads + head) * head_dim + dimension
+        self.value_rows = blocks.view(-1, head_dim)  # row (block * 2 * num_kv_heads + head) * block_size + offset
+        self.keys = blocks[:, :num_kv_heads].view(-1, num_kv_heads, head_dim, block_size)
+        self.values = blocks[:, num_kv_heads:].view(-1, num_kv_heads, block_size, head_dim)
+
+
+class KVWrites:
+    """Where the keys and values of a step's tokens go; the same in every layer.
+
+    Prompt tokens that fill a whole block are written by block, all others one by one.
+    """
+
+    def __init__(self, inputs: StepInputs, cache: KVCache) -> None:
+        self._cache = cache
+        size, heads, dim = cache.block_size, cache.num_kv_heads, cache.head_dim
+        whole, block_ids = _whole_blocks(inputs, size)
+        self._loose: torch.Tensor | None = None  # tokens that are written one by one; None: all
+        kv_slots = inputs.kv_slots
+        self._whole: torch.Tensor | None = None  # [num_whole * block_size] tokens
+        if block_ids.size:
+            is_loose = np.ones(len(kv_slots), np.bool_)
+            is_loose[whole] = False
+            loose = np.flatnonzero(is_loose)
+            kv_slots = kv_slots[loose]
+            self._loose = torch.from_numpy(loose)
+            self._whole, self._block_ids = torch.from_numpy(whole), torch.from_numpy(block_ids)
+        block, offset = kv_slots // size * (2 * heads), kv_slots % size
+        first = block[:, None] + np.arange(heads)  # [num_loose, num_kv_heads]
+        elements = np.add.outer(first * (dim * size) + offset[:, None], np.arange(dim) * size)
+        self._key_elements = torch.from_numpy(elements.reshape(-1))
+        self._value_rows = torch.from_numpy(((first + heads) * size + offset[:, None]).reshape(-1))
+
+    def store(self, layer: int, key_value: torch.Tensor) -> None:
+        """key_value: [num_tokens, 2 * num_kv_heads, head_dim]."""
+        views, heads = self._cache.layers[layer], self._cache.num_kv_heads
+        loose = key_value
+        if self._whole is not None:
+            assert self._loose is not None
+            whole = key_value.index_select(0, self._whole).view(-1, self._cache.block_size, *key_value.shape[1:])
+            # [num_whole, block_size, 2 * num_kv_heads, head_dim]
+            views.keys.index_copy_(0, self._block_ids, whole[:, :, :heads].permute(0, 2, 3, 1).contiguous())
+            views.values.index_copy_(0, self._block_ids, whole[:, :, heads:].transpose(1, 2).contiguous())
+            if not len(self._loose):
+                return
+            loose = key_value.index_select(0, self._loose)
+        views.elements.put_(self._key_elements, loose[:, :heads].reshape(-1))
+        views.value_rows.index_copy_(0, self._value_rows, loose[:, heads:].reshape(-1, self._cache.head_dim))
+
+
+def _whole_blocks(inputs: StepInputs, size: int) -> tuple[I64, I64]:
+    """The prompt tokens that fill whole blocks, [num_whole * size], and these blocks."""
+    tokens, blocks = [], []
+    for start, count, first, table in zip(
+        inputs.prefill_starts, inputs.prefill_counts, inputs.prefill_first, inputs.prefill_tables, strict=True
+    ):
+        low, high = -(-first // size), (first + count) // size
+        if low < high:
+            tokens.append(np.arange(start + low * size - first, start + high * size - first))
+            blocks.append(table[low:high].astype(np.int64))
+    if not blocks:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    return np.concatenate(tokens), np.concatenate(blocks)
+
+
 class DecodeGroup:
-    """Decode rows [start, end) of a step, padded to one length."""
+    """Decode rows [start, end) of a step, padded to one number of blocks: what each of them reads, in every layer.
 
-    start: int
-    end: int
-    block_ids: torch.Tensor  # [rows * blocks_per_row]
-    length: int
-    bias: torch.Tensor  # [num_kv_heads * rows, queries_per_kv, length]: 0 where a row may look, -inf elsewhere
-    gathered: list[torch.Tensor]
-    """Per layer [2 * num_kv_heads, rows * blocks_per_row, block_size * head_dim]; one for all when it is not kept."""
-    tokens: list[torch.Tensor]  # the same memory as [2 * num_kv_heads, rows * length, head_dim]
-    keys: list[torch.Tensor]  # its first half as [num_kv_heads * rows, head_dim, length]
-    values: list[torch.Tensor]  # its second half as [num_kv_heads * rows, length, head_dim]
-    is_small: bool
-    """Computed in float32 although the model is bfloat16."""
-    is_kept: bool
-    new_slots: torch.Tensor | None = None  # [rows] row * length + position of the new token; None: gather everything
+    `first_block` is where the table of each row begins, which is 0 unless a sliding window has left blocks behind.
+    """
+
+    def __init__(self, start: int, end: int, num_blocks: int, first_block: I64, fold: int, cache: KVCache) -> None:
+        heads, dim, size, kind = cache.num_kv_heads, cache.head_dim, cache.block_size, cache.index_type
+        rows = end - start
+        self.start, self.end = start, end
+        self.num_blocks = num_blocks
+        self.first_block = first_block  # [rows]
+        self._heads = 2 * heads
+        keys, values = np.arange(heads)[:, None], np.arange(heads, 2 * heads)[:, None]
+        self._key_rows = (keys * dim + np.arange(dim)).astype(kind)[:, None]  # [num_kv_heads, 1, head_dim] of block 0
+        self._value_rows = (values * size + np.arange(size)).astype(kind)[:, None]  # [num_kv_heads, 1, block_size]
+        self._keys = np.empty((rows, heads, fold, num_blocks, dim), kind)
+        self._values = np.empty((rows, heads, fold, num_blocks, size), kind)
+        self.key_index = torch.from_numpy(self._keys.reshape(-1))
+        self.value_index = torch.from_numpy(self._values.reshape(-1))
+        self.key_bags = torch.from_numpy(np.arange(0, self._keys.size, dim, dtype=kind))
+        self.value_bags = torch.from_numpy(np.arange(0, self._values.size, num_blocks * size, dtype=kind))
+        self.bias = torch.empty(rows, 1, num_blocks * size, dtype=cache.pool.dtype)
+        """0 where a row may look, -inf elsewhere."""
+
+    def point(self, rows: Any, columns: Any, block_ids: NDArray[np.int32]) -> None:
+        """Let some entries of the rows' tables be these blocks; indexed like an array of [rows, num_blocks]."""
+        blocks = block_ids.astype(self._keys.dtype)[..., None, None, None] * self._heads
+        dim, size = self._keys.shape[-1], self._values.shape[-1]
+        self._keys.transpose(0, 3, 1, 2, 4)[rows, columns] = blocks * dim + self._key_rows
+        self._values.transpose(0, 3, 1, 2, 4)[rows, columns] = blocks * size + self._value_rows
 
 
 @dataclass(slots=True)
 class DecodeContext:
-    """The gathered keys and values of the decode rows after a step, as long as rows and blocks stay what they are."""
+    """The groups of the decode rows of a step, as long as the rows stay what they are."""
 
     version: int
     lengths: I64  # [num_decodes]
@@ -145,7 +210,7 @@ class DecodeContext:
 
 @dataclass(slots=True)
 class PrefillTile:
-    """Tokens [start, end) of a step, of one row, and the part [first, last) of the row's gathered keys they look at."""
+    """Tokens [start, end) of a step, of one row, and the part [first, last) of the row's keys they look at."""
 
     start: int
     end: int
@@ -158,20 +223,24 @@ class PrefillTile:
 
 @dataclass(slots=True)
 class PrefillRow:
-    """The tokens of one prefill row, with the blocks of its context."""
+    """The tokens [start, end) of one prefill row, with the blocks of its context."""
 
-    block_ids: torch.Tensor  # [blocks_per_row]
+    start: int
+    end: int
+    block_ids: torch.Tensor | None  # [blocks_per_row]; None: all its keys are those of this step
     tiles: list[PrefillTile]
 
 
 class AttentionBatch:
     """Who looks at what in one step, for one sliding window (None: everything before)."""
 
-    def __init__(self, inputs: StepInputs, cache: KVCache, queries_per_kv: int, window: int | None) -> None:
-        self.kv_slots = torch.from_numpy(inputs.kv_slots)  # [num_tokens]
+    def __init__(
+        self, inputs: StepInputs, cache: KVCache, writes: KVWrites, queries_per_kv: int, window: int | None
+    ) -> None:
         self.queries_per_kv = queries_per_kv
         self.scale = cache.head_dim**-0.5
         self._cache = cache
+        self._writes = writes
         self._window = window
         self.groups = self._decode_groups(inputs) if inputs.num_decodes else []
         self.rows = [
@@ -180,6 +249,7 @@ class AttentionBatch:
                 inputs.prefill_starts, inputs.prefill_counts, inputs.prefill_first, strict=True
             )
         ]
+        self._has_fresh_rows = any(row.block_ids is None for row in self.rows)
 
     def attend(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
         """Store this step's keys and values, then attend.
@@ -187,47 +257,43 @@ class AttentionBatch:
         query: [num_tokens, num_heads, head_dim]; key_value: [num_tokens, 2 * num_kv_heads, head_dim].
         Returns [num_tokens, num_heads * head_dim].
         """
-        new = key_value.transpose(0, 1)  # [2 * num_kv_heads, num_tokens, head_dim]
-        self._cache.tokens[layer].index_copy_(1, self.kv_slots, new)
+        self._writes.store(layer, key_value)
         if len(self.groups) == 1 and self.groups[0].end == query.shape[0]:
-            return self._decode(layer, query, new, self.groups[0])
+            return self._decode(layer, query, self.groups[0])
         out = query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
         for group in self.groups:
             rows = slice(group.start, group.end)
-            out[rows] = self._decode(layer, query[rows], new[:, rows], group)
+            out[rows] = self._decode(layer, query[rows], group)
+        fresh = key_value.transpose(0, 1).contiguous() if self._has_fresh_rows else None
         for row in self.rows:
-            self._prefill(layer, query, row, out)
+            self._prefill(layer, query, fresh, row, out)
         return out
 
-    def _decode(self, layer: int, query: torch.Tensor, new: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
-        heads, dim, fold = self._cache.num_kv_heads, self._cache.head_dim, self.queries_per_kv
-        rows, is_small, kept = query.shape[0], group.is_small, layer if group.is_kept else 0
-        if group.new_slots is not None:
-            group.tokens[kept].index_copy_(1, group.new_slots, new.float() if is_small else new)
-        elif is_small:
-            group.gathered[kept].copy_(self._cache.blocks[layer].index_select(1, group.block_ids))
-        else:
-            torch.index_select(self._cache.blocks[layer], 1, group.block_ids, out=group.gathered[kept])
-        if rows == 1:
-            q = query.view(heads, fold, dim)
-        else:
-            q = query.view(rows, heads, fold, dim).transpose(0, 1).reshape(heads * rows, fold, dim)
-        if is_small:
-            q = q.float()
-        scores = torch.baddbmm(group.bias, q, group.keys[kept], alpha=self.scale)
-        out = torch.bmm(
-            torch.softmax(scores, -1), group.values[kept]
-        )  # [num_kv_heads * rows, queries_per_kv, head_dim]
-        if is_small:
-            out = out.to(query.dtype)
-        if rows == 1:
-            return out.view(1, heads * fold * dim)
-        return out.view(heads, rows, fold * dim).transpose(0, 1).reshape(rows, heads * fold * dim)
+    def _decode(self, layer: int, query: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
+        views = self._cache.layers[layer]
+        num_rows, num_heads, dim = query.shape
+        weights = query.unsqueeze(2).expand(-1, -1, group.num_blocks, -1).reshape(-1)
+        scores = _weighted_sums(views.key_rows, group.key_index, group.key_bags, weights)
+        scores = torch.add(group.bias, scores.view(num_rows, num_heads, -1), alpha=self.scale)
+        weights = torch.softmax(scores, -1).view(-1)  # [num_rows, num_heads, num_blocks * block_size]
+        out = _weighted_sums(views.value_rows, group.value_index, group.value_bags, weights)
+        return out.view(num_rows, num_heads * dim)
 
-    def _prefill(self, layer: int, query: torch.Tensor, row: PrefillRow, out: torch.Tensor) -> None:
+    def _prefill(
+        self, layer: int, query: torch.Tensor, fresh: torch.Tensor | None, row: PrefillRow, out: torch.Tensor
+    ) -> None:
         heads, dim, fold = self._cache.num_kv_heads, self._cache.head_dim, self.queries_per_kv
-        blocks = self._cache.blocks[layer].index_select(1, row.block_ids)
-        key, value = blocks.view(2, heads, -1, dim).unbind(0)  # [num_kv_heads, length, head_dim]
+        if row.block_ids is None:
+            assert fresh is not None
+            key, value = fresh[:heads, row.start : row.end], fresh[heads:, row.start : row.end]
+        else:
+            blocks = self._cache.layers[layer].blocks.index_select(0, row.block_ids)
+            size = self._cache.block_size
+            # [blocks_per_row, num_kv_heads, head_dim, block_size]: in the order in which runs stay contiguous
+            key = blocks[:, :heads].view(-1, heads, dim, size).permute(1, 2, 0, 3).reshape(heads, dim, -1)
+            key = key.transpose(1, 2)
+            value = blocks[:, heads:].transpose(0, 1).reshape(heads, -1, dim)
+        # both [num_kv_heads, length, head_dim]
         for tile in row.tiles:
             num_tokens, length = tile.end - tile.start, tile.last - tile.first
             q = query[tile.start : tile.end].view(num_tokens, heads, fold, dim)
@@ -242,36 +308,38 @@ class AttentionBatch:
 
     def _decode_groups(self, inputs: StepInputs) -> list[DecodeGroup]:
         """The groups of the step before with one more token per row, or new ones."""
-        cache, context = self._cache, self._cache.context
-        if self._window is not None:
-            return self._new_groups(inputs)
+        context = self._cache.decodes.get(self._window)
         if (
-            context is not None
-            and context.version == inputs.decode_version
-            and np.array_equal(context.lengths + 1, inputs.decode_lengths)
-            and all(int(inputs.decode_lengths[g.start : g.end].max()) <= g.length for g in context.groups)
+            context is None
+            or context.version != inputs.decode_version
+            or not np.array_equal(context.lengths + 1, inputs.decode_lengths)
+            or not all(self._extend(group, inputs) for group in context.groups)
         ):
-            for group in context.groups:
-                self._extend(group, inputs)
-            context.lengths = inputs.decode_lengths
-            return context.groups
-        groups = self._new_groups(inputs)
-        is_kept = all(group.is_kept for group in groups)
-        cache.context = DecodeContext(inputs.decode_version, inputs.decode_lengths, groups) if is_kept else None
-        return groups
+            context = DecodeContext(inputs.decode_version, inputs.decode_lengths, self._new_groups(inputs))
+            self._cache.decodes[self._window] = context
+        context.lengths = inputs.decode_lengths
+        return context.groups
 
-    def _extend(self, group: DecodeGroup, inputs: StepInputs) -> None:
-        """One more token per row: where it goes, and that it may be looked at."""
-        rows = group.end - group.start
-        if rows == 1:
-            only = int(inputs.decode_positions[group.start])
-            group.new_slots = torch.tensor([only])
-            group.bias[:, :, only] = 0
-            return
-        row, position = np.arange(rows), inputs.decode_positions[group.start : group.end]
-        group.new_slots = torch.from_numpy(row * group.length + position)
-        bias = group.bias.view(self._cache.num_kv_heads, rows, self.queries_per_kv, group.length)
-        bias[:, torch.from_numpy(row), :, torch.from_numpy(position)] = 0
+    def _extend(self, group: DecodeGroup, inputs: StepInputs) -> bool:
+        """One more token per row: where it is, and that it may be looked at. False: the group must be made anew."""
+        size, rows = self._cache.block_size, slice(group.start, group.end)
+        positions = inputs.decode_positions[rows]
+        column = positions // size - group.first_block
+        if int(column.max()) >= group.num_blocks:
+            return False
+        here = np.arange(len(positions))
+        if self._window is not None:
+            if ((positions + 1 - self._window) // size > group.first_block).any():
+                return False  # a block has left the window
+            hidden = positions - self._window - group.first_block * size
+            left = np.flatnonzero(hidden >= 0)
+            group.bias[torch.from_numpy(left), 0, torch.from_numpy(hidden[left])] = -torch.inf
+        group.bias[torch.from_numpy(here), 0, torch.from_numpy(positions - group.first_block * size)] = 0
+        fresh = np.flatnonzero(positions % size == 0)
+        if fresh.size:
+            block_ids = inputs.decode_table[rows][fresh, positions[fresh] // size]
+            group.point(fresh, column[fresh], block_ids)
+        return True
 
     def _new_groups(self, inputs: StepInputs) -> list[DecodeGroup]:
         """Rows come ordered by falling length whenever their lengths differ enough for a split to pay."""
@@ -281,9 +349,8 @@ class AttentionBatch:
         first_block = first_visible // size
         num_blocks = -(-lengths // size) - first_block
         block_elements = cache.num_kv_heads * cache.head_dim * size
-        is_exact = cache.pool.dtype == torch.float32
-        most_blocks = max(1, MAX_GROUP_BYTES // (2 * block_elements * cache.pool.element_size()))
-        bounds: list[tuple[int, int, int, bool]] = []
+        most_blocks = max(1, MAX_GROUP_INDICES // (cache.num_kv_heads * self.queries_per_kv * cache.head_dim))
+        groups = []
         start, total = 0, len(lengths)
         while start < total:
             longest = int(num_blocks[start:].max())
@@ -293,61 +360,26 @@ class AttentionBatch:
                 worth = np.flatnonzero(saved > GROUP_OVERHEAD_ELEMENTS)
                 end = start + max(1, int(worth[0])) if worth.size else total
             end = min(end, start + max(1, most_blocks // longest))
-            is_small = not is_exact and (end - start) * longest * block_elements <= SMALL_GROUP_ELEMENTS
-            if not is_exact and not is_small:
-                step = max(1, LENGTH_STEP // size, 1 << max(0, longest.bit_length() - 4))
-                longest = -(-longest // step) * step
-            bounds.append((start, end, longest, is_small))
+            groups.append(self._new_group(inputs, start, end, first_block, num_blocks, first_visible))
             start = end
-        width = [4 if is_small else cache.pool.element_size() for _, _, _, is_small in bounds]
-        sizes = [2 * block_elements * (b[1] - b[0]) * b[2] * w for b, w in zip(bounds, width, strict=True)]
-        is_kept = self._window is None and sum(sizes) * len(cache.blocks) <= MAX_CONTEXT_BYTES
-        buffers = cache.kept.split([n * len(cache.blocks) for n in sizes]) if is_kept else cache.passing.overlay(sizes)
-        return [
-            self._new_group(inputs, b, buffer, first_block, num_blocks, first_visible, is_kept)
-            for b, buffer in zip(bounds, buffers, strict=True)
-        ]
+        return groups
 
     def _new_group(
-        self,
-        inputs: StepInputs,
-        bounds: tuple[int, int, int, bool],
-        buffer: torch.Tensor,
-        first_block: I64,
-        num_blocks: I64,
-        first_visible: I64,
-        is_kept: bool,
+        self, inputs: StepInputs, start: int, end: int, first_block: I64, num_blocks: I64, first_visible: I64
     ) -> DecodeGroup:
-        start, end, blocks_per_row, is_small = bounds
-        cache, size, rows = self._cache, self._cache.block_size, slice(start, end)
-        table = inputs.decode_table  # [num_decodes, max_blocks]
-        columns = np.arange(blocks_per_row)
+        cache, rows = self._cache, slice(start, end)
+        longest = int(num_blocks[rows].max())
+        group = DecodeGroup(start, end, longest, first_block[rows], self.queries_per_kv, cache)
+        table = inputs.decode_table[rows]  # [rows, max_blocks]
+        columns = np.arange(longest)
         where = np.minimum(first_block[rows, None] + columns, table.shape[1] - 1)
-        ids = np.take_along_axis(table[rows], where, 1)  # [rows, blocks_per_row]
-        ids[columns >= num_blocks[rows, None]] = cache.zero_block
-        position = np.arange(blocks_per_row * size) + first_block[rows, None] * size
+        block_ids = np.take_along_axis(table, where, 1)  # [rows, longest]
+        block_ids[columns >= num_blocks[rows, None]] = cache.zero_block
+        group.point(slice(None), slice(None), block_ids)
+        position = np.arange(longest * cache.block_size) + first_block[rows, None] * cache.block_size
         hidden = (position >= inputs.decode_lengths[rows, None]) | (position < first_visible[rows, None])
-        dtype = torch.float32 if is_small else cache.pool.dtype
-        bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
-        heads, num_rows = cache.num_kv_heads, end - start
-        bias = bias.view(1, num_rows, 1, -1).expand(heads, -1, self.queries_per_kv, -1).contiguous()
-        gathered = buffer.view(dtype).view(-1, 2 * heads, num_rows * blocks_per_row, size * cache.head_dim)
-        length = blocks_per_row * size
-        tokens = gathered.view(-1, 2 * heads, num_rows * length, cache.head_dim)
-        halves = gathered.view(-1, 2, heads * num_rows, length, cache.head_dim)
-        return DecodeGroup(
-            start=start,
-            end=end,
-            block_ids=torch.from_numpy(ids.reshape(-1)),
-            length=length,
-            bias=bias.view(heads * num_rows, self.queries_per_kv, -1),
-            gathered=list(gathered.unbind(0)),
-            tokens=list(tokens.unbind(0)),
-            keys=list(halves[:, 0].transpose(2, 3).unbind(0)),
-            values=list(halves[:, 1].unbind(0)),
-            is_small=is_small,
-            is_kept=is_kept,
-        )
+        group.bias.view(end - start, -1).zero_().masked_fill_(torch.from_numpy(hidden), -torch.inf)
+        return group
 
     def _prefill_row(self, inputs: StepInputs, start: int, count: int, first_position: int) -> PrefillRow:
         """Tiles of one row; the gathered context starts at the first block that any of its tokens sees."""
@@ -357,8 +389,11 @@ class AttentionBatch:
         oldest = 0 if window is None else max(0, first_position + 1 - window)
         first_block = oldest // size
         offset = first_block * size
-        ids = inputs.prefill_tables[index][first_block : -(-length // size)]
+        ids = (
+            torch.from_numpy(inputs.prefill_tables[index][first_block : -(-length // size)]) if first_position else None
+        )
         num_heads, dim = self._cache.num_kv_heads * self.queries_per_kv, self._cache.head_dim
+        layer_products = len(self._cache.layers) * num_heads * dim
         is_exact = self._cache.pool.dtype == torch.float32
         tile_size = max(16, min(QUERY_TILE, MAX_TILE_SCORES // (num_heads * length)))
         tiles = []
@@ -366,7 +401,7 @@ class AttentionBatch:
             b = min(count, a + tile_size)
             low = offset if window is None else max(offset, first_position + a + 1 - window)
             high = first_position + b
-            is_small = not is_exact and num_heads * dim * (b - a) * (high - low) <= SMALL_TILE_PRODUCTS
+            is_small = not is_exact and layer_products * (b - a) * (high - low) <= SMALL_TILE_PRODUCTS
             query = torch.arange(first_position + a, high).unsqueeze(1)
             key = torch.arange(low if window is not None else first_position + a, high)
             hidden = key > query
@@ -375,4 +410,10 @@ class AttentionBatch:
             dtype = torch.float32 if is_small else self._cache.pool.dtype
             bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
             tiles.append(PrefillTile(start + a, start + b, low - offset, high - offset, bias, is_small))
-        return PrefillRow(torch.from_numpy(ids), tiles)
+        return PrefillRow(start, start + count, ids, tiles)
+
+
+def _weighted_sums(rows: torch.Tensor, index: torch.Tensor, bags: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """One sum of weighted rows per bag, [num_bags, row_size]; a bag is the part of `index` from its entry in `bags` on."""
+    out: torch.Tensor = torch.embedding_bag(rows, index, bags, False, 0, False, weights)[0]
+    return out

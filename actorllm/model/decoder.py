@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from actorllm.errors import CorruptModelError, UnsupportedModelError
-from actorllm.model.attention import AttentionBatch, KVCache
+from actorllm.model.attention import AttentionBatch, KVCache, KVWrites
 from actorllm.model.inputs import StepInputs
 from actorllm.model.layers import Linear, RMSNorm, RotaryEmbedding, interleave, inverse_frequencies, silu_mul
 from actorllm.model.weights import Weights
@@ -235,7 +235,8 @@ class Decoder:
     def forward(self, inputs: StepInputs, cache: KVCache) -> torch.Tensor:
         """The hidden states before the final norm, [num_tokens, hidden_size]; keys and values go to the cache."""
         fold = self.config.num_heads // self.config.num_kv_heads
-        attention = {w: AttentionBatch(inputs, cache, fold, w) for w in dict.fromkeys(self.config.windows)}
+        writes = KVWrites(inputs, cache)
+        attention = {w: AttentionBatch(inputs, cache, writes, fold, w) for w in dict.fromkeys(self.config.windows)}
         rotations = self.rotary.rotations(torch.from_numpy(inputs.positions))
         x = torch.embedding(self.embedding, torch.from_numpy(inputs.token_ids))
         for layer in self.layers:

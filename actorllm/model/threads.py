@@ -56,6 +56,8 @@ def worker_environment(config: EngineConfig) -> dict[str, str]:
         # Freed activations stay with the process: mapping them anew in every step costs more than computing them.
         "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+        # Large pages for what torch allocates: fewer misses while weights stream through, some per cent of a step.
+        "THP_MEM_ALLOC_ENABLE": "1",
     }
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
