@@ -8,8 +8,9 @@ what else is in the batch, nor on where a stream was taken up again. Temperature
 Rows never influence each other: a row with NaN or infinite logits gets some id of the vocabulary and raises nothing (the
 caller reports such rows). The model runner calls `Sampler.sample` once a step, on one thread.
 
-Everything here is numpy on purpose: at these sizes its argmax, exp and partition are several times faster than torch's
-on one thread, and a call costs less.
+The masses of rows that keep every id come from torch's softmax, which is one pass over the logits on all threads. The
+rest is numpy on purpose: at these sizes its argmax, exp and partition are several times faster than torch's on one
+thread, and a call costs less.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ GROUP = 4
 """Ids per Philox call."""
 
 CHUNK_ELEMENTS = 1 << 16
-"""Logits worked on at a time: they and their exponentials stay in the second-level cache."""
+"""Logits filtered at a time: they and their exponentials stay in the second-level cache."""
 
 BLOCK = 64
 """Sorted logits whose mass is added up at once, where a nucleus is looked for."""
@@ -110,20 +111,26 @@ class SampledColumns:
     seeds: U64
     sample_index: I32
 
-    divisor: F32 | None = field(init=False)
-    """Temperatures, [num_rows, 1]; None: all are 1."""
+    divisor: F32 = field(init=False)
+    """Temperatures, [num_rows, 1]."""
+    is_scaled: bool = field(init=False)
+    """Some temperature is not 1."""
     log_min_p: F32 = field(init=False)
     keys: U32 = field(init=False)
-    is_filtered: NDArray[np.bool_] = field(init=False)
-    any_filtered: bool = field(init=False)
+    filtered: NDArray[np.intp] = field(init=False)
+    """Rows that do not keep every id."""
+    unfiltered: NDArray[np.intp] | None = field(init=False)
+    """The others; None: all are."""
 
     def __post_init__(self) -> None:
-        self.divisor = None if (self.temperature == 1).all() else self.temperature[:, None]
+        self.divisor = self.temperature[:, None]
+        self.is_scaled = bool((self.temperature != 1).any())
         with np.errstate(divide="ignore"):
             self.log_min_p = np.log(self.min_p)
         self.keys = round_keys(self.seeds)
-        self.is_filtered = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
-        self.any_filtered = bool(self.is_filtered.any())
+        is_filtered = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
+        self.filtered = np.flatnonzero(is_filtered)
+        self.unfiltered = np.flatnonzero(~is_filtered) if is_filtered.any() else None
 
     def __len__(self) -> int:
         return len(self.temperature)
@@ -145,7 +152,7 @@ class Sampler:
         self._lanes = np.arange(TILE)
 
     def sample(self, logits: torch.Tensor, columns: SamplingColumns) -> I32:
-        """The next token of every row. logits: [num_rows, vocab_size] float32, overwritten. Returns int32 [num_rows]."""
+        """The next token of every row, int32 [num_rows]. logits: [num_rows, vocab_size] float32."""
         tokens, _ = self._sample(logits, columns, with_margin=False)
         return tokens
 
@@ -160,29 +167,39 @@ class Sampler:
     def _sample(self, logits: torch.Tensor, columns: SamplingColumns, *, with_margin: bool) -> tuple[I32, F32]:
         if logits.shape != (len(columns), self.vocab_size):
             raise ValueError(f"logits of shape {list(logits.shape)}, not [{len(columns)}, {self.vocab_size}]")
-        x: F32 = logits.detach().float().contiguous().numpy()
+        logits = logits.detach().float().contiguous()
+        x: F32 = logits.numpy()
         # rows with NaN or infinity are the caller's business
         with np.errstate(all="ignore"):
             if columns.all_greedy:
                 return x.argmax(axis=1).astype(np.int32), _gap(x) if with_margin else _NO_MARGIN
             rows = columns.sampled_rows
             if rows is None:
-                return self._draw(x, columns.sampled, columns.token_index, with_margin=with_margin)
+                return self._draw(logits, columns.sampled, columns.token_index, with_margin=with_margin)
             tokens: I32 = x.argmax(axis=1).astype(np.int32)
             margins = _gap(x) if with_margin else _NO_MARGIN
             token_index = columns.token_index[rows]
-            tokens[rows], drawn = self._draw(x[rows], columns.sampled, token_index, with_margin=with_margin)
+            sampled = logits.index_select(0, torch.from_numpy(rows))
+            tokens[rows], drawn = self._draw(sampled, columns.sampled, token_index, with_margin=with_margin)
             if with_margin:
                 margins[rows] = drawn
             return tokens, margins
 
-    def _draw(self, x: F32, columns: SampledColumns, token_index: I32, *, with_margin: bool) -> tuple[I32, F32]:
-        """Both stages, for rows that are not greedy. Overwrites x."""
+    def _draw(
+        self, logits: torch.Tensor, columns: SampledColumns, token_index: I32, *, with_margin: bool
+    ) -> tuple[I32, F32]:
+        """Both stages, for rows that are not greedy."""
         num_rows = len(columns)
-        mass: F32 = np.empty((num_rows, self.num_tiles), np.float32)
-        threshold: F32 | None = np.full(num_rows, -np.inf, np.float32) if columns.any_filtered else None
-        for start in range(0, num_rows, self._chunk_rows):
-            self._weigh(x, columns, slice(start, min(start + self._chunk_rows, num_rows)), mass, threshold)
+        x: F32 = logits.numpy()
+        # No choice depends on the row maximum that is subtracted, and near 0 float32 is finest.
+        highest: F32 = logits.amax(1, keepdim=True).numpy()
+        mass = self._tile_masses(logits, columns)  # [num_rows, num_tiles]
+        threshold: F32 | None = None
+        if len(columns.filtered):
+            threshold = np.full(num_rows, -np.inf, np.float32)
+            for start in range(0, len(columns.filtered), self._chunk_rows):
+                rows = columns.filtered[start : start + self._chunk_rows]
+                mass[rows], threshold[rows] = self._kept_masses(x[rows], highest[rows], columns, rows)
 
         noise = gumbel_noise(columns.keys, token_index, columns.sample_index, self._tile_groups, TILE_DOMAIN)
         score = np.log(mass, out=mass)
@@ -190,6 +207,9 @@ class Sampler:
         tile = score.argmax(axis=1)
 
         z = self._tile_logits(x, tile)  # [num_rows, TILE]
+        z -= highest
+        if columns.is_scaled:
+            z /= columns.divisor
         if threshold is not None:
             # adds 0 or -inf: np.where on an unpredictable mask is slower by far
             z += np.log(z >= threshold[:, None], dtype=np.float32)
@@ -200,38 +220,44 @@ class Sampler:
         tokens: I32 = (tile * TILE + lane).astype(np.int32)
         return tokens, np.minimum(_gap(score), _gap(z)) if with_margin else _NO_MARGIN
 
-    def _weigh(self, x: F32, columns: SampledColumns, rows: slice, mass: F32, threshold: F32 | None) -> None:
-        """For some rows: scale the logits in place, find the smallest one to keep, and add up what is kept by tile.
+    def _tile_masses(self, logits: torch.Tensor, columns: SampledColumns) -> F32:
+        """The probability of every tile, [num_rows, num_tiles], in rows that keep every id; others are not filled in."""
+        rows, divisor = columns.unfiltered, columns.divisor
+        if rows is not None:
+            if not len(rows):
+                return np.empty((len(columns), self.num_tiles), np.float32)
+            logits, divisor = logits.index_select(0, torch.from_numpy(rows)), divisor[rows]
+        probability = torch.softmax(logits / torch.from_numpy(divisor) if columns.is_scaled else logits, 1)
+        whole = self.vocab_size // TILE
+        mass = probability[:, : whole * TILE].view(len(logits), whole, TILE).sum(-1)
+        if whole < self.num_tiles:
+            mass = torch.cat((mass, probability[:, whole * TILE :].sum(-1, keepdim=True)), 1)
+        if rows is None:
+            return mass.numpy()
+        masses = np.empty((len(columns), self.num_tiles), np.float32)
+        masses[rows] = mass.numpy()
+        return masses
 
-        The row maximum is subtracted: no choice depends on it, and near 0 float32 is finest. `mass` is then the kept
-        probability of each tile, up to a factor per row.
-        """
-        y = x[rows]
-        y -= y.max(axis=1, keepdims=True)
-        if columns.divisor is not None:
+    def _kept_masses(self, y: F32, highest: F32, columns: SampledColumns, rows: NDArray[np.intp]) -> tuple[F32, F32]:
+        """What is kept of every tile, up to a factor per row, and the smallest scaled logit to keep. Overwrites y."""
+        y -= highest
+        if columns.is_scaled:
             y /= columns.divisor[rows]
         padded = self._exp[: len(y)]
         e = padded[:, : self.vocab_size]
         np.exp(y, out=e)
-        if threshold is not None:
-            filtered = np.flatnonzero(columns.is_filtered[rows])
-            index = filtered + rows.start
-            if len(filtered) == len(y):
-                threshold[rows] = _filter(y, e, columns, index)
-            elif len(filtered):
-                part = e[filtered]
-                threshold[index] = _filter(y[filtered], part, columns, index)
-                e[filtered] = part
-        padded.reshape(len(y), self.num_tiles, TILE).sum(axis=-1, out=mass[rows])
+        threshold = _filter(y, e, columns, rows)
+        mass: F32 = padded.reshape(len(y), self.num_tiles, TILE).sum(axis=-1)
+        return mass, threshold
 
-    def _tile_logits(self, y: F32, tile: NDArray[np.intp]) -> F32:
+    def _tile_logits(self, x: F32, tile: NDArray[np.intp]) -> F32:
         """The logits of one tile of every row, [num_rows, TILE]; -inf past the end of the vocabulary."""
-        num_rows, rest = len(y), self.vocab_size % TILE
+        num_rows, rest = len(x), self.vocab_size % TILE
         if not rest:
-            picked: F32 = y.reshape(num_rows, self.num_tiles, TILE)[np.arange(num_rows), tile]
+            picked: F32 = x.reshape(num_rows, self.num_tiles, TILE)[np.arange(num_rows), tile]
             return picked
         ids = np.minimum((tile * TILE)[:, None] + self._lanes, self.vocab_size - 1)
-        picked = np.take_along_axis(y, ids, axis=1)
+        picked = np.take_along_axis(x, ids, axis=1)
         picked[tile == self.num_tiles - 1, rest:] = -np.inf
         return picked
 
