@@ -75,10 +75,12 @@ class KVCacheManager:
     def extend(self, slots: I32) -> I32:
         """One more block for each of these slots, in their order; the caller has checked `num_free`. Returns them."""
         blocks = self._allocate(slots.size)
-        counts = self.num_blocks[slots]
-        self.tables[0, slots, counts] = blocks
-        self.num_blocks[slots] = counts + 1
-        self.capacity[slots] += self.block_size
+        index = slots.astype(np.intp)  # numpy makes these from any other integers, at each use
+        counts = self.num_blocks[index]
+        self.tables[0, index, counts] = blocks
+        counts += 1
+        self.num_blocks[index] = counts
+        self.capacity[index] = counts * self.block_size
         return blocks
 
     def extend_in_order(self, slots: I32) -> None:
@@ -139,6 +141,11 @@ class KVCacheManager:
         zero = np.concatenate(actions.zero) if actions.zero else NO_I32
         pairs = np.array(actions.copy, np.int32).reshape(-1, 2)
         return zero, pairs[:, 0].copy(), pairs[:, 1].copy()
+
+    def write_token_ids(self, slots: NDArray[np.intp], positions: I32, tokens: I32) -> None:
+        """One sampled token id per slot, at these positions."""
+        blocks, offsets = np.divmod(positions, self.block_size)
+        self.token_ids[self.tables[0, slots, blocks], offsets] = tokens
 
     def read_token_ids(self, slot: int, start: int, stop: int) -> I32:
         """The sampled token ids at positions start..stop-1 of a slot."""

@@ -2,8 +2,8 @@
 
 Invariants: a slot is free or holds one RUNNING sequence. `generation[slot]` changes whenever the slot changes hands, so
 that a result planned for the previous owner is told apart. A decoding slot has exactly one token more (known or in
-flight) than computed. `rows` lists the decoding slots and is rebuilt only after a change of membership; its arrays are
-handed to plans and to the ledger and never changed in place.
+flight) than computed. `rows` lists the decoding slots and is brought up to date only after a change of membership; its
+arrays are handed to plans and to the ledger and never changed in place.
 """
 
 from __future__ import annotations
@@ -13,17 +13,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actorllm.messages import I32, NO_I32
+from actorllm.messages import I32
 from actorllm.scheduling.sequence import Sequence
 
 
 class Rows:
     """An immutable set of rows: slots, with what belongs to them for as long as their sequences stay."""
 
-    __slots__ = ("generations", "limits", "num_prompts", "sequences", "slots")
+    __slots__ = ("generations", "index", "limits", "num_prompts", "sequences", "slots")
 
-    def __init__(self, slots: I32, generations: I32, limits: I32, num_prompts: I32, sequences: NDArray[Any]) -> None:
+    def __init__(
+        self,
+        slots: I32,
+        index: NDArray[np.intp],
+        generations: I32,
+        limits: I32,
+        num_prompts: I32,
+        sequences: NDArray[Any],
+    ) -> None:
         self.slots = slots
+        self.index = index
+        """The slots again, as numpy indexes with: from any other integer it makes these first, at each use."""
         self.generations = generations
         self.limits = limits
         self.num_prompts = num_prompts
@@ -31,6 +41,17 @@ class Rows:
 
     def __len__(self) -> int:
         return self.slots.size
+
+    def where(self, mask: NDArray[np.bool_]) -> Rows:
+        """Those of the rows that the mask selects, in the same order."""
+        return Rows(
+            self.slots[mask],
+            self.index[mask],
+            self.generations[mask],
+            self.limits[mask],
+            self.num_prompts[mask],
+            self.sequences[mask],
+        )
 
     def joined(self, other: Rows) -> Rows:
         """These rows followed by the others."""
@@ -40,6 +61,7 @@ class Rows:
             return other
         return Rows(
             np.concatenate((self.slots, other.slots)),
+            np.concatenate((self.index, other.index)),
             np.concatenate((self.generations, other.generations)),
             np.concatenate((self.limits, other.limits)),
             np.concatenate((self.num_prompts, other.num_prompts)),
@@ -65,8 +87,7 @@ class Batch:
         self.is_late: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         self.num_late = 0
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._rows = self.select(NO_I32)
-        self._joining: list[int] = []
+        self._rows = self.select([])
         self._has_left = False
 
     @property
@@ -99,10 +120,13 @@ class Batch:
             self.num_late -= 1
         self._free_slots.append(slot)
 
-    def start_decoding(self, slot: int) -> None:
-        """From the next step on the slot is a decode row."""
-        self.is_decoding[slot] = True
-        self._joining.append(slot)
+    def start_decoding(self, slots: list[int]) -> Rows:
+        """These slots are decode rows from now on, behind all others. Returns them."""
+        self.rows()  # drops who left, so that a slot which left and joins again is not listed twice
+        joining = self.select(slots)
+        self.is_decoding[joining.index] = True
+        self._rows = self._rows.joined(joining)
+        return joining
 
     def stop_decoding(self, slot: int) -> None:
         """The slot gets no more tokens: it is ending, or it gives its blocks away."""
@@ -112,24 +136,22 @@ class Batch:
 
     def rows(self) -> Rows:
         """The decode rows: the same object as last time while nobody joined or left."""
-        if self._has_left or self._joining:
-            slots = self._rows.slots
-            if self._has_left:
-                # A slot that left and joined again belongs to somebody else now: it goes to the end.
-                slots = slots[self.is_decoding[slots] & (self.generation[slots] == self._rows.generations)]
-            if self._joining:
-                is_listed = np.zeros(self.num_slots, np.bool_)
-                is_listed[slots] = True
-                joining = [s for s in dict.fromkeys(self._joining) if self.is_decoding[s] and not is_listed[s]]
-                slots = np.concatenate((slots, np.array(joining, np.int32)))
-                self._joining.clear()
+        if self._has_left:
+            self._rows = self._rows.where(self.is_decoding[self._rows.index])
             self._has_left = False
-            self._rows = self.select(slots)
         return self._rows
 
-    def select(self, slots: I32) -> Rows:
+    def select(self, slots: list[int]) -> Rows:
         """These slots as rows."""
-        return Rows(slots, self.generation[slots], self.limit[slots], self.num_prompt[slots], self.sequences[slots])
+        index = np.array(slots, np.intp)
+        return Rows(
+            index.astype(np.int32),
+            index,
+            self.generation[index],
+            self.limit[index],
+            self.num_prompt[index],
+            self.sequences[index],
+        )
 
     def check_integrity(self) -> None:
         """AssertionError when an invariant of the module docstring does not hold."""

@@ -158,13 +158,15 @@ class Scheduler:
         if key in self._alive:
             return None
         known = np.concatenate((submit.prompt, submit.output)) if submit.output.size else submit.prompt
+        # A pooled request ends where its first token would be.
+        limit = submit.prompt.size + submit.max_tokens if submit.pooling is None else known.size + 1
         eos = frozenset() if submit.ignore_eos else self._eos_ids
         sequence = Sequence(
             key=key,
             submit=submit,
             arrival_index=self._arrivals,
             known=known,
-            limit=min(submit.prompt.size + submit.max_tokens, self.limits.max_model_len),
+            limit=min(limit, self.limits.max_model_len),
             stop_ids=eos.union(submit.stop_token_ids),
             eos_ids=eos,
             queued=now,
@@ -256,15 +258,10 @@ class Scheduler:
             self._preempt(self._victim_of_need())
             rows = self._choose_decode_rows(wanted)
         extended = (self._growing, self.kv.extend(self._growing)) if self._growing.size else (NO_I32, NO_I32)
-        slots = rows.slots
         batch = self.batch
-        computed = (self._computed if rows is self._decode else batch.num_computed[slots]) + 1
-        batch.num_computed[slots] = computed
-        ending = computed >= rows.limits - 1
-        if ending.any():  # the last token they may have is in flight now
-            for slot in slots[ending].tolist():
-                batch.stop_decoding(slot)
-        num_tokens = slots.size
+        computed = (self._computed if rows is self._decode else batch.num_computed[rows.index]) + 1
+        batch.num_computed[rows.index] = computed
+        num_decode = num_tokens = len(rows)
         prefill: list[tuple[Sequence, int]] = []
         sampling = rows
         if decision.prefill:
@@ -273,26 +270,30 @@ class Scheduler:
             num_tokens += num_prefill_tokens
             self._num_prefill_tokens += num_prefill_tokens
             if completed:
-                sampling = rows.joined(batch.select(np.array(completed, np.int32)))
+                joining = batch.start_decoding(completed)
+                sampling = batch.rows() if rows is self._decode else rows.joined(joining)
+                computed = batch.num_computed[sampling.index]
+        ending = computed >= sampling.limits - 1
+        if np.count_nonzero(ending):  # the last token they may have is in flight now
+            for slot in sampling.slots[ending].tolist():
+                batch.stop_decoding(slot)
         if not num_tokens:
             return None
-        late = sampling.slots[batch.is_late[sampling.slots]] if batch.num_late else NO_I32
+        late = sampling.slots[batch.is_late[sampling.index]] if batch.num_late else NO_I32
         step = self.ledger.next_step
         plan = self._builder.build(step, rows, extended, self.kv.take_actions(), prefill, late)
-        self.ledger.launch(StepRecord(step, sampling, slots.size, tuple(prefill), num_tokens, now))
+        self.ledger.launch(StepRecord(step, sampling, num_decode, tuple(prefill), num_tokens, now))
         self._num_steps += 1
         return plan
 
     def _find_decode_rows(self) -> None:
         """The decode rows of this step, and those of them whose next token needs another block."""
         batch = self.batch
-        rows = batch.rows()
-        slots = rows.slots
-        self._decode = rows
+        self._decode = rows = batch.rows()
         # Room for the token computed now, the one it samples, and what the result may carry beyond that.
-        self._computed = batch.num_computed[slots]
+        self._computed = batch.num_computed[rows.index]
         needed = np.minimum(self._computed + (1 + self._ahead), rows.limits + self._spare)
-        self._growing = slots[needed > self.kv.capacity[slots]]
+        self._growing = rows.slots[needed > self.kv.capacity[rows.index]]
 
     def _wanted_slots(self, mask: NDArray[np.bool_] | None) -> I32 | None:
         """The decode slots that a policy's mask selects; None: all."""
@@ -310,7 +311,7 @@ class Scheduler:
             return self._decode
         wanted = wanted[self.batch.is_decoding[wanted]]
         self._growing = self._growing[np.isin(self._growing, wanted)]
-        return self.batch.select(wanted)
+        return self.batch.select(wanted.tolist())
 
     def _victim_of_need(self) -> Sequence:
         """Who must give blocks back although the decision did not say so; the latest arrival if the policy has no answer."""
@@ -357,8 +358,6 @@ class Scheduler:
             if size == remaining:
                 completed.append(slot)
                 del self._prefilling[sequence]
-                if sequence.submit.pooling is None and sequence.known.size + 1 < sequence.limit:
-                    batch.start_decoding(slot)
         return accepted, completed
 
     def _start(self, sequence: Sequence) -> None:
@@ -430,7 +429,7 @@ class Scheduler:
             return self._void([record, *self._void_later(record.step)], error, NO_I32)
         rows = record.rows
         plain = not (result.counts.size or result.nonfinite_rows.size or result.vector_rows.size or self._tokenless)
-        if plain and (self.batch.generation[rows.slots] == rows.generations).all():
+        if plain and not np.count_nonzero(self.batch.generation[rows.index] != rows.generations):
             events = self._append_column(record, result.tokens)
         else:
             events = self._append_rows(record, result)
@@ -460,7 +459,7 @@ class Scheduler:
         tokens = result.tokens
         if result.nonfinite_rows.size and not result.counts.size:
             tokens = np.delete(tokens, result.nonfinite_rows[result.nonfinite_rows < num_rows])  # those are void
-        if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size):
+        if tokens.size and int(tokens.view(np.uint32).max()) >= self._vocab_size:  # a negative id is a very large one
             return f"step {result.step}: a token id outside the vocabulary of {self._vocab_size}"
         for rows in (result.nonfinite_rows, result.vector_rows):
             if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
@@ -472,23 +471,21 @@ class Scheduler:
     def _append_column(self, record: StepRecord, tokens: I32) -> Events:
         """The steady case: every row is still there and got one token."""
         batch, rows = self.batch, record.rows
-        slots = rows.slots
-        known = batch.num_known[slots]
-        size = self.kv.block_size
-        self.kv.token_ids[self.kv.tables[0, slots, known // size], known % size] = tokens
+        known = batch.num_known[rows.index]
+        self.kv.write_token_ids(rows.index, known, tokens)
         index = known - rows.num_prompts
         known += 1
-        batch.num_known[slots] = known
+        batch.num_known[rows.index] = known
         self._num_output_tokens += tokens.size
         for sequence in rows.sequences[record.num_decode :]:
             if sequence.first_token is None:
                 sequence.first_token = self.now
         ends: tuple[End, ...] = ()
         may_end = (self._num_stopping[tokens] > 0) | (known >= rows.limits)
-        if may_end.any():
+        if np.count_nonzero(may_end):
             found = [
                 self._stop(rows.sequences[row], int(tokens[row]), int(index[row]) + 1)
-                for row in np.flatnonzero(may_end).tolist()
+                for row in may_end.nonzero()[0].tolist()
             ]
             ends = tuple(end for end in found if end is not None)
         return Events(rows.sequences, tokens, index, ends=ends)
@@ -566,7 +563,7 @@ class Scheduler:
         if batch.num_computed[slot] + 1 >= sequence.limit:
             batch.stop_decoding(slot)
         elif not batch.is_decoding[slot]:
-            batch.start_decoding(slot)
+            batch.start_decoding([slot])
         return known - sequence.num_prompt
 
     def _stop(self, sequence: Sequence, token: int, num_outputs: int) -> End | None:
