@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from actorllm.messages import I32
 
@@ -34,7 +35,7 @@ class BlockPool:
             raise ValueError(f"num_blocks={num_blocks} must be positive")
         self.num_blocks = num_blocks
         self.num_free = num_blocks
-        self._stack: I32 = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # block 0 is handed out first
+        self._stack: NDArray[np.intp] = np.arange(num_blocks - 1, -1, -1)  # block 0 is handed out first
         self._references: I32 = np.zeros(num_blocks, np.int32)
         self._lowest_free = num_blocks
         self.has_shared = False
@@ -45,12 +46,12 @@ class BlockPool:
         left = self.num_free - count
         if left < 0:
             raise IndexError(f"{count} blocks asked for, {self.num_free} free")
-        blocks: I32 = self._stack[left : self.num_free][::-1].copy()
+        blocks = self._stack[left : self.num_free][::-1]
         self.num_free = left
         if left < self._lowest_free:
             self._lowest_free = left
         self._references[blocks] = 1
-        return blocks
+        return blocks.astype(np.int32)
 
     def share(self, blocks: I32) -> None:
         """One more reference to each of these blocks (prefix hits, siblings)."""
@@ -61,13 +62,14 @@ class BlockPool:
 
     def release(self, blocks: I32) -> I32:
         """One reference less to each of these (distinct) blocks; those that nobody references any more, now free."""
-        left = self._references[blocks] - 1
+        index = blocks.astype(np.intp)  # as numpy indexes with: it makes these from any other integers, at each use
+        left = self._references[index] - 1
         freed = blocks
-        if left.any():
+        if np.count_nonzero(left):
             if left.min() < 0:
                 raise ValueError(f"blocks {blocks[left < 0].tolist()} are released more often than referenced")
             freed = blocks[left == 0]
-        self._references[blocks] = left
+        self._references[index] = left
         self._stack[self.num_free : self.num_free + freed.size] = freed[::-1]
         self.num_free += freed.size
         return freed

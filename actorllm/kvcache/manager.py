@@ -64,12 +64,18 @@ class KVCacheManager:
         """How many blocks hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def fill(self, slot: int, num_tokens: int) -> I32:
-        """Give an empty slot the blocks for `num_tokens`; the caller has checked `num_free`. Returns them."""
-        blocks = self._allocate(self.blocks_for(num_tokens))
-        self.tables[0, slot, : blocks.size] = blocks
-        self.num_blocks[slot] = blocks.size
-        self.capacity[slot] = blocks.size * self.block_size
+    def fill(self, demand: list[tuple[int, int]]) -> I32:
+        """Give every (slot, count), an empty slot, so many blocks; the caller has checked `num_free`.
+
+        Returns all the blocks, one slot after the other.
+        """
+        blocks = self._allocate(sum(count for _, count in demand))
+        start = 0
+        for slot, count in demand:
+            self.tables[0, slot, :count] = blocks[start : start + count]
+            self.num_blocks[slot] = count
+            self.capacity[slot] = count * self.block_size
+            start += count
         return blocks
 
     def extend(self, slots: I32) -> I32:
@@ -122,7 +128,7 @@ class KVCacheManager:
             for blocks in emptied:
                 self.pool.release(blocks)
         else:
-            self.pool.release(np.concatenate(emptied[::-1]))
+            self.pool.release(np.concatenate(emptied[::-1]) if len(emptied) > 1 else emptied[0])
 
     def zero(self, blocks: I32) -> None:
         """Have these blocks cleared before the next step runs (0 x NaN in a reused block poisons its next owner)."""

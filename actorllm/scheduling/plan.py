@@ -20,14 +20,17 @@ class PlanBuilder:
 
     def __init__(self) -> None:
         self._freed: list[int] = []
-        self._new: list[tuple[Sequence, I32]] = []
+        self._new: list[tuple[Sequence, int]] = []
+        self._new_blocks: list[I32] = []
         self._sent_rows: I32 | None = None
 
     def free(self, slot: int) -> None:
         self._freed.append(slot)
 
-    def add(self, sequence: Sequence, blocks: I32) -> None:
-        self._new.append((sequence, blocks))
+    def add(self, new: list[tuple[Sequence, int]], blocks: I32) -> None:
+        """These got a slot and so many blocks; `blocks` holds all of them, one sequence after the other."""
+        self._new += new
+        self._new_blocks.append(blocks)
 
     def forget_worker(self) -> None:
         """The worker's batch is unknown (a step failed, a worker was replaced): send the next row set in full."""
@@ -48,8 +51,9 @@ class PlanBuilder:
             columns["freed"] = np.array(self._freed, np.int32)
             self._freed.clear()
         if self._new:
-            columns.update(_new_columns(self._new))
+            columns.update(_new_columns(self._new), new_blocks=_joined(self._new_blocks))
             self._new.clear()
+            self._new_blocks.clear()
         slots, blocks = extended
         if slots.size:
             columns.update(extended_slots=slots, extended_blocks=blocks, extended_groups=np.zeros(slots.size, np.uint8))
@@ -66,37 +70,54 @@ class PlanBuilder:
         return StepPlan(step=step, **columns)
 
 
-def _new_columns(new: list[tuple[Sequence, I32]]) -> dict[str, Any]:
-    submits = [s.submit for s, _ in new]
-    stop_ids = [sorted(s.stop_ids) if s.submit.min_tokens else [] for s, _ in new]
-    integers = np.array(
-        [
+_NEW_INTEGERS = (
+    "new_slots",
+    "new_num_tokens",
+    "new_num_outputs",
+    "new_num_computed",
+    "new_num_blocks",
+    "new_sample_index",
+    "new_top_k",
+    "new_min_tokens",
+    "new_num_stop_ids",
+    "new_adapter_id",
+)
+_NEW_NUMBERS = ("new_temperature", "new_top_p", "new_min_p")
+
+
+def _new_columns(new: list[tuple[Sequence, int]]) -> dict[str, Any]:
+    integers: list[tuple[int, ...]] = []
+    numbers: list[tuple[float, float, float]] = []
+    stop_ids: list[int] = []
+    for sequence, num_blocks in new:
+        submit = sequence.submit
+        num_tokens = sequence.known.size
+        ids = sorted(sequence.stop_ids) if submit.min_tokens else ()
+        stop_ids.extend(ids)
+        integers.append(
             (
-                s.slot,
-                s.known.size,
-                s.known.size - s.num_prompt,
-                s.num_cached_tokens,
-                blocks.size,
-                s.submit.sample_index,
-                s.submit.top_k,
-                s.submit.min_tokens,
-                s.submit.adapter_id,
+                sequence.slot,
+                num_tokens,
+                num_tokens - sequence.num_prompt,
+                sequence.num_cached_tokens,
+                num_blocks,
+                submit.sample_index,
+                submit.top_k,
+                submit.min_tokens,
                 len(ids),
+                submit.adapter_id,
             )
-            for (s, blocks), ids in zip(new, stop_ids, strict=True)
-        ],
-        np.int32,
-    ).T.copy()  # so that every column is contiguous
-    numbers = np.array([(s.temperature, s.top_p, s.min_p) for s in submits], np.float32).T.copy()
-    names = ("slots", "num_tokens", "num_outputs", "num_computed", "num_blocks", "sample_index", "top_k", "min_tokens")
-    columns = {f"new_{name}": integers[i] for i, name in enumerate((*names, "adapter_id", "num_stop_ids"))}
-    return columns | {
-        "new_tokens": np.concatenate([s.known for s, _ in new]),
-        "new_blocks": np.concatenate([blocks for _, blocks in new]),
-        "new_seeds": np.array([s.seed for s in submits], np.uint64).view(np.int64),
-        "new_temperature": numbers[0],
-        "new_top_p": numbers[1],
-        "new_min_p": numbers[2],
-        "new_stop_ids": np.array([i for ids in stop_ids for i in ids], np.int32),
-        "new_is_pooling": np.array([s.pooling is not None for s in submits], np.uint8),
-    }
+        )
+        numbers.append((submit.temperature, submit.top_p, submit.min_p))
+    # The columns of a dtype are the rows of one array: numpy's price per array is many times that of its elements.
+    columns: dict[str, Any] = dict(zip(_NEW_INTEGERS, np.array(integers, np.int32).T.copy(), strict=True))
+    columns.update(zip(_NEW_NUMBERS, np.array(numbers, np.float32).T.copy(), strict=True))
+    columns["new_tokens"] = _joined([s.known for s, _ in new])
+    columns["new_seeds"] = np.array([s.submit.seed for s, _ in new], np.uint64).view(np.int64)
+    columns["new_stop_ids"] = np.array(stop_ids, np.int32)
+    columns["new_is_pooling"] = np.array([s.submit.pooling is not None for s, _ in new], np.uint8)
+    return columns
+
+
+def _joined(parts: list[I32]) -> I32:
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]

@@ -328,6 +328,8 @@ class Scheduler:
         batch = self.batch
         accepted: list[tuple[Sequence, int]] = []
         completed: list[int] = []
+        started: list[tuple[Sequence, int]] = []  # with how many blocks each needs
+        free_blocks = self.kv.num_free
         seen: set[Sequence] = set()
         for sequence, size in chunks:
             if sequence in seen:
@@ -337,15 +339,14 @@ class Scheduler:
             if sequence.state is State.WAITING:
                 if sequence in self._displaced:  # it lost its slot after the decision was made
                     continue
-                if (
-                    num_tokens >= self.limits.max_tokens
-                    or not batch.num_free_slots
-                    or self.admission_blocks(sequence) > self.kv.num_free
-                ):
+                num_blocks = self.admission_blocks(sequence)
+                if num_tokens >= self.limits.max_tokens or not batch.num_free_slots or num_blocks > free_blocks:
                     self._num_refused += 1
                     self.policy.on_refusal(sequence, self)
                     continue
+                free_blocks -= num_blocks
                 self._start(sequence)
+                started.append((sequence, num_blocks))
             remaining = self.remaining(sequence) if sequence in self._prefilling else 0
             wanted, size = size, min(size, remaining, self.limits.max_tokens - num_tokens)
             self._num_refused += size < wanted
@@ -358,19 +359,20 @@ class Scheduler:
             if size == remaining:
                 completed.append(slot)
                 del self._prefilling[sequence]
+        if started:
+            self._builder.add(started, self.kv.fill([(s.slot, num_blocks) for s, num_blocks in started]))
+            for sequence, _ in started:
+                self.policy.on_admit(sequence, self)
         return accepted, completed
 
     def _start(self, sequence: Sequence) -> None:
-        """A waiting request gets a slot, and all the blocks that its known tokens need."""
+        """A waiting request gets a slot. Its blocks follow: all that start in one step are filled together."""
         self._waiting.discard(sequence)
         sequence.state = State.RUNNING
         if sequence.scheduled is None:
             sequence.scheduled = self.now
-        slot = self.batch.occupy(sequence)
+        self.batch.occupy(sequence)
         self._prefilling[sequence] = None
-        blocks = self.kv.fill(slot, self._admission_tokens(sequence))
-        self._builder.add(sequence, blocks)
-        self.policy.on_admit(sequence, self)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take slot and blocks; the request is computed again from its known tokens, and the token in flight is kept."""

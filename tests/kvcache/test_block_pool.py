@@ -128,7 +128,7 @@ def test_extending_in_order_equals_extending_one_by_one() -> None:
     one, other = (KVCacheManager(60, 4, 5, 60) for _ in range(2))
     for kv in (one, other):
         for slot in range(5):
-            kv.fill(slot, 3 * slot)
+            kv.fill([(slot, kv.blocks_for(3 * slot))])
     entries = rng.integers(0, 5, 25).astype(np.int32)
     for slot in entries:
         one.extend(np.array([slot], np.int32))
@@ -140,7 +140,7 @@ def test_extending_in_order_equals_extending_one_by_one() -> None:
 
 def test_token_ids_are_read_back_across_blocks() -> None:
     kv = KVCacheManager(10, 4, 2, 32)
-    kv.fill(1, 11)
+    kv.fill([(1, 3)])
     for position in range(3, 11):
         kv.token_ids[kv.tables[0, 1, position // 4], position % 4] = 100 + position
     assert kv.read_token_ids(1, 3, 11).tolist() == list(range(103, 111))
