@@ -20,23 +20,16 @@ from actorllm.scheduling.sequence import Sequence
 class Rows:
     """An immutable set of rows: slots, with what belongs to them for as long as their sequences stay."""
 
-    __slots__ = ("generations", "index", "limits", "num_prompts", "sequences", "slots")
+    __slots__ = ("generations", "index", "limits", "sequences", "slots")
 
     def __init__(
-        self,
-        slots: I32,
-        index: NDArray[np.intp],
-        generations: I32,
-        limits: I32,
-        num_prompts: I32,
-        sequences: NDArray[Any],
+        self, slots: I32, index: NDArray[np.intp], generations: I32, limits: I32, sequences: NDArray[Any]
     ) -> None:
         self.slots = slots
         self.index = index
         """The slots again, as numpy indexes with: from any other integer it makes these first, at each use."""
         self.generations = generations
         self.limits = limits
-        self.num_prompts = num_prompts
         self.sequences = sequences
 
     def __len__(self) -> int:
@@ -44,14 +37,7 @@ class Rows:
 
     def where(self, mask: NDArray[np.bool_]) -> Rows:
         """Those of the rows that the mask selects, in the same order."""
-        return Rows(
-            self.slots[mask],
-            self.index[mask],
-            self.generations[mask],
-            self.limits[mask],
-            self.num_prompts[mask],
-            self.sequences[mask],
-        )
+        return Rows(self.slots[mask], self.index[mask], self.generations[mask], self.limits[mask], self.sequences[mask])
 
     def joined(self, other: Rows) -> Rows:
         """These rows followed by the others."""
@@ -64,7 +50,6 @@ class Rows:
             np.concatenate((self.index, other.index)),
             np.concatenate((self.generations, other.generations)),
             np.concatenate((self.limits, other.limits)),
-            np.concatenate((self.num_prompts, other.num_prompts)),
             np.concatenate((self.sequences, other.sequences)),
         )
 
@@ -144,14 +129,7 @@ class Batch:
     def select(self, slots: list[int]) -> Rows:
         """These slots as rows."""
         index = np.array(slots, np.intp)
-        return Rows(
-            index.astype(np.int32),
-            index,
-            self.generation[index],
-            self.limit[index],
-            self.num_prompt[index],
-            self.sequences[index],
-        )
+        return Rows(index.astype(np.int32), index, self.generation[index], self.limit[index], self.sequences[index])
 
     def check_integrity(self) -> None:
         """AssertionError when an invariant of the module docstring does not hold."""

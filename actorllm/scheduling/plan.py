@@ -51,12 +51,15 @@ class PlanBuilder:
             columns["freed"] = np.array(self._freed, np.int32)
             self._freed.clear()
         if self._new:
-            columns.update(_new_columns(self._new), new_blocks=_joined(self._new_blocks))
+            columns |= _new_columns(self._new)
+            columns["new_blocks"] = _joined(self._new_blocks)
             self._new.clear()
             self._new_blocks.clear()
         slots, blocks = extended
         if slots.size:
-            columns.update(extended_slots=slots, extended_blocks=blocks, extended_groups=np.zeros(slots.size, np.uint8))
+            columns["extended_slots"] = slots
+            columns["extended_blocks"] = blocks
+            columns["extended_groups"] = np.zeros(slots.size, np.uint8)
         zero, sources, targets = actions
         if zero.size or sources.size:
             columns.update(zero_blocks=zero, copy_sources=sources, copy_targets=targets)
@@ -109,13 +112,14 @@ def _new_columns(new: list[tuple[Sequence, int]]) -> dict[str, Any]:
             )
         )
         numbers.append((submit.temperature, submit.top_p, submit.min_p))
-    # The columns of a dtype are the rows of one array: numpy's price per array is many times that of its elements.
-    columns: dict[str, Any] = dict(zip(_NEW_INTEGERS, np.array(integers, np.int32).T.copy(), strict=True))
-    columns.update(zip(_NEW_NUMBERS, np.array(numbers, np.float32).T.copy(), strict=True))
+    # One array per dtype, whose columns lie in one piece each: numpy's price per array is many times that per element.
+    columns: dict[str, Any] = dict(zip(_NEW_INTEGERS, np.array(integers, np.int32, order="F").T, strict=True))
+    columns.update(zip(_NEW_NUMBERS, np.array(numbers, np.float32, order="F").T, strict=True))
     columns["new_tokens"] = _joined([s.known for s, _ in new])
     columns["new_seeds"] = np.array([s.submit.seed for s, _ in new], np.uint64).view(np.int64)
-    columns["new_stop_ids"] = np.array(stop_ids, np.int32)
     columns["new_is_pooling"] = np.array([s.submit.pooling is not None for s, _ in new], np.uint8)
+    if stop_ids:
+        columns["new_stop_ids"] = np.array(stop_ids, np.int32)
     return columns
 
 

@@ -475,7 +475,7 @@ class Scheduler:
         batch, rows = self.batch, record.rows
         known = batch.num_known[rows.index]
         self.kv.write_token_ids(rows.index, known, tokens)
-        index = known - rows.num_prompts
+        index = known - batch.num_prompt[rows.index]
         known += 1
         batch.num_known[rows.index] = known
         self._num_output_tokens += tokens.size
@@ -483,7 +483,7 @@ class Scheduler:
             if sequence.first_token is None:
                 sequence.first_token = self.now
         ends: tuple[End, ...] = ()
-        may_end = (self._num_stopping[tokens] > 0) | (known >= rows.limits)
+        may_end = self._num_stopping.take(tokens).astype(np.bool_) | (known >= rows.limits)
         if np.count_nonzero(may_end):
             found = [
                 self._stop(rows.sequences[row], int(tokens[row]), int(index[row]) + 1)
