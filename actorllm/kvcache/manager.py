@@ -45,6 +45,7 @@ class KVCacheManager:
 
     def __init__(self, num_blocks: int, block_size: int, num_slots: int, max_len: int) -> None:
         self.block_size = block_size
+        self._size: I32 = np.array(block_size, np.int32)  # for columns: numpy converts a Python integer at each use
         self.max_blocks_per_slot = -(-max_len // block_size)
         self.pool = BlockPool(num_blocks)
         self.tables: NDArray[np.int32] = np.zeros((NUM_GROUPS, num_slots, self.max_blocks_per_slot), np.int32)
@@ -86,7 +87,7 @@ class KVCacheManager:
         self.tables[0, index, counts] = blocks
         counts += 1
         self.num_blocks[index] = counts
-        self.capacity[index] = counts * self.block_size
+        self.capacity[index] = counts * self._size
         return blocks
 
     def extend_in_order(self, slots: I32) -> None:
@@ -150,8 +151,8 @@ class KVCacheManager:
 
     def write_token_ids(self, slots: NDArray[np.intp], positions: I32, tokens: I32) -> None:
         """One sampled token id per slot, at these positions."""
-        blocks, offsets = np.divmod(positions, self.block_size)
-        self.token_ids[self.tables[0, slots, blocks], offsets] = tokens
+        blocks = positions // self._size
+        self.token_ids[self.tables[0, slots, blocks], positions - blocks * self._size] = tokens
 
     def read_token_ids(self, slot: int, start: int, stop: int) -> I32:
         """The sampled token ids at positions start..stop-1 of a slot."""

@@ -17,17 +17,19 @@ from actorllm.messages import I32
 from actorllm.scheduling.sequence import Sequence
 
 
+ONE: I32 = np.ones((), np.int32)
+"""To count columns up with: numpy converts a Python integer for longer than it adds one to all rows of a batch."""
+
+
 class Rows:
     """An immutable set of rows: slots, with what belongs to them for as long as their sequences stay."""
 
     __slots__ = ("generations", "index", "limits", "sequences", "slots")
 
-    def __init__(
-        self, slots: I32, index: NDArray[np.intp], generations: I32, limits: I32, sequences: NDArray[Any]
-    ) -> None:
-        self.slots = slots
+    def __init__(self, index: NDArray[np.intp], generations: I32, limits: I32, sequences: NDArray[Any]) -> None:
         self.index = index
-        """The slots again, as numpy indexes with: from any other integer it makes these first, at each use."""
+        """The slots as numpy indexes with: from any other integers it makes these first, at each use."""
+        self.slots: I32 = index.astype(np.int32)
         self.generations = generations
         self.limits = limits
         self.sequences = sequences
@@ -37,7 +39,7 @@ class Rows:
 
     def where(self, mask: NDArray[np.bool_]) -> Rows:
         """Those of the rows that the mask selects, in the same order."""
-        return Rows(self.slots[mask], self.index[mask], self.generations[mask], self.limits[mask], self.sequences[mask])
+        return Rows(self.index[mask], self.generations[mask], self.limits[mask], self.sequences[mask])
 
     def joined(self, other: Rows) -> Rows:
         """These rows followed by the others."""
@@ -46,7 +48,6 @@ class Rows:
         if not len(self):
             return other
         return Rows(
-            np.concatenate((self.slots, other.slots)),
             np.concatenate((self.index, other.index)),
             np.concatenate((self.generations, other.generations)),
             np.concatenate((self.limits, other.limits)),
@@ -129,7 +130,7 @@ class Batch:
     def select(self, slots: list[int]) -> Rows:
         """These slots as rows."""
         index = np.array(slots, np.intp)
-        return Rows(index.astype(np.int32), index, self.generation[index], self.limit[index], self.sequences[index])
+        return Rows(index, self.generation[index], self.limit[index], self.sequences[index])
 
     def check_integrity(self) -> None:
         """AssertionError when an invariant of the module docstring does not hold."""

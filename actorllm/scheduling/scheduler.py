@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from actorllm.kvcache.manager import KVCacheManager, KVCacheStatistics
 from actorllm.messages import I32, NO_I32, StepFailed, StepPlan, StepResult, Submit, no_i32
 from actorllm.request import FinishReason
-from actorllm.scheduling.batch import Batch, Rows
+from actorllm.scheduling.batch import ONE, Batch, Rows
 from actorllm.scheduling.ledger import Ledger, StepRecord
 from actorllm.scheduling.plan import PlanBuilder
 from actorllm.scheduling.policy import Limits, PlanPolicy, StepDone
@@ -124,6 +124,7 @@ class Scheduler:
         # Room kept per row: for the token that a step samples, and for what every step in flight may return beyond one.
         self._spare = spare
         self._ahead = 1 + spare
+        self._reach: I32 = np.array(1 + self._ahead, np.int32)
         self._builder = PlanBuilder()
         self._alive: dict[Key, Sequence] = {}
         self._waiting: set[Sequence] = set()
@@ -259,7 +260,7 @@ class Scheduler:
             rows = self._choose_decode_rows(wanted)
         extended = (self._growing, self.kv.extend(self._growing)) if self._growing.size else (NO_I32, NO_I32)
         batch = self.batch
-        computed = (self._computed if rows is self._decode else batch.num_computed[rows.index]) + 1
+        computed = (self._computed if rows is self._decode else batch.num_computed[rows.index]) + ONE
         batch.num_computed[rows.index] = computed
         num_decode = num_tokens = len(rows)
         prefill: list[tuple[Sequence, int]] = []
@@ -273,7 +274,7 @@ class Scheduler:
                 joining = batch.start_decoding(completed)
                 sampling = batch.rows() if rows is self._decode else rows.joined(joining)
                 computed = batch.num_computed[sampling.index]
-        ending = computed >= sampling.limits - 1
+        ending = computed >= sampling.limits - ONE
         if np.count_nonzero(ending):  # the last token they may have is in flight now
             for slot in sampling.slots[ending].tolist():
                 batch.stop_decoding(slot)
@@ -292,7 +293,8 @@ class Scheduler:
         self._decode = rows = batch.rows()
         # Room for the token computed now, the one it samples, and what the result may carry beyond that.
         self._computed = batch.num_computed[rows.index]
-        needed = np.minimum(self._computed + (1 + self._ahead), rows.limits + self._spare)
+        most = rows.limits + self._spare if self._spare else rows.limits
+        needed = np.minimum(self._computed + self._reach, most)
         self._growing = rows.slots[needed > self.kv.capacity[rows.index]]
 
     def _wanted_slots(self, mask: NDArray[np.bool_] | None) -> I32 | None:
@@ -476,7 +478,7 @@ class Scheduler:
         known = batch.num_known[rows.index]
         self.kv.write_token_ids(rows.index, known, tokens)
         index = known - batch.num_prompt[rows.index]
-        known += 1
+        known += ONE
         batch.num_known[rows.index] = known
         self._num_output_tokens += tokens.size
         for sequence in rows.sequences[record.num_decode :]:
