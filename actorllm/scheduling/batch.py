@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from actorllm.messages import I32
 from actorllm.scheduling.sequence import Sequence
 
-
 ONE: I32 = np.ones((), np.int32)
 """To count columns up with: numpy converts a Python integer for longer than it adds one to all rows of a batch."""
 

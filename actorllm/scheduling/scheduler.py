@@ -274,10 +274,8 @@ class Scheduler:
                 joining = batch.start_decoding(completed)
                 sampling = batch.rows() if rows is self._decode else rows.joined(joining)
                 computed = batch.num_computed[sampling.index]
-        ending = computed >= sampling.limits - ONE
-        if np.count_nonzero(ending):  # the last token they may have is in flight now
-            for slot in sampling.slots[ending].tolist():
-                batch.stop_decoding(slot)
+        for slot in sampling.slots[computed >= sampling.limits - ONE].tolist():
+            batch.stop_decoding(slot)  # the last token it may have is in flight now
         if not num_tokens:
             return None
         late = sampling.slots[batch.is_late[sampling.index]] if batch.num_late else NO_I32
@@ -484,15 +482,13 @@ class Scheduler:
         for sequence in rows.sequences[record.num_decode :]:
             if sequence.first_token is None:
                 sequence.first_token = self.now
-        ends: tuple[End, ...] = ()
         may_end = self._num_stopping.take(tokens).astype(np.bool_) | (known >= rows.limits)
-        if np.count_nonzero(may_end):
-            found = [
-                self._stop(rows.sequences[row], int(tokens[row]), int(index[row]) + 1)
-                for row in may_end.nonzero()[0].tolist()
-            ]
-            ends = tuple(end for end in found if end is not None)
-        return Events(rows.sequences, tokens, index, ends=ends)
+        ends = [
+            end
+            for row in may_end.nonzero()[0].tolist()
+            if (end := self._stop(rows.sequences[row], int(tokens[row]), int(index[row]) + 1)) is not None
+        ]
+        return Events(rows.sequences, tokens, index, ends=tuple(ends))
 
     def _append_rows(self, record: StepRecord, result: StepResult) -> Events:
         """The general case, row by row: rows that left, several tokens or none, vectors, logits that are not finite."""
