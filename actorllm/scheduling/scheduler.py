@@ -336,22 +336,26 @@ class Scheduler:
                 self._num_refused += 1
                 continue
             seen.add(sequence)
-            if sequence.state is State.WAITING:
-                if sequence in self._displaced:  # it lost its slot after the decision was made
-                    continue
+            is_waiting = sequence.state is State.WAITING
+            if is_waiting and sequence in self._displaced:  # it lost its slot after the decision was made
+                continue
+            remaining = self._remaining_if_any(sequence)
+            wanted, size = size, min(size, remaining, self.limits.max_tokens - num_tokens)
+            self._num_refused += size < wanted
+            if size <= 0 or (size < remaining and sequence.is_whole):
+                if is_waiting:  # with a slot and no token it would run without being in any plan
+                    self._num_refused += size == wanted
+                    self.policy.on_refusal(sequence, self)
+                continue
+            if is_waiting:
                 num_blocks = self.admission_blocks(sequence)
-                if num_tokens >= self.limits.max_tokens or not batch.num_free_slots or num_blocks > free_blocks:
+                if not batch.num_free_slots or num_blocks > free_blocks:
                     self._num_refused += 1
                     self.policy.on_refusal(sequence, self)
                     continue
                 free_blocks -= num_blocks
                 self._start(sequence)
                 started.append((sequence, num_blocks))
-            remaining = self.remaining(sequence) if sequence in self._prefilling else 0
-            wanted, size = size, min(size, remaining, self.limits.max_tokens - num_tokens)
-            self._num_refused += size < wanted
-            if size <= 0 or (size < remaining and sequence.is_whole):
-                continue
             accepted.append((sequence, size))
             num_tokens += size
             slot = sequence.slot
@@ -364,6 +368,12 @@ class Scheduler:
             for sequence, _ in started:
                 self.policy.on_admit(sequence, self)
         return accepted, completed
+
+    def _remaining_if_any(self, sequence: Sequence) -> int:
+        """How many tokens of its prompt a request has left to compute, whether it has a slot or waits for one."""
+        if sequence.state is State.WAITING:
+            return sequence.known.size - sequence.num_cached_tokens
+        return self.remaining(sequence) if sequence in self._prefilling else 0
 
     def _start(self, sequence: Sequence) -> None:
         """A waiting request gets a slot. Its blocks follow: all that start in one step are filled together."""

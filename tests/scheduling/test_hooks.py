@@ -310,6 +310,30 @@ def test_what_a_decision_cannot_have_is_left_out_and_counted(
     assert engine.scheduler.statistics().num_refused_decisions > 0
 
 
+@pytest.mark.parametrize(("size", "is_chunkable"), [(0, True), (-3, True), (3, False)])
+def test_an_admission_without_a_chunk_is_refused(
+    build_engine: Callable[..., Any], size: int, is_chunkable: bool
+) -> None:
+    class Mean(KeyPlanner):
+        """Admits, and gives too little to start with."""
+
+        def plan(self, view: Any) -> Decision:
+            decision = super().plan(view)
+            decision.prefill = [(s, size if s.submit.rid == 1 else n) for s, n in decision.prefill]
+            return decision
+
+    engine = build_engine(policy=Mean(KeyPolicy()))
+    engine.submit(1, range(9), is_chunkable=is_chunkable, ignore_eos=True)
+    assert engine.scheduler.schedule(0.0) is None
+    assert engine.scheduler.sequence((0, 1)).state is State.WAITING
+    assert engine.scheduler.statistics().num_refused_decisions == 1
+    engine.scheduler.abort([(0, 1)], 0.0)
+    engine.submit(2, range(5), max_tokens=3, ignore_eos=True)
+    engine.run()
+    assert len(engine.streams[2]) == 3
+    assert all(slot >= 0 for plan in engine.plans for slot in plan.new_slots.tolist())
+
+
 def test_carried_fields_reach_the_policy(engine: Any) -> None:
     engine.submit(
         1,
