@@ -20,7 +20,7 @@ from typing import NoReturn
 from actorllm.ring import layout
 from actorllm.ring.channel import LinkEnd, open_spoke
 from actorllm.ring.doorbell import Doorbell
-from actorllm.ring.ring import RingReader, RingWriter
+from actorllm.ring.ring import Frame, RingReader, RingWriter
 from actorllm.ring.segment import Segment, create_segment
 
 CAPACITY = 1 << 18
@@ -68,19 +68,33 @@ def wait(bell: Doorbell, timeout_s: float) -> None:
 
 
 def write_for_ever(ring: Ring, generation: int) -> NoReturn:
-    """Frames numbered from 0, as fast as the ring takes them; sleeps on the space bell when it is full."""
+    """Frames numbered from 0, singly and in batches, as the ring takes them; sleeps on the space bell when it is full."""
     writer = ring.writer()
     choose = random.Random(generation)
     blob = choose.randbytes(max(LENGTHS))
     number = 0
+
+    def write(frames: list[Frame]) -> None:
+        """As many as there is room for; those are taken out of the list."""
+        if len(frames) > 1:
+            del frames[: writer.write_many(frames)]
+        elif writer.try_write(1, frames[0][2][:16], frames[0][2][16:]):
+            frames.clear()
+
     while True:
-        payload = (LABEL.pack(generation, number), memoryview(blob)[: choose.choice(LENGTHS)])
-        while not writer.try_write(1, *payload):
-            writer.want_space()
-            if writer.try_write(1, *payload):
-                break
-            wait(ring.space, 10)
-        number += 1
+        lengths = choose.choices(LENGTHS, k=choose.choice((1, 1, 2, 9)))
+        frames: list[Frame] = [
+            (1, 0, LABEL.pack(generation, number + index) + blob[:length]) for index, length in enumerate(lengths)
+        ]
+        while frames:
+            write(frames)
+            if frames:
+                writer.want_space()
+                left = len(frames)
+                write(frames)
+                if len(frames) == left:
+                    wait(ring.space, 10)
+        number += len(lengths)
 
 
 def kill_writers(kills: int) -> dict[str, int]:

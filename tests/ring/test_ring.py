@@ -94,15 +94,9 @@ def make_machine(ring: Any) -> type[RuleBasedStateMachine]:
             flags=st.sampled_from([0, layout.MORE]),
         )
         def write(self, length: int, cut: int, publish: bool, flags: int) -> None:
-            payload = bytes((self.count * 37 + i * 11) & 255 for i in range(length))
+            kind, _, payload = self.new_frame(0, length, flags)
             cut %= length + 1
-            # An oracle for "full" that shares no code with the ring.
-            need = -(-(length + 16) // 16) * 16
-            to_end = CAPACITY - self.writer.tail_position % CAPACITY
-            total = need if need <= to_end else need + to_end
-            heads = [self.words[layout.reader_word(i)] for i in range(self.num_readers) if i not in self.dead]
-            has_room = self.writer.tail_position + total - min(heads) <= CAPACITY
-            kind = self.count & 0xFFFF
+            has_room = self.tail_behind(self.writer.tail_position, length) is not None
             written = self.writer.try_write(kind, payload[:cut], payload[cut:], flags=flags, publish=publish)
             assert written == has_room
             if written:
@@ -112,6 +106,47 @@ def make_machine(ring: Any) -> type[RuleBasedStateMachine]:
                 assert not self.writer.has_unpublished, "readers cannot make room for frames they do not see"
             if not self.writer.has_unpublished:
                 self.committed()
+
+        def new_frame(self, index: int, length: int, flags: int) -> tuple[int, int, bytes]:
+            """The frame that is the index-th from now on."""
+            number = self.count + index
+            return number & 0xFFFF, flags, bytes((number * 37 + i * 11) & 255 for i in range(length))
+
+        def tail_behind(self, tail: int, length: int) -> int | None:
+            """Where a frame at `tail` ends; None: there is no room. An oracle that shares no code with the ring."""
+            need = -(-(length + 16) // 16) * 16
+            to_end = CAPACITY - tail % CAPACITY
+            tail += need if need <= to_end else need + to_end
+            heads = [self.words[layout.reader_word(i)] for i in range(self.num_readers) if i not in self.dead]
+            return tail if tail - min(heads) <= CAPACITY else None
+
+        @rule(
+            lengths=st.lists(st.integers(0, layout.max_payload(CAPACITY) // 2), max_size=6),
+            flags=st.sampled_from([0, layout.MORE]),
+            is_last_bad=st.booleans(),
+        )
+        def write_many(self, lengths: list[int], flags: int, is_last_bad: bool) -> None:
+            frames = [self.new_frame(index, length, flags) for index, length in enumerate(lengths)]
+            if is_last_bad:
+                frames.append((1 << 16, 0, b""))
+            tail: int | None = self.writer.tail_position
+            room = 0
+            for _, _, payload in frames:
+                tail = self.tail_behind(tail, len(payload))
+                if tail is None:
+                    break
+                room += 1
+            if is_last_bad and room == len(frames):
+                before = self.writer.tail_position, self.writer.has_unpublished
+                with pytest.raises(struct.error):
+                    self.writer.write_many(frames)
+                assert before == (self.writer.tail_position, self.writer.has_unpublished), "half a batch was written"
+                return
+            assert self.writer.write_many(frames) == room
+            self.unpublished.extend(frames[:room])
+            self.count += room
+            assert not self.writer.has_unpublished
+            self.committed()
 
         @precondition(lambda self: self.unpublished)
         @rule()
@@ -244,6 +279,26 @@ MUTANTS = {
         "pass\n                return False",
         1,
     ),
+    "a batch is not committed": (
+        "        if tail != self._published_position:\n            self.publish()\n        return count",
+        "        return count",
+        1,
+    ),
+    "a batch skips the frame there is no room for": (
+        "self._num_full += 1\n                    break",
+        "continue",
+        1,
+    ),
+    "a batch that failed leaves its limit": (
+        "tail, limit = start, new_limit",
+        "tail, limit = start, new_limit\n                self._limit = limit",
+        1,
+    ),
+    "room is taken for granted beyond the end of the ring": (
+        "min(self._slowest_head + capacity, (tail | self._mask) + 1)",
+        "self._slowest_head + capacity",
+        1,
+    ),
     "a frame wraps": ("total = need if need <= room_to_end else need + room_to_end", "total = need", 1),
     "the successor starts at the tail": (
         "self._released_position = words[self._base + HEAD]",
@@ -273,7 +328,7 @@ def mutant_of(old: str, new: str, count: int) -> types.ModuleType:
 def test_the_model_notices(name: str) -> None:
     """Were it not to fail for a ring that is wrong in a known way, its passing would mean nothing."""
     machine = make_machine(mutant_of(*MUTANTS[name]))
-    with pytest.raises((AssertionError, TransportError, IndexError, ValueError)):
+    with pytest.raises((AssertionError, TransportError, IndexError, ValueError, struct.error)):
         run_state_machine_as_test(
             machine, settings=settings(QUICK, max_examples=1500, phases=[Phase.generate], report_multiple_bugs=False)
         )
@@ -292,6 +347,45 @@ def test_frames_arrive_and_batches_are_published_together(make_ring: Callable[..
     assert statistics[0].frames == statistics[1].frames == 2
     assert statistics[0].tail_position == statistics[1].head_position == 64
     assert statistics[0].bytes_used == statistics[1].bytes_waiting == 0
+
+
+def test_a_batch_is_written_as_far_as_there_is_room(make_ring: Callable[..., Any]) -> None:
+    ring = make_ring()
+    frames = [(kind, 0, bytes([kind]) * 100) for kind in range(6)]  # of 128 bytes each: four fit
+    assert ring.reader.arm()
+    assert ring.writer.write_many(frames) == 4
+    statistics = ring.writer.statistics()
+    assert (statistics.frames, statistics.times_full, statistics.bells_rung) == (4, 1, 1)
+    assert statistics.bytes_used == ring.reader.statistics().bytes_waiting == 512
+    assert ring.writer.write_many(frames[4:]) == 0
+    assert ring.reader.drain() == frames[:4]
+    assert ring.writer.write_many(frames[4:]) == 2
+    assert ring.reader.drain() == frames[4:]
+    assert ring.writer.statistics().frames == ring.reader.statistics().frames == 6
+
+
+def test_a_batch_commits_what_was_written_before_it(make_ring: Callable[..., Any]) -> None:
+    ring = make_ring()
+    assert ring.writer.write_many([]) == 0
+    for batch in ([], [(2, layout.MORE, memoryview(b"two"))]):
+        assert ring.writer.try_write(1, b"one", publish=False)
+        assert ring.writer.write_many(batch) == len(batch)
+        assert ring.reader.drain() == [(1, 0, b"one"), *batch]
+
+
+def test_of_a_batch_with_a_frame_that_cannot_be_written_nothing_is(make_ring: Callable[..., Any]) -> None:
+    ring = make_ring()
+    for bad, error in (
+        ((1 << 16, 0, b""), struct.error),
+        ((1, 0, bytes(ring.writer.max_payload + 1)), ValueError),
+        ((1, 0, np.arange(4, dtype=np.int32)), (IndexError, TypeError, ValueError)),
+    ):
+        with pytest.raises(error):
+            ring.writer.write_many([(1, 0, b"good"), bad])
+        assert ring.reader.drain() == []
+    assert ring.writer.statistics().frames == ring.writer.tail_position == 0
+    assert ring.writer.write_many([(1, 0, b"next")]) == 1
+    assert ring.reader.drain() == [(1, 0, b"next")]
 
 
 def test_a_payload_beyond_half_the_ring_is_refused(make_ring: Callable[..., Any]) -> None:
