@@ -509,41 +509,46 @@ class RingReader:
         self._fence_acquire()
         frames: list[Frame] = []
         problem = None
-        memory, view, mask = self._memory, self._segment.view, self._mask
-        while head != tail and limit:
-            offset = head & mask
-            position = HEADER_BYTES + offset
-            length, kind, flags, stamp, checksum = _unpack_frame_header(memory, position)
-            if stamp != head >> 4 & STAMP_MASK:
-                problem = f"stamp {stamp:#x}"
-                break
-            need = (length + 31) & -16
-            if need > tail - head or need > capacity - offset:
-                problem = f"a payload of {length} bytes beyond the committed ones"
-                break
-            payload: bytes | memoryview
-            if flags:
-                if flags == PAD:
-                    if need != capacity - offset or length & 15 or kind or checksum:
-                        problem = f"a pad of {length} bytes that does not end with the ring"
-                        break
-                    head += need
-                    continue
-                if flags & ~KNOWN_FLAGS or flags & PAD:
-                    problem = f"flags {flags:#x}"
+        memory, view, unpack = self._memory, self._segment.view, _unpack_frame_header
+        while head != tail and limit and problem is None:
+            # One run of frames that follow each other in memory: up to the tail, or to the end of the ring.
+            offset = head & self._mask
+            start = position = HEADER_BYTES + offset
+            stop = position + min(tail - head, capacity - offset)
+            expected = head >> 4 & STAMP_MASK  # 32 bits overflow between two laps, never within one
+            while position != stop and limit:
+                length, kind, flags, stamp, checksum = unpack(memory, position)
+                need = (length + 31) & -16
+                if stamp != expected:
+                    problem = f"stamp {stamp:#x}"
                     break
-            position += FRAME_HEADER_BYTES
-            payload = memory[position : position + length] if copy else self._lend(view, position, length, kind)
-            if flags & CHECKSUM:
-                if zlib.crc32(payload, stamp) != checksum:
+                if need > stop - position:
+                    problem = f"a payload of {length} bytes beyond the committed ones"
+                    break
+                if flags or checksum:
+                    if flags == PAD:
+                        if need != capacity + HEADER_BYTES - position or length & 15 or kind or checksum:
+                            problem = f"a pad of {length} bytes that does not end with the ring"
+                            break
+                        position = stop
+                        break
+                    if flags & ~KNOWN_FLAGS or flags & PAD:
+                        problem = f"flags {flags:#x}"
+                        break
+                    if checksum and not flags & CHECKSUM:
+                        problem = f"a checksum {checksum:#x} without its flag"
+                        break
+                begin = position + FRAME_HEADER_BYTES
+                payload: bytes | memoryview
+                payload = memory[begin : begin + length] if copy else self._lend(view, begin, length, kind)
+                if flags & CHECKSUM and zlib.crc32(payload, stamp) != checksum:
                     problem = f"checksum {checksum:#x}"
                     break
-            elif checksum:
-                problem = f"a checksum {checksum:#x} without its flag"
-                break
-            frames.append((kind, flags, payload))
-            limit -= 1
-            head += need
+                frames.append((kind, flags, payload))
+                limit -= 1
+                position += need
+                expected += need >> 4
+            head += position - start
         self.head_position = head
         self._num_frames += len(frames)
         self._num_batches += 1
