@@ -123,7 +123,7 @@ class Sender:
         self._max_outbox_bytes = max_outbox_bytes
         self._max_message_bytes = max_message_bytes
         self._on_error = on_error
-        self._outbox: deque[tuple[int, int, bytes | memoryview]] = deque()  # (kind, flags, payload), oldest first
+        self._outbox: deque[Frame] = deque()  # oldest first
         self._outbox_bytes = 0
         self._room: anyio.Event | None = None
         self._lock: anyio.Lock | None = None
@@ -249,22 +249,18 @@ class Sender:
 
     def flush(self) -> None:
         """Moves queued frames into the ring while there is room; asks to be rung when some are left."""
-        outbox, writer = self._outbox, self.writer
-        if not outbox:
+        if not self._outbox:
             return
         self._num_flushes += 1
-        moved = 0
-        while outbox:
-            kind, flags, payload = outbox[0]
-            if not writer.try_write(kind, payload, flags=flags, publish=False):
-                writer.want_space()
-                if not writer.try_write(kind, payload, flags=flags, publish=False):
-                    break
-            outbox.popleft()
-            moved += 1
-            self._outbox_bytes -= len(payload)
-        if moved:
-            writer.publish()
+        self._move_queued()
+        if self._outbox:
+            self.writer.want_space()
+            self._move_queued()
+
+    def _move_queued(self) -> None:
+        outbox = self._outbox
+        for _ in range(self.writer.write_many(outbox)):
+            self._outbox_bytes -= len(outbox.popleft()[2])
 
     def _on_space(self) -> None:
         """The peer made room."""
