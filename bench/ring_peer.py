@@ -120,6 +120,26 @@ class Rings:
         for writer in writers:
             writer.space_bell.unwatch()
 
+    async def write_batches(self, writer: Any, payload: bytes, count: int, batch: int) -> None:
+        """The same for one writer that is given `batch` messages at a time."""
+        room = asyncio.Event()
+        writer.space_bell.clear()
+        writer.space_bell.watch(room.set)
+        for start in range(0, count, batch):
+            frames = [(1, 0, payload) for _ in range(min(batch, count - start))]
+            while True:
+                del frames[: writer.write_many(frames)]
+                if not frames:
+                    break
+                room.clear()
+                writer.space_bell.clear()
+                writer.want_space()
+                del frames[: writer.write_many(frames)]
+                if not frames:
+                    break
+                await room.wait()
+        writer.space_bell.unwatch()
+
     async def one_way(self, command: Result) -> Result:
         link = self.singles[0]
         count, gap_s = command["count"], command["gap_s"]
@@ -183,6 +203,8 @@ class Rings:
                     await sender.send(1, None, [array])
                 await sender.wait_flushed()
                 sender.writer.space_bell.unwatch()
+            elif "batch" in command:
+                await self.write_batches(links[0].sender.writer, bytes(size), count, command["batch"])
             else:
                 await self.write_all([link.sender.writer for link in links], bytes(size), count)
             return {"start_ns": start, "cpu_s": cpu.used()}
