@@ -162,6 +162,9 @@ def measure(side: Side, transports: list[str], repeats: dict[str, int]) -> dict[
         results = side.run(1, verb="stream", transport=transport, size=200, count=count, batch=BATCH)
         note("stream 200 B, messages/s", transport, rate(results, count))
         note("stream 200 B, CPU µs/message", transport, sum(r["cpu_s"] for r in results) / count * 1e6)
+        if transport == RING:
+            results = side.run(1, verb="stream", transport=transport, size=200, count=count)
+            note("stream 200 B one by one, messages/s", transport, rate(results, count))
         for message in ("step output", "schedule", "100k prompt", "100k prompt as bytes"):
             results = side.run(
                 1, verb="end_to_end", transport=transport, message=message, count=repeats["message"], gap_s=GAP_S
@@ -177,10 +180,7 @@ def measure(side: Side, transports: list[str], repeats: dict[str, int]) -> dict[
                 used = max(result["cpu_s"] for result in results) / IDLE_S * 100
                 note(f"{quantity}, % of a core per process", transport, used)
     if RING in transports:
-        count = repeats["stream"]
-        results = side.run(1, verb="stream", transport=RING, size=200, count=count)
-        note("stream 200 B one by one, messages/s", RING, rate(results, count))
-        count //= 2
+        count = repeats["stream"] // 2
         results = side.run(1, verb="stream", transport=RING, through="channel", size=200, count=count)
         note("stream 200 B through codec and channel, messages/s", RING, rate(results, count))
         count = repeats["broadcast"]

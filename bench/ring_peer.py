@@ -283,6 +283,8 @@ class Rings:
                 link.sender.send_nowait(1, None, [array])
         await task
         used = cpu.used()
+        if self.index:
+            await asyncio.sleep(0.2)  # the hub began later: what it still sends must not be left for the next case
         for one in self.all:
             one.sender.writer.space_bell.unwatch()
             for receiver in one.receivers:
