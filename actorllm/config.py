@@ -94,6 +94,8 @@ class EngineConfig:
     name: str | None
     record: str | None = None
     """A file to which the scheduler's inputs are recorded, for exact replay."""
+    rendezvous: str | None = None
+    """Where the ranks of this start of the engine meet: a file that does not exist yet. None: there is one rank."""
     seed: int | None = None
     """Requests that bring no seed get one made of this and of their number; None: a random one."""
 
@@ -177,7 +179,7 @@ class EngineConfig:
                 ),
             ),
             topology=_choice("topology", given["topology"], ("process", "inline")),
-            world_size=1,
+            world_size=_world_size(given["tensor_parallel_size"], text),
             device="cpu",
             num_threads=_optional_positive("num_threads", given["num_threads"]),
             name=given["name"],
@@ -273,8 +275,10 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
             accepted = " or ".join(repr(v) for v in VLLM_ARGUMENTS[name])
             raise ConfigError(f"{name}={value!r} is not supported; leave it at {accepted}")
     given = ARGUMENTS | {k: v for k, v in arguments.items() if k in ARGUMENTS}
-    if given["tensor_parallel_size"] != 1:
-        raise ConfigError(f"tensor_parallel_size={given['tensor_parallel_size']!r} is not supported yet; leave it at 1")
+    if _positive("tensor_parallel_size", given["tensor_parallel_size"]) > 1 and given["topology"] == "inline":
+        raise ConfigError(
+            f"tensor_parallel_size={given['tensor_parallel_size']} needs a process per rank; use topology='process'"
+        )
     if given["device"] not in ("auto", "cpu"):
         raise ConfigError(f"device={given['device']!r} is not supported yet; use device='cpu'")
     if given["async_scheduling"] not in (None, True, False):
@@ -368,6 +372,21 @@ def _eos_token_ids(path: Path, hf: dict[str, Any]) -> tuple[int, ...]:
         values = value if isinstance(value, list) else [value]
         ids.update(v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0)
     return tuple(sorted(ids))
+
+
+def parallel_sizes(num_heads: int, num_kv_heads: int) -> list[int]:
+    """Among how many ranks the heads can be shared out evenly; with more ranks than key heads, some hold the same one."""
+    return [n for n in range(1, num_heads + 1) if not num_heads % n and (not num_kv_heads % n or not n % num_kv_heads)]
+
+
+def _world_size(size: int, hf: dict[str, Any]) -> int:
+    heads, kv_heads = hf.get("num_attention_heads"), hf.get("num_key_value_heads") or hf.get("num_attention_heads")
+    if isinstance(heads, int) and isinstance(kv_heads, int) and size not in (sizes := parallel_sizes(heads, kv_heads)):
+        raise ConfigError(
+            f"tensor_parallel_size={size}: {heads} attention heads over {kv_heads} key heads cannot be shared out "
+            f"evenly; possible are {', '.join(map(str, sizes))}"
+        )
+    return size
 
 
 def _max_model_len(path: Path, given: Any, hf: dict[str, Any]) -> int:

@@ -13,12 +13,15 @@ import logging
 import math
 import os
 import queue
+import tempfile
 import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -68,6 +71,8 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        if config.world_size > 1:
+            config = replace(config, rendezvous=f"{tempfile.gettempdir()}/actorllm-{os.getpid()}-{uuid.uuid4().hex}")
         self.config = config
         self._pid = os.getpid()
         self._frontend = FrontendActor()
@@ -127,6 +132,8 @@ class Engine:
             if intake is not None:
                 self._intake.put(None)
         self._thread.stop(timeout)
+        if self.config.rendezvous is not None:
+            Path(self.config.rendezvous).unlink(missing_ok=True)  # of ranks that never met
         if intake is not None and intake is not threading.current_thread():
             intake.join(timeout)
             if intake.is_alive():

@@ -156,7 +156,7 @@ def test_paths_may_be_path_objects(tmp_path: Path) -> None:
         ("async_scheduling", "yes", ["async_scheduling='yes'"]),
         ("scheduling_policy", 5, ["scheduling_policy=5", "string"]),
         ("long_prefill_token_threshold", -1, ["long_prefill_token_threshold=-1"]),
-        ("tensor_parallel_size", 2, ["tensor_parallel_size=2", "leave it at 1"]),
+        ("tensor_parallel_size", 3, ["tensor_parallel_size=3", "possible are 1, 2"]),
         ("trust_remote_code", "yes", ["trust_remote_code='yes'"]),
         ("skip_tokenizer_init", "yes", ["skip_tokenizer_init='yes'"]),
         ("tokenizer", 5, ["tokenizer=5", "path"]),

@@ -55,6 +55,10 @@ class WorkerActor(Actor):
     def on_link(self, link: Link) -> None:
         self._scheduler = link
 
+    async def on_stop(self) -> None:
+        if hasattr(self, "runner"):
+            self.runner.ranks.close()
+
     def on_message(self, link: Link, message: Message) -> None:
         match message:
             case StepPlan():
@@ -80,6 +84,8 @@ class WorkerActor(Actor):
             late = await self._late_inputs(plan.step) if plan.late_slots.size else None
             result = self.runner.sample(handle, late)
         except Exception as error:
+            if self.runner.is_torn:
+                raise  # the other ranks wait in a collective that this one will not enter
             logger.exception("step %d failed", plan.step)
             self._num_failed += 1
             self._late.pop(plan.step, None)

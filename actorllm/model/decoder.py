@@ -1,6 +1,7 @@
 """The decoder that Llama, Mistral, Qwen2 and Qwen3 share: one fused forward, with the differences as fields.
 
 A family's module (`llama`, `mistral`, ...) turns a config.json into a `DecoderConfig`; everything after that is here.
+With several ranks, each holds its heads, its part of the MLP and of the vocabulary (`parallel`).
 Per layer: norm, one product for query, key and value, rotation, attention, output product plus residual, norm, one
 product for gate and up, silu, down product plus residual. Called by the runner, under inference mode.
 """
@@ -18,7 +19,8 @@ from actorllm.errors import CorruptModelError, UnsupportedModelError
 from actorllm.model.attention import AttentionBatch, KVCache, KVWrites
 from actorllm.model.inputs import StepInputs
 from actorllm.model.layers import Linear, RMSNorm, RotaryEmbedding, interleave, inverse_frequencies, silu_mul
-from actorllm.model.weights import Weights
+from actorllm.model.parallel import HeadShare, Ranks
+from actorllm.model.weights import ALL, Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,33 +125,40 @@ def windows_by_layer_type(hf: Mapping[str, Any], num_layers: int) -> tuple[int |
 class DecoderLayer:
     """Attention and MLP, each around a residual."""
 
-    def __init__(self, config: DecoderConfig, weights: Weights, index: int) -> None:
+    def __init__(self, config: DecoderConfig, weights: Weights, index: int, ranks: Ranks, share: HeadShare) -> None:
+        """config: of the whole model."""
         self.index = index
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self._ranks = ranks
+        self.num_heads, self.num_kv_heads, self.head_dim = share.num_heads, share.num_kv_heads, config.head_dim
         self.window = config.windows[index]
         hidden, inner = config.hidden_size, config.intermediate_size
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        q_part, kv_part, inner_part = share.rows(share.heads), share.rows(share.kv_heads), ranks.part(inner)
         prefix = f"model.layers.{index}."
 
-        def weight(name: str, rows: int, columns: int) -> torch.Tensor:
-            return weights.take(f"{prefix}{name}.weight", rows, columns)
+        def weight(name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
+            return weights.take(f"{prefix}{name}.weight", *shape, rows=rows, columns=columns)
 
-        def bias(name: str, rows: int, is_there: bool) -> torch.Tensor | None:
-            return weights.take(f"{prefix}{name}.bias", rows) if is_there else None
+        def bias(name: str, size: int, is_there: bool, part: slice = ALL) -> torch.Tensor | None:
+            return weights.take(f"{prefix}{name}.bias", size, rows=part) if is_there else None
+
+        def bias_of_sum(name: str, size: int, is_there: bool) -> torch.Tensor | None:
+            whole = bias(name, size, is_there)
+            return whole if ranks.rank == 0 else None  # added once
 
         def rotated(tensor: torch.Tensor) -> torch.Tensor:
             return interleave(tensor, config.head_dim)
 
         q_bias, k_bias, v_bias = (
-            bias(f"self_attn.{name}_proj", rows, config.has_qkv_bias)
-            for name, rows in (("q", q_size), ("k", kv_size), ("v", kv_size))
+            bias(f"self_attn.{name}_proj", size, config.has_qkv_bias, part)
+            for name, size, part in (("q", q_size, q_part), ("k", kv_size, kv_part), ("v", kv_size, kv_part))
         )
         self.input_norm = RMSNorm(weights.take(f"{prefix}input_layernorm.weight", hidden), config.rms_norm_eps)
         self.qkv = Linear.fused(
             [
-                rotated(weight("self_attn.q_proj", q_size, hidden)),
-                rotated(weight("self_attn.k_proj", kv_size, hidden)),
-                weight("self_attn.v_proj", kv_size, hidden),
+                rotated(weight("self_attn.q_proj", q_size, hidden, rows=q_part)),
+                rotated(weight("self_attn.k_proj", kv_size, hidden, rows=kv_part)),
+                weight("self_attn.v_proj", kv_size, hidden, rows=kv_part),
             ],
             [
                 rotated(q_bias) if q_bias is not None else None,
@@ -161,24 +170,28 @@ class DecoderLayer:
         if config.has_qk_norm:
             q_norm = rotated(weights.take(f"{prefix}self_attn.q_norm.weight", config.head_dim))
             k_norm = rotated(weights.take(f"{prefix}self_attn.k_norm.weight", config.head_dim))
-            self.qk_norm = QKNorm(q_norm, k_norm, config)
+            self.qk_norm = QKNorm(q_norm, k_norm, share, config.rms_norm_eps)
         self.output = Linear(
-            weight("self_attn.o_proj", hidden, q_size), bias("self_attn.o_proj", hidden, config.has_output_bias)
+            weight("self_attn.o_proj", hidden, q_size, columns=q_part),
+            bias_of_sum("self_attn.o_proj", hidden, config.has_output_bias),
         )
         self.mlp_norm = RMSNorm(weights.take(f"{prefix}post_attention_layernorm.weight", hidden), config.rms_norm_eps)
         self.gate_up = Linear.fused(
-            [weight("mlp.gate_proj", inner, hidden), weight("mlp.up_proj", inner, hidden)],
-            [bias("mlp.gate_proj", inner, config.has_mlp_bias), bias("mlp.up_proj", inner, config.has_mlp_bias)],
+            [weight(f"mlp.{name}_proj", inner, hidden, rows=inner_part) for name in ("gate", "up")],
+            [bias(f"mlp.{name}_proj", inner, config.has_mlp_bias, inner_part) for name in ("gate", "up")],
         )
-        self.down = Linear(weight("mlp.down_proj", hidden, inner), bias("mlp.down_proj", hidden, config.has_mlp_bias))
+        self.down = Linear(
+            weight("mlp.down_proj", hidden, inner, columns=inner_part),
+            bias_of_sum("mlp.down_proj", hidden, config.has_mlp_bias),
+        )
 
     def __call__(self, x: torch.Tensor, rotations: torch.Tensor, attention: AttentionBatch) -> torch.Tensor:
         """x: [num_tokens, hidden_size]; rotations: [num_tokens, 1, head_dim / 2]."""
         heads = self.qkv(self.input_norm(x)).view(x.shape[0], -1, self.head_dim)  # [num_tokens, q + k + v heads, dim]
         self._rotate(heads[:, : self.num_heads + self.num_kv_heads], rotations)
         attended = attention.attend(self.index, heads[:, : self.num_heads], heads[:, self.num_heads :])
-        x = self.output(attended).add_(x)
-        return self.down(silu_mul(self.gate_up(self.mlp_norm(x)))).add_(x)
+        x = self._ranks.sum_(self.output(attended)).add_(x)
+        return self._ranks.sum_(self.down(silu_mul(self.gate_up(self.mlp_norm(x))))).add_(x)
 
     def _rotate(self, heads: torch.Tensor, rotations: torch.Tensor) -> None:
         """Normalise (Qwen3) and rotate queries and keys in place, in float32 inside."""
@@ -193,12 +206,12 @@ class DecoderLayer:
 class QKNorm:
     """RMSNorm over the dimensions of every query and key head, in place and in float32."""
 
-    def __init__(self, q_weight: torch.Tensor, k_weight: torch.Tensor, config: DecoderConfig) -> None:
-        dim = config.head_dim
-        rows = [q_weight.float()] * config.num_heads + [k_weight.float()] * config.num_kv_heads
+    def __init__(self, q_weight: torch.Tensor, k_weight: torch.Tensor, share: HeadShare, eps: float) -> None:
+        dim = len(q_weight)
+        rows = [q_weight.float()] * share.num_heads + [k_weight.float()] * share.num_kv_heads
         # norm = sqrt(sum of squares), so x / sqrt(mean + eps) = sqrt(dim) * x / hypot(norm, sqrt(dim * eps))
         self.weight = torch.stack(rows) * dim**0.5  # [q + k heads, head_dim]
-        self.floor = torch.tensor((dim * config.rms_norm_eps) ** 0.5)
+        self.floor = torch.tensor((dim * eps) ** 0.5)
 
     def apply_(self, heads: torch.Tensor) -> None:
         norm = torch.linalg.vector_norm(heads, 2, -1, True)  # [num_tokens, q + k heads, 1]
@@ -208,17 +221,22 @@ class QKNorm:
 class Decoder:
     """Embedding, layers, final norm and LM head of one model."""
 
-    def __init__(self, config: DecoderConfig, weights: Weights, max_positions: int) -> None:
-        """Takes all its tensors from `weights`. max_positions: how long a sequence may get."""
+    def __init__(self, config: DecoderConfig, weights: Weights, max_positions: int, ranks: Ranks | None = None) -> None:
+        """Takes this rank's part of all tensors from `weights`. max_positions: how long a sequence may get."""
         self.config = config
+        self.ranks = ranks or Ranks()
+        self.share = HeadShare(config, self.ranks)
         self.dtype = weights.dtype
         frequencies = inverse_frequencies(config.head_dim, dict(config.rope), config.max_position_embeddings)
         self.rotary = RotaryEmbedding(frequencies, max_positions)
         vocab, hidden = config.vocab_size, config.hidden_size
-        self.embedding = weights.take("model.embed_tokens.weight", vocab, hidden)
-        self.layers = [DecoderLayer(config, weights, i) for i in range(config.num_layers)]
+        self._vocab_part = self.ranks.part(vocab)
+        self.embedding = weights.take("model.embed_tokens.weight", vocab, hidden, rows=self._vocab_part)
+        self.layers = [DecoderLayer(config, weights, i, self.ranks, self.share) for i in range(config.num_layers)]
         self.norm = RMSNorm(weights.take("model.norm.weight", hidden), config.rms_norm_eps)
-        head = self.embedding if config.ties_embeddings else weights.take("lm_head.weight", vocab, hidden)
+        head = self.embedding
+        if not config.ties_embeddings:
+            head = weights.take("lm_head.weight", vocab, hidden, rows=self._vocab_part)
         self.lm_head = Linear(head)
         weights.close(is_ignorable=lambda name: self._is_redundant(name))
 
@@ -234,19 +252,28 @@ class Decoder:
 
     def forward(self, inputs: StepInputs, cache: KVCache) -> torch.Tensor:
         """The hidden states before the final norm, [num_tokens, hidden_size]; keys and values go to the cache."""
-        fold = self.config.num_heads // self.config.num_kv_heads
+        fold = self.share.num_heads // self.share.num_kv_heads
         writes = KVWrites(inputs, cache)
         attention = {w: AttentionBatch(inputs, cache, writes, fold, w) for w in dict.fromkeys(self.config.windows)}
         rotations = self.rotary.rotations(torch.from_numpy(inputs.positions))
-        x = torch.embedding(self.embedding, torch.from_numpy(inputs.token_ids))
+        x = self._embed(torch.from_numpy(inputs.token_ids))
         for layer in self.layers:
             x = layer(x, rotations, attention[layer.window])
         return x
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size]; an id is embedded by the rank that holds it."""
+        if self.ranks.size == 1:
+            return torch.embedding(self.embedding, token_ids)
+        local = token_ids - self._vocab_part.start
+        is_elsewhere = (local < 0) | (local >= len(self.embedding))
+        rows = torch.embedding(self.embedding, local.masked_fill(is_elsewhere, 0))
+        return self.ranks.sum_(rows.masked_fill_(is_elsewhere.unsqueeze(1), 0))
 
     def select(self, hidden: torch.Tensor, rows: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
         """The final hidden states of some rows, [num_rows, hidden_size]."""
         return self.norm(hidden.index_select(0, torch.from_numpy(rows)))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [num_rows, vocab_size] for what `select` returned."""
-        return self.lm_head(hidden).float()
+        """float32 [num_rows, vocab_size] for what `select` returned; [num_rows, 0] on the other ranks than the first."""
+        return self.ranks.gather_columns(self.lm_head(hidden).float(), self.config.vocab_size)

@@ -25,6 +25,7 @@ from actorllm.model import memory, threads
 from actorllm.model.attention import KVCache
 from actorllm.model.decoder import Decoder
 from actorllm.model.inputs import PersistentBatch, StepInputs
+from actorllm.model.parallel import Ranks
 from actorllm.model.registry import decoder_config
 from actorllm.model.sampler import Sampler, SamplingColumns
 from actorllm.model.threads import Team
@@ -79,6 +80,9 @@ class ModelRunner:
         self.decoder: Decoder
         self.cache: KVCache
         self.batch: PersistentBatch
+        self.ranks = Ranks()
+        self.is_torn = False
+        """An exception has left a step that the other ranks are still in: this rank cannot go on."""
         self._team: Team
         self._available_at_first = memory.available_bytes()
         self._sampler = Sampler(self.model_config.vocab_size)
@@ -98,8 +102,9 @@ class ModelRunner:
             if model.load_format == "dummy"
             else CheckpointWeights(Path(model.path), self.dtype, self._show_progress)
         )
+        self.ranks = Ranks.connect(self.config, self.rank)
         with weights:
-            self.decoder = Decoder(self.model_config, weights, model.max_model_len)
+            self.decoder = Decoder(self.model_config, weights, model.max_model_len, self.ranks)
         num_products = 4 * self.model_config.num_layers + 1
         num_weights = self.decoder.num_bytes / self.dtype.itemsize
         self._team = Team(
@@ -112,8 +117,8 @@ class ModelRunner:
     @property
     def block_bytes(self) -> int:
         """Memory of one KV block over all layers."""
-        c = self.model_config
-        return c.num_layers * 2 * c.num_kv_heads * c.head_dim * self.config.cache.block_size * self.dtype.itemsize
+        c, num_kv_heads = self.model_config, self.decoder.share.num_kv_heads
+        return c.num_layers * 2 * num_kv_heads * c.head_dim * self.config.cache.block_size * self.dtype.itemsize
 
     def profile_num_blocks(self) -> int:
         """How many KV blocks this rank has memory for.
@@ -128,11 +133,11 @@ class ModelRunner:
         working = self._profile_working_bytes()
         if cache.memory_utilization is not None:
             used = self._available_at_first - memory.available_bytes()
-            budget = int(self._available_at_first * cache.memory_utilization) - max(0, used) - working
+            budget = int(self._available_at_first * cache.memory_utilization / self.ranks.size) - max(0, used) - working
             return max(0, budget // self.block_bytes)
         blocks_per_seq = -(-(self.config.model.max_model_len + limits.num_lookahead_tokens) // cache.block_size)
         wanted = limits.max_num_seqs * blocks_per_seq
-        budget = int(memory.available_bytes() * DEFAULT_MEMORY_SHARE) - working
+        budget = int(memory.available_bytes() * DEFAULT_MEMORY_SHARE / self.ranks.size) - working
         return max(0, min(wanted, budget // self.block_bytes))
 
     @torch.inference_mode()
@@ -141,7 +146,7 @@ class ModelRunner:
         c, config = self.model_config, self.config
         size = config.cache.block_size
         length = config.model.max_model_len + config.scheduler.num_lookahead_tokens
-        self.cache = KVCache(c.num_layers, c.num_kv_heads, c.head_dim, num_blocks, size, self.dtype)
+        self.cache = KVCache(c.num_layers, self.decoder.share.num_kv_heads, c.head_dim, num_blocks, size, self.dtype)
         self.batch = PersistentBatch(
             vocab_size=c.vocab_size,
             block_size=size,
@@ -233,6 +238,7 @@ class ModelRunner:
             size = self._team.size(len(inputs.token_ids), len(inputs.result_slots))
             torch.set_num_threads(size)
             wall, cpu = time.perf_counter(), time.thread_time()
+            self.is_torn = self.ranks.size > 1
             states = self.decoder.forward(inputs, self.cache)
             if len(inputs.result_slots):
                 hidden = self.decoder.select(states, inputs.result_tokens)
@@ -251,10 +257,16 @@ class ModelRunner:
         is_void = np.zeros(num_samples, np.bool_)
         for start, end, columns in sampling.chunks:
             logits = handle.logits if handle.logits is not None else self._logits(handle.hidden, sampling, start, end)
+            if self.ranks.rank:
+                continue  # the first rank samples
             slots = sampling.slots[start:end]
             is_void[start:end] = self._prepare(logits, slots, late)
             columns.token_index[:] = self.batch.columns.num_outputs[slots]
             tokens[start:end] = self._sampler.sample(logits, columns)
+        if self.ranks.size > 1 and num_samples:
+            tokens, voids = self.ranks.agree(np.stack((tokens, is_void.astype(np.int32))))
+            is_void = voids.astype(np.bool_)
+        self.is_torn = False
         if is_void.any():
             tokens[is_void] = 0
             # Here and not when the scheduler hears of it: by then a request that was preempted or aborted meanwhile has

@@ -41,8 +41,8 @@ def num_cores() -> int:
 
 
 def num_threads(config: EngineConfig) -> int:
-    """The largest team a worker of this engine uses: what was asked for, or every core it may run on."""
-    return config.num_threads if config.num_threads is not None else num_cores()
+    """The largest team a worker of this engine uses: what was asked for, or its share of the cores it may run on."""
+    return config.num_threads if config.num_threads is not None else max(1, num_cores() // config.world_size)
 
 
 def worker_environment(config: EngineConfig) -> dict[str, str]:

@@ -31,6 +31,9 @@ PROGRESS_DELAY_S = 1.0
 """The progress bar appears when loading takes longer than this."""
 
 
+ALL = slice(None)
+
+
 class Weights(ABC):
     """The tensors of one model, each taken once."""
 
@@ -38,8 +41,8 @@ class Weights(ABC):
         self.dtype = dtype
 
     @abstractmethod
-    def take(self, name: str, *shape: int) -> torch.Tensor:
-        """The tensor `name` of this shape in the target type, owned by the caller."""
+    def take(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
+        """The tensor `name` of this shape, or some of its rows or columns, in the target type; owned by the caller."""
 
     @abstractmethod
     def close(self, is_ignorable: Callable[[str], bool]) -> None:
@@ -69,20 +72,25 @@ class CheckpointWeights(Weights):
             total=len(self._left), desc="weights", unit="tensor", delay=PROGRESS_DELAY_S, disable=hidden, leave=False
         )
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
+    def take(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
         if name not in self._file_of:
             raise CorruptModelError(f"{self.folder} has no tensor {name!r}, which this architecture needs")
         file = self._file_of[name]
         try:
             if file not in self._open:
                 self._open[file] = safe_open(self.folder / file, framework="pt")
-            tensor: torch.Tensor = self._open[file].get_tensor(name)
+            view = self._open[file].get_slice(name)
+            if tuple(view.get_shape()) != shape:
+                raise CorruptModelError(
+                    f"{self.folder / file}: tensor {name!r} has shape {tuple(view.get_shape())}, config.json asks for "
+                    f"{shape}"
+                )
+            is_whole = rows == ALL and columns == ALL
+            tensor: torch.Tensor = (
+                self._open[file].get_tensor(name) if is_whole else view[rows, columns] if len(shape) > 1 else view[rows]
+            )
         except (SafetensorError, OSError) as error:
             raise CorruptModelError(f"{self.folder / file}: tensor {name!r} cannot be read: {error}") from error
-        if tuple(tensor.shape) != shape:
-            raise CorruptModelError(
-                f"{self.folder / file}: tensor {name!r} has shape {tuple(tensor.shape)}, config.json asks for {shape}"
-            )
         if not tensor.is_floating_point():
             raise CorruptModelError(f"{self.folder / file}: tensor {name!r} is {tensor.dtype}, floats are needed")
         self._left.discard(name)
@@ -116,7 +124,13 @@ class DummyWeights(Weights):
         super().__init__(dtype)
         self._seed = seed
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
+    def take(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
+        tensor = self._draw(name, shape)
+        if rows == ALL and columns == ALL:
+            return tensor
+        return tensor[rows, columns].clone() if len(shape) > 1 else tensor[rows].clone()
+
+    def _draw(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         generator = torch.Generator().manual_seed((self._seed * 1_000_003 + _stable_hash(name)) % 2**63)
         tensor = torch.empty(shape, dtype=self.dtype)
         if name.endswith("norm.weight"):

@@ -1,0 +1,128 @@
+"""Tensor parallelism: the ranks that compute one model together, and what they exchange.
+
+Every rank holds its share of the heads, of the MLP and of the vocabulary (Shoeybi et al., Megatron-LM, arXiv:1909.08053):
+products whose output is shared out need no exchange, those whose input is are followed by a sum over all ranks. Every
+rank gets every plan and enters the same collectives in the same order; rank 0 alone sees whole logits and samples, and
+tells the others what. A rank that leaves a step between two collectives (`ModelRunner.is_torn`) cannot go on, because
+the others wait for it.
+
+Owned by the runner. With one rank nothing here does anything, and torch.distributed is not even imported.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from actorllm.config import EngineConfig, parallel_sizes
+
+if TYPE_CHECKING:
+    from actorllm.model.decoder import DecoderConfig
+
+CONNECT_TIMEOUT_S = 120.0
+"""How long the ranks wait for each other at the start, and a collective for its last rank while all are alive."""
+
+
+class Ranks:
+    """This rank and the others. Without arguments: one rank that is alone."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank = rank
+        self.size = size
+
+    @classmethod
+    def connect(cls, config: EngineConfig, rank: int) -> Ranks:
+        """Wait for all ranks of the engine. They meet at the file `config.rendezvous`, which is gone when they have."""
+        if config.world_size == 1:
+            return cls()
+        import torch.distributed as dist
+
+        assert config.rendezvous is not None
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks of an engine are on one machine
+        store = dist.FileStore(config.rendezvous, config.world_size)  # type: ignore[attr-defined]
+        timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=config.world_size, timeout=timeout)
+        dist.barrier()  # everybody has read the file
+        if rank == 0:
+            Path(config.rendezvous).unlink(missing_ok=True)
+        return cls(rank, config.world_size)
+
+    def close(self) -> None:
+        """Leave the group; the others notice when they next need this rank."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+
+    def part(self, total: int) -> slice:
+        """This rank's share of `total` things, as even as it gets."""
+        return slice(self.rank * total // self.size, (self.rank + 1) * total // self.size)
+
+    def sum_(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in place."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            dist.all_reduce(x)
+        return x
+
+    def gather_columns(self, x: torch.Tensor, total: int) -> torch.Tensor:
+        """On rank 0 the columns of all ranks side by side, [num_rows, total]; elsewhere none. x: [num_rows, part(total)]."""
+        if self.size == 1:
+            return x
+        import torch.distributed as dist
+
+        # gloo gathers equal sizes only
+        width = -(-total // self.size)
+        padded = torch.nn.functional.pad(x, (0, width - x.shape[1])) if x.shape[1] < width else x.contiguous()
+        if self.rank:
+            dist.gather(padded)
+            return x[:, :0]
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.gather(padded, parts)
+        widths = [
+            share.stop - share.start for share in (Ranks(rank, self.size).part(total) for rank in range(self.size))
+        ]
+        return torch.cat([part[:, :w] for part, w in zip(parts, widths, strict=True)], 1)
+
+    def agree(self, numbers: NDArray[np.int32]) -> NDArray[np.int32]:
+        """What rank 0 has, of the same shape everywhere."""
+        if self.size == 1:
+            return numbers
+        import torch.distributed as dist
+
+        told = torch.from_numpy(numbers)
+        dist.broadcast(told, 0)
+        shared: NDArray[np.int32] = told.numpy()
+        return shared
+
+
+class HeadShare:
+    """Which query and key heads a rank computes.
+
+    With fewer key heads than ranks, several ranks hold the same key head and share out its query heads. That heads can
+    be shared out evenly has been checked with the configuration (`config.parallel_sizes`).
+    """
+
+    def __init__(self, config: DecoderConfig, ranks: Ranks) -> None:
+        size, heads, kv_heads = ranks.size, config.num_heads, config.num_kv_heads
+        assert size in parallel_sizes(heads, kv_heads)
+        self.heads = ranks.part(heads)
+        if kv_heads >= size:
+            self.kv_heads = ranks.part(kv_heads)
+        else:
+            only = ranks.rank * kv_heads // size
+            self.kv_heads = slice(only, only + 1)
+        self.num_heads: int = self.heads.stop - self.heads.start
+        self.num_kv_heads: int = self.kv_heads.stop - self.kv_heads.start
+        self._dim = config.head_dim
+
+    def rows(self, heads: slice) -> slice:
+        """The rows of a projection that belong to these heads."""
+        return slice(heads.start * self._dim, heads.stop * self._dim)

@@ -1,0 +1,135 @@
+"""Several ranks compute one model together: the same streams as one rank, and errors that say what does not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from actorllm import LLM, AsyncLLM, EngineDeadError, SamplingParams
+from actorllm.config import EngineConfig
+from actorllm.errors import ConfigError
+from actorllm.model.decoder import DecoderConfig
+from actorllm.model.parallel import HeadShare, Ranks
+from actorllm.model.weights import DummyWeights
+
+SHAPE: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 331,
+    "hidden_size": 48,
+    "intermediate_size": 90,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "dtype": "float32",
+}
+
+
+def model_folder(path: Path, **changes: Any) -> Path:
+    (path / "config.json").write_text(json.dumps(SHAPE | changes))
+    return path
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    return {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": 8, "num_threads": 1} | changes
+
+
+def streams(folder: Path, **changes: Any) -> list[tuple[int, ...]]:
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, 331, n).tolist() for n in (3, 40, 17, 64, 1, 25, 33, 9, 50, 12)]
+    params = [
+        SamplingParams(temperature=0.8 * (i % 3 > 0), seed=i, max_tokens=24, min_tokens=5, ignore_eos=i % 2 == 0)
+        for i in range(len(prompts))
+    ]
+    with LLM(folder, **arguments(max_num_batched_tokens=48, **changes)) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [((2, 4), {}), ((2,), {"architectures": ["LlamaForCausalLM"], "mlp_bias": True, "attention_bias": True})],
+)
+def test_several_ranks_give_the_streams_of_one(tmp_path: Path, sizes: tuple[int, ...], changes: dict[str, Any]) -> None:
+    """More ranks than key heads, a vocabulary and an MLP that do not divide evenly, biases that must be added once."""
+    folder = model_folder(tmp_path, **changes)
+    expected = streams(folder)
+    assert len({*expected}) == len(expected)
+    before = set(Path(tempfile.gettempdir()).glob("actorllm-*"))
+    for size in sizes:
+        assert streams(folder, tensor_parallel_size=size) == expected
+    assert set(Path(tempfile.gettempdir()).glob("actorllm-*")) <= before
+
+
+def test_logits_in_chunks_and_bfloat16(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, vocab_size=150_000, num_hidden_layers=1)
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=3, ignore_eos=True)
+    prompts = [[i + 1] * 5 for i in range(120)]  # more logits than MAX_LOGITS_BYTES
+    results = []
+    for size in (1, 2):
+        with LLM(folder, **arguments(tensor_parallel_size=size, max_num_seqs=120)) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        results.append([tuple(o.outputs[0].token_ids) for o in outputs])
+    assert results[0] == results[1]
+    with LLM(model_folder(tmp_path), **arguments(tensor_parallel_size=2, dtype="bfloat16")) as llm:
+        (output,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 3
+
+
+async def test_the_death_of_any_rank_ends_every_stream(tmp_path: Path) -> None:
+    llm = AsyncLLM(model_folder(tmp_path), **arguments(tensor_parallel_size=2))
+    stream = llm.generate([1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True))
+    await stream.__anext__()
+    os.kill(llm._engine.pids["worker1"], signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="worker1"):
+        async for _ in stream:
+            pass
+    llm.shutdown()
+
+
+@pytest.mark.parametrize(("size", "possible"), [(3, "1, 2, 4, 8"), (16, "1, 2, 4, 8")])
+def test_heads_that_cannot_be_shared_out(tmp_path: Path, size: int, possible: str) -> None:
+    with pytest.raises(ConfigError, match=rf"tensor_parallel_size={size}.*possible are {possible}"):
+        LLM(model_folder(tmp_path), **arguments(tensor_parallel_size=size))
+
+
+@pytest.mark.parametrize("size", [0, -1, "2", 1.5])
+def test_a_size_that_is_none(size: Any) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        EngineConfig.from_arguments("storyteller", tensor_parallel_size=size)
+
+
+def test_the_inline_topology_has_one_rank() -> None:
+    with pytest.raises(ConfigError, match="topology='process'"):
+        EngineConfig.from_arguments("storyteller", tensor_parallel_size=2, topology="inline")
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (8, 8), (12, 4), (4, 1)])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_query_head_is_with_its_key_head(heads: int, kv_heads: int, size: int) -> None:
+    config = DecoderConfig.from_hugging_face(SHAPE | {"num_attention_heads": heads, "num_key_value_heads": kv_heads})
+    seen = []
+    for rank in range(size):
+        share = HeadShare(config, Ranks(rank, size))
+        fold = share.num_heads // share.num_kv_heads
+        for i, head in enumerate(range(share.heads.start, share.heads.stop)):
+            seen.append(head)
+            assert head // (heads // kv_heads) == share.kv_heads.start + i // fold
+    assert seen == list(range(heads))
+
+
+def test_parts_of_a_tensor_are_parts_of_the_whole() -> None:
+    weights = DummyWeights(0, torch.float32)
+    whole = weights.take("model.layers.0.mlp.down_proj.weight", 6, 10)
+    assert torch.equal(weights.take("model.layers.0.mlp.down_proj.weight", 6, 10, rows=slice(1, 4)), whole[1:4])
+    assert torch.equal(weights.take("model.layers.0.mlp.down_proj.weight", 6, 10, columns=slice(2, 9)), whole[:, 2:9])
