@@ -192,8 +192,9 @@ class Sampler:
         num_rows = len(columns)
         x: F32 = logits.numpy()
         # No choice depends on the row maximum that is subtracted, and near 0 float32 is finest.
-        highest: F32 = logits.amax(1, keepdim=True).numpy()
-        mass = self._tile_masses(logits, columns)  # [num_rows, num_tiles]
+        maximum = logits.amax(1, keepdim=True)
+        highest: F32 = maximum.numpy()
+        mass = self._tile_masses(logits, maximum, columns)  # [num_rows, num_tiles]
         threshold: F32 | None = None
         if len(columns.filtered):
             threshold = np.full(num_rows, -np.inf, np.float32)
@@ -220,14 +221,18 @@ class Sampler:
         tokens: I32 = (tile * TILE + lane).astype(np.int32)
         return tokens, np.minimum(_gap(score), _gap(z)) if with_margin else _NO_MARGIN
 
-    def _tile_masses(self, logits: torch.Tensor, columns: SampledColumns) -> F32:
+    def _tile_masses(self, logits: torch.Tensor, maximum: torch.Tensor, columns: SampledColumns) -> F32:
         """The probability of every tile, [num_rows, num_tiles], in rows that keep every id; others are not filled in."""
         rows, divisor = columns.unfiltered, columns.divisor
         if rows is not None:
             if not len(rows):
                 return np.empty((len(columns), self.num_tiles), np.float32)
-            logits, divisor = logits.index_select(0, torch.from_numpy(rows)), divisor[rows]
-        probability = torch.softmax(logits / torch.from_numpy(divisor) if columns.is_scaled else logits, 1)
+            index = torch.from_numpy(rows)
+            logits, maximum, divisor = logits.index_select(0, index), maximum.index_select(0, index), divisor[rows]
+        if columns.is_scaled:
+            # The maximum goes first, as everywhere: large quotients are coarse, and those of a tiny temperature infinite.
+            logits = torch.sub(logits, maximum).div_(torch.from_numpy(divisor))
+        probability = torch.softmax(logits, 1)
         whole = self.vocab_size // TILE
         mass = probability[:, : whole * TILE].view(len(logits), whole, TILE).sum(-1)
         if whole < self.num_tiles:

@@ -187,6 +187,19 @@ def test_a_shift_of_the_logits_changes_nothing() -> None:
     np.testing.assert_array_equal(sampler.sample(logits.clone(), batch), sampler.sample(logits + 1024, batch))
 
 
+@pytest.mark.parametrize("offset", [0.0, 8192.0, -8192.0])
+def test_tiny_temperatures_of_large_logits(offset: float) -> None:
+    """Quotients that float32 can hold only coarsely, or not at all."""
+    num_rows = 40
+    logits = torch.round(random_logits(num_rows, 700, 6)) / 1024 + offset
+    batch = columns(num_rows, temperature=[1e-38, 1e-6, 1e-3, 0.01] * 10, seeds=np.arange(num_rows))
+    tokens, margins = Sampler(700).sample_with_margin(logits.clone(), batch)
+    assert not np.isnan(margins).any()
+    plain = [by_reference(logits, batch, row, torch.float64) for row in range(num_rows)]
+    assert tokens.tolist() == [p.token for p in plain]
+    assert min(p.margin for p in plain) > MARGIN
+
+
 # Batches --------------------------------------------------------------------------------------------------------------
 
 
