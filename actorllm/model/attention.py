@@ -312,7 +312,7 @@ class AttentionBatch:
         if (
             context is None
             or context.version != inputs.decode_version
-            or not np.array_equal(context.lengths + 1, inputs.decode_lengths)
+            or not _is_one_step_on(context.lengths, inputs.decode_lengths)
             or not all(self._extend(group, inputs) for group in context.groups)
         ):
             context = DecodeContext(inputs.decode_version, inputs.decode_lengths, self._new_groups(inputs))
@@ -335,7 +335,7 @@ class AttentionBatch:
             left = np.flatnonzero(hidden >= 0)
             group.bias[torch.from_numpy(left), 0, torch.from_numpy(hidden[left])] = -torch.inf
         group.bias[torch.from_numpy(here), 0, torch.from_numpy(positions - group.first_block * size)] = 0
-        fresh = np.flatnonzero(positions % size == 0)
+        fresh = np.flatnonzero((positions % size == 0) & (positions > 0))  # padding rows stay at 0
         if fresh.size:
             block_ids = inputs.decode_table[rows][fresh, positions[fresh] // size]
             group.point(fresh, column[fresh], block_ids)
@@ -411,6 +411,12 @@ class AttentionBatch:
             bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
             tiles.append(PrefillTile(start + a, start + b, low - offset, high - offset, bias, is_small))
         return PrefillRow(start, start + count, ids, tiles)
+
+
+def _is_one_step_on(before: I64, after: I64) -> bool:
+    """Whether every row has one token more than before; rows of the padding slot stay at their only one."""
+    grown = after - before
+    return bool(((grown == 1) | ((grown == 0) & (after == 1))).all())
 
 
 def _weighted_sums(rows: torch.Tensor, index: torch.Tensor, bags: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

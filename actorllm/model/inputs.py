@@ -160,6 +160,9 @@ class PersistentBatch:
                 self.rows_version += 1
         elif plan.freed.size:
             self._require_live(self.decode_slots, "decode")
+            if np.isin(plan.freed, self.decode_slots).any():  # freed and new again: other blocks, other parameters
+                self.decode_version += 1
+                self.rows_version += 1
 
     def inputs(self, plan: StepPlan) -> StepInputs:
         """The tokens of the step, once `apply` is done."""

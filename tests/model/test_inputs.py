@@ -347,7 +347,9 @@ def test_the_rows_versions_change_only_with_the_rows(batch: PersistentBatch) -> 
             continue
         assert len(versions) == 1
     again = GOOD | {"tokens": [9], "computed": 0}
-    plan = StepPlan(step=5, freed=int32([3]), **new_columns([again]), decode_slots=int32([3]))
-    batch.apply(plan)
-    inputs = batch.inputs(plan)
-    assert (inputs.rows_version, inputs.decode_version) not in versions
+    for step, rows in ((5, int32([3])), (6, None)):
+        plan = StepPlan(step=step, freed=int32([3]), **new_columns([again]), decode_slots=rows)
+        batch.apply(plan)
+        inputs = batch.inputs(plan)
+        assert (inputs.rows_version, inputs.decode_version) not in versions
+        versions.add((inputs.rows_version, inputs.decode_version))
