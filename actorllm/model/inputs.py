@@ -129,6 +129,8 @@ class PersistentBatch:
     """Of slots that still have to prefill."""
     stop_ids: dict[int, I64] = field(default_factory=dict)
     """Of slots with min_tokens: what they must not sample before."""
+    bad_slots: set[int] = field(default_factory=set)
+    """Slots whose prompt had states that are not finite: what they sample is void."""
     rows_version: int = 0
     decode_version: int = 0
 
@@ -251,6 +253,7 @@ class PersistentBatch:
         waiting = {int(slot) for slot in self.known_tokens}
         assert waiting <= set(live.tolist()), "tokens kept of a dead slot"
         assert set(self.stop_ids) <= set(live.tolist()), "stop ids kept of a dead slot"
+        assert self.bad_slots <= set(live.tolist()), "a dead slot is bad"
         for slot, tokens in self.known_tokens.items():
             assert len(tokens) == columns.num_known[slot] > columns.num_computed[slot], "prefill is over"
         needed = -(-columns.num_computed[live] // self.block_size)
@@ -272,6 +275,7 @@ class PersistentBatch:
         for slot in slots.tolist():
             self.known_tokens.pop(slot, None)
             self.stop_ids.pop(slot, None)
+            self.bad_slots.discard(slot)
 
     def _add(self, plan: StepPlan) -> None:
         slots, columns = plan.new_slots, self.columns

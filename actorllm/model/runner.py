@@ -240,6 +240,8 @@ class ModelRunner:
             wall, cpu = time.perf_counter(), time.thread_time()
             self.is_torn = self.ranks.size > 1
             states = self.decoder.forward(inputs, self.cache)
+            if inputs.prefill_slots:
+                self._clear_bad_prompts(states, inputs)
             if len(inputs.result_slots):
                 hidden = self.decoder.select(states, inputs.result_tokens)
             if len(sampling.chunks) == 1:
@@ -280,6 +282,26 @@ class ModelRunner:
             )
         return self._result_with_vectors(handle, tokens, is_void)
 
+    def _clear_bad_prompts(self, states: torch.Tensor, inputs: StepInputs) -> None:
+        """Look for prompts without finite states, and clear what they have written; they are reported when they end.
+
+        Now, because a prompt that goes on in another step may be aborted or preempted before anyone sees its logits.
+        """
+        first = inputs.num_decodes
+        is_finite = torch.isfinite(states[first:].sum(1, dtype=torch.float32)).numpy()
+        if is_finite.all():
+            return
+        bad = np.flatnonzero(~is_finite) + first
+        slots = [
+            slot
+            for slot, start, count in zip(
+                inputs.prefill_slots, inputs.prefill_starts, inputs.prefill_counts, strict=True
+            )
+            if ((bad >= start) & (bad < start + count)).any()
+        ]
+        self.batch.bad_slots.update(slots)
+        self.cache.zero(self.batch.exclusive_blocks(np.array(slots, np.int32)))
+
     def _logits(self, hidden: torch.Tensor, sampling: SamplingRows, start: int, end: int) -> torch.Tensor:
         """float32 [end - start, vocab_size] of the samples [start, end)."""
         if sampling.rows is not None:
@@ -291,6 +313,8 @@ class ModelRunner:
         # A NaN or an infinity anywhere makes the sum of its row one, too.
         is_void: NDArray[np.bool_] = ~torch.isfinite(logits.sum(1)).numpy()
         batch = self.batch
+        if batch.bad_slots:
+            is_void |= np.isin(slots, list(batch.bad_slots))
         masked: list[int] = []
         for slot, ids in list(batch.stop_ids.items()):
             if batch.columns.num_outputs[slot] >= batch.columns.min_tokens[slot]:
@@ -320,7 +344,7 @@ class ModelRunner:
         counts[rows] = 1
         pooled = np.flatnonzero(counts == 0)
         vectors = handle.hidden.index_select(0, torch.from_numpy(pooled)).float().numpy()  # [num_pooled, hidden_size]
-        is_bad = ~np.isfinite(vectors).all(1)
+        is_bad = ~np.isfinite(vectors).all(1) | np.isin(handle.inputs.result_slots[pooled], list(self.batch.bad_slots))
         void = np.sort(np.concatenate((rows[is_void], pooled[is_bad])))
         return StepResult(
             step=handle.step,

@@ -132,6 +132,27 @@ def test_rows_with_nonfinite_logits_are_reported_and_harm_no_one(driver: Driver)
     assert driver.step({1: 10}).nonfinite_rows.size == 0
 
 
+@pytest.mark.parametrize("is_pooling", [0, 1])
+def test_a_prompt_without_finite_states_leaves_nothing_behind(driver: Driver, is_pooling: int) -> None:
+    """Also when nobody ever sees its logits, since it is aborted between two chunks."""
+    with torch.inference_mode():
+        driver.runner.decoder.embedding[96] = float("nan")
+    pool = driver.runner.cache.pool
+    driver.add(0, PROMPT)
+    driver.add(1, [*PROMPT[:5], 96, *PROMPT[5:]], is_pooling=is_pooling)
+    driver.step({0: 10, 1: 7}, decode=[])
+    assert torch.isfinite(pool).all()
+    driver.remove(1)
+    driver.add(1, [*PROMPT[:5], 96, *PROMPT[5:]], is_pooling=is_pooling)
+    driver.step({1: 7}, decode=[0])
+    result = driver.step({1: 4}, decode=[0])
+    assert result.nonfinite_rows.tolist() == [1], "although its last chunk alone is finite"
+    assert torch.isfinite(pool).all()
+    driver.remove(1)
+    driver.add(1, PROMPT)
+    assert driver.step({1: 10}).nonfinite_rows.size == 0
+
+
 def test_pooled_rows_return_vectors_and_no_token(driver: Driver) -> None:
     driver.add(0, PROMPT)
     driver.add(1, PROMPT[:4], is_pooling=1)
