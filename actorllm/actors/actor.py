@@ -28,7 +28,7 @@ from anyio.abc import TaskGroup
 
 from actorllm import errors
 from actorllm.actors.engine_thread import HostLoop, Waiter
-from actorllm.actors.link import Link
+from actorllm.actors.link import Link, LinkInfo
 from actorllm.errors import (
     ActorLLMError,
     EngineError,
@@ -129,6 +129,10 @@ class Actor:
         """Wait for `wake` (True) or for the monotonic second `until` (False); at once if woken meanwhile."""
         return await self._wakeup.wait(until)
 
+    def drop_link(self, link: Link, error: BaseException) -> None:
+        """The peer sent something impossible: as if its words had been (`on_peer_lost`, then `on_link_error`)."""
+        self._runner.break_link(link, error)
+
     async def ask(self, link: Link, verb: str, timeout: float = ASK_TIMEOUT_S, **arguments: Any) -> Any:
         """The peer's answer. Raises what the peer raised, TimeoutError, PeerLostError, or WouldBlock (link full)."""
         if len(link.spokes) != 1:
@@ -218,13 +222,19 @@ class Runner:
 
     `live` is the task that owns the actor's tasks; beside it, and in this order: start, configure, install (each link),
     run. `on_end` hears of a failure, or (None) that `run` returned by itself, as soon as it happens; `live` returns
-    when the teardown is through.
+    when the teardown is through. `on_broken` hears of a corrupt link that the actor goes on without.
     """
 
-    def __init__(self, actor: Actor, on_end: Callable[[BaseException | None], None]) -> None:
+    def __init__(
+        self,
+        actor: Actor,
+        on_end: Callable[[BaseException | None], None],
+        on_broken: Callable[[LinkInfo, BaseException], None] | None = None,
+    ) -> None:
         self.actor = actor
         self.failure: BaseException | None = None
         self._on_end = on_end
+        self._on_broken = on_broken
         self._tasks: TaskGroup
         self._ended: anyio.Event
         self._run_returned: anyio.Event | None = None
@@ -341,8 +351,12 @@ class Runner:
 
     def break_link(self, link: Link, error: BaseException) -> None:
         link = link.group or link
+        if not link.is_open:
+            return  # the other direction has said so
         self._drop(link, error)
         self._attempt(self.actor.on_link_error, link, error)
+        if self.failure is None and self._on_broken is not None:
+            self._on_broken(link.info, error)
 
     # Asks
 
@@ -414,6 +428,8 @@ class Runner:
             target.send_nowait(reply)
         except WouldBlock:
             self._unsent_replies.append((link, reply))
+        except TransportError as error:  # the words of the one who asked are impossible
+            self.break_link(target, error)
 
     # The end
 
@@ -467,6 +483,8 @@ class Runner:
         if not link.is_open:
             return
         link.finish()
+        if not link.is_open:
+            return  # what it had sent was impossible, and its loss has been told
         link.lost = error
         self._close(link)
         self._attempt(self.actor.on_peer_lost, link)

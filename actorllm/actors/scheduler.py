@@ -19,11 +19,14 @@ from typing import IO, Any
 import numpy as np
 
 from actorllm.actors.actor import Actor
+from actorllm.actors.foreign import check_foreign
 from actorllm.actors.link import Link
+from actorllm.actors.outlet import Outlet
 from actorllm.actors.timeline import Timeline
+from actorllm.actors.topology import ATTACHED
 from actorllm.clock import now
 from actorllm.config import EngineConfig
-from actorllm.errors import ConfigError, WouldBlock
+from actorllm.errors import ConfigError, CorruptLinkError, TransportError
 from actorllm.messages import (
     NO_I32,
     Abort,
@@ -48,8 +51,8 @@ from actorllm.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.005
-"""How soon a send to a frontend whose link was full is tried again."""
-
+"""How soon a send to a frontend whose link was full is tried again; in vain, it takes twice as long the next time."""
+MAX_RETRY_S = 0.1
 
 SHORTEST_TIMER_S = 0.001
 """A policy that asks to be woken in the past is woken this often, and does not hold a core."""
@@ -145,14 +148,16 @@ class SchedulerActor(Actor):
         self._inbox: deque[tuple[int, Submit | Abort | Unblock]] = deque()
         self._results: deque[StepResult | StepFailed] = deque()
         self._acknowledged: dict[int, dict[int, StepResult | StepFailed]] = {}
-        self._frontends: dict[int, Link] = {}
+        self._outlets: dict[int, Outlet] = {}
         self._frontend_of: dict[Link, int] = {}
+        self._foreign: set[Link] = set()
+        self._vocab_size = 0
         self._num_frontends = 0
         self._workers: Link
         self._num_workers = 1
         self._late_plans: deque[StepPlan] = deque()
-        self._unsent: deque[tuple[Link, Outputs]] = deque()
-        self._is_blocked = False
+        self._full: dict[int, Outlet] = {}
+        self._retry_s = RETRY_S
         self._timeline: Timeline | None = None
         self._tokenizer: Tokenizer | None = None
         self._record: IO[bytes] | None = None
@@ -166,6 +171,7 @@ class SchedulerActor(Actor):
 
     def on_configure(self, config: EngineConfig) -> None:
         self._num_workers = config.world_size
+        self._vocab_size = config.model.vocab_size
         self.scheduler = self._build(config)
 
     def _build(self, config: EngineConfig) -> Scheduler:
@@ -218,18 +224,34 @@ class SchedulerActor(Actor):
         else:
             number = self._num_frontends  # never used again: keys of requests are made of it
             self._num_frontends += 1
-            self._frontends[number] = link
+            self._outlets[number] = Outlet(number, link)
             self._frontend_of[link] = number
+            if link.peer.startswith(ATTACHED):
+                self._foreign.add(link)
 
     def on_peer_lost(self, link: Link) -> None:
         number = self._frontend_of.pop(link, None)
         if number is not None:
-            del self._frontends[number]
+            self._foreign.discard(link)
+            del self._outlets[number]
+            self._full.pop(number, None)
             self._inbox = deque(entry for entry in self._inbox if entry[0] != number)
             self.scheduler.abort_frontend(number, now())
             self.wake()
 
+    def on_link_error(self, link: Link, error: BaseException) -> None:
+        """An attached frontend that writes nonsense harms only itself."""
+        if not link.peer.startswith(ATTACHED):
+            raise error
+        logger.error("%s is dropped: %s", link.peer, error)
+
     def on_message(self, link: Link, message: Message) -> None:
+        if self._foreign and link in self._foreign:
+            try:
+                check_foreign(message, self._vocab_size)
+            except ValueError as error:
+                self.drop_link(link, CorruptLinkError(f"{link.peer} sent {error}"))
+                return
         match message:
             case StepResult() | StepFailed():
                 self._acknowledge(link.rank, message)
@@ -256,14 +278,15 @@ class SchedulerActor(Actor):
         scheduler = self.scheduler
         while self.is_running:
             self._take_inbox()
-            while scheduler.has_room and not self._unsent:  # up to `depth` steps in flight
+            while scheduler.has_room:  # up to `depth` steps in flight
                 plan = scheduler.schedule(now())
                 if plan is None:
                     break
                 self._launch(plan)
             if not self._results:
                 await self.wait(self._next_deadline())
-                self._flush()
+                if self._full:
+                    self._flush()
                 continue
             result = self._results.popleft()
             events = self._apply(result)
@@ -272,9 +295,9 @@ class SchedulerActor(Actor):
 
     def _next_deadline(self) -> float | None:
         """When the loop must turn even if nothing arrives: for a policy, or to try again what could not be sent."""
-        if self._unsent:
-            return now() + RETRY_S
         wake_at = self.scheduler.wake_at
+        if self._full:
+            return max(min(wake_at, now() + self._retry_s), now() + SHORTEST_TIMER_S)
         return max(wake_at, now() + SHORTEST_TIMER_S) if wake_at < math.inf else None
 
     def _take_inbox(self) -> None:
@@ -282,6 +305,8 @@ class SchedulerActor(Actor):
         ends: list[End] = []
         while self._inbox:
             frontend, message = self._inbox.popleft()
+            if self._full and frontend in self._full and self._full[frontend].defers(message):
+                continue
             match message:
                 case Submit():
                     ends += self._submit(frontend, message)
@@ -416,27 +441,38 @@ class SchedulerActor(Actor):
     def _send(self, rows_of: dict[int, OutputRows], began: float) -> None:
         rendered = now()
         for frontend, rows in rows_of.items():
-            link = self._frontends.get(frontend)
-            if link is not None:
-                self._unsent.append((link, rows.message(rendered)))
-        self._flush()
+            outlet = self._outlets.get(frontend)
+            if outlet is not None:
+                self._send_to(outlet, rows.message(rendered))
+        if self._full:
+            self._flush()
         if self._timeline is not None and rows_of:
             self._timeline.rendered(began, rendered, now(), sum(len(rows.rids) for rows in rows_of.values()))
 
+    def _send_to(self, outlet: Outlet, outputs: Outputs) -> None:
+        try:
+            if not outlet.send(outputs) and outlet.number not in self._full:
+                logger.warning("%s does not take its outputs; they are held", outlet.link.peer)
+                self._full[outlet.number] = outlet
+        except TransportError as error:
+            self.drop_link(outlet.link, error)
+
     def _flush(self) -> None:
-        """Send what waits, in order. While a frontend's link is full no further step is planned."""
-        while self._unsent:
-            link, message = self._unsent[0]
-            if link.is_open:
-                try:
-                    link.send_nowait(message)
-                except WouldBlock:
-                    if not self._is_blocked:
-                        logger.warning("%s does not take its outputs; planning waits for it", link.peer)
-                    self._is_blocked = True
-                    return
-            self._unsent.popleft()
-        self._is_blocked = False
+        """Try again those whose link was full. Who has taken everything may submit again."""
+        has_moved = False
+        for outlet in list(self._full.values()):
+            held = len(outlet.unsent)
+            try:
+                is_done = outlet.flush()
+            except TransportError as error:
+                self.drop_link(outlet.link, error)
+                continue
+            has_moved |= len(outlet.unsent) < held
+            if is_done:
+                del self._full[outlet.number]
+                self._inbox.extendleft((outlet.number, message) for message in reversed(outlet.take_deferred()))
+                self.wake()
+        self._retry_s = RETRY_S if has_moved else min(2 * self._retry_s, MAX_RETRY_S)
 
     # Controls
 

@@ -20,7 +20,7 @@ from actorllm.actors.link import LinkInfo
 from actorllm.config import EngineConfig
 from actorllm.ring.channel import DEFAULT_CAPACITY, RESULT_CAPACITY
 
-Placement = Literal["owner", "process", "thread"]
+Placement = Literal["owner", "process", "thread", "attached"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,8 @@ class ActorSpec:
     """The class, as "package.module:Class"."""
     rank: int = 0
     placement: Placement = "process"
-    """owner: on the engine thread's loop; thread: on a loop and thread of its own; process: in a process of its own."""
+    """owner: on the engine thread's loop; thread: on a loop and thread of its own; process: in a process of its own;
+    attached: in another program, which comes and goes as it likes (never in a Topology)."""
     environment: str | None = None
     """A function `(config) -> dict[str, str]`, as "package.module:function": variables that must be set before the
     process starts. Called in the owner, so its module must be a light one."""
@@ -143,6 +144,16 @@ def engine_topology(config: EngineConfig) -> Topology:
             LinkSpec.broadcast("workers", "scheduler", [worker.name for worker in workers]),
         ),
     )
+
+
+ATTACHED = "attached"
+"""What the names of attached frontends begin with."""
+
+
+def attached_frontend(number: int) -> tuple[ActorSpec, LinkSpec]:
+    """The number-th frontend that joined a named engine from outside, and its link."""
+    spec = ActorSpec(f"{ATTACHED}{number}", "actorllm.actors.frontend:FrontendActor", placement="attached")
+    return spec, LinkSpec.pair("scheduler", spec.name)
 
 
 def load(path: str) -> Any:

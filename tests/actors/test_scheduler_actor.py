@@ -87,7 +87,10 @@ class Bench:
 
     async def work(self, max_steps: int = 200) -> None:
         """Answer every plan, one at a time, until none is left."""
-        for done in range(max_steps):
+        await self.work_from(0, max_steps)
+
+    async def work_from(self, begin: int, max_steps: int = 200) -> None:
+        for done in range(begin, begin + max_steps):
             if done == len(self.plans):
                 return
             plan = self.plans[done]
@@ -181,23 +184,57 @@ async def test_a_policy_is_woken_when_it_asked_to_be() -> None:
         assert bench.tokens() == stream_of()
 
 
-async def test_nothing_is_lost_or_planned_while_the_frontend_is_full() -> None:
+async def test_nothing_is_lost_while_a_frontend_is_full_and_its_new_requests_wait() -> None:
     async with running() as bench:
-        await bench.send(submit())
+        await bench.send(submit(1))
         bench.frontend.is_full = True
-        for plan in list(bench.plans):
-            await bench.send(bench.model.run(plan), bench.ranks[0])
-        planned = len(bench.plans)
-        await anyio.sleep(0.02)
-        assert len(bench.plans) == planned <= 3, "planning waits for a frontend that does not take its outputs"
+        await bench.send(bench.model.run(bench.plans[0]), bench.ranks[0])
+        await bench.send(submit(2))
+        await bench.send(submit(3))
+        await bench.send(Abort(rids=np.array([2], np.int32)))
+        for done in range(1, 8):
+            await bench.send(bench.model.run(bench.plans[done]), bench.ranks[0])
+        assert bench.outputs == []
+        assert len(bench.plans) == 8, "request 1 goes on, nothing else was begun"
         bench.frontend.is_full = False
         with anyio.fail_after(5):
-            while not bench.outputs:
+            while len(bench.plans) == 8:
                 await anyio.sleep(0.002)
-        for plan in bench.plans[planned - 1 :] if planned > 2 else bench.plans[2:]:
-            await bench.send(bench.model.run(plan), bench.ranks[0])
-        assert bench.tokens() == stream_of()[: len(bench.tokens())]
-        assert len(bench.tokens()) >= 2
+        assert bench.tokens() == stream_of(1)
+        await bench.work_from(8)
+        assert bench.tokens() == stream_of(1) + stream_of(3)
+        assert bench.ends() == [[1, "length", None, None], [2, "abort", None, None], [3, "length", None, None]]
+
+
+async def test_a_frontend_that_takes_nothing_stalls_nobody() -> None:
+    async with running() as bench:
+        stuck = FakeLink("attached1")
+        bench.actor.on_link(stuck)  # type: ignore[arg-type]
+        stuck.is_full = True
+        await bench.send(submit(1, max_tokens=12), stuck)
+        await bench.send(submit(1))
+        await bench.work()
+        assert bench.tokens() == stream_of()
+        assert bench.actor.scheduler.sequence((1, 1)) is None, "it ran to its end"
+        stuck.is_full = False
+        with anyio.fail_after(5):
+            while not stuck.sent:
+                await anyio.sleep(0.002)
+        assert [t for o in stuck.sent for t in o.tokens.tolist()] == stream_of(1, 12)
+
+
+async def test_a_full_frontend_that_dies_is_forgotten() -> None:
+    async with running() as bench:
+        stuck = FakeLink("attached1")
+        bench.actor.on_link(stuck)  # type: ignore[arg-type]
+        stuck.is_full = True
+        await bench.send(submit(1), stuck)
+        await bench.send(bench.model.run(bench.plans[0]), bench.ranks[0])
+        assert bench.actor._next_deadline() is not None
+        bench.actor.on_peer_lost(stuck)  # type: ignore[arg-type]
+        await bench.settle()
+        assert bench.actor._next_deadline() is None
+        assert bench.actor.scheduler.kv.statistics().num_free == 80
 
 
 async def test_late_inputs_wait_for_the_results_before_them() -> None:

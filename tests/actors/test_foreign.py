@@ -1,0 +1,79 @@
+"""What an attached frontend may send: all that a frontend does send, and nothing impossible."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actorllm.actors.foreign import check_foreign
+from actorllm.messages import Abort, Ask, Message, Outputs, Reply, StepResult, Submit, Unblock
+
+VOCAB = 100
+PROMPT = np.array([1, 2], np.int32)
+SUBMIT = Submit(rid=1, arrival=0.5, prompt=PROMPT, max_tokens=8)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        SUBMIT,
+        replace(
+            SUBMIT,
+            seed=2**64 - 1,
+            stop_token_ids=[99],
+            stop=["a"],
+            slo=[0.5, None, None, None],
+            tenant="me",
+            priority=-(2**40),
+            block_hashes=np.zeros(32, np.uint8),
+        ),
+        Abort(rids=PROMPT),
+        Unblock(rid=1),
+        Ask(id=1, verb="ping"),
+        Reply(id=1 << 32, value={"a": 1}),
+    ],
+)
+def test_what_a_frontend_sends(message: Message) -> None:
+    check_foreign(message, VOCAB)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rid": "1"},
+        {"rid": True},
+        {"rid": 2**31},
+        {"arrival": None},
+        {"arrival": float("nan")},
+        {"max_tokens": 0},
+        {"max_tokens": 1.5},
+        {"temperature": -1.0},
+        {"temperature": float("inf")},
+        {"top_p": 0.0},
+        {"top_k": 2**40},
+        {"min_p": 2},
+        {"seed": 2**64},
+        {"stop_token_ids": [100]},
+        {"stop_token_ids": 3},
+        {"stop": ["a", 1]},
+        {"stop": "text"},
+        {"slo": ["fast"]},
+        {"ignore_eos": 1},
+        {"tenant": 5},
+        {"pooling": []},
+        {"block_hashes": np.zeros(31, np.uint8)},
+    ],
+    ids=str,
+)
+def test_impossible_values(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        check_foreign(replace(SUBMIT, **wrong), VOCAB)
+
+
+@pytest.mark.parametrize("message", [StepResult(step=1), Outputs(rids=PROMPT, index=PROMPT, tokens=PROMPT)])
+def test_messages_that_are_not_its_own(message: Message) -> None:
+    with pytest.raises(ValueError, match="not for a frontend to send"):
+        check_foreign(message, VOCAB)
