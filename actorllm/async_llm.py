@@ -8,7 +8,7 @@ from typing import Any
 
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.config import EngineConfig
-from actorllm.engine import Engine, Prompt
+from actorllm.engine import AttachedEngine, Engine, Prompt
 from actorllm.errors import RequestError
 from actorllm.request import RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.slo.objective import SLO
@@ -27,8 +27,25 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | os.PathLike[str], **arguments: Any) -> None:
-        self._engine = Engine(EngineConfig.from_arguments(model, **arguments))
-        self._hold = self._engine.new_hold()
+        self._adopt(Engine(EngineConfig.from_arguments(model, **arguments)))
+
+    def _adopt(self, engine: Engine) -> None:
+        self._engine = engine
+        self._hold = engine.new_hold()
+
+    @classmethod
+    def attach(cls, name: str) -> AsyncLLM:
+        """Join the engine that another process of this user has given this name.
+
+        It behaves as one of this process: requests, aborts, statistics. `shutdown`, or the end of this process, ends the
+        requests of this process and leaves the engine running; the end of the engine ends the open streams with
+        EngineDeadError (EngineShutdownError if it was orderly). Waits for one short answer of the engine; joins with the
+        first request, with `start` or with `async with`. Raises EngineNotFoundError (which lists the running ones),
+        AttachError (another version or user), EngineShutdownError or EngineDeadError.
+        """
+        llm = cls.__new__(cls)
+        llm._adopt(AttachedEngine(name))
+        return llm
 
     @property
     def config(self) -> EngineConfig:

@@ -195,6 +195,44 @@ def info(model: str = "storyteller", /) -> None:
         print(f"{name:>17}  {value}")
 
 
+@app.command
+def ps(*, json: bool = False) -> None:
+    """List the running engines that were given a name, which `AsyncLLM.attach(name)` joins.
+
+    Parameters
+    ----------
+    json
+        Print a JSON list instead of a table.
+    """
+    from dataclasses import asdict
+
+    import orjson
+
+    from actorllm.actors.rendezvous import running_engines
+
+    engines = running_engines()
+    if json:
+        print(orjson.dumps([asdict(engine) for engine in engines], option=orjson.OPT_INDENT_2).decode())
+        return
+    rows: list[tuple[str, ...]] = [
+        ("NAME", "PID", "MODEL", "STATE", "UPTIME", "VERSION", "FRONTENDS", "RUNNING", "WAITING")
+    ]
+    for engine in engines:
+        uptime = None if engine.uptime_s is None else _duration(engine.uptime_s)
+        counts = (engine.num_frontends, engine.num_running, engine.num_waiting)
+        values = (engine.name, engine.pid, engine.model, engine.state, uptime, engine.version, *counts)
+        rows.append(tuple("-" if value in (None, "") else str(value) for value in values))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(value.ljust(width) for value, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point: exit status 0, 2 for bad input, 1 when the engine failed, 130 after Ctrl-C."""
     try:

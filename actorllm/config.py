@@ -8,6 +8,7 @@ model's folder and reads its config.json. What only a running worker can know (h
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -289,6 +290,8 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     for name in ("name", "scheduling_policy"):
         if not isinstance(given[name], str) and (given[name] is not None or ARGUMENTS[name] is not None):
             raise ConfigError(f"{name}={given[name]!r} must be a string")
+    if given["name"] is not None:
+        check_engine_name(given["name"])
     for name in ("tokenizer", "record"):
         if given[name] is not None and not isinstance(given[name], str | os.PathLike):
             raise ConfigError(f"{name}={given[name]!r} must be a path")
@@ -298,6 +301,15 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     if given["trust_remote_code"]:
         warnings.warn("trust_remote_code is accepted and never acted on: no code of a model is run", stacklevel=4)
     return given
+
+
+def check_engine_name(name: Any) -> None:
+    """ConfigError unless it can be the name of an engine, under which other processes find it."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+        raise ConfigError(
+            f"name={name!r} cannot name an engine; use up to 64 letters, digits, '.', '_' and '-', the first of them a "
+            f"letter or a digit"
+        )
 
 
 def read_model_folder(model: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:

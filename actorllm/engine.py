@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import queue
+import sys
 import tempfile
 import threading
 import uuid
@@ -26,8 +27,10 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from actorllm.actors.engine_thread import EngineThread, HostLoop
+from actorllm.actors.engine_thread import EngineThread, HostLoop, Service
 from actorllm.actors.frontend import FrontendActor
+from actorllm.actors.membership import Membership
+from actorllm.actors.reception import Reception
 from actorllm.actors.supervisor import ActorDeath, Supervisor
 from actorllm.actors.topology import engine_topology
 from actorllm.clock import now
@@ -35,7 +38,7 @@ from actorllm.config import EngineConfig
 from actorllm.errors import (
     ActorLLMError,
     DuplicateRequestError,
-    EngineDeadError,
+    EngineError,
     EngineShutdownError,
     ForkedProcessError,
     InvalidParameterError,
@@ -75,16 +78,10 @@ class Engine:
             config = replace(config, rendezvous=f"{tempfile.gettempdir()}/actorllm-{os.getpid()}-{uuid.uuid4().hex}")
         self.config = config
         self._pid = os.getpid()
-        self._frontend = FrontendActor()
-        self._supervisor = Supervisor(
-            engine_topology(config),
-            config,
-            resolve=_resolve,
-            on_death=self._on_death,
-            actors={"frontend": self._frontend},
-        )
-        self._thread = EngineThread(self._supervisor)
-        self._death: EngineDeadError | None = None
+        self._frontend = self._new_frontend()
+        self._supervisor = self._new_supervisor()
+        self._thread = EngineThread(self._new_service())
+        self._death: EngineError | None = None
         self._is_shut_down = False
         self._is_start_asked = False
         self._hold: weakref.ref[Hold] | None = None
@@ -95,6 +92,27 @@ class Engine:
         self._intake: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._intake_thread: threading.Thread | None = None
         self._tokenizer: Tokenizer | None = None
+
+    # What it is made of; an AttachedEngine is made of something else
+
+    def _new_frontend(self) -> FrontendActor:
+        return FrontendActor()
+
+    def _new_supervisor(self) -> Supervisor | Membership:
+        return Supervisor(
+            engine_topology(self.config),
+            self.config,
+            resolve=_resolve,
+            on_death=self._on_death,
+            actors={"frontend": self._frontend},
+        )
+
+    def _new_service(self) -> Service:
+        """The supervisor, behind a door for others if the engine has a name. Attaching needs Linux, as rings do."""
+        assert isinstance(self._supervisor, Supervisor)
+        if self.config.name is None or sys.platform != "linux":
+            return self._supervisor
+        return Reception(self.config.name, self._supervisor, self._frontend)
 
     # Life
 
@@ -183,7 +201,7 @@ class Engine:
                 f"this engine belongs to process {self._pid}; build one in this process ({os.getpid()}) instead"
             )
         if self._death is not None:
-            raise EngineDeadError(str(self._death))
+            raise type(self._death)(str(self._death))
         if self._is_shut_down:
             raise EngineShutdownError("the engine was shut down; build a new one")
 
@@ -434,6 +452,38 @@ class Engine:
             "frontend": self._frontend.statistics() if self.is_running and self._thread.is_alive else {},
             "supervisor": self._supervisor.statistics(),
         }
+
+
+class AttachedEngine(Engine):
+    """An engine that another process owns and gave a name, joined by this process. `shutdown` leaves it running.
+
+    The constructor waits for one short answer of the engine; it is joined by `start`, as any engine is started. Raises
+    EngineNotFoundError, AttachError, EngineShutdownError or EngineDeadError.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._membership = Membership(name)
+        self._membership.on_loss = self._on_loss
+        super().__init__(self._membership.config)
+
+    def _new_frontend(self) -> FrontendActor:
+        return self._membership.frontend
+
+    def _new_supervisor(self) -> Membership:
+        return self._membership
+
+    def _new_service(self) -> Service:
+        return self._membership
+
+    def _on_loss(self, error: EngineError) -> None:
+        self._death = error
+        self._frontend.fail_all(error)
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """End the requests of this process with EngineShutdownError and leave the engine. Idempotent."""
+        super().shutdown(timeout)
+        if os.getpid() == self._pid and not self._thread.is_alive:
+            self._membership.close()
 
 
 def _drop(engine: Engine) -> None:

@@ -17,6 +17,8 @@
     │   ├── EngineStartError                  it never became ready; carries the child's own message
     │   ├── EngineDeadError                   a process died; names it and its last words
     │   ├── EngineShutdownError               it was shut down before or while the call ran
+    │   ├── EngineNotFoundError               no engine of this name runs; lists those that do
+    │   ├── AttachError                       it runs and cannot be joined: another version, another user, no answer
     │   └── ForkedProcessError                it belongs to the process that built it, not to a fork of that process
     └── TransportError                        rings and links
         ├── WouldBlock                        a `_nowait` call that would have had to wait
@@ -99,6 +101,14 @@ class EngineDeadError(EngineError):
 
 class EngineShutdownError(EngineError):
     """The engine was shut down before or during the call."""
+
+
+class EngineNotFoundError(EngineError):
+    """No running engine of this user has this name. The message lists those that do."""
+
+
+class AttachError(EngineError):
+    """The engine runs, and this process cannot join it; the message says why."""
 
 
 class ForkedProcessError(EngineError):

@@ -10,7 +10,7 @@ from typing import Any
 
 from actorllm.actors.engine_thread import ThreadHost
 from actorllm.config import EngineConfig
-from actorllm.engine import Engine, Prompt
+from actorllm.engine import AttachedEngine, Engine, Prompt
 from actorllm.errors import InvalidParameterError, InvalidPromptError
 from actorllm.request import RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.stream import RequestStream
@@ -24,9 +24,19 @@ class LLM:
     """
 
     def __init__(self, model: str | os.PathLike[str], **arguments: Any) -> None:
-        self._engine = Engine(EngineConfig.from_arguments(model, **arguments))
-        self._hold = self._engine.new_hold()
-        self._engine.start()
+        self._adopt(Engine(EngineConfig.from_arguments(model, **arguments)))
+
+    def _adopt(self, engine: Engine) -> None:
+        self._engine = engine
+        self._hold = engine.new_hold()
+        engine.start()
+
+    @classmethod
+    def attach(cls, name: str) -> LLM:
+        """Join the engine that another process of this user has given this name; see `AsyncLLM.attach`."""
+        llm = cls.__new__(cls)
+        llm._adopt(AttachedEngine(name))
+        return llm
 
     @property
     def config(self) -> EngineConfig:

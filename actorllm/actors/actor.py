@@ -179,7 +179,7 @@ class Failure:
 
     def to_start_error(self, actor: str) -> ActorLLMError:
         """The exception for the one who started the engine: of the original class if that is one of ours."""
-        cls = _own_class(self.type_name)
+        cls = own_class(self.type_name)
         error = cls(self.message) if cls is not None else EngineStartError(f"{actor} failed to start: {self.summary}")
         error.add_note(f"In {actor}:\n{self.traceback}")
         return error
@@ -192,7 +192,8 @@ def _innermost(error: BaseException) -> BaseException:
     return error
 
 
-def _own_class(name: str) -> type[ActorLLMError] | None:
+def own_class(name: str) -> type[ActorLLMError] | None:
+    """The exception class of this name, if it is one of ours."""
     cls = getattr(errors, name, None)
     return cls if isinstance(cls, type) and issubclass(cls, ActorLLMError) else None
 
@@ -201,7 +202,7 @@ def _error_of(reply: Reply, verb: str, peer: str) -> ActorLLMError:
     """The exception that a reply stands for."""
     assert reply.error is not None
     name, _, message = reply.error.partition(": ")
-    cls = _own_class(name)
+    cls = own_class(name)
     return cls(message) if cls is not None else EngineError(f"{peer} failed to answer {verb!r}: {reply.error}")
 
 

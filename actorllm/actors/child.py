@@ -10,6 +10,7 @@ The control socket is a SEQPACKET pair: one JSON object per packet, in order, de
                           configure {config} · link {info, generation, num_spokes, index} + descriptors · run
                           lost {link, generation, error} · stop
     child → supervisor    started {facts} · configured · ready · failed {type_name, message, traceback}
+                          broken {link, generation, error}: this link is corrupt, and the actor goes on without it
 
 Invariants: the child never outlives the owner (parent-death signal, and the end of the control socket); Ctrl-C belongs
 to the owner, SIGTERM is an orderly stop; a failure is reported before the process exits. Exit code 0 after a stop, 1
@@ -33,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from actorllm.actors.actor import Runner
+    from actorllm.actors.link import LinkInfo
 
 MAX_PACKET = 1 << 17
 MAX_DESCRIPTORS = 250
@@ -131,7 +133,11 @@ def live(control: socket.socket, start: dict[str, Any]) -> bool:
 
     actor = load(start["path"])(start["actor"], start["rank"])
     config_class = load(start["config_path"])
-    runner = Runner(actor, report)
+
+    def report_broken(info: LinkInfo, error: BaseException) -> None:
+        send_frame(control, "broken", link=info.name, generation=info.generation, error=str(error)[:MAX_TRACEBACK])
+
+    runner = Runner(actor, report, report_broken)
     run_loop(Child(control, runner, config_class).run, config_class.from_json(start["config"]))
     return runner.failure is not None
 
@@ -191,7 +197,7 @@ class Child:
 
     async def _obey_frame(self, frame: dict[str, Any], fds: tuple[int, ...]) -> None:
         from actorllm.actors.link import LinkInfo, open_ring
-        from actorllm.errors import EngineDeadError
+        from actorllm.errors import EngineDeadError, TransportError
         from actorllm.ring.channel import LinkEnd
 
         match frame["op"]:
@@ -200,7 +206,16 @@ class Child:
                 send_frame(self._control, "configured")
             case "link":
                 end = LinkEnd(frame["generation"], frame["num_spokes"], frame["index"], fds)
-                self._runner.install(open_ring(LinkInfo.from_json(frame["info"]), end))
+                info = LinkInfo.from_json(frame["info"])
+                try:
+                    link = open_ring(info, end)
+                except (TransportError, OSError) as error:
+                    if not self._runner.actor.is_running:
+                        raise
+                    # A peer that joins later finds no room (descriptors, memory): those who are here go on.
+                    send_frame(self._control, "broken", link=info.name, generation=info.generation, error=str(error))
+                else:
+                    self._runner.install(link)
             case "run":
                 gc.collect()
                 gc.freeze()  # what start-up made lives as long as the process: no collection looks at it again

@@ -208,6 +208,30 @@ class Supervisor:
         for link in self._links_of(*names):
             self._connect(link)
 
+    def admit(self, child: Child, link: LinkSpec) -> None:
+        """An actor that runs already joins the tree, by one link. Its end is told by `dismiss`, and is no death.
+
+        Raises EngineShutdownError when the engine does not run, SharedMemoryError or OSError when a link cannot be made.
+        """
+        if self._phase != "running":
+            raise EngineShutdownError(f"the engine is {self._phase}")
+        self._children[child.spec.name] = child
+        try:
+            self._connect(link)
+        except BaseException:
+            self.dismiss(child.spec.name, EngineShutdownError("it was not admitted"))
+            raise
+
+    def dismiss(self, name: str, error: ActorLLMError) -> None:
+        """An admitted actor is gone: its peers lose their links to it. Nothing happens while everything is stopped."""
+        if self._phase != "running" or self._children.pop(name, None) is None:
+            return
+        for link in self._links_of(name):
+            for end in link.ends:
+                if end != name:
+                    self._children[end].lose(link.name, self._generations[link.name], error)
+            del self._links[link.name], self._generations[link.name]
+
     def statistics(self) -> dict[str, Any]:
         """Of the tree; that of an actor is its answer to "statistics"."""
         return {
@@ -255,6 +279,11 @@ class Supervisor:
         await self._each(lambda child: child.run())
 
     def _new_child(self, spec: ActorSpec, loop: AsyncioLoop) -> Child:
+        child = self._make_child(spec, loop)
+        child.on_broken = self._on_broken
+        return child
+
+    def _make_child(self, spec: ActorSpec, loop: AsyncioLoop) -> Child:
         if spec.placement == "process":
             return ProcessChild(spec, self._on_end, loop)
         if spec.placement == "thread":
@@ -323,6 +352,14 @@ class Supervisor:
         finally:
             self._over.set()
 
+    def _on_broken(self, link: str, generation: int, error: str) -> None:
+        """One end found the link corrupt, closed it and goes on: whoever is at the others has lost it."""
+        spec = self._links.get(link)
+        if spec is None or self._generations[link] != generation:
+            return
+        for name in spec.ends:
+            self._children[name].lose(link, generation, EngineDeadError(f"the link was dropped: {error}"))
+
     def _tell_peers(self, dead: Child, error: EngineDeadError) -> None:
         for link in self._links_of(dead.spec.name):
             others = [link.hub] if dead.spec.name != link.hub else link.spokes
@@ -368,6 +405,8 @@ class Child(ABC):
         self.phase = "spawned"
         self.gone = anyio.Event()
         """Nothing of it runs any more."""
+        self.on_broken: Callable[[str, int, str], None] = lambda link, generation, error: None
+        """Hears (link, generation, error) of a link that the actor found corrupt and goes on without."""
         self._on_end = on_end
 
     @abstractmethod
@@ -391,7 +430,7 @@ class Child(ABC):
         """Give it one end of a link over rings; the descriptors are taken over in any case."""
 
     @abstractmethod
-    def lose(self, link: str, generation: int, error: EngineDeadError) -> None:
+    def lose(self, link: str, generation: int, error: ActorLLMError) -> None:
         """Its peer on this link is dead."""
 
     @abstractmethod
@@ -419,6 +458,9 @@ class LocalChild(Child):
     def install(self, link: Link) -> None:
         """Give it one end of a link."""
 
+    def _report_broken(self, info: LinkInfo, error: BaseException) -> None:
+        self.on_broken(info.name, info.generation, str(error))
+
     def _report_end(self, error: BaseException | None) -> None:
         self.phase = "failed" if error is not None else "ended"
         self._on_end(self, ActorDeath(self.spec.name, failure=None if error is None else Failure.of(error)))
@@ -429,7 +471,7 @@ class OwnerChild(LocalChild):
 
     def __init__(self, spec: ActorSpec, on_end: Callable[[Any, ActorDeath], None], actor: Actor) -> None:
         super().__init__(spec, on_end)
-        self.runner = Runner(actor, self._report_end)
+        self.runner = Runner(actor, self._report_end, self._report_broken)
 
     async def spawn(self, tasks: TaskGroup, config: Any) -> None:
         alive = anyio.Event()
@@ -460,7 +502,7 @@ class OwnerChild(LocalChild):
     def install_ring(self, info: LinkInfo, end: LinkEnd) -> None:
         self.runner.install(open_ring(info, end))
 
-    def lose(self, link: str, generation: int, error: EngineDeadError) -> None:
+    def lose(self, link: str, generation: int, error: ActorLLMError) -> None:
         self.runner.lose(link, generation, error)
 
     def request_stop(self) -> None:
@@ -482,7 +524,7 @@ class ThreadChild(LocalChild):
         self._thread = LoopThread(f"actorllm:{spec.name}")
 
     async def spawn(self, tasks: TaskGroup, config: Any) -> None:
-        self.runner = Runner(_new_actor(self.spec), self._report_end_there)
+        self.runner = Runner(_new_actor(self.spec), self._report_end_there, self._report_broken_there)
         alive = anyio.Event()
         self._thread.start_thread()
         living = self._thread.call(self.runner.live, lambda: self._loop.call_soon_threadsafe(alive.set))
@@ -513,7 +555,7 @@ class ThreadChild(LocalChild):
         end.close()
         raise TypeError(f"{self.spec.name} runs in a thread of the owner; its links are in memory")
 
-    def lose(self, link: str, generation: int, error: EngineDeadError) -> None:
+    def lose(self, link: str, generation: int, error: ActorLLMError) -> None:
         self._post(self.runner.lose, link, generation, error)
 
     def request_stop(self) -> None:
@@ -528,6 +570,9 @@ class ThreadChild(LocalChild):
             self._thread.join(1.0)
         else:
             logger.error("thread %s does not react and is abandoned", self._thread.name)
+
+    def _report_broken_there(self, info: LinkInfo, error: BaseException) -> None:
+        self._loop.call_soon_threadsafe(self._report_broken, info, error)
 
     def _report_end_there(self, error: BaseException | None) -> None:
         self._loop.call_soon_threadsafe(self._report_end, error)
@@ -639,7 +684,7 @@ class ProcessChild(Child):
         finally:
             end.close()
 
-    def lose(self, link: str, generation: int, error: EngineDeadError) -> None:
+    def lose(self, link: str, generation: int, error: ActorLLMError) -> None:
         self._send("lost", link=link, generation=generation, error=str(error))
 
     def request_stop(self) -> None:
@@ -698,6 +743,9 @@ class ProcessChild(Child):
                 self._loop.unwatch(self._control.fileno())  # it exits, or has closed its end: the pidfd knows
                 return
             op = frame.pop("op")
+            if op == "broken":
+                self.on_broken(frame["link"], frame["generation"], frame["error"])
+                continue
             if op == "failed":
                 self._failure = Failure(**frame)
                 self._tasks.start_soon(self._kill_late)
