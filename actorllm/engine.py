@@ -477,7 +477,6 @@ class AttachedEngine(Engine):
 
     def _on_loss(self, error: EngineError) -> None:
         self._death = error
-        self._frontend.fail_all(error)
 
     def shutdown(self, timeout: float = 5.0) -> None:
         """End the requests of this process with EngineShutdownError and leave the engine. Idempotent."""

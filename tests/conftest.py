@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +13,9 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Names of engines are one user's: two runs of this suite must not meet each other, nor anybody's real engines.
+os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="actorllm-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
 
 def _shared_memory_names() -> set[str]:

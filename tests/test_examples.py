@@ -53,6 +53,15 @@ def test_two_engines() -> None:
     assert editor.strip()
 
 
+def test_attach() -> None:
+    *together, left, last = output_of("attach.py").splitlines()
+    owner, guest, more = sorted(together, key=lambda line: ("guest" in line, "fox" in line))
+    assert owner.startswith("owner: Once upon a time")
+    assert guest == owner.replace("owner", "guest", 1), "the same prompt and seed"
+    assert left == "the guest has left, and the engine goes on"
+    assert last == more.replace("guest", "owner", 1)
+
+
 def load_example(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None

@@ -17,7 +17,7 @@ import numpy as np
 from actorllm.actors.actor import Actor
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.link import Link
-from actorllm.errors import EngineDeadError, EngineShutdownError, RequestFailedError, WouldBlock
+from actorllm.errors import EngineDeadError, EngineError, EngineShutdownError, RequestFailedError, WouldBlock
 from actorllm.messages import Abort, Message, Outputs, RequestEnd, Submit
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,10 @@ class FrontendActor(Actor):
         self._flush()
 
     def on_peer_lost(self, link: Link) -> None:
-        self.fail_all(link.lost or EngineDeadError(f"{link.peer} is gone"))
+        lost = link.lost
+        self.fail_all(
+            lost if isinstance(lost, EngineError) else EngineDeadError(f"the link to {link.peer} is lost: {lost}")
+        )
 
     async def on_stop(self) -> None:
         self.fail_all(EngineShutdownError("the engine was shut down"))

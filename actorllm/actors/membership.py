@@ -49,7 +49,7 @@ class Membership:
             raise
         self.frontend = FrontendActor()
         self.on_loss: Callable[[EngineError], None] = lambda error: None
-        """Hears, on the loop, why the engine is gone."""
+        """Hears, on the loop, why the engine is gone, before any stream does."""
         self._loop: AsyncioLoop
         self._child: OwnerChild
         self._pidfd = -1
@@ -177,9 +177,10 @@ class Membership:
         if self._error is not None:
             return
         self._error = error
+        self.on_loss(error)
         for link in list(self.frontend.links.values()):
             self._child.runner.lose(link.name, link.generation, error)
-        self.on_loss(error)
+        self.frontend.fail_all(error)
         self._changed.set()
 
     def _leave(self) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
+
+import anyio
 
 from actorllm.actors.worker import WorkerActor
 from actorllm.config import EngineConfig
@@ -45,3 +49,27 @@ class ScriptedRunner:
 class ScriptedWorkerActor(WorkerActor):
     def _load(self, config: EngineConfig) -> Any:
         return ScriptedRunner(config, self.rank)
+
+
+class SlowRunner(ScriptedRunner):
+    """Steps that take as long as those of a small model, so that a stream is under way for seconds."""
+
+    def execute(self, plan: StepPlan) -> StepPlan:
+        time.sleep(0.004)
+        return super().execute(plan)
+
+
+class SlowWorkerActor(WorkerActor):
+    """Also waits with its start while the file that ACTORLLM_TEST_WAIT names is not there, and fails if it says so."""
+
+    async def on_start(self, config: EngineConfig) -> dict[str, Any]:
+        if "ACTORLLM_TEST_WAIT" in os.environ:
+            waited_for = anyio.Path(os.environ["ACTORLLM_TEST_WAIT"])
+            while not await waited_for.exists():
+                await anyio.sleep(0.005)
+            if await waited_for.read_text():
+                raise RuntimeError("told to fail")
+        return await super().on_start(config)
+
+    def _load(self, config: EngineConfig) -> Any:
+        return SlowRunner(config, self.rank)
