@@ -62,7 +62,7 @@ def send_frame(control: socket.socket, op: str, fds: tuple[int, ...] = (), **fie
 def receive_frame(control: socket.socket) -> tuple[dict[str, Any] | None, tuple[int, ...]]:
     """The next packet and its descriptors, which the caller owns. (None, ()): the other side is gone.
 
-    Raises BlockingIOError when there is none and the socket does not block.
+    Raises BlockingIOError when there is none and the socket does not block, ValueError when it is no JSON.
     """
     fds = array.array("i")
     room = socket.CMSG_SPACE(MAX_DESCRIPTORS * fds.itemsize)
@@ -73,7 +73,12 @@ def receive_frame(control: socket.socket) -> tuple[dict[str, Any] | None, tuple[
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    return (json.loads(packet) if packet else None), tuple(fds)
+    try:
+        return (json.loads(packet) if packet else None), tuple(fds)
+    except ValueError:
+        for fd in fds:
+            os.close(fd)
+        raise
 
 
 # The child ------------------------------------------------------------------------------------------------------------

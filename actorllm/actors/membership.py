@@ -22,7 +22,7 @@ from actorllm.actors.child import receive_frame, send_frame
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, AsyncioLoop, current_loop
 from actorllm.actors.frontend import FrontendActor
 from actorllm.actors.link import LinkInfo
-from actorllm.actors.rendezvous import connect, error_of, exchange
+from actorllm.actors.rendezvous import connect, error_of, exchange, peer_of
 from actorllm.actors.supervisor import ActorDeath, OwnerChild
 from actorllm.actors.topology import ActorSpec
 from actorllm.config import EngineConfig
@@ -43,7 +43,8 @@ class Membership:
         try:
             welcome = exchange(self._control, name, "hello", version=__version__)
             self.config = EngineConfig.from_json(welcome["config"])
-            self.owner_pid: int = welcome["pid"]
+            self._watched_pid = peer_of(self._control).pid
+            self.owner_pid: int = self._watched_pid or welcome["pid"]
         except BaseException:
             self._control.close()
             raise
@@ -54,7 +55,7 @@ class Membership:
         self._child: OwnerChild
         self._pidfd = -1
         self._is_joined = False
-        self._changed: anyio.Event
+        self._changed: anyio.Event | None = None  # made on the loop: the constructor may run under another library
         self._error: ActorLLMError | None = None
         self._is_stop_requested = False
         self._stop_timeout_s = STOP_TIMEOUT_S
@@ -70,7 +71,7 @@ class Membership:
     async def run(self, on_ready: Callable[[], object]) -> None:
         self._loop = current_loop()
         self._changed = anyio.Event()
-        failure: ActorLLMError | None = None
+        failure: Exception | None = None
         self._child = OwnerChild(ActorSpec("frontend", "", placement="owner"), self._on_frontend_end, self.frontend)
         async with anyio.create_task_group() as tasks:
             try:
@@ -80,8 +81,8 @@ class Membership:
                 await self._child.run()
                 on_ready()
                 await self._until(lambda: False)
-            except ActorLLMError as error:
-                failure = error
+            except Exception as error:
+                failure = error  # raised outside of the group, which would wrap it
             finally:
                 with anyio.CancelScope(shield=True):
                     self._child.request_stop()
@@ -98,8 +99,9 @@ class Membership:
         self._control.setblocking(False)
         self._loop.watch(self._control.fileno(), self._on_readable)
         try:
-            self._pidfd = os.pidfd_open(self.owner_pid)
-            self._loop.watch(self._pidfd, self._on_owner_end)
+            if self._watched_pid:
+                self._pidfd = os.pidfd_open(self._watched_pid)
+                self._loop.watch(self._pidfd, self._on_owner_end)
             send_frame(self._control, "join")
         except (ProcessLookupError, BrokenPipeError, ConnectionResetError):
             self._on_readable()
@@ -111,14 +113,18 @@ class Membership:
     async def _until(self, is_true: Callable[[], bool]) -> None:
         """Wait until it is so, or the engine is gone, or it is to be left."""
         while not (is_true() or self._error is not None or self._is_stop_requested):
+            assert self._changed is not None
             await self._changed.wait()
             self._changed = anyio.Event()
+
+    def _wake(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
 
     def request_stop(self, timeout: float = STOP_TIMEOUT_S) -> None:
         self._stop_timeout_s = timeout
         self._is_stop_requested = True
-        if hasattr(self, "_changed"):
-            self._changed.set()
+        self._wake()
 
     def kill(self) -> None:
         """There is no process of ours."""
@@ -142,8 +148,8 @@ class Membership:
                 return
             try:
                 self._obey(frame, fds)
-            except ActorLLMError as error:
-                self._end(EngineDeadError(f"engine {self.name!r}: {error}"))
+            except (ActorLLMError, OSError) as error:  # no memory or descriptor left for the rings
+                self._end(EngineDeadError(f"engine {self.name!r} cannot be joined: {error}"))
 
     def _obey(self, frame: dict[str, Any], fds: tuple[int, ...]) -> None:
         match frame["op"]:
@@ -153,7 +159,7 @@ class Membership:
             case "joined":
                 self.config = EngineConfig.from_json(frame["config"])
                 self._is_joined = True
-                self._changed.set()
+                self._wake()
             case "lost":
                 self._end(EngineDeadError(frame["error"]))
             case "bye" | "refused":
@@ -181,7 +187,7 @@ class Membership:
         for link in list(self.frontend.links.values()):
             self._child.runner.lose(link.name, link.generation, error)
         self.frontend.fail_all(error)
-        self._changed.set()
+        self._wake()
 
     def _leave(self) -> None:
         """The owner sees the end of the socket, and forgets the requests of this process."""

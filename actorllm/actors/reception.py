@@ -49,6 +49,9 @@ logger = logging.getLogger(__name__)
 ACCEPT_PAUSE_S = 1.0
 """How long nobody is let in when this process has no descriptor left."""
 
+COUNTS_TIMEOUT_S = 2.0
+"""How long a description waits for the scheduler's counts."""
+
 
 class Reception:
     """A Service (see `engine_thread`): the supervisor's life, and beside it the answers to those who come by name."""
@@ -67,6 +70,7 @@ class Reception:
 
     async def run(self, on_ready: Callable[[], object]) -> None:
         self._loop = current_loop()
+        self._began = now()
         self._claim = claim(self.name)
         reason: ActorLLMError = EngineShutdownError(f"engine {self.name!r} was shut down")
         try:
@@ -133,7 +137,7 @@ class Reception:
         match frame["op"]:
             case "hello":
                 self._greet(visitor, str(frame["version"]))
-            case "join" if visitor.is_welcome and visitor.child is None:
+            case "join" if visitor.is_welcome and visitor.child is None and visitor not in self._waiting:
                 self._check_open()
                 if self._state == "starting":
                     self._waiting.append(visitor)
@@ -208,7 +212,7 @@ class Reception:
             visitor.send("description", **description)
 
     async def _describe_later(self, visitor: Visitor, description: dict[str, Any]) -> None:
-        ask: Awaitable[dict[str, Any]] = self._frontend.ask_scheduler("statistics")
+        ask: Awaitable[dict[str, Any]] = self._frontend.ask_scheduler("statistics", timeout=COUNTS_TIMEOUT_S)
         with contextlib.suppress(ActorLLMError, TimeoutError):  # it is ending, or busy: what is known is sent
             counts = (await ask)["scheduler"]
             description |= {name: counts[name] for name in ("num_running", "num_waiting")}
@@ -287,7 +291,7 @@ class Visitor:
                 return
             except ActorLLMError as error:
                 self.see_out(error)
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except Exception as error:
                 logger.warning("process %d sent nonsense to engine %r: %r", self.peer.pid, self._reception.name, error)
                 self.close()
 

@@ -497,7 +497,10 @@ class SchedulerActor(Actor):
         return await self.ask_all(self._workers, verb, **arguments)
 
     def statistics(self) -> dict[str, Any]:
-        return super().statistics() | {"scheduler": asdict(self.scheduler.statistics())}
+        return super().statistics() | {
+            "scheduler": asdict(self.scheduler.statistics()),
+            "num_held_outputs": sum(len(outlet.unsent) for outlet in self._full.values()),
+        }
 
 
 def read_recording(path: str | Path) -> Iterable[Entry]:

@@ -1,12 +1,15 @@
 """A program that joins an engine: `guest.py NAME`. Obeys JSON lines on stdin, answers with JSON lines on stdout.
 
 {"do": "stream", "prompt", "max_tokens", "seed"}: "first" at the first output, then the tokens or the error.
+{"do": "die"}: SIGKILL, while a fork of this process holds everything it had open and says "forked".
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 from typing import Any
 
@@ -47,6 +50,12 @@ async def main(name: str) -> None:
         match command.pop("do"):
             case "stream":
                 tasks.add(asyncio.create_task(stream(llm, **command)))
+            case "die":
+                if os.fork() == 0:
+                    say(forked=True)
+                    os.read(0, 1)  # until the other end of stdin is closed
+                    os._exit(0)
+                os.kill(os.getpid(), signal.SIGKILL)
     llm.shutdown()
 
 

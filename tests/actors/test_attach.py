@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -114,11 +115,13 @@ class Guest:
 
     def stream(self, max_tokens: int = LONG, seed: int = 1, prompt: list[int] = PROMPT) -> None:
         """Begin a stream; returns at its first output."""
+        self.tell(do="stream", prompt=prompt, max_tokens=max_tokens, seed=seed)
+        assert self.hear() == {"first": True}
+
+    def tell(self, **command: Any) -> None:
         assert self.process.stdin is not None
-        command = {"do": "stream", "prompt": prompt, "max_tokens": max_tokens, "seed": seed}
         self.process.stdin.write(json.dumps(command).encode() + b"\n")
         self.process.stdin.flush()
-        assert self.hear() == {"first": True}
 
     def end(self) -> int:
         """Let it leave (if it lives); its exit status."""
@@ -305,6 +308,16 @@ def test_a_killed_program_harms_nobody(owner: AsyncLLM, make_guest: Callable[...
     assert wait_until(lambda: is_idle(owner))
 
 
+def test_a_killed_program_whose_fork_lives_on(owner: AsyncLLM, make_guest: Callable[..., Guest]) -> None:
+    """The fork keeps its socket open: the process itself is watched."""
+    guest = make_guest()
+    guest.stream()
+    guest.tell(do="die")
+    assert guest.hear() == {"forked": True}
+    guest.process.wait()
+    assert wait_until(lambda: is_idle(owner))
+
+
 @pytest.mark.parametrize("victim", ["scheduler", "worker0"])
 def test_attached_streams_hear_of_a_death_in_the_engine(
     owner: AsyncLLM, make_guest: Callable[..., Guest], victim: str
@@ -376,11 +389,10 @@ def test_a_program_that_is_stopped_stalls_nobody(
     guest.process.send_signal(signal.SIGSTOP)
     assert anyio.run(tokens_of, owner, 200) == expected(200)
     assert wait_until(lambda: scheduler_of(owner)["scheduler"]["num_running"] == 0), "its request ran to the end"
-    scheduler: Any = owner._engine._supervisor.actor("scheduler")  # type: ignore[union-attr]
-    assert len(scheduler._full) == 1, "its outputs are held"
+    assert scheduler_of(owner)["num_held_outputs"] > 50
     guest.process.send_signal(signal.SIGCONT)
     assert guest.hear() == {"tokens": expected(300, 2)}
-    assert wait_until(lambda: not scheduler._full)
+    assert wait_until(lambda: not scheduler_of(owner)["num_held_outputs"])
 
 
 def ring_of(guest: AsyncLLM) -> Any:
@@ -457,13 +469,18 @@ def test_nonsense_on_the_control_socket(owner: AsyncLLM, capfd: pytest.CaptureFi
             control.send(packet)
             frame, _ = receive_frame(control)
             assert frame is None or frame["op"] == "refused", packet
+    assert anyio.run(tokens_of, owner) == expected()
+    before = descriptors(os.getpid())
     with rendezvous.connect("tale") as control:  # descriptors that nobody asked for
-        before = descriptors(os.getpid())
         send_frame(control, "describe", (control.fileno(),) * 5)
         frame, _ = receive_frame(control)
         assert frame is not None
         assert frame["op"] == "description"
-        assert descriptors(os.getpid()) == before
+    with rendezvous.connect("tale") as control:
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", control.fileno()))
+        control.sendmsg([b"{"], [rights])
+        assert receive_frame(control) == (None, ())
+    assert wait_until(lambda: descriptors(os.getpid()) == before)
     assert anyio.run(tokens_of, owner) == expected()
 
 
