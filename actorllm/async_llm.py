@@ -122,6 +122,16 @@ class AsyncLLM:
         workers = await host.result_of(self._engine.ask_scheduler("worker_statistics"))
         return {**self._engine.statistics(), "scheduler": scheduler, "workers": workers}
 
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached KV, for instance because the weights have changed. Starts nothing.
+
+        Requests that run keep their own KV and leave none behind; reset_running_requests computes theirs again, too.
+        """
+        if self._engine.is_new:
+            return True
+        asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
+        return bool(await HostLoop.current().result_of(asked))
+
     def shutdown(self, timeout: float = 5.0) -> None:
         """Stop everything and wait for it; open streams end with EngineShutdownError. Idempotent, from any thread."""
         self._engine.shutdown(timeout)

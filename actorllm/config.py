@@ -168,7 +168,7 @@ class EngineConfig:
                 num_blocks=None,
                 kv_cache_memory_bytes=_kv_cache_memory(given["kv_cache_memory_bytes"]),
                 memory_utilization=_fraction("gpu_memory_utilization", given["gpu_memory_utilization"]),
-                enable_prefix_caching=bool(given["enable_prefix_caching"]),
+                enable_prefix_caching=given["enable_prefix_caching"] is not False,  # None, too, as in vLLM
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,

@@ -45,7 +45,7 @@ from actorllm.errors import (
     InvalidPromptError,
     nearest_name,
 )
-from actorllm.kvcache.prefix_index import hash_blocks
+from actorllm.kvcache.prefix_index import extra_key, hash_blocks
 from actorllm.messages import I32, NO_U8, Submit
 from actorllm.request import RequestOutputKind, SamplingParams, is_text
 from actorllm.slo.objective import SLO
@@ -59,6 +59,9 @@ Prompt: TypeAlias = str | Mapping[str, Any] | Iterable[int]
 
 PROMPT_KEYS = ("prompt_token_ids", "prompt")
 """What a prompt mapping may hold; of both, the ids count."""
+
+PROMPT_EXTRAS = ("cache_salt",)
+"""What it may hold besides."""
 
 
 class Hold:
@@ -338,6 +341,7 @@ class Engine:
             return
         try:
             ids = self.tokenize(prompt)
+            carried |= {"cache_salt": _cache_salt(prompt)}
             make_submit = self._submit_maker(ids, params, number, arrival, carried)
             stream = stream_ref()
             if stream is not None:
@@ -406,7 +410,7 @@ class Engine:
         seed = params.seed if params.seed is not None else self._new_seed(number)
         hashes = NO_U8
         if self.config.cache.enable_prefix_caching:
-            hashes = hash_blocks(ids, self.config.cache.block_size)
+            hashes = hash_blocks(ids, self.config.cache.block_size, extra_key(carried["cache_salt"]))
 
         def make_submit(rid: int) -> Submit:
             return Submit(
@@ -427,6 +431,7 @@ class Engine:
                 detokenize=params.detokenize and model.tokenizer is not None,
                 skip_special_tokens=params.skip_special_tokens,
                 block_hashes=hashes,
+                skip_reading_prefix_cache=bool(params.skip_reading_prefix_cache),
                 **carried,
             )
 
@@ -514,6 +519,16 @@ def _prompt_text(prompt: Prompt) -> str | None:
     return prompt if isinstance(prompt, str) else None
 
 
+def _cache_salt(prompt: Prompt) -> str | None:
+    """What a prompt says must be equal for two requests to share their KV. Raises InvalidPromptError."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is not None and not (isinstance(salt, str) and salt and is_text(salt)):
+        raise InvalidPromptError(
+            f"cache_salt={salt!r:.100} must be a string of valid Unicode that is not empty, or None"
+        )
+    return salt
+
+
 def _snapshot(prompt: Prompt) -> Prompt:
     """What the caller changes after the call is none of this request's business."""
     if isinstance(prompt, Mapping):
@@ -523,10 +538,10 @@ def _snapshot(prompt: Prompt) -> Prompt:
 
 def _unwrap(prompt: Mapping[str, Any]) -> Prompt:
     for key, value in prompt.items():
-        if key not in PROMPT_KEYS and value is not None:
+        if key not in PROMPT_KEYS and key not in PROMPT_EXTRAS and value is not None:
             raise InvalidPromptError(
                 f"a prompt mapping has {' and '.join(map(repr, PROMPT_KEYS))}, not {key!r}"
-                f"{nearest_name(str(key), PROMPT_KEYS)}"
+                f"{nearest_name(str(key), [*PROMPT_KEYS, *PROMPT_EXTRAS])}"
             )
     for key in PROMPT_KEYS:
         if prompt.get(key) is not None:

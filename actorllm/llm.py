@@ -92,6 +92,11 @@ class LLM:
         workers = self._engine.ask_scheduler("worker_statistics").result()
         return {**self._engine.statistics(), "scheduler": scheduler, "workers": workers}
 
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """As `AsyncLLM.reset_prefix_cache`."""
+        asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
+        return bool(asked.result())
+
     def shutdown(self, timeout: float = 5.0) -> None:
         """Stop everything and wait for it. Idempotent."""
         self._engine.shutdown(timeout)

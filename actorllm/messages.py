@@ -101,7 +101,12 @@ class Submit:
     """The worker runs this row's forward, then waits for `LateInputs` before it samples."""
     adapter_id: int = 0
     block_hashes: U8 = field(default_factory=no_u8)
-    """32 bytes for every full block of the prompt, made by the frontend (kvcache.prefix_index)."""
+    """32 bytes for every full block of the prompt, made by the frontend (kvcache.prefix_index). Without them the request
+    neither finds anything in the prefix cache nor leaves anything there."""
+    cache_salt: str | None = None
+    """Part of what the block hashes cover: only requests with the same salt share KV."""
+    skip_reading_prefix_cache: bool = False
+    """The whole prompt is computed, whatever is cached; what it leaves behind can be found."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

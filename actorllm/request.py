@@ -64,7 +64,6 @@ VLLM_PARAMETERS: dict[str, tuple[Any, ...]] = {
     "guided_decoding": (None,),
     "structured_outputs": (None,),
     "extra_args": (None, {}),
-    "skip_reading_prefix_cache": (None, False),
 }
 """Sampling parameters of vLLM that are accepted at these values, where they ask for what is done anyway."""
 
@@ -106,9 +105,10 @@ class SamplingParams:
     temperature: 0 is greedy. top_k: 0 or -1 keeps all. top_p in (0, 1]. min_p in [0, 1], relative to the most likely
     token. They apply in this order: temperature, min_p, top_k, top_p. seed: any integer (modulo 2**64); None draws one.
     stop: strings that end the text and are not part of it, MAX_STOP_STRINGS at most. stop_token_ids: ids that end it,
-    MAX_STOP_TOKEN_IDS at most. ignore_eos: the model's own
-    end-of-text ids do not end it. min_tokens: before that many tokens no eos and no stop token is chosen. max_tokens:
-    None means: up to the model's length. Other parameters of vLLM are accepted at their defaults (VLLM_PARAMETERS).
+    MAX_STOP_TOKEN_IDS at most. ignore_eos: the model's own end-of-text ids do not end it. min_tokens: before that many
+    tokens no eos and no stop token is chosen. max_tokens: None means: up to the model's length.
+    skip_reading_prefix_cache: compute the whole prompt, whatever is cached. Other parameters of vLLM are accepted at
+    their defaults (VLLM_PARAMETERS).
     """
 
     temperature: float = 1.0
@@ -126,6 +126,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    skip_reading_prefix_cache: bool | None = None
 
     def __post_init__(self) -> None:
         self.temperature = _number("temperature", self.temperature, low=0.0, high=MAX_FLOAT32)
@@ -146,6 +147,9 @@ class SamplingParams:
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameterError(f"{name}={_shown(getattr(self, name))} must be True or False")
+        if not isinstance(self.skip_reading_prefix_cache, bool | None):
+            shown = _shown(self.skip_reading_prefix_cache)
+            raise InvalidParameterError(f"skip_reading_prefix_cache={shown} must be True, False or None")
         self.stop = _stop_strings(self.stop)
         if self.stop and not self.detokenize:
             raise InvalidParameterError("stop strings need the text: leave detokenize=True, or use stop_token_ids")

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from report import NOISE_FACTOR, environment, print_table, spread, versions, write_json
 
+from actorllm.kvcache.prefix_index import hash_blocks
 from actorllm.messages import NO_I32, StepResult, Submit, pack
 from actorllm.ring.codec import encode
 from actorllm.scheduling.policy import load_policy
@@ -62,8 +63,14 @@ class Driver:
     def submit(self, prompt: int, max_tokens: int) -> None:
         self.next_rid += 1
         tokens = np.full(prompt, 7, np.int32)
+        tokens[0] = (
+            self.next_rid
+        )  # no prompt begins like another: all of it is published, nothing found, and in time evicted
+        hashes = hash_blocks(tokens, BLOCK_SIZE)
         self.scheduler.submit(
-            0, Submit(rid=self.next_rid, arrival=self.now, prompt=tokens, max_tokens=max_tokens), self.now
+            0,
+            Submit(rid=self.next_rid, arrival=self.now, prompt=tokens, max_tokens=max_tokens, block_hashes=hashes),
+            self.now,
         )
 
     def step(self) -> float:

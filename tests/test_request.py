@@ -178,6 +178,7 @@ SENSIBLE = {
     "include_stop_str_in_output": st.booleans(),
     "output_kind": st.sampled_from(list(RequestOutputKind)),
     "n": st.just(1),
+    "skip_reading_prefix_cache": st.booleans() | st.none(),
 }
 assert set(SENSIBLE) == set(SamplingParams.__dataclass_fields__)
 

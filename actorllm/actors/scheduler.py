@@ -187,6 +187,7 @@ class SchedulerActor(Actor):
             "policy": load_policy(config.scheduler.policy),
             "depth": config.scheduler.depth,
             "num_lookahead_tokens": config.scheduler.num_lookahead_tokens,
+            "enable_prefix_caching": config.cache.enable_prefix_caching,
             "prefill_chunk": config.scheduler.long_prefill_token_threshold or None,
         }
         if config.record is None:
@@ -479,6 +480,8 @@ class SchedulerActor(Actor):
     def answer(self, verb: str, arguments: dict[str, Any]) -> Any:
         match verb:
             case "reset_prefix_cache":
+                self.scheduler.reset_prefix_cache(now(), bool(arguments.get("reset_running_requests")))
+                self.wake()
                 return True
             case "start_timeline":
                 self._timeline = Timeline()

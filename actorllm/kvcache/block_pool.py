@@ -1,8 +1,14 @@
-"""`BlockPool`: the blocks of the KV cache, free or referenced.
+"""`BlockPool`: the blocks of the KV cache, free or referenced, and which of the free ones keep what they hold.
 
-Invariants (`check_integrity`): every block is either on the free stack with a reference count of zero, or off it with a
-positive one; never both, never twice. Blocks come off the stack in a fixed order, and two requests for m and n blocks
-yield the same blocks as one for m + n, so that a replayed or simulated run allocates exactly as the live one did.
+A block is *kept* when it has a label: the prefix index put it in and can find it again. A kept block that nobody references
+is free like any other, but it is handed out last: first come the blocks without a label (the recently used before the
+never used, whose memory was never touched), and only when those are out the kept ones, least recently used first. The
+label is then gone, and the index is told.
+
+Invariants (`check_integrity`): every block is free with a reference count of zero, or has a positive one; never both. A
+free block is on the stack (no label) or in the queue (label); never both, never twice. Blocks come off in a fixed order,
+and two requests for m and n blocks yield the same blocks as one for m + n, so that a replayed or simulated run allocates
+exactly as the live one did.
 
 A freed block may be handed out again at once, although a step in flight still names it: steps run in launch order, so
 the step that writes into it for its next owner runs after every step that was planned for the last one.
@@ -10,6 +16,7 @@ the step that writes into it for its next owner runs after every step that was p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,73 +29,202 @@ from actorllm.messages import I32
 class BlockPoolStatistics:
     num_blocks: int
     num_free: int
+    num_kept: int
+    """Free blocks that keep what they hold, until others are out."""
     num_shared: int
     """Blocks with more than one reference."""
+    num_evicted: int
+    """Kept blocks that were handed out again, since the start."""
     peak_used: int
 
 
 class BlockPool:
-    """A stack of free block ids and a reference count per block."""
+    """A stack and a queue of free block ids, and a reference count and a label per block.
 
-    def __init__(self, num_blocks: int) -> None:
+    on_evict(blocks, labels): these kept blocks are handed out again.
+    """
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[I32, I32], None] | None = None) -> None:
         if num_blocks <= 0:
             raise ValueError(f"num_blocks={num_blocks} must be positive")
         self.num_blocks = num_blocks
         self.num_free = num_blocks
+        self._on_evict = on_evict
         self._stack: NDArray[np.intp] = np.arange(num_blocks - 1, -1, -1)  # block 0 is handed out first
+        self._num_stacked = num_blocks
+        # The queue: positions count up for ever, position p lies at p % size. An entry counts only while it is its block's
+        # latest, so a block that is taken out of the middle leaves a dead entry behind and nothing is moved.
+        self._queue: I32 = np.zeros(2 * num_blocks, np.int32)
+        self._head = self._tail = 0
+        self._place: NDArray[np.int64] = np.full(num_blocks, -1)
+        self._labels: I32 = np.zeros(num_blocks, np.int32)
+        self._has_labels = False
         self._references: I32 = np.zeros(num_blocks, np.int32)
         self._lowest_free = num_blocks
+        self._num_evicted = 0
         self.has_shared = False
         """Whether any block was ever shared: if not, the blocks of several slots are distinct."""
 
     def allocate(self, count: int) -> I32:
         """`count` blocks, each with one reference. The caller has checked `num_free`; IndexError otherwise."""
-        left = self.num_free - count
-        if left < 0:
+        if count > self.num_free:
             raise IndexError(f"{count} blocks asked for, {self.num_free} free")
-        blocks = self._stack[left : self.num_free][::-1]
-        self.num_free = left
-        if left < self._lowest_free:
-            self._lowest_free = left
+        left = self._num_stacked - count
+        if left >= 0:
+            blocks = self._stack[left : self._num_stacked][::-1]
+        else:
+            blocks = np.concatenate((self._stack[: self._num_stacked][::-1], self._evict(-left)))
+            left = 0
+        self._num_stacked = left
+        self.num_free -= count
+        if self.num_free < self._lowest_free:
+            self._lowest_free = self.num_free
         self._references[blocks] = 1
         return blocks.astype(np.int32)
 
     def share(self, blocks: I32) -> None:
-        """One more reference to each of these blocks (prefix hits, siblings)."""
-        if blocks.size and self._references[blocks].min() < 1:
-            raise ValueError(f"blocks {blocks[self._references[blocks] < 1].tolist()} are free and cannot be shared")
-        np.add.at(self._references, blocks, 1)
+        """One more reference to each of these (distinct) blocks: referenced ones, or free ones that are kept."""
+        index = blocks.astype(np.intp)
+        free = index[self._references[index] == 0]
+        if free.size:
+            if (self._labels[free] == 0).any():
+                raise ValueError(f"blocks {free[self._labels[free] == 0].tolist()} are free and cannot be shared")
+            self._place[free] = -1
+            self.num_free -= free.size
+            if self.num_free < self._lowest_free:
+                self._lowest_free = self.num_free
+        self._references[index] += 1
         self.has_shared = True
 
     def release(self, blocks: I32) -> I32:
-        """One reference less to each of these (distinct) blocks; those that nobody references any more, now free."""
+        """One reference less to each of these (distinct) blocks; those that nobody references any more, now free.
+
+        Of those that are kept, the last one will be the first to be evicted.
+        """
         index = blocks.astype(np.intp)  # as numpy indexes with: it makes these from any other integers, at each use
         left = self._references[index] - 1
         freed = blocks
         if np.count_nonzero(left):
             if left.min() < 0:
                 raise ValueError(f"blocks {blocks[left < 0].tolist()} are released more often than referenced")
+            index = index[left == 0]
             freed = blocks[left == 0]
-        self._references[index] = left
-        self._stack[self.num_free : self.num_free + freed.size] = freed[::-1]
+        self._references[blocks] = left
+        self._lay_down(freed, index)
         self.num_free += freed.size
         return freed
 
+    def keep(self, blocks: I32, label: int) -> None:
+        """These referenced blocks keep what they hold when they are freed. label: a positive number of the caller's."""
+        self._labels[blocks] = label
+        self._has_labels = True
+
+    def discard(self, blocks: I32) -> None:
+        """These blocks need not keep anything. The free ones of them go back to the stack."""
+        kept = blocks[self._labels[blocks] != 0]
+        self._labels[kept] = 0
+        free = kept[self._references[kept] == 0]
+        self._place[free] = -1
+        self._push(free[::-1])
+
+    def discard_all(self) -> None:
+        """No block needs to keep anything."""
+        self.discard(np.flatnonzero(self._labels).astype(np.int32))
+        self._has_labels = False
+
+    def labels(self, blocks: I32) -> I32:
+        """The label of each block; 0: it is not kept."""
+        return self._labels[blocks]
+
+    def num_referenced(self, blocks: I32) -> int:
+        """How many of these somebody references: sharing the others takes them from the free ones."""
+        return int(np.count_nonzero(self._references[blocks]))
+
+    def num_exclusive(self, blocks: I32) -> int:
+        """How many of these have one reference only."""
+        return int(np.count_nonzero(self._references[blocks] == 1))
+
     def is_shared(self, block: int) -> bool:
         return bool(self._references[block] > 1)
+
+    def _lay_down(self, freed: I32, index: NDArray[np.intp]) -> None:
+        """Blocks that lost their last reference, to where they belong."""
+        if self._has_labels:
+            is_kept = self._labels[index] != 0
+            num_kept = np.count_nonzero(is_kept)
+            if num_kept:
+                if num_kept == freed.size:
+                    self._enqueue(index[::-1])
+                    return
+                self._enqueue(index[is_kept][::-1])
+                freed = freed[~is_kept]
+        self._push(freed[::-1])
+
+    def _push(self, blocks: I32) -> None:
+        self._stack[self._num_stacked : self._num_stacked + blocks.size] = blocks
+        self._num_stacked += blocks.size
+
+    def _enqueue(self, blocks: NDArray[np.intp]) -> None:
+        size = self._queue.size
+        if self._tail - self._head + blocks.size > size:
+            positions = np.arange(self._head, self._tail)
+            entries = self._queue[positions % size]
+            entries = entries[self._place[entries] == positions]  # at most num_blocks of them, half the queue
+            self._head, self._tail = 0, entries.size
+            self._queue[: entries.size] = entries
+            self._place[entries] = np.arange(entries.size)
+        start, stop = self._tail, self._tail + blocks.size
+        at = start % size
+        if at + blocks.size <= size:
+            self._queue[at : at + blocks.size] = blocks
+        else:
+            self._queue[at:] = blocks[: size - at]
+            self._queue[: blocks.size - size + at] = blocks[size - at :]
+        self._place[blocks] = np.arange(start, stop)
+        self._tail = stop
+
+    def _evict(self, count: int) -> I32:
+        """The `count` kept blocks that were freed longest ago; not kept any more."""
+        found: list[I32] = []
+        missing = count
+        while missing:
+            positions = np.arange(self._head, min(self._tail, self._head + 2 * missing + 16))
+            entries = self._queue[positions % self._queue.size]
+            alive = (self._place[entries] == positions).nonzero()[0][:missing]
+            found.append(entries[alive])
+            missing -= alive.size
+            self._head += positions.size if missing else int(alive[-1]) + 1
+        blocks = np.concatenate(found) if len(found) > 1 else found[0]
+        labels = self._labels[blocks]
+        self._place[blocks] = -1
+        self._labels[blocks] = 0
+        self._num_evicted += count
+        if self._on_evict is not None:
+            self._on_evict(blocks, labels)
+        return blocks
 
     def statistics(self) -> BlockPoolStatistics:
         return BlockPoolStatistics(
             num_blocks=self.num_blocks,
             num_free=self.num_free,
+            num_kept=self.num_free - self._num_stacked,
             num_shared=int((self._references > 1).sum()),
+            num_evicted=self._num_evicted,
             peak_used=self.num_blocks - self._lowest_free,
         )
 
     def check_integrity(self) -> None:
         """AssertionError when an invariant of the module docstring does not hold."""
-        free = self._stack[: self.num_free]
-        assert np.unique(free).size == free.size, "a block is on the free stack twice"
+        positions = np.arange(self._head, self._tail)
+        entries = self._queue[positions % self._queue.size]
+        queued = entries[self._place[entries] == positions]
+        free = np.concatenate((self._stack[: self._num_stacked], queued))
+        assert np.unique(free).size == free.size, "a block is free twice"
+        assert free.size == self.num_free, "free blocks are not where they belong"
         assert ((self._references == 0).sum()) == self.num_free, "a block is neither free nor referenced, or both"
         assert (self._references[free] == 0).all(), "a free block is referenced"
         assert (self._references >= 0).all(), "a reference count is negative"
+        assert (self._labels[self._stack[: self._num_stacked]] == 0).all(), "a kept block is on the stack"
+        assert (self._labels[queued] > 0).all(), "a block in the queue is not kept"
+        assert int((self._place >= 0).sum()) == queued.size, "a block has a place that is not in the queue"
+        assert self._has_labels or not self._labels.any(), "labels are overlooked"

@@ -5,6 +5,9 @@ tokens i * block_size and following. `capacity[slot]` is how many tokens the slo
 address the *ids* of sampled tokens: `token_ids[block, offset]`, written for a whole step in one scatter, so that no request
 needs an array of its own that grows token by token.
 
+With prefix caching, full blocks that were published stay findable after their last request has gone, until the pool runs
+out of others. A published block is never written again: whoever takes it over goes on in a block of its own.
+
 Invariants (`check_integrity`): a slot's table entries are distinct allocated blocks; every allocated block is in some table.
 """
 
@@ -16,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.kvcache.block_pool import BlockPool
+from actorllm.kvcache.prefix_index import HASH_BYTES, PrefixIndex
 from actorllm.messages import I32, NO_I32
 
 NUM_GROUPS = 1
@@ -30,6 +34,10 @@ class KVCacheStatistics:
     usage: float
     """Share of the blocks in use."""
     peak_used: int
+    num_cached: int
+    """Free blocks that keep their KV for the prefix cache."""
+    num_evicted: int
+    """Blocks that the prefix cache lost to others, since the start."""
 
 
 @dataclass(slots=True)
@@ -43,11 +51,14 @@ class BlockActions:
 class KVCacheManager:
     """Block tables by slot over one pool."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_slots: int, max_len: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, num_slots: int, max_len: int, enable_prefix_caching: bool = False
+    ) -> None:
         self.block_size = block_size
         self._size: I32 = np.array(block_size, np.int32)  # for columns: numpy converts a Python integer at each use
         self.max_blocks_per_slot = -(-max_len // block_size)
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, self._on_evict)
+        self.index = PrefixIndex(self.pool, block_size, self._token_ids_of) if enable_prefix_caching else None
         self.tables: NDArray[np.int32] = np.zeros((NUM_GROUPS, num_slots, self.max_blocks_per_slot), np.int32)
         self.num_blocks: I32 = np.zeros(num_slots, np.int32)
         self.capacity: I32 = np.zeros(num_slots, np.int32)
@@ -65,12 +76,16 @@ class KVCacheManager:
         """How many blocks hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def fill(self, demand: list[tuple[int, int]]) -> I32:
+    def fill(self, demand: list[tuple[int, int]], shared: dict[int, I32] | None = None) -> I32:
         """Give every (slot, count), an empty slot, so many blocks; the caller has checked `num_free`.
 
-        Returns all the blocks, one slot after the other.
+        shared: blocks that some of these slots begin with, part of their count; a reference to each was taken before
+        (`share`). Returns all the blocks, one slot after the other.
         """
-        blocks = self._allocate(sum(count for _, count in demand))
+        if shared:
+            blocks = self._fill_in(demand, shared)
+        else:
+            blocks = self._allocate(sum(count for _, count in demand))
         start = 0
         for slot, count in demand:
             self.tables[0, slot, :count] = blocks[start : start + count]
@@ -78,6 +93,27 @@ class KVCacheManager:
             self.capacity[slot] = count * self.block_size
             start += count
         return blocks
+
+    def _fill_in(self, demand: list[tuple[int, int]], shared: dict[int, I32]) -> I32:
+        """The blocks of `fill`, where some of them are there already."""
+        new = self._allocate(sum(count for _, count in demand) - sum(blocks.size for blocks in shared.values()))
+        parts: list[I32] = []
+        at = 0
+        for slot, count in demand:
+            found = shared.get(slot, NO_I32)
+            parts += (found, new[at : at + count - found.size])
+            at += count - found.size
+        return np.concatenate(parts)
+
+    def share(self, blocks: I32) -> None:
+        """One more reference to each of these blocks, which are to be in one more table."""
+        if self._emptied:
+            self._release()
+        self.pool.share(blocks)
+
+    def num_exclusive(self, slot: int) -> int:
+        """How many blocks are free once this slot is emptied."""
+        return self.pool.num_exclusive(self.tables[0, slot, : self.num_blocks[slot]])
 
     def extend(self, slots: I32) -> I32:
         """One more block for each of these slots, in their order; the caller has checked `num_free`. Returns them."""
@@ -131,6 +167,29 @@ class KVCacheManager:
         else:
             self.pool.release(np.concatenate(emptied[::-1]) if len(emptied) > 1 else emptied[0])
 
+    # The prefix cache
+
+    def publish(self, slot: int, hashes: bytes, num_blocks: int) -> None:
+        """The first blocks of a slot are computed and may be found by these hashes."""
+        if self.index is not None:
+            self.index.publish(hashes, self.tables[0, slot, :num_blocks].copy())
+
+    def publish_output(self, slot: int, hashes: bytes, num_blocks: int, known: I32) -> None:
+        """The blocks behind those that have hashes (and are published) are computed as well, up to num_blocks.
+
+        They are hashed when somebody gets that far. known: their first token ids, as many as are not paged.
+        """
+        if self.index is not None:
+            num_hashed = len(hashes) // HASH_BYTES
+            self.index.publish_tail(hashes, self.tables[0, slot, num_hashed:num_blocks].copy(), known)
+
+    def _on_evict(self, blocks: I32, labels: I32) -> None:
+        if self.index is not None:
+            self.index.on_evict(blocks, labels)
+
+    def _token_ids_of(self, blocks: I32) -> I32:
+        return self.token_ids[blocks].ravel()
+
     def zero(self, blocks: I32) -> None:
         """Have these blocks cleared before the next step runs (0 x NaN in a reused block poisons its next owner)."""
         self._actions.zero.append(blocks.copy())
@@ -164,13 +223,16 @@ class KVCacheManager:
         return self.token_ids[blocks].ravel()[start - first * size : stop - first * size]
 
     def statistics(self) -> KVCacheStatistics:
-        pool, num_free = self.pool, self.num_free
+        num_free = self.num_free
+        pool = self.pool.statistics()
         return KVCacheStatistics(
             num_blocks=pool.num_blocks,
             num_free=num_free,
             block_size=self.block_size,
             usage=1 - num_free / pool.num_blocks,
-            peak_used=pool.statistics().peak_used,
+            peak_used=pool.peak_used,
+            num_cached=pool.num_kept,
+            num_evicted=pool.num_evicted,
         )
 
     def check_integrity(self) -> None:
@@ -178,6 +240,8 @@ class KVCacheManager:
         if self._emptied:
             self._release()
         self.pool.check_integrity()
+        if self.index is not None:
+            self.index.check_integrity()
         held = [self.tables[0, slot, :count] for slot, count in enumerate(self.num_blocks.tolist()) if count]
         blocks = np.concatenate(held) if held else NO_I32
         for table in held:

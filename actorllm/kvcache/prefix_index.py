@@ -1,31 +1,342 @@
-"""Block hashes: the identity of a full block of prompt tokens together with everything before it.
+"""`PrefixIndex`: finds the blocks whose KV a prompt can take over; and the block hashes by which it finds them.
 
 A block's hash covers its token ids, the hash of the block before it, and an extra key (cache salt, adapter, image) that
-keeps apart what has the same ids and must not share KV. The frontend computes the hashes and they travel in `Submit`;
-the index that finds blocks by them is the prefix cache's.
+keeps apart what has the same ids and must not share KV. The frontend computes the hashes of the prompt, which travel in
+`Submit`; those of output are computed here.
+
+The index is a tree of runs: a `Run` is a stretch of consecutive blocks that one request published at once, and a child
+goes on where its parent ends. Work is per run and not per block, whatever the length of a prompt: because a hash covers
+everything before it, two runs agree up to the block where a bisection says so.
+
+Output that a finished request leaves behind hangs at its last run as a *tail* without hashes: they are computed from the
+paged token ids when a prompt gets that far for the first time, which most never do.
+
+Invariants (`check_integrity`): the children of a run have distinct first hashes and are found under them; the blocks of
+every run that can be found are kept in the pool under the run's number. A run that was cut off (evicted, forgotten) may
+leave children that nobody finds any more; their blocks stay kept until they are evicted in turn.
+Called by `KVCacheManager` only.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
-from actorllm.messages import I32, NO_U8, U8
+from actorllm.kvcache.block_pool import BlockPool
+from actorllm.messages import I32, NO_I32, NO_U8, U8
 
 HASH_BYTES = 32
 
+MAX_TAILS = 32
+"""Most tails of one run that a single look-up computes the hashes of, the latest first: it bounds what a look-up takes."""
 
-def hash_blocks(token_ids: I32, block_size: int, extra_key: bytes = b"") -> U8:
+
+def extra_key(cache_salt: str | None = None, adapter_id: int = 0) -> bytes:
+    """What must be equal for two requests to share KV, beside the tokens."""
+    if cache_salt is None and not adapter_id:
+        return b""
+    return b"%d\0" % adapter_id + (b"" if cache_salt is None else b"salt\0" + cache_salt.encode())
+
+
+def first_digest(key: bytes) -> bytes:
+    """What the hash of the first block continues."""
+    return hashlib.sha256(b"actorllm-block-1\0" + key).digest()
+
+
+def hash_blocks(token_ids: I32, block_size: int, key: bytes = b"") -> U8:
     """The hashes of the full blocks of a prompt: HASH_BYTES for each, concatenated."""
-    count = token_ids.size // block_size
-    if count == 0:
+    if token_ids.size < block_size:
         return NO_U8
+    return np.frombuffer(continue_hashes(first_digest(key), token_ids, block_size), np.uint8)
+
+
+def continue_hashes(digest: bytes, token_ids: I32, block_size: int) -> bytes:
+    """The hashes of the full blocks of these tokens, which follow the block that `digest` is the hash of."""
+    count = token_ids.size // block_size
     data = np.ascontiguousarray(token_ids[: count * block_size], "<i4").tobytes()
     step = 4 * block_size
-    digest = hashlib.sha256(b"actorllm-block-1\0" + extra_key).digest()
     digests = []
     for start in range(0, len(data), step):
         digest = hashlib.sha256(digest + data[start : start + step]).digest()
         digests.append(digest)
-    return np.frombuffer(b"".join(digests), np.uint8)
+    return b"".join(digests)
+
+
+class Run:
+    """Consecutive blocks in the index: those at positions start..stop-1 of every sequence that begins this way."""
+
+    __slots__ = ("blocks", "children", "hashes", "known", "number", "parent", "start", "stop", "tails")
+
+    def __init__(self, number: int, parent: Run | None, start: int, blocks: I32, hashes: bytes) -> None:
+        self.number = number
+        self.parent = parent
+        self.start = start
+        self.stop = start + blocks.size
+        self.blocks = blocks
+        self.hashes = hashes
+        """Of its blocks, and perhaps of some that were evicted from its end. Empty in a tail."""
+        self.children: dict[bytes, Run] = {}
+        self.tails: list[Run] = []
+        self.known: I32 = NO_I32
+        """Of a tail: the first token ids of its first block, those that are not among the paged ones."""
+
+    @property
+    def key(self) -> bytes:
+        return self.hashes[:HASH_BYTES]
+
+    @property
+    def last_hash(self) -> bytes:
+        count = self.stop - self.start
+        return self.hashes[HASH_BYTES * (count - 1) : HASH_BYTES * count]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixIndexStatistics:
+    num_runs: int
+    num_resets: int
+
+
+class PrefixIndex:
+    """The tree of runs over one pool.
+
+    read_token_ids(blocks): the paged token ids of these blocks, [num_blocks * block_size].
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, read_token_ids: Callable[[I32], I32]) -> None:
+        self.version = 0
+        """Changes whenever what is found may have changed."""
+        self._pool = pool
+        self._block_size = block_size
+        self._read_token_ids = read_token_ids
+        self._runs: dict[int, Run] = {}
+        self._last_number = 0
+        self._num_resets = 0
+        self._has_orphans = False
+        """Whether runs are left that nobody finds; a request may still hold their blocks and publish them once more."""
+        self._root = Run(0, None, 0, NO_I32, b"")
+
+    def find(self, hashes: bytes, count: int) -> I32:
+        """The longest run of blocks from the start whose hashes are these, `count` at most."""
+        found: list[I32] = []
+        run, at = self._root, 0
+        while at < count:
+            child = self._child(run, hashes, at)
+            if child is None:
+                break
+            run = child
+            size = _num_equal(run, hashes, at, count)
+            found.append(run.blocks[:size])
+            at += size
+            if at < run.stop:
+                break
+        if len(found) < 2:
+            return found[0] if found else NO_I32
+        return np.concatenate(found)
+
+    def publish(self, hashes: bytes, blocks: I32) -> Run:
+        """From now on these referenced blocks, those at the start of a sequence, are found by their hashes.
+
+        Blocks that are found already stay: of two that hold the same, the first is in the index. Returns the last run.
+        """
+        run, at = self._walk(hashes, blocks.size)
+        if at < blocks.size:
+            if at < run.stop:
+                self._split(run, at)
+            if self._has_orphans:
+                for number in set(self._pool.labels(blocks[at:]).tolist()):
+                    self._runs.pop(number, None)
+            run = self._add(run, at, blocks[at:], hashes[HASH_BYTES * at : HASH_BYTES * blocks.size])
+        return run
+
+    def publish_tail(self, hashes: bytes, blocks: I32, known: I32) -> None:
+        """These referenced blocks follow those with these hashes; their tokens are `known`, and then the paged ones.
+
+        Where those before them are not in the index any more, they are not put in either.
+        """
+        start = len(hashes) // HASH_BYTES
+        run, at = self._walk(hashes, start)
+        if at < start or not start:
+            return
+        if start < run.stop:
+            self._split(run, start)
+        tail = self._new_run(run, run.stop, blocks, b"")
+        tail.known = known
+        run.tails.append(tail)
+        self.version += 1
+
+    def forget(self, hashes: bytes) -> None:
+        """Nothing that begins like this is found any more."""
+        at = 0
+        run = self._root
+        count = len(hashes) // HASH_BYTES
+        while at < count:
+            child = run.children.get(hashes[HASH_BYTES * at : HASH_BYTES * (at + 1)])
+            if child is None:
+                break
+            run = child
+            at += _num_equal(run, hashes, at, count)
+            self._pool.discard(run.blocks)
+            del self._runs[run.number]
+            for tail in run.tails:
+                self._pool.discard(tail.blocks)
+                self._runs.pop(tail.number, None)
+            if at < run.stop:
+                break
+        if at:
+            self._root.children.pop(hashes[:HASH_BYTES], None)
+            self._has_orphans = True
+            self.version += 1
+
+    def reset(self) -> None:
+        """Nothing is found any more."""
+        self._root = Run(0, None, 0, NO_I32, b"")
+        self._runs.clear()
+        self._pool.discard_all()
+        self._has_orphans = False
+        self._num_resets += 1
+        self.version += 1
+
+    def on_evict(self, blocks: I32, labels: I32) -> None:
+        """The pool hands these blocks out again: every run loses them and what lies behind them."""
+        self.version += 1
+        borders = [0, *((labels[1:] != labels[:-1]).nonzero()[0] + 1).tolist(), labels.size]
+        for first, last in itertools.pairwise(borders):
+            run = self._runs.get(int(labels[first]))
+            if run is None:
+                continue
+            left = run.blocks.size - (last - first)
+            if left < 0 or run.blocks[left] != blocks[last - 1]:  # not its end, latest first
+                left = int(np.isin(run.blocks, blocks[first:last]).nonzero()[0][0])
+            self._cut(run, left)
+
+    def _child(self, run: Run, hashes: bytes, at: int) -> Run | None:
+        if run.tails:
+            self._hash_tails(run)
+        return run.children.get(hashes[HASH_BYTES * at : HASH_BYTES * (at + 1)])
+
+    def _walk(self, hashes: bytes, count: int) -> tuple[Run, int]:
+        """The last run that agrees with these hashes, and up to which block."""
+        run, at = self._root, 0
+        while at < count:
+            child = self._child(run, hashes, at)
+            if child is None:
+                break
+            run = child
+            at += _num_equal(run, hashes, at, count)
+            if at < run.stop:
+                break
+        return run, at
+
+    def _new_run(self, parent: Run, start: int, blocks: I32, hashes: bytes) -> Run:
+        self._last_number = self._last_number % (2**31 - 1) + 1
+        run = Run(self._last_number, parent, start, blocks, hashes)
+        self._runs[run.number] = run
+        self._pool.keep(blocks, run.number)
+        return run
+
+    def _add(self, parent: Run, start: int, blocks: I32, hashes: bytes) -> Run:
+        run = self._new_run(parent, start, blocks, hashes)
+        parent.children[run.key] = run
+        self.version += 1
+        return run
+
+    def _split(self, run: Run, at: int) -> None:
+        """Two runs of one: the first keeps its number and ends before block `at`."""
+        size = at - run.start
+        lower = self._new_run(run, at, run.blocks[size:], run.hashes[HASH_BYTES * size :])
+        lower.children, lower.tails = run.children, run.tails
+        for child in (*lower.children.values(), *lower.tails):
+            child.parent = lower
+        run.blocks, run.hashes, run.stop = run.blocks[:size], run.hashes[: HASH_BYTES * size], at
+        run.children, run.tails = {lower.key: lower}, []
+
+    def _cut(self, run: Run, left: int) -> None:
+        """A run loses its blocks from the one at `left` on, and with them everything that goes on behind."""
+        if run.children or run.tails:
+            run.children, run.tails = {}, []
+            self._has_orphans = True
+        if left:
+            run.blocks, run.stop = run.blocks[:left], run.start + left
+            return
+        del self._runs[run.number]
+        parent = run.parent
+        if parent is not None and run.hashes and parent.children.get(run.key) is run:
+            del parent.children[run.key]
+        elif parent is not None and run in parent.tails:
+            parent.tails.remove(run)
+
+    def _hash_tails(self, run: Run) -> None:
+        """Make ordinary children of the latest tails."""
+        for _ in range(min(len(run.tails), MAX_TAILS)):
+            tail = run.tails.pop()
+            tokens = self._read_token_ids(tail.blocks)
+            tokens[: tail.known.size] = tail.known[: tokens.size]
+            hashes = continue_hashes(run.last_hash, tokens, self._block_size)
+            del self._runs[tail.number]
+            self._continue(run, hashes, tail.blocks)
+
+    def _continue(self, run: Run, hashes: bytes, blocks: I32) -> None:
+        """Put blocks behind a run; those that are found there already are given up."""
+        at, count = 0, blocks.size
+        while at < count:
+            child = run.children.get(hashes[HASH_BYTES * at : HASH_BYTES * (at + 1)])
+            if child is None:
+                break
+            size = _num_equal(child, hashes[HASH_BYTES * at :], child.start, child.start + count - at)
+            run = child
+            at += size
+            if run.start + size < run.stop:
+                break
+        self._pool.discard(blocks[:at])
+        if at < count:
+            start = run.start + size if at else run.stop
+            if start < run.stop:
+                self._split(run, start)
+            self._add(run, start, blocks[at:], hashes[HASH_BYTES * at :])
+
+    def statistics(self) -> PrefixIndexStatistics:
+        return PrefixIndexStatistics(num_runs=len(self._runs), num_resets=self._num_resets)
+
+    def check_integrity(self) -> None:
+        """AssertionError when an invariant of the module docstring does not hold."""
+        stack = [self._root]
+        seen: set[int] = set()
+        while stack:
+            run = stack.pop()
+            for key, child in run.children.items():
+                assert child.key == key, "a run is found under another hash"
+                assert len(child.hashes) >= HASH_BYTES * child.blocks.size, "a run lacks hashes"
+            assert not run.tails or run is not self._root, "a tail without a run before it"
+            for child in (*run.children.values(), *run.tails):
+                assert child.parent is run, "a run does not know its parent"
+                assert child.start == run.stop, "a run does not begin where its parent ends"
+                assert child.stop - child.start == child.blocks.size > 0, "a run has another length than it says"
+                assert self._runs.get(child.number) is child, "a run is not under its number"
+                assert (self._pool.labels(child.blocks) == child.number).all(), "blocks of a run are not kept for it"
+                assert not seen & set(child.blocks.tolist()), "a block is found in two places"
+                seen |= set(child.blocks.tolist())
+                stack.append(child)
+        labels = self._pool.labels(np.arange(self._pool.num_blocks, dtype=np.int32))
+        assert set(self._runs) <= set(labels.tolist()), "a run without blocks is kept"
+
+
+def _num_equal(run: Run, hashes: bytes, at: int, count: int) -> int:
+    """How many blocks of a run have these hashes, given that the first has: the run begins at block `at` of `count`."""
+    first = HASH_BYTES * at
+    size = min(run.stop - run.start, count - at)
+    end = HASH_BYTES * (size - 1)
+    if hashes[first + end : first + end + HASH_BYTES] == run.hashes[end : end + HASH_BYTES]:
+        return size
+    low, high = 1, size - 1  # the block before low is equal, the one at high is not
+    while low < high:
+        middle = (low + high) // 2
+        end = HASH_BYTES * middle
+        if hashes[first + end : first + end + HASH_BYTES] == run.hashes[end : end + HASH_BYTES]:
+            low = middle + 1
+        else:
+            high = middle
+    return low

@@ -69,6 +69,8 @@ class Batch:
         self.limit: I32 = np.zeros(num_slots, np.int32)
         self.adapter_id: I32 = np.zeros(num_slots, np.int32)
         self.is_decoding: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        self.is_simulated: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        """Some of the slot's token ids were never known here (`Scheduler.advance`)."""
         self.is_late: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         self.num_late = 0
         self._free_slots = list(range(num_slots - 1, -1, -1))
@@ -86,7 +88,7 @@ class Batch:
         self.sequences[slot] = sequence
         self.num_prompt[slot] = sequence.num_prompt
         self.num_known[slot] = sequence.known.size
-        self.num_computed[slot] = sequence.num_cached_tokens
+        self.num_computed[slot] = sequence.num_done
         self.limit[slot] = sequence.limit
         self.adapter_id[slot] = sequence.submit.adapter_id
         if sequence.submit.needs_late_inputs:
@@ -100,6 +102,7 @@ class Batch:
         self.sequences[slot] = None
         self.generation[slot] += 1
         self.stop_decoding(slot)
+        self.is_simulated[slot] = False
         if self.is_late[slot]:
             self.is_late[slot] = False
             self.num_late -= 1

@@ -102,7 +102,7 @@ def _new_columns(new: list[tuple[Sequence, int]]) -> dict[str, Any]:
                 sequence.slot,
                 num_tokens,
                 num_tokens - sequence.num_prompt,
-                sequence.num_cached_tokens,
+                sequence.num_done,
                 num_blocks,
                 submit.sample_index,
                 submit.top_k,

@@ -121,11 +121,14 @@ class View(Protocol):
         ...
 
     def admission_blocks(self, sequence: Sequence) -> int:
-        """Blocks that a waiting request needs to be admitted: those of all its known tokens."""
+        """Free blocks that a waiting request takes to be admitted: those of all its known tokens.
+
+        Without cached ones that others hold already; cached ones that nobody holds count as free until it takes them.
+        """
         ...
 
     def remaining(self, sequence: Sequence) -> int:
-        """Known tokens of a request whose KV is neither computed nor being computed."""
+        """Known tokens of a request whose KV is neither computed nor being computed nor, if it waits, cached."""
         ...
 
     def running(self) -> list[Sequence]:
@@ -258,7 +261,7 @@ class KeyPlanner:
         while num_growing > free and len(candidates) > 1:
             victim = candidates.pop()
             decision.preempt.append(victim)
-            free += int(view.kv.num_blocks[victim.slot])
+            free += view.kv.num_exclusive(victim.slot)
             num_decode -= int((wanted == victim.slot).any())
             num_growing -= int((growing == victim.slot).any())
         return num_growing, num_decode
@@ -293,8 +296,7 @@ class KeyPlanner:
             if verdict is Admit.SKIP:
                 skipped.append(heapq.heappop(self._heap))
                 continue
-            remaining = sequence.known.size - sequence.num_cached_tokens
-            used = self._chunk(sequence, remaining, tokens, chunk, decision)
+            used = self._chunk(sequence, view.remaining(sequence), tokens, chunk, decision)
             if not used:
                 break
             heapq.heappop(self._heap)

@@ -51,6 +51,10 @@ class RecordedScheduler(Scheduler):
         self._sink(("fail", now, failure))
         return super().fail(failure, now)
 
+    def reset_prefix_cache(self, now: float, reset_running_requests: bool = False) -> None:
+        self._sink(("reset_prefix_cache", now, reset_running_requests))
+        super().reset_prefix_cache(now, reset_running_requests)
+
     def finish(self, stops: Iterable[tuple[Sequence, FinishReason, int | str | None]], now: float) -> list[End]:
         stops = list(stops)
         if stops:
@@ -77,6 +81,8 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[StepPlan]
                 scheduler.update(argument, now)
             case "fail":
                 scheduler.fail(argument, now)
+            case "reset_prefix_cache":
+                scheduler.reset_prefix_cache(now, argument)
             case "finish":
                 stops = [(scheduler.sequence((f, rid)), reason, stop) for (f, rid), reason, stop in argument]
                 scheduler.finish([(s, reason, stop) for s, reason, stop in stops if s is not None], now)

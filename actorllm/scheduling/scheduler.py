@@ -5,12 +5,18 @@
     update(result, now)        apply a result: new tokens, ends by length or stop token
     fail(failure, now)         a step raised: it and the later ones in flight are void
     finish(stops, now)         ends that the text layer found (stop strings), before the next schedule()
+    reset_prefix_cache(now)    nothing that was computed until now is found by later requests
 
 Pure: the same calls with the same arguments give the same plans (`recording` shows it). Cost follows change: a steady
 decode step touches numpy columns only; Python runs per request at arrival, admission, preemption and end.
 
 Terms. A token is *known* when its id is here; a decode row runs one token ahead: the token sampled by a step in flight is
 computed by the next one before its id is known. `num_computed` counts KV computed or in flight, `num_known` known ids.
+
+Prefix caching. Blocks are published when the step that computed them is reported: those of a prompt chunk by chunk, those
+of output when the request ends or is preempted. Nothing is published of a step that failed, of tokens without known ids,
+or of a request whose logits are not finite: what it had published before is forgotten, and whoever took it over meanwhile,
+in a step that is in flight, is computed again.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.kvcache.manager import KVCacheManager, KVCacheStatistics
+from actorllm.kvcache.prefix_index import HASH_BYTES, continue_hashes, extra_key, first_digest
 from actorllm.messages import I32, NO_I32, StepFailed, StepPlan, StepResult, Submit, no_i32
 from actorllm.request import FinishReason
 from actorllm.scheduling.batch import ONE, Batch, Rows
@@ -63,6 +70,21 @@ NOTHING = Events(np.empty(0, object), NO_I32, NO_I32)
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixCacheStatistics:
+    """Counted at admission, in tokens; a request that is admitted again after a preemption counts apart, as in vLLM."""
+
+    requests: int
+    queries: int
+    """Known tokens of requests that were looked up."""
+    hits: int
+    """Those of them that were found."""
+    preempted_requests: int
+    preempted_queries: int
+    preempted_hits: int
+    num_resets: int
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerStatistics:
     """Counters since the start, and what is there now."""
 
@@ -83,6 +105,8 @@ class SchedulerStatistics:
     """Parts of a policy's decisions that did not fit and were left out."""
     blocked_on: dict[str, int]
     kv: KVCacheStatistics
+    prefix_cache: PrefixCacheStatistics | None
+    """None: there is none."""
 
 
 class Scheduler:
@@ -102,6 +126,7 @@ class Scheduler:
         depth: int = 2,
         num_lookahead_tokens: int = 0,
         prefill_chunk: int | None = None,
+        enable_prefix_caching: bool = True,
     ) -> None:
         spare = num_lookahead_tokens * depth
         if num_blocks * block_size < max_model_len + spare:
@@ -115,7 +140,7 @@ class Scheduler:
         self.now = 0.0
         self.limits = Limits(max_num_batched_tokens, max_num_seqs, max_model_len, prefill_chunk)
         self.batch = Batch(max_num_seqs)
-        self.kv = KVCacheManager(num_blocks, block_size, max_num_seqs, max_model_len + spare)
+        self.kv = KVCacheManager(num_blocks, block_size, max_num_seqs, max_model_len + spare, enable_prefix_caching)
         self.ledger = Ledger(depth)
         self.policy = policy
         self.wake_at = math.inf
@@ -149,6 +174,8 @@ class Scheduler:
         self._num_dropped = 0
         self._num_failed = 0
         self._num_refused = 0
+        self._looked_up = [0, 0, 0]  # requests, queries, hits
+        self._looked_up_again = [0, 0, 0]
 
     # Requests come and go ---------------------------------------------------------------------------------------------
 
@@ -176,6 +203,7 @@ class Scheduler:
         if error := self._refusal(sequence):
             sequence.state = State.FINISHED
             return End(sequence, "error", error=error)
+        self._hash_known(sequence)
         self._alive[key] = sequence
         self._count_stops(sequence, 1)
         if submit.blocked_on is not None:
@@ -196,6 +224,11 @@ class Scheduler:
             return f"max_tokens={submit.max_tokens} are emitted already"
         if int(sequence.known.min()) < 0 or int(sequence.known.max()) >= self._vocab_size:
             return f"a token id is outside the vocabulary of {self._vocab_size}"
+        num_hashes, num_full = submit.block_hashes.size / HASH_BYTES, submit.prompt.size // self.kv.block_size
+        if num_hashes and num_hashes != num_full:
+            return (
+                f"{submit.block_hashes.size} bytes of block hashes are not {HASH_BYTES} for each of {num_full} blocks"
+            )
         always_free = self.limits.max_tokens - self.limits.max_seqs + 1
         if sequence.is_whole and size > always_free:
             return f"the prompt must not be chunked, and a step has room for {always_free} of its {size} tokens at any time"
@@ -329,6 +362,7 @@ class Scheduler:
         accepted: list[tuple[Sequence, int]] = []
         completed: list[int] = []
         started: list[tuple[Sequence, int]] = []  # with how many blocks each needs
+        shared: dict[int, I32] = {}
         free_blocks = self.kv.num_free
         seen: set[Sequence] = set()
         for sequence, size in chunks:
@@ -348,14 +382,17 @@ class Scheduler:
                     self.policy.on_refusal(sequence, self)
                 continue
             if is_waiting:
-                num_blocks = self.admission_blocks(sequence)
-                if not batch.num_free_slots or num_blocks > free_blocks:
+                taken = self.admission_blocks(sequence)
+                if not batch.num_free_slots or taken > free_blocks:
                     self._num_refused += 1
                     self.policy.on_refusal(sequence, self)
                     continue
-                free_blocks -= num_blocks
+                free_blocks -= taken
                 self._start(sequence)
-                started.append((sequence, num_blocks))
+                started.append((sequence, self.kv.blocks_for(self._admission_tokens(sequence))))
+                if sequence.hits.size:
+                    self.kv.share(sequence.hits)
+                    shared[sequence.slot] = sequence.hits
             accepted.append((sequence, size))
             num_tokens += size
             slot = sequence.slot
@@ -364,23 +401,31 @@ class Scheduler:
                 completed.append(slot)
                 del self._prefilling[sequence]
         if started:
-            self._builder.add(started, self.kv.fill([(s.slot, num_blocks) for s, num_blocks in started]))
+            self._builder.add(started, self.kv.fill([(s.slot, num_blocks) for s, num_blocks in started], shared))
             for sequence, _ in started:
                 self.policy.on_admit(sequence, self)
         return accepted, completed
 
     def _remaining_if_any(self, sequence: Sequence) -> int:
         """How many tokens of its prompt a request has left to compute, whether it has a slot or waits for one."""
-        if sequence.state is State.WAITING:
-            return sequence.known.size - sequence.num_cached_tokens
-        return self.remaining(sequence) if sequence in self._prefilling else 0
+        if sequence.state is State.WAITING or sequence in self._prefilling:
+            return self.remaining(sequence)
+        return 0
 
     def _start(self, sequence: Sequence) -> None:
         """A waiting request gets a slot. Its blocks follow: all that start in one step are filled together."""
         self._waiting.discard(sequence)
         sequence.state = State.RUNNING
+        sequence.num_published = sequence.hits.size
+        sequence.num_done = sequence.num_published * self.kv.block_size
+        if sequence.can_publish and not sequence.submit.skip_reading_prefix_cache:
+            counts = self._looked_up_again if sequence.num_preemptions else self._looked_up
+            counts[0] += 1
+            counts[1] += sequence.known.size
+            counts[2] += sequence.num_done
         if sequence.scheduled is None:
             sequence.scheduled = self.now
+            sequence.num_cached_tokens = sequence.num_done
         self.batch.occupy(sequence)
         self._prefilling[sequence] = None
 
@@ -388,7 +433,7 @@ class Scheduler:
         """Take slot and blocks; the request is computed again from its known tokens, and the token in flight is kept."""
         self._num_preemptions += 1
         sequence.num_preemptions += 1
-        sequence.known = self._known_tokens(sequence)
+        self._publish_known(sequence)
         sequence.last_step = self.ledger.last_step_naming(sequence)
         self._leave_slot(sequence)
         sequence.state = State.PREEMPTED
@@ -405,6 +450,106 @@ class Scheduler:
                 self._preempted = [s for s in self._preempted if s.last_step > done]
                 for sequence in ready:
                     self._wait(sequence)
+
+    # The prefix cache -------------------------------------------------------------------------------------------------
+
+    def _hash_known(self, sequence: Sequence) -> None:
+        """Hashes of all its full blocks of known tokens, as far as it came with the first of them."""
+        submit, size = sequence.submit, self.kv.block_size
+        if self.kv.index is None or (not submit.block_hashes.size and submit.prompt.size >= size):
+            return
+        sequence.can_publish = True
+        hashes = sequence.hashes or submit.block_hashes.tobytes()
+        done = len(hashes) // HASH_BYTES * size
+        if sequence.known.size - done >= size:
+            digest = hashes[-HASH_BYTES:] or first_digest(extra_key(submit.cache_salt, submit.adapter_id))
+            hashes += continue_hashes(digest, sequence.known[done:], size)
+        sequence.hashes = hashes
+
+    def _look_up(self, sequence: Sequence) -> None:
+        """Find what is cached of a waiting request. At least one token is left to compute: its logits are needed."""
+        index = self.kv.index
+        if not sequence.hashes or index is None or sequence.looked_up == index.version:
+            return
+        if sequence.submit.skip_reading_prefix_cache or sequence.is_whole:
+            return
+        most = min(len(sequence.hashes) // HASH_BYTES, (sequence.known.size - 1) // self.kv.block_size)
+        sequence.hits = index.find(sequence.hashes, most)
+        sequence.looked_up = index.version
+
+    def _num_reported(self, sequence: Sequence) -> int:
+        """How many tokens of a request in a slot have KV that a step has reported as computed."""
+        if sequence.num_done < sequence.known.size:
+            return sequence.num_done
+        return int(self.batch.num_known[sequence.slot]) - 1  # the last one is computed by the step that is in flight
+
+    def _publish_chunk(self, sequence: Sequence, num_tokens: int) -> None:
+        """A step that computed so many tokens of a request's known ones is reported."""
+        sequence.num_done += num_tokens
+        num_blocks = min(sequence.num_done // self.kv.block_size, len(sequence.hashes) // HASH_BYTES)
+        if num_blocks > sequence.num_published and sequence.can_publish:
+            self.kv.publish(sequence.slot, sequence.hashes, num_blocks)
+            sequence.num_published = num_blocks
+
+    def _publish_rest(self, sequence: Sequence) -> None:
+        """A request ends: what it computed since its admission can be found from now on."""
+        size = self.kv.block_size
+        num_blocks = self._num_reported(sequence) // size
+        if num_blocks <= sequence.num_published or self.batch.is_simulated[sequence.slot]:
+            return
+        num_hashed = len(sequence.hashes) // HASH_BYTES
+        if num_hashed and num_hashed == sequence.num_published:
+            known = sequence.known[num_hashed * size :].copy()
+            self.kv.publish_output(sequence.slot, sequence.hashes, num_blocks, known)
+            return
+        sequence.known = self._known_tokens(sequence)
+        self._hash_known(sequence)
+        self.kv.publish(sequence.slot, sequence.hashes, num_blocks)
+
+    def _publish_known(self, sequence: Sequence) -> None:
+        """A request leaves its slot and comes back: it will look for what it has computed."""
+        num_blocks = self._num_reported(sequence) // self.kv.block_size
+        sequence.known = self._known_tokens(sequence)
+        sequence.hits, sequence.looked_up = NO_I32, -1
+        if self.batch.is_simulated[sequence.slot]:
+            sequence.can_publish = False
+            return
+        is_valid = sequence.can_publish
+        self._hash_known(sequence)  # from here on it may publish again, if a reset had forbidden it
+        if is_valid and num_blocks > sequence.num_published:
+            self.kv.publish(sequence.slot, sequence.hashes, num_blocks)
+
+    def _forget(self, sequence: Sequence) -> bool:
+        """The KV of a request is not what it should be: nobody finds it any more.
+
+        Returns whether a step in flight may have taken it over after the worker had cleared it.
+        """
+        if self.kv.index is None or not sequence.hashes:
+            return False
+        self.kv.index.forget(sequence.hashes)
+        if sequence.slot >= 0:
+            self.kv.pool.discard(self.kv.tables[0, sequence.slot, : self.kv.num_blocks[sequence.slot]])
+        first = sequence.hashes[:HASH_BYTES]
+        return any(
+            other is not sequence and other.num_done and other.hashes.startswith(first)
+            for record in self.ledger
+            for other, _ in record.prefills
+        )
+
+    def reset_prefix_cache(self, now: float, reset_running_requests: bool = False) -> None:
+        """Forget everything that is cached. Running requests keep their blocks, and leave nothing behind.
+
+        reset_running_requests: they are preempted as well, and computed again from their first token.
+        """
+        self.now = now
+        if self.kv.index is not None:
+            _ = self.kv.num_free  # slots that were emptied give their blocks back first
+            self.kv.index.reset()
+            for sequence in self.running():
+                sequence.can_publish = False
+        if reset_running_requests:
+            for sequence in self.running():
+                self._preempt(sequence)
 
     def _known_tokens(self, sequence: Sequence) -> I32:
         """All known ids of a request: those it was admitted with, and those sampled since."""
@@ -439,6 +584,9 @@ class Scheduler:
             return NOTHING
         if error := self._contradiction(result, record):
             return self._void([record, *self._void_later(record.step)], error, NO_I32)
+        for sequence, num_tokens in record.prefills:
+            if sequence.slot >= 0:
+                self._publish_chunk(sequence, num_tokens)
         rows = record.rows
         plain = not (result.counts.size or result.nonfinite_rows.size or result.vector_rows.size or self._tokenless)
         if plain and not np.count_nonzero(self.batch.generation[rows.index] != rows.generations):
@@ -513,10 +661,13 @@ class Scheduler:
         got: list[tuple[Sequence, I32, int]] = []
         ends: list[End] = []
         pooled: list[tuple[Sequence, NDArray[np.float32]]] = []
+        is_tainted = False
         for row, sequence in enumerate(rows.sequences):
             tokens = result.tokens[first[row] : first[row] + counts[row]]
             slot = int(rows.slots[row])
             is_here = int(batch.generation[slot]) == int(rows.generations[row])
+            if row in bad:
+                is_tainted |= self._forget(sequence)
             if not is_here and sequence.state is not State.PREEMPTED:
                 continue  # ended meanwhile; the token was counted as wasted then
             if row in bad:
@@ -542,6 +693,9 @@ class Scheduler:
             self._num_output_tokens += tokens.size
             if tokens.size:
                 got.append((sequence, tokens, start))
+        if is_tainted:
+            self._void_later(record.step)
+            self._restart()
         sequences = np.empty(len(got), object)
         sequences[:] = [s for s, _, _ in got]
         all_counts = np.array([t.size for _, t, _ in got], np.int32)
@@ -609,6 +763,8 @@ class Scheduler:
             wasted = int(self.batch.num_computed[slot] + 1 - self.batch.num_known[slot]) if is_sampling else 0
             sequence.num_wasted_tokens += wasted
             self._num_wasted += wasted
+            if sequence.can_publish and reason != "error":
+                self._publish_rest(sequence)
             self._leave_slot(sequence, zero=zero)
         elif sequence.state is State.PREEMPTED:
             wasted = sum(any(s is sequence for s in record.rows.sequences) for record in self.ledger)
@@ -655,11 +811,15 @@ class Scheduler:
             for sequence in dict.fromkeys(named)
             if sequence in at_fault and sequence.state is not State.FINISHED
         ]
+        self._restart()
+        return Events(NOTHING.sequences, NO_I32, NO_I32, ends=tuple(ends))
+
+    def _restart(self) -> None:
+        """Every request goes on from its known tokens, after steps in flight were voided."""
         for sequence in self.running():
             self._preempt(sequence)
         self._builder.forget_worker()
         self._readmit_preempted()
-        return Events(NOTHING.sequences, NO_I32, NO_I32, ends=tuple(ends))
 
     # Simulation -------------------------------------------------------------------------------------------------------
 
@@ -688,6 +848,7 @@ class Scheduler:
         kv.extend_in_order(slots[rows[np.lexsort((rows, when[rows, times]))]])
         batch.num_computed[slots] += steps
         batch.num_known[slots] += steps
+        batch.is_simulated[slots] = True
         self._num_steps += steps
         self._num_output_tokens += steps * slots.size
         self.ledger.skip(steps)
@@ -720,12 +881,19 @@ class Scheduler:
         return len(self.ledger)
 
     def admission_blocks(self, sequence: Sequence) -> int:
-        return self.kv.blocks_for(self._admission_tokens(sequence))
+        self._look_up(sequence)
+        num_blocks = self.kv.blocks_for(self._admission_tokens(sequence))
+        if sequence.hits.size and self.kv.num_free:  # asked for, because that gives back what slots were emptied of
+            num_blocks -= self.kv.pool.num_referenced(sequence.hits)
+        return num_blocks
 
     def _admission_tokens(self, sequence: Sequence) -> int:
         return min(sequence.known.size + self._ahead, sequence.limit + self._spare)
 
     def remaining(self, sequence: Sequence) -> int:
+        if sequence.state is State.WAITING:
+            self._look_up(sequence)
+            return sequence.known.size - sequence.hits.size * self.kv.block_size
         return int(self.batch.num_known[sequence.slot] - self.batch.num_computed[sequence.slot])
 
     def running(self) -> list[Sequence]:
@@ -754,6 +922,22 @@ class Scheduler:
             num_refused_decisions=self._num_refused,
             blocked_on=blocked_on,
             kv=self.kv.statistics(),
+            prefix_cache=self._prefix_cache_statistics(),
+        )
+
+    def _prefix_cache_statistics(self) -> PrefixCacheStatistics | None:
+        if self.kv.index is None:
+            return None
+        requests, queries, hits = self._looked_up
+        again_requests, again_queries, again_hits = self._looked_up_again
+        return PrefixCacheStatistics(
+            requests=requests,
+            queries=queries,
+            hits=hits,
+            preempted_requests=again_requests,
+            preempted_queries=again_queries,
+            preempted_hits=again_hits,
+            num_resets=self.kv.index.statistics().num_resets,
         )
 
     def check_integrity(self) -> None:

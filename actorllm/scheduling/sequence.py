@@ -14,7 +14,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
-from actorllm.messages import I32, Submit
+from actorllm.messages import I32, Submit, no_i32
 
 Key = tuple[int, int]
 """(frontend, rid): unique among the requests alive."""
@@ -51,7 +51,20 @@ class Sequence:
     last_token: float | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0
+    """Known tokens that were found in the prefix cache when it was first admitted."""
     num_wasted_tokens: int = 0
+    hashes: bytes = b""
+    """Of its first full blocks, as many as are hashed."""
+    hits: I32 = field(default_factory=no_i32)
+    """While it waits: the cached blocks that it would begin with. While it runs: those that it began with."""
+    looked_up: int = -1
+    """The version of the prefix index that `hits` is of."""
+    num_done: int = 0
+    """Of the tokens it was admitted with: those whose KV was there, or is reported as computed."""
+    num_published: int = 0
+    """Its first blocks that are in the prefix index, or were found there."""
+    can_publish: bool = False
+    """Its blocks may be found by others: they are hashed, and were not computed before a reset."""
     last_step: int = 0
     """After preemption: the last step in flight that names it; it is not admitted again before that one is done."""
     policy_state: dict[str, object] = field(default_factory=dict)

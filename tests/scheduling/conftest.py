@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actorllm.kvcache.prefix_index import extra_key, hash_blocks
 from actorllm.messages import LateInputs, StepPlan, StepResult, Submit, pack, unpack
 from actorllm.scheduling.policy import load_policy
 from actorllm.scheduling.scheduler import Scheduler
 
 VOCAB = 97
 EOS = 5
+BLOCK_SIZE = 4
 
 
 def chain(previous: int, token: int) -> int:
@@ -142,12 +144,17 @@ class ScriptedWorker:
             self.rows[slot].blocks.append(block)
         for block in plan.zero_blocks.tolist():
             self.zeroed.append(block)
+            for offset in range(self.block_size):
+                self.kv.pop((block, offset), None)
         self.copied += list(zip(plan.copy_sources.tolist(), plan.copy_targets.tolist(), strict=True))
         if plan.decode_slots is not None:
             self.decode = plan.decode_slots.tolist()
         assert set(self.decode) <= set(self.rows), "a decode row is not in the batch"
-        held = [b for row in self.rows.values() for b in row.blocks]
-        assert len(held) == len(set(held)), "two rows hold the same block"
+        for slot in plan.new_slots.tolist():
+            row, prefix = self.rows[slot], 0
+            for position in range(row.computed):
+                prefix = chain(prefix, row.tokens[position])
+                assert self._entry(row, position) == prefix, f"slot {slot} was given the KV of other tokens"
 
     def _compute(self, row: Row, count: int) -> None:
         for _ in range(count):
@@ -155,6 +162,8 @@ class ScriptedWorker:
             previous = self._entry(row, position - 1) if position else 0
             block, offset = divmod(position, self.block_size)
             assert block < len(row.blocks), f"position {position} has no block"
+            holders = sum(row.blocks[block] in other.blocks for other in self.rows.values())
+            assert holders == 1, "a block is written that another row holds, too"
             self.kv[row.blocks[block], offset] = chain(previous, row.tokens[position])
             row.computed += 1
 
@@ -180,7 +189,7 @@ class ScriptedWorker:
 def make_scheduler(**overrides: Any) -> Scheduler:
     arguments: dict[str, Any] = {
         "num_blocks": 40,
-        "block_size": 4,
+        "block_size": BLOCK_SIZE,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
         "max_model_len": 40,
@@ -193,12 +202,15 @@ def make_scheduler(**overrides: Any) -> Scheduler:
 
 
 def make_submit(rid: int, prompt: Sequence[int], **overrides: Any) -> Submit:
+    tokens = np.array(prompt, np.int32)
+    key = extra_key(overrides.get("cache_salt"), overrides.get("adapter_id", 0))
     arguments: dict[str, Any] = {
         "rid": rid,
         "arrival": 0.0,
-        "prompt": np.array(prompt, np.int32),
+        "prompt": tokens,
         "max_tokens": 8,
         "seed": rid,
+        "block_hashes": hash_blocks(tokens, BLOCK_SIZE, key),
     }
     return Submit(**(arguments | overrides))
 

@@ -51,10 +51,15 @@ def run(seed: int) -> None:
     requests: dict[int, tuple[list[int], dict[str, Any]]] = {}
     for rid in range(1, dice.randint(2, 12)):
         prompt = [dice.randrange(97) for _ in range(dice.randint(1, 30))]
+        if requests and dice.random() < 0.5:  # the same beginning as another one's
+            other = dice.choice(list(requests.values()))[0]
+            prompt[: dice.randint(1, 30)] = other[: dice.randint(1, 30)]
+            prompt = prompt[:30]
         extras: dict[str, Any] = {"max_tokens": dice.randint(1, 24), "ignore_eos": dice.random() < 0.5}
         extras["pooling"] = "last" if dice.random() < 0.15 else None
         extras["needs_late_inputs"] = dice.random() < 0.3
         extras["is_chunkable"] = dice.random() < 0.8
+        extras["skip_reading_prefix_cache"] = dice.random() < 0.1
         requests[rid] = prompt, extras
     waiting = list(requests)
     for _ in range(4000):

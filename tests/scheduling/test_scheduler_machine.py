@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 
 from actorllm.kvcache.block_pool import BlockPool
 from actorllm.kvcache.manager import KVCacheManager
-from actorllm.messages import I32, StepFailed, StepPlan
+from actorllm.messages import I32, StepFailed, StepPlan, StepResult
 from actorllm.scheduling.batch import Batch
 from actorllm.scheduling.ledger import Ledger
 from actorllm.scheduling.plan import PlanBuilder
@@ -53,6 +53,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop=st.lists(st.integers(0, 96), max_size=3),
         prefix=st.integers(0, 4),
         blocked=st.booleans(),
+        family=st.integers(0, 2),
+        salt=st.sampled_from([None, None, "a"]),
     )
     def submit(
         self,
@@ -63,15 +65,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop: list[int],
         prefix: int,
         blocked: bool,
+        family: int,
+        salt: str | None,
     ) -> None:
         rid = len(self.submitted) + 1
-        prompt = [(rid * 31 + i) % 97 for i in range(length)]
+        prompt = [(family * 31 + i) % 97 for i in range(length)]
         output = reference_stream(prompt, rid, min(prefix, max_tokens - 1, 39 - length))
         arguments = {
             "max_tokens": max_tokens,
             "min_tokens": min(min_tokens, max_tokens),
             "ignore_eos": ignore_eos,
             "stop_token_ids": stop,
+            "cache_salt": salt,
         }
         self.submitted[rid] = (prompt, len(output), arguments)
         if blocked:
@@ -117,6 +122,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         failure = StepFailed(step=step, error="planted", rows=np.array([row], np.int32))
         self.engine.apply(self.engine.scheduler.fail(failure, self.engine.now))
 
+    @rule(with_running=st.booleans())
+    def reset_prefix_cache(self, with_running: bool) -> None:
+        self.engine.scheduler.reset_prefix_cache(self.engine.now, with_running)
+
+    @precondition(lambda self: self.engine.results and self.engine.results[0].tokens.size)
+    @rule(row=st.integers(0, 3))
+    def lose_the_logits(self, row: int) -> None:
+        result = self.engine.results.pop(0)
+        bad = np.array([row % result.tokens.size], np.int32)
+        void = StepResult(step=result.step, tokens=result.tokens, nonfinite_rows=bad)
+        self.engine.apply(self.engine.scheduler.update(void, self.engine.now))
+
     @rule(position=st.integers(0, 3))
     def stop_by_text(self, position: int) -> None:
         running = self.engine.scheduler.running()
@@ -136,7 +153,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.run()
         for rid, (prompt, num_prefix, arguments) in self.submitted.items():
             stream, end = self.engine.streams[rid], self.engine.ends.pop(rid)
-            assert end.error in (None, "planted")
+            assert end.error in (None, "planted", "the model's logits are not finite")
             expected = reference_stream(prompt, rid, min(arguments["max_tokens"], 40 - len(prompt)))
             stops = set(arguments["stop_token_ids"]) | (set() if arguments["ignore_eos"] else {EOS})
             first = next(
@@ -215,6 +232,21 @@ def never_send_rows(right: Any, *arguments: Any) -> StepPlan:
     return plan
 
 
+def publish_a_block_too_many(right: Any, scheduler: Scheduler, sequence: Any, num_tokens: int) -> None:
+    sequence.num_done += 4
+    right(scheduler, sequence, num_tokens)
+    sequence.num_done -= 4
+
+
+def take_over_without_a_reference(right: Any, kv: KVCacheManager, blocks: I32) -> None:
+    right(kv, blocks[1:])
+
+
+def count_hits_twice(right: Any, scheduler: Scheduler, sequence: Any) -> int:
+    blocks: int = right(scheduler, sequence)
+    return blocks - sequence.hits.size
+
+
 MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
     (BlockPool, "release", leak_a_block),
     (Batch, "vacate", keep_the_generation),
@@ -225,6 +257,9 @@ MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
     (Ledger, "void", void_one_step_only),
     (Scheduler, "_stop", ignore_min_tokens),
     (PlanBuilder, "build", never_send_rows),
+    (Scheduler, "_publish_chunk", publish_a_block_too_many),
+    (KVCacheManager, "share", take_over_without_a_reference),
+    (Scheduler, "admission_blocks", count_hits_twice),
 ]
 
 
