@@ -129,6 +129,32 @@ def test_chunked_prefill_and_decode_equal_transformers(
         assert difference(driver, model) < TOLERANCE
 
 
+@pytest.mark.parametrize("chunk", [1, 3, 4, 20])
+@pytest.mark.parametrize("name", ["llama", "mistral window", "qwen3"])
+def test_a_prompt_may_begin_with_blocks_of_others(
+    name: str, chunk: int, tmp_path: Path, make_driver: Callable[..., Any]
+) -> None:
+    """Two requests take over a prefix while its owner decodes, go on in chunks of any size, and decode beside it."""
+    model = save(name, tmp_path / "model")
+    driver = make_driver(tmp_path / "model")
+    driver.add(0, prompt(1, 18))
+    driver.step(prefill={0: 18})
+    driver.step(decode=[0])
+    owner = driver.requests[0]
+    for slot, num_cached in ((1, 16), (2, 4)):
+        driver.add(slot, [*owner.tokens[:num_cached], *prompt(slot, 15 - slot)], num_computed=num_cached)
+        request = driver.requests[slot]
+        driver.free.extend(request.blocks[: num_cached // 4])
+        request.blocks[: num_cached // 4] = owner.blocks[: num_cached // 4]
+        size = len(request.tokens)
+        for start in range(num_cached, size, chunk):
+            driver.step(prefill={slot: min(chunk, size - start)})
+            assert difference(driver, model) < TOLERANCE
+    for _ in range(6):
+        driver.step(decode=[0, 1, 2])
+        assert difference(driver, model) < TOLERANCE
+
+
 def test_mixed_steps_equal_transformers(named: tuple[str, Any, Path], make_driver: Callable[..., Any]) -> None:
     """Rows join while others decode, and leave again; every row of every step is compared."""
     _, model, folder = named
