@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from actorllm.errors import (
     UnsupportedModelError,
     nearest_name,
 )
+from actorllm.generation import read_generation_config, sampling_defaults
 
 BUNDLED_MODELS = {"storyteller": Path(__file__).parent / "storyteller"}
 
@@ -48,6 +49,8 @@ class ModelConfig:
     load_format: Literal["auto", "safetensors", "dummy"]
     seed: int
     """Of dummy weights."""
+    sampling_defaults: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Sampling parameters of requests that bring none (actorllm.generation)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,8 @@ class EngineConfig:
     """Where the ranks of this start of the engine meet: a file that does not exist yet. None: there is one rank."""
     seed: int | None = None
     """Requests that bring no seed get one made of this and of their number; None: a random one."""
+    stream_interval: int = 1
+    """New tokens per output; a request may ask for more."""
 
     def resolved(self, num_blocks: int) -> EngineConfig:
         """The same engine with the number of KV blocks that every rank can hold.
@@ -149,6 +154,7 @@ class EngineConfig:
                 f"max_num_batched_tokens={max_num_batched_tokens} is less than max_num_seqs={max_num_seqs}: a step "
                 f"could not hold one token of every running sequence; raise the one or lower the other"
             )
+        generation = read_generation_config(path, given["generation_config"])
         tokenizer = given["tokenizer"] if given["tokenizer"] is not None else str(path)
         return cls(
             model=ModelConfig(
@@ -159,9 +165,12 @@ class EngineConfig:
                 dtype=_dtype(given["dtype"], hf),
                 max_model_len=max_model_len,
                 vocab_size=_config_int(path, text, "vocab_size"),
-                eos_token_ids=_eos_token_ids(path, text),
+                eos_token_ids=_eos_token_ids(text, generation),
                 load_format=_choice("load_format", given["load_format"], ("auto", "safetensors", "dummy")),
                 seed=given["seed"] or 0,
+                sampling_defaults=sampling_defaults(
+                    generation, given["generation_config"], given["override_generation_config"]
+                ),
             ),
             cache=CacheConfig(
                 block_size=block_size,
@@ -186,6 +195,7 @@ class EngineConfig:
             name=given["name"],
             record=None if given["record"] is None else os.fspath(given["record"]),
             seed=given["seed"],
+            stream_interval=_positive("stream_interval", given["stream_interval"]),
         )
 
 
@@ -208,6 +218,9 @@ ARGUMENTS: dict[str, Any] = {
     "long_prefill_token_threshold": 0,
     "tensor_parallel_size": 1,
     "trust_remote_code": False,
+    "generation_config": "auto",
+    "override_generation_config": None,
+    "stream_interval": 1,
     "topology": "process",
     "name": None,
     "device": "auto",
@@ -246,11 +259,8 @@ VLLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": (None,),
     "disable_sliding_window": (False,),
     "disable_cascade_attn": (False, True),
-    "generation_config": ("auto", "vllm"),
-    "override_generation_config": (None, {}),
     "logits_processors": (None,),
     "scheduler_cls": (None,),
-    "stream_interval": (1,),
     "max_seq_len_to_capture": (None, 8192),
     "calculate_kv_scales": (False, None),
     "num_gpu_blocks_override": (None,),
@@ -368,18 +378,10 @@ def _config_int(path: Path, hf: dict[str, Any], key: str) -> int:
     return value
 
 
-def _eos_token_ids(path: Path, hf: dict[str, Any]) -> tuple[int, ...]:
+def _eos_token_ids(hf: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
     """The union of what generation_config.json and config.json call end of text."""
     ids: set[int] = set()
-    sources = [hf]
-    generation = path / "generation_config.json"
-    if generation.is_file():
-        try:
-            tree = orjson.loads(generation.read_bytes())
-        except (OSError, orjson.JSONDecodeError) as error:
-            raise CorruptModelError(f"{generation} cannot be read: {error}") from error
-        sources.append(tree if isinstance(tree, dict) else {})
-    for source in sources:
+    for source in (hf, generation):
         value = source.get("eos_token_id")
         values = value if isinstance(value, list) else [value]
         ids.update(v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0)
