@@ -53,7 +53,7 @@ class Tokenizer:
         self.backend.no_truncation()
         self.backend.no_padding()
         # Older folders name the special tokens in a file of their own, which wins.
-        names = self.config | _read_object(self.path / "special_tokens_map.json")
+        names = self.names = self.config | _read_object(self.path / "special_tokens_map.json")
         try:
             self._add_missing_tokens(names)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -64,13 +64,14 @@ class Tokenizer:
         self.unk_token_id = ids["unk_token"]
         self.pad_token_id = ids["pad_token"]
         added = self.backend.get_added_tokens_decoder()
+        self.added_tokens: dict[int, str] = {id: token.content for id, token in added.items()}
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         """What `skip_special_tokens` leaves out."""
         self.vocab_size: int = self.backend.get_vocab_size(with_added_tokens=True)
         """Number of tokens, the added ones included. The model's may be larger (padding) and is what ids are checked by."""
 
-    def encode(self, text: str) -> I32:
-        """Token ids, int32 [num_tokens], with the special tokens that the model puts around a text.
+    def encode(self, text: str, add_special_tokens: bool = True) -> I32:
+        """Token ids, int32 [num_tokens], with the special tokens that the model puts around a text, or without them.
 
         Special tokens that are spelled out in the text become their ids. Raises InvalidPromptError for what is no text
         (lone surrogates, bytes).
@@ -79,7 +80,10 @@ class Tokenizer:
             raise InvalidPromptError(f"a prompt must be a string, not {type(text).__name__}")
         try:
             # A batch gives up the interpreter lock, which a single text does not.
-            encoding = self.backend.encode(text) if len(text) < LONG_TEXT else self.backend.encode_batch_fast([text])[0]
+            if len(text) < LONG_TEXT:
+                encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+            else:
+                encoding = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except TypeError as error:
             raise InvalidPromptError("the prompt holds characters that are not valid Unicode") from error
         return np.array(encoding.ids, np.int32)
