@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from actorllm.actors.engine_thread import HostLoop
@@ -13,6 +14,7 @@ from actorllm.errors import RequestError
 from actorllm.request import RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.slo.objective import SLO
 from actorllm.stream import RequestStream, TextStream
+from actorllm.text.chat import ContentFormat, Conversation, Message
 
 
 class AsyncLLM:
@@ -68,12 +70,15 @@ class AsyncLLM:
         type_info: str | None = None,
         tenant: str | None = None,
         deadline: float | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestStream:
         """Stream the outputs of a prompt: text, token ids, or a mapping as in vLLM.
 
-        What each output repeats is `sampling_params.output_kind`. slo, is_latency_sensitive, type_info, tenant and
-        deadline (monotonic seconds) are carried for scheduling policies. Raises at once what can be told at once
-        (parameters, a duplicate id, an engine that is gone); an impossible prompt is raised by the stream.
+        Without sampling_params it gets `get_default_sampling_params`. What each output repeats is
+        `sampling_params.output_kind`. slo, is_latency_sensitive, type_info, tenant and deadline (monotonic seconds) are
+        carried for scheduling policies. tokenization_kwargs: truncate_prompt_tokens and add_special_tokens. Raises at once
+        what can be told at once (parameters, a duplicate id, an engine that is gone); an impossible prompt is raised by the
+        stream.
         """
         return self._engine.submit(
             prompt,
@@ -85,17 +90,52 @@ class AsyncLLM:
             type_info=type_info,
             tenant=tenant,
             deadline=deadline,
+            tokenization_kwargs=tokenization_kwargs,
         )
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        chat_template: str | None = None,
+        chat_template_content_format: ContentFormat = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **extras: Any,
+    ) -> RequestStream:
+        """Stream the answer to a conversation, a list of mappings with 'role' and 'content'.
+
+        The model's chat template makes the prompt of it, off this loop; the arguments about it are vLLM's, and described
+        as the fields of `actorllm.text.chat.Conversation`. extras, and everything else: as in `generate`.
+        """
+        conversation = Conversation.of(
+            messages,
+            chat_template=chat_template,
+            chat_template_content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self.generate(conversation, sampling_params, request_id, **extras)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without sampling_params get: what the model's generation_config.json recommends."""
+        return self._engine.default_sampling_params()
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **extras: Any) -> TextStream:
         """Just the new text, piece by piece. extras: as in `generate`."""
-        return TextStream(self.generate(prompt, _with_kind(sampling_params, RequestOutputKind.DELTA), **extras))
+        return TextStream(self.generate(prompt, self._with_kind(sampling_params, RequestOutputKind.DELTA), **extras))
 
     async def complete(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **extras: Any
     ) -> RequestOutput:
         """Just the end: one output with everything. extras: as in `generate`."""
-        params = _with_kind(sampling_params, RequestOutputKind.FINAL_ONLY)
+        params = self._with_kind(sampling_params, RequestOutputKind.FINAL_ONLY)
         final: RequestOutput | None = None
         async with self.generate(prompt, params, **extras) as outputs:
             async for output in outputs:
@@ -103,6 +143,12 @@ class AsyncLLM:
         if final is None:
             raise RequestError("the request ended without an output")
         return final
+
+    def _with_kind(self, params: SamplingParams | None, kind: RequestOutputKind) -> SamplingParams:
+        params = self.get_default_sampling_params() if params is None else copy.copy(params)
+        if isinstance(params, SamplingParams):  # what is none is refused when it is submitted
+            params.output_kind = kind
+        return params
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests by id; each delivers a final output with finish_reason 'abort'. Unknown ids are ignored."""
@@ -153,14 +199,3 @@ async def _in_thread(function: Any) -> None:
 
     with CancelScope(shield=True):  # the processes must go even if the task that owned them was cancelled
         await to_thread.run_sync(function)
-
-
-def _with_kind(params: SamplingParams | None, kind: RequestOutputKind) -> SamplingParams:
-    import copy
-
-    params = copy.copy(params) if isinstance(params, SamplingParams) else params
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        params.output_kind = kind
-    return params

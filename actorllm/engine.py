@@ -20,7 +20,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -45,23 +45,46 @@ from actorllm.errors import (
     InvalidPromptError,
     nearest_name,
 )
+from actorllm.generation import sampling_params_of
 from actorllm.kvcache.prefix_index import extra_key, hash_blocks
 from actorllm.messages import I32, NO_U8, Submit
-from actorllm.request import RequestOutputKind, SamplingParams, is_text
+from actorllm.request import RequestOutputKind, SamplingParams, check_truncation, is_text
 from actorllm.slo.objective import SLO
 from actorllm.stream import Mailbox, RequestStream
+from actorllm.text.chat import ChatTemplate, Conversation
 from actorllm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-Prompt: TypeAlias = str | Mapping[str, Any] | Iterable[int]
-"""Text, token ids, or a mapping with 'prompt' or 'prompt_token_ids' as in vLLM."""
+Prompt: TypeAlias = str | Mapping[str, Any] | Iterable[int] | Conversation
+"""Text, token ids, a mapping as in vLLM (PROMPT_KEYS), or a conversation for the model's chat template."""
 
 PROMPT_KEYS = ("prompt_token_ids", "prompt")
-"""What a prompt mapping may hold; of both, the ids count."""
+"""Where a prompt mapping holds the prompt; of both, the ids count. Beside it there may be a 'cache_salt'."""
 
-PROMPT_EXTRAS = ("cache_salt",)
-"""What it may hold besides."""
+VLLM_PROMPT_KEYS = (
+    "prompt_embeds",
+    "prompt_is_token_ids",
+    "multi_modal_data",
+    "multi_modal_uuids",
+    "mm_processor_kwargs",
+    "encoder_prompt",
+    "decoder_prompt",
+)
+"""What vLLM's prompts may hold beside that; accepted as None."""
+
+TOKENIZATION_KEYS = ("truncate_prompt_tokens", "add_special_tokens")
+"""What tokenization_kwargs may hold."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenizedPrompt:
+    """A prompt as the engine takes it."""
+
+    ids: I32
+    text: str | None
+    cache_salt: str | None = None
+    """Requests share cached blocks only with those of the same salt."""
 
 
 class Hold:
@@ -95,6 +118,7 @@ class Engine:
         self._intake: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._intake_thread: threading.Thread | None = None
         self._tokenizer: Tokenizer | None = None
+        self._chat_template: ChatTemplate | None = None
 
     # What it is made of; an AttachedEngine is made of something else
 
@@ -227,16 +251,18 @@ class Engine:
         type_info: str | None = None,
         tenant: str | None = None,
         deadline: float | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestStream:
         """Take a request. Raises what can be told at once; everything else comes out of the stream."""
         self._check()
         if params is None:
-            params = SamplingParams()
+            params = self.default_sampling_params()
         elif isinstance(params, SamplingParams):
             params = params.checked_copy()  # the caller may change his while the intake thread works
         else:
             raise InvalidParameterError(f"sampling_params must be a SamplingParams, not {type(params).__name__}")
         prompt = _snapshot(prompt)
+        tokenization = _checked_tokenization(tokenization_kwargs, params)
         if params.detokenize and self.config.model.tokenizer is None and params.stop:
             raise InvalidParameterError("stop strings need a tokenizer, and skip_tokenizer_init=True left it out")
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
@@ -276,7 +302,7 @@ class Engine:
         stream_ref = weakref.ref(stream)
 
         def take_in() -> None:
-            self._take_in(prompt, params, number, arrival, carried, mailbox, stream_ref)
+            self._take_in(prompt, tokenization, params, number, arrival, carried, mailbox, stream_ref)
 
         self._enqueue(take_in)
         return stream
@@ -326,6 +352,7 @@ class Engine:
     def _take_in(
         self,
         prompt: Prompt,
+        tokenization: dict[str, Any],
         params: SamplingParams,
         number: int,
         arrival: float,
@@ -340,12 +367,12 @@ class Engine:
             self._fail(mailbox, error)
             return
         try:
-            ids = self.tokenize(prompt)
-            carried |= {"cache_salt": _cache_salt(prompt)}
-            make_submit = self._submit_maker(ids, params, number, arrival, carried)
+            tokenized = self.tokenize(prompt, **tokenization)
+            make_submit = self._submit_maker(tokenized, params, number, arrival, carried)
             stream = stream_ref()
             if stream is not None:
-                stream.prompt_token_ids = ids.tolist()
+                stream.prompt = tokenized.text
+                stream.prompt_token_ids = tokenized.ids.tolist()
             del stream
             if mailbox.is_aborted and stream_ref() is None:
                 return
@@ -377,29 +404,59 @@ class Engine:
             self._tokenizer = Tokenizer(self.config.model.tokenizer)
         return self._tokenizer
 
-    def tokenize(self, prompt: Prompt) -> I32:
-        """The token ids of a prompt, checked against the model. Raises InvalidPromptError."""
+    def tokenize(
+        self, prompt: Prompt, *, truncate_prompt_tokens: int | None = None, add_special_tokens: bool | None = None
+    ) -> TokenizedPrompt:
+        """The token ids of a prompt, checked against the model. Raises InvalidPromptError.
+
+        truncate_prompt_tokens: keep so many at the end; -1: what the model's length has room for. add_special_tokens:
+        None: those of the model, except around a conversation, whose template writes them itself.
+        """
+        salt: str | None = None
+        text = _prompt_text(prompt)
         if isinstance(prompt, Mapping):
+            salt = prompt.get("cache_salt")
             prompt = _unwrap(prompt)
+        if isinstance(prompt, Conversation):
+            prompt = text = self.chat_template.render(prompt)
+            add_special_tokens = bool(add_special_tokens)
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidPromptError("the prompt is empty")
-            ids = self.tokenizer.encode(prompt)
+            ids = self.tokenizer.encode(prompt, add_special_tokens is not False)
         else:
             ids = _checked_ids(prompt, self.config.model.vocab_size)
         if not ids.size:
             raise InvalidPromptError("the prompt is empty")
         limit = self.config.model.max_model_len
+        if truncate_prompt_tokens is not None:
+            if truncate_prompt_tokens > limit:
+                raise InvalidParameterError(
+                    f"truncate_prompt_tokens={truncate_prompt_tokens} is more than max_model_len={limit}; use -1 to keep "
+                    f"what there is room for"
+                )
+            ids = ids[-truncate_prompt_tokens:] if truncate_prompt_tokens > 0 else ids[1 - limit :]
         if ids.size >= limit:
             raise InvalidPromptError(
                 f"the prompt has {ids.size} tokens and max_model_len is {limit}: shorten it to {limit - 1} or fewer"
             )
-        return ids
+        return TokenizedPrompt(ids, text, salt)
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """Read when first needed; raises as `tokenizer` does, and CorruptModelError."""
+        if self._chat_template is None:
+            self._chat_template = ChatTemplate(self.tokenizer)
+        return self._chat_template
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the model's author recommends (generation_config.json), on top of the defaults of SamplingParams."""
+        return sampling_params_of(self.config.model.sampling_defaults)
 
     def _submit_maker(
-        self, ids: I32, params: SamplingParams, number: int, arrival: float, carried: dict[str, Any]
+        self, prompt: TokenizedPrompt, params: SamplingParams, number: int, arrival: float, carried: dict[str, Any]
     ) -> Callable[[int], Submit]:
-        model = self.config.model
+        model, ids = self.config.model, prompt.ids
         room = model.max_model_len - ids.size
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         stop_ids = cast("list[int]", params.stop_token_ids)
@@ -410,7 +467,8 @@ class Engine:
         seed = params.seed if params.seed is not None else self._new_seed(number)
         hashes = NO_U8
         if self.config.cache.enable_prefix_caching:
-            hashes = hash_blocks(ids, self.config.cache.block_size, extra_key(carried["cache_salt"]))
+            hashes = hash_blocks(ids, self.config.cache.block_size, extra_key(prompt.cache_salt))
+        interval = max(params.stream_interval or 1, self.config.stream_interval)
 
         def make_submit(rid: int) -> Submit:
             return Submit(
@@ -430,7 +488,10 @@ class Engine:
                 include_stop=params.include_stop_str_in_output,
                 detokenize=params.detokenize and model.tokenizer is not None,
                 skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+                stream_interval=0 if params.output_kind is RequestOutputKind.FINAL_ONLY else interval,
                 block_hashes=hashes,
+                cache_salt=prompt.cache_salt,
                 skip_reading_prefix_cache=bool(params.skip_reading_prefix_cache),
                 **carried,
             )
@@ -519,14 +580,22 @@ def _prompt_text(prompt: Prompt) -> str | None:
     return prompt if isinstance(prompt, str) else None
 
 
-def _cache_salt(prompt: Prompt) -> str | None:
-    """What a prompt says must be equal for two requests to share their KV. Raises InvalidPromptError."""
-    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-    if salt is not None and not (isinstance(salt, str) and salt and is_text(salt)):
-        raise InvalidPromptError(
-            f"cache_salt={salt!r:.100} must be a string of valid Unicode that is not empty, or None"
-        )
-    return salt
+def _checked_tokenization(given: Mapping[str, Any] | None, params: SamplingParams) -> dict[str, Any]:
+    """The keyword arguments of `Engine.tokenize`: tokenization_kwargs go before the sampling parameter."""
+    checked = {} if params.truncate_prompt_tokens is None else {"truncate_prompt_tokens": params.truncate_prompt_tokens}
+    for name, value in (given or {}).items():
+        if name not in TOKENIZATION_KEYS:
+            raise InvalidParameterError(
+                f"tokenization_kwargs: {name!r} is not one of {', '.join(map(repr, TOKENIZATION_KEYS))}"
+                f"{nearest_name(str(name), TOKENIZATION_KEYS)}"
+            )
+        if name == "truncate_prompt_tokens" and value is not None:
+            checked[name] = check_truncation(value)
+        elif isinstance(value, bool):
+            checked[name] = value
+        elif value is not None:
+            raise InvalidParameterError(f"tokenization_kwargs: {name}={value!r} must be True or False")
+    return checked
 
 
 def _snapshot(prompt: Prompt) -> Prompt:
@@ -538,11 +607,16 @@ def _snapshot(prompt: Prompt) -> Prompt:
 
 def _unwrap(prompt: Mapping[str, Any]) -> Prompt:
     for key, value in prompt.items():
-        if key not in PROMPT_KEYS and key not in PROMPT_EXTRAS and value is not None:
+        if key in VLLM_PROMPT_KEYS and value is not None:
+            raise InvalidPromptError(f"prompts with {key!r} are not supported; give text or token ids")
+        if key not in PROMPT_KEYS and key != "cache_salt" and value is not None:
             raise InvalidPromptError(
                 f"a prompt mapping has {' and '.join(map(repr, PROMPT_KEYS))}, not {key!r}"
-                f"{nearest_name(str(key), [*PROMPT_KEYS, *PROMPT_EXTRAS])}"
+                f"{nearest_name(str(key), (*PROMPT_KEYS, 'cache_salt'))}"
             )
+    salt = prompt.get("cache_salt")
+    if salt is not None and (not is_text(salt) or not salt):
+        raise InvalidPromptError(f"cache_salt={salt!r:.80} must be a string with at least one character")
     for key in PROMPT_KEYS:
         if prompt.get(key) is not None:
             inner: Prompt = prompt[key]

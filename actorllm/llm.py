@@ -14,6 +14,7 @@ from actorllm.engine import AttachedEngine, Engine, Prompt
 from actorllm.errors import InvalidParameterError, InvalidPromptError
 from actorllm.request import RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.stream import RequestStream
+from actorllm.text.chat import ContentFormat, Conversation, Message, is_batch
 
 
 class LLM:
@@ -49,13 +50,66 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; the outputs come in the order of the prompts.
 
-        sampling_params: one for all, or one per prompt. Raises the error of the first prompt that failed, after the
-        others of this call were aborted.
+        sampling_params: one for all, or one per prompt; None: `get_default_sampling_params`. tokenization_kwargs:
+        truncate_prompt_tokens and add_special_tokens, for all prompts. Raises the error of the first prompt that failed,
+        after the others of this call were aborted.
         """
-        batch = _as_batch(prompts)
+        return self._complete(_as_batch(prompts), sampling_params, use_tqdm, priority, tokenization_kwargs)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: ContentFormat = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of a list of them. Arguments as in `generate` and in vLLM's `LLM.chat`; those
+        about the template are the fields of `actorllm.text.chat.Conversation`.
+        """
+        for name, value in (("lora_request", lora_request), ("mm_processor_kwargs", mm_processor_kwargs)):
+            if value is not None:
+                raise InvalidParameterError(f"{name} is not supported; leave it at None")
+        batch: list[Prompt] = [
+            Conversation.of(
+                one,
+                chat_template=chat_template,
+                chat_template_content_format=chat_template_content_format,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for one in (messages if is_batch(messages) else [messages])
+        ]
+        return self._complete(batch, sampling_params, use_tqdm, priority, tokenization_kwargs)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without sampling_params get: what the model's generation_config.json recommends."""
+        return self._engine.default_sampling_params()
+
+    def _complete(
+        self,
+        batch: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        priority: Sequence[int] | None,
+        tokenization_kwargs: Mapping[str, Any] | None,
+    ) -> list[RequestOutput]:
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
         params = _per_prompt(sampling_params, len(batch))
         if priority is not None and len(priority) != len(batch):
             raise InvalidParameterError(f"{len(priority)} priorities for {len(batch)} prompts")
@@ -63,7 +117,15 @@ class LLM:
         streams: list[RequestStream] = []
         try:
             for i, (prompt, one) in enumerate(zip(batch, params, strict=True)):
-                streams.append(self._engine.submit(prompt, one, host=host, priority=priority[i] if priority else 0))
+                streams.append(
+                    self._engine.submit(
+                        prompt,
+                        one,
+                        host=host,
+                        priority=priority[i] if priority else 0,
+                        tokenization_kwargs=tokenization_kwargs,
+                    )
+                )
             return self._collect(host, streams, use_tqdm)
         finally:
             for stream in streams:
@@ -110,7 +172,7 @@ class LLM:
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of token ids is one prompt, a list of anything else is many."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping | Conversation):
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise InvalidPromptError(f"prompts must be text, token ids or a list of prompts, not {type(prompts).__name__}")
@@ -118,9 +180,9 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [items] if items and all(isinstance(item, Integral) for item in items) else items
 
 
-def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        each = [params or SamplingParams()] * count
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        each = [params] * count
     else:
         each = list(params)
         if len(each) != count:

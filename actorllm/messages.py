@@ -85,6 +85,9 @@ class Submit:
     include_stop: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    stream_interval: int = 1
+    """New tokens per row of Outputs; the first one comes at once. 0: everything comes with the end."""
     priority: int = 0
     slo: Sequence[float | None] | None = None
     is_latency_sensitive: bool = False

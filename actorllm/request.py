@@ -27,6 +27,15 @@ MAX_STOP_CHARACTERS = 4096
 """Of all stop strings of a request together: what the scheduler's loop makes an automaton of in a few milliseconds."""
 MAX_STOP_TOKEN_IDS = 1024
 
+FLAGS = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
+"""Sampling parameters that are True or False."""
+
 MAX_FLOAT = sys.float_info.max
 MAX_FLOAT32 = 2.0**128 - 2.0**104
 
@@ -59,8 +68,6 @@ VLLM_PARAMETERS: dict[str, tuple[Any, ...]] = {
     "logits_processors": (None, []),
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
-    "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (None,),
     "guided_decoding": (None,),
     "structured_outputs": (None,),
     "extra_args": (None, {}),
@@ -105,10 +112,15 @@ class SamplingParams:
     temperature: 0 is greedy. top_k: 0 or -1 keeps all. top_p in (0, 1]. min_p in [0, 1], relative to the most likely
     token. They apply in this order: temperature, min_p, top_k, top_p. seed: any integer (modulo 2**64); None draws one.
     stop: strings that end the text and are not part of it, MAX_STOP_STRINGS at most. stop_token_ids: ids that end it,
-    MAX_STOP_TOKEN_IDS at most. ignore_eos: the model's own end-of-text ids do not end it. min_tokens: before that many
-    tokens no eos and no stop token is chosen. max_tokens: None means: up to the model's length.
-    skip_reading_prefix_cache: compute the whole prompt, whatever is cached. Other parameters of vLLM are accepted at
-    their defaults (VLLM_PARAMETERS).
+    MAX_STOP_TOKEN_IDS at most. ignore_eos: the model's own
+    end-of-text ids do not end it. min_tokens: before that many tokens no eos and no stop token is chosen. max_tokens:
+    None means: up to the model's length. detokenize: False makes no text at all, and needs no tokenizer.
+    skip_special_tokens: special tokens have no text; if they do have it, spaces_between_special_tokens=False leaves out
+    what a decoder puts between two of them. include_stop_str_in_output: the stop string, or the text of the token that
+    ended it, is part of the text. stream_interval: new tokens per output; the first and the last output come at once
+    all the same. truncate_prompt_tokens: only so many tokens at the end of the prompt count; -1: as many as the model's
+    length leaves room for. skip_reading_prefix_cache: compute the whole prompt, whatever is cached. Other parameters of
+    vLLM are accepted at their defaults (VLLM_PARAMETERS).
     """
 
     temperature: float = 1.0
@@ -124,9 +136,12 @@ class SamplingParams:
     n: int = 1
     detokenize: bool = True
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     skip_reading_prefix_cache: bool | None = None
+    stream_interval: int | None = None
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self.temperature = _number("temperature", self.temperature, low=0.0, high=MAX_FLOAT32)
@@ -144,7 +159,7 @@ class SamplingParams:
             )
         if _integer("n", self.n, low=1) != 1:
             raise InvalidParameterError(f"n={_shown(self.n)} is not supported yet; send the prompt several times")
-        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+        for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameterError(f"{name}={_shown(getattr(self, name))} must be True or False")
         if not isinstance(self.skip_reading_prefix_cache, bool | None):
@@ -156,6 +171,10 @@ class SamplingParams:
         self.stop_token_ids = _token_ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids)
         if not isinstance(self.output_kind, RequestOutputKind):
             raise InvalidParameterError(f"output_kind={_shown(self.output_kind)} must be a RequestOutputKind")
+        if self.stream_interval is not None:
+            self.stream_interval = _integer("stream_interval", self.stream_interval, low=1)
+        if self.truncate_prompt_tokens is not None:
+            check_truncation(self.truncate_prompt_tokens)
 
     def checked_copy(self) -> SamplingParams:
         """The same parameters as they are now, checked again: fields may have been assigned since."""
@@ -191,6 +210,16 @@ def _integer(name: str, value: object, *, low: int | None = None) -> int:
     if low is not None and value < low:
         raise InvalidParameterError(f"{name}={_shown(value)} must be >= {low}")
     return value
+
+
+def check_truncation(value: object) -> int:
+    """How many tokens to keep of a prompt: a positive integer, or -1 for as many as the model takes."""
+    count = _integer("truncate_prompt_tokens", value)
+    if count < 1 and count != -1:
+        raise InvalidParameterError(
+            f"truncate_prompt_tokens={_shown(value)} must be >= 1, or -1 for the model's length"
+        )
+    return count
 
 
 def _stop_strings(stop: object) -> list[str]:

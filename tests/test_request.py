@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -31,6 +32,11 @@ def test_defaults_are_those_of_vllm() -> None:
     assert (params.stop, params.stop_token_ids, params.ignore_eos) == ([], [], False)
     assert (params.detokenize, params.skip_special_tokens, params.include_stop_str_in_output) == (True, True, False)
     assert params.output_kind is RequestOutputKind.CUMULATIVE
+    assert (params.spaces_between_special_tokens, params.stream_interval, params.truncate_prompt_tokens) == (
+        True,
+        None,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,6 +79,9 @@ BAD: dict[str, list[Any]] = {
     "detokenize": [1, "no", None],
     "skip_special_tokens": [0, "no", None],
     "include_stop_str_in_output": [1, None],
+    "spaces_between_special_tokens": [1, None],
+    "stream_interval": [*INTEGERS_NOT, 0, -1],
+    "truncate_prompt_tokens": [*INTEGERS_NOT, 0, -2],
     "output_kind": [0, "DELTA", None],
 }
 
@@ -175,6 +184,9 @@ SENSIBLE = {
     "ignore_eos": st.booleans(),
     "detokenize": st.booleans(),
     "skip_special_tokens": st.booleans(),
+    "spaces_between_special_tokens": st.booleans(),
+    "stream_interval": st.integers(1, 100) | st.none(),
+    "truncate_prompt_tokens": st.integers(1, 100) | st.just(-1) | st.none(),
     "include_stop_str_in_output": st.booleans(),
     "output_kind": st.sampled_from(list(RequestOutputKind)),
     "n": st.just(1),
@@ -365,6 +377,95 @@ async def test_what_was_held_back_comes_when_no_stop_string_does(llm: AsyncLLM) 
 async def test_the_stop_string_that_is_complete_first_counts(llm: AsyncLLM) -> None:
     output = await complete(llm, temperature=0, stop=["a man", "lived a", "there lived a man"])
     assert (output.text, output.stop_reason) == (" there ", "lived a")
+
+
+async def test_a_stop_string_and_a_stop_token_in_one_step(llm: AsyncLLM) -> None:
+    """The text of the token that ends a request is searched only where it is part of the output."""
+    ends = {"stop_token_ids": [433], "stop": ["man"]}  # the token is " man"
+    output = await complete(llm, temperature=0, **ends)
+    assert (output.text, output.stop_reason) == (" there lived a", 433)
+    output = await complete(llm, temperature=0, include_stop_str_in_output=True, **ends)
+    assert (output.text, output.stop_reason) == (" there lived a man", "man")
+    output = await complete(llm, temperature=0, **(ends | {"stop": ["ved"]}))
+    assert (output.text, output.stop_reason) == (" there li", "ved")
+    output = await complete(llm, temperature=0, ignore_eos=False, stop=["a man who"])
+    assert (output.text, output.stop_reason) == (" there lived a man", None)
+    output = await complete(llm, temperature=0, max_tokens=4, stop=["man"])
+    assert (output.text, output.finish_reason, output.stop_reason) == (" there lived a ", "stop", "man")
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
+async def test_stream_interval(llm: AsyncLLM, kind: RequestOutputKind) -> None:
+    whole = await complete(llm, max_tokens=24)
+    outputs = await texts_of(llm, kind, max_tokens=24, stream_interval=7)
+    # A consumer that is late finds two outputs in one; no output is smaller than it was asked for.
+    sizes = [len(output.token_ids) for output in outputs]
+    if kind is RequestOutputKind.CUMULATIVE:
+        sizes = [size - before for size, before in zip(sizes, [0, *sizes], strict=False)]
+        assert outputs[-1].text == whole.text
+    else:
+        assert "".join(output.text for output in outputs) == whole.text
+    assert sum(sizes) == 24
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    assert set(ends) <= {1, 8, 15, 22, 24}
+    assert ends[-1] == 24
+    stopped = await texts_of(llm, kind, temperature=0, stream_interval=50, stop=["man"])
+    assert "".join(o.text for o in stopped if kind is RequestOutputKind.DELTA or o is stopped[-1]) == " there lived a "
+
+
+async def test_an_aborted_request_gives_out_what_it_held_back(llm: AsyncLLM) -> None:
+    params = {"max_tokens": 900, "ignore_eos": True, "seed": 3}
+    whole = await llm.complete(PROMPT, SamplingParams(**params))  # type: ignore[arg-type]
+    for more in ({"output_kind": RequestOutputKind.FINAL_ONLY}, {"stream_interval": 1000}):
+        stream = llm.generate(PROMPT, SamplingParams(**params, **more), request_id="long")  # type: ignore[arg-type]
+        if "stream_interval" in more:
+            assert len((await anext(stream)).outputs[0].token_ids) == 1
+        while not (await llm.stats())["scheduler"]["scheduler"]["num_running"]:
+            pass
+        await llm.abort("long")
+        (final,) = [output.outputs[0] async for output in stream]
+        assert final.finish_reason == "abort"
+        assert final.token_ids == whole.outputs[0].token_ids[: len(final.token_ids)]
+        assert whole.outputs[0].text.startswith(final.text)
+
+
+async def test_an_engines_stream_interval_holds_for_all(tmp_path: Path) -> None:
+    async with AsyncLLM("storyteller", topology="inline", num_threads=1, stream_interval=5) as llm:
+        for asked in (None, 2):
+            params = SamplingParams(max_tokens=12, ignore_eos=True, stream_interval=asked)
+            sizes = [len(output.outputs[0].token_ids) async for output in llm.generate(PROMPT, params)]
+            assert set(sizes) <= {1, 6, 11, 12}
+
+
+async def test_truncate_prompt_tokens_keeps_the_end(llm: AsyncLLM) -> None:
+    ids = [*range(100, 150)]
+    for prompt in (ids, {"prompt_token_ids": ids}):
+        for count in (1, 7, 49, 50, 51, 1024):
+            output = await llm.complete(prompt, SamplingParams(max_tokens=2, truncate_prompt_tokens=count))
+            assert output.prompt_token_ids == ids[-count:]
+        output = await llm.complete(
+            prompt, SamplingParams(max_tokens=1), tokenization_kwargs={"truncate_prompt_tokens": 3}
+        )
+        assert output.prompt_token_ids == ids[-3:]
+    output = await llm.complete(list(range(2000)), SamplingParams(truncate_prompt_tokens=-1))
+    assert output.prompt_token_ids == list(range(2000))[-1023:]
+    assert len(output.outputs[0].token_ids) == 1
+    output = await llm.complete(PROMPT, SamplingParams(max_tokens=1, truncate_prompt_tokens=2))
+    assert output.prompt == PROMPT
+    assert len(output.prompt_token_ids) == 2
+    with pytest.raises(InvalidParameterError, match="truncate_prompt_tokens=1025 is more than max_model_len=1024"):
+        await llm.complete(PROMPT, SamplingParams(truncate_prompt_tokens=1025))
+
+
+async def test_add_special_tokens(llm: AsyncLLM) -> None:
+    both = [
+        (await llm.complete(PROMPT, SamplingParams(max_tokens=1), tokenization_kwargs={"add_special_tokens": is_on}))
+        for is_on in (True, False)
+    ]
+    assert both[0].prompt_token_ids == [0, *both[1].prompt_token_ids]
+    for wrong in ({"add_special_token": True}, {"add_special_tokens": 1}, {"truncate_prompt_tokens": 0}):
+        with pytest.raises(InvalidParameterError, match=r"add_special_tokens|truncate_prompt_tokens"):
+            llm.generate(PROMPT, tokenization_kwargs=wrong)
 
 
 async def test_without_detokenizing_there_are_tokens_and_no_text(llm: AsyncLLM) -> None:

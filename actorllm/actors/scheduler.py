@@ -45,6 +45,7 @@ from actorllm.scheduling.policy import load_policy
 from actorllm.scheduling.recording import Entry, RecordedScheduler
 from actorllm.scheduling.scheduler import NOTHING, End, Events, Scheduler
 from actorllm.scheduling.sequence import Key, Sequence
+from actorllm.text.pacing import Pacing
 from actorllm.text.request_text import RequestText
 from actorllm.text.tokenizer import Tokenizer
 
@@ -160,6 +161,7 @@ class SchedulerActor(Actor):
         self._retry_s = RETRY_S
         self._timeline: Timeline | None = None
         self._tokenizer: Tokenizer | None = None
+        self._pacing = Pacing()
         self._record: IO[bytes] | None = None
 
     # Life
@@ -183,7 +185,7 @@ class SchedulerActor(Actor):
             "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
             "max_model_len": config.model.max_model_len,
             "vocab_size": config.model.vocab_size,
-            "eos_token_ids": config.model.eos_token_ids,
+            "eos_token_ids": self._eos_token_ids(config),
             "policy": load_policy(config.scheduler.policy),
             "depth": config.scheduler.depth,
             "num_lookahead_tokens": config.scheduler.num_lookahead_tokens,
@@ -197,6 +199,14 @@ class SchedulerActor(Actor):
         except OSError as error:
             raise ConfigError(f"record={config.record!r} cannot be written: {error.strerror}") from error
         return RecordedScheduler(sink=self._write_entry, **arguments)
+
+    def _eos_token_ids(self, config: EngineConfig) -> tuple[int, ...]:
+        """What ends a text: the ids of the model's files, and the tokenizer's own."""
+        ids = set(config.model.eos_token_ids)
+        own = self._tokenizer.eos_token_id if self._tokenizer is not None else None
+        if own is not None and own < config.model.vocab_size:
+            ids.add(own)
+        return tuple(sorted(ids))
 
     def _write_entry(self, entry: Entry) -> None:
         """One call, as a length-prefixed frame: [call, now, kind (0: plain values), scalars or values], segments."""
@@ -238,6 +248,7 @@ class SchedulerActor(Actor):
             self._full.pop(number, None)
             self._inbox = deque(entry for entry in self._inbox if entry[0] != number)
             self.scheduler.abort_frontend(number, now())
+            self._pacing.drop_frontend(number)
             self.wake()
 
     def on_link_error(self, link: Link, error: BaseException) -> None:
@@ -326,6 +337,8 @@ class SchedulerActor(Actor):
         if end is not None:
             return [end]
         sequence = self.scheduler.sequence(key)
+        if is_new and message.stream_interval != 1 and message.pooling is None:
+            self._pacing.add(key, message.stream_interval, is_first=not message.output.size)
         if is_new and sequence is not None and message.detokenize and self._tokenizer is not None:
             try:
                 sequence.attachment = self._new_text(message, self._tokenizer)
@@ -342,6 +355,7 @@ class SchedulerActor(Actor):
             stop=message.stop,
             include_stop=message.include_stop,
             skip_special_tokens=message.skip_special_tokens,
+            spaces_between_special_tokens=message.spaces_between_special_tokens,
             min_tokens=message.min_tokens,
         )
 
@@ -410,6 +424,11 @@ class SchedulerActor(Actor):
                 else:  # the same token also reached a limit: the text decides
                     end = End(sequence, "stop", stop)
             frontend, rid = sequence.key
+            if self._pacing:
+                due = self._pacing.due(sequence.key, (index, new, piece), end is not None)
+                if due is None:
+                    continue
+                index, new, piece = due
             rows = rows_of.get(frontend)
             if rows is None:
                 rows = rows_of[frontend] = OutputRows()
@@ -426,7 +445,8 @@ class SchedulerActor(Actor):
         for sequence, end in ends.items():  # ends without new tokens: aborts, errors
             frontend, rid = sequence.key
             rows = rows_of.setdefault(frontend, OutputRows())
-            rows.add(rid, -1, [], self._rest_of(sequence))
+            last = self._pacing.due(sequence.key, (-1, [], self._rest_of(sequence)), is_end=True)
+            rows.add(rid, *(last or (-1, [], "")))
             rows.end(end)
         return rows_of, began
 

@@ -33,13 +33,26 @@ REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
-    """The text of one request's output."""
+    """The text of one request's output.
 
-    __slots__ = ("_backend", "_recent", "_skip", "_stream", "_withheld")
+    spaces_between_special_tokens=False: a special or added token that follows another one is exactly its own name, without
+    what the decoder would put in front of it. It means nothing where special tokens are skipped.
+    """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] | I32 = (), skip_special_tokens: bool = True):
+    __slots__ = ("_added", "_backend", "_recent", "_skip", "_stream", "_was_added", "_withheld")
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] | I32 = (),
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> None:
         self._backend = tokenizer.backend
         self._skip = skip_special_tokens
+        is_as_decoded = skip_special_tokens or spaces_between_special_tokens
+        self._added = None if is_as_decoded else tokenizer.added_tokens
+        self._was_added = False
         self._withheld = 0
         # The last ids: context, and behind it those that no text has come of yet.
         self._recent: deque[int] = deque(maxlen=NUM_CONTEXT + MAX_WITHHELD)
@@ -58,9 +71,15 @@ class Detokenizer:
             return self._give_out()
         if text is not None:
             self._withheld = 0
-            return text
+            return text if self._added is None else self._closed_up(token_id, text, self._added)
         self._withheld += 1
+        self._was_added = False
         return self._give_out() if self._withheld == MAX_WITHHELD else ""
+
+    def _closed_up(self, token_id: int, text: str, added: dict[int, str]) -> str:
+        name = added.get(token_id)
+        was_added, self._was_added = self._was_added, name is not None
+        return text if name is None or not was_added else name
 
     def push_many(self, token_ids: Sequence[int] | I32) -> str:
         """The same as pushing one after the other."""

@@ -39,9 +39,10 @@ class RequestText:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
         min_tokens: int = 0,
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens, spaces_between_special_tokens)
         self._matcher = StopMatcher(stop, include_stop) if stop else None
         self._min_tokens = min_tokens
         self._num_tokens = 0

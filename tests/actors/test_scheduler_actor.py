@@ -389,3 +389,49 @@ def test_missing_tokens_fail_their_request_only() -> None:
     assert "output 1 came when 0 was due" in str(consumer.error)
     assert any(isinstance(m, Abort) for m in link.sent)
     frontend.on_message(link, outputs(2, 12))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("interval", "expected"), [(0, [8]), (1, [1] * 8), (3, [1, 3, 3, 1]), (99, [1, 7])])
+async def test_output_that_is_not_due_crosses_no_link(interval: int, expected: list[int]) -> None:
+    async with running() as bench:
+        await bench.send(submit(stream_interval=interval))
+        await bench.work()
+        assert [len(o.tokens) for o in bench.outputs] == expected
+        starts = [sum(expected[:i]) for i in range(len(expected))]
+        assert [o.index.tolist() for o in bench.outputs] == [[start] for start in starts]
+        assert bench.tokens() == stream_of()
+        assert decoded(bench, [501, *stream_of()]).endswith(bench.text())
+        assert bench.ends() == [[1, "length", None, None]]
+        assert not bench.actor._pacing
+
+
+async def test_a_stop_string_is_found_in_text_that_is_held_back() -> None:
+    async with running() as bench:
+        await bench.send(submit(2))
+        await bench.work()
+        text = bench.text()
+    async with running() as bench:
+        await bench.send(submit(2, stream_interval=0, stop=[text[6:9]]))
+        await bench.work()
+        assert bench.text() == text[:6]
+        assert bench.ends() == [[2, "stop", text[6:9], None]]
+        assert len(bench.outputs) == 1
+        assert len(bench.tokens()) < 8
+
+
+async def test_a_request_that_goes_on_has_had_its_first_output() -> None:
+    async with running() as bench:
+        before = np.array(stream_of()[:3], np.int32)
+        await bench.send(submit(output=before, stream_interval=4))
+        await bench.work()
+        assert [o.index.tolist() for o in bench.outputs] == [[3], [7]]
+        assert [len(o.tokens) for o in bench.outputs] == [4, 1]
+
+
+async def test_what_is_held_back_goes_with_its_frontend() -> None:
+    async with running() as bench:
+        await bench.send(submit(stream_interval=0))
+        await bench.send(bench.model.run(bench.plans[0], None), bench.ranks[0])
+        assert bench.actor._pacing
+        bench.actor.on_peer_lost(bench.frontend)  # type: ignore[arg-type]
+        assert not bench.actor._pacing

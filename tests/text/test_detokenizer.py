@@ -164,3 +164,21 @@ def test_special_tokens_are_kept_on_request(storyteller: Tokenizer) -> None:
     assert "".join(pieces(Detokenizer(storyteller, (), skip_special_tokens=False), ids)) == (
         "<|endoftext|>fox<|endoftext|>"
     )
+
+
+def test_spaces_between_special_tokens(any_tokenizer: Tokenizer) -> None:
+    """Without them each token of a run of special ones is its own name; nothing else changes."""
+    special = sorted(any_tokenizer.special_ids)
+    words = any_tokenizer.encode("the fox").tolist()
+    ids = [*words, *special, *special, *words, special[0]]
+    plain = "".join(pieces(Detokenizer(any_tokenizer, (), False), ids))
+    closed = "".join(pieces(Detokenizer(any_tokenizer, (), False, False), ids))
+    run = "".join(any_tokenizer.added_tokens[i] for i in special * 2)
+    assert run in closed
+    assert plain.replace(" ", "") == closed.replace(" ", "")
+    if " ".join(any_tokenizer.added_tokens[i] for i in special * 2) in plain:  # as wordpiece has it
+        assert closed != plain
+    else:
+        assert closed == plain
+    skipped = [Detokenizer(any_tokenizer, (), True, spaces) for spaces in (True, False)]
+    assert pieces(skipped[0], ids) == pieces(skipped[1], ids)

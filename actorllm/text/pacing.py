@@ -1,0 +1,78 @@
+"""Output that is not due yet: for requests that want fewer outputs than tokens, or one at their end.
+
+Owns the new tokens and the text of such requests until they are sent, so that what nobody waits for crosses no ring. A
+request that is not here has every token sent at once and costs nothing. Called by the scheduler actor, which finds stop
+strings token by token all the same.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from actorllm.scheduling.sequence import Key
+
+Row: TypeAlias = tuple[int, list[int], str]
+"""Output index of the first token (-1: no token), tokens, text."""
+
+
+class Held:
+    """What one request holds back."""
+
+    __slots__ = ("index", "interval", "is_first", "text", "tokens")
+
+    def __init__(self, interval: int, is_first: bool) -> None:
+        self.interval = interval
+        """New tokens per output; 0: none before the end."""
+        self.is_first = is_first
+        self.index = -1
+        self.tokens: list[int] = []
+        self.text: list[str] = []
+
+    def add(self, row: Row) -> None:
+        index, tokens, text = row
+        if tokens and not self.tokens:
+            self.index = index
+        self.tokens += tokens
+        self.text.append(text)
+
+    @property
+    def is_due(self) -> bool:
+        return self.interval > 0 and bool(self.tokens) and (self.is_first or len(self.tokens) >= self.interval)
+
+    def take(self) -> Row:
+        row = self.index, self.tokens, "".join(self.text)
+        self.is_first, self.index, self.tokens, self.text = False, -1, [], []
+        return row
+
+
+class Pacing:
+    """The requests that hold output back. Falsy while there are none."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self) -> None:
+        self._held: dict[Key, Held] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def add(self, key: Key, interval: int, *, is_first: bool) -> None:
+        """From now on the request's output is due every `interval` tokens (0: at its end); is_first: none was sent."""
+        self._held[key] = Held(interval, is_first)
+
+    def due(self, key: Key, row: Row, is_end: bool) -> Row | None:
+        """The row to send now, with what was held back before it; None: nothing yet. After the end the key is unknown."""
+        held = self._held.get(key)
+        if held is None:
+            return row
+        held.add(row)
+        if is_end:
+            del self._held[key]
+        elif not held.is_due:
+            return None
+        return held.take()
+
+    def drop_frontend(self, frontend: int) -> None:
+        """Nobody takes the output of these requests any more."""
+        for key in [key for key in self._held if key[0] == frontend]:
+            del self._held[key]
