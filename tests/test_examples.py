@@ -62,6 +62,14 @@ def test_attach() -> None:
     assert last == more.replace("guest", "owner", 1)
 
 
+def test_chat() -> None:
+    output = output_of("chat.py", "Once upon a time", "And then?")
+    assert output.startswith("user: Once upon a time\nassistant: ")
+    first, second = output.split("user: And then?\nassistant: ")
+    assert len(first) > 50
+    assert len(second.strip()) > 20
+
+
 def load_example(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None

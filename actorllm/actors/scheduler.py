@@ -45,7 +45,7 @@ from actorllm.scheduling.policy import load_policy
 from actorllm.scheduling.recording import Entry, RecordedScheduler
 from actorllm.scheduling.scheduler import NOTHING, End, Events, Scheduler
 from actorllm.scheduling.sequence import Key, Sequence
-from actorllm.text.pacing import Pacing
+from actorllm.actors.pacing import Pacing
 from actorllm.text.request_text import RequestText
 from actorllm.text.tokenizer import Tokenizer
 

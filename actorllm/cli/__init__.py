@@ -6,11 +6,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import App, Parameter
+from cyclopts import App
 
 from actorllm import __version__
+from actorllm.cli.options import Answer, EngineOptions, SamplingOptions
 from actorllm.errors import (
     ActorLLMError,
     ConfigError,
@@ -21,6 +22,9 @@ from actorllm.errors import (
 )
 
 app = App(name="actorllm", version=__version__, help="An LLM engine to embed in async Python, on the command line.")
+app.command("actorllm.cli.chat:chat")
+app.command("actorllm.cli.run_batch:run_batch")
+app.command("actorllm.cli.bench:bench", name="bench")
 
 
 @app.command
@@ -28,37 +32,19 @@ def generate(
     prompt: str,
     /,
     *,
-    model: str = "storyteller",
-    max_tokens: int = 128,
-    min_tokens: int = 0,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    top_k: int = 0,
-    min_p: float = 0.0,
-    seed: int | None = None,
-    stop: Annotated[list[str] | None, Parameter(consume_multiple=False)] = None,
-    ignore_eos: bool = False,
-    dtype: str = "auto",
-    max_model_len: int | None = None,
-    topology: str = "process",
-    num_threads: int | None = None,
+    engine_options: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
+    sampling: SamplingOptions = SamplingOptions(),  # noqa: B008 - frozen
     stats: bool = False,
     timeline: Path | None = None,
 ) -> None:
     """Complete PROMPT and stream the text to standard output.
 
+    There are 128 tokens at most, unless the model's author or --max-tokens says otherwise.
+
     Parameters
     ----------
     prompt
         The text to go on from.
-    model
-        A bundled model, a folder, or a Hugging Face id.
-    temperature
-        0 is greedy. Default: what the model's author recommends, else 1.
-    top_p
-        Default: what the model's author recommends, else 1.
-    stop
-        A string that ends the text; may be given several times.
     stats
         Print time to first token and tokens per second to standard error.
     timeline
@@ -66,39 +52,30 @@ def generate(
     """
     began = time.monotonic()
     _check(prompt, timeline)
-    arguments = {"dtype": dtype, "max_model_len": max_model_len, "topology": topology, "num_threads": num_threads}
-    engine = _engine(model, arguments)
-    params = _sampling_params(
-        engine,
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        stop=stop,
-        ignore_eos=ignore_eos,
-    )
+    engine = engine_options.make_engine()
+    params = sampling.params(engine, 128, output_kind=_delta())
     try:
         if timeline is not None:
             engine.start()
             engine.ask_scheduler("start_timeline").result()
-        submitted = time.monotonic()
-        first, num_tokens = _stream(engine, prompt, params)
-        ended = time.monotonic()
+        answer = Answer(engine, prompt, params)
+        print(prompt, end="", flush=True)
+        for output in answer:
+            print(output.outputs[0].text, end="", flush=True)
+        print()
+        figures = answer.figures(began)
         if timeline is not None:
             _write_timeline(timeline, engine.ask_scheduler("take_timeline").result())
     finally:
         engine.shutdown()
     if stats:
-        decode_s = ended - first
-        rate = f"{(num_tokens - 1) / decode_s:.0f} tokens/s" if num_tokens > 1 and decode_s > 0 else "no rate"
-        print(
-            f"{num_tokens} tokens; first after {first - submitted:.3f} s ({first - began:.3f} s from the start of the "
-            f"engine), then {rate}",
-            file=sys.stderr,
-        )
+        print(figures, file=sys.stderr)
+
+
+def _delta() -> Any:
+    from actorllm.request import RequestOutputKind
+
+    return RequestOutputKind.DELTA
 
 
 def _check(prompt: str, timeline: Path | None) -> None:
@@ -112,53 +89,6 @@ def _check(prompt: str, timeline: Path | None) -> None:
             timeline.open("ab").close()
         except OSError as error:
             raise ConfigError(f"the timeline {str(timeline)!r} cannot be written: {error.strerror}") from error
-
-
-def _stream(engine: Any, prompt: str, params: Any) -> tuple[float, int]:
-    """Print the text as it comes. Returns when the first token came, and how many there were."""
-    from actorllm.actors.engine_thread import ThreadHost
-
-    host = ThreadHost()
-    stream = engine.submit(prompt, params, host=host)
-    first: float | None = None
-    num_tokens = 0
-    print(prompt, end="", flush=True)
-    while True:
-        output = stream.take()
-        if output is None:
-            host.run_pending(None)
-            continue
-        if first is None:
-            first = time.monotonic()
-        num_tokens += len(output.outputs[0].token_ids)
-        print(output.outputs[0].text, end="", flush=True)
-        if output.finished:
-            print()
-            return first, num_tokens
-
-
-def _engine(model: str, arguments: dict[str, Any]) -> Any:
-    from actorllm.config import EngineConfig
-    from actorllm.engine import Engine
-
-    return Engine(EngineConfig.from_arguments(model, **arguments))
-
-
-def _sampling_params(engine: Any, *, temperature: float | None, top_p: float | None, **given: Any) -> Any:
-    """What was asked for, else what the model's generation_config.json recommends."""
-    import orjson
-
-    from actorllm.request import RequestOutputKind, SamplingParams
-
-    recommended: dict[str, Any] = {}
-    file = Path(engine.config.model.path) / "generation_config.json"
-    if file.is_file():
-        recommended = orjson.loads(file.read_bytes())
-    if temperature is None:
-        temperature = float(recommended.get("temperature") or 1.0) if recommended.get("do_sample", True) else 0.0
-    if top_p is None:
-        top_p = float(recommended.get("top_p") or 1.0)
-    return SamplingParams(temperature=temperature, top_p=top_p, output_kind=RequestOutputKind.DELTA, **given)
 
 
 def _write_timeline(path: Path, events: list[dict[str, Any]]) -> None:
@@ -245,7 +175,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 0
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

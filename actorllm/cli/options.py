@@ -1,0 +1,115 @@
+"""What several commands share: options of the engine and of sampling, and a text that is printed as it comes.
+
+Owns how an option that was not given is left to the model's author or to the engine's default. Called by the command
+modules; importing it loads nothing heavy, so that `actorllm --help` is quick.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+if TYPE_CHECKING:
+    from actorllm.engine import Engine, Prompt
+    from actorllm.request import RequestOutput, SamplingParams
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Arguments of the engine, as in `AsyncLLM`."""
+
+    model: str = "storyteller"
+    """A bundled model, a folder, or a Hugging Face id."""
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    topology: str = "process"
+    num_threads: int | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of a front door; what was not given is left to its default."""
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "model"}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def make_engine(self) -> Engine:
+        """Not started yet. Raises ConfigError and ModelError."""
+        from actorllm.config import EngineConfig
+        from actorllm.engine import Engine
+
+        return Engine(EngineConfig.from_arguments(self.model, **self.arguments()))
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """Sampling parameters; the default of each is what the model's author recommends, else that of SamplingParams."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    """0 is greedy."""
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Annotated[list[str] | None, Parameter(consume_multiple=False)] = None
+    """A string that ends the text; may be given several times."""
+    ignore_eos: bool = False
+
+    def params(self, engine: Engine, default_max_tokens: int, **more: Any) -> SamplingParams:
+        """What was asked for, else what the model's author recommends, else default_max_tokens and neutral values."""
+        params = engine.default_sampling_params()
+        if "max_tokens" not in engine.config.model.sampling_defaults:
+            params.max_tokens = default_max_tokens
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                setattr(params, field.name, value)
+        for name, value in more.items():
+            setattr(params, name, value)
+        return params.checked_copy()
+
+
+class Answer:
+    """One request as a command sees it: iterate over its outputs, which hold what is new; then look at the figures."""
+
+    def __init__(self, engine: Engine, prompt: Prompt, params: SamplingParams) -> None:
+        from actorllm.actors.engine_thread import ThreadHost
+
+        self._host = ThreadHost()
+        self.submitted = time.monotonic()
+        self._stream = engine.submit(prompt, params, host=self._host)
+        self.first: float | None = None
+        """When the first output came, in monotonic seconds."""
+        self.num_tokens = 0
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        while True:
+            output = self._stream.take()
+            if output is None:
+                self._host.run_pending(None)
+                continue
+            if self.first is None:
+                self.first = time.monotonic()
+            self.num_tokens += len(output.outputs[0].token_ids)
+            yield output
+            if output.finished:
+                return
+
+    def abort(self) -> None:
+        self._stream.abort()
+
+    def figures(self, began: float | None = None) -> str:
+        """Time to first token (began: also from the start of the engine) and tokens per second, for a person."""
+        now = time.monotonic()
+        first = now if self.first is None else self.first
+        decode_s = now - first
+        rate = f"{(self.num_tokens - 1) / decode_s:.0f} tokens/s" if self.num_tokens > 1 and decode_s > 0 else "no rate"
+        start = "" if began is None else f" ({first - began:.3f} s from the start of the engine)"
+        return f"{self.num_tokens} tokens; first after {first - self.submitted:.3f} s{start}, then {rate}"
