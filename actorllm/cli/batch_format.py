@@ -1,0 +1,213 @@
+"""The OpenAI batch format: a line of JSON to a request, and its output to a line of JSON.
+
+    {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once", "max_tokens": 8}}
+    {"id": "...", "custom_id": "a", "response": {"status_code": 200, "request_id": "...", "body": {...}}, "error": null}
+
+Pure: owns the mapping and nothing else. Fields of a body are OpenAI's, and by their names all sampling parameters of this
+library; what is neither is an error of that line. As in vLLM, the response of a failed line has no body, and `error` is
+OpenAI's error object. Called by actorllm.cli.run_batch.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from actorllm.engine import Prompt
+from actorllm.errors import ActorLLMError, InvalidParameterError, InvalidPromptError, RequestFailedError
+from actorllm.request import RequestOutput, RequestOutputKind, SamplingParams
+from actorllm.text.chat import Conversation
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+IGNORED = ("model", "user", "metadata", "store", "service_tier", "stream", "stream_options", "parallel_tool_calls")
+"""Fields that ask for nothing here (`stream` is refused when it is true)."""
+
+OF_THE_PROMPT = ("truncate_prompt_tokens", "add_special_tokens")
+OF_A_CONVERSATION = (
+    "messages",
+    "tools",
+    "chat_template",
+    "chat_template_content_format",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+)
+
+ONLY_AS: dict[str, tuple[Any, ...]] = {
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "tool_choice": (None, "none"),
+    "response_format": (None, {"type": "text"}),
+    "suffix": (None,),
+    "logit_bias": (None, {}),
+    "modalities": (None, ["text"]),
+    "reasoning_effort": (None,),
+}
+"""Fields that are accepted at these values only."""
+
+
+class UnknownModelError(InvalidParameterError):
+    """The line asks for another model than the one that runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """One line of the input."""
+
+    custom_id: str
+    url: str
+    prompts: tuple[Prompt, ...]
+    params: SamplingParams
+    tokenization: dict[str, Any]
+    priority: int
+    echo: bool
+
+
+def custom_id_of(line: bytes) -> str | None:
+    """The id of a line, or None when it has none that can be read."""
+    try:
+        tree = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    found = tree.get("custom_id") if isinstance(tree, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def parse_line(line: bytes, defaults: Mapping[str, Any], model: str) -> BatchRequest:
+    """A request, checked as far as it can be without the model. defaults: sampling parameters of bodies without them.
+
+    Raises InvalidParameterError or InvalidPromptError.
+    """
+    try:
+        tree = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise InvalidParameterError(f"the line is not JSON: {error}") from error
+    if not isinstance(tree, dict):
+        raise InvalidParameterError(f"a line must be a JSON object, not {type(tree).__name__}")
+    custom_id, url, body = tree.get("custom_id"), tree.get("url"), tree.get("body")
+    if not isinstance(custom_id, str):
+        raise InvalidParameterError(f"custom_id={custom_id!r:.80} must be a string")
+    if tree.get("method") != "POST":
+        raise InvalidParameterError(f"method={tree.get('method')!r:.80} must be 'POST'")
+    if url not in (CHAT, COMPLETIONS):
+        raise InvalidParameterError(f"url={url!r:.80} must be {CHAT!r} or {COMPLETIONS!r}")
+    if not isinstance(body, dict):
+        raise InvalidParameterError(f"body={body!r:.80} must be an object")
+    if body.get("model") not in (None, model):
+        raise UnknownModelError(
+            f"model={body['model']!r:.80}: this engine runs {model!r}; leave it out, or run with --served-model-name"
+        )
+    if body.get("stream"):
+        raise InvalidParameterError("stream=true: the responses of a batch are whole; leave it out")
+    given = {name: value for name, value in body.items() if name not in IGNORED}
+    for name, values in ONLY_AS.items():
+        if name in given and given.pop(name) not in values:
+            shown = " or ".join(orjson.dumps(value).decode() for value in values)
+            raise InvalidParameterError(f"{name}={body[name]!r:.80} is not supported in a batch; leave it at {shown}")
+    tokenization = {name: given.pop(name) for name in OF_THE_PROMPT if name in given}
+    salt = given.pop("cache_salt", None)
+    priority = given.pop("priority", None) or 0
+    prompts: tuple[Prompt, ...]
+    if url == CHAT:
+        if salt is not None:
+            raise InvalidParameterError(f"cache_salt={salt!r:.80} is not supported for conversations; leave it out")
+        conversation = {name: given.pop(name) for name in OF_A_CONVERSATION if name in given}
+        prompts = (Conversation.of(conversation.pop("messages", None), **conversation),)
+        if "max_completion_tokens" in given:
+            given["max_tokens"] = given.pop("max_completion_tokens")
+    else:
+        texts = _prompts_of(given.pop("prompt", None))
+        prompts = tuple(text if salt is None else _salted(text, salt) for text in texts)
+        given.setdefault("max_tokens", 16)
+    echo = bool(given.pop("echo", False))
+    if "output_kind" in given:
+        raise InvalidParameterError("output_kind: the responses of a batch are whole; leave it out")
+    fields = {name: value for name, value in given.items() if value is not None}  # null means: not given
+    params = SamplingParams(**{"max_tokens": None, **defaults, **fields, "output_kind": RequestOutputKind.FINAL_ONLY})
+    return BatchRequest(custom_id, url, prompts, params, tokenization, priority, echo)
+
+
+def _prompts_of(prompt: Any) -> list[Prompt]:
+    """A text, token ids, or a list of either."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise InvalidPromptError(f"prompt={prompt!r:.80} must be text, token ids, or a list of either")
+    if all(isinstance(item, int) for item in prompt):
+        return [prompt]
+    return prompt
+
+
+def _salted(prompt: Prompt, salt: Any) -> Prompt:
+    return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, "cache_salt": salt}
+
+
+def success_line(request: BatchRequest, outputs: list[RequestOutput], model: str) -> bytes:
+    """The line of a request whose prompts are all answered; outputs in the order of its prompts."""
+    choices = [
+        _choice(request, len(output.outputs) * number + one.index, output, one)
+        for number, output in enumerate(outputs)
+        for one in output.outputs
+    ]
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_completion = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    body = {
+        "id": f"{'chatcmpl' if request.url == CHAT else 'cmpl'}-{uuid.uuid4().hex}",
+        "object": "chat.completion" if request.url == CHAT else "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": choices,
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "total_tokens": num_prompt + num_completion,
+            "completion_tokens": num_completion,
+        },
+    }
+    return _line(request.custom_id, {"status_code": 200, "request_id": _request_id(), "body": body}, None)
+
+
+def _choice(request: BatchRequest, index: int, output: RequestOutput, one: Any) -> dict[str, Any]:
+    text = one.text
+    if request.echo:
+        prompt = output.prompt or ""
+        if request.url == CHAT:  # as vLLM: the last message, when it is continued
+            conversation = request.prompts[0]
+            assert isinstance(conversation, Conversation)
+            content = conversation.messages[-1].get("content")
+            prompt = content if isinstance(content, str) else ""
+        text = prompt + text
+    said = {"message": {"role": "assistant", "content": text}} if request.url == CHAT else {"text": text}
+    return {
+        "index": index,
+        **said,
+        "logprobs": None,
+        "finish_reason": one.finish_reason,
+        "stop_reason": one.stop_reason,
+    }
+
+
+def error_line(custom_id: str | None, error: ActorLLMError, message: str) -> bytes:
+    """The line of a request that failed: 404 for another model, 400 when it is wrong, 500 when the engine failed it."""
+    status, kind = 400, "BadRequestError"
+    if isinstance(error, UnknownModelError):
+        status, kind = 404, "NotFoundError"
+    elif isinstance(error, RequestFailedError):
+        status, kind = 500, "InternalServerError"
+    told = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return _line(custom_id, {"status_code": status, "request_id": _request_id(), "body": None}, told)
+
+
+def _request_id() -> str:
+    return f"actorllm-batch-{uuid.uuid4().hex}"
+
+
+def _line(custom_id: str | None, response: dict[str, Any], error: dict[str, Any] | None) -> bytes:
+    tree = {"id": f"actorllm-{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
+    return orjson.dumps(tree) + b"\n"

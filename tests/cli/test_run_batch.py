@@ -1,0 +1,224 @@
+"""`actorllm run-batch`: the OpenAI batch format, lines that are wrong, and runs that go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actorllm import LLM, SamplingParams, cli
+from actorllm.cli.batch_format import parse_line
+from actorllm.errors import InvalidParameterError, InvalidPromptError, RequestError
+from actorllm.request import RequestOutputKind
+from actorllm.text.chat import Conversation
+
+QUICK = ("--topology", "inline", "--num-threads", "1", "--dtype", "float32")
+MESSAGES = [{"role": "user", "content": "Once upon a time"}]
+
+
+def line(custom_id: Any, url: str = "completions", **body: Any) -> dict[str, Any]:
+    if url == "completions":
+        body = {"prompt": "Once upon a time"} | body
+    else:
+        body = {"messages": MESSAGES} | body
+    body = {"temperature": 0, "max_tokens": 4} | body
+    return {"custom_id": custom_id, "method": "POST", "url": f"/v1/{url}", "body": body}
+
+
+def run(folder: Path, lines: list[Any], *arguments: str) -> dict[Any, dict[str, Any]]:
+    """The responses by custom_id, after a run over these lines (text goes in as it is)."""
+    text = "".join((item if isinstance(item, str) else json.dumps(item)) + "\n" for item in lines)
+    (folder / "in.jsonl").write_text(text)
+    files = ("-i", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl"))
+    assert cli.main(["run-batch", *files, *QUICK, *arguments]) == 0
+    return responses(folder)
+
+
+def responses(folder: Path) -> dict[Any, dict[str, Any]]:
+    found = [json.loads(text) for text in (folder / "out.jsonl").read_text().splitlines()]
+    for response in found:
+        assert set(response) == {"id", "custom_id", "response", "error"}
+    return {response["custom_id"] or response["error"]["error"]["message"]: response for response in found}
+
+
+def choices(response: dict[str, Any]) -> list[dict[str, Any]]:
+    assert response["error"] is None
+    assert response["response"]["status_code"] == 200
+    found: list[dict[str, Any]] = response["response"]["body"]["choices"]
+    return found
+
+
+def test_both_endpoints_give_what_the_engine_gives(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        [
+            line("text"),
+            line("ids", prompt=[0, 5, 6]),
+            line("several", prompt=["Once upon a time", "There was"], echo=True, n=1),
+            "",
+            line("chat", "chat/completions", model="storyteller", max_completion_tokens=6, user="me", stream=False),
+            line("stopped", stop=[" a"], include_stop_str_in_output=True, truncate_prompt_tokens=3, priority=1),
+        ],
+    )
+    with LLM("storyteller", topology="inline", num_threads=1, dtype="float32") as llm:
+        params = SamplingParams(temperature=0, max_tokens=4)
+        expected = llm.generate(["Once upon a time", "There was"], params, use_tqdm=False)
+        texts = [output.outputs[0].text for output in expected]
+        (chat,) = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
+    assert choices(found["text"]) == [
+        {"index": 0, "text": texts[0], "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    ]
+    body = found["text"]["response"]["body"]
+    assert body["object"] == "text_completion"
+    assert body["model"] == "storyteller"
+    assert body["usage"] == {"prompt_tokens": 5, "total_tokens": 9, "completion_tokens": 4}
+    assert len(choices(found["ids"])) == 1
+    several = choices(found["several"])
+    assert [choice["text"] for choice in several] == ["Once upon a time" + texts[0], "There was" + texts[1]]
+    assert [choice["index"] for choice in several] == [0, 1]
+    (answer,) = choices(found["chat"])
+    assert answer["message"] == {"role": "assistant", "content": chat.outputs[0].text}
+    assert found["chat"]["response"]["body"]["object"] == "chat.completion"
+    assert found["chat"]["response"]["body"]["usage"]["completion_tokens"] == 6
+    (stopped,) = choices(found["stopped"])
+    assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", " a")
+    assert found["stopped"]["response"]["body"]["usage"]["prompt_tokens"] == 3
+
+
+def test_a_bad_line_fails_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        line("long", prompt=[1] * 2000),
+        line("good"),
+        "nonsense",
+        line("parameter", temperatur=1),
+        line("good"),
+        line("model", model="gpt-7"),
+        line("template", "chat/completions", chat_template="{{ raise_exception('no') }}"),
+    ]
+    found = run(tmp_path, lines, "--max-concurrency", "1")
+    assert len(choices(found["good"])) == 1
+    errors = {key: value["error"]["error"] for key, value in found.items() if value["error"]}
+    assert set(errors) >= {"long", "parameter", "model", "template"}
+    assert len(found) == 7
+    assert "max_model_len is 1024" in errors["long"]["message"]
+    assert "did you mean 'temperature'" in errors["parameter"]["message"]
+    assert any(message.startswith("line 3: the line is not JSON") for message in errors)
+    assert any("line 5: custom_id='good' occurs in an earlier line" in message for message in errors)
+    assert errors["model"]["code"] == found["model"]["response"]["status_code"] == 404
+    assert errors["long"]["code"] == 400
+    assert found["long"]["response"]["body"] is None
+    assert "6 of 7 requests failed" in capsys.readouterr().err
+    before = (tmp_path / "out.jsonl").read_bytes()
+    assert len(run(tmp_path, lines)) == 7
+    assert (tmp_path / "out.jsonl").read_bytes() == before, "a finished run has nothing left to do"
+    assert "failed" not in capsys.readouterr().err
+
+
+def test_a_run_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+    lines = [line(str(i), max_tokens=i + 1) for i in range(12)]
+    run(tmp_path, lines[:5])
+    half = (tmp_path / "out.jsonl").read_bytes()
+    (tmp_path / "out.jsonl").write_bytes(half + half[:40])  # it died while it wrote a line
+    found = run(tmp_path, lines, "--max-concurrency", "3")
+    assert (tmp_path / "out.jsonl").read_bytes().startswith(half)
+    assert sorted(found, key=int) == [str(i) for i in range(12)]
+    for i in range(12):
+        assert found[str(i)]["response"]["body"]["usage"]["completion_tokens"] <= i + 1
+        assert len(choices(found[str(i)])) == 1
+
+
+def test_another_name_for_the_model(tmp_path: Path) -> None:
+    found = run(tmp_path, [line("a", model="mine")], "--served-model-name", "mine")
+    assert found["a"]["response"]["body"]["model"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["/nowhere/in", "/nowhere/out"], "/nowhere/in"),
+        (["in", "/nowhere/out"], "/nowhere/out"),
+        (["in", "in"], "is the input and the output"),
+        (["in", "other"], "line 1 of the output"),
+        (["in", "out", "--max-concurrency", "0"], "max_concurrency=0"),
+        (["in", "out", "--model", "nowhere"], "no model 'nowhere'"),
+    ],
+)
+def test_bad_files(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in").write_text("{}\n")
+    Path("other").write_text("a story\n")
+    assert cli.main(["run-batch", *arguments]) == 2
+    assert words in capsys.readouterr().err
+    assert Path("in").read_text() == "{}\n"
+    assert Path("other").read_text() == "a story\n"
+
+
+# One line -------------------------------------------------------------------------------------------------------------
+
+
+def parse(tree: Any, **defaults: Any) -> Any:
+    return parse_line(json.dumps(tree).encode(), defaults, "storyteller")
+
+
+def test_parameters_that_are_not_given_are_those_that_the_model_recommends() -> None:
+    text = {"prompt": "a"}
+    request = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": text}
+    assert parse(request).params == SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)
+    assert parse(request, temperature=0.5, max_tokens=99).params.temperature == 0.5
+    assert parse(request, temperature=0.5, max_tokens=99).params.max_tokens == 16
+    text["max_tokens"] = None  # type: ignore[assignment]
+    assert parse(request, max_tokens=99).params.max_tokens == 99
+    assert parse(request).params.max_tokens is None
+    chat = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": MESSAGES}}
+    assert parse(chat).params.max_tokens is None
+    assert parse(chat, max_tokens=99).params.max_tokens == 99
+    assert parse(line("a", "chat/completions", temperature=0.1), temperature=0.5).params.temperature == 0.1
+
+
+def test_what_becomes_of_a_prompt() -> None:
+    assert parse(line("a", prompt="x")).prompts == ("x",)
+    assert parse(line("a", prompt=[1, 2])).prompts == ([1, 2],)
+    assert parse(line("a", prompt=["x", [1]])).prompts == ("x", [1])
+    assert parse(line("a", prompt="x", cache_salt="s")).prompts == ({"prompt": "x", "cache_salt": "s"},)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    (conversation,) = parse(line("a", "chat/completions", tools=tools, chat_template_kwargs={"x": 1})).prompts
+    assert conversation == Conversation.of(MESSAGES, tools=tools, chat_template_kwargs={"x": 1})
+    assert parse(line("a", add_special_tokens=False)).tokenization == {"add_special_tokens": False}
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ([1], "JSON object, not list"),
+        ({}, "custom_id=None"),
+        (line(7), "custom_id=7"),
+        (line("a") | {"method": "GET"}, "method='GET'"),
+        (line("a", "embeddings"), "url='/v1/embeddings'"),
+        (line("a") | {"body": "x"}, "body='x'"),
+        (line("a", stream=True), "stream=true"),
+        (line("a", logprobs=3), "logprobs=3.*leave it at null or false"),
+        (line("a", prompt=None), "prompt=None"),
+        (line("a", prompt=[]), "prompt="),
+        (line("a", temperature="x"), "temperature='x'"),
+        (line("a", output_kind=1), "output_kind"),
+        (line("a", "chat/completions", messages=None), "messages must be a list"),
+        (line("a", "chat/completions", messages="x"), "messages must be a list"),
+        (line("a", "chat/completions", tool_choice="auto"), "tool_choice='auto'"),
+        (line("a", "chat/completions", response_format={"type": "json_object"}), "response_format="),
+        (line("a", "chat/completions", prompt="x"), "no parameter 'prompt'"),
+        (line("a", "chat/completions", messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "'image_url'"),
+    ],
+    ids=str,
+)
+def test_bad_lines(tree: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=words) as caught:
+        parse(tree)
+    assert isinstance(caught.value, InvalidParameterError | InvalidPromptError)
