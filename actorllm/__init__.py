@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from actorllm.config import EngineConfig
     from actorllm.errors import ActorLLMError, EngineDeadError
     from actorllm.llm import LLM
+    from actorllm.prompt import TextPrompt, TokensPrompt
     from actorllm.request import CompletionOutput, RequestMetrics, RequestOutput, RequestOutputKind, SamplingParams
     from actorllm.slo.objective import SLO
     from actorllm.stream import RequestStream
@@ -38,6 +39,8 @@ __all__ = (
     "RequestOutputKind",
     "RequestStream",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
 )
 
 _HOME = {
@@ -53,6 +56,8 @@ _HOME = {
     "RequestOutputKind": "request",
     "RequestStream": "stream",
     "SamplingParams": "request",
+    "TextPrompt": "prompt",
+    "TokensPrompt": "prompt",
 }
 
 

@@ -135,6 +135,8 @@ def test_the_public_names_are_these() -> None:
         "RequestOutputKind",
         "RequestStream",
         "SamplingParams",
+        "TextPrompt",
+        "TokensPrompt",
     }
     for name in actorllm.__all__:
         found = getattr(actorllm, name)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actorllm import LLM, SamplingParams
+from actorllm import LLM, SamplingParams, TextPrompt, TokensPrompt
 from actorllm.engine import Engine
 
 PROMPT = "Once upon a time there was a king who had a daughter, and the daughter had a fox. "
@@ -41,9 +41,12 @@ def test_blocks_are_shared_only_under_the_same_salt(llm: LLM) -> None:
 
 def test_a_salt_changes_nothing_in_the_output(llm: LLM) -> None:
     params = SamplingParams(max_tokens=4, temperature=0)
-    plain, salted = llm.generate([PROMPT, {"prompt": PROMPT, "cache_salt": "a"}], params, use_tqdm=False)
+    plain, salted = llm.generate([PROMPT, TextPrompt(prompt=PROMPT, cache_salt="a")], params, use_tqdm=False)
     assert plain.outputs == salted.outputs
     assert salted.prompt == PROMPT
+    ids = TokensPrompt(prompt_token_ids=plain.prompt_token_ids, prompt="shown")
+    (shown,) = llm.generate(ids, params, use_tqdm=False)
+    assert (shown.prompt, shown.outputs) == ("shown", plain.outputs)
 
 
 def test_keys_of_vllm_that_are_none_ask_for_nothing(llm: LLM) -> None:

@@ -22,6 +22,7 @@ from actorllm.actors.actor import Actor
 from actorllm.actors.foreign import check_foreign
 from actorllm.actors.link import Link
 from actorllm.actors.outlet import Outlet
+from actorllm.actors.pacing import Pacing
 from actorllm.actors.timeline import Timeline
 from actorllm.actors.topology import ATTACHED
 from actorllm.clock import now
@@ -45,7 +46,6 @@ from actorllm.scheduling.policy import load_policy
 from actorllm.scheduling.recording import Entry, RecordedScheduler
 from actorllm.scheduling.scheduler import NOTHING, End, Events, Scheduler
 from actorllm.scheduling.sequence import Key, Sequence
-from actorllm.actors.pacing import Pacing
 from actorllm.text.request_text import RequestText
 from actorllm.text.tokenizer import Tokenizer
 
@@ -398,6 +398,7 @@ class SchedulerActor(Actor):
         ends = {end.sequence: end for end in events.ends} if events.ends else {}
         tokens = events.tokens.tolist()
         counts = events.counts.tolist() if events.counts.size else None
+        pacing = self._pacing if self._pacing else None
         at = 0
         for row, (sequence, index) in enumerate(zip(events.sequences, events.index.tolist(), strict=True)):
             count = counts[row] if counts is not None else 1
@@ -424,8 +425,8 @@ class SchedulerActor(Actor):
                 else:  # the same token also reached a limit: the text decides
                     end = End(sequence, "stop", stop)
             frontend, rid = sequence.key
-            if self._pacing:
-                due = self._pacing.due(sequence.key, (index, new, piece), end is not None)
+            if pacing is not None:
+                due = pacing.due(sequence.key, (index, new, piece), end is not None)
                 if due is None:
                     continue
                 index, new, piece = due
