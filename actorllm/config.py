@@ -271,6 +271,7 @@ VLLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "additional_config": (None, {}),
     "attention_backend": (None,),
     "pooler_config": (None,),
+    "enable_prompt_embeds": (False, None),
 }
 """Arguments of vLLM that we accept at these values, where they ask for what we do anyway, and refuse otherwise."""
 

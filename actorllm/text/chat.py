@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -90,7 +90,11 @@ class Conversation:
             or not all(isinstance(tool, Mapping) for tool in tools)
         ):
             raise InvalidParameterError("tools must be a list of mappings (functions as JSON schema)")
-        return made
+        return replace(
+            made,
+            tools=None if tools is None else copy.deepcopy(list(tools)),
+            chat_template_kwargs=dict(made.chat_template_kwargs),
+        )
 
 
 def is_batch(messages: Any) -> bool:

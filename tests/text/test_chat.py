@@ -230,9 +230,12 @@ def test_bad_options(options: dict[str, Any], words: str) -> None:
 
 def test_what_the_caller_changes_later_is_not_seen() -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
-    conversation = Conversation.of(messages)
+    tools: list[dict[str, Any]] = [{"function": {"name": "f"}}]
+    conversation = Conversation.of(messages, tools=tools)
     messages[0]["content"][0]["text"] = "b"
     messages.append({})
+    tools[0]["function"]["name"] = "g"
+    assert conversation.tools == [{"function": {"name": "f"}}]
     assert conversation.messages == [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
 
 
