@@ -51,6 +51,8 @@ class ModelConfig:
     """Of dummy weights."""
     sampling_defaults: dict[str, Any] = field(default_factory=dict, hash=False)
     """Sampling parameters of requests that bring none (actorllm.generation)."""
+    impl: Literal["auto", "vllm", "transformers"] = "auto"
+    """auto: a fused forward where there is one, else transformers over our cache; vllm: only fused ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,7 @@ class EngineConfig:
                 sampling_defaults=sampling_defaults(
                     generation, given["generation_config"], given["override_generation_config"]
                 ),
+                impl=_choice("model_impl", given["model_impl"], ("auto", "vllm", "transformers")),
             ),
             cache=CacheConfig(
                 block_size=block_size,
@@ -213,6 +216,7 @@ ARGUMENTS: dict[str, Any] = {
     "gpu_memory_utilization": None,
     "enforce_eager": False,
     "load_format": "auto",
+    "model_impl": "auto",
     "async_scheduling": None,
     "scheduling_policy": "fcfs",
     "long_prefill_token_threshold": 0,

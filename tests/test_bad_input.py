@@ -270,8 +270,8 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], None], type[ActorLLMError], list[s
 }
 BAD_CONFIGS: list[tuple[dict[str, Any], type[ActorLLMError], list[str]]] = [
     ({"architectures": ["MambaForCausalLM"]}, UnsupportedModelError, ["'MambaForCausalLM'", "LlamaForCausalLM"]),
-    ({"hidden_act": "gelu"}, UnsupportedModelError, ["hidden_act 'gelu'", "'silu'"]),
-    ({"rope_parameters": {"rope_type": "yarn"}}, UnsupportedModelError, ["rope type 'yarn'"]),
+    ({"quantization_config": {"quant_method": "awq"}}, UnsupportedModelError, ["quantized", "awq"]),
+    ({"rope_parameters": {"rope_type": "spiral"}}, CorruptModelError, ["LlamaForCausalLM cannot be built", "'spiral'"]),
     ({"hidden_size": 512}, CorruptModelError, ["shape (4096, 256)", "(4096, 512)"]),
     ({"num_hidden_layers": 5}, CorruptModelError, ["model.layers.4"]),
     ({"hidden_size": "wide"}, CorruptModelError, ["hidden_size", "'wide'"]),

@@ -99,22 +99,22 @@ def _write_timeline(path: Path, events: list[dict[str, Any]]) -> None:
 
 @app.command
 def info(model: str = "storyteller", /) -> None:
-    """Say what MODEL is and whether this engine can serve it, without loading its weights."""
+    """Say what MODEL is, whether this engine can serve it and in which way, without loading its weights."""
     from actorllm.config import EngineConfig, read_model_folder
-    from actorllm.model.registry import decoder_config
+    from actorllm.model.registry import model_plan, way_of
 
     config = EngineConfig.from_arguments(model)
     path, hf = read_model_folder(model)
-    text = hf.get("text_config") or hf
-    decoder_config(config.model.architecture, hf)  # raises what the worker would
+    plan = model_plan(config.model, hf)  # raises what the worker would
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     rows = {
         "model": config.model.name,
         "folder": path,
         "architecture": config.model.architecture,
-        "layers": text.get("num_hidden_layers"),
-        "hidden size": text.get("hidden_size"),
-        "heads": f"{text.get('num_attention_heads')} query, {text.get('num_key_value_heads')} key/value",
+        "runs through": way_of(plan, config.model, hf),
+        "layers": plan.num_layers,
+        "hidden size": plan.hidden_size,
+        "heads": f"{plan.num_heads} query, {plan.num_kv_heads} key/value",
         "vocabulary": config.model.vocab_size,
         "longest sequence": config.model.max_model_len,
         "end of text": ", ".join(map(str, config.model.eos_token_ids)) or "none",

@@ -231,6 +231,17 @@ class PrefillRow:
     tiles: list[PrefillTile]
 
 
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How a layer makes weights of products, where it differs from softmax(product * head_dim ** -0.5)."""
+
+    scale: float
+    softcap: float | None = None
+    """Scaled products x become softcap * tanh(x / softcap) (Gemma 2)."""
+    sinks: torch.Tensor | None = None
+    """[num_heads]: a score of each head that takes part in the softmax and has no value (gpt-oss)."""
+
+
 class AttentionBatch:
     """Who looks at what in one step, for one sliding window (None: everything before)."""
 
@@ -238,7 +249,7 @@ class AttentionBatch:
         self, inputs: StepInputs, cache: KVCache, writes: KVWrites, queries_per_kv: int, window: int | None
     ) -> None:
         self.queries_per_kv = queries_per_kv
-        self.scale = cache.head_dim**-0.5
+        self.scoring = Scoring(cache.head_dim**-0.5)
         self._cache = cache
         self._writes = writes
         self._window = window
@@ -251,36 +262,52 @@ class AttentionBatch:
         ]
         self._has_fresh_rows = any(row.block_ids is None for row in self.rows)
 
-    def attend(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, query: torch.Tensor, key_value: torch.Tensor, scoring: Scoring | None = None
+    ) -> torch.Tensor:
         """Store this step's keys and values, then attend.
 
         query: [num_tokens, num_heads, head_dim]; key_value: [num_tokens, 2 * num_kv_heads, head_dim].
         Returns [num_tokens, num_heads * head_dim].
         """
+        scoring = scoring or self.scoring
         self._writes.store(layer, key_value)
         if len(self.groups) == 1 and self.groups[0].end == query.shape[0]:
-            return self._decode(layer, query, self.groups[0])
+            return self._decode(layer, query, self.groups[0], scoring)
         out = query.new_zeros(query.shape[0], query.shape[1] * query.shape[2])
         for group in self.groups:
             rows = slice(group.start, group.end)
-            out[rows] = self._decode(layer, query[rows], group)
+            out[rows] = self._decode(layer, query[rows], group, scoring)
         fresh = key_value.transpose(0, 1).contiguous() if self._has_fresh_rows else None
         for row in self.rows:
-            self._prefill(layer, query, fresh, row, out)
+            self._prefill(layer, query, fresh, row, scoring, out)
         return out
 
-    def _decode(self, layer: int, query: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
+    def _decode(self, layer: int, query: torch.Tensor, group: DecodeGroup, scoring: Scoring) -> torch.Tensor:
         views = self._cache.layers[layer]
         num_rows, num_heads, dim = query.shape
         weights = query.unsqueeze(2).expand(-1, -1, group.num_blocks, -1).reshape(-1)
         scores = _weighted_sums(views.key_rows, group.key_index, group.key_bags, weights)
-        scores = torch.add(group.bias, scores.view(num_rows, num_heads, -1), alpha=self.scale)
+        scores = scores.view(num_rows, num_heads, -1)
+        if scoring.softcap is None:
+            scores = torch.add(group.bias, scores, alpha=scoring.scale)
+        else:
+            scores = _capped_(scores.mul_(scoring.scale), scoring.softcap).add_(group.bias)
         weights = torch.softmax(scores, -1).view(-1)  # [num_rows, num_heads, num_blocks * block_size]
         out = _weighted_sums(views.value_rows, group.value_index, group.value_bags, weights)
+        out = out.view(num_rows, num_heads, dim)
+        if scoring.sinks is not None:
+            out.mul_(_share_beside_sinks(scores, scoring.sinks.unsqueeze(1)))
         return out.view(num_rows, num_heads * dim)
 
     def _prefill(
-        self, layer: int, query: torch.Tensor, fresh: torch.Tensor | None, row: PrefillRow, out: torch.Tensor
+        self,
+        layer: int,
+        query: torch.Tensor,
+        fresh: torch.Tensor | None,
+        row: PrefillRow,
+        scoring: Scoring,
+        out: torch.Tensor,
     ) -> None:
         heads, dim, fold = self._cache.num_kv_heads, self._cache.head_dim, self.queries_per_kv
         if row.block_ids is None:
@@ -301,9 +328,14 @@ class AttentionBatch:
             k, v = key[:, tile.first : tile.last], value[:, tile.first : tile.last]
             if tile.is_small:
                 q, k, v = q.float(), k.float(), v.float()
-            scores = torch.baddbmm(q.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=self.scale)
-            scores.view(heads, fold, num_tokens, length)[..., -tile.bias.shape[1] :].add_(tile.bias)
+            scores = torch.baddbmm(q.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scoring.scale)
+            if scoring.softcap is not None:
+                scores = _capped_(scores, scoring.softcap)
+            by_head = scores.view(heads, fold, num_tokens, length)
+            by_head[..., -tile.bias.shape[1] :].add_(tile.bias)
             attended = torch.bmm(torch.softmax(scores, -1), v).view(heads, fold, num_tokens, dim)
+            if scoring.sinks is not None:
+                attended.mul_(_share_beside_sinks(by_head, scoring.sinks.view(heads, fold, 1, 1)))
             out[tile.start : tile.end].view(num_tokens, heads, fold, dim).copy_(attended.permute(2, 0, 1, 3))
 
     def _decode_groups(self, inputs: StepInputs) -> list[DecodeGroup]:
@@ -423,3 +455,12 @@ def _weighted_sums(rows: torch.Tensor, index: torch.Tensor, bags: torch.Tensor, 
     """One sum of weighted rows per bag, [num_bags, row_size]; a bag is the part of `index` from its entry in `bags` on."""
     out: torch.Tensor = torch.embedding_bag(rows, index, bags, False, 0, False, weights)[0]
     return out
+
+
+def _capped_(scores: torch.Tensor, softcap: float) -> torch.Tensor:
+    return scores.div_(softcap).tanh_().mul_(softcap)
+
+
+def _share_beside_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """What a softmax with one more score would leave for the others, [..., 1]; sinks broadcast to that."""
+    return torch.sigmoid(torch.logsumexp(scores.float(), -1, True) - sinks.float()).to(scores.dtype)

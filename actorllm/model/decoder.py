@@ -18,7 +18,15 @@ import torch
 from actorllm.errors import CorruptModelError, UnsupportedModelError
 from actorllm.model.attention import AttentionBatch, KVCache, KVWrites
 from actorllm.model.inputs import StepInputs
-from actorllm.model.layers import Linear, RMSNorm, RotaryEmbedding, interleave, inverse_frequencies, silu_mul
+from actorllm.model.layers import (
+    ROPE_TYPES,
+    Linear,
+    RMSNorm,
+    RotaryEmbedding,
+    interleave,
+    inverse_frequencies,
+    silu_mul,
+)
 from actorllm.model.parallel import HeadShare, Ranks
 from actorllm.model.weights import ALL, Weights
 
@@ -99,6 +107,9 @@ def rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
     rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise UnsupportedModelError("rope parameters that differ between layers are not supported")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise UnsupportedModelError(f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
     if rope.get("rope_theta") is None:
         rope["rope_theta"] = hf.get("rope_theta") or 10_000.0
     rotated = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
@@ -243,6 +254,11 @@ class Decoder:
     def _is_redundant(self, name: str) -> bool:
         """Tensors that checkpoints carry although the config determines them."""
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.ties_embeddings)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Of this rank."""
+        return self.share.num_kv_heads
 
     @property
     def num_bytes(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from actorllm.errors import UnsupportedModelError
+ROPE_TYPES = ("default", "linear", "llama3")
 
 _linear = torch.ops.mkldnn._linear_pointwise.default
 _pack = torch.ops.mkldnn._reorder_linear_weight
@@ -108,7 +108,7 @@ def inverse_frequencies(head_dim: int, rope: dict[str, Any], max_position_embedd
         return frequencies / float(rope["factor"])
     if kind == "llama3":
         return _llama3(frequencies, rope, max_position_embeddings)
-    raise UnsupportedModelError(f"rope type {kind!r} is not supported; supported are default, linear and llama3")
+    raise ValueError(f"rope type {kind!r}")
 
 
 def _llama3(frequencies: torch.Tensor, rope: dict[str, Any], max_position_embeddings: int) -> torch.Tensor:

@@ -23,13 +23,11 @@ from actorllm.errors import EngineError
 from actorllm.messages import I32, NO_I32, LateInputs, StepPlan, StepResult
 from actorllm.model import memory, threads
 from actorllm.model.attention import KVCache
-from actorllm.model.decoder import Decoder
 from actorllm.model.inputs import PersistentBatch, StepInputs
 from actorllm.model.parallel import Ranks
-from actorllm.model.registry import decoder_config
+from actorllm.model.registry import CausalLM, load_model, model_plan
 from actorllm.model.sampler import Sampler, SamplingColumns
 from actorllm.model.threads import Team
-from actorllm.model.weights import CheckpointWeights, DummyWeights
 
 MAX_LOGITS_BYTES = 64 << 20
 """float32 logits that exist at a time; more rows than that are sampled in chunks."""
@@ -76,8 +74,8 @@ class ModelRunner:
         self.dtype = DTYPES[config.model.dtype]
         self._show_progress = show_progress
         _, hf = read_model_folder(config.model.path)
-        self.model_config = decoder_config(config.model.architecture, hf)
-        self.decoder: Decoder
+        self.model_config = model_plan(config.model, hf)
+        self.decoder: CausalLM
         self.cache: KVCache
         self.batch: PersistentBatch
         self.ranks = Ranks()
@@ -96,15 +94,8 @@ class ModelRunner:
     def load(self) -> None:
         """Read the weights, or draw them. Raises ModelError."""
         torch.set_num_threads(threads.num_threads(self.config))
-        model = self.config.model
-        weights = (
-            DummyWeights(model.seed, self.dtype)
-            if model.load_format == "dummy"
-            else CheckpointWeights(Path(model.path), self.dtype, self._show_progress)
-        )
         self.ranks = Ranks.connect(self.config, self.rank)
-        with weights:
-            self.decoder = Decoder(self.model_config, weights, model.max_model_len, self.ranks)
+        self.decoder = load_model(self.model_config, self.config.model, self.dtype, self._show_progress, self.ranks)
         num_products = 4 * self.model_config.num_layers + 1
         num_weights = self.decoder.num_bytes / self.dtype.itemsize
         self._team = Team(
@@ -117,7 +108,7 @@ class ModelRunner:
     @property
     def block_bytes(self) -> int:
         """Memory of one KV block over all layers."""
-        c, num_kv_heads = self.model_config, self.decoder.share.num_kv_heads
+        c, num_kv_heads = self.model_config, self.decoder.num_kv_heads
         return c.num_layers * 2 * num_kv_heads * c.head_dim * self.config.cache.block_size * self.dtype.itemsize
 
     def profile_num_blocks(self) -> int:
@@ -146,7 +137,7 @@ class ModelRunner:
         c, config = self.model_config, self.config
         size = config.cache.block_size
         length = config.model.max_model_len + config.scheduler.num_lookahead_tokens
-        self.cache = KVCache(c.num_layers, self.decoder.share.num_kv_heads, c.head_dim, num_blocks, size, self.dtype)
+        self.cache = KVCache(c.num_layers, self.decoder.num_kv_heads, c.head_dim, num_blocks, size, self.dtype)
         self.batch = PersistentBatch(
             vocab_size=c.vocab_size,
             block_size=size,

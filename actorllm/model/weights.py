@@ -2,7 +2,8 @@
 
 A model asks for every tensor it needs by name and shape (`take`) while it is built, and `close` then checks that nothing
 of the checkpoint was left over. Every tensor is read when it is asked for and converted to the target type at once, so
-that loading needs little more memory than the model itself. Called by `decoder.Decoder`.
+that loading needs little more memory than the model itself. Called by `decoder.Decoder`;
+`transformers_backend` shares the checks of files.
 
 Format: https://huggingface.co/docs/safetensors (one file, or several and `model.safetensors.index.json`).
 """
@@ -64,12 +65,16 @@ class CheckpointWeights(Weights):
         """show_progress None: only where standard error is a terminal, and only once loading has become noticeable."""
         super().__init__(dtype)
         self.folder = folder
-        self._file_of = _tensor_files(folder)
+        self._file_of = tensor_files(folder)
         self._left = set(self._file_of)
         self._open: dict[str, Any] = {}
-        hidden = not sys.stderr.isatty() if show_progress is None else not show_progress
         self._progress = tqdm(
-            total=len(self._left), desc="weights", unit="tensor", delay=PROGRESS_DELAY_S, disable=hidden, leave=False
+            total=len(self._left),
+            desc="weights",
+            unit="tensor",
+            delay=PROGRESS_DELAY_S,
+            disable=not progress_is_shown(show_progress),
+            leave=False,
         )
 
     def take(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
@@ -131,7 +136,7 @@ class DummyWeights(Weights):
         return tensor[rows, columns].clone() if len(shape) > 1 else tensor[rows].clone()
 
     def _draw(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + _stable_hash(name)) % 2**63)
+        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + stable_hash(name)) % 2**63)
         tensor = torch.empty(shape, dtype=self.dtype)
         if name.endswith("norm.weight"):
             return tensor.normal_(1.0, 0.1, generator=generator)
@@ -144,7 +149,12 @@ class DummyWeights(Weights):
         return None
 
 
-def _stable_hash(name: str) -> int:
+def progress_is_shown(wanted: bool | None) -> bool:
+    """None: where standard error is a terminal."""
+    return sys.stderr.isatty() if wanted is None else wanted
+
+
+def stable_hash(name: str) -> int:
     """FNV-1a: the same in every process, unlike `hash`."""
     value = 0xCBF29CE484222325
     for byte in name.encode():
@@ -152,7 +162,7 @@ def _stable_hash(name: str) -> int:
     return value
 
 
-def _tensor_files(folder: Path) -> dict[str, str]:
+def tensor_files(folder: Path) -> dict[str, str]:
     """Which file of the folder holds each tensor. Opening a file checks that its header fits its length."""
     index = folder / INDEX_FILE
     if index.is_file():

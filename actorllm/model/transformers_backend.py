@@ -1,0 +1,590 @@
+"""Any decoder of `transformers`, run over our paged KV cache: the way in for models without a fused forward.
+
+`read_plan` says from config.json alone whether a model can be served and what its attention looks like: the model is built
+without memory (torch's meta device) and run once with an attention that only takes notes. `TransformersDecoder` is the
+model itself, with our attention registered under the name ATTENTION: the whole step is one row of tokens with positions,
+transformers builds no masks, and every layer finds the step's context in a context variable (keyword arguments do not
+reach the attention of all models). What a layer may look at was read off its mask function, not off what it says.
+
+Served is what keeps all its state in keys and values, attends once per layer and step, causally or in a sliding window.
+Everything else is refused by name and with the reason (UnsupportedModelError): by the plan where the structure shows it,
+by `probe` on the loaded model where only the logits do. No code of a model's folder is ever run.
+
+Called by `registry`, under its guarantee that transformers is imported only where it is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
+
+from actorllm.config import ModelConfig
+from actorllm.errors import CorruptModelError, EngineError, UnsupportedModelError
+from actorllm.model.attention import AttentionBatch, KVCache, KVWrites, Scoring
+from actorllm.model.inputs import StepInputs
+from actorllm.model.weights import progress_is_shown, stable_hash, tensor_files
+
+AutoModel: Any = AutoModelForCausalLM  # neither is typed
+hf_logging: Any = transformers_logging
+
+ATTENTION, TRACE = "actorllm", "actorllm_trace"
+"""The names of our attention, and of the one that takes notes, in transformers' AttentionInterface."""
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+IGNORED = {
+    "attention_mask",
+    "cache_position",
+    "dropout",
+    "is_causal",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
+"""What models hand to attention without meaning for it."""
+
+NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
+
+TRACED_TOKENS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class TracedLayer:
+    """The attention of one layer."""
+
+    module: str
+    """Path of the module that calls attention."""
+    window: int | None
+    """A token sees itself and the window - 1 tokens before it. None: all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersPlan:
+    """What a model's structure says; the fields that `DecoderConfig` has too mean the same."""
+
+    config: Any
+    """The transformers configuration."""
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """The larger of those of keys and values; the smaller is filled up with zeros."""
+    layers: tuple[TracedLayer, ...]
+    body: str
+    """Path of the module that makes hidden states of tokens; what the model does with them is its head."""
+    max_positions: int
+
+
+def refused(architecture: str, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"architecture {architecture!r} is not supported: {reason}")
+
+
+def read_plan(model: ModelConfig, hf: dict[str, Any]) -> TransformersPlan:
+    """How to run the model of this config.json. Raises UnsupportedModelError with the reason, or CorruptModelError."""
+    config = _read_config(model, hf)
+    architecture = model.architecture
+    _check_config(config, architecture)
+    with quiet(), torch.device("meta"):
+        try:
+            traced = AutoModel.from_config(config, attn_implementation=TRACE, dtype=torch.bfloat16).eval()
+        except Exception as error:
+            if TRACE in str(error):  # it chooses its attention from a list of its own
+                raise refused(architecture, NO_INTERFACE) from error
+            raise CorruptModelError(f"{model.path}/config.json: {architecture} cannot be built: {error}") from error
+    freeze_rope(traced, model.max_model_len)
+    trace = _trace(traced, architecture)
+    shapes = {call.shape for call in trace.calls}
+    if len(shapes) > 1:
+        raise refused(architecture, f"its layers differ in (query heads, key/value heads, widths): {sorted(shapes)}")
+    num_heads, num_kv_heads, key_dim, value_dim = shapes.pop()
+    names = {id(module): name for name, module in traced.named_modules()}
+    return TransformersPlan(
+        config=config,
+        architecture=architecture,
+        vocab_size=trace.vocab_size,
+        hidden_size=trace.hidden_size,
+        num_layers=len(trace.calls),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=max(key_dim, value_dim),
+        layers=tuple(
+            TracedLayer(names[id(call.module)], _window(call, architecture, model.max_model_len))
+            for call in trace.calls
+        ),
+        body=trace.body,
+        max_positions=model.max_model_len,
+    )
+
+
+# The configuration ----------------------------------------------------------------------------------------------------
+
+
+def _read_config(model: ModelConfig, hf: dict[str, Any]) -> Any:
+    architecture, kind = model.architecture, hf.get("model_type")
+    if hf.get("quantization_config") is not None:
+        method = hf["quantization_config"].get("quant_method", "unknown")
+        raise UnsupportedModelError(f"quantized weights ({method}) are not supported; use the original model")
+    if kind not in CONFIG_MAPPING:
+        if hf.get("auto_map"):
+            reason = "it needs the code in its folder (auto_map), and no code of a model is run"
+        elif kind is None:
+            reason = "config.json says no model_type"
+        else:
+            reason = f"this version of transformers knows no model_type {kind!r}"
+        raise refused(architecture, reason)
+    try:
+        with quiet():
+            return AutoConfig.from_pretrained(model.path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise CorruptModelError(f"{model.path}/config.json cannot be used: {error}") from error
+
+
+def _check_config(config: Any, architecture: str) -> None:
+    """What needs no look at the model."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise refused(architecture, "it is an encoder with a decoder; only decoders are served")
+    parts = [name for name in ("vision_config", "audio_config") if getattr(config, name, None) is not None]
+    if parts:
+        raise refused(
+            architecture, f"it takes more than text (config.json has {parts[0]}); only text models are served"
+        )
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    classes = () if known is None else (known,) if isinstance(known, str) else tuple(known)
+    if architecture not in classes:
+        instead = f"; of model_type {config.model_type!r}, {' and '.join(classes)} would be" if classes else ""
+        raise refused(architecture, f"it is no decoder for text generation{instead}")
+    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        raise refused(architecture, "its positions are ALiBi biases, which the paged attention does not add")
+    unknown = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
+    if unknown:
+        raise refused(
+            architecture, f"it has layers of type {sorted(unknown)[0]!r}; only full and sliding attention are served"
+        )
+
+
+# The trace ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of attention."""
+
+    module: torch.nn.Module
+    shape: tuple[int, int, int, int]
+    """Query heads, key/value heads, width of keys, width of values."""
+    mask: Any
+    """The mask function of transformers' `masking_utils`, or None if the mask was made in another way."""
+    arguments: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Trace:
+    """The notes of one forward."""
+
+    calls: list[Call] = field(default_factory=list)
+    body: str = ""
+    hidden_size: int = 0
+    vocab_size: int = 0
+
+
+_trace_under_way: ContextVar[Trace | None] = ContextVar("actorllm_trace", default=None)
+
+
+def _note_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    trace = _trace_under_way.get()
+    assert trace is not None
+    function = getattr(attention_mask, "actorllm_function", None)
+    shape = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
+    trace.calls.append(Call(module, shape, function, arguments))
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _note_mask(*, q_length: int, kv_length: int, mask_function: Any, **_: Any) -> torch.Tensor:
+    """A mask that only remembers what it was made of."""
+    mask = torch.empty(1, 1, q_length, kv_length, device="meta")
+    mask.actorllm_function = mask_function  # type: ignore[attr-defined]
+    return mask
+
+
+@torch.inference_mode()
+def _trace(model: Any, architecture: str) -> Trace:
+    """One forward on the meta device. Raises UnsupportedModelError."""
+    trace = Trace()
+    depth = 0
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def enter(module: torch.nn.Module, _: Any) -> None:
+        nonlocal depth
+        depth += 1
+
+    def leave(module: torch.nn.Module, _: Any, output: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if depth == 1 and not trace.body:  # the first thing that the outermost module calls
+            trace.body, trace.hidden_size = names[id(module)], _hidden(output).shape[-1]
+
+    hooks = [h for m in model.modules() for h in (m.register_forward_pre_hook(enter), m.register_forward_hook(leave))]
+    token = _trace_under_way.set(trace)
+    failure: Exception | None = None
+    try:
+        # A mask of ones keeps transformers from searching the positions for packed sequences, which needs their values.
+        with quiet(), torch.device("meta"):
+            ids = torch.zeros(1, TRACED_TOKENS, dtype=torch.long)
+            output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        trace.vocab_size = output.logits.shape[-1]
+    except Exception as error:
+        failure = error
+    finally:
+        _trace_under_way.reset(token)
+        for hook in hooks:
+            hook.remove()
+    _check_trace(trace, model, architecture, failure)
+    return trace
+
+
+def _hidden(output: Any) -> torch.Tensor:
+    hidden: torch.Tensor = output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
+    return hidden
+
+
+def _check_trace(trace: Trace, model: Any, architecture: str, failure: Exception | None) -> None:
+    calls = trace.calls
+    if not calls and failure is None:
+        raise refused(architecture, NO_INTERFACE)
+    if not calls and not model._supports_attention_backend:
+        raise refused(architecture, f"{NO_INTERFACE}, or it fails before ({type(failure).__name__}: {failure})")
+    if failure is not None:
+        raise refused(architecture, f"its forward depends on more than shapes: {type(failure).__name__}: {failure}")
+    num_modules, num_layers = len({id(call.module) for call in calls}), model.config.get_text_config().num_hidden_layers
+    if len(calls) != num_modules:
+        raise refused(architecture, f"its {num_modules} attention modules are called {len(calls)} times in one step")
+    if len(calls) != num_layers:
+        raise refused(architecture, f"it calls attention {len(calls)} times in one step, for {num_layers} layers")
+    for call in calls:
+        given = {name for name, value in call.arguments.items() if value is not None}
+        unknown = given - IGNORED - {"scaling", "sliding_window", "softcap", "s_aux"}
+        if unknown:
+            raise refused(architecture, f"its attention takes {sorted(unknown)[0]!r}, which ours does not know")
+        if not isinstance(call.arguments.get("scaling"), float | int | None):
+            raise refused(architecture, "the scale of its scores is computed in every step")
+    if "position_ids" not in inspect.signature(model.get_submodule(trace.body).forward).parameters:
+        raise refused(architecture, f"its {trace.body} takes no position_ids")
+
+
+def _window(call: Call, architecture: str, max_positions: int) -> int | None:
+    """What a layer sees, read off its mask at some positions. Raises UnsupportedModelError for any other pattern."""
+    if call.mask is None:
+        raise refused(architecture, "its attention mask is not one that transformers makes for all models")
+    windows = set()
+    for query in sorted(
+        {max_positions - 1, max_positions - 2, max_positions // 2, max_positions // 3, 1, 0} - {-1, -2}
+    ):
+        keys = torch.arange(query + 2)
+        zero, at = torch.tensor(0), torch.tensor(query)
+        visible = torch.as_tensor(call.mask(zero, zero, at, keys)).expand(len(keys))
+        seen = int(visible.sum())
+        if not seen or visible[-1] or not visible[query + 1 - seen : query + 1].all():
+            raise refused(architecture, "one of its layers is neither causal nor causal in a sliding window")
+        windows.add((query + 1, seen))
+    window = max(seen for _, seen in windows)
+    if any(seen != min(length, window) for length, seen in windows):
+        raise refused(architecture, "one of its layers attends within chunks, not in a sliding window")
+    return window if window < max_positions else None
+
+
+# The model ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Step:
+    """What the attention of every layer needs to know of the step under way."""
+
+    batches: dict[int | None, AttentionBatch]
+    """By sliding window."""
+    layers: dict[int, tuple[int, int | None]]
+    """Index and window, by the identity of the calling module."""
+    head_dim: int
+    dtype: torch.dtype
+    num_calls: int = 0
+
+
+_step_under_way: ContextVar[Step | None] = ContextVar("actorllm_step", default=None)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in every layer. query: [1, num_heads, num_tokens, width]; key and value alike.
+
+    Returns [1, num_tokens, num_heads, width of values].
+    """
+    step = _step_under_way.get()
+    if step is None:
+        raise EngineError("the paged attention was called outside of a step")
+    step.num_calls += 1
+    index, window = step.layers[id(module)]
+    width, out_width = query.shape[3], value.shape[3]
+    query, key, value = (_widened(x[0], step.head_dim, step.dtype) for x in (query, key, value))
+    scoring = Scoring(scaling if scaling is not None else width**-0.5, softcap, s_aux)
+    key_value = torch.cat((key, value)).transpose(0, 1)  # [num_tokens, 2 * num_kv_heads, head_dim]
+    out = step.batches[window].attend(index, query.transpose(0, 1), key_value, scoring)
+    return out.view(1, query.shape[1], query.shape[0], step.head_dim)[..., :out_width], None
+
+
+def _widened(heads: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+    heads = heads.to(dtype)
+    return heads if heads.shape[-1] == width else functional.pad(heads, (0, width - heads.shape[-1]))
+
+
+AttentionInterface.register(ATTENTION, paged_attention)
+AttentionInterface.register(TRACE, _note_attention)
+AttentionMaskInterface.register(TRACE, _note_mask)
+
+
+class Given(torch.nn.Module):
+    """Stands in for the body of a model whose hidden states are known, so that only the head is computed."""
+
+    output: Any
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self.output
+
+
+class TransformersDecoder:
+    """A loaded model with the surface of `decoder.Decoder`."""
+
+    def __init__(self, plan: TransformersPlan, model: Any) -> None:
+        """model: the transformers model, loaded; from now on it belongs to this object."""
+        self.config = plan
+        self.model = model.eval().requires_grad_(False)
+        self.dtype: torch.dtype = model.dtype
+        freeze_rope(model, plan.max_positions)
+        model.set_attn_implementation(ATTENTION)
+        self._layers = {id(model.get_submodule(y.module)): (i, y.window) for i, y in enumerate(plan.layers)}
+        self._body = model.get_submodule(plan.body)
+        self._given = Given()
+        self._output_kind: Callable[..., Any] | None = None
+        """Makes what the body returns of hidden states; known once the body has run."""
+        self._head = _with_part(model, plan.body.split("."), self._given)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.plan.num_kv_heads
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights that one decode step reads, experts that are not chosen included."""
+        head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        is_tied = head is not None and head.weight is embedding.weight
+        tensors = [p for p in self.model.parameters() if is_tied or p is not embedding.weight]
+        return sum(p.numel() * p.element_size() for p in tensors)
+
+    def forward(self, inputs: StepInputs, cache: KVCache) -> torch.Tensor:
+        """The hidden states before the head, [num_tokens, hidden_size]; keys and values go to the cache."""
+        fold = self.config.num_heads // self.config.num_kv_heads
+        writes = KVWrites(inputs, cache)
+        windows = dict.fromkeys(window for _, window in self._layers.values())
+        batches = {w: AttentionBatch(inputs, cache, writes, fold, w) for w in windows}
+        step = Step(batches, self._layers, cache.head_dim, self.dtype)
+        token = _step_under_way.set(step)
+        try:
+            output = self._body(
+                input_ids=torch.from_numpy(inputs.token_ids).unsqueeze(0),
+                position_ids=torch.from_numpy(inputs.positions).unsqueeze(0),
+                use_cache=False,
+            )
+        finally:
+            _step_under_way.reset(token)
+        if step.num_calls != self.config.num_layers:
+            raise EngineError(
+                f"attention was called {step.num_calls} times in a step of {self.config.num_layers} layers"
+            )
+        self._output_kind = type(output) if hasattr(output, "last_hidden_state") else None
+        return _hidden(output)[0]
+
+    def select(self, hidden: torch.Tensor, rows: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
+        """The final hidden states of some rows, [num_rows, hidden_size]."""
+        return hidden.index_select(0, torch.from_numpy(rows))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [num_rows, vocab_size] for what `select` returned: the model's own head, with its caps and scales."""
+        states = hidden.unsqueeze(0)
+        self._given.output = (states,) if self._output_kind is None else self._output_kind(last_hidden_state=states)
+        ids = torch.zeros(1, len(hidden), dtype=torch.long)
+        logits: torch.Tensor = self._head(input_ids=ids, use_cache=False).logits[0].float()
+        del self._given.output
+        return logits.contiguous()
+
+    @contextlib.contextmanager
+    def stock(self) -> Iterator[Any]:
+        """The model with transformers' own attention, meanwhile."""
+        self.model.set_attn_implementation("eager")
+        try:
+            yield self.model
+        finally:
+            self.model.set_attn_implementation(ATTENTION)
+
+
+def _with_part(module: torch.nn.Module, path: list[str], part: torch.nn.Module) -> torch.nn.Module:
+    """A copy that shares everything with the module but the part at this path."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    below = module._modules[path[0]]
+    assert below is not None
+    twin._modules[path[0]] = _with_part(below, path[1:], part) if len(path) > 1 else part
+    return twin
+
+
+def freeze_rope(model: Any, max_positions: int) -> None:
+    """Fix rotary frequencies that transformers would choose anew in every step, by the longest row of the batch.
+
+    A row's result must not depend on its neighbours. longrope: the long factors if sequences may get longer than the
+    original length, as vLLM does. dynamic: sequences do not get longer than max_position_embeddings, where it begins.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if not isinstance(kinds, str | dict):
+            continue
+        by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
+        frozen = {}
+        for layer_type, kind in by_layer.items():
+            frozen[layer_type] = "frozen" if kind == "longrope" or "dynamic" in kind else kind
+            if kind == "longrope":
+                _freeze_longrope(module, layer_type, max_positions)
+        module.rope_type = frozen if isinstance(kinds, dict) else frozen[None]
+
+
+def _freeze_longrope(module: Any, layer_type: str | None, max_positions: int) -> None:
+    parameters = module.config.rope_parameters
+    original = (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
+    if max_positions > original:
+        name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
+        of_layer = {} if layer_type is None else {"layer_type": layer_type}
+        buffer = getattr(module, name)
+        frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, buffer.device, seq_len=original + 1, **of_layer)
+        buffer.copy_(frequencies)
+
+
+# Weights --------------------------------------------------------------------------------------------------------------
+
+
+def load(
+    plan: TransformersPlan, model: ModelConfig, dtype: torch.dtype, show_progress: bool | None
+) -> TransformersDecoder:
+    """The model with its weights, checked against transformers' own attention. Raises ModelError."""
+    from actorllm.model.probe import probe
+
+    # Weights must be ordinary tensors: views of inference tensors cannot be made outside of inference mode.
+    with torch.inference_mode(False), torch.no_grad():
+        if model.load_format == "dummy":
+            loaded = _dummy(plan, model.seed, dtype)
+        else:
+            loaded = _from_checkpoint(plan, model, dtype, show_progress)
+        decoder = TransformersDecoder(plan, loaded)
+    probe(decoder)
+    return decoder
+
+
+def _from_checkpoint(plan: TransformersPlan, model: ModelConfig, dtype: torch.dtype, show_progress: bool | None) -> Any:
+    tensor_files(Path(model.path))  # raises what is wrong with the files
+    with quiet(shows_progress=progress_is_shown(show_progress)):
+        try:
+            loaded, found = AutoModel.from_pretrained(
+                model.path,
+                config=copy.deepcopy(plan.config),
+                dtype=dtype,
+                attn_implementation="eager",
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        except Exception as error:
+            raise CorruptModelError(f"{model.path}: the weights cannot be loaded: {error}") from error
+    missing, unexpected = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
+    if missing:
+        raise CorruptModelError(f"{model.path} has no tensor {missing[0]!r}, which this architecture needs")
+    if unexpected:
+        raise CorruptModelError(
+            f"{model.path} has a tensor {unexpected[0]!r} that this architecture does not know: config.json describes "
+            f"another model"
+        )
+    if found["mismatched_keys"]:
+        raise CorruptModelError(f"{model.path}: {sorted(found['mismatched_keys'])[0]} contradict config.json")
+    return loaded
+
+
+def _dummy(plan: TransformersPlan, seed: int, dtype: torch.dtype) -> Any:
+    """Random weights from a seed, scaled as `weights.DummyWeights` does: what is sampled depends on them."""
+    with quiet(), torch.random.fork_rng(devices=[]):
+        model = AutoModel.from_config(
+            copy.deepcopy(plan.config), dtype=dtype, attn_implementation="eager", trust_remote_code=False
+        )
+    outer = {
+        id(part.weight) for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part is not None
+    }
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + stable_hash(name)) % 2**63)
+        if parameter.ndim < 2:  # a norm or a bias: near what the architecture starts it with
+            parameter.add_(torch.empty_like(parameter).normal_(0.0, 0.1, generator=generator))
+        else:
+            gain = 3.0 if id(parameter) in outer else 1.0
+            parameter.normal_(0.0, gain / parameter.shape[-1] ** 0.5, generator=generator)
+    return model
+
+
+@contextlib.contextmanager
+def quiet(shows_progress: bool = False) -> Iterator[None]:
+    """transformers says nothing but errors, and shows its bars only if wanted."""
+    level, had_progress = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    switch: Callable[[], None] = hf_logging.enable_progress_bar if shows_progress else hf_logging.disable_progress_bar
+    switch()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        switch = hf_logging.enable_progress_bar if had_progress else hf_logging.disable_progress_bar
+        switch()
