@@ -103,8 +103,13 @@ def info(model: str = "storyteller", /) -> None:
     from actorllm.config import EngineConfig, read_model_folder
     from actorllm.model.registry import model_plan, way_of
 
-    config = EngineConfig.from_arguments(model)
     path, hf = read_model_folder(model)
+    length: int | None = None
+    try:
+        config = EngineConfig.from_arguments(model)
+        length = config.model.max_model_len
+    except ConfigError:  # no length is said: what is wrong with the model beside that comes first
+        config = EngineConfig.from_arguments(model, max_model_len=1)
     plan = model_plan(config.model, hf)  # raises what the worker would
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     rows = {
@@ -116,7 +121,7 @@ def info(model: str = "storyteller", /) -> None:
         "hidden size": plan.hidden_size,
         "heads": f"{plan.num_heads} query, {plan.num_kv_heads} key/value",
         "vocabulary": config.model.vocab_size,
-        "longest sequence": config.model.max_model_len,
+        "longest sequence": length or "not said by the model; set max_model_len",
         "end of text": ", ".join(map(str, config.model.eos_token_ids)) or "none",
         "dtype": config.model.dtype,
         "weights": f"{size / 1e6:.1f} MB" if size else "none in the folder",

@@ -539,6 +539,7 @@ def _from_checkpoint(plan: TransformersPlan, model: ModelConfig, dtype: torch.dt
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # they are in the loading info, by name
                 output_loading_info=True,
             )
         except Exception as error:
@@ -552,7 +553,10 @@ def _from_checkpoint(plan: TransformersPlan, model: ModelConfig, dtype: torch.dt
             f"another model"
         )
     if found["mismatched_keys"]:
-        raise CorruptModelError(f"{model.path}: {sorted(found['mismatched_keys'])[0]} contradict config.json")
+        name, shape, wanted = min(found["mismatched_keys"])
+        raise CorruptModelError(
+            f"{model.path}: tensor {name!r} has shape {tuple(shape)}, config.json asks for {tuple(wanted)}"
+        )
     return loaded
 
 
