@@ -21,9 +21,9 @@ from actorllm.model.decoder import Decoder, DecoderConfig
 from actorllm.model.inputs import StepInputs
 from actorllm.model.llama import llama_config
 from actorllm.model.mistral import mistral_config
+from actorllm.model.parallel import Ranks
 from actorllm.model.qwen2 import qwen2_config
 from actorllm.model.qwen3 import qwen3_config
-from actorllm.model.parallel import Ranks
 from actorllm.model.weights import CheckpointWeights, DummyWeights
 
 if TYPE_CHECKING:

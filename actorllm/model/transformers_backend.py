@@ -411,7 +411,7 @@ class TransformersDecoder:
 
     @property
     def num_kv_heads(self) -> int:
-        return self.plan.num_kv_heads
+        return self.config.num_kv_heads
 
     @property
     def num_bytes(self) -> int:
