@@ -37,8 +37,8 @@ class Recorder(DummyWeights):
         super().__init__(7, torch.float32)
         self.tensors: dict[str, torch.Tensor] = {}
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
-        self.tensors[name] = super().take(name, *shape)
+    def take(self, name: str, *shape: int, **part: slice) -> torch.Tensor:
+        self.tensors[name] = super().take(name, *shape, **part)
         return self.tensors[name].clone()
 
 
