@@ -81,6 +81,10 @@ class SchedulerConfig:
     policy: str
     long_prefill_token_threshold: int = 0
     """At most this many tokens of one prompt per step; 0: as many as the step has room for."""
+    max_num_partial_prefills: int = 1
+    """At most this many prompts at a time that are too long for what is left of a step."""
+    watermark: float = 0.01
+    """Share of the KV blocks that admissions leave free for the growth of those who run."""
     num_lookahead_tokens: int = 0
     """Extra KV room per decode row, for results of more than one token."""
 
@@ -190,6 +194,8 @@ class EngineConfig:
                 long_prefill_token_threshold=_not_negative(
                     "long_prefill_token_threshold", given["long_prefill_token_threshold"]
                 ),
+                max_num_partial_prefills=_positive("max_num_partial_prefills", given["max_num_partial_prefills"]),
+                watermark=_watermark(given["watermark"]),
             ),
             topology=_choice("topology", given["topology"], ("process", "inline")),
             world_size=_world_size(given["tensor_parallel_size"], text),
@@ -220,6 +226,8 @@ ARGUMENTS: dict[str, Any] = {
     "async_scheduling": None,
     "scheduling_policy": "fcfs",
     "long_prefill_token_threshold": 0,
+    "max_num_partial_prefills": 1,
+    "watermark": 0.01,
     "tensor_parallel_size": 1,
     "trust_remote_code": False,
     "generation_config": "auto",
@@ -250,6 +258,7 @@ VLLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "disable_log_requests": (True, False),
     "enable_log_requests": (False,),
     "enable_chunked_prefill": (None, True),
+    "max_long_partial_prefills": (1,),
     "enable_lora": (False, None),
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
@@ -462,6 +471,12 @@ def _fraction(name: str, value: Any) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise ConfigError(f"{name}={value!r} must be more than 0 and at most 1")
+    return float(value)
+
+
+def _watermark(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ConfigError(f"watermark={value!r} must be at least 0 and less than 1")
     return float(value)
 
 

@@ -190,6 +190,8 @@ class SchedulerActor(Actor):
             "depth": config.scheduler.depth,
             "num_lookahead_tokens": config.scheduler.num_lookahead_tokens,
             "enable_prefix_caching": config.cache.enable_prefix_caching,
+            "max_num_partial_prefills": config.scheduler.max_num_partial_prefills,
+            "watermark": config.scheduler.watermark,
             "prefill_chunk": config.scheduler.long_prefill_token_threshold or None,
         }
         if config.record is None:

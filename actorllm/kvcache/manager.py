@@ -111,9 +111,12 @@ class KVCacheManager:
             self._release()
         self.pool.share(blocks)
 
-    def num_exclusive(self, slot: int) -> int:
-        """How many blocks are free once this slot is emptied."""
-        return self.pool.num_exclusive(self.tables[0, slot, : self.num_blocks[slot]])
+    def num_exclusive(self, slot: int, besides: I32 = NO_I32) -> int:
+        """How many blocks are free once this slot is emptied; besides: not counting these."""
+        blocks = self.tables[0, slot, : self.num_blocks[slot]]
+        if besides.size:
+            blocks = blocks[~np.isin(blocks, besides)]
+        return self.pool.num_exclusive(blocks)
 
     def extend(self, slots: I32) -> I32:
         """One more block for each of these slots, in their order; the caller has checked `num_free`. Returns them."""

@@ -15,7 +15,7 @@ import enum
 import heapq
 import importlib
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -42,6 +42,10 @@ class Limits:
     max_model_len: int
     prefill_chunk: int | None = None
     """At most this many tokens of one prompt."""
+    max_partial_prefills: int = 1
+    """At most this many prompts at a time that do not fit into what is left of a step."""
+    headroom_blocks: int = 0
+    """Blocks that an admission leaves free for the growth of those who run, if anybody does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,7 @@ class View(Protocol):
         ...
 
     @property
-    def prefilling(self) -> Iterable[Sequence]:
+    def prefilling(self) -> Collection[Sequence]:
         """Admitted requests whose prompt is not computed to the end, in order of admission."""
         ...
 
@@ -191,6 +195,14 @@ class KeyPolicy:
         """The running request with the highest key loses its blocks first."""
         return (*self.key(sequence, view), sequence.arrival_index)
 
+    def preempt_for(self, sequence: Sequence, victim: Sequence, view: View) -> bool:
+        """Whether a waiting request may displace a running one, when slots, blocks or tokens are out.
+
+        Asked for the request that is next in line. Who is displaced keeps its tokens, waits again, and finds what it has
+        computed in the prefix cache while that lasts. Must not be true of a pair both ways round, or they take turns.
+        """
+        return False
+
     def wake_at(self, view: View) -> float:
         return math.inf
 
@@ -210,12 +222,96 @@ DECODE_ONLY = Decision()
 """The decision of a steady step: everybody decodes, nothing else happens. Never changed."""
 
 
+MAX_PASSED = 16
+"""How many long prompts that wait a step passes over to find a short one behind them."""
+
 NUM_STALE = 64
 """Entries of ended requests that the waiting heap may hold before it is cleaned."""
 
 
+class Room:
+    """What is left of one step while it is packed.
+
+    A prompt that cannot be finished in this step is long. It does not keep the short ones behind it waiting: up to half of
+    the tokens that it finds go to those that can be finished, and it gets the other half and what they leave over. At most
+    `max_partial` long prompts are worked on in a step; the others wait their turn, as first come, first served wants it.
+    """
+
+    __slots__ = ("_chunk", "_long", "_max_partial", "_others", "_sizes", "blocks", "slots", "tokens")
+
+    def __init__(self, tokens: int, chunk: int, max_partial: int) -> None:
+        self.tokens = tokens
+        self.slots = 0
+        self.blocks = 0
+        self._chunk = chunk
+        self._max_partial = max_partial
+        self._others = tokens
+        """What those behind a long prompt may have; no limit before there is one."""
+        self._sizes: dict[Sequence, int] = {}
+        self._long: dict[Sequence, int] = {}
+
+    @property
+    def left(self) -> int:
+        """Tokens for the next one in line."""
+        return min(self.tokens, self._others)
+
+    @property
+    def has_long(self) -> bool:
+        return bool(self._long)
+
+    def has(self, sequence: Sequence) -> bool:
+        return sequence in self._sizes
+
+    def take_from(self, victim: Sequence, sequence: Sequence, view: View) -> None:
+        """A running request gives up its place in the step for another one."""
+        is_decoding = int(view.batch.is_decoding[victim.slot])
+        self.tokens += is_decoding
+        self._others += is_decoding
+        self.slots += 1
+        self.blocks += view.kv.num_exclusive(victim.slot, sequence.hits)
+
+    def fits(self, sequence: Sequence, remaining: int, num_more: int = 0) -> bool:
+        """Whether `serve` would give a prompt tokens, if there were so many more of them."""
+        left = self.left + num_more
+        if left <= 0:
+            return False
+        if sequence.is_whole:
+            return remaining <= left
+        return not self._is_long(remaining, left) or len(self._long) < self._max_partial
+
+    def _is_long(self, remaining: int, left: int) -> bool:
+        wanted = min(remaining, self._chunk)
+        return wanted > left or (wanted < remaining and 2 * wanted > left)
+
+    def serve(self, sequence: Sequence, remaining: int) -> bool:
+        """Whether a prompt gets tokens in this step. How many a long one gets is settled by `chunks`."""
+        if not self.fits(sequence, remaining):
+            return False
+        wanted = remaining if sequence.is_whole else min(remaining, self._chunk)
+        left = self.left
+        if not sequence.is_whole and self._is_long(remaining, left):
+            self._long[sequence] = wanted
+            self._sizes[sequence] = 0
+            self._others = left // 2
+            return True
+        self._sizes[sequence] = wanted
+        self.tokens -= wanted
+        self._others -= wanted
+        return True
+
+    def chunks(self) -> list[tuple[Sequence, int]]:
+        """(request, tokens) in the order in which they were served."""
+        num_left = len(self._long)
+        for sequence, wanted in self._long.items():
+            size = min(wanted, -(-self.tokens // num_left))
+            num_left -= 1
+            self._sizes[sequence] = size
+            self.tokens -= size
+        return list(self._sizes.items())
+
+
 class KeyPlanner:
-    """Packs steps in the order of a KeyPolicy: decode rows first, then started prompts, then admissions.
+    """Packs steps in the order of a KeyPolicy: decode rows first, then prompts, started ones and admissions (`Room`).
 
     Waiting requests are in a heap by key. An entry is stale when its request no longer waits, and is skipped when it
     comes up; when a key's horizon passes, the heap is rebuilt.
@@ -226,13 +322,15 @@ class KeyPlanner:
         self._heap: list[tuple[SortKey, int, int, Sequence]] = []
         self._pushes = 0
         self._valid_until = math.inf
+        self._can_displace = type(policy).preempt_for is not KeyPolicy.preempt_for
+        self._hopeless: Sequence | None = None
+        """Nobody who runs would give way to this one; true until somebody else is admitted."""
 
     def plan(self, view: View) -> Decision:
         policy = self.policy
         mask = policy.decode_mask(view)
         wake_at = policy.wake_at(view)
-        prefilling = view.prefilling
-        if not prefilling and not view.num_waiting and view.num_growing <= view.kv.num_free:
+        if not view.prefilling and not view.num_waiting and view.num_growing <= view.kv.num_free:
             if mask is None and wake_at == math.inf:
                 return DECODE_ONLY
             return Decision(decode=mask, wake_at=wake_at)
@@ -240,11 +338,10 @@ class KeyPlanner:
         num_growing, num_decode = self._make_room(decision, view)
         budget = policy.budget(view)
         tokens = min(budget.tokens, view.limits.max_tokens) - num_decode
-        chunk = budget.prefill_chunk or tokens
-        for sequence in self._in_order(prefilling, decision, view):
-            tokens -= self._chunk(sequence, view.remaining(sequence), tokens, chunk, decision)
-        if not decision.preempt:  # who was admitted right after somebody had to go would only thrash
-            self._admit(decision, view, tokens, chunk, view.kv.num_free - num_growing)
+        room = Room(tokens, budget.prefill_chunk or tokens, view.limits.max_partial_prefills)
+        room.slots = view.batch.num_free_slots
+        room.blocks = view.kv.num_free - num_growing
+        self._fill(room, decision, view)
         return decision
 
     def _make_room(self, decision: Decision, view: View) -> tuple[int, int]:
@@ -266,45 +363,90 @@ class KeyPlanner:
             num_growing -= int((growing == victim.slot).any())
         return num_growing, num_decode
 
-    def _in_order(self, prefilling: Iterable[Sequence], decision: Decision, view: View) -> list[Sequence]:
-        ready = [s for s in prefilling if s not in decision.preempt]
-        if len(ready) > 1:
-            ready.sort(key=lambda s: (self.policy.key(s, view), s.arrival_index))
-        return ready
-
-    @staticmethod
-    def _chunk(sequence: Sequence, remaining: int, tokens: int, chunk: int, decision: Decision) -> int:
-        """Put as much of a prompt as fits into the step; returns how much that was."""
-        size = min(remaining, tokens) if sequence.is_whole else min(remaining, tokens, chunk)
-        if size <= 0 or (size < remaining and sequence.is_whole):
-            return 0
-        decision.prefill.append((sequence, size))
-        return size
-
-    def _admit(self, decision: Decision, view: View, tokens: int, chunk: int, free_blocks: int) -> None:
-        """Admit waiting requests while tokens, slots and blocks last. A request is admitted with all blocks of its prompt."""
-        slots = view.batch.num_free_slots
+    def _fill(self, room: Room, decision: Decision, view: View) -> None:
+        """Started prompts and waiting requests in the order of their keys; of equal keys, the started ones first."""
+        if not view.num_waiting and len(view.prefilling) == 1:
+            (sequence,) = view.prefilling
+            if sequence not in decision.preempt:
+                room.serve(sequence, view.remaining(sequence))
+            decision.prefill = room.chunks()
+            return
+        started = [(self.policy.key(s, view), s.arrival_index, s) for s in view.prefilling if s not in decision.preempt]
+        started.sort(key=lambda entry: entry[:2], reverse=True)
         skipped: list[tuple[SortKey, int, int, Sequence]] = []
-        while tokens > 0 and slots > 0:
-            sequence = self._peek(view)
-            if sequence is None:
-                break
-            blocks = view.admission_blocks(sequence)
-            verdict = self.policy.admit(sequence, view) if blocks <= free_blocks else Admit.WAIT
-            if verdict is Admit.WAIT:
-                break
-            if verdict is Admit.SKIP:
-                skipped.append(heapq.heappop(self._heap))
+        num_passed = 0
+        is_open = True
+        while True:
+            head = self._peek(view) if is_open else None
+            if started and (head is None or started[-1][0] <= self._heap[0][0]):
+                sequence = started.pop()[-1]
+                if sequence not in decision.preempt:  # it may have given way meanwhile
+                    room.serve(sequence, view.remaining(sequence))
                 continue
-            used = self._chunk(sequence, view.remaining(sequence), tokens, chunk, decision)
-            if not used:
+            if head is None:
                 break
-            heapq.heappop(self._heap)
-            tokens -= used
-            slots -= 1
-            free_blocks -= blocks
+            verdict = self._admit(head, room, decision, view)
+            if verdict is Admit.WAIT:
+                is_open = False
+                continue
+            entry = heapq.heappop(self._heap)
+            if verdict is Admit.SKIP:
+                skipped.append(entry)
+                num_passed += room.has_long
+                is_open = num_passed < MAX_PASSED
         for entry in skipped:
             heapq.heappush(self._heap, entry)
+        decision.prefill = room.chunks()
+
+    def _admit(self, sequence: Sequence, room: Room, decision: Decision, view: View) -> Admit:
+        """Whether a waiting request gets a slot, all blocks of its known tokens and a first chunk in this step."""
+        if decision.preempt and not any(self.policy.preempt_for(sequence, victim, view) for victim in decision.preempt):
+            return Admit.WAIT  # who was admitted right after somebody of its rank had to go would only thrash
+        is_full = room.left <= 0 or room.slots <= 0
+        if is_full and not self._can_displace:
+            return Admit.WAIT
+        blocks = view.admission_blocks(sequence)
+        headroom = view.limits.headroom_blocks if room.slots < view.limits.max_seqs else 0
+        victims: list[Sequence] = []
+        if is_full or blocks + headroom > room.blocks:
+            victims = self._who_gives_way(sequence, blocks, headroom, room, decision, view)
+            if not victims:
+                return Admit.WAIT
+        verdict = self.policy.admit(sequence, view)
+        if verdict is not Admit.ADMIT:
+            return verdict
+        remaining = view.remaining(sequence)
+        if not room.fits(sequence, remaining, sum(bool(view.batch.is_decoding[victim.slot]) for victim in victims)):
+            return Admit.SKIP if room.has_long and not sequence.is_whole else Admit.WAIT
+        for victim in victims:
+            room.take_from(victim, sequence, view)
+            decision.preempt.append(victim)
+        room.serve(sequence, remaining)
+        room.slots -= 1
+        room.blocks -= blocks
+        return Admit.ADMIT
+
+    def _who_gives_way(
+        self, sequence: Sequence, blocks: int, headroom: int, room: Room, decision: Decision, view: View
+    ) -> list[Sequence]:
+        """The running requests that make room for a waiting one, the highest victim key first; none if not enough."""
+        if not self._can_displace or self._hopeless is sequence:
+            return []
+        less_urgent = [s for s in view.running() if self.policy.preempt_for(sequence, s, view)]
+        if not less_urgent and self.policy.key_horizon(sequence, view) == math.inf:
+            self._hopeless = sequence
+        allowed = [s for s in less_urgent if s not in decision.preempt and not room.has(s)]
+        allowed.sort(key=lambda s: self.policy.victim_key(s, view))
+        victims: list[Sequence] = []
+        tokens, slots, free = room.left, room.slots, room.blocks
+        needed = view.remaining(sequence) if sequence.is_whole else 1
+        while allowed and (tokens < needed or slots <= 0 or blocks + headroom > free):
+            victim = allowed.pop()
+            victims.append(victim)
+            tokens += int(view.batch.is_decoding[victim.slot])
+            slots += 1
+            free += view.kv.num_exclusive(victim.slot, sequence.hits)
+        return victims if tokens >= needed and slots > 0 and blocks <= free else []
 
     def _peek(self, view: View) -> Sequence | None:
         """The next waiting request; it stays in the heap."""
@@ -335,6 +477,7 @@ class KeyPlanner:
             self.policy.on_arrival(sequence, view)
 
     def on_admit(self, sequence: Sequence, view: View) -> None:
+        self._hopeless = None
         self.policy.on_admit(sequence, view)
 
     def on_refusal(self, sequence: Sequence, view: View) -> None:
@@ -350,7 +493,10 @@ class KeyPlanner:
         self.policy.on_step(done, view)
 
 
-POLICIES: dict[str, str] = {"fcfs": "actorllm.scheduling.policies.fcfs:Fcfs"}
+POLICIES: dict[str, str] = {
+    "fcfs": "actorllm.scheduling.policies.fcfs:Fcfs",
+    "priority": "actorllm.scheduling.policies.priority:Priority",
+}
 """Built-in policies by name. Any other is named as 'module:Class'."""
 
 

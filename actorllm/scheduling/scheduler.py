@@ -127,6 +127,8 @@ class Scheduler:
         num_lookahead_tokens: int = 0,
         prefill_chunk: int | None = None,
         enable_prefix_caching: bool = True,
+        max_num_partial_prefills: int = 1,
+        watermark: float = 0.0,
     ) -> None:
         spare = num_lookahead_tokens * depth
         if num_blocks * block_size < max_model_len + spare:
@@ -138,7 +140,14 @@ class Scheduler:
                 f"num_lookahead_tokens={num_lookahead_tokens} x depth={depth} must be less than block_size={block_size}"
             )
         self.now = 0.0
-        self.limits = Limits(max_num_batched_tokens, max_num_seqs, max_model_len, prefill_chunk)
+        self.limits = Limits(
+            max_num_batched_tokens,
+            max_num_seqs,
+            max_model_len,
+            prefill_chunk,
+            max_num_partial_prefills,
+            int(watermark * num_blocks),
+        )
         self.batch = Batch(max_num_seqs)
         self.kv = KVCacheManager(num_blocks, block_size, max_num_seqs, max_model_len + spare, enable_prefix_caching)
         self.ledger = Ledger(depth)
