@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.config import EngineConfig
 from actorllm.engine import AttachedEngine, Engine, Prompt
-from actorllm.errors import RequestError
+from actorllm.errors import InvalidParameterError, RequestError, nearest_name
 from actorllm.request import RequestOutput, RequestOutputKind, SamplingParams
+from actorllm.scheduling.pause import PAUSE_MODES, PauseMode
 from actorllm.slo.objective import SLO
 from actorllm.stream import RequestStream, TextStream
 from actorllm.text.chat import ContentFormat, Conversation, Message
@@ -177,6 +179,31 @@ class AsyncLLM:
             return True
         asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
         return bool(await HostLoop.current().result_of(asked))
+
+    async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        """Start no request until `resume_generation`; returns when nothing is going on any more (to change weights).
+
+        Requests are taken meanwhile, and wait. Those from before: "abort" ends them, each with a final output; "wait"
+        lets those that have started finish; "keep" leaves them where they are. clear_cache: all KV is forgotten, and
+        what "keep" left is computed again from its tokens.
+        """
+        if mode not in PAUSE_MODES:
+            raise InvalidParameterError(
+                f"mode={mode!r} must be one of {', '.join(map(repr, PAUSE_MODES))}{nearest_name(str(mode), PAUSE_MODES)}"
+            )
+        await self.start()  # behind every request of before, which the intake may still be working on
+        asked = self._engine.ask_scheduler("pause_generation", timeout=math.inf, mode=mode, clear_cache=clear_cache)
+        await HostLoop.current().result_of(asked)
+
+    async def resume_generation(self) -> None:
+        """Go on after `pause_generation`; nothing happens where there was none."""
+        if not self._engine.is_new:
+            await HostLoop.current().result_of(self._engine.ask_scheduler("resume_generation"))
+
+    async def is_paused(self) -> bool:
+        if self._engine.is_new:
+            return False
+        return bool(await HostLoop.current().result_of(self._engine.ask_scheduler("is_paused")))
 
     def shutdown(self, timeout: float = 5.0) -> None:
         """Stop everything and wait for it; open streams end with EngineShutdownError. Idempotent, from any thread."""

@@ -11,11 +11,12 @@ import logging
 import math
 import struct
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
+import anyio
 import numpy as np
 
 from actorllm.actors.actor import Actor
@@ -42,6 +43,7 @@ from actorllm.messages import (
     pack,
 )
 from actorllm.ring.codec import encode
+from actorllm.scheduling.pause import PauseState
 from actorllm.scheduling.policy import load_policy
 from actorllm.scheduling.recording import Entry, RecordedScheduler
 from actorllm.scheduling.scheduler import NOTHING, End, Events, Scheduler
@@ -137,6 +139,9 @@ class SchedulerActor(Actor):
     VERBS = (
         *Actor.VERBS,
         "reset_prefix_cache",
+        "pause_generation",
+        "resume_generation",
+        "is_paused",
         "start_timeline",
         "take_timeline",
         "worker_statistics",
@@ -159,6 +164,7 @@ class SchedulerActor(Actor):
         self._late_plans: deque[StepPlan] = deque()
         self._full: dict[int, Outlet] = {}
         self._retry_s = RETRY_S
+        self._drained: anyio.Event | None = None
         self._timeline: Timeline | None = None
         self._tokenizer: Tokenizer | None = None
         self._pacing = Pacing()
@@ -297,6 +303,7 @@ class SchedulerActor(Actor):
                 if plan is None:
                     break
                 self._launch(plan)
+            self._tell_if_drained()
             if not self._results:
                 await self.wait(self._next_deadline())
                 if self._full:
@@ -506,6 +513,15 @@ class SchedulerActor(Actor):
                 self.scheduler.reset_prefix_cache(now(), bool(arguments.get("reset_running_requests")))
                 self.wake()
                 return True
+            case "pause_generation":
+                return self._pause(arguments["mode"], bool(arguments["clear_cache"]))
+            case "resume_generation":
+                self.scheduler.resume(now())
+                self._tell_if_drained()
+                self.wake()
+                return True
+            case "is_paused":
+                return self.scheduler.pause_state is not PauseState.RUNNING
             case "start_timeline":
                 self._timeline = Timeline()
                 return True
@@ -518,6 +534,31 @@ class SchedulerActor(Actor):
             case "start_profile" | "stop_profile":
                 return self._ask_workers(verb, **arguments)
         return super().answer(verb, arguments)
+
+    def _pause(self, mode: str, clear_cache: bool) -> Awaitable[bool]:
+        self._take_inbox()  # what was sent before is from before
+        ends = self.scheduler.pause(mode, now())
+        if ends:
+            self._send(*self._render(Events(NOTHING.sequences, NO_I32, NO_I32, ends=tuple(ends))))
+        if self._drained is None:
+            self._drained = anyio.Event()
+        self.wake()
+        return self._finish_pause(self._drained, clear_cache)
+
+    async def _finish_pause(self, drained: anyio.Event, clear_cache: bool) -> bool:
+        """Wait until nothing is going on. False: generation was resumed before that."""
+        await drained.wait()
+        if self.scheduler.pause_state is PauseState.RUNNING:
+            return False
+        if clear_cache:
+            self.scheduler.reset_prefix_cache(now(), reset_running_requests=True)
+        return True
+
+    def _tell_if_drained(self) -> None:
+        scheduler = self.scheduler
+        if self._drained is not None and (scheduler.is_drained or scheduler.pause_state is PauseState.RUNNING):
+            self._drained.set()
+            self._drained = None
 
     async def _ask_workers(self, verb: str, **arguments: Any) -> list[Any]:
         return await self.ask_all(self._workers, verb, **arguments)

@@ -117,7 +117,13 @@ class View(Protocol):
         ...
 
     @property
-    def num_waiting(self) -> int: ...
+    def num_waiting(self) -> int:
+        """How many of those that wait may get a slot."""
+        ...
+
+    def may_start(self, sequence: Sequence) -> bool:
+        """Whether a waiting request may get a slot: not while the engine is paused, unless it has had one before."""
+        ...
 
     @property
     def num_in_flight(self) -> int:
@@ -400,6 +406,8 @@ class KeyPlanner:
 
     def _admit(self, sequence: Sequence, room: Room, decision: Decision, view: View) -> Admit:
         """Whether a waiting request gets a slot, all blocks of its known tokens and a first chunk in this step."""
+        if not view.may_start(sequence):
+            return Admit.SKIP
         if decision.preempt and not any(self.policy.preempt_for(sequence, victim, view) for victim in decision.preempt):
             return Admit.WAIT  # who was admitted right after somebody of its rank had to go would only thrash
         is_full = room.left <= 0 or room.slots <= 0

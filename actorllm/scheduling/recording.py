@@ -55,6 +55,14 @@ class RecordedScheduler(Scheduler):
         self._sink(("reset_prefix_cache", now, reset_running_requests))
         super().reset_prefix_cache(now, reset_running_requests)
 
+    def pause(self, mode: str, now: float) -> list[End]:
+        self._sink(("pause", now, mode))
+        return super().pause(mode, now)
+
+    def resume(self, now: float) -> None:
+        self._sink(("resume", now, None))
+        super().resume(now)
+
     def finish(self, stops: Iterable[tuple[Sequence, FinishReason, int | str | None]], now: float) -> list[End]:
         stops = list(stops)
         if stops:
@@ -83,6 +91,10 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[StepPlan]
                 scheduler.fail(argument, now)
             case "reset_prefix_cache":
                 scheduler.reset_prefix_cache(now, argument)
+            case "pause":
+                scheduler.pause(argument, now)
+            case "resume":
+                scheduler.resume(now)
             case "finish":
                 stops = [(scheduler.sequence((f, rid)), reason, stop) for (f, rid), reason, stop in argument]
                 scheduler.finish([(s, reason, stop) for s, reason, stop in stops if s is not None], now)

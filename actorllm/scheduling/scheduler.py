@@ -6,6 +6,7 @@
     fail(failure, now)         a step raised: it and the later ones in flight are void
     finish(stops, now)         ends that the text layer found (stop strings), before the next schedule()
     reset_prefix_cache(now)    nothing that was computed until now is found by later requests
+    pause(mode, now), resume   requests are taken all the time, and none of them is started while paused
 
 Pure: the same calls with the same arguments give the same plans (`recording` shows it). Cost follows change: a steady
 decode step touches numpy columns only; Python runs per request at arrival, admission, preemption and end.
@@ -35,6 +36,7 @@ from actorllm.messages import I32, NO_I32, StepFailed, StepPlan, StepResult, Sub
 from actorllm.request import FinishReason
 from actorllm.scheduling.batch import ONE, Batch, Rows
 from actorllm.scheduling.ledger import Ledger, StepRecord
+from actorllm.scheduling.pause import PAUSE_MODES, PauseState
 from actorllm.scheduling.plan import PlanBuilder
 from actorllm.scheduling.policy import Limits, PlanPolicy, StepDone
 from actorllm.scheduling.sequence import Key, Sequence, State
@@ -104,6 +106,7 @@ class SchedulerStatistics:
     num_refused_decisions: int
     """Parts of a policy's decisions that did not fit and were left out."""
     blocked_on: dict[str, int]
+    pause_state: str
     kv: KVCacheStatistics
     prefix_cache: PrefixCacheStatistics | None
     """None: there is none."""
@@ -162,6 +165,9 @@ class Scheduler:
         self._builder = PlanBuilder()
         self._alive: dict[Key, Sequence] = {}
         self._waiting: set[Sequence] = set()
+        self._resuming: set[Sequence] = set()
+        """Those of the waiting that were preempted."""
+        self.pause_state = PauseState.RUNNING
         self._blocked: set[Sequence] = set()
         self._preempted: list[Sequence] = []
         self._displaced: set[Sequence] = set()
@@ -269,6 +275,30 @@ class Scheduler:
         self._wait(sequence)
         return None
 
+    def pause(self, mode: str, now: float) -> list[End]:
+        """Start no request from now on (`PAUSE_MODES` says what becomes of the others). Returns those that end here."""
+        if mode not in PAUSE_MODES:
+            raise ValueError(f"pause mode {mode!r} must be one of {', '.join(map(repr, PAUSE_MODES))}")
+        self.now = now
+        self.pause_state = PauseState.NOTHING_NEW if mode == "wait" else PauseState.NOTHING
+        self.wake_at = math.inf
+        return self.abort(list(self._alive), now) if mode == "abort" else []
+
+    def resume(self, now: float) -> None:
+        self.now = now
+        self.pause_state = PauseState.RUNNING
+
+    @property
+    def is_drained(self) -> bool:
+        """Paused, and nothing is going on any more."""
+        if self.pause_state is PauseState.RUNNING or len(self.ledger):
+            return False
+        is_idle = self.batch.num_free_slots == self.limits.max_seqs and not self._preempted and not self._resuming
+        return is_idle or self.pause_state is PauseState.NOTHING
+
+    def may_start(self, sequence: Sequence) -> bool:
+        return self.pause_state is PauseState.RUNNING or sequence in self._resuming
+
     def _wait(self, sequence: Sequence) -> None:
         sequence.state = State.WAITING
         self._waiting.add(sequence)
@@ -279,11 +309,11 @@ class Scheduler:
     @property
     def has_room(self) -> bool:
         """Whether a step may be planned now. Whether there is one to plan, only `schedule` tells."""
-        return self.ledger.has_room and bool(self._alive)
+        return self.ledger.has_room and bool(self._alive) and self.pause_state is not PauseState.NOTHING
 
     def schedule(self, now: float) -> StepPlan | None:
         """Plan and record the next step; None when there is nothing to compute."""
-        if not self.ledger.has_room:
+        if not self.ledger.has_room or self.pause_state is PauseState.NOTHING:
             return None
         self.now = now
         self._find_decode_rows()
@@ -382,6 +412,10 @@ class Scheduler:
             is_waiting = sequence.state is State.WAITING
             if is_waiting and sequence in self._displaced:  # it lost its slot after the decision was made
                 continue
+            if is_waiting and not self.may_start(sequence):
+                self._num_refused += 1
+                self.policy.on_refusal(sequence, self)
+                continue
             remaining = self._remaining_if_any(sequence)
             wanted, size = size, min(size, remaining, self.limits.max_tokens - num_tokens)
             self._num_refused += size < wanted
@@ -424,6 +458,7 @@ class Scheduler:
     def _start(self, sequence: Sequence) -> None:
         """A waiting request gets a slot. Its blocks follow: all that start in one step are filled together."""
         self._waiting.discard(sequence)
+        self._resuming.discard(sequence)
         sequence.state = State.RUNNING
         sequence.num_published = sequence.hits.size
         sequence.num_done = sequence.num_published * self.kv.block_size
@@ -458,6 +493,7 @@ class Scheduler:
             if ready:
                 self._preempted = [s for s in self._preempted if s.last_step > done]
                 for sequence in ready:
+                    self._resuming.add(sequence)
                     self._wait(sequence)
 
     # The prefix cache -------------------------------------------------------------------------------------------------
@@ -782,6 +818,7 @@ class Scheduler:
             self._preempted.remove(sequence)
         self._tokenless.discard(sequence)
         self._waiting.discard(sequence)
+        self._resuming.discard(sequence)
         self._blocked.discard(sequence)
         sequence.state = State.FINISHED
         sequence.last_token = self.now if sequence.first_token is not None else None
@@ -839,7 +876,7 @@ class Scheduler:
         Returns how many steps were run; 0 when the next one is not steady. Ids of sampled tokens are not simulated.
         """
         self.now = now
-        if len(self.ledger) or self._prefilling or self._waiting or self._preempted:
+        if len(self.ledger) or self._prefilling or self._waiting or self._preempted or not self.has_room:
             return 0
         batch, kv = self.batch, self.kv
         slots = batch.rows().slots
@@ -883,7 +920,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting if self.pause_state is PauseState.RUNNING else self._resuming)
 
     @property
     def num_in_flight(self) -> int:
@@ -930,6 +967,7 @@ class Scheduler:
             num_failed_steps=self._num_failed,
             num_refused_decisions=self._num_refused,
             blocked_on=blocked_on,
+            pause_state=self.pause_state.value,
             kv=self.kv.statistics(),
             prefix_cache=self._prefix_cache_statistics(),
         )
@@ -959,6 +997,8 @@ class Scheduler:
             assert (sequence.slot >= 0) == is_running, f"{sequence.key} is {sequence.state} in slot {sequence.slot}"
             assert (sequence in self._waiting) == (sequence.state is State.WAITING), f"{sequence.key} waits or not"
             assert (sequence in self._blocked) == (sequence.state is State.BLOCKED), f"{sequence.key} is blocked or not"
+            is_resuming = sequence.state is State.WAITING and sequence.num_preemptions > 0
+            assert (sequence in self._resuming) == is_resuming, f"{sequence.key} comes back or not"
             assert (sequence in self._preempted) == (sequence.state is State.PREEMPTED), f"{sequence.key} preempted"
         for slot, sequence in enumerate(batch.sequences):
             if sequence is None:

@@ -1,0 +1,105 @@
+"""Pausing an engine, as a program that changes weights does it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+from actorllm import AsyncLLM, SamplingParams
+from actorllm.errors import InvalidParameterError
+
+PROMPT = "Once upon a time there was a little fox who lived in a large and very dark wood with his mother"
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@asynccontextmanager
+async def running(**arguments: int) -> AsyncIterator[AsyncLLM]:
+    llm = AsyncLLM(
+        "storyteller", dtype="float32", topology="inline", num_threads=1, block_size=16, max_num_seqs=1, **arguments
+    )
+    async with llm:
+        yield llm
+
+
+def params(num_tokens: int = 60) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+
+
+@pytest.mark.anyio
+async def test_every_mode() -> None:
+    async with running() as llm:
+        expected = (await llm.complete(PROMPT, params())).outputs[0].token_ids
+        assert not await llm.is_paused()
+
+        stream = llm.generate(PROMPT, params(800))
+        await anext(stream)
+        await llm.pause_generation()
+        assert await llm.is_paused()
+        outputs = [output async for output in stream]
+        assert outputs[-1].outputs[0].finish_reason == "abort"
+        later = llm.generate(PROMPT, params())
+        await llm.resume_generation()
+        final = [output async for output in later][-1]
+        assert final.outputs[0].token_ids == expected
+        assert final.num_cached_tokens == 0, "pausing forgets what is cached"
+
+        first, second = llm.generate(PROMPT, params()), llm.generate(PROMPT, params())
+        await anext(first)
+        await llm.pause_generation(mode="wait", clear_cache=False)
+        done = [output async for output in first][-1]
+        assert done.outputs[0].token_ids == expected
+        await llm.resume_generation()
+        final = [output async for output in second][-1]
+        assert final.outputs[0].token_ids == expected
+        assert final.num_cached_tokens > 0
+
+        stream = llm.generate(PROMPT, params(400))
+        await anext(stream)
+        await llm.pause_generation(mode="keep")
+        taken = stream.take()
+        assert stream.take() is None
+        assert taken is None or not taken.finished
+        statistics = (await llm.stats())["scheduler"]["scheduler"]
+        assert statistics["pause_state"] == "nothing"
+        assert statistics["kv"]["num_free"] == statistics["kv"]["num_blocks"]
+        await llm.resume_generation()
+        final = [output async for output in stream][-1]
+        assert final.outputs[0].token_ids[:60] == expected
+        assert final.metrics is not None
+        assert final.metrics.num_preemptions == 1
+
+
+@pytest.mark.anyio
+async def test_resuming_ends_a_pause_that_still_waits() -> None:
+    async with running() as llm:
+        stream = llm.generate(PROMPT, params(800))
+        await anext(stream)
+        async with anyio.create_task_group() as group:
+
+            async def pause() -> None:
+                await llm.pause_generation(mode="wait")
+
+            group.start_soon(pause)
+            while not await llm.is_paused():
+                await anyio.lowlevel.checkpoint()
+            await llm.resume_generation()
+        assert not await llm.is_paused()
+        await stream.aclose()
+
+
+@pytest.mark.anyio
+async def test_what_was_never_started_is_not_paused_and_bad_modes_are_named() -> None:
+    llm = AsyncLLM("storyteller", topology="inline")
+    assert not await llm.is_paused()
+    await llm.resume_generation()
+    assert await llm.reset_prefix_cache()
+    with pytest.raises(InvalidParameterError, match=r"mode='wiat'.*did you mean 'wait'"):
+        await llm.pause_generation(mode="wiat")  # type: ignore[arg-type]
+    llm.shutdown()
