@@ -477,7 +477,7 @@ class SchedulerActor(Actor):
                 self._send_to(outlet, rows.message(rendered))
         if self._full:
             self._flush()
-        if self._timeline is not None and rows_of:
+        if self._timeline is not None and (rows_of or self._pacing):
             self._timeline.rendered(began, rendered, now(), sum(len(rows.rids) for rows in rows_of.values()))
 
     def _send_to(self, outlet: Outlet, outputs: Outputs) -> None:
