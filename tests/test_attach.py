@@ -94,6 +94,7 @@ def test_the_owners_death_is_heard(owner: Owner) -> None:
     with pytest.raises(EngineDeadError, match="died"):
         llm.generate(PROMPT)
     llm.shutdown()
+    owner.process.wait(10)
     with pytest.raises(EngineNotFoundError):
         AsyncLLM.attach("library")
 

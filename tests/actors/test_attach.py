@@ -455,7 +455,7 @@ def test_whoever_writes_nonsense_is_dropped_and_nobody_else(
         who_sees_it = "the link was dropped" if spoil is not forge_state else "the link to scheduler is lost"
         assert who_sees_it in str(error), spoil
         with pytest.raises(EngineDeadError):
-            guest.generate(PROMPT)
+            anyio.run(tokens_of, guest)
         assert anyio.run(tokens_of, stays) == expected()
         assert wait_until(lambda: scheduler_of(owner)["scheduler"]["num_running"] == 0)
     assert anyio.run(tokens_of, owner) == expected()
