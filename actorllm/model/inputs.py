@@ -154,17 +154,18 @@ class PersistentBatch:
             self._add(plan)
         if plan.extended_slots.size:
             self._extend(plan)
+        # Freed, and perhaps new again: other blocks, other parameters.
+        is_changed = plan.freed.size > 0 and bool(np.isin(plan.freed, self.decode_slots).any())
         if plan.decode_slots is not None:
             self._require_live(plan.decode_slots, "decode")
-            if plan.freed.size or not np.array_equal(self.decode_slots, plan.decode_slots):
+            if not np.array_equal(self.decode_slots, plan.decode_slots):
                 self.decode_slots = plan.decode_slots.copy()  # a plan's arrays may lie in a ring
-                self.decode_version += 1
-                self.rows_version += 1
-        elif plan.freed.size:
+                is_changed = True
+        elif is_changed:
             self._require_live(self.decode_slots, "decode")
-            if np.isin(plan.freed, self.decode_slots).any():  # freed and new again: other blocks, other parameters
-                self.decode_version += 1
-                self.rows_version += 1
+        if is_changed:
+            self.decode_version += 1
+            self.rows_version += 1
 
     def inputs(self, plan: StepPlan) -> StepInputs:
         """The tokens of the step, once `apply` is done."""
