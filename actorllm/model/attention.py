@@ -1,7 +1,7 @@
 """The paged KV cache of a worker, and attention over it.
 
-Invariants: the pool is finite at all times (it starts as zeros, and a block that received non-finite values is zeroed by
-the scheduler's plan before anyone else reads it), because padded positions are read and multiplied by 0. Block ids are
+Invariants: the pool is finite between steps (it starts as zeros, and the runner zeroes at once what a row without finite
+states or logits has written), because padded positions are read and multiplied by 0. Block ids are
 those of the scheduler, [0, num_blocks); two more blocks belong to the pool itself: one stays zero and fills up short
 block tables, one takes the writes of padding tokens.
 

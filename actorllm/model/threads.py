@@ -23,10 +23,11 @@ hold a core for as long as the engine is idle, and on a machine with two cores s
 
 PAYING_PRODUCT_S = 40e-6
 BYTES_PER_S, FLOPS_PER_S = 35e9, 400e9
+"""What one thread of a server core reads, and computes in bfloat16; only the order of magnitude matters here."""
+
 OTHERS_S_PER_TOKEN, OTHERS_SHARE = 25e-6, 0.3
 """What scheduler, frontend and application compute for a token (measured with the storyteller), and the share of a step
 above which a team that takes every core waits for them in every product."""
-"""What one thread of a server core reads, and computes in bfloat16; only the order of magnitude matters here."""
 
 CROWDED_SHARE, CROWDED_S = 0.35, 2e-3
 """Waiting, of a step and in seconds, up to which a team is still worth it."""

@@ -40,11 +40,15 @@ def test_a_row_may_carry_any_number_of_tokens(
     assert engine.scheduler.statistics().kv.num_free == 24
 
 
-def test_a_pooled_request_ends_at_prefill_with_a_vector(engine: Any, reference: Callable[..., list[int]]) -> None:
-    engine.submit(1, range(30), pooling="last", max_tokens=1)
+@pytest.mark.parametrize("size", [30, 40])
+def test_a_pooled_request_ends_at_prefill_with_a_vector(
+    engine: Any, reference: Callable[..., list[int]], size: int
+) -> None:
+    """A prompt as long as the model allows (40) leaves no room for output, and needs none."""
+    engine.submit(1, range(size), pooling="last", max_tokens=1)
     engine.submit(2, [1, 2], ignore_eos=True)
     engine.run()
-    assert engine.vectors[1] == [0.0, 30.0]
+    assert engine.vectors[1] == [0.0, float(size)]
     assert engine.streams[1] == []
     assert engine.ends[1].reason == "stop"
     assert engine.streams[2] == reference([1, 2], 2, 8)
