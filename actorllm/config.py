@@ -53,6 +53,8 @@ class ModelConfig:
     """Sampling parameters of requests that bring none (actorllm.generation)."""
     impl: Literal["auto", "vllm", "transformers"] = "auto"
     """auto: a fused forward where there is one, else transformers over our cache; vllm: only fused ones."""
+    max_logprobs: int = 20
+    """Most log-probabilities per token that a request may ask for; -1: as many as there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,7 @@ class EngineConfig:
                     generation, given["generation_config"], given["override_generation_config"]
                 ),
                 impl=_choice("model_impl", given["model_impl"], ("auto", "vllm", "transformers")),
+                max_logprobs=_max_logprobs(given["max_logprobs"]),
             ),
             cache=CacheConfig(
                 block_size=block_size,
@@ -223,6 +226,7 @@ ARGUMENTS: dict[str, Any] = {
     "enforce_eager": False,
     "load_format": "auto",
     "model_impl": "auto",
+    "max_logprobs": 20,
     "async_scheduling": None,
     "scheduling_policy": "fcfs",
     "long_prefill_token_threshold": 0,
@@ -253,7 +257,6 @@ VLLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "swap_space": (None, 0, 4),
     "cpu_offload_gb": (0,),
     "kv_cache_dtype": ("auto",),
-    "max_logprobs": (20,),
     "disable_log_stats": (True, False),
     "disable_log_requests": (True, False),
     "enable_log_requests": (False,),
@@ -451,6 +454,12 @@ def _positive(name: str, value: Any) -> int:
 def _not_negative(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ConfigError(f"{name}={value!r} must be an integer of at least 0")
+    return value
+
+
+def _max_logprobs(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < -1:
+        raise ConfigError(f"max_logprobs={value!r} must be an integer of at least 0, or -1 for no limit")
     return value
 
 

@@ -49,6 +49,7 @@ from actorllm.generation import sampling_params_of
 from actorllm.kvcache.prefix_index import extra_key, hash_blocks
 from actorllm.messages import I32, NO_U8, Submit
 from actorllm.request import RequestOutputKind, SamplingParams, check_truncation, is_text
+from actorllm.rules import rules_of
 from actorllm.slo.objective import SLO
 from actorllm.stream import Mailbox, RequestStream
 from actorllm.text.chat import ChatTemplate, Conversation
@@ -297,7 +298,17 @@ class Engine:
                 raise DuplicateRequestError(f"request {request_id!r} is still running; choose another request_id")
             text = _prompt_text(prompt)
             hold = None if self._hold is None else self._hold()
-            stream = RequestStream(request_id, text, params.output_kind, arrival, mailbox, self._abort_mailbox, hold)
+            stream = RequestStream(
+                request_id,
+                text,
+                params.output_kind,
+                arrival,
+                mailbox,
+                self._abort_mailbox,
+                hold,
+                has_logprobs=params.logprobs is not None,
+                has_prompt_logprobs=params.prompt_logprobs is not None,
+            )
             self._streams[request_id] = stream
         stream_ref = weakref.ref(stream)
 
@@ -464,7 +475,11 @@ class Engine:
             raise InvalidParameterError(
                 f"stop_token_ids: {max(stop_ids)} is outside the vocabulary of {model.vocab_size} tokens"
             )
+        rules = rules_of(params, model.vocab_size, model.max_logprobs, lambda: self.tokenizer)
         seed = params.seed if params.seed is not None else self._new_seed(number)
+        skips_cache = params.skip_reading_prefix_cache
+        if skips_cache is None:
+            skips_cache = params.prompt_logprobs is not None
         hashes = NO_U8
         if self.config.cache.enable_prefix_caching:
             hashes = hash_blocks(ids, self.config.cache.block_size, extra_key(prompt.cache_salt))
@@ -490,9 +505,10 @@ class Engine:
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
                 stream_interval=0 if params.output_kind is RequestOutputKind.FINAL_ONLY else interval,
+                rules=None if rules is None else rules.to_fields(),
                 block_hashes=hashes,
                 cache_salt=prompt.cache_salt,
-                skip_reading_prefix_cache=bool(params.skip_reading_prefix_cache),
+                skip_reading_prefix_cache=skips_cache,
                 **carried,
             )
 

@@ -100,6 +100,8 @@ class Submit:
     """Ends at prefill: the worker returns a vector instead of a token."""
     is_chunkable: bool = True
     """False: the whole prompt goes through in one step or not at all."""
+    rules: dict[str, Any] | None = None
+    """What is to be done to its logits and told of its probabilities (`rules.SamplingRules.to_fields`); None: nothing."""
     needs_late_inputs: bool = False
     """The worker runs this row's forward, then waits for `LateInputs` before it samples."""
     adapter_id: int = 0
@@ -137,7 +139,9 @@ class StepResult:
     Rows are in the order of the plan: decode rows, then the prefill rows that reached the end of their known tokens.
     counts is empty when every row carries exactly one token; else it says how many (0 and more) of `tokens` each has.
     vector_rows and vectors: pooled rows and their vectors, concatenated. nonfinite_rows: rows whose logits held NaN or
-    infinity; their token is void.
+    infinity, or whose parameters left nothing to choose; their token is void.
+    logprob_*: for rows that asked (see `actorllm.logprobs`). The row of a span is that of the result, of a prompt's span
+    that of the plan's prefill rows.
     """
 
     step: int
@@ -146,6 +150,10 @@ class StepResult:
     vector_rows: I32 = field(default_factory=no_i32)
     vectors: F32 = field(default_factory=no_f32)
     nonfinite_rows: I32 = field(default_factory=no_i32)
+    logprob_spans: I32 = field(default_factory=no_i32)
+    logprob_ids: I32 = field(default_factory=no_i32)
+    logprobs: F32 = field(default_factory=no_f32)
+    logprob_ranks: I32 = field(default_factory=no_i32)
     started: float = 0.0
     ended: float = 0.0
 
@@ -202,6 +210,9 @@ class StepPlan:
     new_stop_ids: I32 = field(default_factory=no_i32)
     new_adapter_id: I32 = field(default_factory=no_i32)
     new_is_pooling: U8 = field(default_factory=no_u8)
+    new_rules: I32 = field(default_factory=no_i32)
+    """Of the slots that have any (`actorllm.rules.encode_rules`), with new_rule_numbers."""
+    new_rule_numbers: F32 = field(default_factory=no_f32)
 
     extended_slots: I32 = field(default_factory=no_i32)
     extended_blocks: I32 = field(default_factory=no_i32)
@@ -241,6 +252,8 @@ class Outputs:
     index: the output index of the row's first token; an output applies only if that is the next one. counts is empty
     when every row carries one token. text_ends[i] is where row i's new text ends in `text` (characters).
     ends: for every row that finished: [row, reason, stop_reason, error, times and counters (see RequestEnd)].
+    logprob_*: of the rows that asked (see `actorllm.logprobs`), and in logprob_text the text of every one of logprob_ids,
+    the i-th up to character logprob_text_ends[i]; no text where none is made.
     """
 
     rids: I32
@@ -252,6 +265,12 @@ class Outputs:
     ends: Sequence[Sequence[Any]] = ()
     vector_rows: I32 = field(default_factory=no_i32)
     vectors: F32 = field(default_factory=no_f32)
+    logprob_spans: I32 = field(default_factory=no_i32)
+    logprob_ids: I32 = field(default_factory=no_i32)
+    logprobs: F32 = field(default_factory=no_f32)
+    logprob_ranks: I32 = field(default_factory=no_i32)
+    logprob_text: str = ""
+    logprob_text_ends: I32 = field(default_factory=no_i32)
     emitted: float = 0.0
 
 

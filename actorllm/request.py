@@ -10,13 +10,13 @@ import enum
 import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
 from actorllm.errors import InvalidParameterError, UnknownParameterError, nearest_name
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 MAX_SEED = 2**64 - 1
 """Seeds are 64-bit and unsigned; a negative seed is taken modulo 2**64."""
@@ -35,6 +35,11 @@ FLAGS = (
     "include_stop_str_in_output",
 )
 """Sampling parameters that are True or False."""
+MAX_BAD_WORDS = 128
+"""As in vLLM; it counts what the words become as tokens (with and without a leading space), and so do we."""
+MAX_BAD_WORD_LENGTH = 1024
+MAX_PATTERN_SIZE = 1 << 16
+MAX_ALLOWED_TOKEN_IDS = 1 << 22
 
 MAX_FLOAT = sys.float_info.max
 MAX_FLOAT32 = 2.0**128 - 2.0**104
@@ -54,20 +59,15 @@ class RequestOutputKind(enum.Enum):
 
 
 VLLM_PARAMETERS: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
     "length_penalty": (1.0,),
     "best_of": (None, 1),
     "use_beam_search": (False,),
     "early_stopping": (False,),
-    "logprobs": (None,),
-    "prompt_logprobs": (None,),
     "flat_logprobs": (False,),
-    "logit_bias": (None, {}),
+    "logprob_token_ids": (None,),
+    "prompt_logprob_token_ids": (None,),
+    "prompt_logprob_start": (None,),
     "logits_processors": (None, []),
-    "allowed_token_ids": (None,),
-    "bad_words": (None, []),
     "guided_decoding": (None,),
     "structured_outputs": (None,),
     "extra_args": (None, {}),
@@ -104,6 +104,37 @@ def _names_unknown_parameters(cls: type[T]) -> type[T]:
     return cls
 
 
+@dataclass(frozen=True, slots=True)
+class RepetitionDetectionParams:
+    """End a request whose output has become a loop: finish_reason "repetition".
+
+    It is one when the output ends with some min_count copies in a row of the same tokens, as many of them as
+    min_pattern_size (0 means 1) to max_pattern_size (0: off).
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_pattern_size", "min_pattern_size", "min_count"):
+            _integer(f"repetition_detection.{name}", getattr(self, name), low=0)
+        if self.max_pattern_size > MAX_PATTERN_SIZE:
+            raise InvalidParameterError(
+                f"repetition_detection.max_pattern_size={_shown(self.max_pattern_size)} must be <= {MAX_PATTERN_SIZE}"
+            )
+        if self.min_pattern_size > self.max_pattern_size:
+            raise InvalidParameterError(
+                f"repetition_detection.min_pattern_size={_shown(self.min_pattern_size)} is more than "
+                f"max_pattern_size={self.max_pattern_size}"
+            )
+        if self.max_pattern_size and self.min_count < 2:
+            raise InvalidParameterError(
+                f"repetition_detection.min_count={self.min_count} must be >= 2 to tell a repetition; "
+                f"max_pattern_size=0 turns the detection off"
+            )
+
+
 @_names_unknown_parameters
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
@@ -119,14 +150,33 @@ class SamplingParams:
     what a decoder puts between two of them. include_stop_str_in_output: the stop string, or the text of the token that
     ended it, is part of the text. stream_interval: new tokens per output; the first and the last output come at once
     all the same. truncate_prompt_tokens: only so many tokens at the end of the prompt count; -1: as many as the model's
-    length leaves room for. skip_reading_prefix_cache: compute the whole prompt, whatever is cached. Other parameters of
-    vLLM are accepted at their defaults (VLLM_PARAMETERS).
+    length leaves room for. Other parameters of vLLM are accepted at their defaults (VLLM_PARAMETERS).
+
+    What changes the logits applies before the temperature, in this order: allowed_token_ids (nothing else is chosen),
+    bad_words (the token that would complete one is not chosen), min_tokens, logit_bias (added, by token id),
+    repetition_penalty (> 0; divides or multiplies, tokens of prompt and output), frequency_penalty (-2 to 2, times how
+    often the output has the token) and presence_penalty (-2 to 2, once if it has it).
+
+    logprobs: log-probabilities of the chosen token and of so many of the most likely ones, for every token; -1: of all.
+    They are those of the model, before anything above. prompt_logprobs: the same for the prompt's tokens; such a request
+    does not read the prefix cache, unless skip_reading_prefix_cache says otherwise. The engine's max_logprobs is the limit
+    of both.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_reading_prefix_cache: bool | None = None
+    repetition_detection: RepetitionDetectionParams | Mapping[str, int] | None = None
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
@@ -139,7 +189,6 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    skip_reading_prefix_cache: bool | None = None
     stream_interval: int | None = None
     truncate_prompt_tokens: int | None = None
 
@@ -148,6 +197,19 @@ class SamplingParams:
         self.top_p = _number("top_p", self.top_p, above=0.0, high=1.0)
         self.min_p = _number("min_p", self.min_p, low=0.0, high=1.0)
         self.top_k = max(0, _integer("top_k", self.top_k, low=-1))
+        self.presence_penalty = _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        self.frequency_penalty = _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        self.repetition_penalty = _number("repetition_penalty", self.repetition_penalty, above=0.0, high=MAX_FLOAT32)
+        self.logit_bias = _logit_bias(self.logit_bias)
+        self.allowed_token_ids = _allowed_token_ids(self.allowed_token_ids)
+        self.bad_words = _bad_words(self.bad_words)
+        self.logprobs = _num_logprobs("logprobs", self.logprobs)
+        self.prompt_logprobs = _num_logprobs("prompt_logprobs", self.prompt_logprobs)
+        self.repetition_detection = _repetition_detection(self.repetition_detection)
+        if self.skip_reading_prefix_cache is not None and not isinstance(self.skip_reading_prefix_cache, bool):
+            raise InvalidParameterError(
+                f"skip_reading_prefix_cache={_shown(self.skip_reading_prefix_cache)} must be True, False or None"
+            )
         if self.seed is not None:
             self.seed = _integer("seed", self.seed) & MAX_SEED
         if self.max_tokens is not None:
@@ -162,9 +224,6 @@ class SamplingParams:
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameterError(f"{name}={_shown(getattr(self, name))} must be True or False")
-        if not isinstance(self.skip_reading_prefix_cache, bool | None):
-            shown = _shown(self.skip_reading_prefix_cache)
-            raise InvalidParameterError(f"skip_reading_prefix_cache={shown} must be True, False or None")
         self.stop = _stop_strings(self.stop)
         if self.stop and not self.detokenize:
             raise InvalidParameterError("stop strings need the text: leave detokenize=True, or use stop_token_ids")
@@ -248,6 +307,82 @@ def _stop_strings(stop: object) -> list[str]:
     return strings
 
 
+def _num_logprobs(name: str, value: object) -> int | None:
+    if value is None:
+        return None
+    number = 1 if value is True else _integer(name, value)
+    if number < -1:
+        raise InvalidParameterError(f"{name}={_shown(value)} must be >= 0, or -1 for those of all tokens")
+    return number
+
+
+def _logit_bias(bias: object) -> dict[int, float] | None:
+    """A fresh dictionary; ids may be spelled as text, as JSON has them."""
+    if bias is None:
+        return None
+    if not isinstance(bias, Mapping):
+        raise InvalidParameterError(f"logit_bias={_shown(bias)} must map token ids to numbers")
+    checked: dict[int, float] = {}
+    for key, value in bias.items():
+        if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20:
+            key = int(key)
+        if isinstance(key, bool) or not isinstance(key, int) or key < 0:
+            raise InvalidParameterError(f"logit_bias: {_shown(key)} is no token id")
+        checked[key] = _number(f"logit_bias[{_shown(key)}]", value, low=-MAX_FLOAT32, high=MAX_FLOAT32)
+    return checked
+
+
+def _allowed_token_ids(ids: object) -> list[int] | None:
+    if ids is None:
+        return None
+    if isinstance(ids, str) or not isinstance(ids, Sequence):
+        raise InvalidParameterError(f"allowed_token_ids={_shown(ids)} must be a list of token ids")
+    if not len(ids):
+        raise InvalidParameterError("allowed_token_ids is empty: no token could be chosen; None allows all")
+    if len(ids) > MAX_ALLOWED_TOKEN_IDS:
+        raise InvalidParameterError(f"allowed_token_ids has {len(ids)} ids, more than any vocabulary")
+    distinct = ids
+    if not set(map(type, ids)) <= {int} or min(ids) < 0:  # a whole vocabulary is checked without a loop in Python
+        distinct = [_integer("allowed_token_ids", i, low=0) for i in ids]
+    return list(dict.fromkeys(distinct))
+
+
+def _bad_words(words: object) -> list[str]:
+    if words is None:
+        return []
+    if isinstance(words, str) or not isinstance(words, Sequence):
+        raise InvalidParameterError(f"bad_words={_shown(words)} must be a list of strings")
+    for word in words:
+        if not is_text(word):
+            raise InvalidParameterError(f"bad_words={_shown(word)} must be a list of strings of valid Unicode")
+        if not word:
+            raise InvalidParameterError("bad_words holds an empty string, which forbids nothing; remove it")
+        if len(word) > MAX_BAD_WORD_LENGTH:
+            raise InvalidParameterError(
+                f"one of the bad_words has {len(word)} characters, and the limit is {MAX_BAD_WORD_LENGTH}"
+            )
+    distinct = list(dict.fromkeys(words))
+    if len(distinct) > MAX_BAD_WORDS:
+        raise InvalidParameterError(f"bad_words has {len(distinct)} words, and the limit is {MAX_BAD_WORDS}")
+    return distinct
+
+
+def _repetition_detection(given: object) -> RepetitionDetectionParams | None:
+    if given is None or isinstance(given, RepetitionDetectionParams):
+        return given
+    names = [f.name for f in fields(RepetitionDetectionParams)]
+    if not isinstance(given, Mapping):
+        raise InvalidParameterError(
+            f"repetition_detection={_shown(given)} must be a RepetitionDetectionParams, or a mapping of {names}"
+        )
+    for name in given:
+        if name not in names:
+            raise UnknownParameterError(
+                f"repetition_detection has no parameter {_shown(name)}{nearest_name(str(name), names)}"
+            )
+    return RepetitionDetectionParams(**given)
+
+
 def is_text(value: object) -> bool:
     """A string without lone surrogates, which have no encoding and are in no text."""
     try:
@@ -293,6 +428,17 @@ class RequestMetrics:
 
 
 @dataclass(slots=True)
+class Logprob:
+    """The log-probability of one token at one position."""
+
+    logprob: float
+    rank: int | None = None
+    """1 for the most likely; of equally likely ones the chosen token counts as the last."""
+    decoded_token: str | None = None
+    """Its text; None without detokenizing."""
+
+
+@dataclass(slots=True)
 class CompletionOutput:
     """One generated sequence of a request, so far or at its end (see RequestOutputKind)."""
 
@@ -303,8 +449,9 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The stop token id or the stop string that ended it; None for the model's own end-of-text."""
     cumulative_logprob: float | None = None
-    logprobs: None = None
-    """Not computed yet; here for programs that read them if they are there."""
+    """Of all tokens so far, when logprobs were asked for."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """By token id, for each of token_ids: the chosen token first, then the most likely ones in order."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -321,3 +468,5 @@ class RequestOutput:
     finished: bool = False
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """By token id, for each of prompt_token_ids, when asked for; the first has None: nothing came before it."""

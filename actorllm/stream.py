@@ -15,7 +15,7 @@ from actorllm.actors.engine_thread import HostLoop, Waiter
 from actorllm.actors.frontend import Delta
 from actorllm.clock import to_epoch
 from actorllm.messages import RequestEnd
-from actorllm.request import CompletionOutput, FinishReason, RequestMetrics, RequestOutput, RequestOutputKind
+from actorllm.request import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput, RequestOutputKind
 
 _NOTHING: deque[Delta] = deque()
 
@@ -76,6 +76,9 @@ class RequestStream:
         mailbox: Mailbox,
         on_abort: Callable[[Mailbox], None],
         hold: object = None,
+        *,
+        has_logprobs: bool = False,
+        has_prompt_logprobs: bool = False,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -86,6 +89,9 @@ class RequestStream:
         self._on_abort = on_abort
         self._text = ""
         self._token_ids: list[int] = []
+        self._logprobs: list[dict[int, Logprob]] | None = [] if has_logprobs else None
+        self._cumulative_logprob: float | None = 0.0 if has_logprobs else None
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if has_prompt_logprobs else None
         self._first_emitted: float | None = None
         self._last_emitted: float | None = None
         self._end: RequestEnd | None = None
@@ -133,22 +139,37 @@ class RequestStream:
                 raise copy.copy(error) from error.__cause__  # one error may end many streams: each has its traceback
             return None
         new_tokens: list[int] = []
+        new_logprobs: list[dict[int, Logprob]] | None = None if self._logprobs is None else []
         pieces: list[str] = []
         while pending:
             delta = pending.popleft()
             new_tokens += delta.tokens
             pieces.append(delta.text)
+            if new_logprobs is not None and delta.logprobs is not None:
+                new_logprobs += delta.logprobs
+            if self._prompt_logprobs is not None and delta.prompt_logprobs is not None:
+                self._prompt_logprobs += delta.prompt_logprobs
             if self._first_emitted is None and delta.tokens:
                 self._first_emitted = delta.emitted
             self._last_emitted = delta.emitted
             if delta.end is not None:
                 self._end = delta.end
         text = "".join(pieces)
-        if self._kind is not RequestOutputKind.DELTA:
+        if new_logprobs:
+            assert self._cumulative_logprob is not None
+            self._cumulative_logprob += sum(next(iter(entries.values())).logprob for entries in new_logprobs)
+        prompt_logprobs = self._prompt_logprobs
+        if self._kind is RequestOutputKind.DELTA:
+            self._prompt_logprobs = None if prompt_logprobs is None else []
+        else:
+            if self._logprobs is not None and new_logprobs is not None:
+                self._logprobs += new_logprobs
+                new_logprobs = self._logprobs.copy()
             self._token_ids += new_tokens
             self._text += text
             new_tokens, text = self._token_ids.copy(), self._text
         end = self._end
+        stop_reason = end.stop_reason if end is not None else None
         reason: FinishReason | None = None
         if end is not None:
             self._end_here()
@@ -157,10 +178,13 @@ class RequestStream:
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[CompletionOutput(0, text, new_tokens, reason, end.stop_reason if end is not None else None)],
+            outputs=[
+                CompletionOutput(0, text, new_tokens, reason, stop_reason, self._cumulative_logprob, new_logprobs)
+            ],
             finished=end is not None,
             metrics=self._metrics(end),
             num_cached_tokens=end.num_cached_tokens if end is not None else 0,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _metrics(self, end: RequestEnd | None) -> RequestMetrics:

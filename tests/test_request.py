@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from actorllm import AsyncLLM, CompletionOutput, RequestOutputKind, SamplingParams
 from actorllm.config import BUNDLED_MODELS
 from actorllm.errors import InvalidParameterError, UnknownParameterError
-from actorllm.request import VLLM_PARAMETERS
+from actorllm.request import VLLM_PARAMETERS, RepetitionDetectionParams
 
 PROMPT = "Once upon a time"
 
@@ -37,6 +37,11 @@ def test_defaults_are_those_of_vllm() -> None:
         None,
         None,
     )
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
+    assert (params.logit_bias, params.allowed_token_ids, params.bad_words) == (None, None, [])
+    assert (params.logprobs, params.prompt_logprobs, params.skip_reading_prefix_cache) == (None, None, None)
+    assert params.repetition_detection is None
+    assert RepetitionDetectionParams() == RepetitionDetectionParams(0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +60,17 @@ def test_defaults_are_those_of_vllm() -> None:
         ({"seed": -1}, {"seed": 2**64 - 1}),
         ({"seed": 2**64 + 5}, {"seed": 5}),
         ({"max_tokens": None}, {"max_tokens": None}),
+        ({"logprobs": True, "prompt_logprobs": True}, {"logprobs": 1, "prompt_logprobs": 1}),
+        ({"logprobs": -1, "prompt_logprobs": 0}, {"logprobs": -1, "prompt_logprobs": 0}),
+        ({"logit_bias": {"17": 1, 3: -2}}, {"logit_bias": {17: 1.0, 3: -2.0}}),
+        ({"allowed_token_ids": (5, 3, 5)}, {"allowed_token_ids": [5, 3]}),
+        ({"allowed_token_ids": range(200_000)}, {"allowed_token_ids": list(range(200_000))}),
+        ({"bad_words": ("a", "b", "a")}, {"bad_words": ["a", "b"]}),
+        ({"bad_words": None}, {"bad_words": []}),
+        (
+            {"repetition_detection": {"max_pattern_size": 4, "min_count": 3}},
+            {"repetition_detection": RepetitionDetectionParams(max_pattern_size=4, min_count=3)},
+        ),
     ],
 )
 def test_equivalent_forms(given_as: dict[str, Any], meant: dict[str, Any]) -> None:
@@ -83,6 +99,16 @@ BAD: dict[str, list[Any]] = {
     "stream_interval": [*INTEGERS_NOT, 0, -1],
     "truncate_prompt_tokens": [*INTEGERS_NOT, 0, -2],
     "output_kind": [0, "DELTA", None],
+    "presence_penalty": [*NUMBERS_NOT, -2.1, 2.1],
+    "frequency_penalty": [*NUMBERS_NOT, -2.1, 2.1],
+    "repetition_penalty": [*NUMBERS_NOT, 0, -1],
+    "logit_bias": [3, [1], {1.5: 1}, {-1: 1}, {True: 1}, {"x": 1}, {1: math.nan}, {1: "a"}, {1: None}, np.zeros(2)],
+    "allowed_token_ids": ["", "12", 7, [], (), np.arange(2), [1.5], [True], [-1], [None], {1}],
+    "bad_words": ["a", 3, [3], [None], [""], ["\ud800"], [b"a"], ["x" * 2000], {"a"}],
+    "logprobs": ["1", 1.0, -2, False, [1]],
+    "prompt_logprobs": ["1", 1.0, -2, False, [1]],
+    "skip_reading_prefix_cache": [1, 0, "yes"],
+    "repetition_detection": [3, "x", [1], {"max_pattern_sizes": 3}, {"max_pattern_size": 3}, {"max_pattern_size": -1}],
 }
 
 
@@ -112,12 +138,29 @@ def test_a_bad_value_is_named(name: str, value: Any) -> None:
         ({"stop": [c * 1024 for c in "abcde"]}, ["5120 characters together", "limit is 4096"]),
         ({"stop_token_ids": list(range(1025))}, ["1025 ids", "limit is 1024"]),
         ({"stop_token_ids": range(10**12)}, ["1000000000000 ids", "limit is 1024"]),
-        ({"presence_penalty": 0.5}, ["presence_penalty=0.5", "not supported yet; leave it at 0.0"]),
-        ({"repetition_penalty": True}, ["repetition_penalty=True", "leave it at 1.0"]),
+        ({"presence_penalty": 2.5}, ["presence_penalty=2.5", ">= -2 and <= 2"]),
+        ({"frequency_penalty": -3}, ["frequency_penalty=-3", ">= -2 and <= 2"]),
+        ({"repetition_penalty": 0}, ["repetition_penalty=0", "> 0"]),
+        ({"repetition_penalty": math.inf}, ["repetition_penalty=inf", "finite number"]),
+        ({"logprobs": -2}, ["logprobs=-2", ">= 0, or -1 for those of all tokens"]),
+        ({"prompt_logprobs": "all"}, ["prompt_logprobs='all'", "integer"]),
+        ({"logit_bias": {"x": 1}}, ["logit_bias", "'x' is no token id"]),
+        ({"logit_bias": {7: math.inf}}, ["logit_bias[7]=inf", "finite number"]),
+        ({"allowed_token_ids": []}, ["allowed_token_ids is empty", "None allows all"]),
+        ({"allowed_token_ids": [1, -4]}, ["allowed_token_ids=-4", ">= 0"]),
+        ({"allowed_token_ids": range(10**12)}, ["1000000000000 ids"]),
+        ({"bad_words": "word"}, ["bad_words='word'", "list of strings"]),
+        ({"bad_words": ["a", ""]}, ["bad_words", "empty string", "remove it"]),
+        ({"bad_words": [str(i) for i in range(129)]}, ["129 words", "limit is 128"]),
+        ({"repetition_detection": {"max_pattern_size": 3}}, ["min_count=0", ">= 2", "max_pattern_size=0"]),
+        (
+            {"repetition_detection": {"max_pattern_size": 3, "min_pattern_size": 4, "min_count": 2}},
+            ["min_pattern_size=4", "max_pattern_size=3"],
+        ),
+        ({"repetition_detection": {"max_patern_size": 3}}, ["'max_patern_size'", "did you mean 'max_pattern_size'"]),
+        ({"logprob_token_ids": [1]}, ["logprob_token_ids=[1]", "leave it at None"]),
         ({"best_of": 2}, ["best_of=2", "leave it at None or 1"]),
-        ({"logprobs": 0}, ["logprobs=0", "leave it at None"]),
-        ({"bad_words": ["x"]}, ["bad_words=['x']", "leave it at None or []"]),
-        ({"logit_bias": np.zeros(3)}, ["logit_bias=array", "leave it at None or {}"]),
+        ({"logit_bias": np.zeros(3)}, ["logit_bias=array", "must map token ids to numbers"]),
     ],
 )
 def test_the_message_names_the_value_and_the_fix(arguments: dict[str, Any], words: list[str]) -> None:
@@ -190,7 +233,17 @@ SENSIBLE = {
     "include_stop_str_in_output": st.booleans(),
     "output_kind": st.sampled_from(list(RequestOutputKind)),
     "n": st.just(1),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "repetition_penalty": st.floats(0.1, 10),
+    "logit_bias": st.dictionaries(st.integers(0, 2**40) | st.text(max_size=3), st.floats(), max_size=3) | st.none(),
+    "allowed_token_ids": st.lists(st.integers(0, 2**40), max_size=3) | st.none(),
+    "bad_words": st.lists(st.text(max_size=3), max_size=3) | st.none(),
+    "logprobs": st.integers(-1, 20) | st.none(),
+    "prompt_logprobs": st.integers(-1, 20) | st.none(),
     "skip_reading_prefix_cache": st.booleans() | st.none(),
+    "repetition_detection": st.none()
+    | st.dictionaries(st.sampled_from(["max_pattern_size", "min_pattern_size", "min_count", "x"]), st.integers()),
 }
 assert set(SENSIBLE) == set(SamplingParams.__dataclass_fields__)
 
@@ -333,7 +386,10 @@ async def test_min_tokens_keeps_every_end_away(llm: AsyncLLM) -> None:
     output = await complete(llm, temperature=0, min_tokens=5, ignore_eos=False)
     assert output.token_ids[:4] == GREEDY[:4]
     assert output.token_ids[4] == EOS or len(output.token_ids) > 5
-    text = (await complete(llm, temperature=0, max_tokens=12)).text
+    whole = await complete(llm, temperature=0, max_tokens=12, min_tokens=6)
+    assert EOS in GREEDY[:6]
+    assert EOS not in whole.token_ids[:6], "as in vLLM: not even where it would not end the request"
+    text = whole.text
     stopped = await complete(llm, temperature=0, max_tokens=12, stop=" ", min_tokens=6)
     assert len(stopped.token_ids) == 7
     assert text.startswith(stopped.text)

@@ -18,7 +18,9 @@ from actorllm.actors.actor import Actor
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.link import Link
 from actorllm.errors import EngineDeadError, EngineError, EngineShutdownError, RequestFailedError, WouldBlock
+from actorllm.logprobs import LogprobSpan, spans_of
 from actorllm.messages import Abort, Message, Outputs, RequestEnd, Submit
+from actorllm.request import Logprob
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,10 @@ class Delta:
     emitted: float
     """When the scheduler sent it, in monotonic seconds."""
     vector: Any = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    """One for each of the tokens, where they were asked for."""
+    prompt_logprobs: list[dict[int, Logprob]] | None = None
+    """Of every token of the prompt but the first, with the first delta that has them all."""
 
 
 class Consumer(Protocol):
@@ -57,6 +63,10 @@ class JournalEntry:
     consumer: Consumer
     emitted: list[int] = field(default_factory=list)
     is_aborted: bool = False
+    prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    """Those that have come and were not handed out; they are, with the first token or the end."""
+    num_prompt_logprobs: int = 0
+    """How many have come."""
 
 
 class FrontendActor(Actor):
@@ -171,6 +181,7 @@ class FrontendActor(Actor):
         text, text_ends = outputs.text, outputs.text_ends.tolist()
         ends = {end[0]: RequestEnd(*end) for end in outputs.ends} if outputs.ends else None
         vectors = self._vectors(outputs)
+        logprobs = self._logprobs_by_row(outputs) if outputs.logprob_spans.size else None
         at = text_at = 0
         woken: list[Consumer] = []
         for row, rid in enumerate(rids):
@@ -193,6 +204,11 @@ class FrontendActor(Actor):
                 self._num_repeated += 1  # had before; but its end, if it brings one, counts
                 new, piece = [], ""
             entry.emitted += new
+            of_tokens: list[dict[int, Logprob]] | None = None
+            if logprobs is not None and row in logprobs:
+                of_tokens = self._take_logprobs(entry, logprobs[row])
+                if not new:
+                    of_tokens = None
             end = ends.get(row) if ends is not None else None
             if end is not None:
                 del self._journal[rid]
@@ -202,9 +218,42 @@ class FrontendActor(Actor):
                     woken.append(consumer)
                     continue
             if new or piece or end is not None:
-                consumer.push(Delta(new, piece, end, outputs.emitted, vectors.get(row)))
+                of_prompt = None
+                if entry.prompt_logprobs:
+                    of_prompt, entry.prompt_logprobs = entry.prompt_logprobs, []
+                consumer.push(Delta(new, piece, end, outputs.emitted, vectors.get(row), of_tokens, of_prompt))
                 woken.append(consumer)
         self._wake(woken)
+
+    def _logprobs_by_row(self, outputs: Outputs) -> dict[int, list[tuple[LogprobSpan, list[dict[int, Logprob]]]]]:
+        """The spans of every row that has some, and what users get of them."""
+        text, ends = outputs.logprob_text, outputs.logprob_text_ends.tolist()
+        texts = [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        by_row: dict[int, list[tuple[LogprobSpan, list[dict[int, Logprob]]]]] = {}
+        at = 0
+        for span in spans_of(outputs):
+            entry = self._journal.get(int(outputs.rids[span.row]))
+            if entry is not None:
+                own = texts[at : at + span.ids.size] if entry.submit.detokenize else None
+                by_row.setdefault(span.row, []).append((span, span.entries(own or None)))
+            at += span.ids.size
+        return by_row
+
+    @staticmethod
+    def _take_logprobs(
+        entry: JournalEntry, found: list[tuple[LogprobSpan, list[dict[int, Logprob]]]]
+    ) -> list[dict[int, Logprob]] | None:
+        """Keep what belongs to the prompt, unless it was there before; returns what belongs to the row's tokens."""
+        of_tokens: list[dict[int, Logprob]] | None = None
+        for span, entries in found:
+            if not span.is_prompt:
+                of_tokens = entries
+                continue
+            num_had = entry.num_prompt_logprobs + 1 - span.position
+            if 0 <= num_had < len(entries):
+                entry.prompt_logprobs += entries[num_had:]
+                entry.num_prompt_logprobs += len(entries) - num_had
+        return of_tokens
 
     def _fail_gap(self, rid: int, entry: JournalEntry, index: int) -> None:
         """Tokens of a request are missing: it ends here, and the scheduler is told."""

@@ -7,18 +7,18 @@ strings token by token all the same.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from actorllm.scheduling.sequence import Key
 
-Row: TypeAlias = tuple[int, list[int], str]
-"""Output index of the first token (-1: no token), tokens, text."""
+Row: TypeAlias = tuple[int, list[int], str, list[Any]]
+"""Output index of the first token (-1: no token), tokens, text, log-probabilities."""
 
 
 class Held:
     """What one request holds back."""
 
-    __slots__ = ("index", "interval", "is_first", "text", "tokens")
+    __slots__ = ("index", "interval", "is_first", "logprobs", "text", "tokens")
 
     def __init__(self, interval: int, is_first: bool) -> None:
         self.interval = interval
@@ -27,21 +27,23 @@ class Held:
         self.index = -1
         self.tokens: list[int] = []
         self.text: list[str] = []
+        self.logprobs: list[Any] = []
 
     def add(self, row: Row) -> None:
-        index, tokens, text = row
+        index, tokens, text, logprobs = row
         if tokens and not self.tokens:
             self.index = index
         self.tokens += tokens
         self.text.append(text)
+        self.logprobs += logprobs
 
     @property
     def is_due(self) -> bool:
         return self.interval > 0 and bool(self.tokens) and (self.is_first or len(self.tokens) >= self.interval)
 
     def take(self) -> Row:
-        row = self.index, self.tokens, "".join(self.text)
-        self.is_first, self.index, self.tokens, self.text = False, -1, [], []
+        row = self.index, self.tokens, "".join(self.text), self.logprobs
+        self.is_first, self.index, self.tokens, self.text, self.logprobs = False, -1, [], [], []
         return row
 
 

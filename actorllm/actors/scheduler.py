@@ -12,7 +12,7 @@ import math
 import struct
 from collections import deque
 from collections.abc import Awaitable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,6 +29,7 @@ from actorllm.actors.topology import ATTACHED
 from actorllm.clock import now
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, CorruptLinkError, TransportError
+from actorllm.logprobs import LogprobSpan, columns_of
 from actorllm.messages import (
     NO_I32,
     Abort,
@@ -49,6 +50,7 @@ from actorllm.scheduling.recording import Entry, RecordedScheduler
 from actorllm.scheduling.scheduler import NOTHING, End, Events, Scheduler
 from actorllm.scheduling.sequence import Key, Sequence
 from actorllm.text.request_text import RequestText
+from actorllm.text.token_text import LogprobText, TokenText
 from actorllm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -68,7 +70,9 @@ class OutputRows:
         "counts",
         "ends",
         "index",
+        "logprob_texts",
         "rids",
+        "spans",
         "text",
         "text_ends",
         "text_length",
@@ -88,6 +92,8 @@ class OutputRows:
         self.ends: list[list[Any]] = []
         self.vector_rows: list[int] = []
         self.vectors: list[Any] = []
+        self.spans: list[LogprobSpan] = []
+        self.logprob_texts: list[str] = []
 
     def add(self, rid: int, index: int, tokens: list[int], text: str) -> None:
         self.rids.append(rid)
@@ -97,6 +103,12 @@ class OutputRows:
         self.text.append(text)
         self.text_length += len(text)
         self.text_ends.append(self.text_length)
+
+    def add_logprobs(self, spans: Iterable[tuple[LogprobSpan, list[str] | None]]) -> None:
+        """Of the last row added, with the texts of their entries where they are made."""
+        for span, texts in spans:
+            self.spans.append(replace(span, row=len(self.rids) - 1))
+            self.logprob_texts += texts if texts is not None else [""] * span.ids.size
 
     def end(self, end: End) -> None:
         """The request of the last row added has ended (fields as in messages.RequestEnd)."""
@@ -117,6 +129,16 @@ class OutputRows:
             ]
         )
 
+    def _logprob_columns(self) -> dict[str, Any]:
+        if not self.spans:
+            return {}
+        columns = columns_of(self.spans)
+        text = "".join(self.logprob_texts)
+        if text:
+            ends = np.cumsum([len(piece) for piece in self.logprob_texts], dtype=np.int32)
+            columns |= {"logprob_text": text, "logprob_text_ends": ends}
+        return columns
+
     def message(self, emitted: float) -> Outputs:
         is_plain = len(self.tokens) == len(self.rids) and all(count == 1 for count in self.counts)
         return Outputs(
@@ -129,6 +151,7 @@ class OutputRows:
             ends=self.ends,
             vector_rows=np.array(self.vector_rows, np.int32),
             vectors=np.concatenate(self.vectors) if self.vectors else np.zeros(0, np.float32),
+            **self._logprob_columns(),
             emitted=emitted,
         )
 
@@ -168,6 +191,7 @@ class SchedulerActor(Actor):
         self._timeline: Timeline | None = None
         self._tokenizer: Tokenizer | None = None
         self._pacing = Pacing()
+        self._token_text: TokenText | None = None
         self._record: IO[bytes] | None = None
 
     # Life
@@ -350,7 +374,11 @@ class SchedulerActor(Actor):
             self._pacing.add(key, message.stream_interval, is_first=not message.output.size)
         if is_new and sequence is not None and message.detokenize and self._tokenizer is not None:
             try:
-                sequence.attachment = self._new_text(message, self._tokenizer)
+                sequence.attachment = text = self._new_text(message, self._tokenizer)
+                if sequence.rules is not None and sequence.rules.has_logprobs:
+                    if self._token_text is None:
+                        self._token_text = TokenText(self._tokenizer)
+                    text.logprobs = LogprobText(self._token_text, message.output)
             except Exception as error:
                 return self._fail_text(sequence, error)
         return []
@@ -405,6 +433,7 @@ class SchedulerActor(Actor):
         began = now()
         rows_of: dict[int, OutputRows] = {}
         ends = {end.sequence: end for end in events.ends} if events.ends else {}
+        spans = _spans_by_sequence(events) if events.logprobs else {}
         tokens = events.tokens.tolist()
         counts = events.counts.tolist() if events.counts.size else None
         pacing = self._pacing if self._pacing else None
@@ -415,6 +444,7 @@ class SchedulerActor(Actor):
             at += count
             piece = ""
             stop = None
+            logprobs: list[tuple[LogprobSpan, list[str] | None]] = []
             end = ends.pop(sequence, None) if ends else None
             if sequence.attachment is not None:
                 # The token that ends a request is part of its output, and of its text only on demand.
@@ -425,9 +455,13 @@ class SchedulerActor(Actor):
                         new = new[:used]
                     elif end is not None:
                         piece += sequence.attachment.finish()
+                    if spans:
+                        logprobs = _with_texts(sequence, spans.pop(sequence, ()), len(new))
                 except Exception as error:
                     failed = self._fail_text(sequence, error)
                     end = failed[0] if failed else end
+            elif spans:
+                logprobs = _with_texts(sequence, spans.pop(sequence, ()), len(new))
             if stop is not None:
                 if end is None:
                     (end,) = self.scheduler.finish([(sequence, "stop", stop)], began)
@@ -435,16 +469,28 @@ class SchedulerActor(Actor):
                     end = End(sequence, "stop", stop)
             frontend, rid = sequence.key
             if pacing is not None:
-                due = pacing.due(sequence.key, (index, new, piece), end is not None)
+                due = pacing.due(sequence.key, (index, new, piece, logprobs), end is not None)
                 if due is None:
                     continue
-                index, new, piece = due
+                index, new, piece, logprobs = due
             rows = rows_of.get(frontend)
             if rows is None:
                 rows = rows_of[frontend] = OutputRows()
             rows.add(rid, index, new, piece)
+            if logprobs:
+                rows.add_logprobs(logprobs)
             if end is not None:
                 rows.end(end)
+        for sequence, of_prompt in spans.items():  # whose prompts go on
+            try:
+                logprobs = _with_texts(sequence, of_prompt, 0)
+            except Exception as error:
+                ends |= {failed_end.sequence: failed_end for failed_end in self._fail_text(sequence, error)}
+                continue
+            frontend, rid = sequence.key
+            rows = rows_of.setdefault(frontend, OutputRows())
+            rows.add(rid, -1, [], "")
+            rows.add_logprobs(logprobs)
         for sequence, vector in events.vectors:
             frontend, rid = sequence.key
             rows = rows_of.setdefault(frontend, OutputRows())
@@ -455,8 +501,10 @@ class SchedulerActor(Actor):
         for sequence, end in ends.items():  # ends without new tokens: aborts, errors
             frontend, rid = sequence.key
             rows = rows_of.setdefault(frontend, OutputRows())
-            last = self._pacing.due(sequence.key, (-1, [], self._rest_of(sequence)), is_end=True)
-            rows.add(rid, *(last or (-1, [], "")))
+            last = self._pacing.due(sequence.key, (-1, [], self._rest_of(sequence), []), is_end=True)
+            index, new, piece, logprobs = last or (-1, [], "", [])
+            rows.add(rid, index, new, piece)
+            rows.add_logprobs(logprobs)
             rows.end(end)
         return rows_of, began
 
@@ -568,6 +616,28 @@ class SchedulerActor(Actor):
             "scheduler": asdict(self.scheduler.statistics()),
             "num_held_outputs": sum(len(outlet.unsent) for outlet in self._full.values()),
         }
+
+
+def _spans_by_sequence(events: Events) -> dict[Sequence, list[LogprobSpan]]:
+    spans: dict[Sequence, list[LogprobSpan]] = {}
+    for sequence, span in events.logprobs:
+        spans.setdefault(sequence, []).append(span)
+    return spans
+
+
+def _with_texts(
+    sequence: Sequence, spans: Iterable[LogprobSpan], num_tokens: int
+) -> list[tuple[LogprobSpan, list[str] | None]]:
+    """The spans of a row that gives out num_tokens tokens, with the texts of their entries if text is made for it."""
+    text = None if sequence.attachment is None else sequence.attachment.logprobs
+    found: list[tuple[LogprobSpan, list[str] | None]] = []
+    for span in spans:
+        if not span.is_prompt and span.ranks.size > num_tokens:
+            if not num_tokens:
+                continue
+            span = span.part(0, num_tokens)
+        found.append((span, None if text is None else text.texts(span)))
+    return found
 
 
 def read_recording(path: str | Path) -> Iterable[Entry]:

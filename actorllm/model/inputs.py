@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.messages import I32, StepPlan
+from actorllm.model.logits import LogitRules
+from actorllm.rules import decode_rules
 
 I64 = NDArray[np.int64]
 
@@ -107,6 +109,20 @@ _COLUMN_TYPES: dict[str, Any] = {
 
 
 @dataclass(slots=True)
+class PromptLogprobs:
+    """What a slot still has to tell of its prompt."""
+
+    num_top: int
+    first: int
+    """The first prompt token that is wanted."""
+    num_prompt: int
+
+    def of_chunk(self, start: int, count: int) -> tuple[int, int]:
+        """The tokens [first, last) that the logits of this chunk of the prompt are about."""
+        return max(self.first, start + 1), min(start + count + 1, self.num_prompt)
+
+
+@dataclass(slots=True)
 class PersistentBatch:
     """The worker's requests. Plans are trusted to be well ordered, and checked where a mistake would corrupt others."""
 
@@ -127,14 +143,16 @@ class PersistentBatch:
     decode_slots: I32 = field(init=False)
     known_tokens: dict[int, I32] = field(default_factory=dict)
     """Of slots that still have to prefill."""
-    stop_ids: dict[int, I64] = field(default_factory=dict)
-    """Of slots with min_tokens: what they must not sample before."""
     bad_slots: set[int] = field(default_factory=set)
     """Slots whose prompt had states that are not finite: what they sample is void."""
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    """Of slots that want them and have some to come."""
+    rules: LogitRules = field(init=False)
     rows_version: int = 0
     decode_version: int = 0
 
     def __post_init__(self) -> None:
+        self.rules = LogitRules(self.vocab_size)
         self.columns = Columns(**{name: np.zeros(0, kind) for name, kind in _COLUMN_TYPES.items()})
         self.block_tables = np.zeros((self.num_groups, 0, self.max_blocks), np.int32)
         self.num_slot_blocks = np.zeros((self.num_groups, 0), np.int32)
@@ -235,6 +253,8 @@ class PersistentBatch:
         columns.last_token[slots] = tokens
         columns.num_outputs[slots] += 1
         columns.num_known[slots] = columns.num_computed[slots] + 1
+        if self.rules.has_memory:
+            self.rules.store(slots, tokens)
 
     def exclusive_blocks(self, slots: I32) -> I32:
         """The blocks of these slots that no other live slot holds."""
@@ -253,8 +273,9 @@ class PersistentBatch:
         assert (columns.num_computed[live] <= columns.num_known[live]).all(), "computed beyond what is known"
         waiting = {int(slot) for slot in self.known_tokens}
         assert waiting <= set(live.tolist()), "tokens kept of a dead slot"
-        assert set(self.stop_ids) <= set(live.tolist()), "stop ids kept of a dead slot"
         assert self.bad_slots <= set(live.tolist()), "a dead slot is bad"
+        assert set(self.prompt_logprobs) <= set(live.tolist()), "prompt logprobs kept of a dead slot"
+        self.rules.check_integrity(set(live.tolist()))
         for slot, tokens in self.known_tokens.items():
             assert len(tokens) == columns.num_known[slot] > columns.num_computed[slot], "prefill is over"
         needed = -(-columns.num_computed[live] // self.block_size)
@@ -275,8 +296,10 @@ class PersistentBatch:
         self.num_slot_blocks[:, slots] = 0
         for slot in slots.tolist():
             self.known_tokens.pop(slot, None)
-            self.stop_ids.pop(slot, None)
             self.bad_slots.discard(slot)
+            self.prompt_logprobs.pop(slot, None)
+        if self.rules.is_used:
+            self.rules.remove(slots)
 
     def _add(self, plan: StepPlan) -> None:
         slots, columns = plan.new_slots, self.columns
@@ -323,7 +346,21 @@ class PersistentBatch:
                 block_end += count
             if plan.new_min_tokens[i] > plan.new_num_outputs[i]:
                 ids = plan.new_stop_ids[stop_ends[i] - plan.new_num_stop_ids[i] : stop_ends[i]]
-                self.stop_ids[slot] = ids[(ids >= 0) & (ids < self.vocab_size)].astype(np.int64)
+                known = ids[(ids >= 0) & (ids < self.vocab_size)].astype(np.int64)
+                self.rules.hold_back(slot, known, int(plan.new_min_tokens[i]))
+        if plan.new_rules.size:
+            self._add_rules(plan)
+
+    def _add_rules(self, plan: StepPlan) -> None:
+        num_outputs = dict(zip(plan.new_slots.tolist(), plan.new_num_outputs.tolist(), strict=True))
+        for slot, first, rules in decode_rules(plan.new_rules, plan.new_rule_numbers):
+            if slot not in num_outputs:
+                raise ValueError(f"step {plan.step}: rules for slot {slot}, which is not new")
+            tokens = self.known_tokens[slot]
+            num_prompt = len(tokens) - num_outputs[slot]
+            self.rules.add(slot, rules, tokens[:num_prompt], tokens[num_prompt:])
+            if rules.num_prompt_logprobs >= 0 and first < num_prompt:
+                self.prompt_logprobs[slot] = PromptLogprobs(rules.num_prompt_logprobs, first, num_prompt)
 
     def _extend(self, plan: StepPlan) -> None:
         slots, groups = plan.extended_slots, plan.extended_groups

@@ -10,7 +10,7 @@ Not thread-safe: one thread owns a runner and everything torch. Called by the wo
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from actorllm import clock
 from actorllm.config import EngineConfig, read_model_folder
 from actorllm.errors import EngineError
+from actorllm.logprobs import LogprobSpan, columns_of
 from actorllm.messages import I32, NO_I32, LateInputs, StepPlan, StepResult
-from actorllm.model import memory, threads
+from actorllm.model import logprobs, memory, threads
 from actorllm.model.attention import KVCache
 from actorllm.model.inputs import PersistentBatch, StepInputs
 from actorllm.model.parallel import Ranks
@@ -31,6 +32,9 @@ from actorllm.model.threads import Team
 
 MAX_LOGITS_BYTES = 64 << 20
 """float32 logits that exist at a time; more rows than that are sampled in chunks."""
+
+PROMPT_LOGITS_BYTES = 16 << 20
+"""Of the logits of a prompt whose log-probabilities are wanted: its positions are worked off in slices."""
 
 DEFAULT_MEMORY_SHARE = 0.4
 """Of the available memory, for the KV cache, when neither its size nor a share is configured."""
@@ -48,6 +52,10 @@ class SamplingRows:
     slots: I32  # [num_samples]
     chunks: list[tuple[int, int, SamplingColumns]]
     """[start, end) of the samples, so that the logits of a chunk fit in MAX_LOGITS_BYTES."""
+    has_rules: bool
+    """Some row's logits are changed before it is sampled."""
+    num_logprobs: list[tuple[int, int]]
+    """(sample, how many of the most likely) for those that want log-probabilities."""
 
 
 @dataclass(slots=True)
@@ -62,6 +70,7 @@ class StepHandle:
     """float32 [num_samples, vocab_size]; None: made chunk by chunk while sampling."""
     late_slots: I32
     started: float
+    prompt_logprobs: list[LogprobSpan]
 
 
 class ModelRunner:
@@ -225,6 +234,7 @@ class ModelRunner:
         inputs = self.batch.inputs(plan)
         sampling = self._sampling_rows(inputs)
         hidden, logits = self._no_hidden, None
+        prompt_logprobs: list[LogprobSpan] = []
         if len(inputs.token_ids):
             size = self._team.size(len(inputs.token_ids), len(inputs.result_slots))
             torch.set_num_threads(size)
@@ -238,8 +248,32 @@ class ModelRunner:
             if len(sampling.chunks) == 1:
                 logits = self._logits(hidden, sampling, 0, len(sampling.slots))
             self._team.observe(size, time.perf_counter() - wall, time.thread_time() - cpu)
+            if self.batch.prompt_logprobs:
+                prompt_logprobs = self._prompt_logprobs(inputs, states)
         self.batch.advance(inputs)
-        return StepHandle(plan.step, inputs, sampling, hidden, logits, plan.late_slots, started)
+        return StepHandle(plan.step, inputs, sampling, hidden, logits, plan.late_slots, started, prompt_logprobs)
+
+    def _prompt_logprobs(self, inputs: StepInputs, states: torch.Tensor) -> list[LogprobSpan]:
+        """Those of this step's chunks of the prompts that want them. states: hidden states of all tokens."""
+        most = max(1, PROMPT_LOGITS_BYTES // (4 * self.model_config.vocab_size))
+        spans: list[LogprobSpan] = []
+        for row, slot in enumerate(inputs.prefill_slots):
+            wanted = self.batch.prompt_logprobs.get(slot)
+            if wanted is None:
+                continue
+            computed = inputs.prefill_first[row]
+            first, last = wanted.of_chunk(computed, inputs.prefill_counts[row])
+            tokens = self.batch.known_tokens[slot]
+            before = inputs.prefill_starts[row] - computed - 1  # a token's logits are those of the position before it
+            for start in range(first, last, most):
+                end = min(start + most, last)
+                logits = self.decoder.logits(self.decoder.select(states, np.arange(start, end) + before))
+                if not self.ranks.rank:  # the others have no logits
+                    spans.append(logprobs.gather(logits, tokens[start:end], wanted.num_top, row, start))
+            wanted.first = max(first, last)
+            if wanted.first >= wanted.num_prompt:
+                del self.batch.prompt_logprobs[slot]
+        return spans
 
     @torch.inference_mode()
     def sample(self, handle: StepHandle, late: LateInputs | None = None) -> StepResult:
@@ -248,14 +282,20 @@ class ModelRunner:
         num_samples = len(sampling.slots)
         tokens = np.zeros(num_samples, np.int32)
         is_void = np.zeros(num_samples, np.bool_)
+        spans = handle.prompt_logprobs
         for start, end, columns in sampling.chunks:
             logits = handle.logits if handle.logits is not None else self._logits(handle.hidden, sampling, start, end)
             if self.ranks.rank:
                 continue  # the first rank samples
             slots = sampling.slots[start:end]
-            is_void[start:end] = self._prepare(logits, slots, late)
+            raw = logits
+            if sampling.num_logprobs and (sampling.has_rules or handle.late_slots.size):
+                raw = logits.clone()
+            is_void[start:end] = self._prepare(logits, slots, late, has_rules=sampling.has_rules)
             columns.token_index[:] = self.batch.columns.num_outputs[slots]
             tokens[start:end] = self._sampler.sample(logits, columns)
+            if sampling.num_logprobs:
+                spans = spans + self._logprobs(raw, sampling, start, tokens[start:end])
         if self.ranks.size > 1 and num_samples:
             tokens, voids = self.ranks.agree(np.stack((tokens, is_void.astype(np.int32))))
             is_void = voids.astype(np.bool_)
@@ -269,9 +309,27 @@ class ModelRunner:
         if sampling.rows is None:
             void = np.flatnonzero(is_void).astype(np.int32) if is_void.any() else NO_I32
             return StepResult(
-                step=handle.step, tokens=tokens, nonfinite_rows=void, started=handle.started, ended=clock.now()
+                step=handle.step,
+                tokens=tokens,
+                nonfinite_rows=void,
+                **columns_of(spans),
+                started=handle.started,
+                ended=clock.now(),
             )
-        return self._result_with_vectors(handle, tokens, is_void)
+        return self._result_with_vectors(handle, tokens, is_void, spans)
+
+    @staticmethod
+    def _logprobs(raw: torch.Tensor, sampling: SamplingRows, start: int, tokens: I32) -> list[LogprobSpan]:
+        """Of the samples from `start` on that want them, whose untouched logits are `raw`."""
+        spans: list[LogprobSpan] = []
+        here = [(i - start, num_top) for i, num_top in sampling.num_logprobs if start <= i < start + len(tokens)]
+        for num_top in sorted({num_top for _, num_top in here}):
+            samples = np.array([i for i, n in here if n == num_top], np.intp)
+            logits = raw if len(samples) == len(raw) else raw.index_select(0, torch.from_numpy(samples))
+            span = logprobs.gather(logits, tokens[samples], num_top)
+            rows = samples + start if sampling.rows is None else sampling.rows[samples + start]
+            spans += [replace(span.part(i, i + 1), row=int(row)) for i, row in enumerate(rows)]
+        return spans
 
     def _clear_bad_prompts(self, states: torch.Tensor, inputs: StepInputs) -> None:
         """Look for prompts without finite states, and clear what they have written; they are reported when they end.
@@ -299,21 +357,15 @@ class ModelRunner:
             return self.decoder.logits(hidden.index_select(0, torch.from_numpy(sampling.rows[start:end])))
         return self.decoder.logits(hidden if end - start == len(hidden) else hidden[start:end])
 
-    def _prepare(self, logits: torch.Tensor, slots: I32, late: LateInputs | None) -> NDArray[np.bool_]:
-        """Take out, in place, what must not be sampled. Returns which rows have no valid choice at all."""
+    def _prepare(
+        self, logits: torch.Tensor, slots: I32, late: LateInputs | None, *, has_rules: bool
+    ) -> NDArray[np.bool_]:
+        """Change the logits in place as the rows' parameters say. Returns which rows have no valid choice at all."""
         # A NaN or an infinity anywhere makes the sum of its row one, too.
         is_void: NDArray[np.bool_] = ~torch.isfinite(logits.sum(1)).numpy()
-        batch = self.batch
-        if batch.bad_slots:
-            is_void |= np.isin(slots, list(batch.bad_slots))
+        if self.batch.bad_slots:
+            is_void |= np.isin(slots, list(self.batch.bad_slots))
         masked: list[int] = []
-        for slot, ids in list(batch.stop_ids.items()):
-            if batch.columns.num_outputs[slot] >= batch.columns.min_tokens[slot]:
-                del batch.stop_ids[slot]
-                continue
-            for row in np.flatnonzero(slots == slot).tolist():
-                logits[row].index_fill_(0, torch.from_numpy(ids), -torch.inf)
-                masked.append(row)
         if late is not None and late.slots.size:
             words = late.allowed.reshape(len(late.slots), -1)
             for i, slot in enumerate(late.slots.tolist()):
@@ -321,13 +373,17 @@ class ModelRunner:
                     bits = np.unpackbits(words[i].view(np.uint8), bitorder="little")[: logits.shape[1]]
                     logits[row].masked_fill_(torch.from_numpy(bits == 0), -torch.inf)
                     masked.append(row)
+        if has_rules:
+            is_void[self.batch.rules.apply(logits.numpy(), slots, self.batch.columns.num_outputs[slots])] = True
         if masked:
             is_void[masked] |= (logits[masked].amax(1) == -torch.inf).numpy()
         if is_void.any():
             logits[torch.from_numpy(is_void)] = 0.0
         return is_void
 
-    def _result_with_vectors(self, handle: StepHandle, tokens: I32, is_void: NDArray[np.bool_]) -> StepResult:
+    def _result_with_vectors(
+        self, handle: StepHandle, tokens: I32, is_void: NDArray[np.bool_], spans: list[LogprobSpan]
+    ) -> StepResult:
         """The result of a step in which some rows are pooled: no token, and the final hidden state of the last one."""
         rows = handle.sampling.rows
         assert rows is not None
@@ -344,6 +400,7 @@ class ModelRunner:
             vector_rows=pooled.astype(np.int32),
             vectors=vectors.reshape(-1),
             nonfinite_rows=void.astype(np.int32),
+            **columns_of(spans),
             started=handle.started,
             ended=clock.now(),
         )
@@ -371,5 +428,7 @@ class ModelRunner:
                 token_index=columns.num_outputs[part],
             )
             chunks.append((start, start + len(part), how))
-        self._rows = SamplingRows(inputs.rows_version, rows, slots, chunks)
+        rules = self.batch.rules
+        wanted = [(i, rules.num_logprobs[s]) for i, s in enumerate(slots.tolist()) if s in rules.num_logprobs]
+        self._rows = SamplingRows(inputs.rows_version, rows, slots, chunks, rules.concerns(slots), wanted)
         return self._rows

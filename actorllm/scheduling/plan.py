@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from actorllm.messages import I32, StepPlan
+from actorllm.rules import encode_rules
 from actorllm.scheduling.batch import Rows
 from actorllm.scheduling.sequence import Sequence
 
@@ -18,7 +19,8 @@ from actorllm.scheduling.sequence import Sequence
 class PlanBuilder:
     """The next plan, as far as it is decided."""
 
-    def __init__(self) -> None:
+    def __init__(self, eos_token_ids: frozenset[int] = frozenset()) -> None:
+        self._eos_ids = eos_token_ids
         self._freed: list[int] = []
         self._new: list[tuple[Sequence, int]] = []
         self._new_blocks: list[I32] = []
@@ -51,7 +53,7 @@ class PlanBuilder:
             columns["freed"] = np.array(self._freed, np.int32)
             self._freed.clear()
         if self._new:
-            columns |= _new_columns(self._new)
+            columns |= _new_columns(self._new, self._eos_ids)
             columns["new_blocks"] = _joined(self._new_blocks)
             self._new.clear()
             self._new_blocks.clear()
@@ -88,15 +90,19 @@ _NEW_INTEGERS = (
 _NEW_NUMBERS = ("new_temperature", "new_top_p", "new_min_p")
 
 
-def _new_columns(new: list[tuple[Sequence, int]]) -> dict[str, Any]:
+def _new_columns(new: list[tuple[Sequence, int]], eos_ids: frozenset[int]) -> dict[str, Any]:
     integers: list[tuple[int, ...]] = []
     numbers: list[tuple[float, float, float]] = []
     stop_ids: list[int] = []
+    ruled: list[Sequence] = []
     for sequence, num_blocks in new:
         submit = sequence.submit
         num_tokens = sequence.known.size
-        ids = sorted(sequence.stop_ids) if submit.min_tokens else ()
+        # No end of text before min_tokens, as in vLLM: also where it would not end the request.
+        ids = sorted(sequence.stop_ids | eos_ids) if submit.min_tokens else ()
         stop_ids.extend(ids)
+        if sequence.rules is not None and sequence.rules.is_for_worker:
+            ruled.append(sequence)
         integers.append(
             (
                 sequence.slot,
@@ -120,6 +126,10 @@ def _new_columns(new: list[tuple[Sequence, int]]) -> dict[str, Any]:
     columns["new_is_pooling"] = np.array([s.submit.pooling is not None for s, _ in new], np.uint8)
     if stop_ids:
         columns["new_stop_ids"] = np.array(stop_ids, np.int32)
+    if ruled:
+        columns["new_rules"], columns["new_rule_numbers"] = encode_rules(
+            (s.slot, s.num_prompt_logprobs + 1, s.rules) for s in ruled if s.rules is not None
+        )
     return columns
 
 

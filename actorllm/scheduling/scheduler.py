@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,14 +32,25 @@ from numpy.typing import NDArray
 
 from actorllm.kvcache.manager import KVCacheManager, KVCacheStatistics
 from actorllm.kvcache.prefix_index import HASH_BYTES, continue_hashes, extra_key, first_digest
+from actorllm.logprobs import LogprobSpan, spans_of
 from actorllm.messages import I32, NO_I32, StepFailed, StepPlan, StepResult, Submit, no_i32
 from actorllm.request import FinishReason
+from actorllm.rules import SamplingRules
 from actorllm.scheduling.batch import ONE, Batch, Rows
 from actorllm.scheduling.ledger import Ledger, StepRecord
 from actorllm.scheduling.pause import PAUSE_MODES, PauseState
 from actorllm.scheduling.plan import PlanBuilder
 from actorllm.scheduling.policy import Limits, PlanPolicy, StepDone
+from actorllm.scheduling.repetition import RepetitionWatch
 from actorllm.scheduling.sequence import Key, Sequence, State
+
+REPETITION_DETECTED = "repetition_detected"
+"""The stop_reason beside finish_reason "repetition", as in vLLM."""
+
+MAX_CHUNK_LOGPROBS = 1 << 16
+"""Log-probabilities of one prompt in one step: a prompt that asks for more goes through in smaller chunks."""
+MAX_ROW_LOGPROBS = 1 << 22
+"""Of sampled tokens in one step. Who would exceed it is not admitted beside others: a result is one message."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +68,8 @@ class Events:
     """What a result changed, one row per request that got something.
 
     sequences[i] got tokens (its share of `tokens`: one, or counts[i]), the first of them with output index index[i].
-    ends are in no particular order and may name requests without a row. vectors belong to vector_rows.
+    ends are in no particular order and may name requests without a row. vectors belong to vector_rows. logprobs: of those
+    that asked, of their tokens here or of parts of their prompts.
     """
 
     sequences: NDArray[Any]
@@ -66,6 +78,17 @@ class Events:
     counts: I32 = field(default_factory=no_i32)
     ends: tuple[End, ...] = ()
     vectors: tuple[tuple[Sequence, NDArray[np.float32]], ...] = ()
+    logprobs: tuple[tuple[Sequence, LogprobSpan], ...] = ()
+
+
+def _no_choice(sequence: Sequence) -> str:
+    """Why a row had no token to choose."""
+    rules, error = sequence.rules, "the model's logits are not finite"
+    if rules is not None and (rules.allowed_ids or rules.bad_words):
+        return f"{error}, or allowed_token_ids, bad_words and min_tokens together leave no token to choose"
+    if sequence.submit.min_tokens:
+        return f"{error}, or every token is one that min_tokens={sequence.submit.min_tokens} keeps away"
+    return error
 
 
 NOTHING = Events(np.empty(0, object), NO_I32, NO_I32)
@@ -162,7 +185,7 @@ class Scheduler:
         self._spare = spare
         self._ahead = 1 + spare
         self._reach: I32 = np.array(1 + self._ahead, np.int32)
-        self._builder = PlanBuilder()
+        self._builder = PlanBuilder(self._eos_ids)
         self._alive: dict[Key, Sequence] = {}
         self._waiting: set[Sequence] = set()
         self._resuming: set[Sequence] = set()
@@ -180,6 +203,8 @@ class Scheduler:
         for token in self._eos_ids:
             if token < vocab_size:
                 self._num_stopping[token] = 1 << 30
+        self._num_watched = 0  # requests alive that look out for repetitions
+        self._num_row_logprobs = 0  # that a step returns when every running request samples
         self._arrivals = 0
         self._num_steps = 0
         self._num_output_tokens = 0
@@ -218,6 +243,12 @@ class Scheduler:
         if error := self._refusal(sequence):
             sequence.state = State.FINISHED
             return End(sequence, "error", error=error)
+        if submit.rules is not None:
+            try:
+                self._take_rules(sequence, submit.rules)
+            except (TypeError, ValueError) as wrong:
+                sequence.state = State.FINISHED
+                return End(sequence, "error", error=f"its sampling rules cannot be used: {wrong}")
         self._hash_known(sequence)
         self._alive[key] = sequence
         self._count_stops(sequence, 1)
@@ -227,6 +258,15 @@ class Scheduler:
         else:
             self._wait(sequence)
         return None
+
+    def _take_rules(self, sequence: Sequence, given: dict[str, Any]) -> None:
+        rules = SamplingRules.from_fields(given)
+        rules.check(self._vocab_size)
+        sequence.rules = rules
+        if rules.repetition is not None:
+            room = sequence.limit - sequence.num_prompt
+            sequence.watch = RepetitionWatch(*rules.repetition, room, sequence.submit.output)
+            self._num_watched += 1
 
     def _refusal(self, sequence: Sequence) -> str | None:
         """Why a request can never run. Frontends check the same before; this guards against those that do not."""
@@ -417,6 +457,8 @@ class Scheduler:
                 self.policy.on_refusal(sequence, self)
                 continue
             remaining = self._remaining_if_any(sequence)
+            if sequence.rules is not None:
+                size = self._chunk_with_logprobs(sequence, size)
             wanted, size = size, min(size, remaining, self.limits.max_tokens - num_tokens)
             self._num_refused += size < wanted
             if size <= 0 or (size < remaining and sequence.is_whole):
@@ -426,7 +468,7 @@ class Scheduler:
                 continue
             if is_waiting:
                 taken = self.admission_blocks(sequence)
-                if not batch.num_free_slots or taken > free_blocks:
+                if not batch.num_free_slots or taken > free_blocks or not self._has_logprob_room(sequence):
                     self._num_refused += 1
                     self.policy.on_refusal(sequence, self)
                     continue
@@ -448,6 +490,19 @@ class Scheduler:
             for sequence, _ in started:
                 self.policy.on_admit(sequence, self)
         return accepted, completed
+
+    def _chunk_with_logprobs(self, sequence: Sequence, size: int) -> int:
+        """So much of a chunk that the log-probabilities it returns are not too many for one message."""
+        rules = sequence.rules
+        if rules is None or not sequence.wants_prompt_logprobs or sequence.is_whole:
+            return size
+        return min(size, max(1, MAX_CHUNK_LOGPROBS // (rules.num_prompt_logprobs + 1)))
+
+    def _has_logprob_room(self, sequence: Sequence) -> bool:
+        rules = sequence.rules
+        if rules is None or not self._num_row_logprobs:
+            return True
+        return self._num_row_logprobs + rules.num_logprobs + 1 <= MAX_ROW_LOGPROBS
 
     def _remaining_if_any(self, sequence: Sequence) -> int:
         """How many tokens of its prompt a request has left to compute, whether it has a slot or waits for one."""
@@ -472,6 +527,8 @@ class Scheduler:
             sequence.num_cached_tokens = sequence.num_done
         self.batch.occupy(sequence)
         self._prefilling[sequence] = None
+        if sequence.rules is not None:
+            self._num_row_logprobs += sequence.rules.num_logprobs + 1
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take slot and blocks; the request is computed again from its known tokens, and the token in flight is kept."""
@@ -611,6 +668,8 @@ class Scheduler:
         if slot < 0:
             return
         self._prefilling.pop(sequence, None)
+        if sequence.rules is not None:
+            self._num_row_logprobs -= sequence.rules.num_logprobs + 1
         self.kv.empty(slot, zero=zero)
         self.batch.vacate(slot)
         self._builder.free(slot)
@@ -627,7 +686,11 @@ class Scheduler:
         if record is None:
             self._num_dropped += 1
             return NOTHING
-        if error := self._contradiction(result, record):
+        error = self._contradiction(result, record)
+        spans: list[LogprobSpan] = []
+        if result.logprob_spans.size and error is None:
+            error, spans = self._logprob_spans(result, record)
+        if error is not None:
             return self._void([record, *self._void_later(record.step)], error, NO_I32)
         for sequence, num_tokens in record.prefills:
             if sequence.slot >= 0:
@@ -638,6 +701,8 @@ class Scheduler:
             events = self._append_column(record, result.tokens)
         else:
             events = self._append_rows(record, result)
+        if spans:
+            events = replace(events, logprobs=self._logprobs(record, spans, events))
         self._readmit_preempted()
         self.policy.on_step(
             StepDone(
@@ -673,6 +738,40 @@ class Scheduler:
             return f"step {result.step}: {result.vectors.size} numbers for {result.vector_rows.size} vectors"
         return None
 
+    @staticmethod
+    def _logprob_spans(result: StepResult, record: StepRecord) -> tuple[str | None, list[LogprobSpan]]:
+        """What is wrong with the log-probabilities of a result, and the spans of them."""
+        try:
+            spans = spans_of(result)
+        except ValueError as wrong:
+            return f"step {result.step}: {wrong}", []
+        for span in spans:
+            if span.row >= (len(record.prefills) if span.is_prompt else len(record.rows)):
+                return f"step {result.step}: logprobs of row {span.row} are not in the plan", []
+        return None, spans
+
+    @staticmethod
+    def _logprobs(
+        record: StepRecord, spans: list[LogprobSpan], events: Events
+    ) -> tuple[tuple[Sequence, LogprobSpan], ...]:
+        """Those of the tokens that count, and those of prompts that nobody had yet (after a preemption some had)."""
+        got = set(events.sequences)
+        found: list[tuple[Sequence, LogprobSpan]] = []
+        for span in spans:
+            if not span.is_prompt:
+                sequence: Sequence = record.rows.sequences[span.row]
+                if sequence in got:
+                    found.append((sequence, span))
+                continue
+            sequence = record.prefills[span.row][0]
+            if sequence.state is State.FINISHED and sequence not in got:
+                continue
+            num_had = sequence.num_prompt_logprobs + 1 - span.position
+            if 0 <= num_had < span.ranks.size:
+                sequence.num_prompt_logprobs += span.ranks.size - num_had
+                found.append((sequence, span.part(num_had)))
+        return tuple(found)
+
     def _append_column(self, record: StepRecord, tokens: I32) -> Events:
         """The steady case: every row is still there and got one token."""
         batch, rows = self.batch, record.rows
@@ -686,12 +785,24 @@ class Scheduler:
             if sequence.first_token is None:
                 sequence.first_token = self.now
         may_end = self._num_stopping.take(tokens).astype(np.bool_) | (known >= rows.limits)
+        if self._num_watched:
+            may_end |= self._repeats(rows, tokens)
         ends = [
             end
             for row in may_end.nonzero()[0].tolist()
             if (end := self._stop(rows.sequences[row], int(tokens[row]), int(index[row]) + 1)) is not None
         ]
         return Events(rows.sequences, tokens, index, ends=tuple(ends))
+
+    @staticmethod
+    def _repeats(rows: Rows, tokens: I32) -> NDArray[np.bool_]:
+        """Which of the rows are in a loop with this token; those that look out for it are told of it."""
+        repeats = np.zeros(len(rows), np.bool_)
+        for row, (sequence, token) in enumerate(zip(rows.sequences.tolist(), tokens.tolist(), strict=True)):
+            if sequence.watch is not None:
+                sequence.watch.push(token)
+                repeats[row] = sequence.watch.is_repeating
+        return repeats
 
     def _append_rows(self, record: StepRecord, result: StepResult) -> Events:
         """The general case, row by row: rows that left, several tokens or none, vectors, logits that are not finite."""
@@ -716,7 +827,7 @@ class Scheduler:
             if not is_here and sequence.state is not State.PREEMPTED:
                 continue  # ended meanwhile; the token was counted as wasted then
             if row in bad:
-                ends.append(self._end(sequence, "error", error="the model's logits are not finite", zero=True))
+                ends.append(self._end(sequence, "error", error=_no_choice(sequence), zero=True))
                 continue
             if row in vectors:
                 pooled.append((sequence, vectors[row]))
@@ -724,6 +835,8 @@ class Scheduler:
                 continue
             start = self._append(sequence, tokens, slot if is_here else -1)
             for position, token in enumerate(tokens.tolist()):
+                if sequence.watch is not None:
+                    sequence.watch.push(token)
                 end = self._stop(sequence, token, start + position + 1)
                 if end is not None:
                     tokens = tokens[: position + 1]
@@ -781,6 +894,8 @@ class Scheduler:
             return self._end(sequence, "stop", None if token in sequence.eos_ids else token)
         if sequence.num_prompt + num_outputs >= sequence.limit:
             return self._end(sequence, "length")
+        if sequence.watch is not None and sequence.watch.is_repeating and num_outputs >= sequence.submit.min_tokens:
+            return self._end(sequence, "repetition", REPETITION_DETECTED)
         return None
 
     def finish(self, stops: Iterable[tuple[Sequence, FinishReason, int | str | None]], now: float) -> list[End]:
@@ -823,6 +938,7 @@ class Scheduler:
         sequence.state = State.FINISHED
         sequence.last_token = self.now if sequence.first_token is not None else None
         del self._alive[sequence.key]
+        self._num_watched -= sequence.watch is not None
         self._count_stops(sequence, -1)
         self.policy.on_end(sequence, self)
         return End(sequence, reason, stop_reason, error)
@@ -1021,6 +1137,9 @@ class Scheduler:
             assert known <= self.kv.capacity[slot], f"slot {slot} knows more tokens than its blocks hold"
             is_pooled = sequence.submit.pooling is not None  # its prompt may be as long as the model allows
             assert known < sequence.limit or in_flight == 0 or is_pooled, f"slot {slot} is beyond its limit"
+        running = [s.rules for s in self.running() if s.rules is not None]
+        assert self._num_row_logprobs == sum(rules.num_logprobs + 1 for rules in running), "count of log-probabilities"
+        assert self._num_watched == sum(s.watch is not None for s in self._alive.values()), "count of watched requests"
         expected = np.zeros_like(self._num_stopping)
         for token in self._eos_ids:
             if token < self._vocab_size:

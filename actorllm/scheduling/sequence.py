@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actorllm.messages import I32, Submit, no_i32
+from actorllm.rules import SamplingRules
+from actorllm.scheduling.repetition import RepetitionWatch
 
 Key = tuple[int, int]
 """(frontend, rid): unique among the requests alive."""
@@ -65,6 +67,10 @@ class Sequence:
     """Its first blocks that are in the prefix index, or were found there."""
     can_publish: bool = False
     """Its blocks may be found by others: they are hashed, and were not computed before a reset."""
+    rules: SamplingRules | None = None
+    watch: RepetitionWatch | None = None
+    num_prompt_logprobs: int = 0
+    """Prompt tokens whose log-probabilities were given out; they are not computed again."""
     last_step: int = 0
     """After preemption: the last step in flight that names it; it is not admitted again before that one is done."""
     policy_state: dict[str, object] = field(default_factory=dict)
@@ -79,6 +85,12 @@ class Sequence:
     def is_whole(self) -> bool:
         """Whether all its known tokens must go through in one step: a prompt that refuses chunking, at first."""
         return not self.submit.is_chunkable and self.known.size == self.submit.prompt.size
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of its prompt are still to come."""
+        rules = self.rules
+        return rules is not None and rules.num_prompt_logprobs >= 0 and self.num_prompt_logprobs < self.num_prompt - 1
 
     @property
     def arrival(self) -> float:

@@ -15,6 +15,7 @@ import numpy as np
 
 from actorllm.text.detokenizer import Detokenizer
 from actorllm.text.stop import StopMatcher
+from actorllm.text.token_text import LogprobText
 from actorllm.text.tokenizer import I32, Tokenizer
 
 
@@ -28,7 +29,7 @@ class RequestText:
     it out.
     """
 
-    __slots__ = ("_detokenizer", "_matcher", "_min_tokens", "_num_tokens", "stop_string")
+    __slots__ = ("_detokenizer", "_matcher", "_min_tokens", "_num_tokens", "logprobs", "stop_string")
 
     def __init__(
         self,
@@ -48,6 +49,8 @@ class RequestText:
         self._num_tokens = 0
         self.stop_string: str | None = None
         """The stop string that was found; there is no text after it."""
+        self.logprobs: LogprobText | None = None
+        """Set where log-probabilities were asked for."""
         self.push(output_ids_so_far)
 
     def push(self, token_ids: Sequence[int] | I32) -> tuple[str, str | None, int]:

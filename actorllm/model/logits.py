@@ -1,0 +1,312 @@
+"""`LogitRules`: what requests want done to their logits before a token is chosen, applied to all rows at once.
+
+The order is vLLM's: allowed ids, bad words and min_tokens take ids out (they become -inf), biases are added, then come the
+repetition, frequency and presence penalties; temperature and the filters of the sampler follow. Penalties touch the tokens
+that a request has seen, so they are kept as one entry per slot and distinct token: memory and time go with those, not with
+slots times vocabulary. The worker counts the tokens that it samples itself (`store`), as it must at depth 2: the plan of
+the next step was made before they were known.
+
+Invariants (`check_integrity`): entries exist for live slots only, and each (slot, id) has at most one in each table. Owned
+by the persistent batch, which adds and removes slots and stores tokens; the runner calls `apply`. numpy only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actorllm.messages import F32, I32
+from actorllm.rules import MAX_COUNT, SamplingRules
+
+I64 = NDArray[np.int64]
+
+LARGEST = np.float32(1e30)
+"""A changed logit is at most this, so that no temperature makes an infinity of it that would not be one by itself."""
+
+NO_TOKEN = -1
+ANY_TOKEN = -2
+
+
+class Entries:
+    """A table of columns, each entry of which belongs to a slot; grows at its end, and is closed up when slots leave."""
+
+    def __init__(self, **kinds: Any) -> None:
+        self._columns: dict[str, NDArray[Any]] = {name: np.zeros(0, kind) for name, kind in kinds.items()}
+        self.size = 0
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        """A view, valid until the table changes size."""
+        return self._columns[name][: self.size]
+
+    def append(self, **values: Any) -> None:
+        """One entry per element; scalars are the same for all of them."""
+        count = max(np.size(value) for value in values.values())
+        size = self.size + count
+        for name, column in self._columns.items():
+            if size > column.size:
+                column = np.zeros(max(size, 2 * column.size, 64), column.dtype)
+                column[: self.size] = self[name]
+                self._columns[name] = column
+            column[self.size : size] = values[name]
+        self.size = size
+
+    def keep(self, mask: NDArray[np.bool_]) -> None:
+        """Only these entries, in their order."""
+        size = int(np.count_nonzero(mask))
+        if size < self.size:
+            for name, column in self._columns.items():
+                column[:size] = self[name][mask]
+            self.size = size
+
+
+@dataclass(slots=True)
+class AllowedIds:
+    """What one slot may choose from; the shorter of the two lists is kept."""
+
+    ids: I64
+    is_allowed: bool
+    """False: these are the ids that it may not choose."""
+
+    @classmethod
+    def of(cls, allowed: tuple[int, ...], vocab_size: int) -> AllowedIds:
+        ids = np.array(allowed, np.int64)
+        if 2 * len(ids) <= vocab_size:
+            return cls(ids, True)
+        mask = np.ones(vocab_size, np.bool_)
+        mask[ids] = False
+        return cls(np.flatnonzero(mask), False)
+
+    def apply(self, row: F32) -> None:
+        if self.is_allowed:
+            kept = row[self.ids]
+            row[:] = -np.inf
+            row[self.ids] = kept
+        else:
+            row[self.ids] = -np.inf
+
+
+class Phrases:
+    """The bad words of one slot that are several tokens, and the tokens that come before them."""
+
+    def __init__(self, words: list[tuple[int, ...]], output: I32) -> None:
+        width = max(map(len, words)) - 1
+        self._before: I32 = np.full((len(words), width), ANY_TOKEN, np.int32)
+        for row, word in enumerate(words):
+            self._before[row, width - len(word) + 1 :] = word[:-1]
+        self._is_any = self._before == ANY_TOKEN
+        self._last: I64 = np.array([word[-1] for word in words], np.int64)
+        self._recent: I32 = np.full(width, NO_TOKEN, np.int32)
+        for token in output[-width:].tolist():
+            self.push(token)
+
+    def push(self, token: int) -> None:
+        self._recent[:-1] = self._recent[1:]
+        self._recent[-1] = token
+
+    def completed_by(self) -> I64:
+        """The ids that would complete one of them now."""
+        ids: I64 = self._last[((self._before == self._recent) | self._is_any).all(1)]
+        return ids
+
+
+class LogitRules:
+    """See the module docstring."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.num_logprobs: dict[int, int] = {}
+        """Of slots that want the log-probabilities of their tokens."""
+        self._slots: set[int] = set()  # with anything that `apply` would do
+        self._allowed: dict[int, AllowedIds] = {}
+        self._phrases: dict[int, Phrases] = {}
+        self._taken_out = Entries(slot=np.int32, id=np.int64, until=np.int32)  # before that many tokens of output
+        self._biases = Entries(slot=np.int32, id=np.int64, value=np.float32)
+        self._seen = Entries(slot=np.int32, id=np.int64, count=np.int32)  # count: in the output
+        self._penalties: F32 = np.zeros((3, 0), np.float32)  # presence, frequency, repetition, by slot
+        self._is_penalized: NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self._num_penalized = 0
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any slot has a rule or wants log-probabilities."""
+        return bool(self._slots or self.num_logprobs)
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether any slot's rules depend on what was sampled for it (`store`)."""
+        return bool(self._num_penalized or self._phrases)
+
+    def add(self, slot: int, rules: SamplingRules, prompt: I32, output: I32) -> None:
+        """A new slot with rules. prompt, output: its tokens so far."""
+        if rules.allowed_ids:
+            self._slots.add(slot)
+            self._allowed[slot] = AllowedIds.of(rules.allowed_ids, self.vocab_size)
+        if rules.bad_words:
+            self._slots.add(slot)
+            single = [word[0] for word in rules.bad_words if len(word) == 1]
+            if single:
+                self._taken_out.append(slot=slot, id=np.unique(single), until=MAX_COUNT)
+            longer = [word for word in rules.bad_words if len(word) > 1]
+            if longer:
+                self._phrases[slot] = Phrases(longer, output)
+        if rules.bias_ids:
+            self._slots.add(slot)
+            self._biases.append(slot=slot, id=np.array(rules.bias_ids), value=np.array(rules.biases, np.float32))
+        if rules.has_penalties:
+            self._slots.add(slot)
+            self._penalize(slot, rules, prompt, output)
+        if rules.num_logprobs >= 0:
+            self.num_logprobs[slot] = rules.num_logprobs
+
+    def hold_back(self, slot: int, ids: I64, until: int) -> None:
+        """The slot must not sample these ids before it has so many tokens of output."""
+        if ids.size:
+            self._slots.add(slot)
+            self._taken_out.append(slot=slot, id=np.unique(ids), until=until)
+
+    def _penalize(self, slot: int, rules: SamplingRules, prompt: I32, output: I32) -> None:
+        if slot >= self._is_penalized.size:
+            size = max(slot + 1, 2 * self._is_penalized.size)
+            penalties, is_penalized = np.zeros((3, size), np.float32), np.zeros(size, np.bool_)
+            penalties[:, : self._is_penalized.size] = self._penalties
+            is_penalized[: self._is_penalized.size] = self._is_penalized
+            self._penalties, self._is_penalized = penalties, is_penalized
+        self._penalties[:, slot] = rules.presence_penalty, rules.frequency_penalty, rules.repetition_penalty
+        self._is_penalized[slot] = True
+        self._num_penalized += 1
+        # The prompt matters to the repetition penalty only.
+        tokens = np.concatenate((prompt, output)) if rules.repetition_penalty != 1 else output
+        ids = np.unique(tokens)
+        counts = np.zeros(ids.size, np.int32)
+        if output.size:
+            found, times = np.unique(output, return_counts=True)
+            counts[np.searchsorted(ids, found)] = times
+        if ids.size:
+            self._seen.append(slot=slot, id=ids, count=counts)
+
+    def remove(self, slots: I32) -> None:
+        """These slots are free; most of them never had a rule."""
+        gone = [slot for slot in slots.tolist() if slot in self._slots]
+        for slot in slots.tolist():
+            self.num_logprobs.pop(slot, None)
+        if not gone:
+            return
+        for slot in gone:
+            self._slots.discard(slot)
+            self._allowed.pop(slot, None)
+            self._phrases.pop(slot, None)
+            if slot < self._is_penalized.size and self._is_penalized[slot]:
+                self._is_penalized[slot] = False
+                self._num_penalized -= 1
+        for table in (self._taken_out, self._biases, self._seen):
+            table.keep(~np.isin(table["slot"], gone))
+
+    def store(self, slots: I32, tokens: I32) -> None:
+        """What was sampled for these rows."""
+        if self._num_penalized:
+            self._count(slots, tokens)
+        if self._phrases:
+            of_slot = dict(zip(slots.tolist(), tokens.tolist(), strict=True))
+            for slot, phrases in self._phrases.items():
+                if slot in of_slot:
+                    phrases.push(of_slot[slot])
+
+    def _count(self, slots: I32, tokens: I32) -> None:
+        mine = slots < self._is_penalized.size
+        mine[mine] = self._is_penalized[slots[mine]]
+        slots, tokens = slots[mine], tokens[mine]
+        if not slots.size:
+            return
+        token_of = np.full(self._is_penalized.size, NO_TOKEN, np.int64)
+        token_of[slots] = tokens
+        known = self._seen["id"] == token_of[self._seen["slot"]]
+        self._seen["count"][known] += 1
+        token_of[self._seen["slot"][known]] = NO_TOKEN
+        new = token_of[slots] != NO_TOKEN
+        if new.any():
+            self._seen.append(slot=slots[new], id=tokens[new], count=1)
+
+    def concerns(self, slots: I32) -> bool:
+        """Whether `apply` has anything to do for these rows; that changes only with the slots' owners."""
+        return bool(self._slots) and not self._slots.isdisjoint(slots.tolist())
+
+    def apply(self, logits: F32, slots: I32, num_outputs: I32) -> NDArray[np.intp]:
+        """Change the logits of these rows, [num_rows, vocab_size], in place. Returns the rows with nothing left to choose.
+
+        num_outputs: how many tokens of output each row has.
+        """
+        row_of = np.full(int(max(slots.max(initial=0), max(self._slots, default=0))) + 1, -1, np.intp)
+        row_of[slots] = np.arange(slots.size)
+        num_out = np.zeros(slots.size, np.int64)  # ids taken out, by row
+        for slot, allowed in self._allowed.items():
+            row = int(row_of[slot])
+            if row >= 0:
+                allowed.apply(logits[row])
+                num_out[row] = self.vocab_size  # it may be any number: look
+        self._take_out(logits, row_of, num_outputs, num_out)
+        for slot, phrases in self._phrases.items():
+            row = int(row_of[slot])
+            if row >= 0:
+                ids = phrases.completed_by()
+                logits[row, ids] = -np.inf
+                num_out[row] += ids.size
+        suspects = np.flatnonzero(num_out >= self.vocab_size)
+        exhausted = suspects[logits[suspects].max(axis=1, initial=-np.inf) == -np.inf] if suspects.size else suspects
+        self._add_biases(logits, row_of)
+        if self._num_penalized:
+            self._apply_penalties(logits, row_of)
+        return exhausted
+
+    def _take_out(self, logits: F32, row_of: NDArray[np.intp], num_outputs: I32, num_out: I64) -> None:
+        table = self._taken_out
+        if not table.size:
+            return
+        rows = row_of[table["slot"]]
+        is_here = rows >= 0
+        is_over = is_here & (num_outputs[rows] >= table["until"])
+        is_here &= ~is_over
+        rows = rows[is_here]
+        logits[rows, table["id"][is_here]] = -np.inf
+        num_out += np.bincount(rows, minlength=num_out.size)
+        if is_over.any():
+            table.keep(~is_over)
+
+    def _add_biases(self, logits: F32, row_of: NDArray[np.intp]) -> None:
+        table = self._biases
+        if not table.size:
+            return
+        rows, ids, values = row_of[table["slot"]], table["id"], table["value"]
+        is_here = rows >= 0
+        if not is_here.all():
+            rows, ids, values = rows[is_here], ids[is_here], values[is_here]
+        logits[rows, ids] = np.minimum(logits[rows, ids] + values, LARGEST)
+
+    def _apply_penalties(self, logits: F32, row_of: NDArray[np.intp]) -> None:
+        slots, ids, counts = self._seen["slot"], self._seen["id"], self._seen["count"]
+        rows = row_of[slots]
+        is_here = rows >= 0
+        if not is_here.all():
+            slots, rows, ids, counts = slots[is_here], rows[is_here], ids[is_here], counts[is_here]
+        presence, frequency, repetition = self._penalties[:, slots]
+        values = logits[rows, ids]
+        with np.errstate(over="ignore"):
+            values = np.where(values > 0, values / repetition, values * repetition)
+        values = np.minimum(values, LARGEST)
+        values -= frequency * counts.astype(np.float32)
+        values -= presence * (counts > 0)
+        logits[rows, ids] = values
+
+    def check_integrity(self, live: set[int]) -> None:
+        """Raises AssertionError when an invariant of the module does not hold."""
+        assert self._slots <= live, "rules kept of a dead slot"
+        assert set(self.num_logprobs) <= live, "logprobs kept of a dead slot"
+        assert set(self._allowed) | set(self._phrases) <= self._slots, "rules of a slot that has none"
+        assert self._num_penalized == int(self._is_penalized.sum()), "count of penalties"
+        for table in (self._taken_out, self._biases, self._seen):
+            assert set(table["slot"].tolist()) <= self._slots, "an entry of a slot without rules"
+        for table in (self._biases, self._seen):
+            pairs = list(zip(table["slot"].tolist(), table["id"].tolist(), strict=True))
+            assert len(set(pairs)) == len(pairs), "an id of a slot is there twice"
