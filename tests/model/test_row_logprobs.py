@@ -1,0 +1,118 @@
+"""Log-probabilities from logits: against log_softmax and a plain sort; in the runner, whatever is done to the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from actorllm.logprobs import spans_of
+from actorllm.model import logprobs
+from actorllm.rules import SamplingRules, encode_rules
+from tests.model.driver import Driver
+
+PROMPT = [5, 17, 33, 2, 90, 41, 8, 8, 60, 11]
+VOCAB = 97
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5, VOCAB])
+@pytest.mark.parametrize("steps", [1000, 4])
+def test_gather(num_top: int, steps: int) -> None:
+    """steps: how fine the logits are; coarse ones have many ties, as in bfloat16."""
+    rng = np.random.default_rng(1)
+    logits = torch.from_numpy(np.round(rng.normal(0, 2, (7, VOCAB)) * steps) / steps).float()
+    tokens = rng.integers(0, VOCAB, 7).astype(np.int32)
+    span = logprobs.gather(logits, tokens, num_top, row=3, position=9)
+    reference = torch.log_softmax(logits.double(), 1).numpy()
+    assert (span.row, span.position, span.ids.shape) == (3, 9, (7, 1 + num_top))
+    for i, token in enumerate(tokens.tolist()):
+        assert span.ids[i, 0] == token
+        assert span.ranks[i] == (logits[i] >= logits[i, token]).sum()
+        np.testing.assert_allclose(span.values[i], reference[i][span.ids[i]], atol=1e-5)
+        top = span.ids[i, 1:].tolist()
+        assert len(set(top)) == num_top
+        assert top == sorted(top, key=lambda t: (-float(logits[i, t]), t)), "in order, equal ones by their id"
+        if num_top:
+            assert min(span.values[i, 1:]) >= np.delete(reference[i], top).max(initial=-np.inf) - 1e-5
+
+
+@pytest.fixture
+def driver(tiny_llama: Path, make_driver: Callable[..., Driver]) -> Driver:
+    return make_driver(tiny_llama, load_format="dummy", max_num_seqs=8, max_num_batched_tokens=64)
+
+
+def rules_columns(*rows: tuple[int, int, SamplingRules]) -> dict[str, Any]:
+    integers, numbers = encode_rules(rows)
+    return {"new_rules": integers, "new_rule_numbers": numbers}
+
+
+def test_they_are_of_the_untouched_logits(driver: Driver) -> None:
+    """What changes the choice does not change what is reported; rows that did not ask report nothing."""
+    for slot in range(4):
+        driver.add(slot, PROMPT[: 4 + slot])
+    rules = [
+        (0, 1, SamplingRules(num_logprobs=3)),
+        (1, 1, SamplingRules(num_logprobs=0, allowed_ids=(44,), presence_penalty=2.0)),
+        (3, 1, SamplingRules(num_logprobs=VOCAB, bad_words=((1,),), bias_ids=(3,), biases=(50.0,))),
+    ]
+    handle_result = driver.step({0: 4, 1: 5, 2: 6, 3: 7}, decode=[], **rules_columns(*rules))
+    raw = torch.log_softmax(driver.logits, 1).numpy()
+    spans = {span.row: span for span in spans_of(handle_result)}
+    assert sorted(spans) == [0, 1, 3]
+    assert [spans[row].ids.shape for row in (0, 1, 3)] == [(1, 4), (1, 1), (1, VOCAB + 1)]
+    assert handle_result.tokens[1] == 44
+    assert handle_result.tokens[3] == 3
+    for row, span in spans.items():
+        assert span.ids[0, 0] == handle_result.tokens[row]
+        np.testing.assert_allclose(span.values[0], raw[row][span.ids[0]], atol=1e-5)
+    result = driver.step(decode=[3, 2, 0])
+    assert [span.row for span in spans_of(result)] == [2, 0], "the rows of the plan"
+    driver.remove(0, 3)
+    assert not driver.step(decode=[2]).logprob_spans.size
+
+
+@pytest.mark.parametrize("slice_bytes", [1, 16 << 20])
+@pytest.mark.parametrize(("first", "chunks"), [(1, [10]), (1, [3, 1, 6]), (1, [9, 1]), (6, [2, 8]), (10, [10])])
+def test_those_of_a_prompt(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, first: int, chunks: list[int], slice_bytes: int
+) -> None:
+    monkeypatch.setattr("actorllm.model.runner.PROMPT_LOGITS_BYTES", slice_bytes)
+    driver.add(5, PROMPT[:7])
+    driver.step({5: 7}, decode=[])
+    driver.step(decode=[5])  # others decode meanwhile
+    driver.add(2, PROMPT)
+    columns = rules_columns((2, first, SamplingRules(num_prompt_logprobs=2)))
+    found: dict[int, Any] = {}
+    for chunk in chunks:
+        result = driver.step({2: chunk}, **columns)
+        columns = {}
+        for span in spans_of(result):
+            assert (span.row, span.is_prompt) == (0, True)
+            assert slice_bytes > 1 or span.ranks.size == 1
+            found |= {span.position + i: (span.ids[i], span.values[i]) for i in range(span.ranks.size)}
+    assert sorted(found) == list(range(first, 10))
+    assert not driver.runner.batch.prompt_logprobs
+    for position, (ids, values) in found.items():
+        driver.add(7, PROMPT[:position])
+        driver.step({7: position}, decode=[])
+        expected = torch.log_softmax(driver.logits, 1)[0].numpy()
+        driver.remove(7)
+        assert ids[0] == PROMPT[position]
+        assert ids[1:].tolist() == np.argsort(-expected)[:2].tolist()
+        np.testing.assert_allclose(values, expected[ids], atol=1e-4)
+
+
+def test_output_tokens_of_a_resumed_request_are_not_its_prompt(driver: Driver) -> None:
+    driver.add(0, PROMPT, num_outputs=4)
+    result = driver.step({0: 10}, decode=[], **rules_columns((0, 1, SamplingRules(num_prompt_logprobs=0))))
+    assert [(span.position, span.ranks.size) for span in spans_of(result)] == [(1, 5)]
+
+
+def test_rules_of_a_slot_that_is_not_new_are_refused(driver: Driver) -> None:
+    driver.add(0, PROMPT)
+    with pytest.raises(ValueError, match="rules for slot 4, which is not new"):
+        driver.step({0: 10}, decode=[], **rules_columns((4, 1, SamplingRules(num_logprobs=0))))
