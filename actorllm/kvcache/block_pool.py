@@ -2,8 +2,8 @@
 
 A block is *kept* when it has a label: the prefix index put it in and can find it again. A kept block that nobody references
 is free like any other, but it is handed out last: first come the blocks without a label (the recently used before the
-never used, whose memory was never touched), and only when those are out the kept ones, least recently used first. The
-label is then gone, and the index is told.
+never used, whose memory was never touched), and only when those are out the kept ones, least recently used first and
+some (a hundredth of the pool) at a time. The label is then gone, and the index is told.
 
 Invariants (`check_integrity`): every block is free with a reference count of zero, or has a positive one; never both. A
 free block is on the stack (no label) or in the queue (label); never both, never twice. Blocks come off in a fixed order,
@@ -16,6 +16,7 @@ the step that writes into it for its next owner runs after every step that was p
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -44,7 +45,7 @@ class BlockPool:
     on_evict(blocks, labels): these kept blocks are handed out again.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[I32, I32], None] | None = None) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[NDArray[np.intp], I32], None] | None = None) -> None:
         if num_blocks <= 0:
             raise ValueError(f"num_blocks={num_blocks} must be positive")
         self.num_blocks = num_blocks
@@ -52,11 +53,13 @@ class BlockPool:
         self._on_evict = on_evict
         self._stack: NDArray[np.intp] = np.arange(num_blocks - 1, -1, -1)  # block 0 is handed out first
         self._num_stacked = num_blocks
-        # The queue: positions count up for ever, position p lies at p % size. An entry counts only while it is its block's
-        # latest, so a block that is taken out of the middle leaves a dead entry behind and nothing is moved.
-        self._queue: I32 = np.zeros(2 * num_blocks, np.int32)
-        self._head = self._tail = 0
-        self._place: NDArray[np.int64] = np.full(num_blocks, -1)
+        # The queue: what was freed together, the first to be evicted first. Chunks are numbered. A block that is taken out of
+        # the middle leaves a dead entry behind: those in chunks up to the one after which it was taken.
+        self._queue: deque[NDArray[np.intp]] = deque()
+        self._last_chunk = 0
+        self._taken_after: NDArray[np.int64] = np.zeros(num_blocks, np.int64)
+        self._num_dead = 0
+        self._batch = max(1, num_blocks // 128)
         self._labels: I32 = np.zeros(num_blocks, np.int32)
         self._has_labels = False
         self._references: I32 = np.zeros(num_blocks, np.int32)
@@ -73,8 +76,12 @@ class BlockPool:
         if left >= 0:
             blocks = self._stack[left : self._num_stacked][::-1]
         else:
-            blocks = np.concatenate((self._stack[: self._num_stacked][::-1], self._evict(-left)))
-            left = 0
+            # More than it takes, in whole batches, so that a full cache does not cost every step an eviction. The rest comes
+            # off the stack in the order of its eviction: it makes no difference in how many calls blocks are asked for.
+            evicted = self._evict(min(-(left // self._batch) * self._batch, self.num_free - self._num_stacked))
+            blocks = np.concatenate((self._stack[: self._num_stacked][::-1], evicted[:-left]))
+            left += evicted.size
+            self._stack[:left] = evicted[evicted.size - left :][::-1]
         self._num_stacked = left
         self.num_free -= count
         if self.num_free < self._lowest_free:
@@ -89,7 +96,7 @@ class BlockPool:
         if free.size:
             if (self._labels[free] == 0).any():
                 raise ValueError(f"blocks {free[self._labels[free] == 0].tolist()} are free and cannot be shared")
-            self._place[free] = -1
+            self._take_out(free)
             self.num_free -= free.size
             if self.num_free < self._lowest_free:
                 self._lowest_free = self.num_free
@@ -124,7 +131,7 @@ class BlockPool:
         kept = blocks[self._labels[blocks] != 0]
         self._labels[kept] = 0
         free = kept[self._references[kept] == 0]
-        self._place[free] = -1
+        self._take_out(free)
         self._push(free[::-1])
 
     def discard_all(self) -> None:
@@ -165,38 +172,42 @@ class BlockPool:
         self._num_stacked += blocks.size
 
     def _enqueue(self, blocks: NDArray[np.intp]) -> None:
-        size = self._queue.size
-        if self._tail - self._head + blocks.size > size:
-            positions = np.arange(self._head, self._tail)
-            entries = self._queue[positions % size]
-            entries = entries[self._place[entries] == positions]  # at most num_blocks of them, half the queue
-            self._head, self._tail = 0, entries.size
-            self._queue[: entries.size] = entries
-            self._place[entries] = np.arange(entries.size)
-        start, stop = self._tail, self._tail + blocks.size
-        at = start % size
-        if at + blocks.size <= size:
-            self._queue[at : at + blocks.size] = blocks
-        else:
-            self._queue[at:] = blocks[: size - at]
-            self._queue[: blocks.size - size + at] = blocks[size - at :]
-        self._place[blocks] = np.arange(start, stop)
-        self._tail = stop
+        if self._num_dead > self.num_blocks:
+            self._clean_queue()
+        self._queue.append(blocks)
+        self._last_chunk += 1
 
-    def _evict(self, count: int) -> I32:
+    def _take_out(self, blocks: I32 | NDArray[np.intp]) -> None:
+        """These free, kept blocks leave the queue."""
+        self._taken_after[blocks] = self._last_chunk
+        self._num_dead += blocks.size
+
+    def _clean_queue(self) -> None:
+        """Drop the dead entries. Chunks keep their numbers, be they empty."""
+        first = self._last_chunk - len(self._queue) + 1
+        self._queue = deque(blocks[self._taken_after[blocks] < first + i] for i, blocks in enumerate(self._queue))
+        while self._queue and not self._queue[0].size:
+            self._queue.popleft()
+        self._num_dead = 0
+
+    def _evict(self, count: int) -> NDArray[np.intp]:
         """The `count` kept blocks that were freed longest ago; not kept any more."""
-        found: list[I32] = []
+        found: list[NDArray[np.intp]] = []
         missing = count
+        queue = self._queue
         while missing:
-            positions = np.arange(self._head, min(self._tail, self._head + 2 * missing + 16))
-            entries = self._queue[positions % self._queue.size]
-            alive = (self._place[entries] == positions).nonzero()[0][:missing]
-            found.append(entries[alive])
-            missing -= alive.size
-            self._head += positions.size if missing else int(alive[-1]) + 1
+            blocks = queue.popleft()
+            if self._num_dead:
+                alive = blocks[self._taken_after[blocks] < self._last_chunk - len(queue)]
+                self._num_dead -= blocks.size - alive.size
+                blocks = alive
+            if blocks.size > missing:
+                queue.appendleft(blocks[missing:])
+                blocks = blocks[:missing]
+            found.append(blocks)
+            missing -= blocks.size
         blocks = np.concatenate(found) if len(found) > 1 else found[0]
         labels = self._labels[blocks]
-        self._place[blocks] = -1
         self._labels[blocks] = 0
         self._num_evicted += count
         if self._on_evict is not None:
@@ -215,9 +226,11 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """AssertionError when an invariant of the module docstring does not hold."""
-        positions = np.arange(self._head, self._tail)
-        entries = self._queue[positions % self._queue.size]
-        queued = entries[self._place[entries] == positions]
+        first = self._last_chunk - len(self._queue) + 1
+        alive = [blocks[self._taken_after[blocks] < first + i] for i, blocks in enumerate(self._queue)]
+        queued = np.concatenate(alive) if alive else np.zeros(0, np.intp)
+        num_dead = sum(blocks.size for blocks in self._queue) - queued.size
+        assert num_dead == self._num_dead, "dead entries are miscounted"
         free = np.concatenate((self._stack[: self._num_stacked], queued))
         assert np.unique(free).size == free.size, "a block is free twice"
         assert free.size == self.num_free, "free blocks are not where they belong"
@@ -226,5 +239,4 @@ class BlockPool:
         assert (self._references >= 0).all(), "a reference count is negative"
         assert (self._labels[self._stack[: self._num_stacked]] == 0).all(), "a kept block is on the stack"
         assert (self._labels[queued] > 0).all(), "a block in the queue is not kept"
-        assert int((self._place >= 0).sum()) == queued.size, "a block has a place that is not in the queue"
         assert self._has_labels or not self._labels.any(), "labels are overlooked"

@@ -186,7 +186,7 @@ class KVCacheManager:
             num_hashed = len(hashes) // HASH_BYTES
             self.index.publish_tail(hashes, self.tables[0, slot, num_hashed:num_blocks].copy(), known)
 
-    def _on_evict(self, blocks: I32, labels: I32) -> None:
+    def _on_evict(self, blocks: NDArray[np.intp], labels: I32) -> None:
         if self.index is not None:
             self.index.on_evict(blocks, labels)
 

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from actorllm.kvcache.block_pool import BlockPool
 from actorllm.messages import I32, NO_I32, NO_U8, U8
@@ -200,7 +201,7 @@ class PrefixIndex:
         self._num_resets += 1
         self.version += 1
 
-    def on_evict(self, blocks: I32, labels: I32) -> None:
+    def on_evict(self, blocks: NDArray[np.intp], labels: I32) -> None:
         """The pool hands these blocks out again: every run loses them and what lies behind them."""
         self.version += 1
         borders = [0, *((labels[1:] != labels[:-1]).nonzero()[0] + 1).tolist(), labels.size]

@@ -248,9 +248,9 @@ def _forget_to_tell(right: Any, index: PrefixIndex, blocks: Any, labels: Any) ->
 
 
 def _keep_shared_in_line(right: Any, pool: BlockPool, blocks: Any) -> None:
-    places = pool._place.copy()
+    taken, num_dead = pool._taken_after.copy(), pool._num_dead
     right(pool, blocks)
-    pool._place[:] = places
+    pool._taken_after[:], pool._num_dead = taken, num_dead
 
 
 def _swap_token_ids(right: Any, kv: KVCacheManager, blocks: Any) -> Any:
