@@ -47,6 +47,11 @@ def test_timeout_and_cancel() -> None:
     assert lines[-4:] == ["left with at least 10 tokens", "cancelled", "finished with reason abort", "running 0"]
 
 
+def test_priority() -> None:
+    lines = output_of("priority.py").splitlines()
+    assert lines[-3:] == ["patient ones done before it: 0", "tokens of the patient ones: [200, 200]", "displaced: 1"]
+
+
 def test_two_engines() -> None:
     writer, editor = output_of("two_engines.py").split("editor:")
     assert writer.startswith("writer: Once upon a time")

@@ -1053,7 +1053,7 @@ class Scheduler:
         return min(sequence.known.size + self._ahead, sequence.limit + self._spare)
 
     def remaining(self, sequence: Sequence) -> int:
-        if sequence.state is State.WAITING:
+        if sequence.slot < 0:
             self._look_up(sequence)
             return sequence.known.size - sequence.hits.size * self.kv.block_size
         return int(self.batch.num_known[sequence.slot] - self.batch.num_computed[sequence.slot])
