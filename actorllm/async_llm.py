@@ -130,7 +130,11 @@ class AsyncLLM:
         return self._engine.default_sampling_params()
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **extras: Any) -> TextStream:
-        """Just the new text, piece by piece. extras: as in `generate`."""
+        """Just the new text, piece by piece. extras: as in `generate`. Raises InvalidParameterError when n > 1."""
+        if isinstance(sampling_params, SamplingParams) and sampling_params.n != 1:
+            raise InvalidParameterError(
+                f"stream() gives the text of one sequence; use generate() for n={sampling_params.n}"
+            )
         return TextStream(self.generate(prompt, self._with_kind(sampling_params, RequestOutputKind.DELTA), **extras))
 
     async def complete(

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -51,7 +52,7 @@ from actorllm.messages import I32, NO_U8, Submit
 from actorllm.request import RequestOutputKind, SamplingParams, check_truncation, is_text
 from actorllm.rules import rules_of
 from actorllm.slo.objective import SLO
-from actorllm.stream import Mailbox, RequestStream
+from actorllm.stream import Mailbox, RequestStream, Sibling
 from actorllm.text.chat import ChatTemplate, Conversation
 from actorllm.text.tokenizer import Tokenizer
 
@@ -59,6 +60,9 @@ logger = logging.getLogger(__name__)
 
 Prompt: TypeAlias = str | Mapping[str, Any] | Iterable[int] | Conversation
 """Text, token ids, a mapping as in vLLM (PROMPT_KEYS), or a conversation for the model's chat template."""
+
+SubmitMaker: TypeAlias = Callable[..., Submit]
+"""`(rid, sample_index=0) -> Submit`."""
 
 PROMPT_KEYS = ("prompt_token_ids", "prompt")
 """Where a prompt mapping holds the prompt; of both, the ids count. Beside it there may be a 'cache_salt'."""
@@ -285,7 +289,7 @@ class Engine:
             "deadline": deadline,
         }
         arrival = now()
-        mailbox = Mailbox(host, wakes_at_end=params.output_kind is RequestOutputKind.FINAL_ONLY)
+        mailbox = Mailbox(host, params.output_kind is RequestOutputKind.FINAL_ONLY, params.n)
         with self._lock:
             self._num_requests += 1
             number = self._num_requests
@@ -306,6 +310,7 @@ class Engine:
                 mailbox,
                 self._abort_mailbox,
                 hold,
+                params.n,
                 has_logprobs=params.logprobs is not None,
                 has_prompt_logprobs=params.prompt_logprobs is not None,
             )
@@ -335,10 +340,10 @@ class Engine:
 
     def _abort_mailbox(self, mailbox: Mailbox) -> None:
         """Also from `__del__`: only posts, and finds nothing wrong with an engine that is gone."""
-        if os.getpid() != self._pid or mailbox.rid is None:
+        if os.getpid() != self._pid or not mailbox.rids:
             return  # not submitted yet: the intake sees is_aborted
         try:
-            self._thread.post(self._frontend.abort, mailbox.rid)
+            self._thread.post(self._abort_on_loop, mailbox)
         except ActorLLMError:
             logger.debug("an abort came after the end of the engine")
 
@@ -387,17 +392,23 @@ class Engine:
             del stream
             if mailbox.is_aborted and stream_ref() is None:
                 return
-            self._thread.post(self._submit_on_loop, make_submit, mailbox)
+            self._thread.post(self._submit_on_loop, make_submit, mailbox, params.n)
         except Exception as error:
             self._fail(mailbox, error if isinstance(error, ActorLLMError) else InvalidPromptError(str(error)))
 
-    def _submit_on_loop(self, make_submit: Callable[[int], Submit], mailbox: Mailbox) -> None:
-        def remember(rid: int) -> None:
-            mailbox.rid = rid
+    def _submit_on_loop(self, make_submit: SubmitMaker, mailbox: Mailbox, num_sequences: int) -> None:
+        """All sequences of a request or none: nothing comes between them."""
+        rids: list[int] = []
+        for index in range(num_sequences):
+            consumer = mailbox if num_sequences == 1 else Sibling(mailbox, index, self._abort_on_loop)
+            self._frontend.submit(partial(make_submit, sample_index=index), consumer, rids.append)
+        mailbox.rids = rids
+        if mailbox.is_aborted or mailbox.error is not None:
+            self._abort_on_loop(mailbox)
 
-        self._frontend.submit(make_submit, mailbox, remember)
-        if mailbox.is_aborted and mailbox.rid is not None:
-            self._frontend.abort(mailbox.rid)
+    def _abort_on_loop(self, mailbox: Mailbox) -> None:
+        for rid in mailbox.rids:
+            self._frontend.abort(rid)
 
     def _fail(self, mailbox: Mailbox, error: BaseException) -> None:
         mailbox.fail(error)
@@ -466,7 +477,7 @@ class Engine:
 
     def _submit_maker(
         self, prompt: TokenizedPrompt, params: SamplingParams, number: int, arrival: float, carried: dict[str, Any]
-    ) -> Callable[[int], Submit]:
+    ) -> SubmitMaker:
         model, ids = self.config.model, prompt.ids
         room = model.max_model_len - ids.size
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -485,7 +496,7 @@ class Engine:
             hashes = hash_blocks(ids, self.config.cache.block_size, extra_key(prompt.cache_salt))
         interval = max(params.stream_interval or 1, self.config.stream_interval)
 
-        def make_submit(rid: int) -> Submit:
+        def make_submit(rid: int, sample_index: int = 0) -> Submit:
             return Submit(
                 rid=rid,
                 arrival=arrival,
@@ -497,6 +508,7 @@ class Engine:
                 top_p=params.top_p,
                 min_p=params.min_p,
                 seed=seed,
+                sample_index=sample_index,
                 ignore_eos=params.ignore_eos,
                 stop_token_ids=stop_ids,
                 stop=cast("list[str]", params.stop),

@@ -40,6 +40,8 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_LENGTH = 1024
 MAX_PATTERN_SIZE = 1 << 16
 MAX_ALLOWED_TOKEN_IDS = 1 << 22
+MAX_N = 16_384
+"""Sequences of one request."""
 
 MAX_FLOAT = sys.float_info.max
 MAX_FLOAT32 = 2.0**128 - 2.0**104
@@ -60,7 +62,6 @@ class RequestOutputKind(enum.Enum):
 
 VLLM_PARAMETERS: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1.0,),
-    "best_of": (None, 1),
     "use_beam_search": (False,),
     "early_stopping": (False,),
     "flat_logprobs": (False,),
@@ -145,7 +146,8 @@ class SamplingParams:
     stop: strings that end the text and are not part of it, MAX_STOP_STRINGS at most. stop_token_ids: ids that end it,
     MAX_STOP_TOKEN_IDS at most. ignore_eos: the model's own
     end-of-text ids do not end it. min_tokens: before that many tokens no eos and no stop token is chosen. max_tokens:
-    None means: up to the model's length. detokenize: False makes no text at all, and needs no tokenizer.
+    None means: up to the model's length. n: sequences per request, MAX_N at most; they share the seed and differ by their
+    sample index. best_of: only n. detokenize: False makes no text at all, and needs no tokenizer.
     skip_special_tokens: special tokens have no text; if they do have it, spaces_between_special_tokens=False leaves out
     what a decoder puts between two of them. include_stop_str_in_output: the stop string, or the text of the token that
     ended it, is part of the text. stream_interval: new tokens per output; the first and the last output come at once
@@ -184,6 +186,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     n: int = 1
+    best_of: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -219,8 +222,7 @@ class SamplingParams:
             raise InvalidParameterError(
                 f"min_tokens={_shown(self.min_tokens)} is more than max_tokens={_shown(self.max_tokens)}"
             )
-        if _integer("n", self.n, low=1) != 1:
-            raise InvalidParameterError(f"n={_shown(self.n)} is not supported yet; send the prompt several times")
+        self._check_n()
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameterError(f"{name}={_shown(getattr(self, name))} must be True or False")
@@ -234,6 +236,18 @@ class SamplingParams:
             self.stream_interval = _integer("stream_interval", self.stream_interval, low=1)
         if self.truncate_prompt_tokens is not None:
             check_truncation(self.truncate_prompt_tokens)
+
+    def _check_n(self) -> None:
+        if _integer("n", self.n, low=1) > MAX_N:
+            raise InvalidParameterError(f"n={_shown(self.n)} is more than the limit of {MAX_N}")
+        if self.n > 1 and self.temperature == 0:
+            raise InvalidParameterError(
+                f"n={self.n} with temperature=0 would give the same text {self.n} times; set n=1 or a temperature"
+            )
+        if self.best_of is not None and _integer("best_of", self.best_of) != self.n:
+            raise InvalidParameterError(
+                f"best_of={_shown(self.best_of)} must equal n={self.n}: every sequence is returned; choose among them"
+            )
 
     def checked_copy(self) -> SamplingParams:
         """The same parameters as they are now, checked again: fields may have been assigned since."""
@@ -406,25 +420,73 @@ def _token_ids(name: str, ids: object) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times of one request in epoch seconds, all from one monotonic base; None: has not happened (yet).
+    """When what happened to a request: vLLM's `RequestStateStats`, and its older `RequestMetrics` as properties.
 
-    num_wasted_tokens counts tokens that were computed in vain: sampled for this request after it had ended.
+    Times are epoch seconds, all from one monotonic base, so that differences are exact; a `_ts` is 0.0, and a `_time`
+    None, for what has not happened (yet). While a request runs only arrival, first and last token are known. With n > 1
+    the times span all sequences and the counts add them up, but for num_cached_tokens, which is that of the first one.
+    num_wasted_tokens counts tokens computed in vain: sampled after the sequence had ended.
     """
 
     arrival_time: float
-    queued_time: float | None = None
-    first_scheduled_time: float | None = None
-    first_token_time: float | None = None
-    last_token_time: float | None = None
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
     finished_time: float | None = None
+    num_generation_tokens: int = 0
     num_preemptions: int = 0
     num_cached_tokens: int = 0
     num_wasted_tokens: int = 0
+    is_corrupted: bool = False
+    """Always False: a request whose logits are not finite fails instead."""
+
+    @property
+    def first_token_latency(self) -> float:
+        """Seconds from arrival to the first token, queueing included; 0.0 before it."""
+        return self.first_token_ts - self.arrival_time if self.first_token_ts else 0.0
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Seconds from arrival to the first token, queueing included."""
-        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+        """As first_token_latency; None before the first token."""
+        return self.first_token_latency if self.first_token_ts else None
+
+    @property
+    def queued_time(self) -> float | None:
+        """When the scheduler heard of it."""
+        return self.queued_ts or None
+
+    @property
+    def first_scheduled_time(self) -> float | None:
+        return self.scheduled_ts or None
+
+    @property
+    def first_token_time(self) -> float | None:
+        return self.first_token_ts or None
+
+    @property
+    def last_token_time(self) -> float | None:
+        return self.last_token_ts or None
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds from arrival to the step that first took it in."""
+        return self.scheduled_ts - self.arrival_time if self.scheduled_ts else None
+
+    @property
+    def scheduler_time(self) -> float | None:
+        """None: the scheduler's work is not counted per request."""
+        return None
+
+    @property
+    def model_forward_time(self) -> float | None:
+        """None: steps serve many requests; their times are in the timeline."""
+        return None
+
+    @property
+    def model_execute_time(self) -> float | None:
+        """None, as model_forward_time."""
+        return None
 
 
 @dataclass(slots=True)
@@ -443,15 +505,21 @@ class CompletionOutput:
     """One generated sequence of a request, so far or at its end (see RequestOutputKind)."""
 
     index: int
+    """Which of the n sequences."""
     text: str
     token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    """The stop token id or the stop string that ended it; None for the model's own end-of-text."""
     cumulative_logprob: float | None = None
     """Of all tokens so far, when logprobs were asked for."""
     logprobs: list[dict[int, Logprob]] | None = None
     """By token id, for each of token_ids: the chosen token first, then the most likely ones in order."""
+    routed_experts: None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token id or the stop string that ended it; None for the model's own end-of-text."""
+    lora_request: None = None
+    sampling_mask: None = None
+    spec_decode_metrics: None = None
+    weight_versions: None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -459,14 +527,55 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What a request has produced."""
+    """What a request has produced.
+
+    outputs: its sequences by index. While n > 1 sequences are streamed, an output holds those that have something new.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    outputs: list[CompletionOutput] = field(default_factory=list)
-    finished: bool = False
-    metrics: RequestMetrics | None = None
-    num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """By token id, for each of prompt_token_ids, when asked for; the first has None: nothing came before it."""
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    """Whether every sequence has ended."""
+    metrics: RequestMetrics | None = None
+    lora_request: None = None
+    encoder_prompt: None = None
+    encoder_prompt_token_ids: None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV was in the cache."""
+    num_cache_creation_tokens: None = None
+    prompt_token_id_logprobs: None = None
+    multi_modal_placeholders: dict[str, Any] = field(default_factory=dict)
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+
+    def add(self, next_output: RequestOutput, aggregate: bool) -> None:
+        """Merge a later output of the same request into this one.
+
+        aggregate: append its text and tokens (DELTA); else its sequences replace those here (CUMULATIVE).
+        """
+        self.finished |= next_output.finished
+        self.metrics = next_output.metrics
+        self.num_cached_tokens = next_output.num_cached_tokens
+        at = {completion.index: i for i, completion in enumerate(self.outputs)}
+        for new in next_output.outputs:
+            i = at.get(new.index)
+            if i is None:
+                self.outputs.append(new)
+            elif aggregate:
+                _append(self.outputs[i], new)
+            else:
+                self.outputs[i] = new
+
+
+def _append(completion: CompletionOutput, new: CompletionOutput) -> None:
+    completion.text += new.text
+    completion.token_ids = [*completion.token_ids, *new.token_ids]
+    if new.logprobs:
+        completion.logprobs = [*(completion.logprobs or ()), *new.logprobs]
+    completion.cumulative_logprob = new.cumulative_logprob
+    completion.finish_reason = new.finish_reason
+    completion.stop_reason = new.stop_reason

@@ -15,35 +15,39 @@ from actorllm.actors.engine_thread import HostLoop, Waiter
 from actorllm.actors.frontend import Delta
 from actorllm.clock import to_epoch
 from actorllm.messages import RequestEnd
-from actorllm.request import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput, RequestOutputKind
+from actorllm.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, RequestOutputKind
 
-_NOTHING: deque[Delta] = deque()
+_NOTHING: deque[tuple[int, Delta]] = deque()
 
 
 class Mailbox:
     """Where the engine puts what belongs to one request. It outlives the stream, which must be free to be dropped."""
 
-    __slots__ = ("deltas", "error", "has_end", "host", "is_aborted", "rid", "waiter", "wakes_at_end")
+    __slots__ = ("deltas", "error", "has_end", "host", "is_aborted", "num_open", "rids", "waiter", "wakes_at_end")
 
-    def __init__(self, host: HostLoop | None = None, wakes_at_end: bool = False) -> None:
+    def __init__(self, host: HostLoop | None = None, wakes_at_end: bool = False, num_sequences: int = 1) -> None:
         self.host = host
         self.wakes_at_end = wakes_at_end
         """The consumer can do nothing with less than everything."""
         self.waiter: Waiter | None = None
-        self.deltas: deque[Delta] = deque()
+        self.deltas: deque[tuple[int, Delta]] = deque()
+        """What came, with the index of its sequence."""
+        self.num_open = num_sequences
+        """Sequences whose end has not come yet."""
         self.has_end = False
         """The last delta there will ever be has been pushed."""
         self.error: BaseException | None = None
-        self.rid: int | None = None
-        """Known once the frontend has submitted the request."""
+        self.rids: list[int] = []
+        """One per sequence, known once the frontend has submitted the request."""
         self.is_aborted = False
 
     # On the engine thread or the intake thread
 
-    def push(self, delta: Delta) -> None:
-        self.deltas.append(delta)
+    def push(self, delta: Delta, index: int = 0) -> None:
+        self.deltas.append((index, delta))
         if delta.end is not None:
-            self.has_end = True
+            self.num_open -= 1
+            self.has_end = not self.num_open
 
     def fail(self, error: BaseException) -> None:
         self.error = error
@@ -58,6 +62,94 @@ class Mailbox:
     def has_ended(self) -> bool:
         """Whether nothing more will come."""
         return self.has_end or self.error is not None
+
+
+class Sibling:
+    """The consumer of one of several sequences of a request: it fills the mailbox that they share."""
+
+    __slots__ = ("_index", "_mailbox", "_on_failure")
+
+    def __init__(self, mailbox: Mailbox, index: int, on_failure: Callable[[Mailbox], None]) -> None:
+        self._mailbox = mailbox
+        self._index = index
+        self._on_failure = on_failure
+
+    @property
+    def host(self) -> HostLoop | None:
+        return self._mailbox.host
+
+    def push(self, delta: Delta) -> None:
+        self._mailbox.push(delta, self._index)
+
+    def fail(self, error: BaseException) -> None:
+        """The request fails as a whole: `on_failure` ends the other sequences."""
+        self._mailbox.fail(error)
+        self._on_failure(self._mailbox)
+
+    def wake(self) -> None:
+        self._mailbox.wake()
+
+
+class Completion:
+    """One sequence of a request as its stream has taken it so far."""
+
+    __slots__ = (
+        "_cumulative_logprob",
+        "_is_delta",
+        "_logprobs",
+        "_new_logprobs",
+        "_new_text",
+        "_new_token_ids",
+        "_text",
+        "_token_ids",
+        "end",
+        "index",
+        "num_tokens",
+    )
+
+    def __init__(self, index: int, kind: RequestOutputKind, has_logprobs: bool = False) -> None:
+        self.index = index
+        self.end: RequestEnd | None = None
+        self.num_tokens = 0
+        self._is_delta = kind is RequestOutputKind.DELTA
+        self._text = ""
+        self._token_ids: list[int] = []
+        self._new_text: list[str] = []
+        self._new_token_ids: list[int] = []
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._new_logprobs: list[dict[int, Logprob]] | None = [] if has_logprobs else None
+        self._cumulative_logprob = 0.0
+
+    def add(self, delta: Delta) -> None:
+        self._new_token_ids += delta.tokens
+        self._new_text.append(delta.text)
+        self.num_tokens += len(delta.tokens)
+        if self._new_logprobs is not None and delta.logprobs is not None:
+            self._new_logprobs += delta.logprobs
+            # the chosen token comes first
+            self._cumulative_logprob += sum(next(iter(entries.values())).logprob for entries in delta.logprobs)
+        if delta.end is not None:
+            self.end = delta.end
+
+    def output(self) -> CompletionOutput:
+        """What was added since the last output, or everything, as the kind of the request says."""
+        token_ids, text, end = self._new_token_ids, "".join(self._new_text), self.end
+        self._new_token_ids, self._new_text = [], []
+        if not self._is_delta:
+            self._token_ids += token_ids
+            self._text += text
+            token_ids, text = self._token_ids.copy(), self._text
+        output = CompletionOutput(self.index, text, token_ids)
+        if self._new_logprobs is not None:
+            output.logprobs, self._new_logprobs = self._new_logprobs, []
+            if not self._is_delta:
+                self._logprobs += output.logprobs
+                output.logprobs = self._logprobs.copy()
+            output.cumulative_logprob = self._cumulative_logprob
+        if end is not None:
+            output.finish_reason = end.reason  # type: ignore[assignment]
+            output.stop_reason = end.stop_reason
+        return output
 
 
 class RequestStream:
@@ -76,6 +168,7 @@ class RequestStream:
         mailbox: Mailbox,
         on_abort: Callable[[Mailbox], None],
         hold: object = None,
+        num_sequences: int = 1,
         *,
         has_logprobs: bool = False,
         has_prompt_logprobs: bool = False,
@@ -87,14 +180,11 @@ class RequestStream:
         self._arrival = arrival
         self._mailbox = mailbox
         self._on_abort = on_abort
-        self._text = ""
-        self._token_ids: list[int] = []
-        self._logprobs: list[dict[int, Logprob]] | None = [] if has_logprobs else None
-        self._cumulative_logprob: float | None = 0.0 if has_logprobs else None
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if has_prompt_logprobs else None
+        self._completions = [Completion(index, output_kind, has_logprobs) for index in range(num_sequences)]
+        self._num_open = num_sequences
         self._first_emitted: float | None = None
         self._last_emitted: float | None = None
-        self._end: RequestEnd | None = None
         self._is_over = False
         self._hold = hold
         """Keeps the engine running, until this stream is over."""
@@ -138,70 +228,58 @@ class RequestStream:
                 self._end_here()
                 raise copy.copy(error) from error.__cause__  # one error may end many streams: each has its traceback
             return None
-        new_tokens: list[int] = []
-        new_logprobs: list[dict[int, Logprob]] | None = None if self._logprobs is None else []
-        pieces: list[str] = []
+        changed: dict[int, Completion] = {}
         while pending:
-            delta = pending.popleft()
-            new_tokens += delta.tokens
-            pieces.append(delta.text)
-            if new_logprobs is not None and delta.logprobs is not None:
-                new_logprobs += delta.logprobs
-            if self._prompt_logprobs is not None and delta.prompt_logprobs is not None:
+            index, delta = pending.popleft()
+            completion = changed[index] = self._completions[index]
+            completion.add(delta)
+            if self._prompt_logprobs is not None and delta.prompt_logprobs is not None and index == 0:
                 self._prompt_logprobs += delta.prompt_logprobs
             if self._first_emitted is None and delta.tokens:
                 self._first_emitted = delta.emitted
             self._last_emitted = delta.emitted
             if delta.end is not None:
-                self._end = delta.end
-        text = "".join(pieces)
-        if new_logprobs:
-            assert self._cumulative_logprob is not None
-            self._cumulative_logprob += sum(next(iter(entries.values())).logprob for entries in new_logprobs)
+                self._num_open -= 1
+        is_finished = not self._num_open
         prompt_logprobs = self._prompt_logprobs
-        if self._kind is RequestOutputKind.DELTA:
-            self._prompt_logprobs = None if prompt_logprobs is None else []
-        else:
-            if self._logprobs is not None and new_logprobs is not None:
-                self._logprobs += new_logprobs
-                new_logprobs = self._logprobs.copy()
-            self._token_ids += new_tokens
-            self._text += text
-            new_tokens, text = self._token_ids.copy(), self._text
-        end = self._end
-        stop_reason = end.stop_reason if end is not None else None
-        reason: FinishReason | None = None
-        if end is not None:
+        if self._kind is RequestOutputKind.DELTA and prompt_logprobs is not None:
+            self._prompt_logprobs = []
+        if is_finished:
             self._end_here()
-            reason = end.reason  # type: ignore[assignment]
+        first = self._completions[0].end
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[
-                CompletionOutput(0, text, new_tokens, reason, stop_reason, self._cumulative_logprob, new_logprobs)
-            ],
-            finished=end is not None,
-            metrics=self._metrics(end),
-            num_cached_tokens=end.num_cached_tokens if end is not None else 0,
+            outputs=[changed[index].output() for index in (sorted(changed) if len(changed) > 1 else changed)],
+            finished=is_finished,
+            metrics=self._metrics(is_finished),
+            num_cached_tokens=first.num_cached_tokens if first is not None else 0,
             prompt_logprobs=prompt_logprobs,
         )
 
-    def _metrics(self, end: RequestEnd | None) -> RequestMetrics:
-        if end is None:
-            first = None if self._first_emitted is None else to_epoch(self._first_emitted)
-            last = None if self._last_emitted is None else to_epoch(self._last_emitted)
-            return RequestMetrics(to_epoch(self._arrival), first_token_time=first, last_token_time=last)
+    def _metrics(self, is_finished: bool) -> RequestMetrics:
+        arrival = to_epoch(self._arrival)
+        num_tokens = sum([completion.num_tokens for completion in self._completions])
+        if not is_finished:
+            return RequestMetrics(
+                arrival,
+                first_token_ts=_epoch([self._first_emitted], min),
+                last_token_ts=_epoch([self._last_emitted], max),
+                num_generation_tokens=num_tokens,
+            )
+        ends = [completion.end for completion in self._completions if completion.end is not None]
         return RequestMetrics(
-            arrival_time=to_epoch(self._arrival),
-            queued_time=to_epoch(end.queued),
-            first_scheduled_time=_epoch(end.scheduled),
-            first_token_time=_epoch(end.first_token),
-            last_token_time=_epoch(end.last_token),
-            finished_time=_epoch(self._last_emitted),
-            num_preemptions=end.num_preemptions,
-            num_cached_tokens=end.num_cached_tokens,
-            num_wasted_tokens=end.num_wasted_tokens,
+            arrival,
+            queued_ts=_epoch([end.queued for end in ends], min),
+            scheduled_ts=_epoch([end.scheduled for end in ends], min),
+            first_token_ts=_epoch([end.first_token for end in ends], min),
+            last_token_ts=_epoch([end.last_token for end in ends], max),
+            finished_time=_epoch([self._last_emitted], max),
+            num_generation_tokens=num_tokens,
+            num_preemptions=sum([end.num_preemptions for end in ends]),
+            num_cached_tokens=ends[0].num_cached_tokens,
+            num_wasted_tokens=sum([end.num_wasted_tokens for end in ends]),
         )
 
     def abort(self) -> None:
@@ -261,5 +339,7 @@ class TextStream:
         await self.aclose()
 
 
-def _epoch(monotonic_s: float | None) -> float | None:
-    return None if monotonic_s is None else to_epoch(monotonic_s)
+def _epoch(monotonic_s: list[float | None], choose: Callable[[list[float]], float]) -> float:
+    """One of the times that are known, in epoch seconds; 0.0 when none is."""
+    known = [time_s for time_s in monotonic_s if time_s is not None]
+    return to_epoch(choose(known)) if known else 0.0

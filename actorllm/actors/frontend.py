@@ -44,8 +44,9 @@ class Delta:
 class Consumer(Protocol):
     """Who takes the outputs of one request. Called on the engine thread."""
 
-    host: HostLoop | None
-    """Whose loop to wake; None: nobody waits yet."""
+    @property
+    def host(self) -> HostLoop | None:
+        """Whose loop to wake; None: nobody waits yet."""
 
     def push(self, delta: Delta) -> None: ...
 

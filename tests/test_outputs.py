@@ -1,0 +1,49 @@
+"""`RequestOutput`, `CompletionOutput` and `RequestMetrics` by themselves: fields, merging, names of both generations."""
+
+from __future__ import annotations
+
+import pytest
+
+from actorllm.request import CompletionOutput, RequestMetrics, RequestOutput
+
+
+def output_of(*completions: CompletionOutput, finished: bool = False) -> RequestOutput:
+    return RequestOutput("r", "p", [1], outputs=list(completions), finished=finished)
+
+
+def test_deltas_add_up() -> None:
+    output = output_of(CompletionOutput(0, "a", [1], logprobs=[{1: -0.5}]), CompletionOutput(1, "x", [9]))
+    later = CompletionOutput(0, "b", [2], cumulative_logprob=-1.5, logprobs=[{2: -1.0}], finish_reason="stop")
+    later.stop_reason = 2
+    output.add(output_of(later, CompletionOutput(2, "n", [5]), finished=True), aggregate=True)
+    assert output.finished
+    first, second, third = output.outputs
+    assert (first.text, first.token_ids, first.cumulative_logprob) == ("ab", [1, 2], -1.5)
+    assert (first.logprobs, first.finish_reason, first.stop_reason) == ([{1: -0.5}, {2: -1.0}], "stop", 2)
+    assert (second.text, second.finished()) == ("x", False)
+    assert third.index == 2
+
+
+def test_cumulative_outputs_replace_each_other() -> None:
+    output = output_of(CompletionOutput(0, "a", [1]), CompletionOutput(1, "x", [9]))
+    output.add(output_of(CompletionOutput(1, "xy", [9, 8])), aggregate=False)
+    assert [completion.text for completion in output.outputs] == ["a", "xy"]
+    assert not output.finished
+
+
+def test_metrics_answer_to_both_names() -> None:
+    metrics = RequestMetrics(
+        100.0, queued_ts=100.5, scheduled_ts=101.0, first_token_ts=102.0, last_token_ts=105.0, finished_time=106.0
+    )
+    assert (metrics.queued_time, metrics.first_scheduled_time) == (metrics.queued_ts, metrics.scheduled_ts)
+    assert (metrics.first_token_time, metrics.last_token_time) == (metrics.first_token_ts, metrics.last_token_ts)
+    assert metrics.time_in_queue == pytest.approx(1)
+    assert metrics.first_token_latency == metrics.time_to_first_token == pytest.approx(2)
+    assert (metrics.scheduler_time, metrics.model_forward_time, metrics.model_execute_time) == (None, None, None)
+
+
+def test_what_has_not_happened_is_zero_or_none() -> None:
+    metrics = RequestMetrics(100.0)
+    assert metrics.queued_ts == metrics.scheduled_ts == metrics.first_token_ts == metrics.last_token_ts == 0.0
+    assert metrics.first_token_latency == 0.0
+    assert metrics.time_to_first_token is metrics.time_in_queue is metrics.first_scheduled_time is None
