@@ -15,12 +15,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from actorllm.async_llm import AsyncLLM
+    from actorllm.async_llm import AsyncLLM, AsyncLLMEngine
     from actorllm.config import EngineConfig
+    from actorllm.engine_args import AsyncEngineArgs, EngineArgs
     from actorllm.errors import ActorLLMError, EngineDeadError
     from actorllm.llm import LLM
+    from actorllm.llm_engine import LLMEngine
     from actorllm.prompt import TextPrompt, TokensPrompt
-    from actorllm.request import CompletionOutput, RequestMetrics, RequestOutput, RequestOutputKind, SamplingParams
+    from actorllm.request import (
+        CompletionOutput,
+        PoolingParams,
+        RequestMetrics,
+        RequestOutput,
+        RequestOutputKind,
+        SamplingParams,
+    )
     from actorllm.slo.objective import SLO
     from actorllm.stream import RequestStream
 
@@ -30,10 +39,15 @@ __all__ = (
     "LLM",
     "SLO",
     "ActorLLMError",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "CompletionOutput",
+    "EngineArgs",
     "EngineConfig",
     "EngineDeadError",
+    "LLMEngine",
+    "PoolingParams",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
@@ -47,10 +61,15 @@ _HOME = {
     "LLM": "llm",
     "SLO": "slo.objective",
     "ActorLLMError": "errors",
+    "AsyncEngineArgs": "engine_args",
     "AsyncLLM": "async_llm",
+    "AsyncLLMEngine": "async_llm",
     "CompletionOutput": "request",
+    "EngineArgs": "engine_args",
     "EngineConfig": "config",
     "EngineDeadError": "errors",
+    "LLMEngine": "llm_engine",
+    "PoolingParams": "request",
     "RequestMetrics": "request",
     "RequestOutput": "request",
     "RequestOutputKind": "request",

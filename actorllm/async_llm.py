@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the engine for async applications."""
+"""`AsyncLLM`: the engine for async applications, and `AsyncLLMEngine`, its older name."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import copy
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from actorllm.actors.engine_thread import HostLoop
-from actorllm.config import EngineConfig
+from actorllm.config import EngineConfig, ModelConfig
 from actorllm.engine import AttachedEngine, Engine, Prompt
-from actorllm.errors import InvalidParameterError, RequestError, nearest_name
+from actorllm.engine_args import EngineArgs
+from actorllm.errors import EngineDeadError, EngineError, InvalidParameterError, RequestError, nearest_name
 from actorllm.request import RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.scheduling.pause import PAUSE_MODES, PauseMode
 from actorllm.slo.objective import SLO
@@ -51,6 +52,30 @@ class AsyncLLM:
         llm._adopt(AttachedEngine(name))
         return llm
 
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: object = None,
+        stat_loggers: object = None,
+    ) -> Self:
+        """As in vLLM, but lazy as the constructor. The last two are not looked at: nothing is reported or logged."""
+        return cls.from_vllm_config(engine_args.create_engine_config())
+
+    @classmethod
+    def from_vllm_config(
+        cls,
+        vllm_config: EngineConfig,
+        start_engine_loop: bool = True,
+        usage_context: object = None,
+        stat_loggers: object = None,
+    ) -> Self:
+        """From what `EngineArgs.create_engine_config` returned."""
+        engine = cls.__new__(cls)
+        engine._adopt(Engine(vllm_config))
+        return engine
+
     @property
     def config(self) -> EngineConfig:
         """The configuration; complete (number of KV blocks) once the engine has started."""
@@ -73,6 +98,7 @@ class AsyncLLM:
         tenant: str | None = None,
         deadline: float | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        **vllm_arguments: Any,
     ) -> RequestStream:
         """Stream the outputs of a prompt: text, token ids, or a mapping as in vLLM.
 
@@ -80,7 +106,7 @@ class AsyncLLM:
         `sampling_params.output_kind`. slo, is_latency_sensitive, type_info, tenant and deadline (monotonic seconds) are
         carried for scheduling policies. tokenization_kwargs: truncate_prompt_tokens and add_special_tokens. Raises at once
         what can be told at once (parameters, a duplicate id, an engine that is gone); an impossible prompt is raised by the
-        stream.
+        stream. Further arguments of vLLM (lora_request, trace_headers ...) are accepted at their defaults.
         """
         return self._engine.submit(
             prompt,
@@ -93,6 +119,7 @@ class AsyncLLM:
             tenant=tenant,
             deadline=deadline,
             tokenization_kwargs=tokenization_kwargs,
+            **vllm_arguments,
         )
 
     def chat(
@@ -128,6 +155,12 @@ class AsyncLLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What requests without sampling_params get: what the model's generation_config.json recommends."""
         return self._engine.default_sampling_params()
+
+    async def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, **extras: Any
+    ) -> RequestStream:
+        """As `generate`, with the order of the arguments of vLLM's. extras: as in `generate`."""
+        return self.generate(prompt, params, request_id, **extras)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **extras: Any) -> TextStream:
         """Just the new text, piece by piece. extras: as in `generate`. Raises InvalidParameterError when n > 1."""
@@ -209,6 +242,58 @@ class AsyncLLM:
             return False
         return bool(await HostLoop.current().result_of(self._engine.ask_scheduler("is_paused")))
 
+    # What programs for vLLM ask of an engine
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError or EngineShutdownError if it cannot serve; an engine that is yet to start is healthy."""
+        self._engine.check_health()
+
+    @property
+    def is_running(self) -> bool:
+        """It has started, and neither died nor was shut down."""
+        return self._engine.is_running
+
+    @property
+    def is_stopped(self) -> bool:
+        """It died, or was shut down."""
+        return not self._engine.is_running and not self._engine.is_new
+
+    @property
+    def errored(self) -> bool:
+        """A process of it died."""
+        return self._engine.death is not None
+
+    @property
+    def dead_error(self) -> EngineError:
+        """What every request raises, once `errored`."""
+        return self._engine.death or EngineDeadError("the engine is not dead")
+
+    @property
+    def vllm_config(self) -> EngineConfig:
+        return self._engine.config
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self._engine.config.model
+
+    async def get_vllm_config(self) -> EngineConfig:
+        return self._engine.config
+
+    async def get_model_config(self) -> ModelConfig:
+        return self._engine.config.model
+
+    async def get_tokenizer(self) -> Any:
+        """The tokenizer as transformers has it. Raises InvalidPromptError with skip_tokenizer_init."""
+        from anyio import to_thread
+
+        return await to_thread.run_sync(lambda: self._engine.transformers_tokenizer)
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    async def do_log_stats(self) -> None:
+        """Nothing: see `stats`."""
+
     def shutdown(self, timeout: float = 5.0) -> None:
         """Stop everything and wait for it; open streams end with EngineShutdownError. Idempotent, from any thread."""
         self._engine.shutdown(timeout)
@@ -223,6 +308,17 @@ class AsyncLLM:
 
     async def __aexit__(self, *exception: object) -> None:
         await _in_thread(self.shutdown)
+
+
+class AsyncLLMEngine(AsyncLLM):
+    """`AsyncLLM` under its older name, with what was left of its background loop."""
+
+    def start_background_loop(self) -> None:
+        """Nothing: the engine starts with the first request, and its thread is its own."""
+
+    def shutdown_background_loop(self) -> None:
+        """As `shutdown`."""
+        self.shutdown()
 
 
 async def _in_thread(function: Any) -> None:

@@ -16,3 +16,8 @@ _EPOCH_OFFSET_S = time.time() - time.monotonic()
 def to_epoch(monotonic_s: float) -> float:
     """Seconds since 1970 for a monotonic stamp; the offset is fixed once, so that differences stay exact."""
     return monotonic_s + _EPOCH_OFFSET_S
+
+
+def from_epoch(epoch_s: float) -> float:
+    """The monotonic stamp of seconds since 1970; the inverse of `to_epoch`."""
+    return epoch_s - _EPOCH_OFFSET_S

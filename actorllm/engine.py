@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -21,7 +22,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -32,9 +32,10 @@ from actorllm.actors.engine_thread import EngineThread, HostLoop, Service
 from actorllm.actors.frontend import FrontendActor
 from actorllm.actors.membership import Membership
 from actorllm.actors.reception import Reception
+from actorllm.actors.stepper import Stepper
 from actorllm.actors.supervisor import ActorDeath, Supervisor
 from actorllm.actors.topology import engine_topology
-from actorllm.clock import now
+from actorllm.clock import from_epoch, now
 from actorllm.config import EngineConfig
 from actorllm.errors import (
     ActorLLMError,
@@ -49,20 +50,24 @@ from actorllm.errors import (
 from actorllm.generation import sampling_params_of
 from actorllm.kvcache.prefix_index import extra_key, hash_blocks
 from actorllm.messages import I32, NO_U8, Submit
-from actorllm.request import RequestOutputKind, SamplingParams, check_truncation, is_text
+from actorllm.request import (
+    PoolingParams,
+    RequestOutputKind,
+    SamplingParams,
+    check_request_arguments,
+    check_truncation,
+    is_text,
+)
 from actorllm.rules import rules_of
 from actorllm.slo.objective import SLO
 from actorllm.stream import Mailbox, RequestStream, Sibling
 from actorllm.text.chat import ChatTemplate, Conversation
-from actorllm.text.tokenizer import Tokenizer
+from actorllm.text.tokenizer import Tokenizer, transformers_tokenizer
 
 logger = logging.getLogger(__name__)
 
 Prompt: TypeAlias = str | Mapping[str, Any] | Iterable[int] | Conversation
 """Text, token ids, a mapping as in vLLM (PROMPT_KEYS), or a conversation for the model's chat template."""
-
-SubmitMaker: TypeAlias = Callable[..., Submit]
-"""`(rid, sample_index=0) -> Submit`."""
 
 PROMPT_KEYS = ("prompt_token_ids", "prompt")
 """Where a prompt mapping holds the prompt; of both, the ids count. Beside it there may be a 'cache_salt'."""
@@ -102,16 +107,26 @@ class Engine:
     """One engine, owned by the process that builds it. All methods may be called from any thread.
 
     Its threads keep it alive, so it does not end by being dropped; whoever should end it that way keeps a `new_hold`.
+
+    is_synchronous: whoever submits tokenizes and checks, there is no intake thread; and with topology="inline" the
+    engine computes in the calls of its `stepper`, on no thread of its own.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, is_synchronous: bool = False) -> None:
         if config.world_size > 1:
             config = replace(config, rendezvous=f"{tempfile.gettempdir()}/actorllm-{os.getpid()}-{uuid.uuid4().hex}")
         self.config = config
         self._pid = os.getpid()
+        self._is_synchronous = is_synchronous
         self._frontend = self._new_frontend()
-        self._supervisor = self._new_supervisor()
-        self._thread = EngineThread(self._new_service())
+        self.stepper: Stepper | None = None
+        self._supervisor: Supervisor | Membership | Stepper
+        self._thread: EngineThread | Stepper
+        if is_synchronous and config.topology == "inline":
+            self._supervisor = self._thread = self.stepper = Stepper(config, self._frontend, _resolve)
+        else:
+            self._supervisor = self._new_supervisor()
+            self._thread = EngineThread(self._new_service())
         self._death: EngineError | None = None
         self._is_shut_down = False
         self._is_start_asked = False
@@ -223,6 +238,15 @@ class Engine:
         return self._thread.is_alive and self._death is None and not self._is_shut_down
 
     @property
+    def death(self) -> EngineError | None:
+        """Why it is dead, once a process of it died."""
+        return self._death
+
+    def check_health(self) -> None:
+        """Raise what a request would: EngineDeadError, EngineShutdownError or ForkedProcessError."""
+        self._check()
+
+    @property
     def pids(self) -> dict[str, int]:
         """The processes of the engine, by actor."""
         return self._supervisor.pids
@@ -257,13 +281,23 @@ class Engine:
         tenant: str | None = None,
         deadline: float | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        arrival_time: float | None = None,
+        **vllm_arguments: Any,
     ) -> RequestStream:
-        """Take a request. Raises what can be told at once; everything else comes out of the stream."""
+        """Take a request. Raises what can be told at once; everything else comes out of the stream.
+
+        arrival_time: in epoch seconds; None: now. vllm_arguments: VLLM_REQUEST_ARGUMENTS at their defaults.
+        """
         self._check()
+        check_request_arguments(vllm_arguments)
         if params is None:
             params = self.default_sampling_params()
         elif isinstance(params, SamplingParams):
             params = params.checked_copy()  # the caller may change his while the intake thread works
+        elif isinstance(params, PoolingParams):
+            raise InvalidParameterError(
+                "PoolingParams: this engine generates text and does not pool; use SamplingParams"
+            )
         else:
             raise InvalidParameterError(f"sampling_params must be a SamplingParams, not {type(params).__name__}")
         prompt = _snapshot(prompt)
@@ -272,13 +306,11 @@ class Engine:
             raise InvalidParameterError("stop strings need a tokenizer, and skip_tokenizer_init=True left it out")
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
             raise InvalidParameterError(f"priority={priority!r} must be a 64-bit integer; lower is sooner")
+        _check_seconds("deadline", deadline, "monotonic")
+        _check_seconds("arrival_time", arrival_time, "epoch")
         for name, label in (("type_info", type_info), ("tenant", tenant)):
             if label is not None and not is_text(label):
                 raise InvalidParameterError(f"{name}={label!r} must be a string of valid Unicode, or None")
-        if deadline is not None and (
-            isinstance(deadline, bool) or not isinstance(deadline, int | float) or not math.isfinite(deadline)
-        ):
-            raise InvalidParameterError(f"deadline={deadline!r} must be a time in monotonic seconds, or None")
         objective = SLO.from_value(slo)
         carried = {
             "priority": priority,
@@ -288,7 +320,7 @@ class Engine:
             "tenant": tenant,
             "deadline": deadline,
         }
-        arrival = now()
+        arrival = now() if arrival_time is None else from_epoch(arrival_time)
         mailbox = Mailbox(host, params.output_kind is RequestOutputKind.FINAL_ONLY, params.n)
         with self._lock:
             self._num_requests += 1
@@ -351,11 +383,17 @@ class Engine:
         with self._lock:
             if self._is_shut_down:
                 raise EngineShutdownError("the engine was shut down; build a new one")
-            if self._intake_thread is None:
-                self._intake_thread = threading.Thread(target=self._run_intake, name="actorllm:intake", daemon=True)
-                self._intake_thread.start()
             self._is_start_asked = True
-            self._intake.put(job)
+            if not self._is_synchronous:
+                self._start_intake()
+                self._intake.put(job)
+                return
+        job()
+
+    def _start_intake(self) -> None:
+        if self._intake_thread is None:
+            self._intake_thread = threading.Thread(target=self._run_intake, name="actorllm:intake", daemon=True)
+            self._intake_thread.start()
 
     def _run_intake(self) -> None:
         while (job := self._intake.get()) is not None:
@@ -396,12 +434,15 @@ class Engine:
         except Exception as error:
             self._fail(mailbox, error if isinstance(error, ActorLLMError) else InvalidPromptError(str(error)))
 
-    def _submit_on_loop(self, make_submit: SubmitMaker, mailbox: Mailbox, num_sequences: int) -> None:
+    def _submit_on_loop(self, make_submit: Callable[[int], Submit], mailbox: Mailbox, num_sequences: int) -> None:
         """All sequences of a request or none: nothing comes between them."""
         rids: list[int] = []
-        for index in range(num_sequences):
-            consumer = mailbox if num_sequences == 1 else Sibling(mailbox, index, self._abort_on_loop)
-            self._frontend.submit(partial(make_submit, sample_index=index), consumer, rids.append)
+        if num_sequences == 1:
+            self._frontend.submit(make_submit, mailbox, rids.append)
+        else:
+            for index in range(num_sequences):
+                sibling = Sibling(mailbox, index, self._abort_on_loop)
+                self._frontend.submit(functools.partial(_submit_of, make_submit, index), sibling, rids.append)
         mailbox.rids = rids
         if mailbox.is_aborted or mailbox.error is not None:
             self._abort_on_loop(mailbox)
@@ -425,6 +466,11 @@ class Engine:
                 raise InvalidPromptError("the engine was built with skip_tokenizer_init=True; give token ids")
             self._tokenizer = Tokenizer(self.config.model.tokenizer)
         return self._tokenizer
+
+    @functools.cached_property
+    def transformers_tokenizer(self) -> Any:
+        """The same as transformers has it, for programs that do more with one. Raises as `tokenizer`."""
+        return transformers_tokenizer(self.tokenizer.path)
 
     def tokenize(
         self, prompt: Prompt, *, truncate_prompt_tokens: int | None = None, add_special_tokens: bool | None = None
@@ -477,7 +523,7 @@ class Engine:
 
     def _submit_maker(
         self, prompt: TokenizedPrompt, params: SamplingParams, number: int, arrival: float, carried: dict[str, Any]
-    ) -> SubmitMaker:
+    ) -> Callable[[int], Submit]:
         model, ids = self.config.model, prompt.ids
         room = model.max_model_len - ids.size
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -496,7 +542,7 @@ class Engine:
             hashes = hash_blocks(ids, self.config.cache.block_size, extra_key(prompt.cache_salt))
         interval = max(params.stream_interval or 1, self.config.stream_interval)
 
-        def make_submit(rid: int, sample_index: int = 0) -> Submit:
+        def make_submit(rid: int) -> Submit:
             return Submit(
                 rid=rid,
                 arrival=arrival,
@@ -508,7 +554,6 @@ class Engine:
                 top_p=params.top_p,
                 min_p=params.min_p,
                 seed=seed,
-                sample_index=sample_index,
                 ignore_eos=params.ignore_eos,
                 stop_token_ids=stop_ids,
                 stop=cast("list[str]", params.stop),
@@ -595,6 +640,18 @@ def _shut_down_in_thread(engine: Engine) -> None:
 def _resolve(config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
     """The KV cache has as many blocks as the rank with the least room can hold."""
     return config.resolved(min(fact["num_blocks"] for fact in facts.values() if "num_blocks" in fact))
+
+
+def _submit_of(make_submit: Callable[[int], Submit], index: int, rid: int) -> Submit:
+    """The same request as another of its sequences."""
+    return replace(make_submit(rid), sample_index=index)
+
+
+def _check_seconds(name: str, value: object, base: str) -> None:
+    if value is not None and (
+        isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)
+    ):
+        raise InvalidParameterError(f"{name}={value!r} must be a time in {base} seconds, or None")
 
 
 def _slo_fields(slo: SLO) -> tuple[float | None, ...]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from numbers import Integral
-from typing import Any
+from typing import Any, Self
 
 from actorllm.actors.engine_thread import ThreadHost
 from actorllm.config import EngineConfig
 from actorllm.engine import AttachedEngine, Engine, Prompt
+from actorllm.engine_args import EngineArgs
 from actorllm.errors import InvalidParameterError, InvalidPromptError
 from actorllm.request import RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.stream import RequestStream
@@ -39,6 +41,12 @@ class LLM:
         llm._adopt(AttachedEngine(name))
         return llm
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """The same from one object."""
+        arguments = {f.name: getattr(engine_args, f.name) for f in fields(engine_args)}  # type: ignore[arg-type]
+        return cls(**arguments)
+
     @property
     def config(self) -> EngineConfig:
         return self._engine.config
@@ -48,23 +56,27 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         priority: Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Complete every prompt; the outputs come in the order of the prompts.
 
-        sampling_params: one for all, or one per prompt; None: `get_default_sampling_params`. tokenization_kwargs:
-        truncate_prompt_tokens and add_special_tokens, for all prompts. Raises the error of the first prompt that failed,
-        after the others of this call were aborted.
+        sampling_params: one for all, or one per prompt; None: `get_default_sampling_params`. use_tqdm: whether to show a
+        progress bar, or what makes one. tokenization_kwargs: truncate_prompt_tokens and add_special_tokens, for all
+        prompts. Further arguments of vLLM (lora_request ...) are accepted at their defaults. Raises the error of the
+        first prompt that failed, after the others of this call were aborted.
         """
-        return self._complete(_as_batch(prompts), sampling_params, use_tqdm, priority, tokenization_kwargs)
+        return self._complete(
+            _as_batch(prompts), sampling_params, use_tqdm, priority, tokenization_kwargs, vllm_arguments
+        )
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
         priority: Sequence[int] | None = None,
         chat_template: str | None = None,
@@ -79,9 +91,7 @@ class LLM:
         """Answer a conversation, or each of a list of them. Arguments as in `generate` and in vLLM's `LLM.chat`; those
         about the template are the fields of `actorllm.text.chat.Conversation`.
         """
-        for name, value in (("lora_request", lora_request), ("mm_processor_kwargs", mm_processor_kwargs)):
-            if value is not None:
-                raise InvalidParameterError(f"{name} is not supported; leave it at None")
+        vllm_arguments = {"lora_request": lora_request, "mm_processor_kwargs": mm_processor_kwargs}
         batch: list[Prompt] = [
             Conversation.of(
                 one,
@@ -94,7 +104,7 @@ class LLM:
             )
             for one in (messages if is_batch(messages) else [messages])
         ]
-        return self._complete(batch, sampling_params, use_tqdm, priority, tokenization_kwargs)
+        return self._complete(batch, sampling_params, use_tqdm, priority, tokenization_kwargs, vllm_arguments)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What requests without sampling_params get: what the model's generation_config.json recommends."""
@@ -104,9 +114,10 @@ class LLM:
         self,
         batch: list[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
+        use_tqdm: bool | Callable[..., Any],
         priority: Sequence[int] | None,
         tokenization_kwargs: Mapping[str, Any] | None,
+        vllm_arguments: Mapping[str, Any],
     ) -> list[RequestOutput]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
@@ -124,6 +135,7 @@ class LLM:
                         host=host,
                         priority=priority[i] if priority else 0,
                         tokenization_kwargs=tokenization_kwargs,
+                        **vllm_arguments,
                     )
                 )
             return self._collect(host, streams, use_tqdm)
@@ -132,7 +144,7 @@ class LLM:
                 stream.abort()
             host.close()
 
-    def _collect(self, host: ThreadHost, streams: list[RequestStream], use_tqdm: bool) -> list[RequestOutput]:
+    def _collect(self, host: ThreadHost, streams: list[RequestStream], use_tqdm: Any) -> list[RequestOutput]:
         outputs: list[RequestOutput | None] = [None] * len(streams)
         open_streams = dict(enumerate(streams))
         progress = _progress(len(streams), use_tqdm)
@@ -147,6 +159,10 @@ class LLM:
         finally:
             progress.close()
         return [output for output in outputs if output is not None]
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer as transformers has it. Raises InvalidPromptError with skip_tokenizer_init."""
+        return self._engine.transformers_tokenizer
 
     def stats(self) -> dict[str, Any]:
         """What every part of the engine counts. Workers answer between two steps: this waits for the one in flight."""
@@ -197,7 +213,8 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams], count: int) -
     return final
 
 
-def _progress(total: int, is_shown: bool) -> Any:
+def _progress(total: int, use_tqdm: bool | Callable[..., Any]) -> Any:
     from tqdm import tqdm
 
-    return tqdm(total=total, desc="Processed prompts", disable=not is_shown, dynamic_ncols=True)
+    make = use_tqdm if callable(use_tqdm) else tqdm
+    return make(total=total, desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True)

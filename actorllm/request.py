@@ -76,14 +76,44 @@ VLLM_PARAMETERS: dict[str, tuple[Any, ...]] = {
 """Sampling parameters of vLLM that are accepted at these values, where they ask for what is done anyway."""
 
 
-def _refuse_unless_idle(name: str, value: object) -> None:
-    for accepted in VLLM_PARAMETERS[name]:
+VLLM_REQUEST_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "lora_request": (None,),
+    "prompt_adapter_request": (None,),
+    "trace_headers": (None,),
+    "data_parallel_rank": (None,),
+    "prompt_text": (None,),
+    "reasoning_ended": (None,),
+    "session_id": (None,),
+    "kv_hints": (None,),
+    "mm_processor_kwargs": (None, {}),
+    "guided_options_request": (None,),
+}
+"""What vLLM's `generate` and `add_request` take beside prompt and parameters, and where it asks for what is done anyway."""
+
+REQUEST_ARGUMENTS = (
+    *("request_id", "priority", "slo", "is_latency_sensitive", "type_info", "tenant", "deadline", "arrival_time"),
+    "tokenization_kwargs",
+    *VLLM_REQUEST_ARGUMENTS,
+)
+"""What a request may bring beside prompt and parameters, for the error about what it may not."""
+
+
+def check_request_arguments(arguments: dict[str, Any]) -> None:
+    """Raises UnknownParameterError or InvalidParameterError for what asks for more than is done."""
+    for name, value in arguments.items():
+        if name not in VLLM_REQUEST_ARGUMENTS:
+            raise UnknownParameterError(f"a request has no argument {name!r}{nearest_name(name, REQUEST_ARGUMENTS)}")
+        _refuse_unless_idle(name, value, VLLM_REQUEST_ARGUMENTS)
+
+
+def _refuse_unless_idle(name: str, value: object, known: dict[str, tuple[Any, ...]] = VLLM_PARAMETERS) -> None:
+    for accepted in known[name]:
         try:
             if isinstance(value, bool) == isinstance(accepted, bool) and bool(value == accepted):
                 return
         except Exception:  # an array, or an object's own failure: not one of these values in any case
             continue
-    shown = " or ".join(repr(accepted) for accepted in VLLM_PARAMETERS[name])
+    shown = " or ".join(repr(accepted) for accepted in known[name])
     raise InvalidParameterError(f"{name}={_shown(value)} is not supported yet; leave it at {shown}")
 
 
@@ -254,6 +284,18 @@ class SamplingParams:
         checked = copy.copy(self)
         checked.__post_init__()
         return checked
+
+
+@dataclass(slots=True, kw_only=True)
+class PoolingParams:
+    """vLLM's parameters of pooling requests (embeddings, scores). Every front door refuses them: nothing is pooled yet."""
+
+    truncate_prompt_tokens: int | None = None
+    dimensions: int | None = None
+    use_activation: bool | None = None
+    task: str | None = None
+    extra_kwargs: dict[str, Any] | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
 
 
 def _shown(value: object) -> str:

@@ -53,7 +53,7 @@ def ours(*names: str) -> set[str]:
     return {f"actorllm.{name}" for name in names}
 
 
-FRONT_DOORS = ours("async_llm", "llm", "engine", "stream", "cli")
+FRONT_DOORS = ours("async_llm", "llm", "llm_engine", "engine", "engine_args", "stream", "cli")
 
 
 @pytest.mark.parametrize("folder", ["scheduling", "kvcache"])
@@ -126,10 +126,15 @@ def test_the_public_names_are_these() -> None:
         "LLM",
         "SLO",
         "ActorLLMError",
+        "AsyncEngineArgs",
         "AsyncLLM",
+        "AsyncLLMEngine",
         "CompletionOutput",
+        "EngineArgs",
         "EngineConfig",
         "EngineDeadError",
+        "LLMEngine",
+        "PoolingParams",
         "RequestMetrics",
         "RequestOutput",
         "RequestOutputKind",

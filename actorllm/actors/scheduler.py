@@ -319,33 +319,38 @@ class SchedulerActor(Actor):
     # The loop of the engine
 
     async def run(self) -> None:
-        scheduler = self.scheduler
         while self.is_running:
-            self._take_inbox()
-            while scheduler.has_room:  # up to `depth` steps in flight
-                plan = scheduler.schedule(now())
-                if plan is None:
-                    break
-                self._launch(plan)
-            self._tell_if_drained()
-            if not self._results:
-                await self.wait(self._next_deadline())
+            if not self.turn():
+                await self.wait(self.next_deadline())
                 if self._full:
                     self._flush()
-                continue
-            result = self._results.popleft()
-            events = self._apply(result)
-            self._send_late_inputs()
-            self._send(*self._render(events))  # while the next step runs; ends at stop strings before it is planned
 
-    def _next_deadline(self) -> float | None:
+    def turn(self) -> bool:
+        """One turn of the loop: plan what there is room for, work off one result. False: there is no result yet."""
+        scheduler = self.scheduler
+        self.take_inbox()
+        while scheduler.has_room:  # up to `depth` steps in flight
+            plan = scheduler.schedule(now())
+            if plan is None:
+                break
+            self._launch(plan)
+        self._tell_if_drained()
+        if not self._results:
+            return False
+        result = self._results.popleft()
+        events = self._apply(result)
+        self._send_late_inputs()
+        self._send(*self._render(events))  # while the next step runs; ends at stop strings before it is planned
+        return True
+
+    def next_deadline(self) -> float | None:
         """When the loop must turn even if nothing arrives: for a policy, or to try again what could not be sent."""
         wake_at = self.scheduler.wake_at
         if self._full:
             return max(min(wake_at, now() + self._retry_s), now() + SHORTEST_TIMER_S)
         return max(wake_at, now() + SHORTEST_TIMER_S) if wake_at < math.inf else None
 
-    def _take_inbox(self) -> None:
+    def take_inbox(self) -> None:
         """Submits, aborts and unblocks, in the order of their arrival."""
         ends: list[End] = []
         while self._inbox:
@@ -584,7 +589,7 @@ class SchedulerActor(Actor):
         return super().answer(verb, arguments)
 
     def _pause(self, mode: str, clear_cache: bool) -> Awaitable[bool]:
-        self._take_inbox()  # what was sent before is from before
+        self.take_inbox()  # what was sent before is from before
         ends = self.scheduler.pause(mode, now())
         if ends:
             self._send(*self._render(Events(NOTHING.sequences, NO_I32, NO_I32, ends=tuple(ends))))

@@ -70,12 +70,18 @@ class WorkerActor(Actor):
 
     async def run(self) -> None:
         while self.is_running:
-            if self._plans:
-                await self._step(self._plans.popleft())
+            if await self.turn():
                 self._scheduler.finish()  # the next plan is there already: take it without waiting for its doorbell
                 if self._plans:
                     self.wake()  # then the loop turns once, so that a stop is heard, and does not sleep
             await self.wait()
+
+    async def turn(self) -> bool:
+        """Execute the next plan. False: there is none."""
+        if not self._plans:
+            return False
+        await self._step(self._plans.popleft())
+        return True
 
     async def _step(self, plan: StepPlan) -> None:
         started = now()

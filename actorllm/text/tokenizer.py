@@ -152,18 +152,23 @@ def _from_file(file: Path) -> Any:
         raise CorruptModelError(f"{file} cannot be read: {error}") from error
 
 
+def transformers_tokenizer(path: str | os.PathLike[str]) -> Any:
+    """The tokenizer of a folder as transformers has it. Raises CorruptModelError."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a third party's parsers of a dozen formats raise
+        raise CorruptModelError(f"transformers cannot read the tokenizer in {str(path)!r}: {error}") from error
+
+
 def _from_transformers(path: Path) -> Any:
     if not any((path / name).is_file() for name in OTHER_FILES) and not any(path.glob("*.tiktoken")):
         raise ModelNotFoundError(
             f"{str(path)!r} holds no tokenizer (no tokenizer.json, nor {', '.join(OTHER_FILES)}); "
             "give another tokenizer folder, or skip_tokenizer_init=True to work with token ids"
         )
-    from transformers import AutoTokenizer
-
-    try:
-        converted = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever a third party's parsers of a dozen formats raise
-        raise CorruptModelError(f"transformers cannot read the tokenizer in {str(path)!r}: {error}") from error
+    converted = transformers_tokenizer(path)
     backend = getattr(converted, "backend_tokenizer", None)
     if backend is None:
         raise UnsupportedModelError(

@@ -1,0 +1,218 @@
+"""The actors of an engine, driven by calls: what `LLMEngine.step` runs with topology="inline".
+
+No loop, thread, process or ring: a message is a call of its receiver, and `step` plans one step of the model, computes
+it and hands out what it brought, all in the caller. So a debugger sees one stack, and nothing goes on between two steps.
+
+Invariants: the actors run only within `start`, `run_pending`, `step`, `call` and `stop`, and by one thread at a time;
+what is posted from anywhere else (an object's end, say) waits for the next of them. There is one worker and one step in
+flight: a second could not run meanwhile.
+
+Offers `Engine` the same verbs as EngineThread and Supervisor together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from inspect import isawaitable
+from typing import Any, TypeVar
+
+from actorllm.actors.actor import Actor, Runner
+from actorllm.actors.engine_thread import STOP_TIMEOUT_S, Waiter
+from actorllm.actors.frontend import FrontendActor
+from actorllm.actors.link import Inbox, Link, LinkInfo, LinkStatistics
+from actorllm.actors.scheduler import SchedulerActor
+from actorllm.actors.supervisor import Resolve
+from actorllm.actors.worker import WorkerActor
+from actorllm.clock import now
+from actorllm.config import EngineConfig
+from actorllm.errors import ConfigError, EngineShutdownError
+from actorllm.messages import Message
+
+T = TypeVar("T")
+
+
+class Stepper:
+    """A frontend, a scheduler and a worker in the caller's hands."""
+
+    def __init__(self, config: EngineConfig, frontend: FrontendActor, resolve: Resolve) -> None:
+        if config.world_size != 1:
+            raise ConfigError(f"tensor_parallel_size={config.world_size} needs topology='process' here, not 'inline'")
+        self.config = replace(config, scheduler=replace(config.scheduler, depth=1))
+        self.is_alive = False
+        self._resolve = resolve
+        self._is_over = False
+        self._posted: deque[Callable[[], object]] = deque()
+        self._is_running_posted = False
+        self._frontend = frontend
+        self._scheduler = SchedulerActor()
+        self._worker = WorkerActor()
+
+    # As EngineThread
+
+    def start(self) -> None:
+        """Load the model and connect the actors; nothing if that was done. Raises what made it fail."""
+        if self.is_alive:
+            return
+        if self._is_over:
+            raise EngineShutdownError("the engine was shut down; build a new one")
+        actors: list[Actor] = [self._frontend, self._scheduler, self._worker]
+        for actor in actors:
+            actor._runner = CallRunner(actor)
+            actor._wakeup = NoWaiter()
+        facts = {actor.name: run_to_end(actor.on_start(self.config)) for actor in actors}
+        self.config = self._resolve(self.config, facts)
+        for actor in actors:
+            configured: Any = actor.on_configure(self.config)
+            if isawaitable(configured):
+                run_to_end(configured)  # type: ignore[arg-type]
+        _connect(self._scheduler, self._frontend, "scheduler-frontend")
+        _connect(self._scheduler, self._worker, "workers")
+        self.is_alive = True
+        self.run_pending()
+
+    def stop(self, timeout: float = STOP_TIMEOUT_S) -> None:
+        """End what is under way and forget the model. Idempotent."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self.is_alive = False
+        self._posted.clear()
+        run_to_end(self._frontend.on_stop())
+        run_to_end(self._scheduler.on_stop())
+        del self._worker, self._scheduler
+
+    def post(self, function: Callable[..., object], *args: Any) -> None:
+        """Run a function before anything else happens. From anywhere: it may have to wait for the next call."""
+        if self._is_over:
+            raise EngineShutdownError("the engine was shut down")
+        self._posted.append(partial(function, *args))
+
+    def call(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Future[Any]:
+        """Run a function, or a coroutine function that has nothing to wait for. The future is done."""
+        self.run_pending()
+        future: Future[Any] = Future()
+        try:
+            result = function(*args, **keywords)
+            future.set_result(run_to_end(result) if isawaitable(result) else result)  # type: ignore[arg-type]
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    # As Supervisor
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return {}
+
+    def statistics(self) -> dict[str, Any]:
+        return {"phase": "running" if self.is_alive else "stopped" if self._is_over else "new"}
+
+    # The engine
+
+    def run_pending(self) -> None:
+        """Carry out what was posted: the scheduler knows every request and has freed what was aborted."""
+        if not self.is_alive or self._is_running_posted:
+            return
+        self._is_running_posted = True
+        try:
+            while self._posted:
+                self._posted.popleft()()
+            self._scheduler.take_inbox()
+        finally:
+            self._is_running_posted = False
+
+    def step(self) -> bool:
+        """Plan one step, compute it, hand out its outputs. False: nothing could be planned.
+
+        Waits only for a scheduling policy that has asked to be woken later.
+        """
+        self.run_pending()
+        self._scheduler.turn()
+        if not run_to_end(self._worker.turn()):
+            deadline = self._scheduler.next_deadline()
+            if deadline is not None:
+                time.sleep(max(0.0, deadline - now()))
+            return False
+        self._scheduler.turn()
+        return True
+
+
+class CallLink(Link):
+    """One end of a connection within one thread: to send is to call the peer's `on_message`."""
+
+    def __init__(self, info: LinkInfo, target: Actor) -> None:
+        super().__init__(info)
+        self.target = target
+        self._other: CallLink
+
+    def send_nowait(self, message: Message) -> None:
+        self._check_open()
+        self._num_sent += 1
+        self._other._num_received += 1
+        self.target.on_message(self._other, message)
+
+    def open(self, inbox: Inbox) -> None:
+        """There is nothing to deliver."""
+
+    def recheck(self) -> bool:
+        return False
+
+    def finish(self) -> None:
+        """Everything was delivered when it was sent."""
+
+    def close(self) -> None:
+        self.is_open = False
+
+    def statistics(self) -> LinkStatistics:
+        return self._snapshot(0)
+
+
+def _connect(hub: Actor, spoke: Actor, name: str) -> None:
+    """Give each of two actors its end of a link."""
+    is_broadcast = name == "workers"
+    to_spoke = CallLink(LinkInfo(name, name if is_broadcast else spoke.name, spoke.rank, 1), spoke)
+    to_hub = CallLink(LinkInfo(name, hub.name, hub.rank, 1), hub)
+    to_spoke._other, to_hub._other = to_hub, to_spoke
+    for actor, link in ((hub, to_spoke), (spoke, to_hub)):
+        actor.links[link.peer] = link
+        actor.on_link(link)
+
+
+class CallRunner(Runner):
+    """What an actor asks for of its runner, where there is no loop."""
+
+    def __init__(self, actor: Actor) -> None:
+        super().__init__(actor, lambda _: None)
+
+    async def ask(self, link: Link, verb: str, timeout: float, arguments: dict[str, Any]) -> list[Any]:
+        assert isinstance(link, CallLink)
+        answer = link.target.answer(verb, arguments)
+        return [await answer if isawaitable(answer) else answer]
+
+
+class NoWaiter(Waiter):
+    """Nobody waits where everything is called."""
+
+    __slots__ = ()
+
+    def set(self) -> None:
+        pass
+
+    async def wait(self, until: float | None = None) -> bool:
+        raise RuntimeError("an actor waited, and there is no loop to wait on")
+
+
+def run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that has nothing to wait for."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    coroutine.close()
+    raise RuntimeError(f"{coroutine!r} waited, and there is no loop to wait on")

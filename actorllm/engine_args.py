@@ -1,0 +1,106 @@
+"""`EngineArgs` and `AsyncEngineArgs`: the arguments of an engine as one object, and as options of a command line.
+
+Dataclasses whose fields are the arguments of `actorllm.config`, so that an argument is written down in one place. The
+front doors take them by `from_engine_args`; `LLM(**dataclasses.asdict(args))` works too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+from collections.abc import Callable
+from dataclasses import field, fields, make_dataclass
+from typing import Any, TypeVar
+
+import orjson
+
+from actorllm.config import ARGUMENTS, VLLM_ARGUMENTS, EngineConfig
+from actorllm.errors import UnknownArgumentError, nearest_name
+
+DEFAULT_MODEL = "storyteller"
+
+DEFAULTS: dict[str, Any] = (
+    {"model": DEFAULT_MODEL} | {name: accepted[0] for name, accepted in VLLM_ARGUMENTS.items()} | ARGUMENTS
+)
+"""Every argument and what it is when not given."""
+
+T = TypeVar("T", bound=type)
+
+
+def _with_arguments_as_fields(cls: T) -> T:
+    return make_dataclass(  # type: ignore[return-value]
+        cls.__name__,
+        [(name, Any, field(default=None)) for name in DEFAULTS],
+        bases=(cls,),
+        init=False,
+        namespace={"__doc__": cls.__doc__, "__module__": cls.__module__},
+    )
+
+
+@_with_arguments_as_fields
+class EngineArgs:
+    """The arguments of an engine (`actorllm.config.ARGUMENTS`), and those of vLLM that are accepted at their defaults.
+
+    An unknown name raises UnknownArgumentError here; values are checked by `create_engine_config`.
+    """
+
+    model: str | os.PathLike[str]
+
+    def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **arguments: Any) -> None:
+        for name in arguments:
+            if name not in DEFAULTS:
+                raise UnknownArgumentError(f"there is no engine argument {name!r}{nearest_name(name, DEFAULTS)}")
+        for name, default in DEFAULTS.items():
+            setattr(self, name, arguments[name] if name in arguments else copy.copy(default))
+        self.model = model
+
+    def create_engine_config(self, usage_context: object = None) -> EngineConfig:
+        """The checked configuration. Raises ConfigError (naming the argument, its value and the fix) or ModelError."""
+        arguments = {name: getattr(self, name) for name in DEFAULTS if name != "model"}
+        return EngineConfig.from_arguments(self.model, **arguments)
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add an option for every argument: `--max-model-len 512`, also `--max_model_len`; `--no-...` for switches."""
+        group = parser.add_argument_group("engine")
+        for name, default in DEFAULTS.items():
+            options = list(dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")))
+            group.add_argument(*options, dest=name, default=copy.copy(default), **_option_of(name, default))
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
+        """From what a parser with `add_cli_args` returned; other options in it are left alone."""
+        return cls(**{f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)})  # type: ignore[arg-type]
+
+
+class AsyncEngineArgs(EngineArgs):
+    """The same, under the name that programs with an AsyncLLMEngine import."""
+
+
+STRINGS = ("tokenizer", "name", "record")
+"""Arguments that are text and may look like a number."""
+
+
+def _option_of(name: str, default: Any) -> dict[str, Any]:
+    if isinstance(default, bool) or any(isinstance(value, bool) for value in VLLM_ARGUMENTS.get(name, ())):
+        return {"action": argparse.BooleanOptionalAction}
+    if default is None and name in ("enable_prefix_caching", "async_scheduling"):
+        return {"action": argparse.BooleanOptionalAction}
+    convert: Callable[[str], Any] = _literal
+    if isinstance(default, str) or name in STRINGS:
+        convert = str
+    elif isinstance(default, int | float):
+        convert = type(default)
+    return {"type": convert, "metavar": name.upper()}
+
+
+def _literal(text: str) -> Any:
+    """A number, an object or a list as in JSON, or None; everything else is text."""
+    if text in ("None", "null"):
+        return None
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text

@@ -1,0 +1,204 @@
+"""`LLMEngine`: requests in, outputs out, one `step` at a time, for programs that own their loop.
+
+With topology="inline" a step is computed by the call, on the caller's thread; with topology="process" the engine's own
+processes compute, and `step` waits for what they bring next. Not for several threads at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any, Self
+
+from actorllm.actors.engine_thread import ThreadHost, Waiter
+from actorllm.config import EngineConfig, ModelConfig
+from actorllm.engine import Engine, Prompt
+from actorllm.engine_args import EngineArgs
+from actorllm.errors import InvalidParameterError, RequestError
+from actorllm.request import CompletionOutput, RequestOutput, SamplingParams
+from actorllm.stream import RequestStream
+
+
+class LLMEngine:
+    """An engine to step through by hand. Starts in the constructor; stops with `shutdown` or when it is dropped.
+
+    Arguments: see `actorllm.config.ARGUMENTS`; named and defaulted as in vLLM where both have them.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], **arguments: Any) -> None:
+        self._open(EngineConfig.from_arguments(model, **arguments))
+
+    def _open(self, config: EngineConfig) -> None:
+        self._engine = Engine(config, is_synchronous=True)
+        self._hold = self._engine.new_hold()
+        self._host = ThreadHost()
+        self._streams: dict[str, RequestStream] = {}
+        self._ready: dict[str, None] = {}
+        self._engine.start()
+
+    @classmethod
+    def from_engine_args(
+        cls, engine_args: EngineArgs, usage_context: object = None, stat_loggers: object = None
+    ) -> Self:
+        """As in vLLM. usage_context and stat_loggers are not looked at: nothing is reported or logged."""
+        return cls.from_vllm_config(engine_args.create_engine_config())
+
+    @classmethod
+    def from_vllm_config(
+        cls, vllm_config: EngineConfig, usage_context: object = None, stat_loggers: object = None
+    ) -> Self:
+        """From what `EngineArgs.create_engine_config` returned."""
+        engine = cls.__new__(cls)
+        engine._open(vllm_config)
+        return engine
+
+    @property
+    def vllm_config(self) -> EngineConfig:
+        return self._engine.config
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self._engine.config.model
+
+    # Requests
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
+        trace_headers: None = None,
+        priority: int = 0,
+        **extras: Any,
+    ) -> str:
+        """Take a request; its outputs come out of `step`. Returns its id.
+
+        arrival_time: epoch seconds; None: now. extras: as in `AsyncLLM.generate`. Raises what is wrong with it
+        (InvalidParameterError, InvalidPromptError, DuplicateRequestError): nothing else is affected.
+        """
+        if not isinstance(request_id, str):
+            raise InvalidParameterError(f"request_id={request_id!r} must be a string")
+        stream = self._engine.submit(
+            prompt,
+            params,
+            request_id,
+            host=self._host,
+            priority=priority,
+            arrival_time=arrival_time,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            trace_headers=trace_headers,
+            **extras,
+        )
+        if stream._mailbox.error is not None:
+            stream.take()  # raises it
+        stream._mailbox.waiter = Note(request_id, self._ready)
+        self._streams[request_id] = stream
+        return request_id
+
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """Forget requests: no output of them comes any more. Unknown ids have ended already."""
+        for one in [request_id] if isinstance(request_id, str) else list(request_id):
+            stream = self._streams.pop(one, None)
+            self._ready.pop(one, None)
+            if stream is not None:
+                stream.abort()
+        if self._engine.stepper is not None:
+            self._engine.stepper.run_pending()
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._streams)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._streams)
+
+    def step(self) -> list[RequestOutput]:
+        """What is new, one output per request that has something new; nothing if there is no unfinished request.
+
+        A request that the engine could not finish comes as finished, with finish_reason "error" and the message as
+        stop_reason. Raises EngineDeadError when the engine is gone.
+        """
+        stepper = self._engine.stepper
+        if stepper is not None:
+            if self._streams:
+                stepper.step()
+            self._host.run_pending()
+            return self._take()
+        outputs: list[RequestOutput] = []
+        while self._streams and not outputs:
+            self._host.run_until(lambda: bool(self._ready))
+            outputs = self._take()
+        return outputs
+
+    def _take(self) -> list[RequestOutput]:
+        ready = list(self._ready)
+        self._ready.clear()
+        outputs = []
+        for request_id in ready:
+            stream = self._streams.get(request_id)
+            if stream is None:
+                continue
+            try:
+                output = stream.take()
+            except RequestError as error:
+                output = _failed(stream, error)
+            if output is None:
+                continue  # it was in an earlier output
+            if output.finished:
+                del self._streams[request_id]
+            outputs.append(output)
+        return outputs
+
+    # The rest of vLLM's
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer as transformers has it. Raises InvalidPromptError with skip_tokenizer_init."""
+        return self._engine.transformers_tokenizer
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.get_tokenizer()
+
+    def check_health(self) -> None:
+        """Raises EngineDeadError or EngineShutdownError if it cannot serve."""
+        self._engine.check_health()
+
+    def do_log_stats(self) -> None:
+        """Nothing: see `stats`."""
+
+    def stats(self) -> dict[str, Any]:
+        """What every part of the engine counts."""
+        scheduler = self._engine.ask_scheduler("statistics").result()
+        workers = self._engine.ask_scheduler("worker_statistics").result()
+        return {**self._engine.statistics(), "scheduler": scheduler, "workers": workers}
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """Stop everything and wait for it. Idempotent."""
+        self._engine.shutdown(timeout)
+        self._streams.clear()
+        self._ready.clear()
+        self._host.close()
+
+
+class Note(Waiter):
+    """Notes that a request has something to take."""
+
+    __slots__ = ("_ready", "_request_id")
+
+    def __init__(self, request_id: str, ready: dict[str, None]) -> None:
+        self._request_id = request_id
+        self._ready = ready
+
+    def set(self) -> None:
+        self._ready[self._request_id] = None
+
+    async def wait(self, until: float | None = None) -> bool:
+        raise RuntimeError("the stream of an LLMEngine is taken by step(), not awaited")
+
+
+def _failed(stream: RequestStream, error: RequestError) -> RequestOutput:
+    completion = CompletionOutput(0, "", [], finish_reason="error", stop_reason=str(error))
+    return RequestOutput(stream.request_id, stream.prompt, stream.prompt_token_ids, outputs=[completion], finished=True)

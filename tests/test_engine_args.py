@@ -1,0 +1,82 @@
+"""`EngineArgs`: the arguments of an engine as an object and as a command line."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+import pytest
+
+from actorllm import LLM, AsyncEngineArgs, EngineArgs, EngineConfig
+from actorllm.config import ARGUMENTS, VLLM_ARGUMENTS
+from actorllm.errors import ConfigError, ModelNotFoundError, UnknownArgumentError
+
+
+def parse(*options: str) -> EngineArgs:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, default=8000)
+    return AsyncEngineArgs.from_cli_args(EngineArgs.add_cli_args(parser).parse_args(options))
+
+
+def test_its_fields_are_the_arguments_with_their_defaults() -> None:
+    args = EngineArgs("storyteller")
+    assert {f.name for f in dataclasses.fields(args)} == {"model", *ARGUMENTS, *VLLM_ARGUMENTS}  # type: ignore[arg-type]
+    assert {name: getattr(args, name) for name in ARGUMENTS} == ARGUMENTS
+    assert args == EngineArgs(model="storyteller")
+    assert args != EngineArgs(seed=3)
+    assert "seed=3" in repr(EngineArgs(seed=3))
+
+
+def test_it_makes_the_configuration_of_the_front_doors() -> None:
+    args = AsyncEngineArgs("storyteller", max_model_len=256, dtype="float32", seed=7)
+    assert isinstance(args, EngineArgs)
+    expected = EngineConfig.from_arguments("storyteller", max_model_len=256, dtype="float32", seed=7)
+    assert args.create_engine_config() == expected
+    as_keywords = dataclasses.asdict(args)  # type: ignore[call-overload]
+    assert EngineConfig.from_arguments(**as_keywords) == expected
+
+
+def test_defaults_are_not_shared() -> None:
+    first, second = EngineArgs(), EngineArgs()
+    first.model_loader_extra_config["x"] = 1
+    assert second.model_loader_extra_config == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"max_model_length": 5}, UnknownArgumentError, ["'max_model_length'", "did you mean 'max_model_len'"]),
+        ({"max_num_seqs": 0}, ConfigError, ["max_num_seqs=0", "positive"]),
+        ({"pipeline_parallel_size": 2}, ConfigError, ["pipeline_parallel_size=2", "leave it at 1"]),
+        ({"quantization": "awq"}, ConfigError, ["quantization='awq'", "leave it at None"]),
+        ({"enable_sleep_mode": True}, ConfigError, ["enable_sleep_mode=True", "leave it at False"]),
+        ({"model": "/nowhere"}, ModelNotFoundError, ["/nowhere"]),
+    ],
+)
+def test_what_cannot_be_is_named(arguments: dict[str, Any], error: type[Exception], words: list[str]) -> None:
+    with pytest.raises(error) as caught:
+        EngineArgs(**arguments).create_engine_config()
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_command_line() -> None:
+    args = parse(
+        *("--model", "storyteller", "--max-model-len", "128", "--max_num_seqs", "8", "--gpu-memory-utilization", "0.5"),
+        *("--no-enable-prefix-caching", "--enforce-eager", "--dtype", "float32", "--name", "7", "--seed", "3"),
+        *("--hf-overrides", "{}", "--enable-chunked-prefill", "--port", "1"),
+    )
+    assert isinstance(args, AsyncEngineArgs)
+    assert (args.max_model_len, args.max_num_seqs, args.gpu_memory_utilization) == (128, 8, 0.5)
+    assert (args.enable_prefix_caching, args.enforce_eager, args.dtype, args.name) == (False, True, "float32", "7")
+    assert (args.seed, args.hf_overrides, args.enable_chunked_prefill) == (3, {}, True)
+    assert args.create_engine_config().model.max_model_len == 128
+    assert parse() == AsyncEngineArgs()
+    with pytest.raises(SystemExit):
+        parse("--max-num-seqs", "many")
+
+
+def test_llm_takes_it() -> None:
+    with LLM.from_engine_args(EngineArgs("storyteller", topology="inline", num_threads=1, max_num_seqs=3)) as llm:
+        assert llm.config.scheduler.max_num_seqs == 3
