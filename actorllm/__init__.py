@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from actorllm.async_llm import AsyncLLM, AsyncLLMEngine
+    from actorllm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from actorllm.config import EngineConfig
     from actorllm.engine_args import AsyncEngineArgs, EngineArgs
     from actorllm.errors import ActorLLMError, EngineDeadError
@@ -42,6 +43,9 @@ __all__ = (
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EngineArgs",
     "EngineConfig",
@@ -64,6 +68,9 @@ _HOME = {
     "AsyncEngineArgs": "engine_args",
     "AsyncLLM": "async_llm",
     "AsyncLLMEngine": "async_llm",
+    "BeamSearchOutput": "beam_search",
+    "BeamSearchParams": "beam_search",
+    "BeamSearchSequence": "beam_search",
     "CompletionOutput": "request",
     "EngineArgs": "engine_args",
     "EngineConfig": "config",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from actorllm.actors.engine_thread import HostLoop
+from actorllm.beam_search import BeamSearch, BeamSearchParams, step_params
 from actorllm.config import EngineConfig, ModelConfig
 from actorllm.engine import AttachedEngine, Engine, Prompt
 from actorllm.engine_args import EngineArgs
@@ -188,6 +189,27 @@ class AsyncLLM:
         if isinstance(params, SamplingParams):  # what is none is refused when it is submitted
             params.output_kind = kind
         return params
+
+    async def beam_search(
+        self, prompt: Prompt, request_id: str | None = None, params: BeamSearchParams | None = None, **extras: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """The `beam_width` most likely continuations, best first, as the completions of one output.
+
+        extras: as in `generate`, for the requests that it is made of. Leaving it ends them.
+        """
+        from anyio import to_thread
+
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidParameterError(f"params must be BeamSearchParams, not {type(params).__name__}")
+        one_token = self._with_kind(step_params(params), RequestOutputKind.FINAL_ONLY)
+        engine, model = self._engine, self._engine.config.model
+        tokenized = await to_thread.run_sync(engine.tokenize, prompt)
+        search = BeamSearch(tokenized.ids.tolist(), params, model.eos_token_ids, model.max_model_len)
+        while not search.is_over:
+            streams = [self.generate(tokenized.continued(beam.tokens), one_token, **extras) for beam in search.beams]
+            search.advance([await anext(stream) for stream in streams])
+        decode = engine.tokenizer.decode if model.tokenizer is not None else (lambda _: "")
+        yield search.output(request_id or engine.new_request_id(), tokenized.text, decode)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests by id; each delivers a final output with finish_reason 'abort'. Unknown ids are ignored."""

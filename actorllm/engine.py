@@ -10,6 +10,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import functools
+import itertools
 import logging
 import math
 import os
@@ -96,6 +97,10 @@ class TokenizedPrompt:
     cache_salt: str | None = None
     """Requests share cached blocks only with those of the same salt."""
 
+    def continued(self, token_ids: list[int]) -> Prompt:
+        """The prompt of a request that goes on from this one."""
+        return {"prompt_token_ids": token_ids, "cache_salt": self.cache_salt}
+
 
 class Hold:
     """What a front door and its open streams keep: the engine is shut down when the last of them lets go."""
@@ -135,6 +140,7 @@ class Engine:
         self._streams: weakref.WeakValueDictionary[str, RequestStream] = weakref.WeakValueDictionary()
         self._num_requests = 0
         self._id_prefix = uuid.uuid4().hex[:8]
+        self._request_numbers = itertools.count(1)
         self._intake: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._intake_thread: threading.Thread | None = None
         self._tokenizer: Tokenizer | None = None
@@ -326,13 +332,13 @@ class Engine:
             self._num_requests += 1
             number = self._num_requests
             if request_id is None:
-                request_id = f"{self._id_prefix}-{number}"
+                request_id = self.new_request_id()
             elif not isinstance(request_id, str):
                 raise InvalidParameterError(f"request_id={request_id!r} must be a string")
             known = self._streams.get(request_id)
             if known is not None and not known.has_ended:
                 raise DuplicateRequestError(f"request {request_id!r} is still running; choose another request_id")
-            text = _prompt_text(prompt)
+            text = prompt_text(prompt)
             hold = None if self._hold is None else self._hold()
             stream = RequestStream(
                 request_id,
@@ -354,6 +360,10 @@ class Engine:
 
         self._enqueue(take_in)
         return stream
+
+    def new_request_id(self) -> str:
+        """One that no request has unless a caller chose the same."""
+        return f"{self._id_prefix}-{next(self._request_numbers)}"
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests; each delivers a final output with finish_reason 'abort'. Unknown ids have ended already."""
@@ -481,7 +491,7 @@ class Engine:
         None: those of the model, except around a conversation, whose template writes them itself.
         """
         salt: str | None = None
-        text = _prompt_text(prompt)
+        text = prompt_text(prompt)
         if isinstance(prompt, Mapping):
             salt = prompt.get("cache_salt")
             prompt = _unwrap(prompt)
@@ -658,7 +668,8 @@ def _slo_fields(slo: SLO) -> tuple[float | None, ...]:
     return slo.ttft, slo.tpot, slo.e2e, slo.ttft_per_prompt_token
 
 
-def _prompt_text(prompt: Prompt) -> str | None:
+def prompt_text(prompt: Prompt) -> str | None:
+    """What a prompt says in text, if it does."""
     if isinstance(prompt, Mapping):
         text = prompt.get("prompt")
         return text if isinstance(text, str) else None

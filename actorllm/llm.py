@@ -10,11 +10,12 @@ from numbers import Integral
 from typing import Any, Self
 
 from actorllm.actors.engine_thread import ThreadHost
+from actorllm.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, step_params
 from actorllm.config import EngineConfig
 from actorllm.engine import AttachedEngine, Engine, Prompt
 from actorllm.engine_args import EngineArgs
 from actorllm.errors import InvalidParameterError, InvalidPromptError
-from actorllm.request import RequestOutput, RequestOutputKind, SamplingParams
+from actorllm.request import RequestOutput, RequestOutputKind, SamplingParams, _integer
 from actorllm.stream import RequestStream
 from actorllm.text.chat import ContentFormat, Conversation, Message, is_batch
 
@@ -143,6 +144,46 @@ class LLM:
             for stream in streams:
                 stream.abort()
             host.close()
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool | Callable[..., Any] = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` most likely continuations of every prompt, best first; tokens and text hold the prompt too.
+
+        concurrency_limit: how many prompts are searched from at once; None: all. Raises as `generate`.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidParameterError(f"params must be BeamSearchParams, not {type(params).__name__}")
+        one_token = step_params(params)
+        model = self.config.model
+        tokenized = [self._engine.tokenize(prompt) for prompt in _as_batch(prompts)]
+        searches = [BeamSearch(one.ids.tolist(), params, model.eos_token_ids, model.max_model_len) for one in tokenized]
+        limit = len(searches) if concurrency_limit is None else _integer("concurrency_limit", concurrency_limit, low=1)
+        progress = _progress(len(searches), use_tqdm)
+        for first in range(0, len(searches), max(1, limit)):
+            some = searches[first : first + limit]
+            while under_way := [search for search in some if not search.is_over]:
+                beams = [
+                    prompt.continued(beam.tokens)
+                    for prompt, search in zip(tokenized[first : first + limit], some, strict=True)
+                    if search in under_way
+                    for beam in search.beams
+                ]
+                outputs = iter(self.generate(beams, one_token, use_tqdm=False, lora_request=lora_request))
+                for search in under_way:
+                    search.advance([next(outputs) for _ in search.beams])
+            progress.update(len(some))
+        progress.close()
+        found = [search.best() for search in searches]
+        if model.tokenizer is not None:
+            for sequence in (sequence for sequences in found for sequence in sequences):
+                sequence.text = self._engine.tokenizer.decode(sequence.tokens)
+        return [BeamSearchOutput(sequences) for sequences in found]
 
     def _collect(self, host: ThreadHost, streams: list[RequestStream], use_tqdm: Any) -> list[RequestOutput]:
         outputs: list[RequestOutput | None] = [None] * len(streams)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -18,6 +19,9 @@ VOCAB = 4096
 
 class ScriptedRunner:
     """What WorkerActor needs of a ModelRunner."""
+
+    is_torn = False
+    ranks = SimpleNamespace(close=lambda: None)
 
     def __init__(self, config: EngineConfig, rank: int) -> None:
         self.block_size = config.cache.block_size
