@@ -234,6 +234,8 @@ SENSIBLE = {
     "truncate_prompt_tokens": st.integers(1, 100) | st.just(-1) | st.none(),
     "include_stop_str_in_output": st.booleans(),
     "output_kind": st.sampled_from(list(RequestOutputKind)),
+    "n": st.integers(1, 5),
+    "best_of": st.none() | st.integers(1, 5),
     "presence_penalty": st.floats(-2, 2),
     "frequency_penalty": st.floats(-2, 2),
     "repetition_penalty": st.floats(0.1, 10),

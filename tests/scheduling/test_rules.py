@@ -1,0 +1,166 @@
+"""What the scheduler makes of requests with rules: who gets which log-probabilities, however often it has to compute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actorllm.logprobs import LogprobSpan, columns_of, spans_of
+from actorllm.messages import StepFailed, StepPlan, StepResult
+from actorllm.rules import SamplingRules, decode_rules
+from actorllm.scheduling import scheduler
+from tests.scheduling.conftest import Engine, reference_stream
+
+PROMPT = list(range(1, 31))
+
+
+class Reporting:
+    """An engine whose worker also reports log-probabilities: the value of a token is minus its position."""
+
+    def __init__(self, **overrides: Any) -> None:
+        self.engine = Engine(**overrides)
+        self.wanted: dict[int, list[int]] = {}  # by slot: top, prompt top, first, number of prompt tokens
+        self.sampled: dict[int, list[float]] = {}
+        self.prompts: dict[int, list[float]] = {}
+        self.largest = 0
+        run, update = self.engine.worker.run, self.engine.scheduler.update
+        self.engine.worker.run = lambda plan, late=None: self.report(plan, run(plan, late))  # type: ignore[method-assign]
+        self.engine.scheduler.update = lambda result, now: self.note(update(result, now))  # type: ignore[method-assign]
+
+    def report(self, plan: StepPlan, result: StepResult) -> StepResult:
+        for slot in plan.freed.tolist():
+            self.wanted.pop(slot, None)
+        num_prompt = {
+            int(s): int(n - o)
+            for s, n, o in zip(plan.new_slots, plan.new_num_tokens, plan.new_num_outputs, strict=True)
+        }
+        for slot, first, rules in decode_rules(plan.new_rules, plan.new_rule_numbers):
+            self.wanted[slot] = [rules.num_logprobs, rules.num_prompt_logprobs, first, num_prompt[slot]]
+        spans = []
+        rows = self.engine.worker.rows
+        for row, (slot, count) in enumerate(
+            zip(plan.prefill_slots.tolist(), plan.prefill_counts.tolist(), strict=True)
+        ):
+            wanted = self.wanted.get(slot)
+            if wanted is not None and wanted[1] >= 0:
+                first = max(wanted[2], rows[slot].computed - count + 1)
+                last = min(rows[slot].computed + 1, wanted[3])
+                if first < last:
+                    spans.append(span(row, first, last - first, wanted[1] + 1))
+                    self.largest = max(self.largest, spans[-1].ids.size)
+        sampling = [*self.engine.worker.decode]
+        sampling += [s for s in plan.prefill_slots.tolist() if rows[s].computed == len(rows[s].tokens) - 1]
+        for row, slot in enumerate(sampling):
+            wanted = self.wanted.get(slot)
+            if wanted is not None and wanted[0] >= 0:
+                found = span(row, 0, 1, wanted[0] + 1)
+                found.values[:] = -len(rows[slot].tokens) + 1
+                spans.append(found)
+        return replace(result, **columns_of(spans))
+
+    def note(self, events: Any) -> Any:
+        for sequence, found in events.logprobs:
+            target = self.prompts if found.is_prompt else self.sampled
+            values = target.setdefault(sequence.key[1], [])
+            assert not found.is_prompt or found.position == len(values) + 1, "a gap, or a repetition"
+            values += found.values[:, 0].tolist()
+        return events
+
+
+def span(row: int, position: int, count: int, size: int) -> LogprobSpan:
+    values = np.repeat(-np.arange(position, position + count, dtype=np.float32)[:, None], size, axis=1)
+    return LogprobSpan(row, position, np.zeros((count, size), np.int32), values, np.ones(count, np.int32))
+
+
+RULES = SamplingRules(num_logprobs=1, num_prompt_logprobs=2).to_fields()
+EXPECTED_PROMPT = [-float(i) for i in range(1, 30)]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("chunk", [3, 16])
+@pytest.mark.parametrize("num_blocks", [12, 40])
+def test_each_position_once_whatever_happens(depth: int, chunk: int, num_blocks: int) -> None:
+    """Three requests fight over few blocks: prompts are computed again, and reported once."""
+    reporting = Reporting(depth=depth, num_blocks=num_blocks, prefill_chunk=chunk)
+    engine = reporting.engine
+    engine.submit(1, PROMPT[:5], rules=RULES, max_tokens=24, ignore_eos=True)
+    engine.submit(2, PROMPT[:5], max_tokens=24, ignore_eos=True)
+    engine.submit(3, PROMPT, rules=RULES, ignore_eos=True)
+    engine.run()
+    assert (engine.scheduler.statistics().num_preemptions > 0) == (num_blocks == 12)
+    assert reporting.prompts == {1: EXPECTED_PROMPT[:4], 3: EXPECTED_PROMPT}
+    assert reporting.sampled == {1: [-float(5 + i) for i in range(24)], 3: [-float(30 + i) for i in range(8)]}
+
+
+def test_a_failed_step_gives_its_part_again() -> None:
+    reporting = Reporting(prefill_chunk=6)
+    engine = reporting.engine
+    engine.submit(9, [1], max_tokens=30, ignore_eos=True)
+    engine.submit(1, PROMPT, rules=RULES, ignore_eos=True)
+    engine.launch()
+    engine.launch()
+    engine.complete()
+    step = engine.results[0].step
+    engine.results.clear()
+    failure = StepFailed(step=step, error="planted", rows=np.zeros(1, np.int32))
+    engine.apply(engine.scheduler.fail(failure, engine.now))
+    engine.run()
+    assert reporting.prompts == {1: EXPECTED_PROMPT}
+    assert engine.streams[1] == reference_stream(PROMPT, 1, 8)
+
+
+def test_large_parts_of_a_prompt_come_in_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MAX_CHUNK_LOGPROBS", 12)
+    reporting = Reporting()
+    engine = reporting.engine
+    engine.submit(1, PROMPT, rules=RULES, ignore_eos=True)
+    engine.submit(2, PROMPT[:12], rules=RULES, ignore_eos=True, is_chunkable=False, max_tokens=2)
+    engine.submit(3, PROMPT[:12], ignore_eos=True)
+    engine.run()
+    assert reporting.prompts[1] == EXPECTED_PROMPT
+    assert reporting.largest >= 12
+    chunks = [int(n) for plan in engine.plans for n in plan.prefill_counts]
+    assert chunks.count(4) >= 7
+    assert engine.scheduler.statistics().num_refused_decisions == 0
+
+
+def test_too_many_log_probabilities_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MAX_ROW_LOGPROBS", 50)
+    engine = Engine()
+    rules = SamplingRules(num_logprobs=40).to_fields()
+    for rid in (1, 2):
+        engine.submit(rid, PROMPT[:5], rules=rules, ignore_eos=True)
+    engine.submit(3, PROMPT[:5], ignore_eos=True)
+    most = 0
+    for _ in range(60):
+        engine.launch()
+        most = max(most, sum(s.rules is not None for s in engine.scheduler.running()))
+        if engine.results:
+            engine.complete()
+    assert most == 1
+    assert {rid: len(stream) for rid, stream in engine.streams.items()} == {1: 8, 2: 8, 3: 8}
+
+
+@pytest.mark.parametrize("row", [-1, 1])
+def test_log_probabilities_that_contradict_the_plan_fail_the_step(engine: Engine, row: int) -> None:
+    engine.submit(1, PROMPT[:5], rules=RULES)
+    engine.launch()
+    engine.results[0] = replace(engine.results[0], **columns_of([span(0, 0, 1, 2)]))
+    spans = engine.results[0].logprob_spans.copy()
+    spans[0] = row
+    engine.results[0] = replace(engine.results[0], logprob_spans=spans)
+    engine.complete()
+    assert engine.ends[1].reason == "error"
+    assert "logprobs" in engine.ends[1].error
+
+
+def test_rows_without_rules_carry_none(engine: Engine) -> None:
+    engine.submit(1, PROMPT[:5])
+    engine.submit(2, PROMPT[:5], rules=SamplingRules(repetition=(2, 1, 3)).to_fields())
+    plan = engine.launch()
+    assert plan is not None
+    assert not plan.new_rules.size
+    assert not spans_of(engine.results[0])
