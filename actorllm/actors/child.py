@@ -69,7 +69,8 @@ def receive_frame(control: socket.socket) -> tuple[dict[str, Any] | None, tuple[
     try:
         packet, ancillary, _, _ = control.recvmsg(MAX_PACKET, room, socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:
-        return None, ()
+        # Said once, when the other side closed before it had read everything. Its own last words are still there.
+        packet, ancillary, _, _ = control.recvmsg(MAX_PACKET, room, socket.MSG_CMSG_CLOEXEC)
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])

@@ -273,14 +273,13 @@ def exchange(control: socket.socket, name: str, op: str, **values: Any) -> dict[
     """Send a frame and return the answer. Raises what the engine refused it with, EngineDeadError or AttachError."""
     pid = peer_of(control).pid
     try:
-        send_frame(control, op, **values)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may have said why before it closed
+            send_frame(control, op, **values)
         frame, fds = receive_frame(control)
     except TimeoutError as error:
         raise AttachError(
             f"engine {name!r} (process {pid}) has not answered within {HANDSHAKE_TIMEOUT_S:g} s"
         ) from error
-    except (BrokenPipeError, ConnectionResetError):
-        frame, fds = None, ()
     for fd in fds:
         os.close(fd)
     if frame is None:

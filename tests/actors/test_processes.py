@@ -205,6 +205,16 @@ def test_a_child_reports_what_it_cannot_do(fields: dict[str, str], op: str, type
         assert process.wait(20) == 1
 
 
+def test_last_words_are_heard_by_one_who_was_not_listened_to() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        child.send_frame(ours, "juggle")
+        child.send_frame(theirs, "failed")
+        theirs.close()
+        assert child.receive_frame(ours) == ({"op": "failed"}, ())
+        assert child.receive_frame(ours) == (None, ())
+
+
 def test_frames_have_a_limit() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs, pytest.raises(ValueError, match="the limit is"):
