@@ -25,7 +25,7 @@ AT_LEAST = 0.85
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
-    "logit_bias": {"logit_bias": {i: -1.0 for i in range(0, 3000, 10)}},
+    "logit_bias": {"logit_bias": dict.fromkeys(range(0, 3000, 10), -1.0)},
     "allowed_token_ids": {"allowed_token_ids": list(range(100, 40_000))},
     "bad_words": {"bad_words": [f"w{i} w{i + 1}" for i in range(40)] + [f"w{i}" for i in range(500, 510)]},
     "min_tokens": {"stop_token_ids": list(range(20, 40))},

@@ -12,14 +12,13 @@ import anyio
 import numpy as np
 import pytest
 
-from actorllm import LLM, AsyncLLM, BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams
+from actorllm import LLM, AsyncLLM, BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams, TokensPrompt
 from actorllm import beam_search as module
 from actorllm.beam_search import BeamSearch, BeamSearchSequence
 from actorllm.errors import InvalidParameterError, InvalidPromptError, RequestFailedError
 
 EOS = 0
 VOCAB_SIZE = 5
-HAS_LOGPROBS = "logprobs" in SamplingParams.__dataclass_fields__
 
 
 @pytest.fixture
@@ -167,11 +166,11 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
     for name in ("actorllm.llm.step_params", "actorllm.async_llm.step_params"):
         monkeypatch.setattr(name, lambda _: params)
 
-    def generate(llm: LLM, prompts: list[list[int]], *_: Any, **__: Any) -> list[RequestOutput]:
-        return [model.answer(prompt, 6) for prompt in prompts]
+    def generate(llm: LLM, prompts: list[TokensPrompt], *_: Any, **__: Any) -> list[RequestOutput]:
+        return [model.answer(prompt["prompt_token_ids"], 6) for prompt in prompts]
 
-    async def stream(prompt: list[int]) -> Any:
-        yield model.answer(prompt, 6)
+    async def stream(prompt: TokensPrompt) -> Any:
+        yield model.answer(prompt["prompt_token_ids"], 6)
 
     monkeypatch.setattr(LLM, "generate", generate)
     monkeypatch.setattr(AsyncLLM, "generate", lambda self, prompt, *_, **__: stream(prompt))
@@ -186,7 +185,7 @@ def test_llm_searches_from_every_prompt(llm: LLM, scripted: Scripted, limit: int
     prompts: Any = [[1, 2], "Once", {"prompt_token_ids": [3]}]
     outputs = llm.beam_search(prompts, PARAMS, concurrency_limit=limit)
     assert len(outputs) == 3
-    for prompt, output in zip(([1, 2], llm._engine.tokenize("Once").tolist(), [3]), outputs, strict=True):
+    for prompt, output in zip(([1, 2], llm._engine.tokenize("Once").ids.tolist(), [3]), outputs, strict=True):
         expected = scripted.search(prompt, PARAMS)
         assert [sequence.tokens for sequence in output.sequences] == [sequence.tokens for sequence in expected]
         assert [sequence.cum_logprob for sequence in output.sequences] == [s.cum_logprob for s in expected]
@@ -228,7 +227,6 @@ async def test_bad_searches_are_refused(llm: LLM, async_llm: AsyncLLM, scripted:
         await anext(async_llm.beam_search("", params=PARAMS))
 
 
-@pytest.mark.skipif(not HAS_LOGPROBS, reason="SamplingParams has no logprobs yet, of which beam search is made")
 async def test_a_beam_of_one_is_greedy_for_real(llm: LLM, async_llm: AsyncLLM) -> None:
     (greedy,) = llm.generate("Once", SamplingParams(max_tokens=6, temperature=0), use_tqdm=False)
     params = BeamSearchParams(beam_width=1, max_tokens=6)
@@ -239,12 +237,6 @@ async def test_a_beam_of_one_is_greedy_for_real(llm: LLM, async_llm: AsyncLLM) -
     (wide,) = llm.beam_search("Once", BeamSearchParams(beam_width=4, max_tokens=6))
     assert wide.sequences[0].cum_logprob >= found.sequences[0].cum_logprob - 1e-4
     assert len({tuple(sequence.tokens) for sequence in wide.sequences}) == 4
-
-
-@pytest.mark.skipif(HAS_LOGPROBS, reason="SamplingParams has logprobs")
-def test_without_log_probabilities_it_says_so(llm: LLM) -> None:
-    with pytest.raises(InvalidParameterError, match="logprobs=6 is not supported yet"):
-        llm.beam_search("Once", PARAMS)
 
 
 def test_a_step_asks_for_twice_the_width(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,7 +248,7 @@ class FrontendActor(Actor):
         of_tokens: list[dict[int, Logprob]] | None = None
         for span, entries in found:
             if not span.is_prompt:
-                of_tokens = entries
+                of_tokens = entries if of_tokens is None else of_tokens + entries
                 continue
             num_had = entry.num_prompt_logprobs + 1 - span.position
             if 0 <= num_had < len(entries):

@@ -1,0 +1,38 @@
+"""Programs written for vLLM's documented API run with only their imports changed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = Path(__file__).parent / "vllm_programs"
+EXPECTED = {
+    "quickstart": ["Prompt:    'Once upon a time'", "Prompt:    'The sun was'"],
+    "offline_inference": ["length"],
+    "engine": ["finished 0 1", "finished 1 1", "finished 2 2"],
+    "async_streaming": ["finished stream-example-1", "finished stream-example-3"],
+    "beam_search": ["-"],
+}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in PROGRAMS.glob("*.py")))
+def test_only_the_import_is_changed(tmp_path: Path, name: str) -> None:
+    program = (PROGRAMS / f"{name}.py").read_text()
+    changed, count = re.subn(r"^from vllm(\.\w+)* import ", r"from actorllm import ", program, flags=re.MULTILINE)
+    assert count
+    assert "vllm" not in re.sub("actorllm", "", changed)
+    script = tmp_path / f"{name}.py"
+    script.write_text(changed)
+    model = ["--model", "storyteller"] if name == "engine" else ["storyteller"]
+    environment = os.environ | {"PYTHONPATH": str(PROGRAMS.parent.parent)}
+    done = subprocess.run(
+        [sys.executable, script, *model], capture_output=True, text=True, timeout=120, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    for words in EXPECTED[name]:
+        assert words in done.stdout
