@@ -259,7 +259,7 @@ class Room:
     @property
     def left(self) -> int:
         """Tokens for the next one in line."""
-        return min(self.tokens, self._others)
+        return self.tokens if self.tokens < self._others else self._others
 
     @property
     def has_long(self) -> bool:
@@ -291,15 +291,23 @@ class Room:
 
     def serve(self, sequence: Sequence, remaining: int) -> bool:
         """Whether a prompt gets tokens in this step. How many a long one gets is settled by `chunks`."""
-        if not self.fits(sequence, remaining):
-            return False
-        wanted = remaining if sequence.is_whole else min(remaining, self._chunk)
         left = self.left
-        if not sequence.is_whole and self._is_long(remaining, left):
-            self._long[sequence] = wanted
-            self._sizes[sequence] = 0
-            self._others = left // 2
-            return True
+        if left <= 0:
+            return False
+        wanted = remaining
+        if wanted > left or wanted > self._chunk:
+            if sequence.is_whole:
+                if wanted > left:
+                    return False
+            else:
+                wanted = min(wanted, self._chunk)
+                if self._is_long(remaining, left):
+                    if len(self._long) >= self._max_partial:
+                        return False
+                    self._long[sequence] = wanted
+                    self._sizes[sequence] = 0
+                    self._others = left // 2
+                    return True
         self._sizes[sequence] = wanted
         self.tokens -= wanted
         self._others -= wanted
@@ -377,8 +385,11 @@ class KeyPlanner:
                 room.serve(sequence, view.remaining(sequence))
             decision.prefill = room.chunks()
             return
-        started = [(self.policy.key(s, view), s.arrival_index, s) for s in view.prefilling if s not in decision.preempt]
-        started.sort(key=lambda entry: entry[:2], reverse=True)
+        started: list[tuple[SortKey, int, Sequence]] = []
+        if view.prefilling:
+            ready = [s for s in view.prefilling if s not in decision.preempt]
+            started = [(self.policy.key(s, view), s.arrival_index, s) for s in ready]
+            started.sort(key=lambda entry: entry[:2], reverse=True)
         skipped: list[tuple[SortKey, int, int, Sequence]] = []
         num_passed = 0
         is_open = True
@@ -424,12 +435,12 @@ class KeyPlanner:
         if verdict is not Admit.ADMIT:
             return verdict
         remaining = view.remaining(sequence)
-        if not room.fits(sequence, remaining, sum(bool(view.batch.is_decoding[victim.slot]) for victim in victims)):
+        if victims and room.fits(sequence, remaining, sum(int(view.batch.is_decoding[v.slot]) for v in victims)):
+            for victim in victims:
+                room.take_from(victim, sequence, view)
+                decision.preempt.append(victim)
+        if not room.serve(sequence, remaining):
             return Admit.SKIP if room.has_long and not sequence.is_whole else Admit.WAIT
-        for victim in victims:
-            room.take_from(victim, sequence, view)
-            decision.preempt.append(victim)
-        room.serve(sequence, remaining)
         room.slots -= 1
         room.blocks -= blocks
         return Admit.ADMIT

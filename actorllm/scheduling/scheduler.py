@@ -452,7 +452,7 @@ class Scheduler:
             is_waiting = sequence.state is State.WAITING
             if is_waiting and sequence in self._displaced:  # it lost its slot after the decision was made
                 continue
-            if is_waiting and not self.may_start(sequence):
+            if is_waiting and self.pause_state is not PauseState.RUNNING and not self.may_start(sequence):
                 self._num_refused += 1
                 self.policy.on_refusal(sequence, self)
                 continue
@@ -467,14 +467,15 @@ class Scheduler:
                     self.policy.on_refusal(sequence, self)
                 continue
             if is_waiting:
-                taken = self.admission_blocks(sequence)
+                num_blocks = self.kv.blocks_for(self._admission_tokens(sequence))
+                taken = num_blocks - self._num_held(sequence) if sequence.hits.size else num_blocks
                 if not batch.num_free_slots or taken > free_blocks or not self._has_logprob_room(sequence):
                     self._num_refused += 1
                     self.policy.on_refusal(sequence, self)
                     continue
                 free_blocks -= taken
                 self._start(sequence)
-                started.append((sequence, self.kv.blocks_for(self._admission_tokens(sequence))))
+                started.append((sequence, num_blocks))
                 if sequence.hits.size:
                     self.kv.share(sequence.hits)
                     shared[sequence.slot] = sequence.hits
@@ -506,9 +507,7 @@ class Scheduler:
 
     def _remaining_if_any(self, sequence: Sequence) -> int:
         """How many tokens of its prompt a request has left to compute, whether it has a slot or waits for one."""
-        if sequence.state is State.WAITING or sequence in self._prefilling:
-            return self.remaining(sequence)
-        return 0
+        return self.remaining(sequence) if sequence.state is State.WAITING or sequence in self._prefilling else 0
 
     def _start(self, sequence: Sequence) -> None:
         """A waiting request gets a slot. Its blocks follow: all that start in one step are filled together."""
@@ -589,7 +588,7 @@ class Scheduler:
         """A step that computed so many tokens of a request's known ones is reported."""
         sequence.num_done += num_tokens
         num_blocks = min(sequence.num_done // self.kv.block_size, len(sequence.hashes) // HASH_BYTES)
-        if num_blocks > sequence.num_published and sequence.can_publish:
+        if num_blocks > sequence.num_published:
             self.kv.publish(sequence.slot, sequence.hashes, num_blocks)
             sequence.num_published = num_blocks
 
@@ -693,7 +692,7 @@ class Scheduler:
         if error is not None:
             return self._void([record, *self._void_later(record.step)], error, NO_I32)
         for sequence, num_tokens in record.prefills:
-            if sequence.slot >= 0:
+            if sequence.can_publish and sequence.slot >= 0:
                 self._publish_chunk(sequence, num_tokens)
         rows = record.rows
         plain = not (result.counts.size or result.nonfinite_rows.size or result.vector_rows.size or self._tokenless)
@@ -1043,17 +1042,25 @@ class Scheduler:
         return len(self.ledger)
 
     def admission_blocks(self, sequence: Sequence) -> int:
-        self._look_up(sequence)
         num_blocks = self.kv.blocks_for(self._admission_tokens(sequence))
-        if sequence.hits.size and self.kv.num_free:  # asked for, because that gives back what slots were emptied of
-            num_blocks -= self.kv.pool.num_referenced(sequence.hits)
+        if sequence.hashes:
+            self._look_up(sequence)
+            if sequence.hits.size:
+                return num_blocks - self._num_held(sequence)
         return num_blocks
+
+    def _num_held(self, sequence: Sequence) -> int:
+        """How many of the blocks that a waiting request would take over are held by others."""
+        _ = self.kv.num_free  # slots that were emptied give their blocks back first
+        return self.kv.pool.num_referenced(sequence.hits)
 
     def _admission_tokens(self, sequence: Sequence) -> int:
         return min(sequence.known.size + self._ahead, sequence.limit + self._spare)
 
     def remaining(self, sequence: Sequence) -> int:
         if sequence.slot < 0:
+            if not sequence.hashes:
+                return sequence.known.size
             self._look_up(sequence)
             return sequence.known.size - sequence.hits.size * self.kv.block_size
         return int(self.batch.num_known[sequence.slot] - self.batch.num_computed[sequence.slot])

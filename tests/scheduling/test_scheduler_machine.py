@@ -242,9 +242,9 @@ def take_over_without_a_reference(right: Any, kv: KVCacheManager, blocks: I32) -
     right(kv, blocks[1:])
 
 
-def count_hits_twice(right: Any, scheduler: Scheduler, sequence: Any) -> int:
-    blocks: int = right(scheduler, sequence)
-    return blocks - sequence.hits.size
+def count_free_hits_as_held(right: Any, scheduler: Scheduler, sequence: Any) -> int:
+    right(scheduler, sequence)
+    return int(sequence.hits.size)
 
 
 MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
@@ -259,7 +259,7 @@ MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
     (PlanBuilder, "build", never_send_rows),
     (Scheduler, "_publish_chunk", publish_a_block_too_many),
     (KVCacheManager, "share", take_over_without_a_reference),
-    (Scheduler, "admission_blocks", count_hits_twice),
+    (Scheduler, "_num_held", count_free_hits_as_held),
 ]
 
 

@@ -22,7 +22,7 @@ def main() -> None:
     outputs = llm.generate([TokensPrompt(prompt_token_ids=[5, 6, 7]), "The cat sat", "A boy"], params)
     assert [len(output.outputs) for output in outputs] == [2, 1, 1]
     chosen = outputs[1].outputs[0]
-    for token_id, logprobs in zip(chosen.token_ids, chosen.logprobs):
+    for token_id, logprobs in zip(chosen.token_ids, chosen.logprobs, strict=True):
         print(token_id, logprobs[token_id].logprob, logprobs[token_id].rank, logprobs[token_id].decoded_token)
     assert outputs[1].prompt_logprobs[0] is None
     assert len(outputs[1].prompt_logprobs) == len(outputs[1].prompt_token_ids)
