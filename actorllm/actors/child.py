@@ -106,6 +106,7 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # at once: somebody waits to replace this process, and its state is not to be trusted
+    gc.unfreeze()  # what is never collected is reported as leaked, on standard error, by some libraries (nanobind)
 
 
 def die_with_owner(owner: int) -> None:

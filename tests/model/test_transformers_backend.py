@@ -564,3 +564,14 @@ def test_a_folder_streams_like_generate(name: str, tmp_path: Path) -> None:
                 pad_token_id=0,
             )[0, len(ids) :].tolist()
         assert output.outputs[0].token_ids == expected
+
+
+def test_worker_processes_end_without_a_word(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = save("opt", tmp_path)
+    capfd.readouterr()
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    with LLM(tmp_path, skip_tokenizer_init=True, num_threads=1, kv_cache_memory_bytes=1 << 20) as llm:
+        (output,) = llm.generate({"prompt_token_ids": prompt(0, 9)}, params, use_tqdm=False)
+    assert capfd.readouterr() == ("", "")
+    ids = prompt(0, 9) + output.outputs[0].token_ids
+    assert reference(model, ids[:-1])[8:].argmax(1).tolist() == ids[9:]
