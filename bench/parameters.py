@@ -2,7 +2,10 @@
 
 One engine of the 135M shape with dummy weights and a tokenizer of as many words. Rounds take turns: plain requests, then
 each feature alone, then all of them together; the figure of a round is output tokens per second of the whole batch, prompts
-included, and the ratio is that of medians. Run: python bench/parameters.py [--json FILE] [--rounds N] [--tokens N]
+included. The log-probabilities of a prompt cost what its logits cost (the LM head for every token of it, where plain
+requests need it for the last one only), so their share grows with the length of the prompt.
+
+    python bench/parameters.py [--json FILE] [--rounds N] [--tokens N]
 """
 
 from __future__ import annotations
@@ -69,7 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=128)
     arguments = parser.parse_args()
     from actorllm import LLM
 

@@ -26,6 +26,8 @@ I64 = NDArray[np.int64]
 LARGEST = np.float32(1e30)
 """A changed logit is at most this, so that no temperature makes an infinity of it that would not be one by itself."""
 
+NUM_PROBES = 64
+
 NO_TOKEN = -1
 ANY_TOKEN = -2
 
@@ -69,15 +71,18 @@ class AllowedIds:
     ids: I64
     is_allowed: bool
     """False: these are the ids that it may not choose."""
+    probes: I64
+    """Some ids that it may choose: unless all of these are taken out, there is no need to look at the others."""
 
     @classmethod
     def of(cls, allowed: tuple[int, ...], vocab_size: int) -> AllowedIds:
         ids = np.array(allowed, np.int64)
+        probes = ids[:: max(1, len(ids) // NUM_PROBES)]
         if 2 * len(ids) <= vocab_size:
-            return cls(ids, True)
+            return cls(ids, True, probes)
         mask = np.ones(vocab_size, np.bool_)
         mask[ids] = False
-        return cls(np.flatnonzero(mask), False)
+        return cls(np.flatnonzero(mask), False, probes)
 
     def apply(self, row: F32) -> None:
         if self.is_allowed:
@@ -245,7 +250,6 @@ class LogitRules:
             row = int(row_of[slot])
             if row >= 0:
                 allowed.apply(logits[row])
-                num_out[row] = self.vocab_size  # it may be any number: look
         self._take_out(logits, row_of, num_outputs, num_out)
         for slot, phrases in self._phrases.items():
             row = int(row_of[slot])
@@ -253,6 +257,10 @@ class LogitRules:
                 ids = phrases.completed_by()
                 logits[row, ids] = -np.inf
                 num_out[row] += ids.size
+        for slot, allowed in self._allowed.items():
+            row = int(row_of[slot])
+            if row >= 0 and logits[row, allowed.probes].max() == -np.inf:
+                num_out[row] = self.vocab_size
         suspects = np.flatnonzero(num_out >= self.vocab_size)
         exhausted = suspects[logits[suspects].max(axis=1, initial=-np.inf) == -np.inf] if suspects.size else suspects
         self._add_biases(logits, row_of)

@@ -10,7 +10,7 @@ Not thread-safe: one thread owns a runner and everything torch. Called by the wo
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -328,7 +328,10 @@ class ModelRunner:
             logits = raw if len(samples) == len(raw) else raw.index_select(0, torch.from_numpy(samples))
             span = logprobs.gather(logits, tokens[samples], num_top)
             rows = samples + start if sampling.rows is None else sampling.rows[samples + start]
-            spans += [replace(span.part(i, i + 1), row=int(row)) for i, row in enumerate(rows)]
+            spans += [
+                LogprobSpan(row, 0, span.ids[i : i + 1], span.values[i : i + 1], span.ranks[i : i + 1])
+                for i, row in enumerate(rows.tolist())
+            ]
         return spans
 
     def _clear_bad_prompts(self, states: torch.Tensor, inputs: StepInputs) -> None:
