@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from numbers import Integral
 from typing import Any, Self
@@ -33,6 +33,8 @@ class LLM:
     def _adopt(self, engine: Engine) -> None:
         self._engine = engine
         self._hold = engine.new_hold()
+        self._host: ThreadHost | None = None
+        self._enqueued: list[RequestStream] = []
         engine.start()
 
     @classmethod
@@ -120,30 +122,71 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None,
         vllm_arguments: Mapping[str, Any],
     ) -> list[RequestOutput]:
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        params = _per_prompt(sampling_params, len(batch))
-        if priority is not None and len(priority) != len(batch):
-            raise InvalidParameterError(f"{len(priority)} priorities for {len(batch)} prompts")
         host = ThreadHost()
         streams: list[RequestStream] = []
+        extras = {"tokenization_kwargs": tokenization_kwargs, **vllm_arguments}
         try:
-            for i, (prompt, one) in enumerate(zip(batch, params, strict=True)):
-                streams.append(
-                    self._engine.submit(
-                        prompt,
-                        one,
-                        host=host,
-                        priority=priority[i] if priority else 0,
-                        tokenization_kwargs=tokenization_kwargs,
-                        **vllm_arguments,
-                    )
-                )
+            for stream in self._submit(host, batch, sampling_params, priority, extras):
+                streams.append(stream)  # noqa: PERF402 - those before one that is refused are to be aborted
             return self._collect(host, streams, use_tqdm)
         finally:
             for stream in streams:
                 stream.abort()
             host.close()
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **vllm_arguments: Any,
+    ) -> list[str]:
+        """As `generate`, without waiting: returns the ids of the requests, whose outputs `wait_for_completion` returns."""
+        if self._host is None:
+            self._host = ThreadHost()
+        extras = vllm_arguments | {"lora_request": lora_request}
+        streams: list[RequestStream] = []
+        try:
+            for stream in self._submit(self._host, _as_batch(prompts), sampling_params, priority, extras):
+                streams.append(stream)  # noqa: PERF402
+        except BaseException:
+            for stream in streams:
+                stream.abort()
+            raise
+        self._enqueued += streams
+        return [stream.request_id for stream in streams]
+
+    def wait_for_completion(
+        self, output_type: type[RequestOutput] | None = None, *, use_tqdm: bool | Callable[..., Any] = True
+    ) -> list[RequestOutput]:
+        """The outputs of everything enqueued, in that order. Raises as `generate`; nothing is enqueued afterwards."""
+        streams, self._enqueued = self._enqueued, []
+        if self._host is None:
+            return []
+        try:
+            return self._collect(self._host, streams, use_tqdm)
+        finally:
+            for stream in streams:
+                stream.abort()
+
+    def _submit(
+        self,
+        host: ThreadHost,
+        batch: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+        extras: Mapping[str, Any],
+    ) -> Iterator[RequestStream]:
+        """Submit one prompt after the other."""
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = _per_prompt(sampling_params, len(batch))
+        if priority is not None and len(priority) != len(batch):
+            raise InvalidParameterError(f"{len(priority)} priorities for {len(batch)} prompts")
+        for i, (prompt, one) in enumerate(zip(batch, params, strict=True)):
+            yield self._engine.submit(prompt, one, host=host, priority=priority[i] if priority else 0, **extras)
 
     def beam_search(
         self,

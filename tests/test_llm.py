@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
@@ -153,6 +154,60 @@ def test_from_several_threads_at_once(llm: LLM) -> None:
     for thread in threads:
         thread.join()
     assert seen == [expected] * 4
+
+
+def test_enqueue_now_and_wait_later(llm: LLM) -> None:
+    expected = generate(llm, PROMPTS)
+    assert llm.wait_for_completion(use_tqdm=False) == []
+    ids = llm.enqueue(PROMPTS[:1], short()) + llm.enqueue(PROMPTS[1:], short(), priority=[2, 1])
+    with pytest.raises(InvalidParameterError, match="1 priorities for 3 prompts"):
+        llm.enqueue(PROMPTS, short(), priority=[1])
+    outputs = llm.wait_for_completion(RequestOutput, use_tqdm=False)
+    assert [output.request_id for output in outputs] == ids
+    assert [output.outputs for output in outputs] == [output.outputs for output in expected]
+    llm.enqueue([PROMPTS[0], ""], short(900))
+    with pytest.raises(InvalidPromptError):
+        llm.wait_for_completion(use_tqdm=False)
+    assert llm.wait_for_completion(use_tqdm=False) == []
+    assert becomes_idle(llm)
+
+
+def test_what_makes_the_progress_bar_may_be_given(llm: LLM) -> None:
+    made: list[dict[str, Any]] = []
+
+    class Bar:
+        def __init__(self, **arguments: Any) -> None:
+            made.append(arguments)
+
+        def update(self, n: int) -> None:
+            made[0]["seen"] = made[0].get("seen", 0) + n
+
+        def close(self) -> None:
+            made[0]["is_closed"] = True
+
+    generate(llm, PROMPTS, use_tqdm=Bar)
+    assert (made[0]["total"], made[0]["seen"], made[0]["is_closed"]) == (3, 3, True)
+
+
+def test_arguments_of_vllm_that_ask_for_nothing(llm: LLM) -> None:
+    assert len(generate(llm, PROMPTS, lora_request=None, tokenization_kwargs={})) == 3
+    with pytest.raises(InvalidParameterError, match="lora_request='x' is not supported yet; leave it at None"):
+        generate(llm, PROMPTS, lora_request="x")
+    with pytest.raises(InvalidParameterError, match="'lora_requests'; did you mean 'lora_request'"):
+        generate(llm, PROMPTS, lora_requests=None)
+
+
+def test_the_tokenizer_is_that_of_transformers(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer is llm.get_tokenizer()
+    assert tokenizer.encode(PROMPTS[0]) == generate(llm, PROMPTS[0])[0].prompt_token_ids
+
+
+def test_within_a_running_trio_loop(llm: LLM) -> None:
+    async def main() -> list[RequestOutput]:
+        return generate(llm, PROMPTS)
+
+    assert [output.prompt for output in anyio.run(main, backend="trio")] == PROMPTS
 
 
 def test_greedy_and_seeded_requests_repeat(llm: LLM) -> None:
