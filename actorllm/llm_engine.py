@@ -38,9 +38,13 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(
-        cls, engine_args: EngineArgs, usage_context: object = None, stat_loggers: object = None
+        cls,
+        engine_args: EngineArgs,
+        usage_context: object = None,
+        stat_loggers: object = None,
+        enable_multiprocessing: bool = False,
     ) -> Self:
-        """As in vLLM. usage_context and stat_loggers are not looked at: nothing is reported or logged."""
+        """As in vLLM. The last three are not looked at: nothing is reported or logged, and `topology` says where it runs."""
         return cls.from_vllm_config(engine_args.create_engine_config())
 
     @classmethod
@@ -153,6 +157,9 @@ class LLMEngine:
         return outputs
 
     # The rest of vLLM's
+
+    def get_model_config(self) -> ModelConfig:
+        return self.model_config
 
     def get_tokenizer(self) -> Any:
         """The tokenizer as transformers has it. Raises InvalidPromptError with skip_tokenizer_init."""

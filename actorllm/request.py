@@ -72,6 +72,11 @@ VLLM_PARAMETERS: dict[str, tuple[Any, ...]] = {
     "guided_decoding": (None,),
     "structured_outputs": (None,),
     "extra_args": (None, {}),
+    "skip_clone": (False, True),
+    "thinking_token_budget": (None,),
+    "watermarking": (None, False),
+    "routed_experts_prompt_start": (None, 0),
+    "trace_decode_token_ids": (None, False),
 }
 """Sampling parameters of vLLM that are accepted at these values, where they ask for what is done anyway."""
 
@@ -278,6 +283,10 @@ class SamplingParams:
             raise InvalidParameterError(
                 f"best_of={_shown(self.best_of)} must equal n={self.n}: every sequence is returned; choose among them"
             )
+
+    def clone(self) -> SamplingParams:
+        """A copy that shares nothing with this one."""
+        return copy.deepcopy(self)
 
     def checked_copy(self) -> SamplingParams:
         """The same parameters as they are now, checked again: fields may have been assigned since."""
@@ -559,6 +568,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The stop token id or the stop string that ended it; None for the model's own end-of-text."""
     lora_request: None = None
+    kv_transfer_params: None = None
     sampling_mask: None = None
     spec_decode_metrics: None = None
     weight_versions: None = None

@@ -17,6 +17,7 @@ EXPECTED = {
     "engine": ["finished 0 1", "finished 1 1", "finished 2 2"],
     "async_streaming": ["finished stream-example-1", "finished stream-example-3"],
     "beam_search": ["-"],
+    "older_async": ["finished 0 True", "finished 1 True", "finished 2 True"],
 }
 
 

@@ -1,0 +1,160 @@
+"""docs/compatibility.md says of every name what the code says: nothing is missing, nothing is promised that is not there.
+
+Whoever adds a parameter, an argument or a method moves its row, or adds one; the failure names it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import actorllm
+from actorllm import AsyncLLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
+from actorllm.config import ARGUMENTS, VLLM_ARGUMENTS
+from actorllm.request import REQUEST_ARGUMENTS, VLLM_PARAMETERS, VLLM_REQUEST_ARGUMENTS
+
+PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
+STATUSES = {"same", "differs", "not there", "ours"}
+
+
+def read_page() -> dict[str, dict[str, tuple[str, str]]]:
+    """Section -> name -> (status, note)."""
+    sections: dict[str, dict[str, tuple[str, str]]] = {}
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("## "):
+            rows = sections[line[3:]] = {}
+        elif match := re.fullmatch(r"\| `(\w+)` \| ([a-z ]+) \| ?(.*?) ?\|", line):
+            name, status, note = match.groups()
+            assert name not in rows, f"{name} is twice in one table"
+            rows[name] = (status, note)
+        else:
+            assert not line.startswith("| `"), f"a row that cannot be read: {line}"
+    return sections
+
+
+SECTIONS = read_page()
+
+
+def names(section: str, *, are_there: bool) -> set[str]:
+    return {name for name, (status, _) in SECTIONS[section].items() if (status != "not there") == are_there}
+
+
+def public_names(cls: type[Any]) -> set[str]:
+    """Fields, methods and properties that users touch."""
+    found = {name for name, _ in inspect.getmembers(cls) if not name.startswith("_")}
+    return found | {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else found
+
+
+def accepted_at(values: tuple[Any, ...]) -> str:
+    return "accepted at " + " or ".join(f"`{value!r}`" for value in values)
+
+
+def test_every_row_has_a_status_and_every_difference_a_reason() -> None:
+    assert len(SECTIONS) >= 14
+    for section, rows in SECTIONS.items():
+        assert rows, section
+        for name, (status, note) in rows.items():
+            assert status in STATUSES, (section, name)
+            assert status != "differs" or note, f"{section}: {name} differs, and nobody says how"
+
+
+CLASSES = [
+    "SamplingParams",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "RequestOutput",
+    "CompletionOutput",
+    "RequestMetrics",
+    "LLM",
+    "LLMEngine",
+    "AsyncLLM",
+]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_has_what_its_table_says(name: str) -> None:
+    there = public_names(getattr(actorllm, name))
+    assert there == names(name, are_there=True)
+    assert not there & names(name, are_there=False)
+
+
+def test_the_older_name_of_the_engine() -> None:
+    assert public_names(AsyncLLMEngine) - public_names(AsyncLLM) == names("AsyncLLMEngine", are_there=True)
+
+
+def refused(table: dict[str, tuple[Any, ...]], *but: str) -> dict[str, str]:
+    return {name: accepted_at(values) for name, values in table.items() if name not in but}
+
+
+def notes(section: str, prefix: str = "accepted at") -> dict[str, str]:
+    return {
+        name: note
+        for name, (status, note) in SECTIONS[section].items()
+        if status == "not there" and note.startswith(prefix)
+    }
+
+
+def test_parameters_that_are_accepted_at_values() -> None:
+    assert notes("SamplingParams") == refused(VLLM_PARAMETERS)
+    known = {*SamplingParams.__dataclass_fields__, *VLLM_PARAMETERS}
+    others = names("SamplingParams", are_there=False) - known
+    for name in others - {"from_optional"}:
+        with pytest.raises(actorllm.ActorLLMError, match="has no parameter"):
+            SamplingParams(**{name: None})
+
+
+def test_arguments_of_the_engine() -> None:
+    assert names("EngineArgs", are_there=True) == {"model", *ARGUMENTS}
+    assert notes("EngineArgs") == refused(VLLM_ARGUMENTS, *ARGUMENTS)
+    assert names("EngineArgs", are_there=False) == set(VLLM_ARGUMENTS) - set(ARGUMENTS)
+    methods = public_names(EngineArgs) - {f.name for f in dataclasses.fields(EngineArgs)}  # type: ignore[arg-type]
+    assert methods == names("EngineArgs methods", are_there=True)
+
+
+def test_arguments_of_a_request() -> None:
+    assert names("Request arguments", are_there=True) == set(REQUEST_ARGUMENTS) - set(VLLM_REQUEST_ARGUMENTS) - {
+        "request_id"
+    }
+    assert notes("Request arguments") == refused(VLLM_REQUEST_ARGUMENTS)
+    takers = (AsyncLLM.generate, LLMEngine.add_request)
+    carried = {name for taker in takers for name in inspect.signature(taker).parameters}
+    assert names("Request arguments", are_there=True) <= carried
+
+
+def test_prompts() -> None:
+    for name in names("Prompts", are_there=True):
+        assert name in actorllm.__all__
+    for name in names("Prompts", are_there=False):
+        assert name not in actorllm.__all__
+
+
+def test_every_public_name_of_vllm_is_exported() -> None:
+    listed = re.search(r"from actorllm import ([^`]*)`", PAGE.read_text())
+    assert listed is not None
+    assert {name.strip() for name in listed[1].split(",")} <= set(actorllm.__all__)
+
+
+def test_defaults_said_to_be_the_same_are_written_out() -> None:
+    """Where a default is vLLM's, it is vLLM's: those that programs rely on, spelled out once more."""
+    defaults = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "max_tokens": 16,
+        "min_tokens": 0,
+        "n": 1,
+        "ignore_eos": False,
+        "detokenize": True,
+        "skip_special_tokens": True,
+        "include_stop_str_in_output": False,
+    }
+    params = SamplingParams()
+    assert {name: getattr(params, name) for name in defaults} == defaults
+    args = EngineArgs()
+    assert (args.load_format, args.scheduling_policy, args.dtype) == ("auto", "fcfs", "auto")
