@@ -230,10 +230,10 @@ async def test_a_full_frontend_that_dies_is_forgotten() -> None:
         stuck.is_full = True
         await bench.send(submit(1), stuck)
         await bench.send(bench.model.run(bench.plans[0]), bench.ranks[0])
-        assert bench.actor._next_deadline() is not None
+        assert bench.actor.next_deadline() is not None
         bench.actor.on_peer_lost(stuck)  # type: ignore[arg-type]
         await bench.settle()
-        assert bench.actor._next_deadline() is None
+        assert bench.actor.next_deadline() is None
         assert bench.actor.scheduler.kv.statistics().num_free == 80
 
 
