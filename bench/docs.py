@@ -56,8 +56,6 @@ def section(name: str, file: Path) -> str:
         return "\n".join([*lines, *_code(default_command(name)), "", "Not measured yet.", ""])
     except json.JSONDecodeError as error:
         return "\n".join([*lines, f"The result cannot be read: {error}.", ""])
-    if isinstance(data, list):
-        data = from_list(data)
     lines += [*_code(data.get("command") or default_command(name)), "", circumstances(data), ""]
     for key in TABLES:
         if isinstance(data.get(key), list) and data[key]:
@@ -134,18 +132,6 @@ def not_measured(tree: Any) -> Iterator[tuple[str, str]]:
                 yield from value.items()
             else:
                 yield from not_measured(value)
-
-
-def from_list(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """A bare list of {model, threads, load, figures} as a table: figures down, models across."""
-    rows: dict[str, dict[str, Any]] = {}
-    for result in results:
-        column = ", ".join(
-            f"{result[key]}{unit}" for key, unit in (("model", ""), ("threads", " threads")) if key in result
-        )
-        for figure, value in (result.get("figures") or {}).items():
-            rows.setdefault(figure, {"figure": figure})[column] = value
-    return {"load_before": [result["load"] for result in results if "load" in result][:1], "rows": list(rows.values())}
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:

@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from report import command, environment
+
 ROOT = Path(__file__).resolve().parent.parent
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -185,7 +187,8 @@ def main() -> None:
     from actorllm.config import EngineConfig
     from actorllm.model.threads import worker_environment
 
-    results: list[dict[str, Any]] = []
+    before = list(os.getloadavg())
+    rows: dict[str, dict[str, Any]] = {}
     for model in arguments.models.split(","):
         for threads in map(int, arguments.threads.split(",")):
             config = EngineConfig.from_arguments("storyteller", num_threads=threads)
@@ -197,14 +200,29 @@ def main() -> None:
                 check=True,
             )
             figures = json.loads(child.stdout)
-            results.append({"model": model, "threads": threads, "load": load_before, "figures": figures})
+            for figure, value in figures.items():
+                rows.setdefault(figure, {"figure": figure})[f"{model}, {threads} threads"] = value
             print(f"\n{model}, {threads} threads, load average {load_before:.1f} before")
             for name, value in figures.items():
                 target = TARGETS.get((model, name))
                 goal = "" if target is None else f"   target {target:g}"
                 print(f"  {name:28} {value:10.3f}{goal}", flush=True)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        data = {
+            "command": command(),
+            "environment": environment(),
+            "load_before": before,
+            "configuration": {
+                "shapes": SHAPES,
+                "context": CONTEXT,
+                "prompt": PROMPT,
+                "output": OUTPUT,
+                "block_size": config.cache.block_size,
+                "worker_environment": worker_environment(config),
+            },
+            "rows": list(rows.values()),
+        }
+        arguments.json.write_text(json.dumps(data, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from model import SHAPES
-from report import environment, print_table, write_json
+from report import command, environment, print_table, write_json
 
 BATCH, PROMPT = 16, 64
 AT_LEAST = 0.85
@@ -105,7 +105,16 @@ def main() -> None:
     print_table(f"Parameters, 135M, batch {BATCH}", rows)
     print_table("Target", [target])
     if arguments.json is not None:
-        write_json(arguments.json, {"bench": "parameters", **environment(), "targets": [target], "rows": rows})
+        write_json(
+            arguments.json,
+            {
+                "command": command(),
+                "environment": environment(),
+                "configuration": {"batch": BATCH, "tokens": arguments.tokens, "rounds": arguments.rounds},
+                "targets": [target],
+                "rows": rows,
+            },
+        )
 
 
 if __name__ == "__main__":
