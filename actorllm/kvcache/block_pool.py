@@ -114,9 +114,11 @@ class BlockPool:
         if np.count_nonzero(left):
             if left.min() < 0:
                 raise ValueError(f"blocks {blocks[left < 0].tolist()} are released more often than referenced")
+            self._references[index] = left
             index = index[left == 0]
             freed = blocks[left == 0]
-        self._references[blocks] = left
+        else:
+            self._references[index] = 0
         self._lay_down(freed, index)
         self.num_free += freed.size
         return freed
@@ -142,6 +144,9 @@ class BlockPool:
     def labels(self, blocks: I32) -> I32:
         """The label of each block; 0: it is not kept."""
         return self._labels[blocks]
+
+    def label(self, block: int) -> int:
+        return int(self._labels[block])
 
     def num_referenced(self, blocks: I32) -> int:
         """How many of these somebody references: sharing the others takes them from the free ones."""

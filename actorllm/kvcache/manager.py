@@ -184,7 +184,7 @@ class KVCacheManager:
         """
         if self.index is not None:
             num_hashed = len(hashes) // HASH_BYTES
-            self.index.publish_tail(hashes, self.tables[0, slot, num_hashed:num_blocks].copy(), known)
+            self.index.publish_tail(hashes, self.tables[0, slot, num_hashed - 1 : num_blocks].copy(), known)
 
     def _on_evict(self, blocks: NDArray[np.intp], labels: I32) -> None:
         if self.index is not None:

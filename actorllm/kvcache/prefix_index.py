@@ -8,11 +8,13 @@ The index is a tree of runs: a `Run` is a stretch of consecutive blocks that one
 goes on where its parent ends. Work is per run and not per block, whatever the length of a prompt: because a hash covers
 everything before it, two runs agree up to the block where a bisection says so.
 
-Output that a finished request leaves behind hangs at its last run as a *tail* without hashes: they are computed from the
-paged token ids when a prompt gets that far for the first time, which most never do.
+Output that a finished request leaves behind is a *tail* without hashes: they are computed from the paged token ids when a
+prompt gets that far for the first time, which most never do. The first request that leaves a run with a tail puts it into
+the run itself, as blocks behind those with hashes; the tails of others hang at it as runs of their own.
 
 Invariants (`check_integrity`): the children of a run have distinct first hashes and are found under them; the blocks of
-every run that can be found are kept in the pool under the run's number. A run that was cut off (evicted, forgotten) may
+every run that can be found are kept in the pool under the run's number. Who holds a block of a run holds those before it
+too, so that a run loses its blocks from the end. A run that was cut off (evicted, forgotten) may
 leave children that nobody finds any more; their blocks stay kept until they are evicted in turn.
 Called by `KVCacheManager` only.
 """
@@ -67,6 +69,11 @@ def continue_hashes(digest: bytes, token_ids: I32, block_size: int) -> bytes:
     return b"".join(digests)
 
 
+_NO_CHILDREN: dict[bytes, Run] = {}
+_NO_TAILS: list[Run] = []
+"""Of most runs, which never get any. Never changed."""
+
+
 class Run:
     """Consecutive blocks in the index: those at positions start..stop-1 of every sequence that begins this way."""
 
@@ -78,16 +85,22 @@ class Run:
         self.start = start
         self.stop = start + blocks.size
         self.blocks = blocks
+        """Those from start to stop, and behind them the tail that is part of the run."""
         self.hashes = hashes
         """Of its blocks, and perhaps of some that were evicted from its end. Empty in a tail."""
-        self.children: dict[bytes, Run] = {}
-        self.tails: list[Run] = []
+        self.children = _NO_CHILDREN
+        self.tails = _NO_TAILS
         self.known: I32 = NO_I32
-        """Of a tail: the first token ids of its first block, those that are not among the paged ones."""
+        """Of a tail, its own or itself: the first token ids of its first block, those that are not among the paged ones."""
 
     @property
     def key(self) -> bytes:
         return self.hashes[:HASH_BYTES]
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether a tail is part of the run."""
+        return self.blocks.size > self.stop - self.start
 
     @property
     def last_hash(self) -> bytes:
@@ -154,19 +167,29 @@ class PrefixIndex:
         return run
 
     def publish_tail(self, hashes: bytes, blocks: I32, known: I32) -> None:
-        """These referenced blocks follow those with these hashes; their tokens are `known`, and then the paged ones.
+        """Referenced blocks of one request: the last one with a hash (the last of `hashes`), and those that follow it.
 
-        Where those before them are not in the index any more, they are not put in either.
+        The tokens of the latter are `known`, and then the paged ones. Where the blocks before them are not in the index
+        any more, they are not put in either.
         """
         start = len(hashes) // HASH_BYTES
-        run, at = self._walk(hashes, start)
-        if at < start or not start:
-            return
-        if start < run.stop:
-            self._split(run, start)
-        tail = self._new_run(run, run.stop, blocks, b"")
-        tail.known = known
-        run.tails.append(tail)
+        run = None if self._has_orphans else self._runs.get(self._pool.label(int(blocks[0])))
+        if run is None or run.stop != start:
+            run, at = self._walk(hashes, start)
+            if at < start or not start:
+                return
+            if start < run.stop:
+                self._split(run, start)
+        if run.blocks[-1] == blocks[0]:  # the last of the run: it has no tail yet, and whose tail this is holds all of it
+            self._pool.keep(blocks[1:], run.number)
+            run.blocks = np.concatenate((run.blocks, blocks[1:]))
+            run.known = known
+        else:
+            tail = self._new_run(run, start, blocks[1:], b"")
+            tail.known = known
+            if run.tails is _NO_TAILS:
+                run.tails = []
+            run.tails.append(tail)
         self.version += 1
 
     def forget(self, hashes: bytes) -> None:
@@ -204,18 +227,21 @@ class PrefixIndex:
     def on_evict(self, blocks: NDArray[np.intp], labels: I32) -> None:
         """The pool hands these blocks out again: every run loses them and what lies behind them."""
         self.version += 1
-        borders = [0, *((labels[1:] != labels[:-1]).nonzero()[0] + 1).tolist(), labels.size]
-        for first, last in itertools.pairwise(borders):
-            run = self._runs.get(int(labels[first]))
-            if run is None:
-                continue
-            left = run.blocks.size - (last - first)
-            if left < 0 or run.blocks[left] != blocks[last - 1]:  # not its end, latest first
-                left = int(np.isin(run.blocks, blocks[first:last]).nonzero()[0][0])
-            self._cut(run, left)
+        borders = np.flatnonzero(labels[1:] != labels[:-1]) + 1
+        last = [*borders.tolist(), labels.size]
+        numbers = [*labels[borders - 1].tolist(), int(labels[-1])]
+        first = 0
+        for number, end in zip(numbers, last, strict=True):
+            run = self._runs.get(number)
+            if run is not None:
+                left = run.blocks.size - (end - first)
+                if left and (left < 0 or run.blocks[left] != blocks[end - 1]):  # not its end, latest first
+                    left = int(np.isin(run.blocks, blocks[first:end]).nonzero()[0][0])
+                self._cut(run, left)
+            first = end
 
     def _child(self, run: Run, hashes: bytes, at: int) -> Run | None:
-        if run.tails:
+        if run.tails or run.has_tail:
             self._hash_tails(run)
         return run.children.get(hashes[HASH_BYTES * at : HASH_BYTES * (at + 1)])
 
@@ -241,6 +267,8 @@ class PrefixIndex:
 
     def _add(self, parent: Run, start: int, blocks: I32, hashes: bytes) -> Run:
         run = self._new_run(parent, start, blocks, hashes)
+        if parent.children is _NO_CHILDREN:
+            parent.children = {}
         parent.children[run.key] = run
         self.version += 1
         return run
@@ -249,36 +277,50 @@ class PrefixIndex:
         """Two runs of one: the first keeps its number and ends before block `at`."""
         size = at - run.start
         lower = self._new_run(run, at, run.blocks[size:], run.hashes[HASH_BYTES * size :])
+        lower.stop, lower.known = run.stop, run.known
         lower.children, lower.tails = run.children, run.tails
         for child in (*lower.children.values(), *lower.tails):
             child.parent = lower
         run.blocks, run.hashes, run.stop = run.blocks[:size], run.hashes[: HASH_BYTES * size], at
-        run.children, run.tails = {lower.key: lower}, []
+        run.children, run.tails, run.known = {lower.key: lower}, _NO_TAILS, NO_I32
 
     def _cut(self, run: Run, left: int) -> None:
         """A run loses its blocks from the one at `left` on, and with them everything that goes on behind."""
-        if run.children or run.tails:
-            run.children, run.tails = {}, []
-            self._has_orphans = True
+        if run.start + left < run.stop:
+            if run.children or run.tails:
+                run.children, run.tails = _NO_CHILDREN, _NO_TAILS
+                self._has_orphans = True
+            run.stop = run.start + left
         if left:
-            run.blocks, run.stop = run.blocks[:left], run.start + left
+            run.blocks = run.blocks[:left]
             return
         del self._runs[run.number]
         parent = run.parent
-        if parent is not None and run.hashes and parent.children.get(run.key) is run:
-            del parent.children[run.key]
-        elif parent is not None and run in parent.tails:
+        if parent is None:
+            return
+        key = run.key
+        if key:
+            if parent.children.get(key) is run:
+                del parent.children[key]
+        elif run in parent.tails:
             parent.tails.remove(run)
 
     def _hash_tails(self, run: Run) -> None:
         """Make ordinary children of the latest tails."""
         for _ in range(min(len(run.tails), MAX_TAILS)):
             tail = run.tails.pop()
-            tokens = self._read_token_ids(tail.blocks)
-            tokens[: tail.known.size] = tail.known[: tokens.size]
-            hashes = continue_hashes(run.last_hash, tokens, self._block_size)
             del self._runs[tail.number]
-            self._continue(run, hashes, tail.blocks)
+            self._hash_tail(run, tail.blocks, tail.known)
+        if run.has_tail and not run.tails:
+            size = run.stop - run.start
+            blocks, run.blocks = run.blocks[size:], run.blocks[:size]
+            self._hash_tail(run, blocks, run.known)
+
+    def _hash_tail(self, run: Run, blocks: I32, known: I32) -> None:
+        """Make the blocks of a tail that is none any more an ordinary child."""
+        tokens = self._read_token_ids(blocks)
+        tokens[: known.size] = known[: tokens.size]
+        self._continue(run, continue_hashes(run.last_hash, tokens, self._block_size), blocks)
 
     def _continue(self, run: Run, hashes: bytes, blocks: I32) -> None:
         """Put blocks behind a run; those that are found there already are given up."""
@@ -310,12 +352,13 @@ class PrefixIndex:
             run = stack.pop()
             for key, child in run.children.items():
                 assert child.key == key, "a run is found under another hash"
-                assert len(child.hashes) >= HASH_BYTES * child.blocks.size, "a run lacks hashes"
+                assert len(child.hashes) >= HASH_BYTES * (child.stop - child.start), "a run lacks hashes"
+            assert not any(tail.has_tail or tail.hashes for tail in run.tails), "a tail has hashes or a tail"
             assert not run.tails or run is not self._root, "a tail without a run before it"
             for child in (*run.children.values(), *run.tails):
                 assert child.parent is run, "a run does not know its parent"
                 assert child.start == run.stop, "a run does not begin where its parent ends"
-                assert child.stop - child.start == child.blocks.size > 0, "a run has another length than it says"
+                assert 0 < child.stop - child.start <= child.blocks.size, "a run has another length than it says"
                 assert self._runs.get(child.number) is child, "a run is not under its number"
                 assert (self._pool.labels(child.blocks) == child.number).all(), "blocks of a run are not kept for it"
                 assert not seen & set(child.blocks.tolist()), "a block is found in two places"
