@@ -61,6 +61,7 @@ class BlockPool:
         self._num_dead = 0
         self._batch = max(1, num_blocks // 128)
         self._labels: I32 = np.zeros(num_blocks, np.int32)
+        self._unlabelled: list[tuple[I32, int]] = []  # kept, and their labels not written yet: many at once are cheaper
         self._has_labels = False
         self._references: I32 = np.zeros(num_blocks, np.int32)
         self._lowest_free = num_blocks
@@ -94,6 +95,8 @@ class BlockPool:
         index = blocks.astype(np.intp)
         free = index[self._references[index] == 0]
         if free.size:
+            if self._unlabelled:
+                self._write_labels()
             if (self._labels[free] == 0).any():
                 raise ValueError(f"blocks {free[self._labels[free] == 0].tolist()} are free and cannot be shared")
             self._take_out(free)
@@ -125,11 +128,24 @@ class BlockPool:
 
     def keep(self, blocks: I32, label: int) -> None:
         """These referenced blocks keep what they hold when they are freed. label: a positive number of the caller's."""
-        self._labels[blocks] = label
+        self._unlabelled.append((blocks, label))
         self._has_labels = True
+
+    def _write_labels(self) -> None:
+        """What `keep` was told, before somebody looks."""
+        if len(self._unlabelled) == 1:
+            ((blocks, label),) = self._unlabelled
+            self._labels[blocks] = label
+        else:
+            parts = [blocks for blocks, _ in self._unlabelled]
+            labels = np.array([label for _, label in self._unlabelled], np.int32)
+            self._labels[np.concatenate(parts)] = labels.repeat([blocks.size for blocks in parts])
+        self._unlabelled.clear()
 
     def discard(self, blocks: I32) -> None:
         """These blocks need not keep anything. The free ones of them go back to the stack."""
+        if self._unlabelled:
+            self._write_labels()
         kept = blocks[self._labels[blocks] != 0]
         self._labels[kept] = 0
         free = kept[self._references[kept] == 0]
@@ -138,14 +154,20 @@ class BlockPool:
 
     def discard_all(self) -> None:
         """No block needs to keep anything."""
+        if self._unlabelled:
+            self._write_labels()
         self.discard(np.flatnonzero(self._labels).astype(np.int32))
         self._has_labels = False
 
     def labels(self, blocks: I32) -> I32:
         """The label of each block; 0: it is not kept."""
+        if self._unlabelled:
+            self._write_labels()
         return self._labels[blocks]
 
     def label(self, block: int) -> int:
+        if self._unlabelled:
+            self._write_labels()
         return int(self._labels[block])
 
     def num_referenced(self, blocks: I32) -> int:
@@ -162,6 +184,8 @@ class BlockPool:
     def _lay_down(self, freed: I32, index: NDArray[np.intp]) -> None:
         """Blocks that lost their last reference, to where they belong."""
         if self._has_labels:
+            if self._unlabelled:
+                self._write_labels()
             is_kept = self._labels[index] != 0
             num_kept = np.count_nonzero(is_kept)
             if num_kept:
@@ -212,6 +236,8 @@ class BlockPool:
             found.append(blocks)
             missing -= blocks.size
         blocks = np.concatenate(found) if len(found) > 1 else found[0]
+        if self._unlabelled:
+            self._write_labels()
         labels = self._labels[blocks]
         self._labels[blocks] = 0
         self._num_evicted += count
@@ -231,6 +257,8 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """AssertionError when an invariant of the module docstring does not hold."""
+        if self._unlabelled:
+            self._write_labels()
         first = self._last_chunk - len(self._queue) + 1
         alive = [blocks[self._taken_after[blocks] < first + i] for i, blocks in enumerate(self._queue)]
         queued = np.concatenate(alive) if alive else np.zeros(0, np.intp)

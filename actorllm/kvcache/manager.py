@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.kvcache.block_pool import BlockPool
-from actorllm.kvcache.prefix_index import HASH_BYTES, PrefixIndex
+from actorllm.kvcache.prefix_index import PrefixIndex
 from actorllm.messages import I32, NO_I32
 
 NUM_GROUPS = 1
@@ -183,8 +183,7 @@ class KVCacheManager:
         They are hashed when somebody gets that far. known: their first token ids, as many as are not paged.
         """
         if self.index is not None:
-            num_hashed = len(hashes) // HASH_BYTES
-            self.index.publish_tail(hashes, self.tables[0, slot, num_hashed - 1 : num_blocks].copy(), known)
+            self.index.publish_tail(hashes, self.tables[0, slot, :num_blocks].copy(), known)
 
     def _on_evict(self, blocks: NDArray[np.intp], labels: I32) -> None:
         if self.index is not None:

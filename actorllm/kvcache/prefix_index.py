@@ -77,7 +77,7 @@ _NO_TAILS: list[Run] = []
 class Run:
     """Consecutive blocks in the index: those at positions start..stop-1 of every sequence that begins this way."""
 
-    __slots__ = ("blocks", "children", "hashes", "known", "number", "parent", "start", "stop", "tails")
+    __slots__ = ("blocks", "children", "hashes", "key", "known", "number", "parent", "start", "stop", "tails")
 
     def __init__(self, number: int, parent: Run | None, start: int, blocks: I32, hashes: bytes) -> None:
         self.number = number
@@ -88,14 +88,11 @@ class Run:
         """Those from start to stop, and behind them the tail that is part of the run."""
         self.hashes = hashes
         """Of its blocks, and perhaps of some that were evicted from its end. Empty in a tail."""
+        self.key = hashes[:HASH_BYTES]
         self.children = _NO_CHILDREN
         self.tails = _NO_TAILS
         self.known: I32 = NO_I32
         """Of a tail, its own or itself: the first token ids of its first block, those that are not among the paged ones."""
-
-    @property
-    def key(self) -> bytes:
-        return self.hashes[:HASH_BYTES]
 
     @property
     def has_tail(self) -> bool:
@@ -167,25 +164,28 @@ class PrefixIndex:
         return run
 
     def publish_tail(self, hashes: bytes, blocks: I32, known: I32) -> None:
-        """Referenced blocks of one request: the last one with a hash (the last of `hashes`), and those that follow it.
+        """The referenced blocks at the start of one sequence: as many as there are hashes, and those that follow them.
 
-        The tokens of the latter are `known`, and then the paged ones. Where the blocks before them are not in the index
-        any more, they are not put in either.
+        The tokens of the latter are `known`, and then the paged ones. Where the former are not in the index any more, they
+        are not put in either.
         """
         start = len(hashes) // HASH_BYTES
-        run = None if self._has_orphans else self._runs.get(self._pool.label(int(blocks[0])))
+        if not start:
+            return
+        last = int(blocks[start - 1])
+        run = None if self._has_orphans else self._runs.get(self._pool.label(last))
         if run is None or run.stop != start:
             run, at = self._walk(hashes, start)
-            if at < start or not start:
+            if at < start:
                 return
             if start < run.stop:
                 self._split(run, start)
-        if run.blocks[-1] == blocks[0]:  # the last of the run: it has no tail yet, and whose tail this is holds all of it
-            self._pool.keep(blocks[1:], run.number)
-            run.blocks = np.concatenate((run.blocks, blocks[1:]))
+        if run.blocks[-1] == last:  # it has no tail yet, and who holds its last block holds all of it
+            self._pool.keep(blocks[start:], run.number)
+            run.blocks = blocks[run.start :]
             run.known = known
         else:
-            tail = self._new_run(run, start, blocks[1:], b"")
+            tail = self._new_run(run, start, blocks[start:], b"")
             tail.known = known
             if run.tails is _NO_TAILS:
                 run.tails = []
