@@ -26,6 +26,10 @@ from numpy.typing import NDArray
 from actorllm.messages import I32
 
 
+FEW = 4
+"""So many arrays are written one by one for less than it takes to join them."""
+
+
 @dataclass(frozen=True, slots=True)
 class BlockPoolStatistics:
     num_blocks: int
@@ -133,9 +137,9 @@ class BlockPool:
 
     def _write_labels(self) -> None:
         """What `keep` was told, before somebody looks."""
-        if len(self._unlabelled) == 1:
-            ((blocks, label),) = self._unlabelled
-            self._labels[blocks] = label
+        if len(self._unlabelled) <= FEW:
+            for blocks, label in self._unlabelled:
+                self._labels[blocks] = label
         else:
             parts = [blocks for blocks, _ in self._unlabelled]
             labels = np.array([label for _, label in self._unlabelled], np.int32)
@@ -165,11 +169,6 @@ class BlockPool:
             self._write_labels()
         return self._labels[blocks]
 
-    def label(self, block: int) -> int:
-        if self._unlabelled:
-            self._write_labels()
-        return int(self._labels[block])
-
     def num_referenced(self, blocks: I32) -> int:
         """How many of these somebody references: sharing the others takes them from the free ones."""
         return int(np.count_nonzero(self._references[blocks]))
@@ -186,12 +185,13 @@ class BlockPool:
         if self._has_labels:
             if self._unlabelled:
                 self._write_labels()
-            is_kept = self._labels[index] != 0
-            num_kept = np.count_nonzero(is_kept)
+            labels = self._labels[index]
+            num_kept = np.count_nonzero(labels)
             if num_kept:
                 if num_kept == freed.size:
                     self._enqueue(index[::-1])
                     return
+                is_kept = labels != 0
                 self._enqueue(index[is_kept][::-1])
                 freed = freed[~is_kept]
         self._push(freed[::-1])

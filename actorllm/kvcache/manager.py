@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.kvcache.block_pool import BlockPool
-from actorllm.kvcache.prefix_index import PrefixIndex
+from actorllm.kvcache.prefix_index import PrefixIndex, Run
 from actorllm.messages import I32, NO_I32
 
 NUM_GROUPS = 1
@@ -172,18 +172,20 @@ class KVCacheManager:
 
     # The prefix cache
 
-    def publish(self, slot: int, hashes: bytes, num_blocks: int) -> None:
-        """The first blocks of a slot are computed and may be found by these hashes."""
-        if self.index is not None:
-            self.index.publish(hashes, self.tables[0, slot, :num_blocks].copy())
+    def publish(self, slot: int, hashes: bytes, num_blocks: int) -> Run | None:
+        """The first blocks of a slot are computed and may be found by these hashes. Returns the run that they end with."""
+        if self.index is None:
+            return None
+        return self.index.publish(hashes, self.tables[0, slot, :num_blocks].copy())
 
-    def publish_output(self, slot: int, hashes: bytes, num_blocks: int, known: I32) -> None:
+    def publish_output(self, slot: int, hashes: bytes, num_blocks: int, known: I32, run: Run | None = None) -> None:
         """The blocks behind those that have hashes (and are published) are computed as well, up to num_blocks.
 
-        They are hashed when somebody gets that far. known: their first token ids, as many as are not paged.
+        They are hashed when somebody gets that far. known: their first token ids, as many as are not paged. run: what
+        `publish` returned, if that was called.
         """
         if self.index is not None:
-            self.index.publish_tail(hashes, self.tables[0, slot, :num_blocks].copy(), known)
+            self.index.publish_tail(hashes, self.tables[0, slot, :num_blocks].copy(), known, run)
 
     def _on_evict(self, blocks: NDArray[np.intp], labels: I32) -> None:
         if self.index is not None:

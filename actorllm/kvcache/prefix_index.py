@@ -163,26 +163,24 @@ class PrefixIndex:
             run = self._add(run, at, blocks[at:], hashes[HASH_BYTES * at : HASH_BYTES * blocks.size])
         return run
 
-    def publish_tail(self, hashes: bytes, blocks: I32, known: I32) -> None:
+    def publish_tail(self, hashes: bytes, blocks: I32, known: I32, run: Run | None = None) -> None:
         """The referenced blocks at the start of one sequence: as many as there are hashes, and those that follow them.
 
         The tokens of the latter are `known`, and then the paged ones. Where the former are not in the index any more, they
-        are not put in either.
+        are not put in either. run: what `publish` returned for these hashes, if that was called.
         """
         start = len(hashes) // HASH_BYTES
         if not start:
             return
-        last = int(blocks[start - 1])
-        run = None if self._has_orphans else self._runs.get(self._pool.label(last))
-        if run is None or run.stop != start:
+        if run is None or self._has_orphans or run.stop != start or self._runs.get(run.number) is not run:
             run, at = self._walk(hashes, start)
             if at < start:
                 return
             if start < run.stop:
                 self._split(run, start)
-        if run.blocks[-1] == last:  # it has no tail yet, and who holds its last block holds all of it
+        if run.blocks.item(-1) == blocks.item(start - 1):  # it has no tail yet, and who holds its last block holds all of it
             self._pool.keep(blocks[start:], run.number)
-            run.blocks = blocks[run.start :]
+            run.blocks = blocks[run.start :] if run.start else blocks
             run.known = known
         else:
             tail = self._new_run(run, start, blocks[start:], b"")
@@ -227,11 +225,13 @@ class PrefixIndex:
     def on_evict(self, blocks: NDArray[np.intp], labels: I32) -> None:
         """The pool hands these blocks out again: every run loses them and what lies behind them."""
         self.version += 1
-        borders = np.flatnonzero(labels[1:] != labels[:-1]) + 1
-        last = [*borders.tolist(), labels.size]
-        numbers = [*labels[borders - 1].tolist(), int(labels[-1])]
+        borders = (labels[1:] != labels[:-1]).nonzero()[0]
+        numbers = labels[borders].tolist()
+        numbers.append(int(labels[-1]))
+        ends = (borders + 1).tolist()
+        ends.append(labels.size)
         first = 0
-        for number, end in zip(numbers, last, strict=True):
+        for number, end in zip(numbers, ends, strict=True):
             run = self._runs.get(number)
             if run is not None:
                 left = run.blocks.size - (end - first)

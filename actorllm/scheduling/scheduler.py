@@ -570,7 +570,7 @@ class Scheduler:
     def _look_up(self, sequence: Sequence) -> None:
         """Find what is cached of a waiting request. At least one token is left to compute: its logits are needed."""
         index = self.kv.index
-        if not sequence.hashes or index is None or sequence.looked_up == index.version:
+        if index is None or sequence.looked_up == index.version or not sequence.hashes:
             return
         if sequence.submit.skip_reading_prefix_cache or sequence.is_whole:
             return
@@ -589,7 +589,7 @@ class Scheduler:
         sequence.num_done += num_tokens
         num_blocks = min(sequence.num_done // self.kv.block_size, len(sequence.hashes) // HASH_BYTES)
         if num_blocks > sequence.num_published:
-            self.kv.publish(sequence.slot, sequence.hashes, num_blocks)
+            sequence.run = self.kv.publish(sequence.slot, sequence.hashes, num_blocks)
             sequence.num_published = num_blocks
 
     def _publish_rest(self, sequence: Sequence) -> None:
@@ -601,7 +601,7 @@ class Scheduler:
         num_hashed = len(sequence.hashes) // HASH_BYTES
         if num_hashed and num_hashed == sequence.num_published:
             known = sequence.known[num_hashed * size :].copy()
-            self.kv.publish_output(sequence.slot, sequence.hashes, num_blocks, known)
+            self.kv.publish_output(sequence.slot, sequence.hashes, num_blocks, known, sequence.run)
             return
         sequence.known = self._known_tokens(sequence)
         self._hash_known(sequence)

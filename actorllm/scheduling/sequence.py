@@ -14,6 +14,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
+from actorllm.kvcache.prefix_index import Run
 from actorllm.messages import I32, Submit, no_i32
 from actorllm.rules import SamplingRules
 from actorllm.scheduling.repetition import RepetitionWatch
@@ -65,6 +66,8 @@ class Sequence:
     """Of the tokens it was admitted with: those whose KV was there, or is reported as computed."""
     num_published: int = 0
     """Its first blocks that are in the prefix index, or were found there."""
+    run: Run | None = None
+    """The last run in the prefix index of the blocks that it published."""
     can_publish: bool = False
     """Its blocks may be found by others: they are hashed, and were not computed before a reset."""
     rules: SamplingRules | None = None
