@@ -26,6 +26,9 @@ from numpy.typing import NDArray
 from actorllm.messages import I32
 
 
+_ZERO: I32 = np.zeros((), np.int32)
+_ONE: I32 = np.ones((), np.int32)
+
 FEW = 4
 """So many arrays are written one by one for less than it takes to join them."""
 
@@ -91,7 +94,7 @@ class BlockPool:
         self.num_free -= count
         if self.num_free < self._lowest_free:
             self._lowest_free = self.num_free
-        self._references[blocks] = 1
+        self._references[blocks] = _ONE
         return blocks.astype(np.int32)
 
     def share(self, blocks: I32) -> None:
@@ -116,7 +119,7 @@ class BlockPool:
         Of those that are kept, the last one will be the first to be evicted.
         """
         index = blocks.astype(np.intp)  # as numpy indexes with: it makes these from any other integers, at each use
-        left = self._references[index] - 1
+        left = self._references[index] - _ONE
         freed = blocks
         if np.count_nonzero(left):
             if left.min() < 0:
@@ -125,7 +128,7 @@ class BlockPool:
             index = index[left == 0]
             freed = blocks[left == 0]
         else:
-            self._references[index] = 0
+            self._references[index] = _ZERO
         self._lay_down(freed, index)
         self.num_free += freed.size
         return freed
@@ -139,11 +142,11 @@ class BlockPool:
         """What `keep` was told, before somebody looks."""
         if len(self._unlabelled) <= FEW:
             for blocks, label in self._unlabelled:
-                self._labels[blocks] = label
+                self._labels[blocks.astype(np.intp)] = label
         else:
             parts = [blocks for blocks, _ in self._unlabelled]
             labels = np.array([label for _, label in self._unlabelled], np.int32)
-            self._labels[np.concatenate(parts)] = labels.repeat([blocks.size for blocks in parts])
+            self._labels[np.concatenate(parts).astype(np.intp)] = labels.repeat([blocks.size for blocks in parts])
         self._unlabelled.clear()
 
     def discard(self, blocks: I32) -> None:
@@ -171,7 +174,7 @@ class BlockPool:
 
     def num_referenced(self, blocks: I32) -> int:
         """How many of these somebody references: sharing the others takes them from the free ones."""
-        return int(np.count_nonzero(self._references[blocks]))
+        return int(np.count_nonzero(self._references[blocks.astype(np.intp)]))
 
     def num_exclusive(self, blocks: I32) -> int:
         """How many of these have one reference only."""
@@ -239,7 +242,7 @@ class BlockPool:
         if self._unlabelled:
             self._write_labels()
         labels = self._labels[blocks]
-        self._labels[blocks] = 0
+        self._labels[blocks] = _ZERO
         self._num_evicted += count
         if self._on_evict is not None:
             self._on_evict(blocks, labels)

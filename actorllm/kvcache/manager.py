@@ -49,20 +49,27 @@ class BlockActions:
 
 
 class KVCacheManager:
-    """Block tables by slot over one pool."""
+    """Block tables by slot over one pool.
+
+    Columns are indexed with intp throughout: of any other integers numpy makes these first, which takes it many times longer
+    than to find the elements of a few dozen rows.
+    """
 
     def __init__(
         self, num_blocks: int, block_size: int, num_slots: int, max_len: int, enable_prefix_caching: bool = False
     ) -> None:
         self.block_size = block_size
         self._size: I32 = np.array(block_size, np.int32)  # for columns: numpy converts a Python integer at each use
+        self._one: I32 = np.ones((), np.int32)
         self.max_blocks_per_slot = -(-max_len // block_size)
         self.pool = BlockPool(num_blocks, self._on_evict)
         self.index = PrefixIndex(self.pool, block_size, self._token_ids_of) if enable_prefix_caching else None
         self.tables: NDArray[np.int32] = np.zeros((NUM_GROUPS, num_slots, self.max_blocks_per_slot), np.int32)
         self.num_blocks: I32 = np.zeros(num_slots, np.int32)
         self.capacity: I32 = np.zeros(num_slots, np.int32)
+        self._table = self.tables[0]
         self.token_ids: NDArray[np.int32] = np.zeros((num_blocks, block_size), np.int32)
+        self._flat_ids = self.token_ids.reshape(-1)
         self._actions = BlockActions([], [])
         self._emptied: list[I32] = []
 
@@ -88,7 +95,7 @@ class KVCacheManager:
             blocks = self._allocate(sum(count for _, count in demand))
         start = 0
         for slot, count in demand:
-            self.tables[0, slot, :count] = blocks[start : start + count]
+            self._table[slot, :count] = blocks[start : start + count]
             self.num_blocks[slot] = count
             self.capacity[slot] = count * self.block_size
             start += count
@@ -113,7 +120,7 @@ class KVCacheManager:
 
     def num_exclusive(self, slot: int, besides: I32 = NO_I32) -> int:
         """How many blocks are free once this slot is emptied; besides: not counting these."""
-        blocks = self.tables[0, slot, : self.num_blocks[slot]]
+        blocks = self._table[slot, : self.num_blocks[slot]]
         if besides.size:
             blocks = blocks[~np.isin(blocks, besides)]
         return self.pool.num_exclusive(blocks)
@@ -123,8 +130,8 @@ class KVCacheManager:
         blocks = self._allocate(slots.size)
         index = slots.astype(np.intp)  # numpy makes these from any other integers, at each use
         counts = self.num_blocks[index]
-        self.tables[0, index, counts] = blocks
-        counts += 1
+        self._table[index, counts.astype(np.intp)] = blocks
+        counts += self._one
         self.num_blocks[index] = counts
         self.capacity[index] = counts * self._size
         return blocks
@@ -143,7 +150,7 @@ class KVCacheManager:
 
     def empty(self, slot: int, *, zero: bool = False) -> None:
         """Take all blocks from a slot. zero: their contents are not finite and must be cleared before they are reused."""
-        blocks = self.tables[0, slot, : self.num_blocks[slot]].copy()
+        blocks = self._table[slot, : self.num_blocks[slot]].copy()
         if zero:
             self._release()
             freed = self.pool.release(blocks)
@@ -176,7 +183,7 @@ class KVCacheManager:
         """The first blocks of a slot are computed and may be found by these hashes. Returns the run that they end with."""
         if self.index is None:
             return None
-        return self.index.publish(hashes, self.tables[0, slot, :num_blocks].copy())
+        return self.index.publish(hashes, self._table[slot, :num_blocks].copy())
 
     def publish_output(self, slot: int, hashes: bytes, num_blocks: int, known: I32, run: Run | None = None) -> None:
         """The blocks behind those that have hashes (and are published) are computed as well, up to num_blocks.
@@ -185,7 +192,7 @@ class KVCacheManager:
         `publish` returned, if that was called.
         """
         if self.index is not None:
-            self.index.publish_tail(hashes, self.tables[0, slot, :num_blocks].copy(), known, run)
+            self.index.publish_tail(hashes, self._table[slot, :num_blocks].copy(), known, run)
 
     def _on_evict(self, blocks: NDArray[np.intp], labels: I32) -> None:
         if self.index is not None:
@@ -214,8 +221,9 @@ class KVCacheManager:
 
     def write_token_ids(self, slots: NDArray[np.intp], positions: I32, tokens: I32) -> None:
         """One sampled token id per slot, at these positions."""
-        blocks = positions // self._size
-        self.token_ids[self.tables[0, slots, blocks], positions - blocks * self._size] = tokens
+        entries = positions // self._size
+        blocks = self._table[slots, entries.astype(np.intp)]
+        self._flat_ids[(blocks * self._size + (positions - entries * self._size)).astype(np.intp)] = tokens
 
     def read_token_ids(self, slot: int, start: int, stop: int) -> I32:
         """The sampled token ids at positions start..stop-1 of a slot."""
@@ -223,7 +231,7 @@ class KVCacheManager:
             return NO_I32
         size = self.block_size
         first = start // size
-        blocks = self.tables[0, slot, first : -(-stop // size)]
+        blocks = self._table[slot, first : -(-stop // size)]
         return self.token_ids[blocks].ravel()[start - first * size : stop - first * size]
 
     def statistics(self) -> KVCacheStatistics:
@@ -246,7 +254,7 @@ class KVCacheManager:
         self.pool.check_integrity()
         if self.index is not None:
             self.index.check_integrity()
-        held = [self.tables[0, slot, :count] for slot, count in enumerate(self.num_blocks.tolist()) if count]
+        held = [self._table[slot, :count] for slot, count in enumerate(self.num_blocks.tolist()) if count]
         blocks = np.concatenate(held) if held else NO_I32
         for table in held:
             assert np.unique(table).size == table.size, "a slot holds a block twice"
