@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 
 from actorllm.messages import I32
 
-
 _ZERO: I32 = np.zeros((), np.int32)
 _ONE: I32 = np.ones((), np.int32)
 

@@ -67,9 +67,9 @@ class KVCacheManager:
         self.tables: NDArray[np.int32] = np.zeros((NUM_GROUPS, num_slots, self.max_blocks_per_slot), np.int32)
         self.num_blocks: I32 = np.zeros(num_slots, np.int32)
         self.capacity: I32 = np.zeros(num_slots, np.int32)
-        self._table = self.tables[0]
+        self._table: I32 = self.tables[0]
         self.token_ids: NDArray[np.int32] = np.zeros((num_blocks, block_size), np.int32)
-        self._flat_ids = self.token_ids.reshape(-1)
+        self._flat_ids: I32 = self.token_ids.reshape(-1)
         self._actions = BlockActions([], [])
         self._emptied: list[I32] = []
 

@@ -22,7 +22,6 @@ Called by `KVCacheManager` only.
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -178,7 +177,7 @@ class PrefixIndex:
                 return
             if start < run.stop:
                 self._split(run, start)
-        if run.blocks.item(-1) == blocks.item(start - 1):  # it has no tail yet, and who holds its last block holds all of it
+        if run.blocks.item(-1) == blocks.item(start - 1):  # no tail yet, and who holds its last block holds all of it
             self._pool.keep(blocks[start:], run.number)
             run.blocks = blocks[run.start :] if run.start else blocks
             run.known = known

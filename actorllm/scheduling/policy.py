@@ -224,10 +224,6 @@ class KeyPolicy:
     def on_step(self, done: StepDone, view: View) -> None: ...
 
 
-DECODE_ONLY = Decision()
-"""The decision of a steady step: everybody decodes, nothing else happens. Never changed."""
-
-
 MAX_PASSED = 16
 """How many long prompts that wait a step passes over to find a short one behind them."""
 
@@ -345,9 +341,7 @@ class KeyPlanner:
         mask = policy.decode_mask(view)
         wake_at = policy.wake_at(view)
         if not view.prefilling and not view.num_waiting and view.num_growing <= view.kv.num_free:
-            if mask is None and wake_at == math.inf:
-                return DECODE_ONLY
-            return Decision(decode=mask, wake_at=wake_at)
+            return Decision(decode=mask, wake_at=wake_at)  # the caller's own: a planner built on this one may change it
         decision = Decision(decode=mask, wake_at=wake_at)
         num_growing, num_decode = self._make_room(decision, view)
         budget = policy.budget(view)

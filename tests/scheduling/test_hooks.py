@@ -479,3 +479,30 @@ def test_a_request_ended_while_it_waits_for_its_token_counts_it(build_engine: Ca
     engine.abort(sequence.key[1])
     assert sequence.num_wasted_tokens >= 1
     engine.run()
+
+
+def test_a_planner_may_change_the_decisions_that_it_builds_on(engine: Any, reference: Callable[..., list[int]]) -> None:
+    class Pausing(KeyPlanner):
+        """Holds slot 0 back once, in a step in which nothing else happens."""
+
+        num_held = 0
+
+        def plan(self, view: Any) -> Decision:
+            decision = super().plan(view)
+            if not self.num_held and not decision.prefill and view.decode_slots.size == 2:
+                self.num_held += 1
+                decision.decode = view.decode_slots != 0
+                decision.wake_at = 7.0
+            return decision
+
+    engine.scheduler.policy = policy = Pausing(KeyPolicy())
+    engine.submit(1, [1], max_tokens=6, ignore_eos=True)
+    engine.submit(2, [2], max_tokens=6, ignore_eos=True)
+    engine.run()
+    assert policy.num_held == 1
+    assert engine.scheduler.wake_at == float("inf"), "the change outlived its step"
+    other = KeyPlanner(KeyPolicy()).plan(engine.scheduler)
+    assert other.decode is None
+    assert other.wake_at == float("inf")
+    for rid in (1, 2):
+        assert engine.streams[rid] == reference([rid], rid, 6)
