@@ -75,6 +75,14 @@ def test_chat() -> None:
     assert len(second.strip()) > 20
 
 
+def test_beam_search() -> None:
+    lines = output_of("beam_search.py").splitlines()
+    assert len(lines) == 6
+    scores = [float(line.split()[0]) for line in lines[:3]]
+    assert scores == sorted(scores, reverse=True)
+    assert len({line.split(maxsplit=1)[1] for line in lines}) == 6
+
+
 def load_example(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
