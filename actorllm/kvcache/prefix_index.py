@@ -152,7 +152,9 @@ class PrefixIndex:
 
         Blocks that are found already stay: of two that hold the same, the first is in the index. Returns the last run.
         """
-        run, at = self._walk(hashes, blocks.size)
+        run, at = self._root, 0
+        if hashes[:HASH_BYTES] in run.children:
+            run, at = self._walk(hashes, blocks.size)
         if at < blocks.size:
             if at < run.stop:
                 self._split(run, at)

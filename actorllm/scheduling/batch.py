@@ -113,7 +113,8 @@ class Batch:
         self.rows()  # drops who left, so that a slot which left and joins again is not listed twice
         joining = self.select(slots)
         self.is_decoding[joining.index] = True
-        self._rows = self._rows.joined(joining)
+        if joining.index.size:
+            self._rows = self._of(np.concatenate((self._rows.index, joining.index)))
         return joining
 
     def stop_decoding(self, slot: int) -> None:
@@ -131,7 +132,10 @@ class Batch:
 
     def select(self, slots: list[int]) -> Rows:
         """These slots as rows."""
-        index = np.array(slots, np.intp)
+        return self._of(np.array(slots, np.intp))
+
+    def _of(self, index: NDArray[np.intp]) -> Rows:
+        """The rows of these taken slots."""
         return Rows(index, self.generation[index], self.limit[index], self.sequences[index])
 
     def check_integrity(self) -> None:
