@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from actorllm.kvcache.block_pool import BlockPool
 from actorllm.kvcache.manager import KVCacheManager
-from actorllm.kvcache.prefix_index import HASH_BYTES, MAX_TAILS, PrefixIndex, extra_key, hash_blocks
+from actorllm.kvcache.prefix_index import HASH_BYTES, MAX_TAILS, PrefixIndex, Run, extra_key, hash_blocks
 
 SIZE = 2
 
@@ -32,6 +32,7 @@ class Sequences:
         self.slots = list(range(num_slots))[::-1]
         self.tokens: dict[int, list[int]] = {}
         self.num_prompt: dict[int, int] = {}
+        self.runs: dict[int, Run | None] = {}
 
     def start(self, tokens: list[int], num_prompt: int | None = None, key: bytes = b"") -> tuple[int, int] | None:
         """A request with so many prompt tokens, the others sampled since. (slot, blocks found); None: it does not fit."""
@@ -46,7 +47,7 @@ class Sequences:
         self.tokens[slot], self.num_prompt[slot] = tokens, len(tokens) if num_prompt is None else num_prompt
         for i in range(self.num_prompt[slot], count * SIZE):
             self.kv.token_ids[self.kv.tables[0, slot, i // SIZE], i % SIZE] = tokens[i]
-        self.kv.publish(slot, hashes, len(hashes) // HASH_BYTES)
+        self.runs[slot] = self.kv.publish(slot, hashes, len(hashes) // HASH_BYTES)
         return slot, int(found.size)
 
     def end(self, slot: int) -> None:
@@ -54,7 +55,7 @@ class Sequences:
         hashes = hashes_of(tokens[:num_prompt])
         if hashes and len(tokens) // SIZE > len(hashes) // HASH_BYTES:
             known = np.array(tokens[len(hashes) // HASH_BYTES * SIZE : num_prompt], np.int32)
-            self.kv.publish_output(slot, hashes, len(tokens) // SIZE, known)
+            self.kv.publish_output(slot, hashes, len(tokens) // SIZE, known, self.runs[slot])
         self.kv.empty(slot)
         self.slots.append(slot)
 
@@ -162,6 +163,25 @@ def test_the_latest_of_many_outputs_of_one_prompt_are_found(sequences: Sequences
     last = 2 * MAX_TAILS - 1
     assert sequences.num_found([1, 2, last, last]) == 2
     assert sequences.num_found([1, 2, 0, 0]) == 2, "the others with the next look-up"
+    sequences.kv.check_integrity()
+
+
+def test_output_that_is_evicted_takes_nothing_else_along() -> None:
+    sequences = Sequences(num_blocks=7)
+    sequences.run([1, 2, 50, 60, 51, 61], num_prompt=2)
+    held = sequences.start([1, 2, 3, 4])
+    assert held is not None
+    assert held[1] == 1
+    sequences.run([1, 2, 70, 80], num_prompt=2)
+    sequences.kv.check_integrity()
+    sequences.run([9, 1, 9, 2, 9, 3, 9, 4, 9, 5])
+    assert sequences.kv.statistics().num_evicted > 0
+    assert sequences.num_found([1, 2, 3, 4]) == 2, "what is still held"
+    assert sequences.num_found([1, 2, 50, 60]) == sequences.num_found([1, 2, 70, 80]) == 1
+    sequences.kv.check_integrity()
+    sequences.end(held[0])
+    sequences.run([1, 2, 90, 91, 92, 93], num_prompt=2)
+    assert sequences.num_found([1, 2, 90, 91, 92, 93]) == 3, "the prompt can be gone on with again"
     sequences.kv.check_integrity()
 
 
