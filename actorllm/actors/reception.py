@@ -17,7 +17,7 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -28,9 +28,8 @@ from actorllm import __version__
 from actorllm.actors.child import receive_frame, send_frame
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, AsyncioLoop, current_loop
 from actorllm.actors.frontend import FrontendActor
-from actorllm.actors.link import LinkInfo
 from actorllm.actors.rendezvous import Claim, Peer, claim, peer_of
-from actorllm.actors.supervisor import Child, Supervisor
+from actorllm.actors.supervisor import RemoteChild, Supervisor
 from actorllm.actors.topology import ActorSpec, attached_frontend
 from actorllm.clock import now
 from actorllm.config import EngineConfig
@@ -42,7 +41,6 @@ from actorllm.errors import (
     EngineShutdownError,
     PeerLostError,
 )
-from actorllm.ring.channel import LinkEnd
 
 logger = logging.getLogger(__name__)
 
@@ -296,7 +294,7 @@ class Visitor:
                 self.close()
 
 
-class AttachedChild(Child):
+class AttachedChild(RemoteChild):
     """A frontend in another program, as the supervisor sees it. Nobody started it, so it has no start here."""
 
     def __init__(self, spec: ActorSpec, visitor: Visitor, farewell: Callable[[], EngineError]) -> None:
@@ -305,7 +303,11 @@ class AttachedChild(Child):
         self._visitor = visitor
         self._farewell = farewell
 
+    def _send(self, op: str, fds: tuple[int, ...] = (), **fields: Any) -> None:
+        self._visitor.send(op, fds, **fields)
+
     async def spawn(self, tasks: TaskGroup, config: Any) -> None:
+        # Supervisor.admit takes it in where others have been started already.
         raise NotImplementedError(f"{self.spec.name} was started by somebody else")
 
     async def start(self, config: Any) -> dict[str, Any]:
@@ -316,22 +318,6 @@ class AttachedChild(Child):
 
     async def run(self) -> None:
         """It does."""
-
-    def install_ring(self, info: LinkInfo, end: LinkEnd) -> None:
-        try:
-            self._visitor.send(
-                "link",
-                end.fds,
-                info=asdict(info),
-                generation=end.generation,
-                num_spokes=end.num_spokes,
-                index=end.index,
-            )
-        finally:
-            end.close()
-
-    def lose(self, link: str, generation: int, error: ActorLLMError) -> None:
-        self._visitor.send("lost", link=link, generation=generation, error=str(error))
 
     def request_stop(self) -> None:
         error = self._farewell()

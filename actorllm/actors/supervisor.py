@@ -593,7 +593,31 @@ def _new_actor(spec: ActorSpec) -> Actor:
     return actor
 
 
-class ProcessChild(Child):
+class RemoteChild(Child):
+    """An actor in another process, told of its links over a control socket."""
+
+    def install_ring(self, info: LinkInfo, end: LinkEnd) -> None:
+        try:
+            self._send(
+                "link",
+                end.fds,
+                info=asdict(info),
+                generation=end.generation,
+                num_spokes=end.num_spokes,
+                index=end.index,
+            )
+        finally:
+            end.close()
+
+    def lose(self, link: str, generation: int, error: ActorLLMError) -> None:
+        self._send("lost", link=link, generation=generation, error=str(error))
+
+    @abstractmethod
+    def _send(self, op: str, fds: tuple[int, ...] = (), **fields: Any) -> None:
+        """One frame to the other process; nothing happens when it is gone."""
+
+
+class ProcessChild(RemoteChild):
     """An actor in a process of its own."""
 
     def __init__(self, spec: ActorSpec, on_end: Callable[[Any, ActorDeath], None], loop: AsyncioLoop) -> None:
@@ -670,22 +694,6 @@ class ProcessChild(Child):
         self._send("run")
         await self._report("ready")
         self.phase = "running"
-
-    def install_ring(self, info: LinkInfo, end: LinkEnd) -> None:
-        try:
-            self._send(
-                "link",
-                end.fds,
-                info=asdict(info),
-                generation=end.generation,
-                num_spokes=end.num_spokes,
-                index=end.index,
-            )
-        finally:
-            end.close()
-
-    def lose(self, link: str, generation: int, error: ActorLLMError) -> None:
-        self._send("lost", link=link, generation=generation, error=str(error))
 
     def request_stop(self) -> None:
         self._send("stop")
