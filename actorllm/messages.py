@@ -11,9 +11,10 @@ between the scheduler and the workers. Times are CLOCK_MONOTONIC seconds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,6 +171,55 @@ class StepFailed:
 # To a worker, from the scheduler --------------------------------------------------------------------------------------
 
 
+class NewRow(NamedTuple):
+    """What a slot of the worker's batch is filled with, beside its tokens and blocks. A record of 64 bytes (`NEW_ROW`)."""
+
+    slot: int
+    num_tokens: int
+    """Known tokens."""
+    seed: int = 0
+    num_outputs: int = 0
+    """How many of the known tokens are output: the token index of the first token to be sampled."""
+    num_computed: int = 0
+    """How many of the known tokens have their KV in the blocks already (prefix hits)."""
+    sample_index: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
+    min_tokens: int = 0
+    num_stop_ids: int = 0
+    adapter_id: int = 0
+    is_pooling: bool = False
+
+
+NEW_ROW = np.dtype(
+    [
+        ("slot", "<i4"),
+        ("num_tokens", "<i4"),
+        ("seed", "<u8"),
+        ("num_outputs", "<i4"),
+        ("num_computed", "<i4"),
+        ("sample_index", "<i4"),
+        ("temperature", "<f4"),
+        ("top_p", "<f4"),
+        ("min_p", "<f4"),
+        ("top_k", "<i4"),
+        ("min_tokens", "<i4"),
+        ("num_stop_ids", "<i4"),
+        ("adapter_id", "<i4"),
+        ("is_pooling", "<u4"),
+        ("fill", "<u4"),
+    ]
+)
+_NEW_ROW = struct.Struct("<2iQ3i3f4iI4x")
+
+
+def pack_rows(rows: Iterable[NewRow]) -> U8:
+    """Records, because a plan with one new row should not carry a dozen arrays of one element."""
+    return np.frombuffer(b"".join([_NEW_ROW.pack(*row) for row in rows]), np.uint8)
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StepPlan:
     """One step, as the difference to the persistent batch that the worker keeps.
@@ -186,30 +236,15 @@ class StepPlan:
     step: int
     freed: I32 = field(default_factory=no_i32)
 
-    new_slots: I32 = field(default_factory=no_i32)
-    new_num_tokens: I32 = field(default_factory=no_i32)
-    """Known tokens of the slot (prompt and emitted output), concatenated in new_tokens."""
+    new_rows: U8 = field(default_factory=no_u8)
+    """One `NewRow` after the other (`pack_rows`); `new` reads them."""
     new_tokens: I32 = field(default_factory=no_i32)
-    new_num_outputs: I32 = field(default_factory=no_i32)
-    """How many of the known tokens are output: the token index of the first token to be sampled."""
-    new_num_computed: I32 = field(default_factory=no_i32)
-    """How many of the known tokens have their KV in the blocks already (prefix hits)."""
+    """The known tokens (prompt and emitted output) of the new rows, concatenated."""
     new_num_blocks: I32 = field(default_factory=no_i32)
-    """One per slot and KV group, slot-major; the ids are concatenated in new_blocks."""
+    """One per new row and KV group, row-major; the ids are concatenated in new_blocks."""
     new_blocks: I32 = field(default_factory=no_i32)
-    new_seeds: I64 = field(default_factory=no_i64)
-    """The unsigned 64-bit seed, reinterpreted."""
-    new_sample_index: I32 = field(default_factory=no_i32)
-    new_temperature: F32 = field(default_factory=no_f32)
-    new_top_p: F32 = field(default_factory=no_f32)
-    new_min_p: F32 = field(default_factory=no_f32)
-    new_top_k: I32 = field(default_factory=no_i32)
-    new_min_tokens: I32 = field(default_factory=no_i32)
-    new_num_stop_ids: I32 = field(default_factory=no_i32)
-    """Ids that must not be sampled before min_tokens; listed only for slots with min_tokens > 0."""
     new_stop_ids: I32 = field(default_factory=no_i32)
-    new_adapter_id: I32 = field(default_factory=no_i32)
-    new_is_pooling: U8 = field(default_factory=no_u8)
+    """Ids that must not be sampled before min_tokens; listed only for slots with min_tokens > 0."""
     new_rules: I32 = field(default_factory=no_i32)
     """Of the slots that have any (`actorllm.rules.encode_rules`), with new_rule_numbers."""
     new_rule_numbers: F32 = field(default_factory=no_f32)
@@ -217,6 +252,7 @@ class StepPlan:
     extended_slots: I32 = field(default_factory=no_i32)
     extended_blocks: I32 = field(default_factory=no_i32)
     extended_groups: U8 = field(default_factory=no_u8)
+    """Empty: all of group 0."""
 
     zero_blocks: I32 = field(default_factory=no_i32)
     copy_sources: I32 = field(default_factory=no_i32)
@@ -227,6 +263,11 @@ class StepPlan:
     prefill_counts: I32 = field(default_factory=no_i32)
     late_slots: I32 = field(default_factory=no_i32)
     """Rows that must not be sampled before `LateInputs(step)` arrived."""
+
+    @property
+    def new(self) -> NDArray[np.void]:
+        """The new rows as records with the fields of `NewRow`. ValueError when the bytes are not whole rows."""
+        return self.new_rows.view(NEW_ROW)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

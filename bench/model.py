@@ -67,7 +67,7 @@ def measure(model: str, num_threads: int) -> dict[str, float]:
     import torch
 
     from actorllm.config import EngineConfig
-    from actorllm.messages import StepPlan
+    from actorllm.messages import NewRow, StepPlan, pack_rows
     from actorllm.model.runner import ModelRunner
 
     with tempfile.TemporaryDirectory() as folder:
@@ -92,26 +92,12 @@ def measure(model: str, num_threads: int) -> dict[str, float]:
         """`batch` requests of `prompt` tokens in a fresh cache, with shuffled blocks for `room` tokens each."""
         per_row = -(-room // size)
         runner.allocate(batch * per_row)
-        slots, zeros = np.arange(batch, dtype=np.int32), np.zeros(batch, np.int32)
         return StepPlan(
             step=0,
-            new_slots=slots,
-            new_num_tokens=zeros + prompt,
+            new_rows=pack_rows(NewRow(row, prompt, seed=row, temperature=0.8) for row in range(batch)),
             new_tokens=random.integers(0, vocab, batch * prompt).astype(np.int32),
-            new_num_outputs=zeros,
-            new_num_computed=zeros,
-            new_num_blocks=zeros + per_row,
+            new_num_blocks=np.full(batch, per_row, np.int32),
             new_blocks=random.permutation(batch * per_row).astype(np.int32),
-            new_seeds=np.arange(batch, dtype=np.int64),
-            new_sample_index=zeros,
-            new_temperature=np.full(batch, 0.8, np.float32),
-            new_top_p=np.ones(batch, np.float32),
-            new_min_p=np.zeros(batch, np.float32),
-            new_top_k=zeros,
-            new_min_tokens=zeros,
-            new_num_stop_ids=zeros,
-            new_adapter_id=zeros,
-            new_is_pooling=zeros.astype(np.uint8),
         )
 
     def prefill(batch: int, prompt: int, room: int, at_a_time: int) -> None:

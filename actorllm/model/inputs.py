@@ -168,7 +168,7 @@ class PersistentBatch:
         """Carry out the plan's differences: freed, new, extended, decode rows. Raises ValueError for an impossible one."""
         if plan.freed.size:
             self._free(plan.freed)
-        if plan.new_slots.size:
+        if plan.new_rows.size:
             self._add(plan)
         if plan.extended_slots.size:
             self._extend(plan)
@@ -302,7 +302,8 @@ class PersistentBatch:
             self.rules.remove(slots)
 
     def _add(self, plan: StepPlan) -> None:
-        slots, columns = plan.new_slots, self.columns
+        new = plan.new
+        slots, columns, num_tokens = new["slot"], self.columns, new["num_tokens"]
         if int(slots.min()) < 0:
             raise ValueError(f"step {plan.step}: slot {int(slots.min())} is negative")
         if int(slots.max()) >= self.num_slots:
@@ -310,49 +311,49 @@ class PersistentBatch:
             columns = self.columns
         if columns.is_live[slots].any() or len(np.unique(slots)) != len(slots):
             raise ValueError(f"step {plan.step}: one of the new slots {slots.tolist()} is in use")
-        if (plan.new_num_computed >= plan.new_num_tokens).any() or (plan.new_num_computed < 0).any():
+        if (new["num_computed"] >= num_tokens).any() or (new["num_computed"] < 0).any():
             raise ValueError(f"step {plan.step}: a new slot must have at least one token that is not computed")
         if plan.new_tokens.min(initial=0) < 0 or plan.new_tokens.max(initial=0) >= self.vocab_size:
             raise ValueError(f"step {plan.step}: token ids must be in [0, {self.vocab_size})")
-        if plan.new_adapter_id.any():
+        if new["adapter_id"].any():
             raise ValueError(f"step {plan.step}: adapters are not supported by this worker")
         self._require_blocks(plan.new_blocks, plan.step)
         counts = plan.new_num_blocks.reshape(-1, self.num_groups)
         if len(counts) != len(slots) or counts.max(initial=0) > self.max_blocks:
             raise ValueError(f"step {plan.step}: a new slot can have at most {self.max_blocks} blocks per group")
         columns.is_live[slots] = True
-        columns.num_known[slots] = plan.new_num_tokens
-        columns.num_computed[slots] = plan.new_num_computed
-        columns.num_outputs[slots] = plan.new_num_outputs
-        columns.min_tokens[slots] = plan.new_min_tokens
-        columns.temperature[slots] = plan.new_temperature
-        columns.top_p[slots] = plan.new_top_p
-        columns.min_p[slots] = plan.new_min_p
-        columns.top_k[slots] = plan.new_top_k
-        columns.seeds[slots] = plan.new_seeds.view(np.uint64)
-        columns.sample_index[slots] = plan.new_sample_index
-        columns.is_pooling[slots] = plan.new_is_pooling.astype(np.bool_)
+        columns.num_known[slots] = num_tokens
+        columns.num_computed[slots] = new["num_computed"]
+        columns.num_outputs[slots] = new["num_outputs"]
+        columns.min_tokens[slots] = new["min_tokens"]
+        columns.temperature[slots] = new["temperature"]
+        columns.top_p[slots] = new["top_p"]
+        columns.min_p[slots] = new["min_p"]
+        columns.top_k[slots] = new["top_k"]
+        columns.seeds[slots] = new["seed"]
+        columns.sample_index[slots] = new["sample_index"]
+        columns.is_pooling[slots] = new["is_pooling"].astype(np.bool_)
         self.num_slot_blocks[:, slots] = counts.T
-        token_ends = np.cumsum(plan.new_num_tokens)
-        stop_ends = np.cumsum(plan.new_num_stop_ids)
+        token_ends = np.cumsum(num_tokens)
+        stop_ends = np.cumsum(new["num_stop_ids"])
         block_end = 0
         for i, slot in enumerate(slots.tolist()):
-            tokens = plan.new_tokens[token_ends[i] - plan.new_num_tokens[i] : token_ends[i]].copy()
+            tokens = plan.new_tokens[token_ends[i] - num_tokens[i] : token_ends[i]].copy()
             self.known_tokens[slot] = tokens
             columns.last_token[slot] = tokens[-1]
             for group in range(self.num_groups):
                 count = int(counts[i, group])
                 self.block_tables[group, slot, :count] = plan.new_blocks[block_end : block_end + count]
                 block_end += count
-            if plan.new_min_tokens[i] > plan.new_num_outputs[i]:
-                ids = plan.new_stop_ids[stop_ends[i] - plan.new_num_stop_ids[i] : stop_ends[i]]
+            if new["min_tokens"][i] > new["num_outputs"][i]:
+                ids = plan.new_stop_ids[stop_ends[i] - new["num_stop_ids"][i] : stop_ends[i]]
                 known = ids[(ids >= 0) & (ids < self.vocab_size)].astype(np.int64)
-                self.rules.hold_back(slot, known, int(plan.new_min_tokens[i]))
+                self.rules.hold_back(slot, known, int(new["min_tokens"][i]))
         if plan.new_rules.size:
             self._add_rules(plan)
 
     def _add_rules(self, plan: StepPlan) -> None:
-        num_outputs = dict(zip(plan.new_slots.tolist(), plan.new_num_outputs.tolist(), strict=True))
+        num_outputs = dict(zip(plan.new["slot"].tolist(), plan.new["num_outputs"].tolist(), strict=True))
         for slot, first, rules in decode_rules(plan.new_rules, plan.new_rule_numbers):
             if slot not in num_outputs:
                 raise ValueError(f"step {plan.step}: rules for slot {slot}, which is not new")
@@ -364,6 +365,8 @@ class PersistentBatch:
 
     def _extend(self, plan: StepPlan) -> None:
         slots, groups = plan.extended_slots, plan.extended_groups
+        if not groups.size:
+            groups = np.zeros(len(slots), np.uint8)
         self._require_live(slots, "extended")
         self._require_blocks(plan.extended_blocks, plan.step)
         if len(slots) != len(plan.extended_blocks) or len(slots) != len(groups) or groups.max() >= self.num_groups:

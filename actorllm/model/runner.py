@@ -21,7 +21,7 @@ from actorllm import clock
 from actorllm.config import EngineConfig, read_model_folder
 from actorllm.errors import EngineError
 from actorllm.logprobs import LogprobSpan, columns_of
-from actorllm.messages import I32, NO_I32, LateInputs, StepPlan, StepResult
+from actorllm.messages import I32, NO_I32, LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from actorllm.model import logprobs, memory, threads
 from actorllm.model.attention import KVCache
 from actorllm.model.inputs import PersistentBatch, StepInputs
@@ -164,26 +164,13 @@ class ModelRunner:
         counts = np.minimum(longest, np.arange(tokens, 0, -longest, dtype=np.int32))[:seqs]
         per_seq = -(-(counts + 1) // size)
         self.allocate(int(per_seq.sum()))
-        slots, zeros = np.arange(len(counts), dtype=np.int32), np.zeros(len(counts), np.int32)
+        slots = np.arange(len(counts), dtype=np.int32)
         prefill = StepPlan(
             step=0,
-            new_slots=slots,
-            new_num_tokens=counts,
+            new_rows=pack_rows(NewRow(slot, count) for slot, count in enumerate(counts.tolist())),
             new_tokens=np.zeros(int(counts.sum()), np.int32),
-            new_num_outputs=zeros,
-            new_num_computed=zeros,
             new_num_blocks=per_seq,
             new_blocks=np.arange(per_seq.sum(), dtype=np.int32),
-            new_seeds=zeros.astype(np.int64),
-            new_sample_index=zeros,
-            new_temperature=zeros.astype(np.float32),
-            new_top_p=zeros.astype(np.float32) + 1,
-            new_min_p=zeros.astype(np.float32),
-            new_top_k=zeros,
-            new_min_tokens=zeros,
-            new_num_stop_ids=zeros,
-            new_adapter_id=zeros,
-            new_is_pooling=zeros.astype(np.uint8),
             prefill_slots=slots,
             prefill_counts=counts,
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from actorllm.messages import I32, StepPlan
+from actorllm.messages import I32, NewRow, StepPlan, pack_rows
 from actorllm.rules import encode_rules
 from actorllm.scheduling.batch import Rows
 from actorllm.scheduling.sequence import Sequence
@@ -61,7 +61,6 @@ class PlanBuilder:
         if slots.size:
             columns["extended_slots"] = slots
             columns["extended_blocks"] = blocks
-            columns["extended_groups"] = np.zeros(slots.size, np.uint8)
         zero, sources, targets = actions
         if zero.size or sources.size:
             columns.update(zero_blocks=zero, copy_sources=sources, copy_targets=targets)
@@ -75,27 +74,11 @@ class PlanBuilder:
         return StepPlan(step=step, **columns)
 
 
-_NEW_INTEGERS = (
-    "new_slots",
-    "new_num_tokens",
-    "new_num_outputs",
-    "new_num_computed",
-    "new_num_blocks",
-    "new_sample_index",
-    "new_top_k",
-    "new_min_tokens",
-    "new_num_stop_ids",
-    "new_adapter_id",
-)
-_NEW_NUMBERS = ("new_temperature", "new_top_p", "new_min_p")
-
-
 def _new_columns(new: list[tuple[Sequence, int]], eos_ids: frozenset[int]) -> dict[str, Any]:
-    integers: list[tuple[int, ...]] = []
-    numbers: list[tuple[float, float, float]] = []
+    rows: list[NewRow] = []
     stop_ids: list[int] = []
     ruled: list[Sequence] = []
-    for sequence, num_blocks in new:
+    for sequence, _ in new:
         submit = sequence.submit
         num_tokens = sequence.known.size
         # No end of text before min_tokens, as in vLLM: also where it would not end the request.
@@ -103,27 +86,29 @@ def _new_columns(new: list[tuple[Sequence, int]], eos_ids: frozenset[int]) -> di
         stop_ids.extend(ids)
         if sequence.rules is not None and sequence.rules.is_for_worker:
             ruled.append(sequence)
-        integers.append(
-            (
+        rows.append(
+            NewRow(
                 sequence.slot,
                 num_tokens,
-                num_tokens - sequence.num_prompt,
+                submit.seed,
+                num_tokens - submit.prompt.size,
                 sequence.num_done,
-                num_blocks,
                 submit.sample_index,
+                submit.temperature,
+                submit.top_p,
+                submit.min_p,
                 submit.top_k,
                 submit.min_tokens,
                 len(ids),
                 submit.adapter_id,
+                submit.pooling is not None,
             )
         )
-        numbers.append((submit.temperature, submit.top_p, submit.min_p))
-    # One array per dtype, whose columns lie in one piece each: numpy's price per array is many times that per element.
-    columns: dict[str, Any] = dict(zip(_NEW_INTEGERS, np.array(integers, np.int32, order="F").T, strict=True))
-    columns.update(zip(_NEW_NUMBERS, np.array(numbers, np.float32, order="F").T, strict=True))
-    columns["new_tokens"] = _joined([s.known for s, _ in new])
-    columns["new_seeds"] = np.array([s.submit.seed for s, _ in new], np.uint64).view(np.int64)
-    columns["new_is_pooling"] = np.array([s.submit.pooling is not None for s, _ in new], np.uint8)
+    columns: dict[str, Any] = {
+        "new_rows": pack_rows(rows),
+        "new_tokens": _joined([s.known for s, _ in new]),
+        "new_num_blocks": np.array([num_blocks for _, num_blocks in new], np.int32),
+    }
     if stop_ids:
         columns["new_stop_ids"] = np.array(stop_ids, np.int32)
     if ruled:

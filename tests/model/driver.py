@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from actorllm.messages import LateInputs, StepPlan, StepResult
+from actorllm.messages import LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from actorllm.model.runner import ModelRunner
 
 TINY_LLAMA = {
@@ -101,24 +101,14 @@ class Driver:
         self.pending = {}
         if new:
             columns |= {
-                "new_slots": int32([n[0] for n in new]),
-                "new_num_tokens": int32([len(n[1]) for n in new]),
+                "new_rows": pack_rows(
+                    NewRow(slot, len(tokens), num_outputs=num_outputs, num_stop_ids=len(stop_ids), **fields)
+                    for slot, tokens, num_outputs, _, stop_ids, fields in new
+                ),
                 "new_tokens": int32([t for n in new for t in n[1]]),
-                "new_num_outputs": int32([n[2] for n in new]),
-                "new_num_computed": int32([n[5].get("num_computed", 0) for n in new]),
                 "new_num_blocks": int32([len(n[3]) for n in new]),
                 "new_blocks": int32([b for n in new for b in n[3]]),
-                "new_seeds": np.array([n[5].get("seeds", 0) for n in new], np.int64),
-                "new_sample_index": int32([0 for _ in new]),
-                "new_temperature": np.array([n[5].get("temperature", 0.0) for n in new], np.float32),
-                "new_top_p": np.ones(len(new), np.float32),
-                "new_min_p": np.zeros(len(new), np.float32),
-                "new_top_k": int32([0 for _ in new]),
-                "new_min_tokens": int32([n[5].get("min_tokens", 0) for n in new]),
-                "new_num_stop_ids": int32([len(n[4]) for n in new]),
                 "new_stop_ids": int32([i for n in new for i in n[4]]),
-                "new_adapter_id": int32([n[5].get("adapter_id", 0) for n in new]),
-                "new_is_pooling": np.array([n[5].get("is_pooling", 0) for n in new], np.uint8),
             }
             for n in new:
                 self.requests[n[0]].num_computed = n[5].get("num_computed", 0)
@@ -143,7 +133,6 @@ class Driver:
             step=self.num_steps,
             extended_slots=int32([e[0] for e in extended]),
             extended_blocks=int32([e[1] for e in extended]),
-            extended_groups=np.zeros(len(extended), np.uint8),
             prefill_slots=int32(list(prefill)),
             prefill_counts=int32(list(prefill.values())),
             **columns,

@@ -12,7 +12,7 @@ from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from actorllm.messages import StepPlan
+from actorllm.messages import NewRow, StepPlan, pack_rows
 from actorllm.model.inputs import PersistentBatch, padded
 
 VOCAB, SIZE, NUM_BLOCKS, MAX_BLOCKS = 50, 4, 60, 8
@@ -26,23 +26,20 @@ def int32(values: Sequence[int]) -> Any:
 def new_columns(rows: Sequence[dict[str, Any]], num_groups: int = 1) -> dict[str, Any]:
     """The `new_` columns of a plan; every row gives slot, tokens, computed and blocks (per group)."""
     return {
-        "new_slots": int32([r["slot"] for r in rows]),
-        "new_num_tokens": int32([len(r["tokens"]) for r in rows]),
+        "new_rows": pack_rows(
+            NewRow(
+                r["slot"],
+                len(r["tokens"]),
+                seed=r.get("seed", 0),
+                num_outputs=r.get("outputs", 0),
+                num_computed=r.get("computed", 0),
+                adapter_id=r.get("adapter", 0),
+            )
+            for r in rows
+        ),
         "new_tokens": int32([t for r in rows for t in r["tokens"]]),
-        "new_num_outputs": int32([r.get("outputs", 0) for r in rows]),
-        "new_num_computed": int32([r.get("computed", 0) for r in rows]),
         "new_num_blocks": int32([len(g) for r in rows for g in r["blocks"]]),
         "new_blocks": int32([b for r in rows for g in r["blocks"] for b in g]),
-        "new_seeds": np.array([r.get("seed", 0) for r in rows], np.uint64).view(np.int64),
-        "new_sample_index": int32([0 for _ in rows]),
-        "new_temperature": np.zeros(len(rows), np.float32),
-        "new_top_p": np.ones(len(rows), np.float32),
-        "new_min_p": np.zeros(len(rows), np.float32),
-        "new_top_k": int32([0 for _ in rows]),
-        "new_min_tokens": int32([0 for _ in rows]),
-        "new_num_stop_ids": int32([0 for _ in rows]),
-        "new_adapter_id": int32([r.get("adapter", 0) for r in rows]),
-        "new_is_pooling": np.zeros(len(rows), np.uint8),
     }
 
 

@@ -226,14 +226,14 @@ def test_late_inputs_limit_what_is_sampled(driver: Driver) -> None:
 
 def test_sampled_rows_follow_seed_and_token_index(driver: Driver) -> None:
     """The same stream alone, and taken up again in another slot of a fuller batch."""
-    driver.add(0, PROMPT, temperature=1.0, seeds=99)
+    driver.add(0, PROMPT, temperature=1.0, seed=99)
     driver.step({0: 10}, decode=[])
     for _ in range(8):
         driver.step(decode=[0])
     stream = driver.requests[0].tokens[10:]
     driver.remove(0)
-    driver.add(5, PROMPT[:5], temperature=1.0, seeds=1)
-    driver.add(6, PROMPT + stream[:4], num_outputs=4, temperature=1.0, seeds=99)
+    driver.add(5, PROMPT[:5], temperature=1.0, seed=1)
+    driver.add(6, PROMPT + stream[:4], num_outputs=4, temperature=1.0, seed=99)
     driver.step({5: 5, 6: 14}, decode=[])
     for _ in range(4):
         driver.step(decode=[5, 6])
@@ -243,12 +243,12 @@ def test_sampled_rows_follow_seed_and_token_index(driver: Driver) -> None:
 
 def test_logits_are_made_in_chunks(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     for slot in range(7):
-        driver.add(slot, PROMPT[slot:] + PROMPT[:slot], temperature=1.0, seeds=slot, is_pooling=slot == 3)
+        driver.add(slot, PROMPT[slot:] + PROMPT[:slot], temperature=1.0, seed=slot, is_pooling=slot == 3)
     whole = driver.step(dict.fromkeys(range(7), 10)).tokens
     driver.remove(*range(7))
     monkeypatch.setattr(runner, "MAX_LOGITS_BYTES", 97 * 4 * 2)
     for slot in range(7):
-        driver.add(slot, PROMPT[slot:] + PROMPT[:slot], temperature=1.0, seeds=slot, is_pooling=slot == 3)
+        driver.add(slot, PROMPT[slot:] + PROMPT[:slot], temperature=1.0, seed=slot, is_pooling=slot == 3)
     handle = driver.runner.execute(driver.plan(dict.fromkeys(range(7), 10), []))
     assert handle.logits is None
     assert [chunk[:2] for chunk in handle.sampling.chunks] == [(0, 2), (2, 4), (4, 6)]

@@ -121,22 +121,23 @@ class ScriptedWorker:
         for slot in plan.freed.tolist():
             self.rows.pop(slot, None)
         at = stop = block_at = 0
-        for i, slot in enumerate(plan.new_slots.tolist()):
+        for i, new in enumerate(plan.new):
+            slot = int(new["slot"])
             assert slot not in self.rows, f"slot {slot} is new and was not freed"
-            n, b = int(plan.new_num_tokens[i]), int(plan.new_num_blocks[i])
+            n, b = int(new["num_tokens"]), int(plan.new_num_blocks[i])
             self.rows[slot] = Row(
                 tokens=plan.new_tokens[at : at + n].tolist(),
-                num_outputs_at_start=int(plan.new_num_outputs[i]),
-                computed=int(plan.new_num_computed[i]),
+                num_outputs_at_start=int(new["num_outputs"]),
+                computed=int(new["num_computed"]),
                 blocks=plan.new_blocks[block_at : block_at + b].tolist(),
-                seed=int(plan.new_seeds[i : i + 1].view(np.uint64)[0]),
-                adapter_id=int(plan.new_adapter_id[i]),
-                is_pooling=bool(plan.new_is_pooling[i]),
+                seed=int(new["seed"]),
+                adapter_id=int(new["adapter_id"]),
+                is_pooling=bool(new["is_pooling"]),
                 num_known_at_start=n,
             )
             at += n
             block_at += b
-            stop += int(plan.new_num_stop_ids[i])
+            stop += int(new["num_stop_ids"])
         assert at == plan.new_tokens.size
         assert block_at == plan.new_blocks.size
         assert stop == plan.new_stop_ids.size
@@ -150,7 +151,7 @@ class ScriptedWorker:
         if plan.decode_slots is not None:
             self.decode = plan.decode_slots.tolist()
         assert set(self.decode) <= set(self.rows), "a decode row is not in the batch"
-        for slot in plan.new_slots.tolist():
+        for slot in plan.new["slot"].tolist():
             row, prefix = self.rows[slot], 0
             for position in range(row.computed):
                 prefix = chain(prefix, row.tokens[position])

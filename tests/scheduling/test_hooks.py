@@ -127,7 +127,7 @@ def test_block_tables_carry_a_group(engine: Any) -> None:
     engine.run()
     extended = [plan for plan in engine.plans if plan.extended_slots.size]
     assert extended
-    assert all(plan.extended_groups.tolist() == [0] * plan.extended_slots.size for plan in extended)
+    assert all(not plan.extended_groups.size for plan in extended), "there is one group, so none is named"
     assert engine.scheduler.kv.tables.shape[0] == 1
 
 
@@ -335,7 +335,7 @@ def test_an_admission_without_a_chunk_is_refused(
     engine.submit(2, range(5), max_tokens=3, ignore_eos=True)
     engine.run()
     assert len(engine.streams[2]) == 3
-    assert all(slot >= 0 for plan in engine.plans for slot in plan.new_slots.tolist())
+    assert all(slot >= 0 for plan in engine.plans for slot in plan.new["slot"].tolist())
 
 
 def test_carried_fields_reach_the_policy(engine: Any) -> None:

@@ -35,7 +35,7 @@ def test_a_second_request_computes_the_rest_only(
         assert engine.streams[rid] == reference(PROMPT, rid, 8)
     assert (cached(engine, 1), cached(engine, 2)) == (0, 12)
     assert [plan.prefill_counts.tolist() for plan in engine.plans if plan.prefill_counts.size] == [[13], [1]]
-    assert engine.plans[-8].new_num_computed.tolist() == [12]
+    assert engine.plans[-8].new["num_computed"].tolist() == [12]
     counts = statistics(engine)
     assert (counts.requests, counts.queries, counts.hits) == (2, 26, 12)
     assert counts.preempted_requests == 0
@@ -70,7 +70,7 @@ def test_nothing_is_found_before_the_step_that_computed_it_is_reported(
     engine.submit(2, PROMPT, ignore_eos=True)
     second = engine.launch()
     if depth == 2:
-        assert second.new_num_computed.tolist() == [0]
+        assert second.new["num_computed"].tolist() == [0]
     engine.complete()
     engine.submit(3, PROMPT, ignore_eos=True)
     engine.run()
@@ -83,7 +83,7 @@ def test_chunks_are_found_as_they_are_reported(build_engine: Callable[..., Any])
     engine.launch()
     engine.complete()
     engine.submit(2, PROMPT, ignore_eos=True)
-    assert engine.launch().new_num_computed.tolist() == [4], "of six tokens one block is full"
+    assert engine.launch().new["num_computed"].tolist() == [4], "of six tokens one block is full"
     engine.run()
 
 
@@ -240,7 +240,7 @@ def test_blocks_of_a_request_without_finite_logits_are_not_found(
     engine.launch()
     engine.submit(2, PROMPT, ignore_eos=True)  # takes over in the step that is in flight when the other turns out bad
     plan = engine.launch()
-    assert plan.new_num_computed.tolist() == [12]
+    assert plan.new["num_computed"].tolist() == [12]
     good = engine.results.pop(0)
     bad = StepResult(step=good.step, tokens=good.tokens, nonfinite_rows=np.array([0], np.int32))
     engine.apply(engine.scheduler.update(bad, engine.now))
@@ -303,7 +303,7 @@ def test_simulated_output_is_not_hashed(build_engine: Callable[..., Any]) -> Non
     engine.abort(1)
     engine.submit(2, PROMPT, ignore_eos=True)
     assert engine.scheduler.statistics().kv.num_cached == 3
-    assert engine.scheduler.schedule(2.0).new_num_computed.tolist() == [12]
+    assert engine.scheduler.schedule(2.0).new["num_computed"].tolist() == [12]
 
 
 def test_a_resubmitted_request_finds_what_it_had_emitted(engine: Any, reference: Callable[..., list[int]]) -> None:

@@ -33,10 +33,7 @@ class Reporting:
     def report(self, plan: StepPlan, result: StepResult) -> StepResult:
         for slot in plan.freed.tolist():
             self.wanted.pop(slot, None)
-        num_prompt = {
-            int(s): int(n - o)
-            for s, n, o in zip(plan.new_slots, plan.new_num_tokens, plan.new_num_outputs, strict=True)
-        }
+        num_prompt = {int(new["slot"]): int(new["num_tokens"] - new["num_outputs"]) for new in plan.new}
         for slot, first, rules in decode_rules(plan.new_rules, plan.new_rule_numbers):
             self.wanted[slot] = [rules.num_logprobs, rules.num_prompt_logprobs, first, num_prompt[slot]]
         spans = []
