@@ -467,7 +467,7 @@ class Scheduler:
                     self.policy.on_refusal(sequence, self)
                 continue
             if is_waiting:
-                num_blocks = self.kv.blocks_for(self._admission_tokens(sequence))
+                num_blocks = sequence.num_needed_blocks
                 taken = num_blocks - self._num_held(sequence) if sequence.hits.size else num_blocks
                 if not batch.num_free_slots or taken > free_blocks or not self._has_logprob_room(sequence):
                     self._num_refused += 1
@@ -568,15 +568,23 @@ class Scheduler:
         sequence.hashes = hashes
 
     def _look_up(self, sequence: Sequence) -> None:
-        """Find what is cached of a waiting request. At least one token is left to compute: its logits are needed."""
-        index = self.kv.index
-        if index is None or sequence.looked_up == index.version or not sequence.hashes:
+        """Find what is cached of a waiting request, and what its admission takes; again only when that may have changed.
+
+        At least one token is left to compute: its logits are needed.
+        """
+        index, num_known = self.kv.index, sequence.known.size
+        version = 0 if index is None else index.version
+        if sequence.looked_up == version:
             return
-        if sequence.submit.skip_reading_prefix_cache or sequence.is_whole:
+        sequence.looked_up = version
+        sequence.num_remaining = num_known
+        sequence.num_needed_blocks = self.kv.blocks_for(min(num_known + self._ahead, sequence.limit + self._spare))
+        if index is None or not sequence.hashes or sequence.submit.skip_reading_prefix_cache or sequence.is_whole:
             return
-        most = min(len(sequence.hashes) // HASH_BYTES, (sequence.known.size - 1) // self.kv.block_size)
-        sequence.hits = index.find(sequence.hashes, most)
-        sequence.looked_up = index.version
+        most = min(len(sequence.hashes) // HASH_BYTES, (num_known - 1) // self.kv.block_size)
+        sequence.hits = hits = index.find(sequence.hashes, most)
+        if hits.size:
+            sequence.num_remaining -= hits.size * self.kv.block_size
 
     def _num_reported(self, sequence: Sequence) -> int:
         """How many tokens of a request in a slot have KV that a step has reported as computed."""
@@ -870,6 +878,7 @@ class Scheduler:
         if slot < 0:
             start = sequence.known.size - sequence.num_prompt
             sequence.known = np.concatenate((sequence.known, tokens))
+            sequence.looked_up = -1
             return start
         batch = self.batch
         known = int(batch.num_known[slot])
@@ -1042,27 +1051,20 @@ class Scheduler:
         return len(self.ledger)
 
     def admission_blocks(self, sequence: Sequence) -> int:
-        num_blocks = self.kv.blocks_for(self._admission_tokens(sequence))
-        if sequence.hashes:
-            self._look_up(sequence)
-            if sequence.hits.size:
-                return num_blocks - self._num_held(sequence)
-        return num_blocks
+        self._look_up(sequence)
+        if sequence.hits.size:
+            return sequence.num_needed_blocks - self._num_held(sequence)
+        return sequence.num_needed_blocks
 
     def _num_held(self, sequence: Sequence) -> int:
         """How many of the blocks that a waiting request would take over are held by others."""
         _ = self.kv.num_free  # slots that were emptied give their blocks back first
         return self.kv.pool.num_referenced(sequence.hits)
 
-    def _admission_tokens(self, sequence: Sequence) -> int:
-        return min(sequence.known.size + self._ahead, sequence.limit + self._spare)
-
     def remaining(self, sequence: Sequence) -> int:
         if sequence.slot < 0:
-            if not sequence.hashes:
-                return sequence.known.size
             self._look_up(sequence)
-            return sequence.known.size - sequence.hits.size * self.kv.block_size
+            return sequence.num_remaining
         return int(self.batch.num_known[sequence.slot] - self.batch.num_computed[sequence.slot])
 
     def running(self) -> list[Sequence]:

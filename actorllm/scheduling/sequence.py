@@ -60,8 +60,12 @@ class Sequence:
     """Of its first full blocks, as many as are hashed."""
     hits: I32 = field(default_factory=no_i32)
     """While it waits: the cached blocks that it would begin with. While it runs: those that it began with."""
+    num_remaining: int = 0
+    """While it waits: its known tokens without the hits."""
+    num_needed_blocks: int = 0
+    """While it waits: how many blocks its admission takes, the hits among them."""
     looked_up: int = -1
-    """The version of the prefix index that `hits` is of."""
+    """The version of the prefix index that these three are of."""
     num_done: int = 0
     """Of the tokens it was admitted with: those whose KV was there, or is reported as computed."""
     num_published: int = 0
