@@ -150,7 +150,7 @@ class KVCacheManager:
 
     def empty(self, slot: int, *, zero: bool = False) -> None:
         """Take all blocks from a slot. zero: their contents are not finite and must be cleared before they are reused."""
-        blocks = self._table[slot, : self.num_blocks[slot]].copy()
+        blocks = self._table[slot, : self.num_blocks.item(slot)].copy()
         if zero:
             self._release()
             freed = self.pool.release(blocks)

@@ -103,7 +103,7 @@ class Batch:
         self.generation[slot] += 1
         self.stop_decoding(slot)
         self.is_simulated[slot] = False
-        if self.is_late[slot]:
+        if self.num_late and self.is_late[slot]:
             self.is_late[slot] = False
             self.num_late -= 1
         self._free_slots.append(slot)
@@ -119,7 +119,7 @@ class Batch:
 
     def stop_decoding(self, slot: int) -> None:
         """The slot gets no more tokens: it is ending, or it gives its blocks away."""
-        if self.is_decoding[slot]:
+        if self.is_decoding.item(slot):
             self.is_decoding[slot] = False
             self._has_left = True
 

@@ -497,7 +497,8 @@ class KeyPlanner:
         self._push(sequence, view)
 
     def on_end(self, sequence: Sequence, view: View) -> None:
-        if len(self._heap) > 2 * view.num_waiting + NUM_STALE:  # clients that gave up must not pile up here
+        num_entries = len(self._heap)
+        if num_entries > NUM_STALE and num_entries > 2 * view.num_waiting + NUM_STALE:  # of clients that gave up
             self._heap = [entry for entry in self._heap if entry[-1].state is State.WAITING]
             heapq.heapify(self._heap)
         self.policy.on_end(sequence, view)

@@ -590,7 +590,7 @@ class Scheduler:
         """How many tokens of a request in a slot have KV that a step has reported as computed."""
         if sequence.num_done < sequence.known.size:
             return sequence.num_done
-        return int(self.batch.num_known[sequence.slot]) - 1  # the last one is computed by the step that is in flight
+        return self.batch.num_known.item(sequence.slot) - 1  # the last one is computed by the step that is in flight
 
     def _publish_chunk(self, sequence: Sequence, num_tokens: int) -> None:
         """A step that computed so many tokens of a request's known ones is reported."""
@@ -604,7 +604,7 @@ class Scheduler:
         """A request ends: what it computed since its admission can be found from now on."""
         size = self.kv.block_size
         num_blocks = self._num_reported(sequence) // size
-        if num_blocks <= sequence.num_published or self.batch.is_simulated[sequence.slot]:
+        if num_blocks <= sequence.num_published or self.batch.is_simulated.item(sequence.slot):
             return
         num_hashed = len(sequence.hashes) // HASH_BYTES
         if num_hashed and num_hashed == sequence.num_published:
@@ -900,7 +900,7 @@ class Scheduler:
         """End a request if this token, its num_outputs-th, is one to end at."""
         if token in sequence.stop_ids and num_outputs > sequence.submit.min_tokens:
             return self._end(sequence, "stop", None if token in sequence.eos_ids else token)
-        if sequence.num_prompt + num_outputs >= sequence.limit:
+        if sequence.submit.prompt.size + num_outputs >= sequence.limit:
             return self._end(sequence, "length")
         if sequence.watch is not None and sequence.watch.is_repeating and num_outputs >= sequence.submit.min_tokens:
             return self._end(sequence, "repetition", REPETITION_DETECTED)
@@ -928,7 +928,7 @@ class Scheduler:
         if slot >= 0:
             # What steps in flight sample for it will have been computed in vain.
             is_sampling = sequence not in self._prefilling and sequence.submit.pooling is None
-            wasted = int(self.batch.num_computed[slot] + 1 - self.batch.num_known[slot]) if is_sampling else 0
+            wasted = self.batch.num_computed.item(slot) + 1 - self.batch.num_known.item(slot) if is_sampling else 0
             sequence.num_wasted_tokens += wasted
             self._num_wasted += wasted
             if sequence.can_publish and reason != "error":
@@ -947,7 +947,8 @@ class Scheduler:
         sequence.last_token = self.now if sequence.first_token is not None else None
         del self._alive[sequence.key]
         self._num_watched -= sequence.watch is not None
-        self._count_stops(sequence, -1)
+        if sequence.submit.stop_token_ids:
+            self._count_stops(sequence, -1)
         self.policy.on_end(sequence, self)
         return End(sequence, reason, stop_reason, error)
 
@@ -1065,7 +1066,7 @@ class Scheduler:
         if sequence.slot < 0:
             self._look_up(sequence)
             return sequence.num_remaining
-        return int(self.batch.num_known[sequence.slot] - self.batch.num_computed[sequence.slot])
+        return self.batch.num_known.item(sequence.slot) - self.batch.num_computed.item(sequence.slot)
 
     def running(self) -> list[Sequence]:
         return [s for s in self.batch.sequences.tolist() if s is not None]
