@@ -1,26 +1,20 @@
 """Equality of streams: batching, chunking, depth, preemption and topology change nothing (float32).
 
-Two checks. Every stream is held, token by token, against an oracle that shares no code with the engine's forward: the
-logits of `transformers` on the stream itself, and the sampler's definition on top. And all configurations are compared
-with one another up to their first difference. A difference counts unless the oracle's margin (the smaller of the two
-stages' top-2 gaps of logit plus noise) is below 1e-4 there: rounding may decide such a row.
+Two checks. Every stream is held, token by token, against an oracle that shares no code with the engine's forward
+(`tests/oracle.py`). And all configurations are compared with one another up to their first difference.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
 from actorllm import LLM, SamplingParams
-from actorllm.config import BUNDLED_MODELS
+from tests.oracle import MAX_RATE, Account, Stream
 
-MARGIN = 1e-4
-MAX_RATE = 1 / 50_000
 NUM_PROMPTS = 48
 MAX_TOKENS = 96
 MAX_MODEL_LEN = 320
@@ -28,8 +22,6 @@ TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
 """In the cache of the storyteller in float32: layers, key and value, heads, width, bytes."""
 ENOUGH_TOKENS, TOO_FEW_TOKENS = 8_000, 3_520
 """In the cache, without and with preemptions; also the latter for more than 16 requests at a time."""
-
-Stream = list[int]
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -50,65 +42,6 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
         for i in range(NUM_PROMPTS)
     ]
     return prompts, params
-
-
-@cache
-def oracle_model() -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(
-        str(BUNDLED_MODELS["storyteller"]), dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-
-
-def oracle(prompt: list[int], params: SamplingParams, stream: Stream) -> tuple[np.ndarray, np.ndarray]:
-    """What the definition chooses at every position of this stream, and by what margin."""
-    import torch
-
-    from actorllm.model.sampler import Sampler, SamplingColumns
-
-    with torch.inference_mode():
-        logits = oracle_model()(torch.tensor([prompt + stream[:-1]])).logits[0, len(prompt) - 1 :].float()
-    n = len(stream)
-    columns = SamplingColumns(
-        temperature=np.full(n, params.temperature, np.float32),
-        top_k=np.full(n, params.top_k, np.int32),
-        top_p=np.full(n, params.top_p, np.float32),
-        min_p=np.full(n, params.min_p, np.float32),
-        seeds=np.full(n, params.seed, np.uint64),
-        sample_index=np.zeros(n, np.int32),
-        token_index=np.arange(n, dtype=np.int32),
-    )
-    return Sampler(4096).sample_with_margin(logits.contiguous(), columns)
-
-
-@dataclass
-class Account:
-    tokens: int = 0
-    batched_tokens: int = 0
-    """Of runs in which 16 and more were sampled at a time."""
-    inside_margin: int = 0
-    real: int = 0
-
-    def check(self, prompt: list[int], params: SamplingParams, stream: Stream) -> None:
-        """Hold one stream against the oracle on itself."""
-        expected, margin = oracle(prompt, params, stream)
-        differs = np.array(stream) != expected
-        self.tokens += len(stream)
-        self.inside_margin += int((differs & (margin < MARGIN)).sum())
-        self.real += int((differs & (margin >= MARGIN)).sum())
-
-    def compare(self, prompt: list[int], params: SamplingParams, stream: Stream, reference: Stream) -> None:
-        """Hold one stream against that of another configuration, up to the first difference."""
-        assert len(stream) == len(reference)
-        if stream != reference:
-            first = next(i for i, (a, b) in enumerate(zip(stream, reference, strict=True)) if a != b)
-            _, margin = oracle(prompt, params, reference[: first + 1])
-            if margin[first] < MARGIN:
-                self.inside_margin += 1
-            else:
-                self.real += 1
 
 
 def run(**arguments: Any) -> tuple[list[Stream], dict[str, Any]]:

@@ -1,0 +1,105 @@
+"""What a stream of the storyteller must be, told by code that shares nothing with the engine's forward.
+
+The logits come from `transformers` (float32, eager attention) on the stream itself, penalties are counted here, and the
+choice is the sampler's definition (docs/sampling.md). A position differs for real unless its margin (the smaller of the two
+stages' top-2 gaps of logit plus noise) is below MARGIN: rounding may decide such a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from actorllm import SamplingParams
+from actorllm.config import BUNDLED_MODELS
+
+MARGIN = 1e-4
+MAX_RATE = 1 / 50_000
+EOS = 0
+
+Stream = list[int]
+
+
+@cache
+def oracle_model() -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        str(BUNDLED_MODELS["storyteller"]), dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def oracle(
+    prompt: Sequence[int], params: SamplingParams, stream: Stream, sample_index: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the definition chooses at every position of this stream, and by what margin: int [n], float [n]."""
+    import torch
+
+    from actorllm.model.sampler import Sampler, SamplingColumns
+
+    with torch.inference_mode():
+        ids = torch.tensor([[*prompt, *stream[:-1]]])
+        logits = oracle_model()(ids).logits[0, len(prompt) - 1 :].float().contiguous()
+    n = len(stream)
+    _apply_rules(logits.numpy(), prompt, params, stream)
+    columns = SamplingColumns(
+        temperature=np.full(n, params.temperature, np.float32),
+        top_k=np.full(n, max(0, params.top_k), np.int32),
+        top_p=np.full(n, params.top_p, np.float32),
+        min_p=np.full(n, params.min_p, np.float32),
+        seeds=np.full(n, params.seed, np.uint64),
+        sample_index=np.full(n, sample_index, np.int32),
+        token_index=np.arange(n, dtype=np.int32),
+    )
+    return Sampler(4096).sample_with_margin(logits, columns)
+
+
+def _apply_rules(logits: np.ndarray, prompt: Sequence[int], params: SamplingParams, stream: Stream) -> None:
+    """Penalties and min_tokens, one position after the other, as OpenAI and vLLM define them."""
+    counts = np.zeros(logits.shape[1], np.float32)
+    seen = np.zeros(logits.shape[1], bool)
+    seen[list(prompt)] = True
+    for row, token in zip(logits, stream, strict=True):
+        if params.repetition_penalty != 1.0:
+            scaled = np.where(row > 0, row / params.repetition_penalty, row * params.repetition_penalty)
+            row[:] = np.where(seen, scaled, row)
+        row -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+        if counts.sum() < params.min_tokens:
+            row[[EOS, *params.stop_token_ids]] = -np.inf
+        counts[token] += 1
+        seen[token] = True
+
+
+@dataclass
+class Account:
+    """What was compared, and with what result."""
+
+    tokens: int = 0
+    batched_tokens: int = 0
+    """Of runs in which 16 and more were sampled at a time."""
+    inside_margin: int = 0
+    real: int = 0
+
+    def check(self, prompt: Sequence[int], params: SamplingParams, stream: Stream, sample_index: int = 0) -> None:
+        """Hold one stream against the oracle on itself."""
+        expected, margin = oracle(prompt, params, stream, sample_index)
+        differs = np.array(stream) != expected
+        self.tokens += len(stream)
+        self.inside_margin += int((differs & (margin < MARGIN)).sum())
+        self.real += int((differs & (margin >= MARGIN)).sum())
+
+    def compare(self, prompt: Sequence[int], params: SamplingParams, stream: Stream, reference: Stream) -> None:
+        """Hold one stream against that of another configuration, up to the first difference."""
+        assert len(stream) == len(reference)
+        if stream != reference:
+            first = next(i for i, (a, b) in enumerate(zip(stream, reference, strict=True)) if a != b)
+            _, margin = oracle(prompt, params, reference[: first + 1])
+            if margin[first] < MARGIN:
+                self.inside_margin += 1
+            else:
+                self.real += 1
