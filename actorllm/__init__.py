@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from actorllm.errors import ActorLLMError, EngineDeadError
     from actorllm.llm import LLM
     from actorllm.llm_engine import LLMEngine
-    from actorllm.prompt import TextPrompt, TokensPrompt
+    from actorllm.prompt import EmbedsPrompt, TextPrompt, TokensPrompt
     from actorllm.request import (
         CompletionOutput,
         PoolingParams,
@@ -47,6 +47,7 @@ __all__ = (
     "BeamSearchParams",
     "BeamSearchSequence",
     "CompletionOutput",
+    "EmbedsPrompt",
     "EngineArgs",
     "EngineConfig",
     "EngineDeadError",
@@ -72,6 +73,7 @@ _HOME = {
     "BeamSearchParams": "beam_search",
     "BeamSearchSequence": "beam_search",
     "CompletionOutput": "request",
+    "EmbedsPrompt": "prompt",
     "EngineArgs": "engine_args",
     "EngineConfig": "config",
     "EngineDeadError": "errors",

@@ -55,6 +55,13 @@ class ModelConfig:
     """auto: a fused forward where there is one, else transformers over our cache; vllm: only fused ones."""
     max_logprobs: int = 20
     """Most log-probabilities per token that a request may ask for; -1: as many as there are."""
+    embedding_size: int | None = None
+    """How many numbers an embedding has that is part of a prompt; None: prompts have none (enable_prompt_embeds)."""
+
+    @property
+    def embedding_bytes(self) -> int:
+        """Of one embedding of a prompt; 0: prompts have none."""
+        return (self.embedding_size or 0) * (4 if self.dtype == "float32" else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +188,7 @@ class EngineConfig:
                 ),
                 impl=_choice("model_impl", given["model_impl"], ("auto", "vllm", "transformers")),
                 max_logprobs=_max_logprobs(given["max_logprobs"]),
+                embedding_size=_embedding_size(path, text) if given["enable_prompt_embeds"] else None,
             ),
             cache=CacheConfig(
                 block_size=block_size,
@@ -227,6 +235,7 @@ ARGUMENTS: dict[str, Any] = {
     "load_format": "auto",
     "model_impl": "auto",
     "max_logprobs": 20,
+    "enable_prompt_embeds": False,
     "async_scheduling": None,
     "scheduling_policy": "fcfs",
     "long_prefill_token_threshold": 0,
@@ -287,7 +296,6 @@ VLLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "additional_config": (None, {}),
     "attention_backend": (None,),
     "pooler_config": (None,),
-    "enable_prompt_embeds": (False, None),
     "hf_config_path": (None,),
     "hf_token": (None, False),
     "code_revision": (None,),
@@ -387,7 +395,10 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"device={given['device']!r} is not supported yet; use device='cpu'")
     if given["async_scheduling"] not in (None, True, False):
         raise ConfigError(f"async_scheduling={given['async_scheduling']!r} must be True, False or None")
-    for name in ("skip_tokenizer_init", "enforce_eager", "trust_remote_code", "enable_prefix_caching"):
+    for name in (
+        *("skip_tokenizer_init", "enforce_eager", "trust_remote_code"),
+        *("enable_prefix_caching", "enable_prompt_embeds"),
+    ):
         if not isinstance(given[name], bool) and (given[name] is not None or ARGUMENTS[name] is not None):
             raise ConfigError(f"{name}={given[name]!r} must be True or False")
     for name in ("name", "scheduling_policy"):
@@ -469,6 +480,14 @@ def _config_int(path: Path, hf: dict[str, Any], key: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise CorruptModelError(f"{path}/config.json: {key} is {value!r}, a positive integer is needed")
     return value
+
+
+def _embedding_size(path: Path, hf: dict[str, Any]) -> int:
+    """Of the model's input embeddings, which OPT projects; the worker holds it against the loaded model."""
+    for key in ("word_embed_proj_dim", "hidden_size", "n_embd", "d_model"):
+        if hf.get(key) is not None:
+            return _config_int(path, hf, key)
+    raise ConfigError("enable_prompt_embeds=True: the model's config.json does not say its hidden_size")
 
 
 def _eos_token_ids(hf: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:

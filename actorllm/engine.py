@@ -22,12 +22,13 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from actorllm.actors.engine_thread import EngineThread, HostLoop, Service
 from actorllm.actors.frontend import FrontendActor
@@ -38,6 +39,7 @@ from actorllm.actors.supervisor import ActorDeath, Supervisor
 from actorllm.actors.topology import engine_topology
 from actorllm.clock import from_epoch, now
 from actorllm.config import EngineConfig
+from actorllm.embeds import EMBEDDED, MAX_PROMPT_BYTES, encode_rows, read_rows, salt_of
 from actorllm.errors import (
     ActorLLMError,
     DuplicateRequestError,
@@ -50,7 +52,7 @@ from actorllm.errors import (
 )
 from actorllm.generation import sampling_params_of
 from actorllm.kvcache.prefix_index import extra_key, hash_blocks
-from actorllm.messages import I32, NO_U8, Submit
+from actorllm.messages import I32, NO_U8, U8, Submit, no_u8
 from actorllm.request import (
     PoolingParams,
     RequestOutputKind,
@@ -73,9 +75,10 @@ Prompt: TypeAlias = str | Mapping[str, Any] | Iterable[int] | Conversation
 PROMPT_KEYS = ("prompt_token_ids", "prompt")
 """Where a prompt mapping holds the prompt; of both, the ids count. Beside it there may be a 'cache_salt'."""
 
+EMBEDS_KEYS = ("prompt_embeds", "prompt_is_token_ids")
+"""Of a prompt that is given as embeddings, as a whole or in part; the second says where 'prompt_token_ids' count."""
+
 VLLM_PROMPT_KEYS = (
-    "prompt_embeds",
-    "prompt_is_token_ids",
     "multi_modal_data",
     "multi_modal_uuids",
     "mm_processor_kwargs",
@@ -96,9 +99,15 @@ class TokenizedPrompt:
     text: str | None
     cache_salt: str | None = None
     """Requests share cached blocks only with those of the same salt."""
+    embeds: U8 = field(default_factory=no_u8)
+    """The rows of the positions whose id is EMBEDDED."""
+    shown_ids: list[int] | None = None
+    """What outputs show of a prompt with embeddings: the ids beside them, or as many zeros."""
 
     def continued(self, token_ids: list[int]) -> Prompt:
         """The prompt of a request that goes on from this one."""
+        if self.embeds.size:
+            raise InvalidPromptError("beam search goes on from token ids; prompt_embeds have none")
         return {"prompt_token_ids": token_ids, "cache_salt": self.cache_salt}
 
 
@@ -436,7 +445,8 @@ class Engine:
             stream = stream_ref()
             if stream is not None:
                 stream.prompt = tokenized.text
-                stream.prompt_token_ids = tokenized.ids.tolist()
+                shown = tokenized.shown_ids
+                stream.prompt_token_ids = tokenized.ids.tolist() if shown is None else shown
             del stream
             if mailbox.is_aborted and stream_ref() is None:
                 return
@@ -492,13 +502,20 @@ class Engine:
         """
         salt: str | None = None
         text = prompt_text(prompt)
+        embeds: NDArray[np.float32] | None = None
+        shown: list[int] | None = None
         if isinstance(prompt, Mapping):
             salt = prompt.get("cache_salt")
-            prompt = _unwrap(prompt)
+            if prompt.get("prompt_embeds") is not None:
+                embeds, ids, shown = self._embedded(prompt)
+            else:
+                prompt = _unwrap(prompt)
         if isinstance(prompt, Conversation):
             prompt = text = self.chat_template.render(prompt)
             add_special_tokens = bool(add_special_tokens)
-        if isinstance(prompt, str):
+        if embeds is not None:
+            pass
+        elif isinstance(prompt, str):
             if not prompt:
                 raise InvalidPromptError("the prompt is empty")
             ids = self.tokenizer.encode(prompt, add_special_tokens is not False)
@@ -513,12 +530,49 @@ class Engine:
                     f"truncate_prompt_tokens={truncate_prompt_tokens} is more than max_model_len={limit}; use -1 to keep "
                     f"what there is room for"
                 )
-            ids = ids[-truncate_prompt_tokens:] if truncate_prompt_tokens > 0 else ids[1 - limit :]
+            kept = slice(-truncate_prompt_tokens if truncate_prompt_tokens > 0 else 1 - limit, None)
+            ids = ids[kept]
+            if embeds is not None and shown is not None:
+                embeds, shown = embeds[kept], shown[kept]
         if ids.size >= limit:
             raise InvalidPromptError(
                 f"the prompt has {ids.size} tokens and max_model_len is {limit}: shorten it to {limit - 1} or fewer"
             )
-        return TokenizedPrompt(ids, text, salt)
+        if embeds is None:
+            return TokenizedPrompt(ids, text, salt)
+        rows = encode_rows(embeds[ids == EMBEDDED], self.config.model.dtype)
+        if rows.size > MAX_PROMPT_BYTES:
+            most = MAX_PROMPT_BYTES // self.config.model.embedding_bytes
+            raise InvalidPromptError(
+                f"prompt_embeds of {rows.size} bytes are more than a request may carry ({MAX_PROMPT_BYTES}): shorten "
+                f"them to {most} tokens or fewer"
+            )
+        return TokenizedPrompt(ids, text, salt_of(rows, salt), rows, shown)
+
+    def _embedded(self, prompt: Mapping[str, Any]) -> tuple[NDArray[np.float32], I32, list[int]]:
+        """Of a prompt with embeddings: the rows, the ids (EMBEDDED where the row counts), and the ids to be shown."""
+        model = self.config.model
+        if model.embedding_size is None:
+            raise InvalidPromptError("prompt_embeds need an engine that is built with enable_prompt_embeds=True")
+        _check_prompt_keys(prompt)
+        rows = read_rows(prompt["prompt_embeds"], model.embedding_size)
+        ids, is_id = prompt.get("prompt_token_ids"), prompt.get("prompt_is_token_ids")
+        if (ids is None) != (is_id is None):
+            there, missing = ("prompt_token_ids", "prompt_is_token_ids")[:: 1 if is_id is None else -1]
+            raise InvalidPromptError(f"prompt_embeds with {there} need {missing}, too: it says where the ids count")
+        if ids is None or is_id is None:
+            return rows, np.full(len(rows), EMBEDDED, np.int32), [0] * len(rows)
+        shown, mask = list(ids), np.array(list(is_id))
+        if len(shown) != len(rows) or mask.shape != (len(rows),) or mask.dtype != np.bool_:
+            raise InvalidPromptError(
+                f"prompt_embeds of {len(rows)} tokens need as many prompt_token_ids and prompt_is_token_ids (booleans), "
+                f"not {len(shown)} and {mask.size}"
+            )
+        mixed = np.full(len(rows), EMBEDDED, np.int32)
+        mixed[mask] = _checked_ids(
+            [i for i, counts in zip(shown, mask.tolist(), strict=True) if counts], model.vocab_size
+        )
+        return rows, mixed, shown
 
     @property
     def chat_template(self) -> ChatTemplate:
@@ -542,6 +596,10 @@ class Engine:
             raise InvalidParameterError(
                 f"stop_token_ids: {max(stop_ids)} is outside the vocabulary of {model.vocab_size} tokens"
             )
+        if prompt.embeds.size and params.prompt_logprobs is not None:
+            raise InvalidParameterError(
+                f"prompt_logprobs={params.prompt_logprobs}: there are none where the prompt has embeddings and no token ids"
+            )
         rules = rules_of(params, model.vocab_size, model.max_logprobs, lambda: self.tokenizer)
         seed = params.seed if params.seed is not None else self._new_seed(number)
         skips_cache = params.skip_reading_prefix_cache
@@ -557,6 +615,7 @@ class Engine:
                 rid=rid,
                 arrival=arrival,
                 prompt=ids,
+                prompt_embeds=prompt.embeds,
                 max_tokens=max_tokens,
                 min_tokens=min(params.min_tokens, max_tokens),
                 temperature=params.temperature,
@@ -697,22 +756,34 @@ def _checked_tokenization(given: Mapping[str, Any] | None, params: SamplingParam
 def _snapshot(prompt: Prompt) -> Prompt:
     """What the caller changes after the call is none of this request's business."""
     if isinstance(prompt, Mapping):
-        return {k: v.copy() if isinstance(v, list | np.ndarray) else v for k, v in prompt.items()}
+        return {k: _copied(v) for k, v in prompt.items()}
     return prompt.copy() if isinstance(prompt, list | np.ndarray) else prompt
 
 
-def _unwrap(prompt: Mapping[str, Any]) -> Prompt:
+def _copied(value: Any) -> Any:
+    if isinstance(value, list | np.ndarray):
+        return value.copy()
+    return value.detach().clone() if hasattr(value, "detach") else value  # a tensor
+
+
+def _check_prompt_keys(prompt: Mapping[str, Any]) -> None:
     for key, value in prompt.items():
         if key in VLLM_PROMPT_KEYS and value is not None:
             raise InvalidPromptError(f"prompts with {key!r} are not supported; give text or token ids")
-        if key not in PROMPT_KEYS and key != "cache_salt" and value is not None:
+        if key not in (*PROMPT_KEYS, *EMBEDS_KEYS) and key != "cache_salt" and value is not None:
             raise InvalidPromptError(
                 f"a prompt mapping has {' and '.join(map(repr, PROMPT_KEYS))}, not {key!r}"
-                f"{nearest_name(str(key), (*PROMPT_KEYS, 'cache_salt'))}"
+                f"{nearest_name(str(key), (*PROMPT_KEYS, *EMBEDS_KEYS, 'cache_salt'))}"
             )
     salt = prompt.get("cache_salt")
     if salt is not None and (not is_text(salt) or not salt):
         raise InvalidPromptError(f"cache_salt={salt!r:.80} must be a string with at least one character")
+
+
+def _unwrap(prompt: Mapping[str, Any]) -> Prompt:
+    _check_prompt_keys(prompt)
+    if prompt.get("prompt_is_token_ids") is not None:
+        raise InvalidPromptError("prompt_is_token_ids belong to a prompt with prompt_embeds, which is missing")
     for key in PROMPT_KEYS:
         if prompt.get(key) is not None:
             inner: Prompt = prompt[key]

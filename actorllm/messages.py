@@ -113,6 +113,8 @@ class Submit:
     """Part of what the block hashes cover: only requests with the same salt share KV."""
     skip_reading_prefix_cache: bool = False
     """The whole prompt is computed, whatever is cached; what it leaves behind can be found."""
+    prompt_embeds: U8 = field(default_factory=no_u8)
+    """Of every position of the prompt whose id is `embeds.EMBEDDED`, its row in the bytes of the model's dtype."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -263,6 +265,8 @@ class StepPlan:
     prefill_counts: I32 = field(default_factory=no_i32)
     late_slots: I32 = field(default_factory=no_i32)
     """Rows that must not be sampled before `LateInputs(step)` arrived."""
+    embeds: U8 = field(default_factory=no_u8)
+    """The rows of those prefill tokens, in their order, that have an embedding instead of an id (`actorllm.embeds`)."""
 
     @property
     def new(self) -> NDArray[np.void]:

@@ -5,7 +5,10 @@ A plain string or list of ids says the same as one of these without further keys
 
 from __future__ import annotations
 
-from typing import NotRequired, TypedDict
+from typing import TYPE_CHECKING, NotRequired, TypedDict
+
+if TYPE_CHECKING:
+    import torch
 
 
 class TextPrompt(TypedDict):
@@ -22,5 +25,20 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
     prompt: NotRequired[str | None]
     """The text that the ids came from, if there is one: it is shown in the output."""
+    cache_salt: NotRequired[str | None]
+    """Requests share cached blocks only with those of the same salt."""
+
+
+class EmbedsPrompt(TypedDict):
+    """A prompt as embeddings, for an engine with enable_prompt_embeds=True."""
+
+    prompt_embeds: torch.Tensor
+    """[num_tokens, hidden_size], of any floating-point type, as transformers takes for inputs_embeds."""
+    prompt: NotRequired[str | None]
+    """The text that they came from, if there is one: it is shown in the output."""
+    prompt_token_ids: NotRequired[list[int] | None]
+    """With prompt_is_token_ids: as many ids as there are rows, for prompts of which only a part is given as embeddings."""
+    prompt_is_token_ids: NotRequired[list[bool] | None]
+    """Where the id counts (True), and where the row of prompt_embeds does."""
     cache_salt: NotRequired[str | None]
     """Requests share cached blocks only with those of the same salt."""

@@ -133,6 +133,7 @@ def test_the_public_names_are_these() -> None:
         "BeamSearchParams",
         "BeamSearchSequence",
         "CompletionOutput",
+        "EmbedsPrompt",
         "EngineArgs",
         "EngineConfig",
         "EngineDeadError",

@@ -101,7 +101,7 @@ def short(**arguments: Any) -> SamplingParams:
         ({"text": PROMPT}, ["'text'", "'prompt'"]),
         ({"prompt_tokens_ids": [1]}, ["did you mean 'prompt_token_ids'"]),
         ({"prompt": PROMPT, "multi_modal_data": {"image": 1}}, ["'multi_modal_data'", "not supported"]),
-        ({"prompt_embeds": np.zeros((3, 256))}, ["'prompt_embeds'", "not supported"]),
+        ({"prompt_embeds": np.zeros((3, 256))}, ["prompt_embeds", "enable_prompt_embeds=True"]),
         ({"prompt": PROMPT, "cache_salt": ""}, ["cache_salt=''", "at least one character"]),
         ({"prompt": PROMPT, "cache_salt": 7}, ["cache_salt=7", "string"]),
         ({"prompt": PROMPT, "cache_sal": "a"}, ["did you mean 'cache_salt'"]),

@@ -28,6 +28,7 @@ from actorllm.actors.timeline import Timeline
 from actorllm.actors.topology import ATTACHED
 from actorllm.clock import now
 from actorllm.config import EngineConfig
+from actorllm.embeds import ids_before_text
 from actorllm.errors import ConfigError, CorruptLinkError, TransportError
 from actorllm.logprobs import LogprobSpan, columns_of
 from actorllm.messages import (
@@ -222,6 +223,7 @@ class SchedulerActor(Actor):
             "enable_prefix_caching": config.cache.enable_prefix_caching,
             "max_num_partial_prefills": config.scheduler.max_num_partial_prefills,
             "watermark": config.scheduler.watermark,
+            "embedding_bytes": config.model.embedding_bytes,
             "prefill_chunk": config.scheduler.long_prefill_token_threshold or None,
         }
         if config.record is None:
@@ -392,7 +394,7 @@ class SchedulerActor(Actor):
     def _new_text(message: Submit, tokenizer: Tokenizer) -> RequestText:
         return RequestText(
             tokenizer,
-            message.prompt,
+            ids_before_text(message.prompt) if message.prompt_embeds.size else message.prompt,
             message.output,
             stop=message.stop,
             include_stop=message.include_stop,

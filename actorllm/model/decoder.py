@@ -17,6 +17,7 @@ import torch
 
 from actorllm.errors import CorruptModelError, UnsupportedModelError
 from actorllm.model.attention import AttentionBatch, KVCache, KVWrites
+from actorllm.model.embeds import place_rows
 from actorllm.model.inputs import StepInputs
 from actorllm.model.layers import (
     ROPE_TYPES,
@@ -273,6 +274,7 @@ class Decoder:
         attention = {w: AttentionBatch(inputs, cache, writes, fold, w) for w in dict.fromkeys(self.config.windows)}
         rotations = self.rotary.rotations(torch.from_numpy(inputs.positions))
         x = self._embed(torch.from_numpy(inputs.token_ids))
+        place_rows(x, inputs)
         for layer in self.layers:
             x = layer(x, rotations, attention[layer.window])
         return x

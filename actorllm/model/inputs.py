@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actorllm.messages import I32, StepPlan
+from actorllm.embeds import EMBEDDED
+from actorllm.messages import I32, U8, StepPlan, no_u8
 from actorllm.model.logits import LogitRules
 from actorllm.rules import decode_rules
 
@@ -68,6 +69,9 @@ class StepInputs:
     result_tokens: I64  # [num_rows] which token's hidden state each row of the result comes from
     rows_version: int
     """Changes whenever `result_slots` or their parameters may have changed."""
+    embedded: I64 | None = None  # [num_rows] which tokens have an embedding that the prompt brought
+    embeds: U8 = field(default_factory=no_u8)
+    """Those embeddings, in the bytes of the model's dtype."""
 
 
 @dataclass(slots=True)
@@ -137,6 +141,8 @@ class PersistentBatch:
     num_groups: int = 1
     padding_block: int | None = None
     """Where rows without effect write; None: no padding."""
+    embedding_bytes: int = 0
+    """Of an embedding that is part of a prompt; 0: prompts have none."""
     columns: Columns = field(init=False)
     block_tables: I32 = field(init=False)  # [num_groups, num_slots, max_blocks]
     num_slot_blocks: I32 = field(init=False)  # [num_groups, num_slots]
@@ -313,7 +319,8 @@ class PersistentBatch:
             raise ValueError(f"step {plan.step}: one of the new slots {slots.tolist()} is in use")
         if (new["num_computed"] >= num_tokens).any() or (new["num_computed"] < 0).any():
             raise ValueError(f"step {plan.step}: a new slot must have at least one token that is not computed")
-        if plan.new_tokens.min(initial=0) < 0 or plan.new_tokens.max(initial=0) >= self.vocab_size:
+        lowest = EMBEDDED if self.embedding_bytes else 0
+        if plan.new_tokens.min(initial=0) < lowest or plan.new_tokens.max(initial=0) >= self.vocab_size:
             raise ValueError(f"step {plan.step}: token ids must be in [0, {self.vocab_size})")
         if new["adapter_id"].any():
             raise ValueError(f"step {plan.step}: adapters are not supported by this worker")
@@ -359,7 +366,10 @@ class PersistentBatch:
                 raise ValueError(f"step {plan.step}: rules for slot {slot}, which is not new")
             tokens = self.known_tokens[slot]
             num_prompt = len(tokens) - num_outputs[slot]
-            self.rules.add(slot, rules, tokens[:num_prompt], tokens[num_prompt:])
+            prompt = tokens[:num_prompt]
+            if self.embedding_bytes:
+                prompt = prompt[prompt != EMBEDDED]
+            self.rules.add(slot, rules, prompt, tokens[num_prompt:])
             if rules.num_prompt_logprobs >= 0 and first < num_prompt:
                 self.prompt_logprobs[slot] = PromptLogprobs(rules.num_prompt_logprobs, first, num_prompt)
 
@@ -418,6 +428,8 @@ class PersistentBatch:
             positions.append(missing)
             kv_slots.append(missing + self.padding_block * size)
         inputs.token_ids = np.concatenate(token_ids)
+        if self.embedding_bytes:
+            self._take_embeds(plan, inputs)
         inputs.positions = np.concatenate(positions)
         inputs.kv_slots = np.concatenate(kv_slots)
         if finished:
@@ -426,6 +438,17 @@ class PersistentBatch:
             self.rows_version += 1  # these rows are of this step only
             inputs.rows_version = self.rows_version
             self.rows_version += 1
+
+    def _take_embeds(self, plan: StepPlan, inputs: StepInputs) -> None:
+        embedded = np.flatnonzero(inputs.token_ids == EMBEDDED)
+        if embedded.size * self.embedding_bytes != plan.embeds.size:
+            raise ValueError(
+                f"step {plan.step}: {plan.embeds.size} bytes of embeddings are not {self.embedding_bytes} for each of "
+                f"{embedded.size} tokens"
+            )
+        if embedded.size:
+            inputs.token_ids[embedded] = 0  # something to look up
+            inputs.embedded, inputs.embeds = embedded, plan.embeds
 
     def _require_live(self, slots: I32, what: str) -> None:
         if slots.size and (int(slots.min()) < 0 or int(slots.max()) >= self.num_slots):

@@ -60,6 +60,34 @@ def probe(decoder: TransformersDecoder) -> None:
         )
 
 
+@torch.inference_mode()
+def probe_embeds(decoder: TransformersDecoder, embedding_size: int) -> None:
+    """Raises UnsupportedModelError if a prompt given as its embeddings has other states than the same as ids.
+
+    embedding_size: what prompts are checked against.
+    """
+    architecture = decoder.config.architecture
+    ids = np.random.default_rng(0).integers(0, decoder.config.vocab_size, BLOCK_SIZE + 1)
+    table = np.arange(2, dtype=np.int32)
+    try:
+        rows = decoder.embed(torch.from_numpy(ids))
+        inputs = _inputs(None, [(ids, 0, table)])
+        expected = decoder.forward(inputs, _cache(decoder))
+        inputs.embedded, inputs.embeds = np.arange(ids.size), rows.contiguous().view(torch.uint8).reshape(-1).numpy()
+        inputs.token_ids = np.zeros_like(ids)
+        states = decoder.forward(inputs, _cache(decoder))
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"enable_prompt_embeds=True: architecture {architecture!r} cannot start from embeddings: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if rows.shape[1] != embedding_size or not torch.equal(states, expected):
+        raise UnsupportedModelError(
+            f"enable_prompt_embeds=True: architecture {architecture!r} does more with ids than to look up "
+            f"{embedding_size} numbers for each"
+        )
+
+
 def relative_error(ours: torch.Tensor, stock: torch.Tensor) -> float:
     """Of two [num_tokens, vocab_size]: the root mean square difference of a token's logits, in their standard deviations.
 

@@ -153,6 +153,7 @@ class ModelRunner:
             num_blocks=num_blocks,
             max_blocks=-(-length // size),
             padding_block=self.cache.padding_block,
+            embedding_bytes=config.model.embedding_bytes,
         )
         self._rows = None
 

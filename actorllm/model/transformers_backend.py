@@ -41,6 +41,7 @@ from transformers.utils import logging as transformers_logging
 from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError, EngineError, UnsupportedModelError
 from actorllm.model.attention import AttentionBatch, KVCache, KVWrites, Scoring
+from actorllm.model.embeds import place_rows
 from actorllm.model.inputs import StepInputs
 from actorllm.model.weights import progress_is_shown, stable_hash, tensor_files
 
@@ -431,7 +432,7 @@ class TransformersDecoder:
         token = _step_under_way.set(step)
         try:
             output = self._body(
-                input_ids=torch.from_numpy(inputs.token_ids).unsqueeze(0),
+                **self._tokens(inputs),
                 position_ids=torch.from_numpy(inputs.positions).unsqueeze(0),
                 use_cache=False,
             )
@@ -443,6 +444,20 @@ class TransformersDecoder:
             )
         self._output_kind = type(output) if hasattr(output, "last_hidden_state") else None
         return _hidden(output)[0]
+
+    def _tokens(self, inputs: StepInputs) -> dict[str, torch.Tensor]:
+        """The ids of a step, [1, num_tokens], or their embeddings where a prompt brought some of them."""
+        ids = torch.from_numpy(inputs.token_ids).unsqueeze(0)
+        if inputs.embedded is None:
+            return {"input_ids": ids}
+        embedded = self.embed(ids)
+        place_rows(embedded[0], inputs)
+        return {"inputs_embeds": embedded}
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """What the model makes of ids, [..., embedding_size], before anything that it does to embeddings as well."""
+        embedded: torch.Tensor = self.model.get_input_embeddings()(ids)
+        return embedded
 
     def select(self, hidden: torch.Tensor, rows: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
         """The final hidden states of some rows, [num_rows, hidden_size]."""
@@ -514,7 +529,7 @@ def load(
     plan: TransformersPlan, model: ModelConfig, dtype: torch.dtype, show_progress: bool | None
 ) -> TransformersDecoder:
     """The model with its weights, checked against transformers' own attention. Raises ModelError."""
-    from actorllm.model.probe import probe
+    from actorllm.model.probe import probe, probe_embeds
 
     # Weights must be ordinary tensors: views of inference tensors cannot be made outside of inference mode.
     with torch.inference_mode(False), torch.no_grad():
@@ -524,6 +539,8 @@ def load(
             loaded = _from_checkpoint(plan, model, dtype, show_progress)
         decoder = TransformersDecoder(plan, loaded)
     probe(decoder)
+    if model.embedding_size is not None:
+        probe_embeds(decoder, model.embedding_size)
     return decoder
 
 

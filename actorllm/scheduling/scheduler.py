@@ -30,10 +30,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actorllm.embeds import EMBEDDED, MAX_STEP_BYTES, rows_between, wrong_rows
 from actorllm.kvcache.manager import KVCacheManager, KVCacheStatistics
 from actorllm.kvcache.prefix_index import HASH_BYTES, continue_hashes, extra_key, first_digest
 from actorllm.logprobs import LogprobSpan, spans_of
-from actorllm.messages import I32, NO_I32, StepFailed, StepPlan, StepResult, Submit, no_i32
+from actorllm.messages import I32, NO_I32, U8, StepFailed, StepPlan, StepResult, Submit, no_i32
 from actorllm.request import FinishReason
 from actorllm.rules import SamplingRules
 from actorllm.scheduling.batch import ONE, Batch, Rows
@@ -155,7 +156,9 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         max_num_partial_prefills: int = 1,
         watermark: float = 0.0,
+        embedding_bytes: int = 0,
     ) -> None:
+        """embedding_bytes: of each position of a prompt that is given as an embedding; 0: none is."""
         spare = num_lookahead_tokens * depth
         if num_blocks * block_size < max_model_len + spare:
             raise ValueError(
@@ -204,6 +207,8 @@ class Scheduler:
             if token < vocab_size:
                 self._num_stopping[token] = 1 << 30
         self._num_watched = 0  # requests alive that look out for repetitions
+        self._embedding_bytes = embedding_bytes
+        self._num_embedded = 0  # requests alive whose prompts have embeddings
         self._num_row_logprobs = 0  # that a step returns when every running request samples
         self._arrivals = 0
         self._num_steps = 0
@@ -251,6 +256,7 @@ class Scheduler:
                 return End(sequence, "error", error=f"its sampling rules cannot be used: {wrong}")
         self._hash_known(sequence)
         self._alive[key] = sequence
+        self._num_embedded += submit.prompt_embeds.size > 0
         self._count_stops(sequence, 1)
         if submit.blocked_on is not None:
             sequence.state = State.BLOCKED
@@ -262,6 +268,8 @@ class Scheduler:
     def _take_rules(self, sequence: Sequence, given: dict[str, Any]) -> None:
         rules = SamplingRules.from_fields(given)
         rules.check(self._vocab_size)
+        if rules.num_prompt_logprobs >= 0 and sequence.submit.prompt_embeds.size:
+            raise ValueError("there are no prompt_logprobs where the prompt has embeddings instead of token ids")
         sequence.rules = rules
         if rules.repetition is not None:
             room = sequence.limit - sequence.num_prompt
@@ -277,7 +285,12 @@ class Scheduler:
             return f"{size} tokens leave no room for output: max_model_len is {self.limits.max_model_len}"
         if size >= sequence.limit and submit.pooling is None:
             return f"max_tokens={submit.max_tokens} are emitted already"
-        if int(sequence.known.min()) < 0 or int(sequence.known.max()) >= self._vocab_size:
+        lowest = int(sequence.known.min())
+        if submit.prompt_embeds.size:
+            if error := wrong_rows(submit, self._embedding_bytes):
+                return error
+            lowest -= EMBEDDED
+        if lowest < 0 or int(sequence.known.max()) >= self._vocab_size:
             return f"a token id is outside the vocabulary of {self._vocab_size}"
         num_hashes, num_full = submit.block_hashes.size / HASH_BYTES, submit.prompt.size // self.kv.block_size
         if num_hashes and num_hashes != num_full:
@@ -393,6 +406,8 @@ class Scheduler:
         late = sampling.slots[batch.is_late[sampling.index]] if batch.num_late else NO_I32
         step = self.ledger.next_step
         plan = self._builder.build(step, rows, extended, self.kv.take_actions(), prefill, late)
+        if prefill and self._num_embedded:
+            plan = replace(plan, embeds=self._embeds_of(prefill))
         self.ledger.launch(StepRecord(step, sampling, num_decode, tuple(prefill), num_tokens, now))
         self._num_steps += 1
         return plan
@@ -443,6 +458,7 @@ class Scheduler:
         started: list[tuple[Sequence, int]] = []  # with how many blocks each needs
         shared: dict[int, I32] = {}
         free_blocks = self.kv.num_free
+        embeds_room = MAX_STEP_BYTES // self._embedding_bytes if self._num_embedded else 0
         seen: set[Sequence] = set()
         for sequence, size in chunks:
             if sequence in seen:
@@ -459,6 +475,9 @@ class Scheduler:
             remaining = self._remaining_if_any(sequence)
             if sequence.rules is not None:
                 size = self._chunk_with_logprobs(sequence, size)
+            has_embeds = self._num_embedded and sequence.submit.prompt_embeds.size
+            if has_embeds:
+                size = min(size, embeds_room)
             wanted, size = size, min(size, remaining, self.limits.max_tokens - num_tokens)
             self._num_refused += size < wanted
             if size <= 0 or (size < remaining and sequence.is_whole):
@@ -481,6 +500,8 @@ class Scheduler:
                     shared[sequence.slot] = sequence.hits
             accepted.append((sequence, size))
             num_tokens += size
+            if has_embeds:
+                embeds_room -= size
             slot = sequence.slot
             batch.num_computed[slot] += size
             if size == remaining:
@@ -498,6 +519,11 @@ class Scheduler:
         if rules is None or not sequence.wants_prompt_logprobs or sequence.is_whole:
             return size
         return min(size, max(1, MAX_CHUNK_LOGPROBS // (rules.num_prompt_logprobs + 1)))
+
+    def _embeds_of(self, prefill: list[tuple[Sequence, int]]) -> U8:
+        """The rows of these chunks that have an embedding; `num_computed` counts the chunks already."""
+        ends = [(sequence, int(self.batch.num_computed[sequence.slot]), size) for sequence, size in prefill]
+        return np.concatenate([rows_between(s.submit, end - n, end, self._embedding_bytes) for s, end, n in ends])
 
     def _has_logprob_room(self, sequence: Sequence) -> bool:
         rules = sequence.rules
@@ -947,6 +973,7 @@ class Scheduler:
         sequence.last_token = self.now if sequence.first_token is not None else None
         del self._alive[sequence.key]
         self._num_watched -= sequence.watch is not None
+        self._num_embedded -= sequence.submit.prompt_embeds.size > 0
         if sequence.submit.stop_token_ids:
             self._count_stops(sequence, -1)
         self.policy.on_end(sequence, self)
@@ -1150,6 +1177,8 @@ class Scheduler:
         running = [s.rules for s in self.running() if s.rules is not None]
         assert self._num_row_logprobs == sum(rules.num_logprobs + 1 for rules in running), "count of log-probabilities"
         assert self._num_watched == sum(s.watch is not None for s in self._alive.values()), "count of watched requests"
+        embedded = sum(s.submit.prompt_embeds.size > 0 for s in self._alive.values())
+        assert self._num_embedded == embedded, "count of prompts with embeddings"
         expected = np.zeros_like(self._num_stopping)
         for token in self._eos_ids:
             if token < self._vocab_size:
