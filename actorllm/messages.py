@@ -316,6 +316,8 @@ class Outputs:
     logprob_ranks: I32 = field(default_factory=no_i32)
     logprob_text: str = ""
     logprob_text_ends: I32 = field(default_factory=no_i32)
+    cached: I32 = field(default_factory=no_i32)
+    """Pairs (rid, tokens) of requests whose first token is here: how much of the prompt was found in the prefix cache."""
     emitted: float = 0.0
 
 

@@ -23,7 +23,18 @@ _NOTHING: deque[tuple[int, Delta]] = deque()
 class Mailbox:
     """Where the engine puts what belongs to one request. It outlives the stream, which must be free to be dropped."""
 
-    __slots__ = ("deltas", "error", "has_end", "host", "is_aborted", "num_open", "rids", "waiter", "wakes_at_end")
+    __slots__ = (
+        "deltas",
+        "error",
+        "has_end",
+        "host",
+        "is_aborted",
+        "num_cached",
+        "num_open",
+        "rids",
+        "waiter",
+        "wakes_at_end",
+    )
 
     def __init__(self, host: HostLoop | None = None, wakes_at_end: bool = False, num_sequences: int = 1) -> None:
         self.host = host
@@ -37,15 +48,22 @@ class Mailbox:
         self.has_end = False
         """The last delta there will ever be has been pushed."""
         self.error: BaseException | None = None
+        self.num_cached = 0
+        """Prompt tokens that were found in the prefix cache; of several sequences, by the first."""
         self.rids: list[int] = []
         """One per sequence, known once the frontend has submitted the request."""
         self.is_aborted = False
 
     # On the engine thread or the intake thread
 
+    def note_cached(self, num_tokens: int) -> None:
+        self.num_cached = num_tokens
+
     def push(self, delta: Delta, index: int = 0) -> None:
         self.deltas.append((index, delta))
         if delta.end is not None:
+            if not index:
+                self.num_cached = delta.end.num_cached_tokens
             self.num_open -= 1
             self.has_end = not self.num_open
 
@@ -77,6 +95,10 @@ class Sibling:
     @property
     def host(self) -> HostLoop | None:
         return self._mailbox.host
+
+    def note_cached(self, num_tokens: int) -> None:
+        if not self._index:
+            self._mailbox.num_cached = num_tokens
 
     def push(self, delta: Delta) -> None:
         self._mailbox.push(delta, self._index)
@@ -246,7 +268,6 @@ class RequestStream:
             self._prompt_logprobs = []
         if is_finished:
             self._end_here()
-        first = self._completions[0].end
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -254,7 +275,7 @@ class RequestStream:
             outputs=[changed[index].output() for index in (sorted(changed) if len(changed) > 1 else changed)],
             finished=is_finished,
             metrics=self._metrics(is_finished),
-            num_cached_tokens=first.num_cached_tokens if first is not None else 0,
+            num_cached_tokens=self._mailbox.num_cached,
             prompt_logprobs=prompt_logprobs,
         )
 
@@ -267,6 +288,7 @@ class RequestStream:
                 first_token_ts=_epoch([self._first_emitted], min),
                 last_token_ts=_epoch([self._last_emitted], max),
                 num_generation_tokens=num_tokens,
+                num_cached_tokens=self._mailbox.num_cached,
             )
         ends = [completion.end for completion in self._completions if completion.end is not None]
         return RequestMetrics(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actorllm import LLM, SamplingParams
+from actorllm import LLM, AsyncLLM, SamplingParams
 from actorllm.errors import InvalidParameterError, InvalidPromptError
 
 SYSTEM = "You tell stories to children who cannot sleep, and all of them end well. " * 4
@@ -60,6 +60,21 @@ def test_the_second_request_says_how_much_was_cached(llm: LLM) -> None:
     assert after["queries"] - before["queries"] == 2 * size
     assert after["hits"] - before["hits"] == second.num_cached_tokens
     assert after["requests"] - before["requests"] == 2
+
+
+@pytest.mark.parametrize("interval", [1, 7])
+async def test_every_output_of_a_stream_says_it(interval: int) -> None:
+    async with AsyncLLM("storyteller", topology="inline", num_threads=1, block_size=16) as llm:
+        params = SamplingParams(max_tokens=20, ignore_eos=True, stream_interval=interval)
+        size = len((await llm.complete(SYSTEM, params)).prompt_token_ids)
+        for n in (1, 2):
+            params.n = n
+            outputs = [output async for output in llm.generate(SYSTEM, params)]
+            assert len(outputs) > 1
+            assert {output.num_cached_tokens for output in outputs} == {(size - 1) // 16 * 16}
+            assert {o.metrics.num_cached_tokens for o in outputs if o.metrics} == {(size - 1) // 16 * 16}
+        outputs = [output async for output in llm.generate("Something else", params)]
+        assert {output.num_cached_tokens for output in outputs} == {0}
 
 
 def test_the_next_turn_of_a_conversation_finds_the_answer_of_the_last(llm: LLM) -> None:

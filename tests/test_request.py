@@ -161,7 +161,6 @@ def test_a_bad_value_is_named(name: str, value: Any) -> None:
             ["min_pattern_size=4", "max_pattern_size=3"],
         ),
         ({"repetition_detection": {"max_patern_size": 3}}, ["'max_patern_size'", "did you mean 'max_pattern_size'"]),
-        ({"logprob_token_ids": [1]}, ["logprob_token_ids=[1]", "leave it at None"]),
         ({"logit_bias": np.zeros(3)}, ["logit_bias=array", "must map token ids to numbers"]),
     ],
 )
@@ -366,10 +365,19 @@ async def test_max_tokens_none_goes_to_the_length_of_the_model(llm: AsyncLLM) ->
 async def test_the_models_own_end(llm: AsyncLLM) -> None:
     output = await complete(llm, temperature=0, ignore_eos=False)
     assert output.token_ids == GREEDY[:5], "the token that ends it is part of the tokens"
-    assert (output.finish_reason, output.stop_reason) == ("stop", None)
+    assert (output.finish_reason, output.stop_reason) == ("stop", EOS), "only the tokenizer's own is no stop_reason"
     with_end = await complete(llm, temperature=0, ignore_eos=False, include_stop_str_in_output=True)
     assert with_end.text == output.text + " who"
     assert (await complete(llm, temperature=0, max_tokens=6)).token_ids == GREEDY
+
+
+async def test_the_end_of_text_of_the_tokenizer_is_no_stop_reason(llm: AsyncLLM) -> None:
+    only_end = SamplingParams(allowed_token_ids=[0], max_tokens=3, seed=1)
+    output = (await llm.complete(PROMPT, only_end)).outputs[0]
+    assert (output.token_ids, output.finish_reason, output.stop_reason) == ([0], "stop", None)
+    only_end.ignore_eos, only_end.stop_token_ids = True, [0]
+    output = (await llm.complete(PROMPT, only_end)).outputs[0]
+    assert (output.token_ids, output.finish_reason, output.stop_reason) == ([0], "stop", 0)
 
 
 async def test_stop_token_ids(llm: AsyncLLM) -> None:
@@ -448,7 +456,7 @@ async def test_a_stop_string_and_a_stop_token_in_one_step(llm: AsyncLLM) -> None
     output = await complete(llm, temperature=0, **(ends | {"stop": ["ved"]}))
     assert (output.text, output.stop_reason) == (" there li", "ved")
     output = await complete(llm, temperature=0, ignore_eos=False, stop=["a man who"])
-    assert (output.text, output.stop_reason) == (" there lived a man", None)
+    assert (output.text, output.stop_reason) == (" there lived a man", EOS)
     output = await complete(llm, temperature=0, max_tokens=4, stop=["man"])
     assert (output.text, output.finish_reason, output.stop_reason) == (" there lived a ", "stop", "man")
 

@@ -50,6 +50,9 @@ class Consumer(Protocol):
 
     def push(self, delta: Delta) -> None: ...
 
+    def note_cached(self, num_tokens: int) -> None:
+        """So much of the prompt was in the prefix cache; before the first push, and only if it is anything."""
+
     def fail(self, error: BaseException) -> None: ...
 
     def wake(self) -> None:
@@ -183,6 +186,10 @@ class FrontendActor(Actor):
         ends = {end[0]: RequestEnd(*end) for end in outputs.ends} if outputs.ends else None
         vectors = self._vectors(outputs)
         logprobs = self._logprobs_by_row(outputs) if outputs.logprob_spans.size else None
+        if outputs.cached.size:
+            for rid, num_tokens in outputs.cached.reshape(-1, 2).tolist():
+                if rid in self._journal:
+                    self._journal[rid].consumer.note_cached(num_tokens)
         at = text_at = 0
         woken: list[Consumer] = []
         for row, rid in enumerate(rids):

@@ -68,6 +68,7 @@ class OutputRows:
     """The rows of one `Outputs` message while it is put together."""
 
     __slots__ = (
+        "cached",
         "counts",
         "ends",
         "index",
@@ -95,6 +96,7 @@ class OutputRows:
         self.vectors: list[Any] = []
         self.spans: list[LogprobSpan] = []
         self.logprob_texts: list[str] = []
+        self.cached: list[int] = []
 
     def add(self, rid: int, index: int, tokens: list[int], text: str) -> None:
         self.rids.append(rid)
@@ -153,6 +155,7 @@ class OutputRows:
             vector_rows=np.array(self.vector_rows, np.int32),
             vectors=np.concatenate(self.vectors) if self.vectors else np.zeros(0, np.float32),
             **self._logprob_columns(),
+            cached=np.array(self.cached, np.int32) if self.cached else NO_I32,
             emitted=emitted,
         )
 
@@ -217,6 +220,7 @@ class SchedulerActor(Actor):
             "max_model_len": config.model.max_model_len,
             "vocab_size": config.model.vocab_size,
             "eos_token_ids": self._eos_token_ids(config),
+            "primary_eos_token_id": None if self._tokenizer is None else self._tokenizer.eos_token_id,
             "policy": load_policy(config.scheduler.policy),
             "depth": config.scheduler.depth,
             "num_lookahead_tokens": config.scheduler.num_lookahead_tokens,
@@ -488,6 +492,10 @@ class SchedulerActor(Actor):
                 rows.add_logprobs(logprobs)
             if end is not None:
                 rows.end(end)
+        for sequence in events.cached:
+            frontend, rid = sequence.key
+            if frontend in rows_of:  # else nothing is due of it yet, and the end says it
+                rows_of[frontend].cached += (rid, sequence.num_cached_tokens)
         for sequence, of_prompt in spans.items():  # whose prompts go on
             try:
                 logprobs = _with_texts(sequence, of_prompt, 0)

@@ -80,6 +80,8 @@ class Events:
     ends: tuple[End, ...] = ()
     vectors: tuple[tuple[Sequence, NDArray[np.float32]], ...] = ()
     logprobs: tuple[tuple[Sequence, LogprobSpan], ...] = ()
+    cached: tuple[Sequence, ...] = ()
+    """Those whose first token is here and part of whose prompt was found in the prefix cache."""
 
 
 def _no_choice(sequence: Sequence) -> str:
@@ -149,6 +151,7 @@ class Scheduler:
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: Iterable[int],
+        primary_eos_token_id: int | None = None,
         policy: PlanPolicy,
         depth: int = 2,
         num_lookahead_tokens: int = 0,
@@ -158,7 +161,8 @@ class Scheduler:
         watermark: float = 0.0,
         embedding_bytes: int = 0,
     ) -> None:
-        """embedding_bytes: of each position of a prompt that is given as an embedding; 0: none is."""
+        """eos_token_ids: what ends a text; all but the primary one, the tokenizer's own, are told as the stop_reason.
+        embedding_bytes: of each position of a prompt that is given as an embedding; 0: none is."""
         spare = num_lookahead_tokens * depth
         if num_blocks * block_size < max_model_len + spare:
             raise ValueError(
@@ -184,6 +188,7 @@ class Scheduler:
         self.wake_at = math.inf
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_token_ids)
+        self._silent_ids = frozenset() if primary_eos_token_id is None else frozenset((primary_eos_token_id,))
         # Room kept per row: for the token that a step samples, and for what every step in flight may return beyond one.
         self._spare = spare
         self._ahead = 1 + spare
@@ -241,7 +246,7 @@ class Scheduler:
             known=known,
             limit=min(limit, self.limits.max_model_len),
             stop_ids=eos.union(submit.stop_token_ids),
-            eos_ids=eos,
+            silent_ids=eos & self._silent_ids,
             queued=now,
         )
         self._arrivals += 1
@@ -814,9 +819,12 @@ class Scheduler:
         known += ONE
         batch.num_known[rows.index] = known
         self._num_output_tokens += tokens.size
+        cached: list[Sequence] = []
         for sequence in rows.sequences[record.num_decode :]:
             if sequence.first_token is None:
                 sequence.first_token = self.now
+                if sequence.num_cached_tokens:
+                    cached.append(sequence)
         may_end = self._num_stopping.take(tokens).astype(np.bool_) | (known >= rows.limits)
         if self._num_watched:
             may_end |= self._repeats(rows, tokens)
@@ -825,7 +833,7 @@ class Scheduler:
             for row in may_end.nonzero()[0].tolist()
             if (end := self._stop(rows.sequences[row], int(tokens[row]), int(index[row]) + 1)) is not None
         ]
-        return Events(rows.sequences, tokens, index, ends=tuple(ends))
+        return Events(rows.sequences, tokens, index, ends=tuple(ends), cached=tuple(cached))
 
     @staticmethod
     def _repeats(rows: Rows, tokens: I32) -> NDArray[np.bool_]:
@@ -850,6 +858,7 @@ class Scheduler:
         got: list[tuple[Sequence, I32, int]] = []
         ends: list[End] = []
         pooled: list[tuple[Sequence, NDArray[np.float32]]] = []
+        cached: list[Sequence] = []
         is_tainted = False
         for row, sequence in enumerate(rows.sequences):
             tokens = result.tokens[first[row] : first[row] + counts[row]]
@@ -878,6 +887,8 @@ class Scheduler:
             if sequence.first_token is None:
                 if tokens.size:
                     sequence.first_token = self.now
+                    if sequence.num_cached_tokens:
+                        cached.append(sequence)
                     self._tokenless.discard(sequence)
                 elif sequence.state is not State.FINISHED:
                     self._tokenless.add(sequence)
@@ -897,6 +908,7 @@ class Scheduler:
             NO_I32 if (all_counts == 1).all() else all_counts,
             tuple(ends),
             tuple(pooled),
+            cached=tuple(cached),
         )
 
     def _append(self, sequence: Sequence, tokens: I32, slot: int) -> int:
@@ -925,7 +937,7 @@ class Scheduler:
     def _stop(self, sequence: Sequence, token: int, num_outputs: int) -> End | None:
         """End a request if this token, its num_outputs-th, is one to end at."""
         if token in sequence.stop_ids and num_outputs > sequence.submit.min_tokens:
-            return self._end(sequence, "stop", None if token in sequence.eos_ids else token)
+            return self._end(sequence, "stop", None if token in sequence.silent_ids else token)
         if sequence.submit.prompt.size + num_outputs >= sequence.limit:
             return self._end(sequence, "length")
         if sequence.watch is not None and sequence.watch.is_repeating and num_outputs >= sequence.submit.min_tokens:

@@ -45,7 +45,8 @@ class Sequence:
     """Total tokens (prompt and output) at which it ends with reason 'length'."""
     stop_ids: frozenset[int]
     """Ids that end it, the model's end-of-text ids included unless ignored."""
-    eos_ids: frozenset[int]
+    silent_ids: frozenset[int]
+    """Those of them that are no stop_reason: the primary end of text."""
     state: State = State.WAITING
     slot: int = -1
     queued: float = 0.0

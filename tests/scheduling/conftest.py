@@ -196,6 +196,7 @@ def make_scheduler(**overrides: Any) -> Scheduler:
         "max_model_len": 40,
         "vocab_size": VOCAB,
         "eos_token_ids": (EOS,),
+        "primary_eos_token_id": EOS,
         "policy": load_policy("fcfs"),
         "depth": 2,
     }
