@@ -20,10 +20,8 @@ def anyio_backend() -> str:
 
 
 @asynccontextmanager
-async def running(**arguments: int) -> AsyncIterator[AsyncLLM]:
-    llm = AsyncLLM(
-        "storyteller", dtype="float32", topology="inline", num_threads=1, block_size=16, max_num_seqs=1, **arguments
-    )
+async def running(topology: str = "inline") -> AsyncIterator[AsyncLLM]:
+    llm = AsyncLLM("storyteller", dtype="float32", topology=topology, num_threads=1, block_size=16, max_num_seqs=1)
     async with llm:
         yield llm
 
@@ -33,8 +31,9 @@ def params(num_tokens: int = 60) -> SamplingParams:
 
 
 @pytest.mark.anyio
-async def test_every_mode() -> None:
-    async with running() as llm:
+@pytest.mark.parametrize("topology", ["inline", "process"])
+async def test_every_mode(topology: str) -> None:
+    async with running(topology) as llm:
         expected = (await llm.complete(PROMPT, params())).outputs[0].token_ids
         assert not await llm.is_paused()
 
@@ -74,6 +73,28 @@ async def test_every_mode() -> None:
         assert final.outputs[0].token_ids[:60] == expected
         assert final.metrics is not None
         assert final.metrics.num_preemptions == 1
+
+
+@pytest.mark.anyio
+async def test_several_pauses_and_an_attached_frontend() -> None:
+    """Whoever pauses pauses everybody; a second pause on top of the first is no second one to be taken back."""
+    owner = AsyncLLM("storyteller", name="paused", dtype="float32", num_threads=1, max_num_seqs=2)
+    async with owner:
+        expected = (await owner.complete(PROMPT, params(20))).outputs[0].token_ids
+        guest = AsyncLLM.attach("paused")
+        async with guest:
+            running = owner.generate(PROMPT, params(400))
+            await anext(running)
+            await guest.pause_generation(mode="keep", clear_cache=False)
+            assert await owner.is_paused()
+            waiting = [owner.generate(PROMPT, params(20)), guest.generate(PROMPT, params(20))]
+            await owner.pause_generation(mode="keep")
+            assert [stream.take() for stream in waiting] == [None, None]
+            await guest.resume_generation()
+            assert not await owner.is_paused()
+            for stream in waiting:
+                assert [output async for output in stream][-1].outputs[0].token_ids == expected
+            assert [output async for output in running][-1].outputs[0].token_ids[:20] == expected
 
 
 @pytest.mark.anyio
