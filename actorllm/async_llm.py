@@ -264,6 +264,21 @@ class AsyncLLM:
             return False
         return bool(await HostLoop.current().result_of(self._engine.ask_scheduler("is_paused")))
 
+    async def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        """As `LLM.start_profile`; starts the engine."""
+        await self.start()
+        await HostLoop.current().result_of(self._engine.start_profile(profile_prefix, delay_iterations, max_iterations))
+
+    async def stop_profile(self) -> None:
+        """As `LLM.stop_profile`."""
+        await HostLoop.current().result_of(self._engine.stop_profile())
+
     # What programs for vLLM ask of an engine
 
     async def check_health(self) -> None:

@@ -119,6 +119,8 @@ class EngineConfig:
     """Requests that bring no seed get one made of this and of their number; None: a random one."""
     stream_interval: int = 1
     """New tokens per output; a request may ask for more."""
+    profile_folder: str | None = None
+    """Where the workers write their traces (`start_profile`); None: profiling is off."""
 
     def resolved(self, num_blocks: int) -> EngineConfig:
         """The same engine with the number of KV blocks that every rank can hold.
@@ -216,6 +218,7 @@ class EngineConfig:
             record=None if given["record"] is None else os.fspath(given["record"]),
             seed=given["seed"],
             stream_interval=_positive("stream_interval", given["stream_interval"]),
+            profile_folder=_profile_folder(given["profiler_config"]),
         )
 
 
@@ -246,6 +249,7 @@ ARGUMENTS: dict[str, Any] = {
     "generation_config": "auto",
     "override_generation_config": None,
     "stream_interval": 1,
+    "profiler_config": None,
     "topology": "process",
     "name": None,
     "device": "auto",
@@ -568,6 +572,28 @@ def _kv_cache_memory(value: Any) -> int | None:
     if size is not None and size > memory:
         raise ConfigError(f"kv_cache_memory_bytes={size} is more than the machine's memory of {memory} bytes")
     return size
+
+
+def _profile_folder(given: Any) -> str | None:
+    """Of vLLM's profiler_config: {"profiler": "torch", "torch_profiler_dir": folder}."""
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise ConfigError(f"profiler_config={given!r} must be a mapping, or None")
+    for key, value in given.items():
+        if key not in ("profiler", "torch_profiler_dir"):
+            known = ("profiler", "torch_profiler_dir")
+            raise ConfigError(f"profiler_config: {key!r} is not supported{nearest_name(str(key), known)}")
+        if key == "profiler" and value not in (None, "torch"):
+            raise ConfigError(
+                f"profiler_config: profiler={value!r} is not supported; use 'torch', or None for no profiles"
+            )
+    if given.get("profiler") is None:
+        return None
+    folder = given.get("torch_profiler_dir")
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        raise ConfigError(f"profiler_config: torch_profiler_dir={folder!r} must be the folder for the traces")
+    return str(Path(folder).expanduser().absolute())
 
 
 def _fraction(name: str, value: Any) -> float | None:

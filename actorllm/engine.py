@@ -15,9 +15,11 @@ import logging
 import math
 import os
 import queue
+import re
 import sys
 import tempfile
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -42,6 +44,7 @@ from actorllm.config import EngineConfig
 from actorllm.embeds import EMBEDDED, MAX_PROMPT_BYTES, encode_rows, read_rows, salt_of
 from actorllm.errors import (
     ActorLLMError,
+    ConfigError,
     DuplicateRequestError,
     EngineError,
     EngineShutdownError,
@@ -154,6 +157,7 @@ class Engine:
         self._intake_thread: threading.Thread | None = None
         self._tokenizer: Tokenizer | None = None
         self._chat_template: ChatTemplate | None = None
+        self._profile_prefix = ""
 
     # What it is made of; an AttachedEngine is made of something else
 
@@ -358,8 +362,9 @@ class Engine:
                 self._abort_mailbox,
                 hold,
                 params.n,
-                has_logprobs=params.logprobs is not None,
+                has_logprobs=params.num_logprobs is not None,
                 has_prompt_logprobs=params.prompt_logprobs is not None,
+                is_flat=params.flat_logprobs,
             )
             self._streams[request_id] = stream
         stream_ref = weakref.ref(stream)
@@ -652,6 +657,43 @@ class Engine:
         """Ask the scheduler actor something (see SchedulerActor.VERBS). Raises when the engine does not run."""
         self._check()
         return self._thread.call(self._frontend.ask_scheduler, verb, **arguments)
+
+    def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> Future[Any]:
+        """Trace every torch operation of the workers, until `stop_profile`. The answer, or its error, is in the future.
+
+        profile_prefix: what the names of the files begin with. The other two of vLLM's arguments are accepted where they
+        ask for nothing. Raises ConfigError or InvalidParameterError.
+        """
+        if self.config.profile_folder is None:
+            raise ConfigError(
+                "a profile needs an engine that is built with "
+                "profiler_config={'profiler': 'torch', 'torch_profiler_dir': FOLDER}"
+            )
+        if profile_prefix is not None and not (
+            isinstance(profile_prefix, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", profile_prefix)
+        ):
+            raise InvalidParameterError(
+                f"profile_prefix={profile_prefix!r:.200} must be up to 128 letters, digits, '.', '_' and '-', the first of "
+                f"them a letter or a digit"
+            )
+        for name, value in (("delay_iterations", delay_iterations), ("max_iterations", max_iterations)):
+            if value not in (None, 0):
+                raise InvalidParameterError(f"{name}={value!r} is not supported yet; leave it at None or 0")
+        asked = self.ask_scheduler("start_profile", timeout=math.inf)
+        self._profile_prefix = f"{profile_prefix or time.time_ns() // 1_000_000}_"
+        return asked
+
+    def stop_profile(self) -> Future[Any]:
+        """Write one trace per rank into the folder of profiler_config; the paths are in the future. Raises ConfigError."""
+        folder = self.config.profile_folder
+        if folder is None:
+            raise ConfigError("no profile is under way: the engine was built without profiler_config")
+        return self.ask_scheduler("stop_profile", timeout=math.inf, folder=folder, prefix=self._profile_prefix)
 
     def statistics(self) -> dict[str, Any]:
         """What this side knows without asking anybody."""

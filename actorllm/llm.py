@@ -95,18 +95,15 @@ class LLM:
         about the template are the fields of `actorllm.text.chat.Conversation`.
         """
         vllm_arguments = {"lora_request": lora_request, "mm_processor_kwargs": mm_processor_kwargs}
-        batch: list[Prompt] = [
-            Conversation.of(
-                one,
-                chat_template=chat_template,
-                chat_template_content_format=chat_template_content_format,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                chat_template_kwargs=chat_template_kwargs,
-            )
-            for one in (messages if is_batch(messages) else [messages])
-        ]
+        batch = _conversations(
+            messages,
+            chat_template=chat_template,
+            chat_template_content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         return self._complete(batch, sampling_params, use_tqdm, priority, tokenization_kwargs, vllm_arguments)
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -144,12 +141,55 @@ class LLM:
         **vllm_arguments: Any,
     ) -> list[str]:
         """As `generate`, without waiting: returns the ids of the requests, whose outputs `wait_for_completion` returns."""
+        return self._enqueue(
+            _as_batch(prompts), sampling_params, priority, vllm_arguments | {"lora_request": lora_request}
+        )
+
+    def enqueue_chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: ContentFormat = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: None = None,
+    ) -> list[str]:
+        """As `chat`, without waiting: see `enqueue`."""
+        batch = _conversations(
+            messages,
+            chat_template=chat_template,
+            chat_template_content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        extras = {
+            "tokenization_kwargs": tokenization_kwargs,
+            "lora_request": lora_request,
+            "mm_processor_kwargs": mm_processor_kwargs,
+        }
+        return self._enqueue(batch, sampling_params, priority, extras)
+
+    def _enqueue(
+        self,
+        batch: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+        extras: Mapping[str, Any],
+    ) -> list[str]:
         if self._host is None:
             self._host = ThreadHost()
-        extras = vllm_arguments | {"lora_request": lora_request}
         streams: list[RequestStream] = []
         try:
-            for stream in self._submit(self._host, _as_batch(prompts), sampling_params, priority, extras):
+            for stream in self._submit(self._host, batch, sampling_params, priority, extras):
                 streams.append(stream)  # noqa: PERF402
         except BaseException:
             for stream in streams:
@@ -259,6 +299,25 @@ class LLM:
         asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
         return bool(asked.result())
 
+    def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        """Trace every torch operation of the workers, until `stop_profile`.
+
+        The engine must have profiler_config={'profiler': 'torch', 'torch_profiler_dir': FOLDER}. profile_prefix: what the
+        names of the files begin with; None: the time. The others are accepted where they ask for nothing. Raises
+        ConfigError, InvalidParameterError, or EngineError when a profile is under way.
+        """
+        self._engine.start_profile(profile_prefix, delay_iterations, max_iterations).result()
+
+    def stop_profile(self) -> None:
+        """Write the traces, one file per rank in the format of chrome://tracing. Raises EngineError when there is none."""
+        self._engine.stop_profile().result()
+
     def shutdown(self, timeout: float = 5.0) -> None:
         """Stop everything and wait for it. Idempotent."""
         self._engine.shutdown(timeout)
@@ -278,6 +337,11 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         raise InvalidPromptError(f"prompts must be text, token ids or a list of prompts, not {type(prompts).__name__}")
     items: list[Any] = list(prompts)
     return [items] if items and all(isinstance(item, Integral) for item in items) else items
+
+
+def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]], **template: Any) -> list[Prompt]:
+    """One conversation, or each of a list of them, as prompts."""
+    return [Conversation.of(one, **template) for one in (messages if is_batch(messages) else [messages])]
 
 
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

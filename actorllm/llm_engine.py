@@ -182,6 +182,25 @@ class LLMEngine:
         workers = self._engine.ask_scheduler("worker_statistics").result()
         return {**self._engine.statistics(), "scheduler": scheduler, "workers": workers}
 
+    def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        """As `LLM.start_profile`."""
+        self._engine.start_profile(profile_prefix, delay_iterations, max_iterations).result()
+
+    def stop_profile(self) -> None:
+        """As `LLM.stop_profile`."""
+        self._engine.stop_profile().result()
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """As `LLM.reset_prefix_cache`."""
+        asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
+        return bool(asked.result())
+
     def shutdown(self, timeout: float = 5.0) -> None:
         """Stop everything and wait for it. Idempotent."""
         self._engine.shutdown(timeout)

@@ -16,8 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actorllm.flat_logprobs import FlatLogprobs
 from actorllm.messages import I32
 from actorllm.request import Logprob
+
+__all__ = ("FlatLogprobs", "Logprob", "LogprobSpan", "columns_of", "spans_of")
 
 SPAN = 4
 """Integers per span."""

@@ -12,9 +12,12 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from actorllm.errors import InvalidParameterError, UnknownParameterError, nearest_name
+
+if TYPE_CHECKING:
+    from actorllm.flat_logprobs import FlatLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
@@ -33,6 +36,7 @@ FLAGS = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "include_stop_str_in_output",
+    "flat_logprobs",
 )
 """Sampling parameters that are True or False."""
 MAX_BAD_WORDS = 128
@@ -40,6 +44,7 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_LENGTH = 1024
 MAX_PATTERN_SIZE = 1 << 16
 MAX_ALLOWED_TOKEN_IDS = 1 << 22
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_N = 16_384
 """Sequences of one request."""
 
@@ -64,8 +69,6 @@ VLLM_PARAMETERS: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1.0,),
     "use_beam_search": (False,),
     "early_stopping": (False,),
-    "flat_logprobs": (False,),
-    "logprob_token_ids": (None,),
     "prompt_logprob_token_ids": (None,),
     "prompt_logprob_start": (None,),
     "logits_processors": (None, []),
@@ -197,7 +200,8 @@ class SamplingParams:
     logprobs: log-probabilities of the chosen token and of so many of the most likely ones, for every token; -1: of all.
     They are those of the model, before anything above. prompt_logprobs: the same for the prompt's tokens; such a request
     does not read the prefix cache, unless skip_reading_prefix_cache says otherwise. The engine's max_logprobs is the limit
-    of both.
+    of both. logprob_token_ids: in the place of the most likely tokens, these, MAX_LOGPROB_TOKEN_IDS at most; their ranks
+    number them. flat_logprobs: outputs hold FlatLogprobs, which read like the lists that they stand for.
     """
 
     temperature: float = 1.0
@@ -212,6 +216,8 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
+    flat_logprobs: bool = False
     skip_reading_prefix_cache: bool | None = None
     repetition_detection: RepetitionDetectionParams | Mapping[str, int] | None = None
     seed: int | None = None
@@ -243,6 +249,7 @@ class SamplingParams:
         self.bad_words = _bad_words(self.bad_words)
         self.logprobs = _num_logprobs("logprobs", self.logprobs)
         self.prompt_logprobs = _num_logprobs("prompt_logprobs", self.prompt_logprobs)
+        self.logprob_token_ids = _logprob_token_ids(self.logprob_token_ids, self.logprobs)
         self.repetition_detection = _repetition_detection(self.repetition_detection)
         if self.skip_reading_prefix_cache is not None and not isinstance(self.skip_reading_prefix_cache, bool):
             raise InvalidParameterError(
@@ -283,6 +290,13 @@ class SamplingParams:
             raise InvalidParameterError(
                 f"best_of={_shown(self.best_of)} must equal n={self.n}: every sequence is returned; choose among them"
             )
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Log-probabilities per token of the output, beside its own: `logprobs`, or one for each of logprob_token_ids."""
+        if self.logprobs is not None:
+            return self.logprobs
+        return len(self.logprob_token_ids) if self.logprob_token_ids else None
 
     def clone(self) -> SamplingParams:
         """A copy that shares nothing with this one."""
@@ -379,6 +393,21 @@ def _num_logprobs(name: str, value: object) -> int | None:
     if number < -1:
         raise InvalidParameterError(f"{name}={_shown(value)} must be >= 0, or -1 for those of all tokens")
     return number
+
+
+def _logprob_token_ids(ids: object, num_logprobs: int | None) -> list[int] | None:
+    if ids is None:
+        return None
+    if isinstance(ids, str) or not isinstance(ids, Sequence):
+        raise InvalidParameterError(f"logprob_token_ids={_shown(ids)} must be a list of token ids")
+    if len(ids) > MAX_LOGPROB_TOKEN_IDS:
+        raise InvalidParameterError(f"logprob_token_ids has {len(ids)} ids, and the limit is {MAX_LOGPROB_TOKEN_IDS}")
+    checked = [_integer("logprob_token_ids", i, low=0) for i in ids]
+    if checked and num_logprobs not in (None, len(checked)):
+        raise InvalidParameterError(
+            f"logprobs={num_logprobs} beside {len(checked)} logprob_token_ids must be their number, or None"
+        )
+    return checked
 
 
 def _logit_bias(bias: object) -> dict[int, float] | None:
@@ -561,7 +590,7 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     """Of all tokens so far, when logprobs were asked for."""
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: list[dict[int, Logprob]] | FlatLogprobs | None = None
     """By token id, for each of token_ids: the chosen token first, then the most likely ones in order."""
     routed_experts: None = None
     finish_reason: FinishReason | None = None
@@ -587,7 +616,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None
     """By token id, for each of prompt_token_ids, when asked for; the first has None: nothing came before it."""
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
@@ -627,7 +656,9 @@ def _append(completion: CompletionOutput, new: CompletionOutput) -> None:
     completion.text += new.text
     completion.token_ids = [*completion.token_ids, *new.token_ids]
     if new.logprobs:
-        completion.logprobs = [*(completion.logprobs or ()), *new.logprobs]
+        merged: Any = completion.logprobs[:] if completion.logprobs is not None else type(new.logprobs)()
+        merged.extend(new.logprobs)
+        completion.logprobs = merged
     completion.cumulative_logprob = new.cumulative_logprob
     completion.finish_reason = new.finish_reason
     completion.stop_reason = new.stop_reason

@@ -18,8 +18,8 @@ from actorllm.errors import InvalidParameterError
 from actorllm.messages import F32, I32
 from actorllm.request import MAX_BAD_WORDS, MAX_PATTERN_SIZE, RepetitionDetectionParams, SamplingParams
 
-_HEADER = 8
-"""Integers before the ids of a record: slot, integers in it, logprobs, prompt logprobs, first position, three counts."""
+_HEADER = 9
+"""Integers before the ids of a record: slot, integers in it, logprobs, prompt logprobs, first position, four counts."""
 _PENALTIES = 3
 
 MAX_COUNT = 2**31 - 1
@@ -46,6 +46,8 @@ class SamplingRules:
     """Token sequences, none of them empty, whose last token is not sampled where it would complete them."""
     num_logprobs: int = -1
     """How many of the most likely tokens to report beside the sampled one; -1: nothing at all."""
+    logprob_ids: tuple[int, ...] = ()
+    """Those to report instead of the most likely ones, num_logprobs many; empty: the most likely."""
     num_prompt_logprobs: int = -1
     """The same for every token of the prompt but the first."""
     repetition: tuple[int, int, int] | None = None
@@ -78,7 +80,7 @@ class SamplingRules:
 
     def check(self, vocab_size: int) -> None:
         """Raises ValueError or TypeError for what `rules_of` would not have made, and what would harm others."""
-        for ids in (self.bias_ids, self.allowed_ids, *self.bad_words):
+        for ids in (self.bias_ids, self.allowed_ids, self.logprob_ids, *self.bad_words):
             array = np.array(ids)
             if array.size and (array.dtype.kind != "i" or array.min() < 0 or array.max() >= vocab_size):
                 raise ValueError(f"token ids outside the vocabulary of {vocab_size}, or no integers")
@@ -90,6 +92,8 @@ class SamplingRules:
         for number in (self.num_logprobs, self.num_prompt_logprobs):
             if type(number) is not int or not -1 <= number <= vocab_size:
                 raise ValueError(f"{number!r:.80} log-probabilities in a vocabulary of {vocab_size}")
+        if self.logprob_ids and len(self.logprob_ids) != self.num_logprobs:
+            raise ValueError(f"{len(self.logprob_ids)} ids for {self.num_logprobs!r:.80} log-probabilities")
         if self.repetition is not None:
             largest, smallest, count = self.repetition
             if not 1 <= smallest <= largest <= MAX_PATTERN_SIZE or not 2 <= count <= MAX_COUNT:
@@ -103,7 +107,8 @@ def rules_of(
     detection = cast("RepetitionDetectionParams | None", params.repetition_detection)
     bias = cast("dict[int, float] | None", params.logit_bias) or {}
     allowed = cast("list[int] | None", params.allowed_token_ids) or []
-    for name, ids in (("logit_bias", bias), ("allowed_token_ids", allowed)):
+    logged = cast("list[int] | None", params.logprob_token_ids) or []
+    for name, ids in (("logit_bias", bias), ("allowed_token_ids", allowed), ("logprob_token_ids", logged)):
         if ids and max(ids) >= vocab_size:
             raise InvalidParameterError(f"{name}: {max(ids)} is outside the vocabulary of {vocab_size} tokens")
     rules = SamplingRules(
@@ -114,7 +119,8 @@ def rules_of(
         biases=tuple(bias.values()),
         allowed_ids=tuple(allowed),
         bad_words=_token_sequences(cast("list[str]", params.bad_words), vocab_size, tokenizer),
-        num_logprobs=_num_logprobs("logprobs", params.logprobs, vocab_size, max_logprobs),
+        num_logprobs=len(logged) or _num_logprobs("logprobs", params.logprobs, vocab_size, max_logprobs),
+        logprob_ids=tuple(logged),
         num_prompt_logprobs=_num_logprobs("prompt_logprobs", params.prompt_logprobs, vocab_size, max_logprobs),
         repetition=_repetition(detection),
     )
@@ -174,11 +180,12 @@ def encode_rules(rows: Iterable[tuple[int, int, SamplingRules]]) -> tuple[I32, F
     numbers: list[float] = []
     for slot, first, rules in rows:
         words = [i for word in rules.bad_words for i in (len(word), *word)]
-        size = _HEADER + len(rules.bias_ids) + len(rules.allowed_ids) + len(words)
+        size = _HEADER + len(rules.bias_ids) + len(rules.allowed_ids) + len(rules.logprob_ids) + len(words)
         integers += (slot, size, rules.num_logprobs, rules.num_prompt_logprobs, first)
-        integers += (len(rules.bias_ids), len(rules.allowed_ids), len(rules.bad_words))
+        integers += (len(rules.bias_ids), len(rules.allowed_ids), len(rules.logprob_ids), len(rules.bad_words))
         integers += rules.bias_ids
         integers += rules.allowed_ids
+        integers += rules.logprob_ids
         integers += words
         numbers += (rules.presence_penalty, rules.frequency_penalty, rules.repetition_penalty)
         numbers += rules.biases
@@ -192,12 +199,17 @@ def decode_rules(integers: I32, numbers: F32) -> Iterator[tuple[int, int, Sampli
     while at < len(whole):
         if at + _HEADER > len(whole):
             raise ValueError(f"rules: a record of {len(whole) - at} integers is none")
-        slot, size, num_logprobs, num_prompt_logprobs, first, num_biases, num_allowed, num_words = whole[
+        slot, size, num_logprobs, num_prompt_logprobs, first, num_biases, num_allowed, num_logged, num_words = whole[
             at : at + _HEADER
         ]
         end, number_end = at + size, number_at + _PENALTIES + num_biases
-        ids_end = at + _HEADER + num_biases + num_allowed
-        if min(num_biases, num_allowed, num_words) < 0 or not ids_end <= end <= len(whole) or number_end > len(parts):
+        allowed_end = at + _HEADER + num_biases + num_allowed
+        ids_end = allowed_end + num_logged
+        if (
+            min(num_biases, num_allowed, num_logged, num_words) < 0
+            or not ids_end <= end <= len(whole)
+            or number_end > len(parts)
+        ):
             raise ValueError(f"rules: the record of slot {slot} does not fit its segment")
         bias_ids = tuple(whole[at + _HEADER : at + _HEADER + num_biases])
         words: list[tuple[int, ...]] = []
@@ -220,7 +232,8 @@ def decode_rules(integers: I32, numbers: F32) -> Iterator[tuple[int, int, Sampli
                 repetition_penalty=repetition,
                 bias_ids=bias_ids,
                 biases=tuple(parts[number_at + _PENALTIES : number_end]),
-                allowed_ids=tuple(whole[at + _HEADER + num_biases : ids_end]),
+                allowed_ids=tuple(whole[at + _HEADER + num_biases : allowed_end]),
+                logprob_ids=tuple(whole[allowed_end:ids_end]),
                 bad_words=tuple(words),
                 num_logprobs=num_logprobs,
                 num_prompt_logprobs=num_prompt_logprobs,

@@ -10,12 +10,14 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from actorllm.actors.engine_thread import HostLoop, Waiter
 from actorllm.actors.frontend import Delta
 from actorllm.clock import to_epoch
+from actorllm.flat_logprobs import FlatLogprobs
 from actorllm.messages import RequestEnd
-from actorllm.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, RequestOutputKind
+from actorllm.request import CompletionOutput, RequestMetrics, RequestOutput, RequestOutputKind
 
 _NOTHING: deque[tuple[int, Delta]] = deque()
 
@@ -119,6 +121,7 @@ class Completion:
         "_cumulative_logprob",
         "_is_delta",
         "_logprobs",
+        "_new_list",
         "_new_logprobs",
         "_new_text",
         "_new_token_ids",
@@ -129,7 +132,7 @@ class Completion:
         "num_tokens",
     )
 
-    def __init__(self, index: int, kind: RequestOutputKind, has_logprobs: bool = False) -> None:
+    def __init__(self, index: int, kind: RequestOutputKind, has_logprobs: bool = False, is_flat: bool = False) -> None:
         self.index = index
         self.end: RequestEnd | None = None
         self.num_tokens = 0
@@ -138,8 +141,9 @@ class Completion:
         self._token_ids: list[int] = []
         self._new_text: list[str] = []
         self._new_token_ids: list[int] = []
-        self._logprobs: list[dict[int, Logprob]] = []
-        self._new_logprobs: list[dict[int, Logprob]] | None = [] if has_logprobs else None
+        self._new_list: type[Any] = FlatLogprobs if is_flat else list
+        self._logprobs: Any = self._new_list()
+        self._new_logprobs: Any = self._new_list() if has_logprobs else None
         self._cumulative_logprob = 0.0
 
     def add(self, delta: Delta) -> None:
@@ -163,10 +167,10 @@ class Completion:
             token_ids, text = self._token_ids.copy(), self._text
         output = CompletionOutput(self.index, text, token_ids)
         if self._new_logprobs is not None:
-            output.logprobs, self._new_logprobs = self._new_logprobs, []
+            output.logprobs, self._new_logprobs = self._new_logprobs, self._new_list()
             if not self._is_delta:
                 self._logprobs += output.logprobs
-                output.logprobs = self._logprobs.copy()
+                output.logprobs = self._logprobs[:]
             output.cumulative_logprob = self._cumulative_logprob
         if end is not None:
             output.finish_reason = end.reason  # type: ignore[assignment]
@@ -194,7 +198,9 @@ class RequestStream:
         *,
         has_logprobs: bool = False,
         has_prompt_logprobs: bool = False,
+        is_flat: bool = False,
     ) -> None:
+        """is_flat: log-probabilities come as FlatLogprobs."""
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids: list[int] = []
@@ -202,8 +208,11 @@ class RequestStream:
         self._arrival = arrival
         self._mailbox = mailbox
         self._on_abort = on_abort
-        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if has_prompt_logprobs else None
-        self._completions = [Completion(index, output_kind, has_logprobs) for index in range(num_sequences)]
+        self._prompt_logprobs: Any = None
+        if has_prompt_logprobs:
+            self._prompt_logprobs = FlatLogprobs() if is_flat else []
+            self._prompt_logprobs.append(None)
+        self._completions = [Completion(index, output_kind, has_logprobs, is_flat) for index in range(num_sequences)]
         self._num_open = num_sequences
         self._first_emitted: float | None = None
         self._last_emitted: float | None = None

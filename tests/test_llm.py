@@ -14,8 +14,8 @@ import anyio
 import numpy as np
 import pytest
 
-from actorllm import LLM, RequestOutput, SamplingParams
-from actorllm.errors import EngineError, EngineShutdownError, InvalidParameterError, InvalidPromptError
+from actorllm import LLM, AsyncLLM, LLMEngine, RequestOutput, SamplingParams
+from actorllm.errors import ConfigError, EngineError, EngineShutdownError, InvalidParameterError, InvalidPromptError
 
 PROMPTS = ["Once upon a time", "There was a king", "The fox said"]
 
@@ -172,6 +172,15 @@ def test_enqueue_now_and_wait_later(llm: LLM) -> None:
     assert becomes_idle(llm)
 
 
+def test_conversations_now_and_answers_later(llm: LLM) -> None:
+    conversations = [[{"role": "user", "content": text}] for text in PROMPTS]
+    expected = llm.chat(conversations, short(), use_tqdm=False)
+    ids = llm.enqueue_chat(conversations[0], short()) + llm.enqueue_chat(conversations[1:], short(), priority=[2, 1])
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output.request_id for output in outputs] == ids
+    assert [output.outputs for output in outputs] == [output.outputs for output in expected]
+
+
 def test_what_makes_the_progress_bar_may_be_given(llm: LLM) -> None:
     made: list[dict[str, Any]] = []
 
@@ -243,11 +252,70 @@ def test_the_seed_of_the_engine_makes_a_run_repeatable_and_leaving_the_context_e
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_profile_of_the_worker_is_a_chrome_trace(tmp_path: Path) -> None:
-    with LLM("storyteller", max_num_seqs=4, max_model_len=128) as llm:
+    config = {"profiler": "torch", "torch_profiler_dir": str(tmp_path)}
+    with LLM("storyteller", max_num_seqs=4, max_model_len=128, profiler_config=config) as llm:
         with pytest.raises(EngineError, match="no profile is under way"):
-            llm._engine.ask_scheduler("stop_profile", folder=str(tmp_path)).result(10)
-        llm._engine.ask_scheduler("start_profile").result(10)
-        llm.generate("Once upon a time", SamplingParams(max_tokens=4), use_tqdm=False)
-        (file,) = llm._engine.ask_scheduler("stop_profile", folder=str(tmp_path)).result(20)
-    events = json.loads(Path(file).read_text())["traceEvents"]
-    assert any("linear" in event.get("name", "") for event in events)
+            llm.stop_profile()
+        for prefix in ("first", "second"):
+            llm.start_profile(prefix)
+            with pytest.raises(EngineError, match="under way already"):
+                llm.start_profile("third")
+            llm.generate("Once upon a time", SamplingParams(max_tokens=4), use_tqdm=False)
+            llm.stop_profile()
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == ["first_rank0.json", "second_rank0.json"]
+    for file in files:
+        events = json.loads(file.read_text())["traceEvents"]
+        assert any("linear" in event.get("name", "") for event in events)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_profile_through_the_other_front_doors(tmp_path: Path) -> None:
+    config = {"profiler": "torch", "torch_profiler_dir": str(tmp_path / "traces")}
+    arguments: dict[str, Any] = {"topology": "inline", "num_threads": 1, "profiler_config": config}
+    engine = LLMEngine("storyteller", **arguments)
+    engine.start_profile("by-hand")
+    engine.add_request("a", PROMPTS[0], short(2))
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.stop_profile()
+    assert engine.reset_prefix_cache()
+    engine.shutdown()
+
+    async def profile() -> None:
+        async with AsyncLLM("storyteller", **arguments) as llm:
+            await llm.start_profile()
+            await llm.complete(PROMPTS[0], short(2))
+            await llm.stop_profile()
+
+    anyio.run(profile)
+    names = sorted(file.name for file in (tmp_path / "traces").iterdir())
+    assert len(names) == 2
+    assert names[1] == "by-hand_rank0.json"
+    assert names[0].removesuffix("_rank0.json").isdecimal(), "by the time, so that nothing is written over"
+
+
+PROFILES: list[tuple[Any, str]] = [
+    ("torch", "must be a mapping"),
+    ({"profiler": "cuda"}, "profiler='cuda' is not supported"),
+    ({"profiler": "torch"}, "torch_profiler_dir=None must be the folder"),
+    ({"profiler": "torch", "torch_profile_dir": "/tmp"}, "did you mean 'torch_profiler_dir'"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), PROFILES, ids=[message for _, message in PROFILES])
+def test_profiles_that_cannot_be_are_named(config: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM("storyteller", profiler_config=config)
+
+
+def test_profiles_nobody_asked_for(llm: LLM, tmp_path: Path) -> None:
+    for call in (llm.start_profile, llm.stop_profile):
+        with pytest.raises(ConfigError, match="profiler_config"):
+            call()
+    config = {"profiler": "torch", "torch_profiler_dir": tmp_path}
+    with LLM("storyteller", topology="inline", num_threads=1, profiler_config=config) as other:
+        with pytest.raises(InvalidParameterError, match=r"profile_prefix='\.\./x'"):
+            other.start_profile("../x")
+        with pytest.raises(InvalidParameterError, match="max_iterations=3"):
+            other.start_profile(max_iterations=3)

@@ -108,6 +108,8 @@ BAD: dict[str, list[Any]] = {
     "bad_words": ["a", 3, [3], [None], [""], ["\ud800"], [b"a"], ["x" * 2000], {"a"}],
     "logprobs": ["1", 1.0, -2, False, [1]],
     "prompt_logprobs": ["1", 1.0, -2, False, [1]],
+    "logprob_token_ids": ["", 7, np.arange(2), [1.5], ["a"], [True], [-1], [None], {1}, [1] * 129],
+    "flat_logprobs": [1, "no", None],
     "skip_reading_prefix_cache": [1, 0, "yes"],
     "repetition_detection": [3, "x", [1], {"max_pattern_sizes": 3}, {"max_pattern_size": 3}, {"max_pattern_size": -1}],
 }
@@ -161,6 +163,7 @@ def test_a_bad_value_is_named(name: str, value: Any) -> None:
             ["min_pattern_size=4", "max_pattern_size=3"],
         ),
         ({"repetition_detection": {"max_patern_size": 3}}, ["'max_patern_size'", "did you mean 'max_pattern_size'"]),
+        ({"logprob_token_ids": [1]}, ["logprob_token_ids=[1]", "leave it at None"]),
         ({"logit_bias": np.zeros(3)}, ["logit_bias=array", "must map token ids to numbers"]),
     ],
 )
@@ -243,6 +246,8 @@ SENSIBLE = {
     "bad_words": st.lists(st.text(max_size=3), max_size=3) | st.none(),
     "logprobs": st.integers(-1, 20) | st.none(),
     "prompt_logprobs": st.integers(-1, 20) | st.none(),
+    "logprob_token_ids": st.lists(st.integers(0, 2**40), max_size=3) | st.none(),
+    "flat_logprobs": st.booleans(),
     "skip_reading_prefix_cache": st.booleans() | st.none(),
     "repetition_detection": st.none()
     | st.dictionaries(st.sampled_from(["max_pattern_size", "min_pattern_size", "min_count", "x"]), st.integers()),

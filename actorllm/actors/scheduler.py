@@ -595,7 +595,7 @@ class SchedulerActor(Actor):
             case "worker_statistics":
                 return self._ask_workers("statistics")
             case "start_profile" | "stop_profile":
-                return self._ask_workers(verb, **arguments)
+                return self._ask_workers(verb, timeout=math.inf, **arguments)  # a long trace is long in writing
         return super().answer(verb, arguments)
 
     def _pause(self, mode: str, clear_cache: bool) -> Awaitable[bool]:

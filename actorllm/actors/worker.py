@@ -116,7 +116,7 @@ class WorkerActor(Actor):
                 self.runner.start_profile()
                 return True
             case "stop_profile":
-                return self.runner.stop_profile(arguments["folder"])
+                return self.runner.stop_profile(arguments["folder"], arguments.get("prefix", ""))
         return super().answer(verb, arguments)
 
     def statistics(self) -> dict[str, Any]:

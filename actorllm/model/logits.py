@@ -122,6 +122,8 @@ class LogitRules:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+        self.logprob_ids: dict[int, I64] = {}
+        """Of slots that want log-probabilities of these ids, and not of the most likely ones."""
         self.num_logprobs: dict[int, int] = {}
         """Of slots that want the log-probabilities of their tokens."""
         self._slots: set[int] = set()  # with anything that `apply` would do
@@ -165,6 +167,8 @@ class LogitRules:
             self._penalize(slot, rules, prompt, output)
         if rules.num_logprobs >= 0:
             self.num_logprobs[slot] = rules.num_logprobs
+            if rules.logprob_ids:
+                self.logprob_ids[slot] = np.array(rules.logprob_ids, np.int64)
 
     def hold_back(self, slot: int, ids: I64, until: int) -> None:
         """The slot must not sample these ids before it has so many tokens of output."""
@@ -196,7 +200,8 @@ class LogitRules:
         """These slots are free; most of them never had a rule."""
         gone = [slot for slot in slots.tolist() if slot in self._slots]
         for slot in slots.tolist():
-            self.num_logprobs.pop(slot, None)
+            if self.num_logprobs.pop(slot, None) is not None:
+                self.logprob_ids.pop(slot, None)
         if not gone:
             return
         for slot in gone:
@@ -310,7 +315,7 @@ class LogitRules:
     def check_integrity(self, live: set[int]) -> None:
         """Raises AssertionError when an invariant of the module does not hold."""
         assert self._slots <= live, "rules kept of a dead slot"
-        assert set(self.num_logprobs) <= live, "logprobs kept of a dead slot"
+        assert set(self.logprob_ids) <= set(self.num_logprobs) <= live, "logprobs kept of a dead slot"
         assert set(self._allowed) | set(self._phrases) <= self._slots, "rules of a slot that has none"
         assert self._num_penalized == int(self._is_penalized.sum()), "count of penalties"
         for table in (self._taken_out, self._biases, self._seen):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from actorllm.logprobs import LogprobSpan
 from actorllm.messages import I32
@@ -28,6 +29,14 @@ def gather(logits: torch.Tensor, tokens: I32, num_top: int, row: int = 0, positi
         ids = torch.cat((chosen, _in_order(*torch.topk(logits, num_top, 1))), 1)
     values = torch.log_softmax(logits, 1).gather(1, ids)
     return LogprobSpan(row, position, ids.int().numpy(), values.numpy(), ranks.numpy())
+
+
+def gather_ids(logits: torch.Tensor, token: int, ids: NDArray[np.int64], row: int) -> LogprobSpan:
+    """A span over one row of logits, float32 [1, vocab_size]: of its token, and of these ids in their order."""
+    wanted = torch.from_numpy(np.concatenate(([token], ids))).unsqueeze(0)
+    ranks = torch.sum(logits >= logits[:, token : token + 1], 1, dtype=torch.int32)
+    values = torch.log_softmax(logits, 1).gather(1, wanted)
+    return LogprobSpan(row, 0, wanted.int().numpy(), values.numpy(), ranks.numpy())
 
 
 def _in_order(top: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

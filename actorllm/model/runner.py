@@ -56,6 +56,8 @@ class SamplingRows:
     """Some row's logits are changed before it is sampled."""
     num_logprobs: list[tuple[int, int]]
     """(sample, how many of the most likely) for those that want log-probabilities."""
+    logprob_ids: dict[int, NDArray[np.int64]]
+    """By sample, for those that want them of these ids."""
 
 
 @dataclass(slots=True)
@@ -194,7 +196,7 @@ class ModelRunner:
         self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
         self._profile.start()
 
-    def stop_profile(self, folder: str) -> str:
+    def stop_profile(self, folder: str, prefix: str = "") -> str:
         """Write the trace, in the Chrome format, into a folder; returns its path. Raises EngineError, OSError."""
         profile, self._profile = self._profile, None
         if profile is None:
@@ -202,7 +204,7 @@ class ModelRunner:
         profile.stop()
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        file = path / f"rank{self.rank}.json"
+        file = path / f"{prefix}rank{self.rank}.json"
         profile.export_chrome_trace(str(file))
         return str(file)
 
@@ -277,12 +279,13 @@ class ModelRunner:
                 continue  # the first rank samples
             slots = sampling.slots[start:end]
             raw = logits
-            if sampling.num_logprobs and (sampling.has_rules or handle.late_slots.size):
+            has_logprobs = sampling.num_logprobs or sampling.logprob_ids
+            if has_logprobs and (sampling.has_rules or handle.late_slots.size):
                 raw = logits.clone()
             is_void[start:end] = self._prepare(logits, slots, late, has_rules=sampling.has_rules)
             columns.token_index[:] = self.batch.columns.num_outputs[slots]
             tokens[start:end] = self._sampler.sample(logits, columns)
-            if sampling.num_logprobs:
+            if has_logprobs:
                 spans = spans + self._logprobs(raw, sampling, start, tokens[start:end])
         if self.ranks.size > 1 and num_samples:
             tokens, voids = self.ranks.agree(np.stack((tokens, is_void.astype(np.int32))))
@@ -311,6 +314,11 @@ class ModelRunner:
         """Of the samples from `start` on that want them, whose untouched logits are `raw`."""
         spans: list[LogprobSpan] = []
         here = [(i - start, num_top) for i, num_top in sampling.num_logprobs if start <= i < start + len(tokens)]
+        for i, ids in sampling.logprob_ids.items():
+            if start <= i < start + len(tokens):
+                at = i - start
+                row = i if sampling.rows is None else int(sampling.rows[i])
+                spans.append(logprobs.gather_ids(raw[at : at + 1], int(tokens[at]), ids, row))
         for num_top in sorted({num_top for _, num_top in here}):
             samples = np.array([i for i, n in here if n == num_top], np.intp)
             logits = raw if len(samples) == len(raw) else raw.index_select(0, torch.from_numpy(samples))
@@ -420,6 +428,13 @@ class ModelRunner:
             )
             chunks.append((start, start + len(part), how))
         rules = self.batch.rules
-        wanted = [(i, rules.num_logprobs[s]) for i, s in enumerate(slots.tolist()) if s in rules.num_logprobs]
-        self._rows = SamplingRows(inputs.rows_version, rows, slots, chunks, rules.concerns(slots), wanted)
+        wanted: list[tuple[int, int]] = []
+        of_ids: dict[int, NDArray[np.int64]] = {}
+        if rules.num_logprobs:
+            for i, slot in enumerate(slots.tolist()):
+                if slot in rules.logprob_ids:
+                    of_ids[i] = rules.logprob_ids[slot]
+                elif slot in rules.num_logprobs:
+                    wanted.append((i, rules.num_logprobs[slot]))
+        self._rows = SamplingRows(inputs.rows_version, rows, slots, chunks, rules.concerns(slots), wanted, of_ids)
         return self._rows

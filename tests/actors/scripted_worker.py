@@ -37,7 +37,7 @@ class ScriptedRunner:
     def start_profile(self) -> None:
         self.is_profiling = True
 
-    def stop_profile(self, folder: str) -> str:
+    def stop_profile(self, folder: str, prefix: str = "") -> str:
         assert self.is_profiling
         return f"{folder}/rank{self.rank}"
 
