@@ -17,12 +17,16 @@ import numpy as np
 from actorllm.actors.actor import Actor
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.link import Link
+from actorllm.clock import now
 from actorllm.errors import EngineDeadError, EngineError, EngineShutdownError, RequestFailedError, WouldBlock
 from actorllm.logprobs import LogprobSpan, spans_of
 from actorllm.messages import Abort, Message, Outputs, RequestEnd, Submit
 from actorllm.request import Logprob
 
 logger = logging.getLogger(__name__)
+
+RETRY_S = 0.01
+"""How soon what the link had no room for is tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +137,8 @@ class FrontendActor(Actor):
         """Send in order; what does not fit is sent when the scheduler has answered."""
         self._unsent.append(message)
         self._flush()
+        if self._unsent and self._scheduler is not None:
+            self.wake()
 
     def _flush(self) -> None:
         while self._unsent and self._scheduler is not None and self._scheduler.is_open:
@@ -148,6 +154,13 @@ class FrontendActor(Actor):
             self._unsent.pop(0)
 
     # Life
+
+    async def run(self) -> None:
+        """Everything is done where it arrives, but for what the link had no room for: a scheduler need not have anything
+        to say that would bring the next turn."""
+        while self.is_running:
+            await self.wait(now() + RETRY_S if self._unsent and self._scheduler is not None else None)
+            self._flush()
 
     def on_link(self, link: Link) -> None:
         self._scheduler = link
@@ -188,8 +201,9 @@ class FrontendActor(Actor):
         logprobs = self._logprobs_by_row(outputs) if outputs.logprob_spans.size else None
         if outputs.cached.size:
             for rid, num_tokens in outputs.cached.reshape(-1, 2).tolist():
-                if rid in self._journal:
-                    self._journal[rid].consumer.note_cached(num_tokens)
+                entry = self._journal.get(rid)
+                if entry is not None and not entry.emitted:
+                    entry.consumer.note_cached(num_tokens)
         at = text_at = 0
         woken: list[Consumer] = []
         for row, rid in enumerate(rids):

@@ -391,6 +391,26 @@ def test_missing_tokens_fail_their_request_only() -> None:
     frontend.on_message(link, outputs(2, 12))  # type: ignore[arg-type]
 
 
+async def test_what_found_no_room_is_sent_although_nothing_is_heard() -> None:
+    """A request may be as large as the outbox of the link, and those before it may have nothing to say for long."""
+    frontend, consumer, link = make_frontend()
+    link.sent.clear()
+    link.is_full = True
+    frontend._wakeup = HostLoop.current().waiter()
+    frontend.is_running = True
+    async with anyio.create_task_group() as group:
+        group.start_soon(frontend.run)
+        frontend.submit(lambda rid: submit(rid), consumer, lambda rid: None)
+        frontend.abort(2)
+        await anyio.wait_all_tasks_blocked()
+        link.is_full = False
+        while len(link.sent) < 2:
+            await anyio.lowlevel.checkpoint()
+        frontend.is_running = False
+        frontend.wake()
+    assert [type(message) for message in link.sent] == [Submit, Abort]
+
+
 @pytest.mark.parametrize(("interval", "expected"), [(0, [8]), (1, [1] * 8), (3, [1, 3, 3, 1]), (99, [1, 7])])
 async def test_output_that_is_not_due_crosses_no_link(interval: int, expected: list[int]) -> None:
     async with running() as bench:
