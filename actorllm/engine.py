@@ -567,7 +567,8 @@ class Engine:
             raise InvalidPromptError(f"prompt_embeds with {there} need {missing}, too: it says where the ids count")
         if ids is None or is_id is None:
             return rows, np.full(len(rows), EMBEDDED, np.int32), [0] * len(rows)
-        shown, mask = list(ids), np.array(list(is_id))
+        shown = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+        mask = np.array(list(is_id))
         if len(shown) != len(rows) or mask.shape != (len(rows),) or mask.dtype != np.bool_:
             raise InvalidPromptError(
                 f"prompt_embeds of {len(rows)} tokens need as many prompt_token_ids and prompt_is_token_ids (booleans), "

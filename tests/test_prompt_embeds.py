@@ -25,6 +25,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 RANDOM = SamplingParams(temperature=0.9, seed=5, max_tokens=24, ignore_eos=True, n=2)
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 @pytest.fixture(scope="module")
 def table() -> torch.Tensor:
     """The embeddings of all ids."""
@@ -224,6 +229,17 @@ async def test_what_the_caller_changes_afterwards_is_his_own(table: torch.Tensor
         assert found.outputs[0].token_ids == expected.outputs[0].token_ids, "rows that are exact in bfloat16 stay exact"
         with pytest.raises(InvalidPromptError, match="too large for bfloat16"):
             await llm.complete({"prompt_embeds": torch.full((1, WIDTH), 3.4e38)}, GREEDY)
+
+
+async def test_from_another_program(table: torch.Tensor) -> None:
+    """What an attached frontend knows of the model it was told by the engine."""
+    arguments: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "enable_prompt_embeds": True}
+    async with AsyncLLM("storyteller", name="embeds", **arguments) as owner, AsyncLLM.attach("embeds") as guest:
+        expected = await owner.complete({"prompt_token_ids": list(range(40, 90))}, GREEDY)
+        found = await guest.complete({"prompt_embeds": table[40:90]}, GREEDY)
+        assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+        with pytest.raises(InvalidPromptError, match=r"not of shape \(2, 3\)"):
+            await guest.complete({"prompt_embeds": torch.zeros(2, 3)}, GREEDY)
 
 
 def test_stepped_by_hand(table: torch.Tensor) -> None:
