@@ -157,7 +157,6 @@ class Engine:
         self._intake_thread: threading.Thread | None = None
         self._tokenizer: Tokenizer | None = None
         self._chat_template: ChatTemplate | None = None
-        self._profile_prefix = ""
 
     # What it is made of; an AttachedEngine is made of something else
 
@@ -685,16 +684,15 @@ class Engine:
         for name, value in (("delay_iterations", delay_iterations), ("max_iterations", max_iterations)):
             if value not in (None, 0):
                 raise InvalidParameterError(f"{name}={value!r} is not supported yet; leave it at None or 0")
-        asked = self.ask_scheduler("start_profile", timeout=math.inf)
-        self._profile_prefix = f"{profile_prefix or time.time_ns() // 1_000_000}_"
-        return asked
+        prefix = f"{profile_prefix or time.time_ns() // 1_000_000}_"
+        return self.ask_scheduler("start_profile", timeout=math.inf, prefix=prefix)
 
     def stop_profile(self) -> Future[Any]:
         """Write one trace per rank into the folder of profiler_config; the paths are in the future. Raises ConfigError."""
         folder = self.config.profile_folder
         if folder is None:
             raise ConfigError("no profile is under way: the engine was built without profiler_config")
-        return self.ask_scheduler("stop_profile", timeout=math.inf, folder=folder, prefix=self._profile_prefix)
+        return self.ask_scheduler("stop_profile", timeout=math.inf, folder=folder)
 
     def statistics(self) -> dict[str, Any]:
         """What this side knows without asking anybody."""

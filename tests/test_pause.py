@@ -59,7 +59,7 @@ async def test_every_mode(topology: str) -> None:
         assert final.outputs[0].token_ids == expected
         assert final.num_cached_tokens > 0
 
-        stream = llm.generate(PROMPT, params(400))
+        stream = llm.generate(PROMPT, params(200))
         await anext(stream)
         await llm.pause_generation(mode="keep")
         taken = stream.take()
@@ -83,7 +83,7 @@ async def test_several_pauses_and_an_attached_frontend() -> None:
         expected = (await owner.complete(PROMPT, params(20))).outputs[0].token_ids
         guest = AsyncLLM.attach("paused")
         async with guest:
-            running = owner.generate(PROMPT, params(400))
+            running = owner.generate(PROMPT, params(150))
             await anext(running)
             await guest.pause_generation(mode="keep", clear_cache=False)
             assert await owner.is_paused()

@@ -163,7 +163,7 @@ def test_a_bad_value_is_named(name: str, value: Any) -> None:
             ["min_pattern_size=4", "max_pattern_size=3"],
         ),
         ({"repetition_detection": {"max_patern_size": 3}}, ["'max_patern_size'", "did you mean 'max_pattern_size'"]),
-        ({"logprob_token_ids": [1]}, ["logprob_token_ids=[1]", "leave it at None"]),
+        ({"prompt_logprob_token_ids": [[1]]}, ["prompt_logprob_token_ids=[[1]]", "leave it at None"]),
         ({"logit_bias": np.zeros(3)}, ["logit_bias=array", "must map token ids to numbers"]),
     ],
 )

@@ -35,6 +35,7 @@ class WorkerActor(Actor):
         self._num_steps = 0
         self._num_failed = 0
         self._busy_s = 0.0
+        self._profile_prefix = ""
 
     async def on_start(self, config: EngineConfig) -> dict[str, Any]:
         """Load the model and say how many KV blocks fit."""
@@ -114,9 +115,10 @@ class WorkerActor(Actor):
         match verb:
             case "start_profile":
                 self.runner.start_profile()
+                self._profile_prefix = arguments.get("prefix", "")
                 return True
             case "stop_profile":
-                return self.runner.stop_profile(arguments["folder"], arguments.get("prefix", ""))
+                return self.runner.stop_profile(arguments["folder"], self._profile_prefix)
         return super().answer(verb, arguments)
 
     def statistics(self) -> dict[str, Any]:
