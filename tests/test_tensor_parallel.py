@@ -65,10 +65,10 @@ def test_several_ranks_give_the_streams_of_one(tmp_path: Path, sizes: tuple[int,
     folder = model_folder(tmp_path, **changes)
     expected = streams(folder)
     assert len({*expected}) == len(expected)
-    before = set(Path(tempfile.gettempdir()).glob("actorllm-*"))
+    before = set(Path(tempfile.gettempdir()).glob(f"actorllm-{os.getpid()}-*"))
     for size in sizes:
         assert streams(folder, tensor_parallel_size=size) == expected
-    assert set(Path(tempfile.gettempdir()).glob("actorllm-*")) <= before
+    assert set(Path(tempfile.gettempdir()).glob(f"actorllm-{os.getpid()}-*")) <= before
 
 
 def test_logits_in_chunks_and_bfloat16(tmp_path: Path) -> None:
