@@ -294,4 +294,9 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [num_rows, vocab_size] for what `select` returned; [num_rows, 0] on the other ranks than the first."""
-        return self.ranks.gather_columns(self.lm_head(hidden).float(), self.config.vocab_size)
+        return self.narrow_logits(hidden).float()
+
+    def narrow_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The same in the type of the model; with several ranks widened, for the way between them."""
+        logits = self.lm_head(hidden)
+        return logits if self.ranks.size == 1 else self.ranks.gather_columns(logits.float(), self.config.vocab_size)

@@ -3,9 +3,14 @@
 As vLLM's raw logprobs: log_softmax of the float32 logits before anything is done to them. The rank of a token is the number
 of tokens at least as likely. Among equally likely ones the smaller id comes first. Called by the runner, for the rows that
 asked only.
+
+Only three things look at every logit: the maxima of tiles, the normalizer and the rank. They do so a few rows at a time,
+because what they make then stays in the caches, and with 2 ** x, which takes torch a quarter of the time of e ** x.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import torch
@@ -14,21 +19,39 @@ from numpy.typing import NDArray
 from actorllm.logprobs import LogprobSpan
 from actorllm.messages import I32
 
+TILE = 64
+"""Ids of which only the largest logit is looked at, unless that is one of the largest maxima."""
+
+CHUNK_ELEMENTS = 1 << 21
+"""Logits worked on at a time."""
+
+LOG2_E = math.log2(math.e)
+
 
 def gather(logits: torch.Tensor, tokens: I32, num_top: int, row: int = 0, position: int = 0) -> LogprobSpan:
-    """A span over the rows of logits, float32 [count, vocab_size]: of tokens [count], and of the num_top most likely.
+    """A span over the rows of logits [count, vocab_size]: of tokens [count], and of the num_top most likely.
 
-    row and position: what the span says of itself.
+    logits: in the type of the model or widened to float32; the result is the same. row and position: what the span says
+    of itself.
     """
+    num_rows, vocab_size = logits.shape
     chosen = torch.from_numpy(tokens.astype(np.int64)).unsqueeze(1)
-    ranks = torch.sum(logits >= logits.gather(1, chosen), 1, dtype=torch.int32)
-    ids = chosen
-    if num_top == logits.shape[1]:
-        ids = torch.cat((chosen, torch.sort(logits, dim=1, descending=True, stable=True).indices), 1)
-    elif num_top:
-        ids = torch.cat((chosen, _in_order(*torch.topk(logits, num_top, 1))), 1)
-    values = torch.log_softmax(logits, 1).gather(1, ids)
-    return LogprobSpan(row, position, ids.int().numpy(), values.numpy(), ranks.numpy())
+    ids = torch.empty(num_rows, 1 + num_top, dtype=torch.int64)
+    values = torch.empty(num_rows, 1 + num_top)
+    ranks = torch.empty(num_rows)  # whole numbers below 2 ** 24, exact in float32
+    most = max(1, CHUNK_ELEMENTS // vocab_size)
+    scratch = torch.empty(min(most, num_rows), vocab_size)
+    for start in range(0, num_rows, most):
+        part = slice(start, start + most)
+        rows = logits[part].float()
+        work = scratch[: len(rows)]
+        ids[part, :1] = chosen[part]
+        top = most_likely(rows, num_top, ids[part, 1:]) if num_top else rows.amax(1, keepdim=True)
+        raw = rows.gather(1, ids[part])
+        ranks[part] = torch.ge(rows, raw[:, :1], out=work).sum(1)
+        mass = torch.sub(rows, top, out=work).mul_(LOG2_E).exp2_().sum(1, keepdim=True)
+        values[part] = raw.sub_(top).sub_(mass.log_())  # in this order: large logits have no digits to spare
+    return LogprobSpan(row, position, ids.int().numpy(), values.numpy(), ranks.int().numpy())
 
 
 def gather_ids(logits: torch.Tensor, token: int, ids: NDArray[np.int64], row: int) -> LogprobSpan:
@@ -39,7 +62,28 @@ def gather_ids(logits: torch.Tensor, token: int, ids: NDArray[np.int64], row: in
     return LogprobSpan(row, 0, wanted.int().numpy(), values.numpy(), ranks.numpy())
 
 
-def _in_order(top: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The ids, those of equal values rising; topk leaves their order open."""
-    ids, order = torch.sort(ids, 1)
-    return ids.gather(1, torch.sort(top.gather(1, order), dim=1, descending=True, stable=True).indices)
+def most_likely(logits: torch.Tensor, count: int, ids: torch.Tensor) -> torch.Tensor:
+    """Writes the ids of the largest logits of every row, in order, to ids [num_rows, count]; returns the largest [num_rows, 1].
+
+    Where equal logits compete for the last places, any of them gets it.
+    """
+    num_rows, vocab_size = logits.shape
+    if 2 * count * TILE > vocab_size:
+        ids.copy_(torch.sort(logits, dim=1, descending=True, stable=True).indices[:, :count])
+        return logits.gather(1, ids[:, :1])
+    whole = vocab_size // TILE
+    maxima = logits[:, : whole * TILE].unflatten(1, (whole, TILE)).amax(2)  # [num_rows, num_tiles]
+    if whole * TILE < vocab_size:
+        maxima = torch.cat((maxima, logits[:, whole * TILE :].amax(1, keepdim=True)), 1)
+    tiles = torch.topk(maxima, count, 1).indices.unsqueeze(2)
+    places = (tiles * TILE + torch.arange(TILE)).view(num_rows, -1)  # [num_rows, count * TILE]
+    candidates = logits.gather(1, places.clamp_max(vocab_size - 1))
+    if whole * TILE < vocab_size:
+        candidates.masked_fill_(places >= vocab_size, -torch.inf)
+    found, where = torch.topk(candidates, count, 1)
+    where = places.gather(1, where)
+    if count > 1:
+        order = np.lexsort((where.numpy(), -found.numpy()))  # topk leaves the order of equal ones open
+        where = where.gather(1, torch.from_numpy(order))
+    ids.copy_(where)
+    return found[:, :1]

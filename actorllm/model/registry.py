@@ -57,6 +57,9 @@ class CausalLM(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [num_rows, vocab_size] for what `select` returned; the caller may change it."""
 
+    def narrow_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The same before they are widened, in the type that the model gives them."""
+
 
 def decoder_config(architecture: str, hf: Mapping[str, Any]) -> DecoderConfig:
     """The fused decoder that a config.json describes. Raises UnsupportedModelError naming what is missing."""

@@ -10,7 +10,8 @@ Not thread-safe: one thread owns a runner and everything torch. Called by the wo
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +34,8 @@ from actorllm.model.threads import Team
 MAX_LOGITS_BYTES = 64 << 20
 """float32 logits that exist at a time; more rows than that are sampled in chunks."""
 
-PROMPT_LOGITS_BYTES = 16 << 20
-"""Of the logits of a prompt whose log-probabilities are wanted: its positions are worked off in slices."""
+PROMPT_LOGITS_BYTES = 32 << 20
+"""Of the logits of prompts whose log-probabilities are wanted: their positions are worked off in slices."""
 
 DEFAULT_MEMORY_SHARE = 0.4
 """Of the available memory, for the KV cache, when neither its size nor a share is configured."""
@@ -73,6 +74,40 @@ class StepHandle:
     late_slots: I32
     started: float
     prompt_logprobs: list[LogprobSpan]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """Consecutive tokens of a prompt whose log-probabilities are wanted."""
+
+    row: int
+    """Among the prefill rows of the step."""
+    first: int
+    """Position of the first of them in the prompt."""
+    where: NDArray[np.int64]
+    """Which token of the step has the logits of each."""
+    tokens: I32
+
+    def part(self, start: int, stop: int) -> PromptPart:
+        """Those from the start-th on."""
+        return PromptPart(self.row, self.first + start, self.where[start:stop], self.tokens[start:stop])
+
+
+def slices(parts: list[PromptPart], size: int) -> Iterator[list[PromptPart]]:
+    """The same parts, cut so that each list has `size` tokens, and the last one what is left."""
+    full: list[PromptPart] = []
+    room = size
+    for part in parts:
+        at, end = 0, len(part.where)
+        while at < end:
+            full.append(part.part(at, at + room))
+            at += len(full[-1].where)
+            room -= len(full[-1].where)
+            if not room:
+                yield full
+                full, room = [], size
+    if full:
+        yield full
 
 
 class ModelRunner:
@@ -245,24 +280,35 @@ class ModelRunner:
 
     def _prompt_logprobs(self, inputs: StepInputs, states: torch.Tensor) -> list[LogprobSpan]:
         """Those of this step's chunks of the prompts that want them. states: hidden states of all tokens."""
-        most = max(1, PROMPT_LOGITS_BYTES // (4 * self.model_config.vocab_size))
-        spans: list[LogprobSpan] = []
+        most = max(1, PROMPT_LOGITS_BYTES // (self.dtype.itemsize * self.model_config.vocab_size))
+        parts: dict[int, list[PromptPart]] = {}
         for row, slot in enumerate(inputs.prefill_slots):
             wanted = self.batch.prompt_logprobs.get(slot)
             if wanted is None:
                 continue
             computed = inputs.prefill_first[row]
             first, last = wanted.of_chunk(computed, inputs.prefill_counts[row])
-            tokens = self.batch.known_tokens[slot]
-            before = inputs.prefill_starts[row] - computed - 1  # a token's logits are those of the position before it
-            for start in range(first, last, most):
-                end = min(start + most, last)
-                logits = self.decoder.logits(self.decoder.select(states, np.arange(start, end) + before))
-                if not self.ranks.rank:  # the others have no logits
-                    spans.append(logprobs.gather(logits, tokens[start:end], wanted.num_top, row, start))
+            if first < last:
+                # a token's logits are those of the position before it
+                where = np.arange(first, last) + (inputs.prefill_starts[row] - computed - 1)
+                tokens = self.batch.known_tokens[slot][first:last]
+                parts.setdefault(wanted.num_top, []).append(PromptPart(row, first, where, tokens))
             wanted.first = max(first, last)
             if wanted.first >= wanted.num_prompt:
                 del self.batch.prompt_logprobs[slot]
+        spans: list[LogprobSpan] = []
+        for num_top, of_prompts in parts.items():
+            for slice_ in slices(of_prompts, most):  # of several prompts at once: larger products are faster
+                logits = self.decoder.narrow_logits(
+                    self.decoder.select(states, np.concatenate([p.where for p in slice_]))
+                )
+                if self.ranks.rank:
+                    continue  # the others have no logits
+                whole = logprobs.gather(logits, np.concatenate([p.tokens for p in slice_]), num_top)
+                at = 0
+                for part in slice_:
+                    spans.append(replace(whole.part(at, at + len(part.where)), row=part.row, position=part.first))
+                    at += len(part.where)
         return spans
 
     @torch.inference_mode()

@@ -465,12 +465,16 @@ class TransformersDecoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [num_rows, vocab_size] for what `select` returned: the model's own head, with its caps and scales."""
+        return self.narrow_logits(hidden).float().contiguous()
+
+    def narrow_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The same in the type that the model gives them."""
         states = hidden.unsqueeze(0)
         self._given.output = (states,) if self._output_kind is None else self._output_kind(last_hidden_state=states)
         ids = torch.zeros(1, len(hidden), dtype=torch.long)
-        logits: torch.Tensor = self._head(input_ids=ids, use_cache=False).logits[0].float()
+        logits: torch.Tensor = self._head(input_ids=ids, use_cache=False).logits[0]
         del self._given.output
-        return logits.contiguous()
+        return logits
 
     @contextlib.contextmanager
     def stock(self) -> Iterator[Any]:

@@ -40,6 +40,36 @@ def test_gather(num_top: int, steps: int) -> None:
             assert min(span.values[i, 1:]) >= np.delete(reference[i], top).max(initial=-np.inf) - 1e-5
 
 
+@pytest.mark.parametrize("vocab", [640, 641, 703])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_most_likely_are_found_wherever_they_are(vocab: int, dtype: torch.dtype) -> None:
+    """In the last ids that fill no tile, side by side in one, and among ties; in as many chunks as there are rows."""
+    logits = torch.randn(40, vocab, generator=torch.Generator().manual_seed(5)).to(dtype)
+    logits[0, -3:] += 20
+    logits[1, 64:69] += 20
+    logits[2] -= 1e4
+    logits[3] = 0.0
+    logits[4] = -torch.inf
+    logits[4, [7, 500]] = 1.0
+    tokens = np.arange(40, dtype=np.int32)
+    for num_top in (1, 3, 5):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(logprobs, "CHUNK_ELEMENTS", vocab * 7)
+            span = logprobs.gather(logits, tokens, num_top)
+        whole = logprobs.gather(logits.float(), tokens, num_top)
+        np.testing.assert_array_equal(span.ids, whole.ids)
+        reference = torch.log_softmax(logits.double(), 1)
+        np.testing.assert_allclose(span.values, reference.numpy()[np.arange(40)[:, None], span.ids], atol=1e-5)
+        expected = reference.sort(1, descending=True).values[:, :num_top]
+        np.testing.assert_allclose(span.values[:, 1:], expected.numpy(), atol=1e-5)
+        assert all(len(set(ids)) == num_top for ids in span.ids[:, 1:].tolist())
+        values = logits.double().numpy()
+        for row, ids in enumerate(span.ids[:, 1:].tolist()):
+            assert ids == sorted(ids, key=lambda t: (-values[row, t], t))
+        ranks = (logits >= logits.gather(1, torch.arange(40)[:, None])).sum(1)
+        assert span.ranks.tolist() == ranks.tolist()
+
+
 @pytest.fixture
 def driver(tiny_llama: Path, make_driver: Callable[..., Driver]) -> Driver:
     return make_driver(tiny_llama, load_format="dummy", max_num_seqs=8, max_num_batched_tokens=64)
@@ -103,6 +133,28 @@ def test_those_of_a_prompt(
         driver.remove(7)
         assert ids[0] == PROMPT[position]
         assert ids[1:].tolist() == np.argsort(-expected)[:2].tolist()
+        np.testing.assert_allclose(values, expected[ids], atol=1e-4)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 7, 100])
+def test_those_of_several_prompts_of_a_step(driver: Driver, monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
+    """However many of their tokens are worked off at once, with one prompt among them that did not ask."""
+    monkeypatch.setattr("actorllm.model.runner.PROMPT_LOGITS_BYTES", num_rows * 4 * VOCAB)
+    prompts = {0: PROMPT, 1: PROMPT[3:], 2: PROMPT[:1], 3: PROMPT[::-1], 4: PROMPT[2:8]}
+    for slot, prompt in prompts.items():
+        driver.add(slot, prompt)
+    wanted = {0: 2, 2: 2, 3: 1, 4: 2}
+    columns = rules_columns(*((slot, 1, SamplingRules(num_prompt_logprobs=n)) for slot, n in wanted.items()))
+    spans = spans_of(driver.step({slot: len(prompt) for slot, prompt in prompts.items()}, decode=[], **columns))
+    found = {(s.row, s.position + i): (s.ids[i], s.values[i]) for s in spans for i in range(s.ranks.size)}
+    assert sorted(found) == [(slot, i) for slot in wanted for i in range(1, len(prompts[slot]))]
+    for (slot, position), (ids, values) in found.items():
+        driver.add(7, prompts[slot][:position])
+        driver.step({7: position}, decode=[])
+        expected = torch.log_softmax(driver.logits, 1)[0].numpy()
+        driver.remove(7)
+        assert ids[0] == prompts[slot][position]
+        assert ids[1:].tolist() == np.argsort(-expected)[: wanted[slot]].tolist()
         np.testing.assert_allclose(values, expected[ids], atol=1e-4)
 
 
