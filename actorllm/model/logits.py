@@ -26,8 +26,6 @@ I64 = NDArray[np.int64]
 LARGEST = np.float32(1e30)
 """A changed logit is at most this, so that no temperature makes an infinity of it that would not be one by itself."""
 
-NUM_PROBES = 64
-
 NO_TOKEN = -1
 ANY_TOKEN = -2
 
@@ -71,18 +69,16 @@ class AllowedIds:
     ids: I64
     is_allowed: bool
     """False: these are the ids that it may not choose."""
-    probes: I64
-    """Some ids that it may choose: unless all of these are taken out, there is no need to look at the others."""
+    num_allowed: int
 
     @classmethod
     def of(cls, allowed: tuple[int, ...], vocab_size: int) -> AllowedIds:
-        ids = np.array(allowed, np.int64)
-        probes = ids[:: max(1, len(ids) // NUM_PROBES)]
+        mask = np.zeros(vocab_size, np.bool_)
+        mask[np.array(allowed, np.int64)] = True
+        ids = np.flatnonzero(mask)
         if 2 * len(ids) <= vocab_size:
-            return cls(ids, True, probes)
-        mask = np.ones(vocab_size, np.bool_)
-        mask[ids] = False
-        return cls(np.flatnonzero(mask), False, probes)
+            return cls(ids, True, len(ids))
+        return cls(np.flatnonzero(~mask), False, len(ids))
 
     def apply(self, row: F32) -> None:
         if self.is_allowed:
@@ -94,27 +90,61 @@ class AllowedIds:
 
 
 class Phrases:
-    """The bad words of one slot that are several tokens, and the tokens that come before them."""
+    """The bad words that are several tokens: those of every slot, and the tokens that come before the last of each."""
 
-    def __init__(self, words: list[tuple[int, ...]], output: I32) -> None:
-        width = max(map(len, words)) - 1
-        self._before: I32 = np.full((len(words), width), ANY_TOKEN, np.int32)
-        for row, word in enumerate(words):
-            self._before[row, width - len(word) + 1 :] = word[:-1]
-        self._is_any = self._before == ANY_TOKEN
-        self._last: I64 = np.array([word[-1] for word in words], np.int64)
-        self._recent: I32 = np.full(width, NO_TOKEN, np.int32)
-        for token in output[-width:].tolist():
-            self.push(token)
+    def __init__(self) -> None:
+        self._words = Entries(slot=np.int32, last=np.int64)
+        self._before: I32 = np.zeros((0, 0), np.int32)  # [num_words, width]
+        self._recent: I32 = np.zeros((0, 0), np.int32)  # [num_slots, width] the last tokens of each slot's output
+        self._has_words: NDArray[np.bool_] = np.zeros(0, np.bool_)  # [num_slots]
 
-    def push(self, token: int) -> None:
-        self._recent[:-1] = self._recent[1:]
-        self._recent[-1] = token
+    def __bool__(self) -> bool:
+        return self._words.size > 0
 
-    def completed_by(self) -> I64:
-        """The ids that would complete one of them now."""
-        ids: I64 = self._last[((self._before == self._recent) | self._is_any).all(1)]
-        return ids
+    @property
+    def slots(self) -> set[int]:
+        return set(self._words["slot"].tolist())
+
+    def add(self, slot: int, words: list[tuple[int, ...]], output: I32) -> None:
+        num_words, width = self._before.shape
+        before = np.full((num_words + len(words), max(width, max(map(len, words)) - 1)), ANY_TOKEN, np.int32)
+        before[:num_words, before.shape[1] - width :] = self._before
+        for row, word in enumerate(words, num_words):
+            before[row, before.shape[1] - len(word) + 1 :] = word[:-1]
+        self._before = before
+        self._words.append(slot=slot, last=np.array([word[-1] for word in words]))
+        num_slots, old_width = self._recent.shape
+        if slot >= num_slots or before.shape[1] > old_width:
+            recent = np.full((max(num_slots, 2 * slot + 1), before.shape[1]), NO_TOKEN, np.int32)
+            recent[:num_slots, before.shape[1] - old_width :] = self._recent
+            has_words = np.zeros(len(recent), np.bool_)
+            has_words[:num_slots] = self._has_words
+            self._recent, self._has_words = recent, has_words
+        self._has_words[slot] = True
+        self._recent[slot] = NO_TOKEN
+        last = output[-before.shape[1] :]
+        self._recent[slot, before.shape[1] - last.size :] = last
+
+    def remove(self, slots: list[int]) -> None:
+        keep = ~np.isin(self._words["slot"], slots)
+        if not keep.all():
+            self._before = self._before[keep]
+            self._words.keep(keep)
+            self._has_words[[slot for slot in slots if slot < self._has_words.size]] = False
+
+    def push(self, slots: I32, tokens: I32) -> None:
+        """What was sampled for these rows."""
+        mine = slots < self._has_words.size
+        mine[mine] = self._has_words[slots[mine]]
+        slots, tokens = slots[mine], tokens[mine]
+        self._recent[slots, :-1] = self._recent[slots, 1:]
+        self._recent[slots, -1] = tokens
+
+    def completed_by(self) -> tuple[I32, I64]:
+        """Slots, and the ids that would complete one of their words now."""
+        slots = self._words["slot"]
+        would = ((self._before == self._recent[slots]) | (self._before == ANY_TOKEN)).all(1)
+        return slots[would], self._words["last"][would]
 
 
 class LogitRules:
@@ -128,7 +158,7 @@ class LogitRules:
         """Of slots that want the log-probabilities of their tokens."""
         self._slots: set[int] = set()  # with anything that `apply` would do
         self._allowed: dict[int, AllowedIds] = {}
-        self._phrases: dict[int, Phrases] = {}
+        self._phrases = Phrases()
         self._taken_out = Entries(slot=np.int32, id=np.int64, until=np.int32)  # before that many tokens of output
         self._biases = Entries(slot=np.int32, id=np.int64, value=np.float32)
         self._seen = Entries(slot=np.int32, id=np.int64, count=np.int32)  # count: in the output
@@ -158,7 +188,7 @@ class LogitRules:
                 self._taken_out.append(slot=slot, id=np.unique(single), until=MAX_COUNT)
             longer = [word for word in rules.bad_words if len(word) > 1]
             if longer:
-                self._phrases[slot] = Phrases(longer, output)
+                self._phrases.add(slot, longer, output)
         if rules.bias_ids:
             self._slots.add(slot)
             self._biases.append(slot=slot, id=np.array(rules.bias_ids), value=np.array(rules.biases, np.float32))
@@ -207,10 +237,10 @@ class LogitRules:
         for slot in gone:
             self._slots.discard(slot)
             self._allowed.pop(slot, None)
-            self._phrases.pop(slot, None)
             if slot < self._is_penalized.size and self._is_penalized[slot]:
                 self._is_penalized[slot] = False
                 self._num_penalized -= 1
+        self._phrases.remove(gone)
         for table in (self._taken_out, self._biases, self._seen):
             table.keep(~np.isin(table["slot"], gone))
 
@@ -219,10 +249,7 @@ class LogitRules:
         if self._num_penalized:
             self._count(slots, tokens)
         if self._phrases:
-            of_slot = dict(zip(slots.tolist(), tokens.tolist(), strict=True))
-            for slot, phrases in self._phrases.items():
-                if slot in of_slot:
-                    phrases.push(of_slot[slot])
+            self._phrases.push(slots, tokens)
 
     def _count(self, slots: I32, tokens: I32) -> None:
         mine = slots < self._is_penalized.size
@@ -250,22 +277,19 @@ class LogitRules:
         """
         row_of = np.full(int(max(slots.max(initial=0), max(self._slots, default=0))) + 1, -1, np.intp)
         row_of[slots] = np.arange(slots.size)
-        num_out = np.zeros(slots.size, np.int64)  # ids taken out, by row
+        num_out = np.zeros(slots.size, np.int64)  # ids taken out, by row; some perhaps twice
         for slot, allowed in self._allowed.items():
             row = int(row_of[slot])
             if row >= 0:
                 allowed.apply(logits[row])
+                num_out[row] = self.vocab_size - allowed.num_allowed
         self._take_out(logits, row_of, num_outputs, num_out)
-        for slot, phrases in self._phrases.items():
-            row = int(row_of[slot])
-            if row >= 0:
-                ids = phrases.completed_by()
-                logits[row, ids] = -np.inf
-                num_out[row] += ids.size
-        for slot, allowed in self._allowed.items():
-            row = int(row_of[slot])
-            if row >= 0 and logits[row, allowed.probes].max() == -np.inf:
-                num_out[row] = self.vocab_size
+        if self._phrases:
+            completing, ids = self._phrases.completed_by()
+            rows = row_of[completing]
+            rows, ids = rows[rows >= 0], ids[rows >= 0]
+            logits[rows, ids] = -np.inf
+            num_out += np.bincount(rows, minlength=num_out.size)
         suspects = np.flatnonzero(num_out >= self.vocab_size)
         exhausted = suspects[logits[suspects].max(axis=1, initial=-np.inf) == -np.inf] if suspects.size else suspects
         self._add_biases(logits, row_of)
@@ -316,7 +340,7 @@ class LogitRules:
         """Raises AssertionError when an invariant of the module does not hold."""
         assert self._slots <= live, "rules kept of a dead slot"
         assert set(self.logprob_ids) <= set(self.num_logprobs) <= live, "logprobs kept of a dead slot"
-        assert set(self._allowed) | set(self._phrases) <= self._slots, "rules of a slot that has none"
+        assert set(self._allowed) | self._phrases.slots <= self._slots, "rules of a slot that has none"
         assert self._num_penalized == int(self._is_penalized.sum()), "count of penalties"
         for table in (self._taken_out, self._biases, self._seen):
             assert set(table["slot"].tolist()) <= self._slots, "an entry of a slot without rules"

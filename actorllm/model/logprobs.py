@@ -72,7 +72,7 @@ def most_likely(logits: torch.Tensor, count: int, ids: torch.Tensor) -> torch.Te
         ids.copy_(torch.sort(logits, dim=1, descending=True, stable=True).indices[:, :count])
         return logits.gather(1, ids[:, :1])
     whole = vocab_size // TILE
-    maxima = logits[:, : whole * TILE].unflatten(1, (whole, TILE)).amax(2)  # [num_rows, num_tiles]
+    maxima = logits[:, : whole * TILE].view(num_rows, whole, TILE).amax(2)  # [num_rows, num_tiles]
     if whole * TILE < vocab_size:
         maxima = torch.cat((maxima, logits[:, whole * TILE :].amax(1, keepdim=True)), 1)
     tiles = torch.topk(maxima, count, 1).indices.unsqueeze(2)
