@@ -3,11 +3,14 @@
 Two sequences of random ids run together, one in short chunks, one as decode rows, over blocks in no order. The logits of
 every token after the first step must be those that the stock model with transformers' own eager attention has for the
 whole sequence. What this finds is state that is kept outside of keys and values, or that mixes neighbours in the batch,
-whatever the model calls it. Called once by `transformers_backend.load`.
+whatever the model calls it. Called by `transformers_backend.load`, which repeats the check when it has packed the weights.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,28 +38,41 @@ MAX_NOISE = 0.25
 Tokens = NDArray[np.int64]
 
 
-@torch.inference_mode()
-def probe(decoder: TransformersDecoder) -> None:
-    """Raises UnsupportedModelError if the logits differ, or if either of the two ways fails."""
-    config = decoder.config
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """What the stock model says of two sequences."""
+
+    sequences: tuple[Tokens, Tokens]
+    logits: torch.Tensor
+    """float32, of the tokens that are not in the first step: those of the first sequence, then those of the second."""
+
+
+def probe(decoder: TransformersDecoder) -> Stock:
+    """Raises UnsupportedModelError if the logits differ, or if either of the two ways fails; returns what is right."""
     rng = np.random.default_rng(0)
-    lengths = (sum(CHUNKS), SECOND_PREFILL + len(CHUNKS) - 1)
-    sequences = [rng.integers(0, config.vocab_size, length) for length in lengths]
-    try:
-        with decoder.stock() as model:
-            stock = [model(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0] for ids in sequences]
+    vocab_size = decoder.config.vocab_size
+    first = rng.integers(0, vocab_size, sum(CHUNKS))
+    second = rng.integers(0, vocab_size, SECOND_PREFILL + len(CHUNKS) - 1)
+    with torch.inference_mode(), _refusing(decoder), decoder.stock() as model:
+        stock = [model(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0] for ids in (first, second)]
         expected = torch.cat((stock[0][CHUNKS[0] :], stock[1][SECOND_PREFILL:])).float()
-        distance = relative_error(_in_chunks(decoder, *sequences), expected)
-        limit = TOLERANCES[decoder.dtype]
+    found = Stock((first, second), expected)
+    check(decoder, found)
+    return found
+
+
+@torch.inference_mode()
+def check(decoder: TransformersDecoder, stock: Stock) -> None:
+    """Raises UnsupportedModelError if the decoder's logits are others, or if it fails."""
+    limit = TOLERANCES[decoder.dtype]
+    with _refusing(decoder):
+        distance = relative_error(_in_chunks(decoder, *stock.sequences), stock.logits)
         if distance > limit and decoder.dtype != torch.float32:
-            limit = max(limit, min(2 * relative_error(_at_once(decoder, *sequences), expected), MAX_NOISE))
-    except Exception as error:
-        reason = f"it cannot be run over the paged cache: {type(error).__name__}: {error}"
-        raise UnsupportedModelError(f"architecture {config.architecture!r} is not supported: {reason}") from error
+            limit = max(limit, min(2 * relative_error(_at_once(decoder, *stock.sequences), stock.logits), MAX_NOISE))
     if not distance <= limit:
         raise UnsupportedModelError(
-            f"architecture {config.architecture!r} is not supported: in chunks its logits differ from transformers' own "
-            f"(by {distance:.2g} standard deviations), so it keeps state outside of keys and values"
+            f"architecture {decoder.config.architecture!r} is not supported: in chunks its logits differ from "
+            f"transformers' own (by {distance:.2g} standard deviations), so it keeps state outside of keys and values"
         )
 
 
@@ -86,6 +102,18 @@ def probe_embeds(decoder: TransformersDecoder, embedding_size: int) -> None:
             f"enable_prompt_embeds=True: architecture {architecture!r} does more with ids than to look up "
             f"{embedding_size} numbers for each"
         )
+
+
+@contextlib.contextmanager
+def _refusing(decoder: TransformersDecoder) -> Iterator[None]:
+    """Whatever is raised within is why the model is not supported."""
+    try:
+        yield
+    except Exception as error:
+        reason = f"it cannot be run over the paged cache: {type(error).__name__}: {error}"
+        raise UnsupportedModelError(
+            f"architecture {decoder.config.architecture!r} is not supported: {reason}"
+        ) from error
 
 
 def relative_error(ours: torch.Tensor, stock: torch.Tensor) -> float:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ from transformers.utils import logging as transformers_logging
 
 from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError, EngineError, UnsupportedModelError
+from actorllm.model import packing
 from actorllm.model.attention import AttentionBatch, KVCache, KVWrites, Scoring
 from actorllm.model.embeds import place_rows
 from actorllm.model.inputs import StepInputs
@@ -47,6 +49,8 @@ from actorllm.model.weights import progress_is_shown, stable_hash, tensor_files
 
 AutoModel: Any = AutoModelForCausalLM  # neither is typed
 hf_logging: Any = transformers_logging
+
+logger = logging.getLogger(__name__)
 
 ATTENTION, TRACE = "actorllm", "actorllm_trace"
 """The names of our attention, and of the one that takes notes, in transformers' AttentionInterface."""
@@ -409,18 +413,20 @@ class TransformersDecoder:
         self._output_kind: Callable[..., Any] | None = None
         """Makes what the body returns of hidden states; known once the body has run."""
         self._head = _with_part(model, plan.body.split("."), self._given)
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        is_tied = head is not None and head.weight is embedding.weight
+        tensors = [p for p in model.parameters() if is_tied or p is not embedding.weight]
+        self.num_bytes: int = sum(p.numel() * p.element_size() for p in tensors)
+        """Bytes of weights that one decode step reads, experts that are not chosen included."""
+
+    def pack(self) -> None:
+        """Give the linear layers the weights in the form that is read fastest. There is no way back."""
+        packing.pack(self.model)
+        self._head = _with_part(self.model, self.config.body.split("."), self._given)
 
     @property
     def num_kv_heads(self) -> int:
         return self.config.num_kv_heads
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of weights that one decode step reads, experts that are not chosen included."""
-        head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
-        is_tied = head is not None and head.weight is embedding.weight
-        tensors = [p for p in self.model.parameters() if is_tied or p is not embedding.weight]
-        return sum(p.numel() * p.element_size() for p in tensors)
 
     def forward(self, inputs: StepInputs, cache: KVCache) -> torch.Tensor:
         """The hidden states before the head, [num_tokens, hidden_size]; keys and values go to the cache."""
@@ -533,19 +539,33 @@ def load(
     plan: TransformersPlan, model: ModelConfig, dtype: torch.dtype, show_progress: bool | None
 ) -> TransformersDecoder:
     """The model with its weights, checked against transformers' own attention. Raises ModelError."""
-    from actorllm.model.probe import probe, probe_embeds
+    from actorllm.model.probe import check, probe, probe_embeds
 
+    decoder = _loaded(plan, model, dtype, show_progress)
+    stock = probe(decoder)
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            decoder.pack()
+        check(decoder, stock)
+    except UnsupportedModelError as error:  # something in it looks at the weights of a linear layer
+        logger.warning("the linear layers stay as transformers has them: %s", error)
+        del decoder
+        decoder = _loaded(plan, model, dtype, show_progress)
+    if model.embedding_size is not None:
+        probe_embeds(decoder, model.embedding_size)
+    return decoder
+
+
+def _loaded(
+    plan: TransformersPlan, model: ModelConfig, dtype: torch.dtype, show_progress: bool | None
+) -> TransformersDecoder:
     # Weights must be ordinary tensors: views of inference tensors cannot be made outside of inference mode.
     with torch.inference_mode(False), torch.no_grad():
         if model.load_format == "dummy":
             loaded = _dummy(plan, model.seed, dtype)
         else:
             loaded = _from_checkpoint(plan, model, dtype, show_progress)
-        decoder = TransformersDecoder(plan, loaded)
-    probe(decoder)
-    if model.embedding_size is not None:
-        probe_embeds(decoder, model.embedding_size)
-    return decoder
+        return TransformersDecoder(plan, loaded)
 
 
 def _from_checkpoint(plan: TransformersPlan, model: ModelConfig, dtype: torch.dtype, show_progress: bool | None) -> Any:

@@ -1,0 +1,43 @@
+"""Linear layers of a transformers model, with their weights as the fused forwards have them (`layers.Linear`).
+
+`pack` puts a `PackedLinear` in place of every plain linear layer, one after the other, so that no more than one weight is in
+memory twice; an embedding that is also the head stays beside its packed copy. Other modules that multiply by a weight (the
+three-dimensional ones of experts, routers of their own) are left as they are. Called by `transformers_backend.load`, which
+checks the logits afterwards.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from actorllm.model.layers import Linear
+
+
+class PackedLinear(torch.nn.Module):
+    """x @ weight.T + bias, for x of any number of dimensions."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight = torch.empty_like(weight, device="meta")
+        """Tells type and shape to whoever asks; there are no values."""
+        self._linear = Linear(weight, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] to [..., out_features]."""
+        return self._linear(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+
+def pack(model: torch.nn.Module) -> None:
+    """In place, and for good: the values of the original weights are gone."""
+    packed: dict[torch.nn.Module, PackedLinear] = {}
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if type(child) is torch.nn.Linear or type(child) is Conv1D:
+                if child not in packed:
+                    weight = child.weight.detach()
+                    bias = None if child.bias is None else child.bias.detach()
+                    packed[child] = PackedLinear(weight.T if isinstance(child, Conv1D) else weight, bias)
+                    del child.weight
+                setattr(parent, name, packed[child])
