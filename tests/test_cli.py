@@ -123,26 +123,24 @@ def spans_of(path: Path) -> list[dict[str, Any]]:
     return spans
 
 
-def test_the_timeline_shows_the_next_step_run_while_text_is_made(tmp_path: Path) -> None:
+def test_the_timeline_shows_the_next_step_launched_before_text_is_made(tmp_path: Path) -> None:
+    """So that the worker computes meanwhile, if the machine lets it."""
     file = tmp_path / "timeline.json"
     result = run("generate", "Once upon a time", "--max-tokens", "300", "--ignore-eos", "--timeline", str(file))
     assert result.returncode == 0, result.stderr
     spans = spans_of(file)
     steps = {span["args"]["step"]: span for span in spans if span["process"] == "worker"}
     texts = {span["args"]["step"]: span for span in spans if span["name"].startswith("detokenize")}
+    plans = {span["args"]["step"]: span for span in spans if span["name"].startswith("plan")}
     assert len(steps) >= 300
     assert len(texts) >= 300
-    overlaps = [
-        number
-        for number, text in texts.items()
-        if number + 1 in steps
-        and steps[number + 1]["ts"] < text["ts"] + text["dur"]
-        and text["ts"] < steps[number + 1]["ts"] + steps[number + 1]["dur"]
-    ]
-    assert overlaps, "on a busy machine few, but never none"
+    followed = texts.keys() & {number - 1 for number in plans}
+    assert len(followed) >= len(texts) - 1, "all but the last"
+    for number in followed:
+        launched = plans[number + 1]["ts"] + plans[number + 1]["dur"]
+        assert launched <= texts[number]["ts"] + 1, f"step {number + 1} waited for the text of the one before"
     for number, step in steps.items():
-        plan = next(span for span in spans if span["name"] == f"plan {number}")
-        assert plan["ts"] <= step["ts"] + 1, "a step cannot run before it was planned"
+        assert plans[number]["ts"] <= step["ts"] + 1, "a step cannot run before it was planned"
 
 
 def test_ctrl_c_ends_at_once() -> None:
