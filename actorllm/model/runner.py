@@ -37,6 +37,9 @@ MAX_LOGITS_BYTES = 64 << 20
 PROMPT_LOGITS_BYTES = 32 << 20
 """Of the logits of prompts whose log-probabilities are wanted: their positions are worked off in slices."""
 
+ENTRY_BYTES = 16
+"""Of one id with its log-probability, while they are made."""
+
 DEFAULT_MEMORY_SHARE = 0.4
 """Of the available memory, for the KV cache, when neither its size nor a share is configured."""
 
@@ -280,7 +283,6 @@ class ModelRunner:
 
     def _prompt_logprobs(self, inputs: StepInputs, states: torch.Tensor) -> list[LogprobSpan]:
         """Those of this step's chunks of the prompts that want them. states: hidden states of all tokens."""
-        most = max(1, PROMPT_LOGITS_BYTES // (self.dtype.itemsize * self.model_config.vocab_size))
         parts: dict[int, list[PromptPart]] = {}
         for row, slot in enumerate(inputs.prefill_slots):
             wanted = self.batch.prompt_logprobs.get(slot)
@@ -298,6 +300,8 @@ class ModelRunner:
                 del self.batch.prompt_logprobs[slot]
         spans: list[LogprobSpan] = []
         for num_top, of_prompts in parts.items():
+            row_bytes = self.dtype.itemsize * self.model_config.vocab_size + ENTRY_BYTES * (1 + num_top)
+            most = max(1, PROMPT_LOGITS_BYTES // row_bytes)
             for slice_ in slices(of_prompts, most):  # of several prompts at once: larger products are faster
                 logits = self.decoder.narrow_logits(
                     self.decoder.select(states, np.concatenate([p.where for p in slice_]))
