@@ -464,9 +464,8 @@ class Engine:
         if num_sequences == 1:
             self._frontend.submit(make_submit, mailbox, rids.append)
         else:
-            for index in range(num_sequences):
-                sibling = Sibling(mailbox, index, self._abort_on_loop)
-                self._frontend.submit(functools.partial(_submit_of, make_submit, index), sibling, rids.append)
+            siblings = [Sibling(mailbox, index, self._abort_on_loop) for index in range(num_sequences)]
+            self._frontend.submit_several(make_submit, siblings, rids.append)
         mailbox.rids = rids
         if mailbox.is_aborted or mailbox.error is not None:
             self._abort_on_loop(mailbox)
@@ -750,11 +749,6 @@ def _shut_down_in_thread(engine: Engine) -> None:
 def _resolve(config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
     """The KV cache has as many blocks as the rank with the least room can hold."""
     return config.resolved(min(fact["num_blocks"] for fact in facts.values() if "num_blocks" in fact))
-
-
-def _submit_of(make_submit: Callable[[int], Submit], index: int, rid: int) -> Submit:
-    """The same request as another of its sequences."""
-    return replace(make_submit(rid), sample_index=index)
 
 
 def _check_seconds(name: str, value: object, base: str) -> None:

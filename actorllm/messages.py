@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -80,6 +80,10 @@ class Submit:
     min_p: float = 0.0
     seed: int = 0
     sample_index: int = 0
+    siblings: I32 = field(default_factory=no_i32)
+    """The rids of the other sequences of this request, which come with this message (`sequences_of`)."""
+    fork_of: int | None = None
+    """The rid of a sibling with the same prompt: it computes the prompt, and this request takes that over."""
     ignore_eos: bool = False
     stop_token_ids: Sequence[int] = ()
     stop: Sequence[str] = ()
@@ -117,6 +121,32 @@ class Submit:
     """Of every position of the prompt whose id is `embeds.EMBEDDED`, its row in the bytes of the model's dtype."""
 
 
+def sequences_of(submit: Submit) -> list[Submit]:
+    """Every sequence of a request as a request of its own: the first, and its siblings as forks of it.
+
+    They differ in their sample index, and only the first one tells of its prompt.
+    """
+    if not submit.siblings.size:
+        return [submit]
+    first = replace(submit, siblings=NO_I32)
+    rules, skips_cache = submit.rules, submit.skip_reading_prefix_cache
+    if rules is not None and "num_prompt_logprobs" in rules:
+        rules = {name: value for name, value in rules.items() if name != "num_prompt_logprobs"} or None
+        skips_cache = False  # that was for the log-probabilities
+    forks = [
+        replace(
+            first,
+            rid=rid,
+            sample_index=submit.sample_index + 1 + i,
+            fork_of=submit.rid,
+            rules=rules,
+            skip_reading_prefix_cache=skips_cache,
+        )
+        for i, rid in enumerate(submit.siblings.tolist())
+    ]
+    return [first, *forks]
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Abort:
     """Forget these requests and free their blocks. Unknown rids are ignored: they ended meanwhile."""
@@ -139,7 +169,8 @@ class Unblock:
 class StepResult:
     """What one step sampled. Only rank 0 reports tokens; the other ranks acknowledge with empty columns.
 
-    Rows are in the order of the plan: decode rows, then the prefill rows that reached the end of their known tokens.
+    Rows are in the order of the plan: decode rows, then the prefill rows that reached the end of their known tokens, then the
+    forks, which have one token each.
     counts is empty when every row carries exactly one token; else it says how many (0 and more) of `tokens` each has.
     vector_rows and vectors: pooled rows and their vectors, concatenated. nonfinite_rows: rows whose logits held NaN or
     infinity, or whose parameters left nothing to choose; their token is void.
@@ -193,6 +224,8 @@ class NewRow(NamedTuple):
     num_stop_ids: int = 0
     adapter_id: int = 0
     is_pooling: bool = False
+    source: int = -1
+    """Of a fork: the slot of the prefill row, ending in this step, whose prompt it shares."""
 
 
 NEW_ROW = np.dtype(
@@ -211,10 +244,10 @@ NEW_ROW = np.dtype(
         ("num_stop_ids", "<i4"),
         ("adapter_id", "<i4"),
         ("is_pooling", "<u4"),
-        ("fill", "<u4"),
+        ("source", "<i4"),
     ]
 )
-_NEW_ROW = struct.Struct("<2iQ3i3f4iI4x")
+_NEW_ROW = struct.Struct("<2iQ3i3f4iIi")
 
 
 def pack_rows(rows: Iterable[NewRow]) -> U8:
@@ -227,9 +260,13 @@ class StepPlan:
     """One step, as the difference to the persistent batch that the worker keeps.
 
     Applied in this order: `freed` slots are dropped; `new` slots are filled; `extended` blocks are appended to block
-    tables; `zero` and `copy` act on KV blocks; then the forward runs over the decode rows (one token each, the last one
-    sampled) followed by the prefill rows (`prefill_counts` tokens each, from where the slot stands). A prefill row that
-    reaches the end of its known tokens samples, and is a decode row from then on.
+    tables; KV blocks are copied, all at once, and then zeroed; then the forward runs over the decode rows (one token each,
+    the last one sampled) followed by the prefill rows (`prefill_counts` tokens each, from where the slot stands). A prefill
+    row that reaches the end of its known tokens samples, and is a decode row from then on.
+
+    A new slot may be a fork of such a prefill row (`NewRow.source`), which has the same known tokens: it samples from the
+    same logits, in the same step, and is a decode row from then on. The full blocks of its tokens are those of the source;
+    the block that begins with them ends is a copy, which the next plan asks for.
 
     decode_slots None: the same rows as in the step before plus nothing, minus nothing. Block tables and extended blocks
     carry a KV group (there is one group today).

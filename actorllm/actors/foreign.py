@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from actorllm.messages import Abort, Ask, Message, Reply, Submit, Unblock
+from actorllm.request import MAX_N
 
 Check = Callable[[Any], bool]
 
@@ -47,6 +48,8 @@ def check_foreign(message: Message, vocab_size: int) -> None:
     if isinstance(message, Submit):
         if any(not 0 <= token < vocab_size for token in message.stop_token_ids):
             raise ValueError(f"stop_token_ids={message.stop_token_ids!r:.80} with a vocabulary of {vocab_size}")
+        if message.siblings.size >= MAX_N:
+            raise ValueError(f"{message.siblings.size} siblings, and a request has at most {MAX_N} sequences")
         if message.block_hashes.size % HASH_BYTES:
             raise ValueError(f"block_hashes of {message.block_hashes.size} bytes")
 

@@ -8,8 +8,8 @@ event loops by one thread-safe wake-up per batch and loop.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +20,7 @@ from actorllm.actors.link import Link
 from actorllm.clock import now
 from actorllm.errors import EngineDeadError, EngineError, EngineShutdownError, RequestFailedError, WouldBlock
 from actorllm.logprobs import LogprobSpan, spans_of
-from actorllm.messages import Abort, Message, Outputs, RequestEnd, Submit
+from actorllm.messages import Abort, Message, Outputs, RequestEnd, Submit, sequences_of
 from actorllm.request import Logprob
 
 logger = logging.getLogger(__name__)
@@ -111,6 +111,25 @@ class FrontendActor(Actor):
         on_rid(rid)
         self._post(submit)
 
+    def submit_several(
+        self, make_submit: Callable[[int], Submit], consumers: Sequence[Consumer], on_rid: Callable[[int], None]
+    ) -> None:
+        """Journal several sequences of one request, with a consumer each, and send them as one message.
+
+        So the scheduler knows of all of them when it computes their prompt.
+        """
+        if self._error is not None:
+            for consumer in consumers:
+                consumer.fail(self._error)
+            self._wake(list(consumers))
+            return
+        rids = [self.next_rid() for _ in consumers]
+        submit = replace(make_submit(rids[0]), siblings=np.array(rids[1:], np.int32))
+        for sequence, consumer in zip(sequences_of(submit), consumers, strict=True):
+            self._journal[sequence.rid] = JournalEntry(sequence, consumer)
+            on_rid(sequence.rid)
+        self._post(submit)
+
     def abort(self, rid: int) -> None:
         """End a request; the consumer still gets its final output, with finish_reason 'abort'."""
         entry = self._journal.get(rid)
@@ -150,7 +169,8 @@ class FrontendActor(Actor):
             except (TypeError, ValueError) as error:  # it cannot be encoded: that must not stop what comes after it
                 logger.exception("a message cannot be sent")
                 if isinstance(message, Submit):
-                    self._fail(message.rid, RequestFailedError(f"the request cannot be sent: {error}"))
+                    for rid in (message.rid, *message.siblings.tolist()):
+                        self._fail(rid, RequestFailedError(f"the request cannot be sent: {error}"))
             self._unsent.pop(0)
 
     # Life

@@ -43,6 +43,7 @@ from actorllm.messages import (
     Submit,
     Unblock,
     pack,
+    sequences_of,
 )
 from actorllm.ring.codec import encode
 from actorllm.scheduling.pause import PauseState
@@ -365,7 +366,8 @@ class SchedulerActor(Actor):
                 continue
             match message:
                 case Submit():
-                    ends += self._submit(frontend, message)
+                    for sequence in sequences_of(message):
+                        ends += self._submit(frontend, sequence)
                 case Abort():
                     ends += self.scheduler.abort([(frontend, rid) for rid in message.rids.tolist()], now())
                 case Unblock():

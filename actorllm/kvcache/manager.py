@@ -8,7 +8,11 @@ needs an array of its own that grows token by token.
 With prefix caching, full blocks that were published stay findable after their last request has gone, until the pool runs
 out of others. A published block is never written again: whoever takes it over goes on in a block of its own.
 
-Invariants (`check_integrity`): a slot's table entries are distinct allocated blocks; every allocated block is in some table.
+A fork (`fork`) shares the full blocks of another slot's tokens as well. The block in which they end is being written by the
+step that is planned then, and by nobody else: the copy is made before the step after that.
+
+Invariants (`check_integrity`): a slot's table entries are distinct allocated blocks; every allocated block is in some table;
+a block that is to be copied to belongs to one slot.
 """
 
 from __future__ import annotations
@@ -46,6 +50,9 @@ class BlockActions:
 
     zero: list[I32]
     copy: list[tuple[int, int]]
+    """(source, target)"""
+    copy_later: list[tuple[int, int]]
+    """For the plan after the next one."""
 
 
 class KVCacheManager:
@@ -70,7 +77,7 @@ class KVCacheManager:
         self._table: I32 = self.tables[0]
         self.token_ids: NDArray[np.int32] = np.zeros((num_blocks, block_size), np.int32)
         self._flat_ids: I32 = self.token_ids.reshape(-1)
-        self._actions = BlockActions([], [])
+        self._actions = BlockActions([], [], [])
         self._emptied: list[I32] = []
 
     @property
@@ -118,6 +125,21 @@ class KVCacheManager:
             self._release()
         self.pool.share(blocks)
 
+    def fork(self, source: int, num_tokens: int, slot: int, count: int) -> I32:
+        """As `fill`, of one slot, which begins with the first num_tokens tokens of another. Returns its blocks.
+
+        The next plan computes these tokens to their end. The full blocks are shared; the block that they end in is copied
+        with the plan after the next one.
+        """
+        num_full = num_tokens // self.block_size
+        full = self._table[source, :num_full].copy()
+        if num_full:
+            self.share(full)
+        blocks = self.fill([(slot, count)], {slot: full})
+        if num_tokens % self.block_size:
+            self._actions.copy_later.append((self._table.item(source, num_full), self._table.item(slot, num_full)))
+        return blocks
+
     def num_exclusive(self, slot: int, besides: I32 = NO_I32) -> int:
         """How many blocks are free once this slot is emptied; besides: not counting these."""
         blocks = self._table[slot, : self.num_blocks[slot]]
@@ -151,6 +173,8 @@ class KVCacheManager:
     def empty(self, slot: int, *, zero: bool = False) -> None:
         """Take all blocks from a slot. zero: their contents are not finite and must be cleared before they are reused."""
         blocks = self._table[slot, : self.num_blocks.item(slot)].copy()
+        if self._actions.copy or self._actions.copy_later:
+            self._drop_copies(blocks)
         if zero:
             self._release()
             freed = self.pool.release(blocks)
@@ -160,6 +184,13 @@ class KVCacheManager:
             self._emptied.append(blocks)
         self.num_blocks[slot] = 0
         self.capacity[slot] = 0
+
+    def _drop_copies(self, targets: I32) -> None:
+        """What was to be copied to these blocks is not needed any more."""
+        gone = set(targets.tolist())
+        actions = self._actions
+        actions.copy = [pair for pair in actions.copy if pair[1] not in gone]
+        actions.copy_later = [pair for pair in actions.copy_later if pair[1] not in gone]
 
     def _allocate(self, count: int) -> I32:
         if self._emptied:
@@ -212,9 +243,9 @@ class KVCacheManager:
     def take_actions(self) -> tuple[I32, I32, I32]:
         """What is to be zeroed, copied from and copied to before the next step; the plan that carries it is the only one."""
         actions = self._actions
-        if not actions.zero and not actions.copy:
+        if not actions.zero and not actions.copy and not actions.copy_later:
             return NO_I32, NO_I32, NO_I32
-        self._actions = BlockActions([], [])
+        self._actions = BlockActions([], actions.copy_later, [])
         zero = np.concatenate(actions.zero) if actions.zero else NO_I32
         pairs = np.array(actions.copy, np.int32).reshape(-1, 2)
         return zero, pairs[:, 0].copy(), pairs[:, 1].copy()
@@ -261,3 +292,5 @@ class KVCacheManager:
         references = np.bincount(blocks, minlength=self.pool.num_blocks)
         assert (references == self.pool._references).all(), "reference counts differ from the block tables"
         assert (self.capacity == self.num_blocks * self.block_size).all(), "capacity differs from the number of blocks"
+        targets = [target for _, target in self._actions.copy_later]
+        assert (references[targets] == 1).all(), "a block is to be copied to that nobody or several hold"

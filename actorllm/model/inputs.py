@@ -66,7 +66,9 @@ class StepInputs:
     prefill_first: list[int]
     prefill_tables: list[I32]
     result_slots: I32  # [num_rows] in the order of the result
-    result_tokens: I64  # [num_rows] which token's hidden state each row of the result comes from
+    result_tokens: I64  # [num_states] which tokens' hidden states the rows of the result come from
+    forks: list[tuple[int, int]]
+    """(slot, slot of the row whose last state it shares) of the last rows of the result; the other rows have their own."""
     rows_version: int
     """Changes whenever `result_slots` or their parameters may have changed."""
     embedded: I64 | None = None  # [num_rows] which tokens have an embedding that the prompt brought
@@ -238,6 +240,7 @@ class PersistentBatch:
             prefill_tables=[],
             result_slots=self.decode_slots,
             result_tokens=result_tokens,
+            forks=[],
             rows_version=self.rows_version,
         )
         if plan.prefill_slots.size:
@@ -250,6 +253,8 @@ class PersistentBatch:
         columns.num_computed[inputs.decode_slots] += 1
         for slot, count in zip(inputs.prefill_slots, inputs.prefill_counts, strict=True):
             columns.num_computed[slot] += count
+        for slot, _ in inputs.forks:
+            columns.num_computed[slot] = columns.num_known[slot]
         for slot in [s for s in self.known_tokens if columns.num_computed[s] == columns.num_known[s]]:
             del self.known_tokens[slot]
 
@@ -433,8 +438,11 @@ class PersistentBatch:
         inputs.positions = np.concatenate(positions)
         inputs.kv_slots = np.concatenate(kv_slots)
         if finished:
-            inputs.result_slots = np.concatenate((inputs.result_slots, np.array(finished, np.int32)))
             inputs.result_tokens = np.concatenate((inputs.result_tokens, np.array(finished_tokens, np.int64)))
+            if plan.new_rows.size:
+                inputs.forks = self._forks(plan, finished)
+                finished += [slot for slot, _ in inputs.forks]
+            inputs.result_slots = np.concatenate((inputs.result_slots, np.array(finished, np.int32)))
             self.rows_version += 1  # these rows are of this step only
             inputs.rows_version = self.rows_version
             self.rows_version += 1
@@ -449,6 +457,15 @@ class PersistentBatch:
         if embedded.size:
             inputs.token_ids[embedded] = 0  # something to look up
             inputs.embedded, inputs.embeds = embedded, plan.embeds
+
+    def _forks(self, plan: StepPlan, finished: list[int]) -> list[tuple[int, int]]:
+        """The new slots that share one of the prompts that end in this step, each with the slot of that."""
+        new = plan.new
+        pairs: list[tuple[int, int]] = new[["slot", "source"]][new["source"] >= 0].tolist()
+        for slot, source in pairs:
+            if source not in finished or not np.array_equal(self.known_tokens[slot], self.known_tokens[source]):
+                raise ValueError(f"step {plan.step}: slot {slot} cannot be a fork of slot {source}")
+        return pairs
 
     def _require_live(self, slots: I32, what: str) -> None:
         if slots.size and (int(slots.min()) < 0 or int(slots.max()) >= self.num_slots):

@@ -190,5 +190,6 @@ def _inputs(
         prefill_tables=[table for _, _, table in prefills],
         result_slots=np.zeros(0, np.int32),
         result_tokens=np.zeros(0, np.int64),
+        forks=[],
         rows_version=0,
     )

@@ -53,6 +53,8 @@ class SamplingRows:
     version: int
     rows: NDArray[np.intp] | None
     """Which rows of the result; None: all, no row is pooled."""
+    states: NDArray[np.intp] | None
+    """Which hidden state each sample comes from; None: the rows of the result have one each."""
     slots: I32  # [num_samples]
     chunks: list[tuple[int, int, SamplingColumns]]
     """[start, end) of the samples, so that the logits of a chunk fit in MAX_LOGITS_BYTES."""
@@ -71,7 +73,7 @@ class StepHandle:
     step: int
     inputs: StepInputs
     sampling: SamplingRows
-    hidden: torch.Tensor  # [num_rows, hidden_size] final hidden states of the result rows
+    hidden: torch.Tensor  # [num_states, hidden_size] final hidden states of the result rows, which forks share
     logits: torch.Tensor | None
     """float32 [num_samples, vocab_size]; None: made chunk by chunk while sampling."""
     late_slots: I32
@@ -255,10 +257,10 @@ class ModelRunner:
         """Apply the plan and run the forward; the rows have advanced when this returns. Raises on failure."""
         started = clock.now()
         self.batch.apply(plan)
+        if plan.copy_sources.size:  # first: a block may be zeroed because its owner failed, and its fork did not
+            self.cache.copy(plan.copy_sources, plan.copy_targets)
         if plan.zero_blocks.size:
             self.cache.zero(plan.zero_blocks)
-        if plan.copy_sources.size:
-            self.cache.copy(plan.copy_sources, plan.copy_targets)
         inputs = self.batch.inputs(plan)
         sampling = self._sampling_rows(inputs)
         hidden, logits = self._no_hidden, None
@@ -345,7 +347,11 @@ class ModelRunner:
             tokens[is_void] = 0
             # Here and not when the scheduler hears of it: by then a request that was preempted or aborted meanwhile has
             # lost its blocks, and the next owner would find them as they are.
-            self.cache.zero(self.batch.exclusive_blocks(sampling.slots[is_void]))
+            void = sampling.slots[is_void]
+            needed = [
+                source for slot, source in handle.inputs.forks if slot not in void
+            ]  # their last block is not copied
+            self.cache.zero(self.batch.exclusive_blocks(void[~np.isin(void, needed)] if needed else void))
         self.batch.store(sampling.slots, tokens)
         if sampling.rows is None:
             void = np.flatnonzero(is_void).astype(np.int32) if is_void.any() else NO_I32
@@ -388,6 +394,7 @@ class ModelRunner:
         first = inputs.num_decodes
         is_finite = torch.isfinite(states[first:].sum(1, dtype=torch.float32)).numpy()
         if is_finite.all():
+            self.batch.bad_slots.update(slot for slot, source in inputs.forks if source in self.batch.bad_slots)
             return
         bad = np.flatnonzero(~is_finite) + first
         slots = [
@@ -397,11 +404,16 @@ class ModelRunner:
             )
             if ((bad >= start) & (bad < start + count)).any()
         ]
+        slots += [slot for slot, source in inputs.forks if source in slots or source in self.batch.bad_slots]
         self.batch.bad_slots.update(slots)
         self.cache.zero(self.batch.exclusive_blocks(np.array(slots, np.int32)))
 
     def _logits(self, hidden: torch.Tensor, sampling: SamplingRows, start: int, end: int) -> torch.Tensor:
         """float32 [end - start, vocab_size] of the samples [start, end)."""
+        if sampling.states is not None:
+            states, row_of = np.unique(sampling.states[start:end], return_inverse=True)
+            logits = self.decoder.logits(hidden.index_select(0, torch.from_numpy(states)))
+            return logits.index_select(0, torch.from_numpy(row_of))
         if sampling.rows is not None:
             return self.decoder.logits(hidden.index_select(0, torch.from_numpy(sampling.rows[start:end])))
         return self.decoder.logits(hidden if end - start == len(hidden) else hidden[start:end])
@@ -459,10 +471,15 @@ class ModelRunner:
         if self._rows is not None and self._rows.version == inputs.rows_version:
             return self._rows
         columns, slots = self.batch.columns, inputs.result_slots
-        rows = None
+        rows = states = None
+        if inputs.forks:
+            states = np.arange(len(slots))
+            sources = [np.flatnonzero(slots == source)[0] for _, source in inputs.forks]
+            states[-len(sources) :] = sources
         if columns.is_pooling[slots].any():
             rows = np.flatnonzero(~columns.is_pooling[slots])
             slots = slots[rows]
+            states = None if states is None else states[rows]
         most = max(1, MAX_LOGITS_BYTES // (4 * self.model_config.vocab_size))
         chunks = []
         for start in range(0, len(slots), most):
@@ -486,5 +503,5 @@ class ModelRunner:
                     of_ids[i] = rules.logprob_ids[slot]
                 elif slot in rules.num_logprobs:
                     wanted.append((i, rules.num_logprobs[slot]))
-        self._rows = SamplingRows(inputs.rows_version, rows, slots, chunks, rules.concerns(slots), wanted, of_ids)
+        self._rows = SamplingRows(inputs.rows_version, rows, states, slots, chunks, rules.concerns(slots), wanted, of_ids)
         return self._rows

@@ -20,12 +20,13 @@ class StepRecord:
 
     step: int
     rows: Rows
-    """The rows that sample, in the order of the plan: decode rows, then completed prefills."""
+    """The rows that sample, in the order of the plan: decode rows, then completed prefills, then forks of these."""
     num_decode: int
     prefills: tuple[tuple[Sequence, int], ...]
     """Every prefill chunk of the step with its number of tokens, sampling or not."""
     num_tokens: int
     launched: float
+    forks: tuple[Sequence, ...] = ()
 
 
 class Ledger:

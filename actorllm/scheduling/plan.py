@@ -24,6 +24,7 @@ class PlanBuilder:
         self._freed: list[int] = []
         self._new: list[tuple[Sequence, int]] = []
         self._new_blocks: list[I32] = []
+        self._sources: dict[Sequence, int] = {}
         self._sent_rows: I32 | None = None
 
     def free(self, slot: int) -> None:
@@ -33,6 +34,11 @@ class PlanBuilder:
         """These got a slot and so many blocks; `blocks` holds all of them, one sequence after the other."""
         self._new += new
         self._new_blocks.append(blocks)
+
+    def fork(self, sequence: Sequence, num_blocks: int, blocks: I32, source: int) -> None:
+        """As `add`, of one that shares the prompt which ends in this step in slot `source`."""
+        self.add([(sequence, num_blocks)], blocks)
+        self._sources[sequence] = source
 
     def forget_worker(self) -> None:
         """The worker's batch is unknown (a step failed, a worker was replaced): send the next row set in full."""
@@ -53,10 +59,11 @@ class PlanBuilder:
             columns["freed"] = np.array(self._freed, np.int32)
             self._freed.clear()
         if self._new:
-            columns |= _new_columns(self._new, self._eos_ids)
+            columns |= _new_columns(self._new, self._eos_ids, self._sources)
             columns["new_blocks"] = _joined(self._new_blocks)
             self._new.clear()
             self._new_blocks.clear()
+            self._sources.clear()
         slots, blocks = extended
         if slots.size:
             columns["extended_slots"] = slots
@@ -74,7 +81,9 @@ class PlanBuilder:
         return StepPlan(step=step, **columns)
 
 
-def _new_columns(new: list[tuple[Sequence, int]], eos_ids: frozenset[int]) -> dict[str, Any]:
+def _new_columns(
+    new: list[tuple[Sequence, int]], eos_ids: frozenset[int], sources: dict[Sequence, int]
+) -> dict[str, Any]:
     rows: list[NewRow] = []
     stop_ids: list[int] = []
     ruled: list[Sequence] = []
@@ -102,6 +111,7 @@ def _new_columns(new: list[tuple[Sequence, int]], eos_ids: frozenset[int]) -> di
                 len(ids),
                 submit.adapter_id,
                 submit.pooling is not None,
+                sources.get(sequence, -1),
             )
         )
     columns: dict[str, Any] = {

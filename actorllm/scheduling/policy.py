@@ -15,7 +15,7 @@ import enum
 import heapq
 import importlib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -172,6 +172,20 @@ class PlanPolicy(Protocol):
     def on_end(self, sequence: Sequence, view: View) -> None: ...
 
     def on_step(self, done: StepDone, view: View) -> None: ...
+
+    # Requests that share the prompt of another (`scheduling.forks`). A policy without these three methods has none: every
+    # request waits, and is in its decisions.
+
+    def ahead_of(self, sequence: Sequence, view: View) -> Iterable[Sequence]:
+        """The waiting requests that come before this one, in any order: their slots and blocks are left to them."""
+        return ()
+
+    def may_fork(self, sequence: Sequence, view: View) -> bool:
+        """Whether a request that has never waited gets a slot, because the prompt it shares ends in this step."""
+        return True
+
+    def on_fork(self, sequence: Sequence, view: View) -> None:
+        """It got one. Otherwise it waits from now on (`on_arrival`)."""
 
 
 class KeyPolicy:
@@ -495,6 +509,26 @@ class KeyPlanner:
 
     def on_refusal(self, sequence: Sequence, view: View) -> None:
         self._push(sequence, view)
+
+    def ahead_of(self, sequence: Sequence, view: View) -> Iterator[Sequence]:
+        order = (self.policy.key(sequence, view), sequence.arrival_index)
+        heap, places = self._heap, [0]
+        while places:  # what lies below a place in the heap comes after it
+            place = places.pop()
+            if place < len(heap) and heap[place][:2] < order:
+                other = heap[place][-1]
+                if other.state is State.WAITING and view.may_start(other):
+                    yield other
+                places += (2 * place + 1, 2 * place + 2)
+
+    def may_fork(self, sequence: Sequence, view: View) -> bool:
+        return self.policy.admit(sequence, view) is Admit.ADMIT
+
+    def on_fork(self, sequence: Sequence, view: View) -> None:
+        """For the order it is as if it had arrived now."""
+        self._hopeless = None
+        self.policy.on_arrival(sequence, view)
+        self.policy.on_admit(sequence, view)
 
     def on_end(self, sequence: Sequence, view: View) -> None:
         num_entries = len(self._heap)

@@ -38,6 +38,7 @@ from actorllm.messages import I32, NO_I32, U8, StepFailed, StepPlan, StepResult,
 from actorllm.request import FinishReason
 from actorllm.rules import SamplingRules
 from actorllm.scheduling.batch import ONE, Batch, Rows
+from actorllm.scheduling.forks import Followers
 from actorllm.scheduling.ledger import Ledger, StepRecord
 from actorllm.scheduling.pause import PAUSE_MODES, PauseState
 from actorllm.scheduling.plan import PlanBuilder
@@ -123,6 +124,8 @@ class SchedulerStatistics:
     num_steps: int
     num_output_tokens: int
     num_prefill_tokens: int
+    num_forks: int
+    """Requests that took a sibling's prompt over instead of computing it."""
     num_preemptions: int
     num_wasted_tokens: int
     """Sampled for a request that had ended or lost its slot for good by then."""
@@ -200,6 +203,7 @@ class Scheduler:
         """Those of the waiting that were preempted."""
         self.pause_state = PauseState.RUNNING
         self._blocked: set[Sequence] = set()
+        self._followers = Followers()
         self._preempted: list[Sequence] = []
         self._displaced: set[Sequence] = set()
         self._tokenless: set[Sequence] = set()
@@ -219,6 +223,7 @@ class Scheduler:
         self._num_steps = 0
         self._num_output_tokens = 0
         self._num_prefill_tokens = 0
+        self._num_forks = 0
         self._num_preemptions = 0
         self._num_wasted = 0
         self._num_dropped = 0
@@ -267,7 +272,7 @@ class Scheduler:
             sequence.state = State.BLOCKED
             self._blocked.add(sequence)
         else:
-            self._wait(sequence)
+            self._wait_or_follow(sequence)
         return None
 
     def _take_rules(self, sequence: Sequence, given: dict[str, Any]) -> None:
@@ -330,7 +335,7 @@ class Scheduler:
         if error is not None:
             return self._end(sequence, "error", error=error)
         self._blocked.discard(sequence)
-        self._wait(sequence)
+        self._wait_or_follow(sequence)
         return None
 
     def pause(self, mode: str, now: float) -> list[End]:
@@ -361,6 +366,34 @@ class Scheduler:
         sequence.state = State.WAITING
         self._waiting.add(sequence)
         self.policy.on_arrival(sequence, self)
+
+    def _wait_or_follow(self, sequence: Sequence) -> None:
+        leader = self._leader_of(sequence) if sequence.submit.fork_of is not None else None
+        if leader is None:
+            self._wait(sequence)
+        else:
+            sequence.state = State.FOLLOWING
+            self._followers.add(sequence, leader)
+
+    def _leader_of(self, sequence: Sequence) -> Sequence | None:
+        """Who will compute the prompt of a new request as well as its own; None: the request itself."""
+        submit = sequence.submit
+        leader = self._alive.get((sequence.key[0], submit.fork_of or 0))
+        if leader is None or leader is sequence or not hasattr(self.policy, "may_fork"):
+            return None
+        if self._followers.has_any(sequence):
+            return None  # it was blocked when they came
+        if leader.state not in (State.BLOCKED, State.WAITING) and leader not in self._prefilling:
+            return None  # its prompt is computed, or it follows somebody itself
+        if sequence.known.size > sequence.num_prompt or leader.known.size > leader.num_prompt:
+            return None
+        if sequence.wants_prompt_logprobs or not submit.pooling == leader.submit.pooling is None:
+            return None
+        other = leader.submit
+        is_same = submit.adapter_id == other.adapter_id and submit.cache_salt == other.cache_salt
+        if not is_same or not (submit.prompt is other.prompt or np.array_equal(submit.prompt, other.prompt)):
+            return None
+        return leader
 
     # Planning ---------------------------------------------------------------------------------------------------------
 
@@ -395,12 +428,16 @@ class Scheduler:
         num_decode = num_tokens = len(rows)
         prefill: list[tuple[Sequence, int]] = []
         sampling = rows
+        forks: list[Sequence] = []
         if decision.prefill:
             prefill, completed = self._prefill(decision.prefill, num_tokens)
             num_prefill_tokens = sum(n for _, n in prefill)
             num_tokens += num_prefill_tokens
             self._num_prefill_tokens += num_prefill_tokens
             if completed:
+                if self._followers:
+                    forks = self._fork(completed)
+                    completed += [fork.slot for fork in forks]
                 joining = batch.start_decoding(completed)
                 sampling = batch.rows() if rows is self._decode else rows.joined(joining)
                 computed = batch.num_computed[sampling.index]
@@ -413,7 +450,7 @@ class Scheduler:
         plan = self._builder.build(step, rows, extended, self.kv.take_actions(), prefill, late)
         if prefill and self._num_embedded:
             plan = replace(plan, embeds=self._embeds_of(prefill))
-        self.ledger.launch(StepRecord(step, sampling, num_decode, tuple(prefill), num_tokens, now))
+        self.ledger.launch(StepRecord(step, sampling, num_decode, tuple(prefill), num_tokens, now, tuple(forks)))
         self._num_steps += 1
         return plan
 
@@ -517,6 +554,61 @@ class Scheduler:
             for sequence, _ in started:
                 self.policy.on_admit(sequence, self)
         return accepted, completed
+
+    def _fork(self, completed: list[int]) -> list[Sequence]:
+        """Whoever follows one of the prompts that end in this step gets a slot if it fits, and waits for one if not."""
+        forks: list[Sequence] = []
+        for source in completed:
+            leader: Sequence = self.batch.sequences[source]
+            followers = self._followers.take(leader)
+            if followers:
+                forks += self._fork_one(leader, followers)
+        return forks
+
+    def _fork_one(self, leader: Sequence, followers: list[Sequence]) -> list[Sequence]:
+        num_prompt, kv = leader.num_prompt, self.kv
+        num_slots, num_free = self._room_for_forks(followers[-1])
+        forks: list[Sequence] = []
+        for fork in followers:
+            num_blocks = kv.blocks_for(min(num_prompt + self._ahead, fork.limit + self._spare))
+            taken = num_blocks - num_prompt // kv.block_size
+            fits = len(forks) < num_slots and taken <= num_free and self._has_logprob_room(fork)
+            if not fits or not self.may_start(fork) or not self.policy.may_fork(fork, self):
+                self._wait(fork)
+                continue
+            num_free -= taken
+            self._start_fork(fork, leader)
+            self._builder.fork(fork, num_blocks, kv.fork(leader.slot, num_prompt, fork.slot, num_blocks), leader.slot)
+            forks.append(fork)
+            self.policy.on_fork(fork, self)
+        self._num_forks += len(forks)
+        return forks
+
+    def _room_for_forks(self, last: Sequence) -> tuple[int, int]:
+        """Slots and blocks that nobody has a better claim to than these forks; `last` is the last of them to have come.
+
+        Those who come before it and wait are left theirs, and whoever lost his and will wait for them again.
+        """
+        num_slots = self.batch.num_free_slots - len(self._preempted)
+        num_blocks = self.kv.num_free - self.limits.headroom_blocks
+        num_blocks -= sum(self.admission_blocks(other) for other in self._preempted)
+        for other in self.policy.ahead_of(last, self):
+            if num_slots <= 0 or num_blocks <= 0:
+                break
+            num_slots -= 1
+            num_blocks -= self.admission_blocks(other)
+        return num_slots, num_blocks
+
+    def _start_fork(self, fork: Sequence, leader: Sequence) -> None:
+        """It gets a slot. Its prompt is computed when that of its leader is, and published when that is reported."""
+        fork.state = State.RUNNING
+        fork.scheduled = self.now
+        fork.num_cached_tokens = leader.num_cached_tokens
+        fork.can_publish &= leader.can_publish  # not if a reset came meanwhile
+        slot = self.batch.occupy(fork)
+        self.batch.num_computed[slot] = fork.num_prompt
+        if fork.rules is not None:
+            self._num_row_logprobs += fork.rules.num_logprobs + 1
 
     def _chunk_with_logprobs(self, sequence: Sequence, size: int) -> int:
         """So much of a chunk that the log-probabilities it returns are not too many for one message."""
@@ -733,6 +825,9 @@ class Scheduler:
         for sequence, num_tokens in record.prefills:
             if sequence.can_publish and sequence.slot >= 0:
                 self._publish_chunk(sequence, num_tokens)
+        for fork in record.forks:
+            if fork.can_publish and fork.slot >= 0:
+                self._publish_chunk(fork, fork.num_prompt)
         rows = record.rows
         plain = not (result.counts.size or result.nonfinite_rows.size or result.vector_rows.size or self._tokenless)
         if plain and not np.count_nonzero(self.batch.generation[rows.index] != rows.generations):
@@ -989,6 +1084,10 @@ class Scheduler:
         if sequence.submit.stop_token_ids:
             self._count_stops(sequence, -1)
         self.policy.on_end(sequence, self)
+        if self._followers:
+            self._followers.discard(sequence)
+            for follower in self._followers.take(sequence):
+                self._wait(follower)
         return End(sequence, reason, stop_reason, error)
 
     def _count_stops(self, sequence: Sequence, by: int) -> None:
@@ -1120,12 +1219,13 @@ class Scheduler:
             blocked_on[reason] = blocked_on.get(reason, 0) + 1
         return SchedulerStatistics(
             num_running=self.limits.max_seqs - self.batch.num_free_slots,
-            num_waiting=len(self._waiting) + len(self._preempted),
+            num_waiting=len(self._waiting) + len(self._preempted) + len(self._followers),
             num_blocked=len(self._blocked),
             num_in_flight=len(self.ledger),
             num_steps=self._num_steps,
             num_output_tokens=self._num_output_tokens,
             num_prefill_tokens=self._num_prefill_tokens,
+            num_forks=self._num_forks,
             num_preemptions=self._num_preemptions,
             num_wasted_tokens=self._num_wasted,
             num_dropped_results=self._num_dropped,
@@ -1156,12 +1256,16 @@ class Scheduler:
         """AssertionError when the parts contradict each other."""
         self.batch.check_integrity()
         self.kv.check_integrity()
+        self._followers.check_integrity()
         batch = self.batch
         for sequence in self._alive.values():
             is_running = sequence.state is State.RUNNING
             assert (sequence.slot >= 0) == is_running, f"{sequence.key} is {sequence.state} in slot {sequence.slot}"
             assert (sequence in self._waiting) == (sequence.state is State.WAITING), f"{sequence.key} waits or not"
             assert (sequence in self._blocked) == (sequence.state is State.BLOCKED), f"{sequence.key} is blocked or not"
+            assert (sequence in self._followers) == (sequence.state is State.FOLLOWING), (
+                f"{sequence.key} follows or not"
+            )
             is_resuming = sequence.state is State.WAITING and sequence.num_preemptions > 0
             assert (sequence in self._resuming) == is_resuming, f"{sequence.key} comes back or not"
             assert (sequence in self._preempted) == (sequence.state is State.PREEMPTED), f"{sequence.key} preempted"

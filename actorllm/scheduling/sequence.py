@@ -6,6 +6,8 @@ submitted parameters, state, and what has to outlive the slot over a preemption.
     BLOCKED ──unblock──> WAITING ──admit──> RUNNING ──> FINISHED
                             ^                  │
                             └── last step that named it done ── PREEMPTED <── preempt
+
+    FOLLOWING ──leader's prompt ends──> RUNNING, as a fork; or WAITING (see `forks`)
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ Key = tuple[int, int]
 
 class State(enum.Enum):
     BLOCKED = "blocked"
+    FOLLOWING = "following"
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
@@ -55,7 +58,7 @@ class Sequence:
     last_token: float | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0
-    """Known tokens that were found in the prefix cache when it was first admitted."""
+    """Known tokens that were found in the prefix cache when it was first admitted. Of a fork: those its leader found."""
     num_wasted_tokens: int = 0
     hashes: bytes = b""
     """Of its first full blocks, as many as are hashed."""

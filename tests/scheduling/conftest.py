@@ -16,13 +16,15 @@ import numpy as np
 import pytest
 
 from actorllm.kvcache.prefix_index import extra_key, hash_blocks
-from actorllm.messages import LateInputs, StepPlan, StepResult, Submit, pack, unpack
+from actorllm.messages import LateInputs, StepPlan, StepResult, Submit, pack, sequences_of, unpack
 from actorllm.scheduling.policy import load_policy
 from actorllm.scheduling.scheduler import Scheduler
 
 VOCAB = 97
 EOS = 5
 BLOCK_SIZE = 4
+SIBLING = 1_000
+"""How far apart the seeds of two sample indices are for `reference_stream`."""
 
 
 def chain(previous: int, token: int) -> int:
@@ -45,7 +47,7 @@ def reference_stream(prompt: Sequence[int], seed: int, count: int, vocab: int = 
     return out
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     tokens: list[int]
     num_outputs_at_start: int
@@ -54,6 +56,7 @@ class Row:
     seed: int
     adapter_id: int
     is_pooling: bool
+    sample_index: int = 0
     num_known_at_start: int = 0
 
 
@@ -67,6 +70,8 @@ class ScriptedWorker:
     decode: list[int] = field(default_factory=list)
     zeroed: list[int] = field(default_factory=list)
     copied: list[tuple[int, int]] = field(default_factory=list)
+    shared: list[tuple[int, int, int]] = field(default_factory=list)
+    """(step, slot, slot of the row it samples from) of every fork."""
     late_steps: list[tuple[int, list[int]]] = field(default_factory=list)
     tokens_per_row: Callable[[int, int], int] | None = None
     """(slot, token index) -> how many tokens the row returns."""
@@ -89,11 +94,13 @@ class ScriptedWorker:
             tokens += got
             counts.append(len(got))
         completed = []
+        forks = [(int(new["slot"]), int(new["source"])) for new in plan.new if new["source"] >= 0]
+        self.shared += [(plan.step, slot, source) for slot, source in forks]
         for slot, count in zip(plan.prefill_slots.tolist(), plan.prefill_counts.tolist(), strict=True):
             row = self.rows[slot]
             assert slot not in self.decode, f"slot {slot} decodes and prefills in one step"
             assert 0 < count <= len(row.tokens) - row.computed, f"slot {slot}: {count} tokens beyond the known ones"
-            self._compute(row, count)
+            self._compute(row, count, [self.rows[fork] for fork, source in forks if source == slot])
             if row.computed == len(row.tokens):
                 if row.is_pooling:
                     vector_rows.append(len(counts))
@@ -104,6 +111,19 @@ class ScriptedWorker:
                     tokens += got
                     counts.append(len(got))
                     completed.append(slot)
+        for slot, source in forks:
+            row, other = self.rows[slot], self.rows[source]
+            num_prompt = len(row.tokens)
+            assert source in completed, f"slot {source} samples nothing to share"
+            assert row.computed == 0, f"fork {slot} is in another step"
+            assert row.tokens == other.tokens[:num_prompt], f"slot {slot} is a fork of another prompt"
+            num_full = num_prompt // self.block_size
+            assert row.blocks[:num_full] == other.blocks[:num_full], f"fork {slot} does not share its full blocks"
+            assert not set(row.blocks[num_full:]) & set(other.blocks), f"fork {slot} shares blocks it will write to"
+            row.computed = num_prompt
+            got = self._sample(slot, row, self._entry(other, num_prompt - 1))
+            tokens += got
+            counts.append(len(got))
         if plan.late_slots.size:
             assert late is not None, f"step {plan.step} was sampled without its late inputs"
             assert late.step == plan.step
@@ -133,6 +153,7 @@ class ScriptedWorker:
                 seed=int(new["seed"]),
                 adapter_id=int(new["adapter_id"]),
                 is_pooling=bool(new["is_pooling"]),
+                sample_index=int(new["sample_index"]),
                 num_known_at_start=n,
             )
             at += n
@@ -143,11 +164,18 @@ class ScriptedWorker:
         assert stop == plan.new_stop_ids.size
         for slot, block in zip(plan.extended_slots.tolist(), plan.extended_blocks.tolist(), strict=True):
             self.rows[slot].blocks.append(block)
+        copies = list(zip(plan.copy_sources.tolist(), plan.copy_targets.tolist(), strict=True))
+        contents = [[self.kv.get((source, offset)) for offset in range(self.block_size)] for source, _ in copies]
+        for (_, target), content in zip(copies, contents, strict=True):
+            for offset, entry in enumerate(content):
+                self.kv.pop((target, offset), None)
+                if entry is not None:
+                    self.kv[target, offset] = entry
+        self.copied += copies
         for block in plan.zero_blocks.tolist():
             self.zeroed.append(block)
             for offset in range(self.block_size):
                 self.kv.pop((block, offset), None)
-        self.copied += list(zip(plan.copy_sources.tolist(), plan.copy_targets.tolist(), strict=True))
         if plan.decode_slots is not None:
             self.decode = plan.decode_slots.tolist()
         assert set(self.decode) <= set(self.rows), "a decode row is not in the batch"
@@ -157,32 +185,37 @@ class ScriptedWorker:
                 prefix = chain(prefix, row.tokens[position])
                 assert self._entry(row, position) == prefix, f"slot {slot} was given the KV of other tokens"
 
-    def _compute(self, row: Row, count: int) -> None:
+    def _compute(self, row: Row, count: int, forks: Sequence[Row] = ()) -> None:
+        """forks: rows of this step that will have what is computed here."""
         for _ in range(count):
             position = row.computed
             previous = self._entry(row, position - 1) if position else 0
             block, offset = divmod(position, self.block_size)
             assert block < len(row.blocks), f"position {position} has no block"
-            holders = sum(row.blocks[block] in other.blocks for other in self.rows.values())
-            assert holders == 1, "a block is written that another row holds, too"
-            self.kv[row.blocks[block], offset] = chain(previous, row.tokens[position])
+            holders = sum(row.blocks[block] in other.blocks for other in self.rows.values() if other not in forks)
+            entry = chain(previous, row.tokens[position])
+            is_again = self.kv.get((row.blocks[block], offset)) == entry
+            assert holders == 1 or is_again, "a block is written that another row holds, too"
+            self.kv[row.blocks[block], offset] = entry
             row.computed += 1
 
     def _entry(self, row: Row, position: int) -> int:
         block, offset = divmod(position, self.block_size)
         return self.kv[row.blocks[block], offset]
 
-    def _sample(self, slot: int, row: Row) -> list[int]:
+    def _sample(self, slot: int, row: Row, shared: int | None = None) -> list[int]:
+        """shared: the prefix that a fork samples after, which is not among its own blocks yet."""
         first = row.num_outputs_at_start + len(row.tokens) - row.num_known_at_start
         count = 1 if self.tokens_per_row is None else self.tokens_per_row(slot, first)
         if count == 0:
             row.computed -= 1
             return []
         got: list[int] = []
-        for i in range(count):
+        for i in range(count if shared is None else 1):
             if i:
                 self._compute(row, 1)
-            got.append(draw(self._entry(row, row.computed - 1), row.seed, first + i, self.vocab))
+            prefix = self._entry(row, row.computed - 1) if shared is None else shared
+            got.append(draw(prefix, row.seed + SIBLING * row.sample_index, first + i, self.vocab))
             row.tokens.append(got[-1])
         return got
 
@@ -234,6 +267,15 @@ class Engine:
         submit = make_submit(rid, prompt, **overrides)
         self.streams.setdefault(rid, submit.output.tolist())
         self._ended([end] if (end := self.scheduler.submit(0, submit, self.now)) else [])
+
+    def submit_several(self, rid: int, n: int, prompt: Sequence[int], **overrides: Any) -> list[int]:
+        """A request of n sequences, the first of them `rid`, with its seed; their rids."""
+        rids = [rid + i for i in range(n)]
+        submit = make_submit(rid, prompt, siblings=np.array(rids[1:], np.int32), **overrides)
+        for sequence in sequences_of(submit):
+            self.streams.setdefault(sequence.rid, [])
+            self._ended([end] if (end := self.scheduler.submit(0, sequence, self.now)) else [])
+        return rids
 
     def _ended(self, ends: Sequence[Any]) -> None:
         for end in ends:

@@ -11,7 +11,7 @@ import pytest
 
 from actorllm.messages import StepFailed
 from actorllm.scheduling.policy import Admit, Budget, KeyPlanner, KeyPolicy
-from tests.scheduling.conftest import EOS, Engine, reference_stream
+from tests.scheduling.conftest import EOS, SIBLING, Engine, reference_stream
 
 
 class Capricious(KeyPolicy):
@@ -49,7 +49,9 @@ def run(seed: int) -> None:
     if lookahead or dice.random() < 0.4:
         engine.worker.tokens_per_row = lambda slot, index: dice.choice([0, 1, 1, 1 + lookahead])
     requests: dict[int, tuple[list[int], dict[str, Any]]] = {}
-    for rid in range(1, dice.randint(2, 12)):
+    groups: dict[int, int] = {}  # how many sequences, by the rid of the first
+    for _ in range(dice.randint(1, 11)):
+        rid = len(requests) + 1
         prompt = [dice.randrange(97) for _ in range(dice.randint(1, 30))]
         if requests and dice.random() < 0.5:  # the same beginning as another one's
             other = dice.choice(list(requests.values()))[0]
@@ -60,13 +62,15 @@ def run(seed: int) -> None:
         extras["needs_late_inputs"] = dice.random() < 0.3
         extras["is_chunkable"] = dice.random() < 0.8
         extras["skip_reading_prefix_cache"] = dice.random() < 0.1
-        requests[rid] = prompt, extras
-    waiting = list(requests)
+        groups[rid] = 1 if extras["pooling"] else dice.choice([1, 1, 1, 2, 4])
+        for i in range(groups[rid]):
+            requests[rid + i] = prompt, extras | {"seed": rid + SIBLING * i}
+    waiting = list(groups)
     for _ in range(4000):
         event = dice.random()
         if waiting and event < 0.3:
             rid = waiting.pop(0)
-            engine.submit(rid, requests[rid][0], **requests[rid][1])
+            engine.submit_several(rid, groups[rid], requests[rid][0], **requests[rid][1])
         elif event > 0.98 and engine.streams:
             engine.abort(dice.choice(list(engine.streams)))
         elif event > 0.97 and engine.results:
@@ -86,7 +90,7 @@ def run(seed: int) -> None:
         if extras["pooling"]:
             assert end.reason != "stop" or rid in engine.vectors
             continue
-        expected = reference_stream(prompt, rid, min(extras["max_tokens"], 40 - len(prompt)))
+        expected = reference_stream(prompt, extras["seed"], min(extras["max_tokens"], 40 - len(prompt)))
         if not extras["ignore_eos"] and EOS in expected:
             expected = expected[: expected.index(EOS) + 1]
         assert stream == (expected if end.reason in ("stop", "length") else expected[: len(stream)])

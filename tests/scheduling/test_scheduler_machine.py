@@ -25,10 +25,12 @@ from actorllm.kvcache.block_pool import BlockPool
 from actorllm.kvcache.manager import KVCacheManager
 from actorllm.messages import I32, StepFailed, StepPlan, StepResult
 from actorllm.scheduling.batch import Batch
+from actorllm.scheduling.forks import Followers
 from actorllm.scheduling.ledger import Ledger
 from actorllm.scheduling.plan import PlanBuilder
 from actorllm.scheduling.scheduler import Scheduler
-from tests.scheduling.conftest import EOS, Engine, reference_stream
+from actorllm.scheduling.sequence import State
+from tests.scheduling.conftest import EOS, SIBLING, Engine, reference_stream
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -55,6 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         blocked=st.booleans(),
         family=st.integers(0, 2),
         salt=st.sampled_from([None, None, "a"]),
+        n=st.sampled_from([1, 1, 2, 3, 5]),
     )
     def submit(
         self,
@@ -67,9 +70,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         blocked: bool,
         family: int,
         salt: str | None,
+        n: int,
     ) -> None:
         rid = len(self.submitted) + 1
         prompt = [(family * 31 + i) % 97 for i in range(length)]
+        if n > 1:
+            prefix = 0
         output = reference_stream(prompt, rid, min(prefix, max_tokens - 1, 39 - length))
         arguments = {
             "max_tokens": max_tokens,
@@ -78,12 +84,28 @@ class SchedulerMachine(RuleBasedStateMachine):
             "stop_token_ids": stop,
             "cache_salt": salt,
         }
-        self.submitted[rid] = (prompt, len(output), arguments)
-        if blocked:
-            self.blocked.add(rid)
-        self.engine.submit(
-            rid, prompt, output=np.array(output, np.int32), blocked_on="x" if blocked else None, **arguments
-        )
+        blocked_on = "x" if blocked else None
+        for i in range(n):
+            self.submitted[rid + i] = (prompt, rid + SIBLING * i, len(output), arguments)
+            if blocked:
+                self.blocked.add(rid + i)
+        if n > 1:
+            self.engine.submit_several(rid, n, prompt, blocked_on=blocked_on, **arguments)
+        else:
+            self.engine.submit(rid, prompt, output=np.array(output, np.int32), blocked_on=blocked_on, **arguments)
+
+    @precondition(lambda self: self.submitted)
+    @rule(other=st.integers(1, 40), is_same=st.booleans(), ignore_eos=st.booleans())
+    def come_late(self, other: int, is_same: bool, ignore_eos: bool) -> None:
+        """A sibling of whoever it is, at whatever stage; perhaps with another prompt, which it must not share."""
+        rid = len(self.submitted) + 1
+        other = other % len(self.submitted) + 1
+        prompt = self.submitted[other][0]
+        if not is_same:
+            prompt = [*prompt[:-1], (prompt[-1] + 1) % 97]
+        arguments = {"max_tokens": 12, "min_tokens": 0, "ignore_eos": ignore_eos, "stop_token_ids": []}
+        self.submitted[rid] = (prompt, rid, 0, arguments)
+        self.engine.submit(rid, prompt, fork_of=other, **arguments)
 
     @rule(rid=st.integers(1, 30))
     def abort(self, rid: int) -> None:
@@ -151,10 +173,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         for rid in self.blocked:
             self.engine.scheduler.unblock((0, rid), None, self.engine.now)
         self.engine.run()
-        for rid, (prompt, num_prefix, arguments) in self.submitted.items():
+        for rid, (prompt, seed, num_prefix, arguments) in self.submitted.items():
             stream, end = self.engine.streams[rid], self.engine.ends.pop(rid)
             assert end.error in (None, "planted") or "the model's logits are not finite" in end.error
-            expected = reference_stream(prompt, rid, min(arguments["max_tokens"], 40 - len(prompt)))
+            expected = reference_stream(prompt, seed, min(arguments["max_tokens"], 40 - len(prompt)))
             stops = set(arguments["stop_token_ids"]) | (set() if arguments["ignore_eos"] else {EOS})
             first = next(
                 (i for i, t in enumerate(expected) if t in stops and i >= max(arguments["min_tokens"], num_prefix)),
@@ -247,6 +269,34 @@ def count_free_hits_as_held(right: Any, scheduler: Scheduler, sequence: Any) -> 
     return int(sequence.hits.size)
 
 
+def copy_at_once(right: Any, kv: KVCacheManager, *arguments: Any) -> I32:
+    blocks: I32 = right(kv, *arguments)
+    kv._actions.copy += kv._actions.copy_later
+    kv._actions.copy_later = []
+    return blocks
+
+
+def never_copy(right: Any, kv: KVCacheManager, *arguments: Any) -> I32:
+    blocks: I32 = right(kv, *arguments)
+    kv._actions.copy_later.clear()
+    return blocks
+
+
+def follow_anybody(right: Any, scheduler: Scheduler, sequence: Any) -> Any:
+    leader = scheduler._alive.get((0, sequence.submit.fork_of))
+    is_good = leader is not None and leader.state is State.WAITING and leader.known.size == leader.num_prompt
+    return leader if is_good else right(scheduler, sequence)
+
+
+def take_more_than_there_is(right: Any, scheduler: Scheduler, last: Any) -> tuple[int, int]:
+    return 100, 100
+
+
+def lose_the_followers(right: Any, followers: Followers, leader: Any) -> list[Any]:
+    right(followers, leader)
+    return []
+
+
 MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
     (BlockPool, "release", leak_a_block),
     (Batch, "vacate", keep_the_generation),
@@ -260,6 +310,11 @@ MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
     (Scheduler, "_publish_chunk", publish_a_block_too_many),
     (KVCacheManager, "share", take_over_without_a_reference),
     (Scheduler, "_num_held", count_free_hits_as_held),
+    (KVCacheManager, "fork", copy_at_once),
+    (KVCacheManager, "fork", never_copy),
+    (Scheduler, "_leader_of", follow_anybody),
+    (Scheduler, "_room_for_forks", take_more_than_there_is),
+    (Followers, "take", lose_the_followers),
 ]
 
 

@@ -1,0 +1,61 @@
+"""`Followers`: requests that wait for a sibling to compute the prompt they share.
+
+A request with n > 1 is several requests with one prompt. The first, the *leader*, goes through the policy like any other. Its
+siblings follow it, unseen by the policy, until the step that computes the end of its prompt: who finds a slot and blocks then
+becomes a *fork*, which shares the full blocks, gets a copy of the block that the prompt ends in, and samples from the leader's
+logits. Whoever does not fit waits from then on like any other request, and so do all of them if the leader ends before.
+
+A preempted leader keeps its followers: it comes back, and has its prompt still to compute. Owned by the scheduler.
+"""
+
+from __future__ import annotations
+
+from actorllm.scheduling.sequence import Sequence, State
+
+
+class Followers:
+    """Who follows whom, in the order of arrival. False when nobody does."""
+
+    def __init__(self) -> None:
+        self._leaders: dict[Sequence, Sequence] = {}
+        self._followers: dict[Sequence, dict[Sequence, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._leaders)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._leaders
+
+    def has_any(self, leader: Sequence) -> bool:
+        return leader in self._followers
+
+    def add(self, sequence: Sequence, leader: Sequence) -> None:
+        self._leaders[sequence] = leader
+        self._followers.setdefault(leader, {})[sequence] = None
+
+    def discard(self, sequence: Sequence) -> None:
+        """It follows nobody any more, if it did."""
+        leader = self._leaders.pop(sequence, None)
+        if leader is not None:
+            del self._followers[leader][sequence]
+            if not self._followers[leader]:
+                del self._followers[leader]
+
+    def take(self, leader: Sequence) -> list[Sequence]:
+        """Everybody who follows this one, and does no longer."""
+        taken = list(self._followers.pop(leader, ()))
+        for sequence in taken:
+            del self._leaders[sequence]
+        return taken
+
+    def check_integrity(self) -> None:
+        """AssertionError when an invariant of the module docstring does not hold."""
+        for leader, followers in self._followers.items():
+            assert followers, f"{leader.key} is said to have followers"
+            assert leader not in self._leaders, f"{leader.key} leads and follows"
+            assert leader.state is not State.FINISHED, f"{leader.key} has ended and has followers"
+            assert leader.known.size == leader.num_prompt, f"{leader.key} has output, and followers still"
+            for sequence in followers:
+                assert self._leaders[sequence] is leader, f"{sequence.key} does not know whom it follows"
+                assert sequence.state is State.FOLLOWING, f"{sequence.key} follows and is {sequence.state}"
+        assert sum(map(len, self._followers.values())) == len(self._leaders), "count of followers"
