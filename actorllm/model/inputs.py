@@ -437,11 +437,11 @@ class PersistentBatch:
             self._take_embeds(plan, inputs)
         inputs.positions = np.concatenate(positions)
         inputs.kv_slots = np.concatenate(kv_slots)
+        if plan.new_rows.size and int(plan.new["source"].max()) >= 0:
+            inputs.forks = self._forks(plan, finished)
+            finished += [slot for slot, _ in inputs.forks]
         if finished:
             inputs.result_tokens = np.concatenate((inputs.result_tokens, np.array(finished_tokens, np.int64)))
-            if plan.new_rows.size:
-                inputs.forks = self._forks(plan, finished)
-                finished += [slot for slot, _ in inputs.forks]
             inputs.result_slots = np.concatenate((inputs.result_slots, np.array(finished, np.int32)))
             self.rows_version += 1  # these rows are of this step only
             inputs.rows_version = self.rows_version

@@ -68,6 +68,16 @@ class Driver:
         stop_ids = parameters.pop("stop_ids", [])
         columns.append((slot, tokens, num_outputs, blocks, stop_ids, parameters))
 
+    def fork(self, slot: int, source: int, **parameters: Any) -> tuple[int, int] | None:
+        """A new request with the prompt of another one, which ends in the next step. Returns the copy that comes after it."""
+        other = self.requests[source]
+        self.add(slot, other.tokens, source=source, **parameters)
+        num_full = len(other.tokens) // self.block_size
+        blocks = self.requests[slot].blocks
+        self.free[:0] = blocks[:num_full]
+        blocks[:num_full] = other.blocks[:num_full]
+        return (other.blocks[num_full], blocks[num_full]) if len(other.tokens) % self.block_size else None
+
     def remove(self, *slots: int) -> None:
         for slot in slots:
             self.free[:0] = self.requests.pop(slot).blocks
@@ -127,6 +137,10 @@ class Driver:
             request = self.requests[slot]
             request.num_computed += count
             if request.num_computed == len(request.tokens):
+                self.rows.append(slot)
+        for slot, tokens, _, _, _, fields in new:
+            if "source" in fields:
+                self.requests[slot].num_computed = len(tokens)
                 self.rows.append(slot)
         self.num_steps += 1
         return StepPlan(

@@ -153,6 +153,77 @@ def test_a_prompt_without_finite_states_leaves_nothing_behind(driver: Driver, is
     assert driver.step({1: 10}).nonfinite_rows.size == 0
 
 
+@pytest.mark.parametrize("length", [10, 8, 3])
+def test_forks_sample_from_the_logits_of_one_row(driver: Driver, length: int) -> None:
+    """One forward over the prompt; then every fork goes on in blocks of its own, as if it had computed the prompt itself."""
+    sampled = {"temperature": 1.0, "seed": 3}
+    alone = []
+    for index in range(3):
+        driver.add(0, PROMPT[:length], sample_index=index, **sampled)
+        driver.step({0: length}, decode=[])
+        for _ in range(6):
+            driver.step(decode=[0])
+        alone.append(driver.requests[0].tokens)
+        driver.remove(0)
+    assert len(set(map(tuple, alone))) == 3
+    driver.add(3, PROMPT[:4])
+    driver.step({3: 4}, decode=[])
+    driver.add(0, PROMPT[:length], **sampled)
+    driver.step({0: length - 2}, decode=[3])
+    copies = [driver.fork(slot, 0, sample_index=slot, **sampled) for slot in (1, 2)]
+    seen = []
+    logits_of = driver.runner.decoder.logits
+    driver.runner.decoder.logits = lambda hidden: seen.append(len(hidden)) or logits_of(hidden)
+    result = driver.step({0: 2}, decode=[3])
+    assert seen == [2], "of the decode row, and of the prompt"
+    assert result.tokens.size == 4
+    assert torch.equal(driver.logits[2], driver.logits[1])
+    assert torch.equal(driver.logits[3], driver.logits[1])
+    pairs = [copy for copy in copies if copy is not None]
+    driver.step(
+        decode=[3, 0, 1, 2], copy_sources=int32([a for a, _ in pairs]), copy_targets=int32([b for _, b in pairs])
+    )
+    for _ in range(5):
+        driver.step()
+    assert [driver.requests[slot].tokens for slot in range(3)] == alone
+
+
+@pytest.mark.parametrize("last", [3, 8])
+def test_a_prompt_without_finite_states_fails_whoever_shares_it(driver: Driver, last: int) -> None:
+    """Also when only its first chunk is to blame, which the shared row no longer shows."""
+    with torch.inference_mode():
+        driver.runner.decoder.embedding[96] = float("nan")
+    driver.add(0, [*PROMPT[:5], 96, *PROMPT[5:]])
+    driver.add(3, PROMPT[:7])
+    driver.step({0: 11 - last}, decode=[])
+    driver.fork(1, 0)
+    result = driver.step({0: last, 3: 7}, decode=[])
+    assert result.nonfinite_rows.tolist() == [0, 2]
+    assert torch.isfinite(driver.runner.cache.pool).all()
+
+
+def test_what_a_fork_needs_is_not_cleared_with_its_source(driver: Driver) -> None:
+    """The source has nothing left to choose; its prompt is in order."""
+    driver.add(0, PROMPT)
+    driver.step({0: 4}, decode=[])
+    source, target = driver.fork(1, 0)
+    everything = LateInputs(step=2, slots=int32([0]), allowed=np.zeros(4, np.uint32))
+    result = driver.step({0: 6}, decode=[], late=lambda _: everything, late_slots=int32([0]))
+    assert result.nonfinite_rows.tolist() == [0]
+    driver.remove(0)
+    driver.step(decode=[1], copy_sources=int32([source]), copy_targets=int32([target]), zero_blocks=int32([source]))
+    driver.step()
+    assert driver.requests[1].tokens[10:] == greedy(driver, 2, PROMPT, 3)
+
+
+@pytest.mark.parametrize(("tokens", "count"), [(PROMPT[1:], 10), (PROMPT, 9)])
+def test_a_fork_of_another_prompt_is_refused(driver: Driver, tokens: list[int], count: int) -> None:
+    driver.add(0, PROMPT)
+    driver.add(1, tokens, source=0)
+    with pytest.raises(ValueError, match="slot 1 cannot be a fork of slot 0"):
+        driver.step({0: count}, decode=[])
+
+
 def test_pooled_rows_return_vectors_and_no_token(driver: Driver) -> None:
     driver.add(0, PROMPT)
     driver.add(1, PROMPT[:4], is_pooling=1)
