@@ -240,6 +240,11 @@ class KVCacheManager:
         """Have one block copied before the next step runs (copy-on-write)."""
         self._actions.copy.append((source, target))
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether a plan to come must have blocks copied."""
+        return bool(self._actions.copy or self._actions.copy_later)
+
     def take_actions(self) -> tuple[I32, I32, I32]:
         """What is to be zeroed, copied from and copied to before the next step; the plan that carries it is the only one."""
         actions = self._actions

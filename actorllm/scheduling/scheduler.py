@@ -13,6 +13,7 @@ decode step touches numpy columns only; Python runs per request at arrival, admi
 
 Terms. A token is *known* when its id is here; a decode row runs one token ahead: the token sampled by a step in flight is
 computed by the next one before its id is known. `num_computed` counts KV computed or in flight, `num_known` known ids.
+Sequences of one prompt: the first computes it, and the others are *forks* that take it over (`forks`).
 
 Prefix caching. Blocks are published when the step that computed them is reported: those of a prompt chunk by chunk, those
 of output when the request ends or is preempted. Nothing is published of a step that failed, of tokens without known ids,
@@ -100,7 +101,10 @@ NOTHING = Events(np.empty(0, object), NO_I32, NO_I32)
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheStatistics:
-    """Counted at admission, in tokens; a request that is admitted again after a preemption counts apart, as in vLLM."""
+    """Counted at admission, in tokens; a request that is admitted again after a preemption counts apart, as in vLLM.
+
+    Forks are not counted: nobody looks for a prompt that a sibling has just computed.
+    """
 
     requests: int
     queries: int
@@ -387,9 +391,9 @@ class Scheduler:
             return None  # its prompt is computed, or it follows somebody itself
         if sequence.known.size > sequence.num_prompt or leader.known.size > leader.num_prompt:
             return None
-        if sequence.wants_prompt_logprobs or not submit.pooling == leader.submit.pooling is None:
-            return None
         other = leader.submit
+        if submit.pooling is not None or other.pooling is not None or sequence.wants_prompt_logprobs:
+            return None  # there is no row of logits to share, or the prompt itself has something to tell
         is_same = submit.adapter_id == other.adapter_id and submit.cache_salt == other.cache_salt
         if not is_same or not (submit.prompt is other.prompt or np.array_equal(submit.prompt, other.prompt)):
             return None
@@ -1140,6 +1144,8 @@ class Scheduler:
         """
         self.now = now
         if len(self.ledger) or self._prefilling or self._waiting or self._preempted or not self.has_room:
+            return 0
+        if self.kv.has_copies:
             return 0
         batch, kv = self.batch, self.kv
         slots = batch.rows().slots
