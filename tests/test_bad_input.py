@@ -208,7 +208,8 @@ async def test_parameters_that_leave_no_token(llm: AsyncLLM, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("beside")
-async def test_a_request_that_cannot_be_sent(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_request_that_cannot_be_sent(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     """Should a check be missing: the request fails, and those behind it are sent all the same."""
     make_maker = llm._engine._submit_maker
 
@@ -217,10 +218,12 @@ async def test_a_request_that_cannot_be_sent(llm: AsyncLLM, monkeypatch: pytest.
         return lambda rid: dataclasses.replace(make(rid), tenant="\ud800")
 
     monkeypatch.setattr(llm._engine, "_submit_maker", spoilt)
+    num_open = len(llm._engine._frontend._journal)
     with pytest.raises(RequestFailedError, match="cannot be sent"):
-        await llm.complete(PROMPT, short())
+        await llm.complete(PROMPT, short(n=n))
     monkeypatch.undo()
     assert (await llm.complete(PROMPT, short())).finished
+    assert len(llm._engine._frontend._journal) <= num_open, "no sequence of it is left in the journal"
 
 
 # Models and memory ----------------------------------------------------------------------------------------------------
