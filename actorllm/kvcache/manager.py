@@ -77,7 +77,7 @@ class KVCacheManager:
         self._table: I32 = self.tables[0]
         self.token_ids: NDArray[np.int32] = np.zeros((num_blocks, block_size), np.int32)
         self._flat_ids: I32 = self.token_ids.reshape(-1)
-        self._actions = BlockActions([], [], [])
+        self._actions: BlockActions | None = None
         self._emptied: list[I32] = []
 
     @property
@@ -137,7 +137,9 @@ class KVCacheManager:
             self.share(full)
         blocks = self.fill([(slot, count)], {slot: full})
         if num_tokens % self.block_size:
-            self._actions.copy_later.append((self._table.item(source, num_full), self._table.item(slot, num_full)))
+            self._pending_actions().copy_later.append(
+                (self._table.item(source, num_full), self._table.item(slot, num_full))
+            )
         return blocks
 
     def num_exclusive(self, slot: int, besides: I32 = NO_I32) -> int:
@@ -173,8 +175,8 @@ class KVCacheManager:
     def empty(self, slot: int, *, zero: bool = False) -> None:
         """Take all blocks from a slot. zero: their contents are not finite and must be cleared before they are reused."""
         blocks = self._table[slot, : self.num_blocks.item(slot)].copy()
-        if self._actions.copy or self._actions.copy_later:
-            self._drop_copies(blocks)
+        if self._actions is not None:
+            self._drop_copies(self._actions, blocks)
         if zero:
             self._release()
             freed = self.pool.release(blocks)
@@ -185,10 +187,12 @@ class KVCacheManager:
         self.num_blocks[slot] = 0
         self.capacity[slot] = 0
 
-    def _drop_copies(self, targets: I32) -> None:
+    @staticmethod
+    def _drop_copies(actions: BlockActions, targets: I32) -> None:
         """What was to be copied to these blocks is not needed any more."""
+        if not actions.copy and not actions.copy_later:
+            return
         gone = set(targets.tolist())
-        actions = self._actions
         actions.copy = [pair for pair in actions.copy if pair[1] not in gone]
         actions.copy_later = [pair for pair in actions.copy_later if pair[1] not in gone]
 
@@ -234,23 +238,28 @@ class KVCacheManager:
 
     def zero(self, blocks: I32) -> None:
         """Have these blocks cleared before the next step runs (0 x NaN in a reused block poisons its next owner)."""
-        self._actions.zero.append(blocks.copy())
+        self._pending_actions().zero.append(blocks.copy())
 
     def copy(self, source: int, target: int) -> None:
         """Have one block copied before the next step runs (copy-on-write)."""
-        self._actions.copy.append((source, target))
+        self._pending_actions().copy.append((source, target))
+
+    def _pending_actions(self) -> BlockActions:
+        if self._actions is None:
+            self._actions = BlockActions([], [], [])
+        return self._actions
 
     @property
     def has_copies(self) -> bool:
         """Whether a plan to come must have blocks copied."""
-        return bool(self._actions.copy or self._actions.copy_later)
+        return self._actions is not None and bool(self._actions.copy or self._actions.copy_later)
 
     def take_actions(self) -> tuple[I32, I32, I32]:
         """What is to be zeroed, copied from and copied to before the next step; the plan that carries it is the only one."""
         actions = self._actions
-        if not actions.zero and not actions.copy and not actions.copy_later:
+        if actions is None:
             return NO_I32, NO_I32, NO_I32
-        self._actions = BlockActions([], actions.copy_later, [])
+        self._actions = BlockActions([], actions.copy_later, []) if actions.copy_later else None
         zero = np.concatenate(actions.zero) if actions.zero else NO_I32
         pairs = np.array(actions.copy, np.int32).reshape(-1, 2)
         return zero, pairs[:, 0].copy(), pairs[:, 1].copy()
@@ -297,5 +306,5 @@ class KVCacheManager:
         references = np.bincount(blocks, minlength=self.pool.num_blocks)
         assert (references == self.pool._references).all(), "reference counts differ from the block tables"
         assert (self.capacity == self.num_blocks * self.block_size).all(), "capacity differs from the number of blocks"
-        targets = [target for _, target in self._actions.copy_later]
+        targets = [] if self._actions is None else [target for _, target in self._actions.copy_later]
         assert (references[targets] == 1).all(), "a block is to be copied to that nobody or several hold"

@@ -23,10 +23,9 @@ class StepRecord:
     """The rows that sample, in the order of the plan: decode rows, then completed prefills, then forks of these."""
     num_decode: int
     prefills: tuple[tuple[Sequence, int], ...]
-    """Every prefill chunk of the step with its number of tokens, sampling or not."""
+    """Every prefill chunk of the step with its number of tokens, sampling or not; then forks with those they take over."""
     num_tokens: int
     launched: float
-    forks: tuple[Sequence, ...] = ()
 
 
 class Ledger:

@@ -111,7 +111,7 @@ def _new_columns(
                 len(ids),
                 submit.adapter_id,
                 submit.pooling is not None,
-                sources.get(sequence, -1),
+                sources.get(sequence, -1) if sources else -1,
             )
         )
     columns: dict[str, Any] = {

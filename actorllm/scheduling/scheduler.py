@@ -275,6 +275,8 @@ class Scheduler:
         if submit.blocked_on is not None:
             sequence.state = State.BLOCKED
             self._blocked.add(sequence)
+        elif submit.fork_of is None:
+            self._wait(sequence)
         else:
             self._wait_or_follow(sequence)
         return None
@@ -372,7 +374,7 @@ class Scheduler:
         self.policy.on_arrival(sequence, self)
 
     def _wait_or_follow(self, sequence: Sequence) -> None:
-        leader = self._leader_of(sequence) if sequence.submit.fork_of is not None else None
+        leader = None if sequence.submit.fork_of is None else self._leader_of(sequence)
         if leader is None:
             self._wait(sequence)
         else:
@@ -432,14 +434,14 @@ class Scheduler:
         num_decode = num_tokens = len(rows)
         prefill: list[tuple[Sequence, int]] = []
         sampling = rows
-        forks: list[Sequence] = []
+        forks: Iterable[Sequence] = ()
         if decision.prefill:
             prefill, completed = self._prefill(decision.prefill, num_tokens)
             num_prefill_tokens = sum(n for _, n in prefill)
             num_tokens += num_prefill_tokens
             self._num_prefill_tokens += num_prefill_tokens
             if completed:
-                if self._followers:
+                if self._followers.leaders:
                     forks = self._fork(completed)
                     completed += [fork.slot for fork in forks]
                 joining = batch.start_decoding(completed)
@@ -454,7 +456,9 @@ class Scheduler:
         plan = self._builder.build(step, rows, extended, self.kv.take_actions(), prefill, late)
         if prefill and self._num_embedded:
             plan = replace(plan, embeds=self._embeds_of(prefill))
-        self.ledger.launch(StepRecord(step, sampling, num_decode, tuple(prefill), num_tokens, now, tuple(forks)))
+        if forks:
+            prefill = prefill + [(fork, fork.num_prompt) for fork in forks]
+        self.ledger.launch(StepRecord(step, sampling, num_decode, tuple(prefill), num_tokens, now))
         self._num_steps += 1
         return plan
 
@@ -829,9 +833,6 @@ class Scheduler:
         for sequence, num_tokens in record.prefills:
             if sequence.can_publish and sequence.slot >= 0:
                 self._publish_chunk(sequence, num_tokens)
-        for fork in record.forks:
-            if fork.can_publish and fork.slot >= 0:
-                self._publish_chunk(fork, fork.num_prompt)
         rows = record.rows
         plain = not (result.counts.size or result.nonfinite_rows.size or result.vector_rows.size or self._tokenless)
         if plain and not np.count_nonzero(self.batch.generation[rows.index] != rows.generations):
@@ -1088,7 +1089,7 @@ class Scheduler:
         if sequence.submit.stop_token_ids:
             self._count_stops(sequence, -1)
         self.policy.on_end(sequence, self)
-        if self._followers:
+        if self._followers.leaders:
             self._followers.discard(sequence)
             for follower in self._followers.take(sequence):
                 self._wait(follower)
@@ -1225,7 +1226,7 @@ class Scheduler:
             blocked_on[reason] = blocked_on.get(reason, 0) + 1
         return SchedulerStatistics(
             num_running=self.limits.max_seqs - self.batch.num_free_slots,
-            num_waiting=len(self._waiting) + len(self._preempted) + len(self._followers),
+            num_waiting=len(self._waiting) + len(self._preempted) + len(self._followers.leaders),
             num_blocked=len(self._blocked),
             num_in_flight=len(self.ledger),
             num_steps=self._num_steps,
@@ -1269,9 +1270,8 @@ class Scheduler:
             assert (sequence.slot >= 0) == is_running, f"{sequence.key} is {sequence.state} in slot {sequence.slot}"
             assert (sequence in self._waiting) == (sequence.state is State.WAITING), f"{sequence.key} waits or not"
             assert (sequence in self._blocked) == (sequence.state is State.BLOCKED), f"{sequence.key} is blocked or not"
-            assert (sequence in self._followers) == (sequence.state is State.FOLLOWING), (
-                f"{sequence.key} follows or not"
-            )
+            is_following = sequence in self._followers.leaders
+            assert is_following == (sequence.state is State.FOLLOWING), f"{sequence.key} follows or not"
             is_resuming = sequence.state is State.WAITING and sequence.num_preemptions > 0
             assert (sequence in self._resuming) == is_resuming, f"{sequence.key} comes back or not"
             assert (sequence in self._preempted) == (sequence.state is State.PREEMPTED), f"{sequence.key} preempted"

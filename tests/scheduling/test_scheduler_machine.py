@@ -271,14 +271,16 @@ def count_free_hits_as_held(right: Any, scheduler: Scheduler, sequence: Any) -> 
 
 def copy_at_once(right: Any, kv: KVCacheManager, *arguments: Any) -> I32:
     blocks: I32 = right(kv, *arguments)
-    kv._actions.copy += kv._actions.copy_later
-    kv._actions.copy_later = []
+    if kv._actions is not None:
+        kv._actions.copy += kv._actions.copy_later
+        kv._actions.copy_later = []
     return blocks
 
 
 def never_copy(right: Any, kv: KVCacheManager, *arguments: Any) -> I32:
     blocks: I32 = right(kv, *arguments)
-    kv._actions.copy_later.clear()
+    if kv._actions is not None:
+        kv._actions.copy_later.clear()
     return blocks
 
 
