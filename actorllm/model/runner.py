@@ -348,9 +348,8 @@ class ModelRunner:
             # Here and not when the scheduler hears of it: by then a request that was preempted or aborted meanwhile has
             # lost its blocks, and the next owner would find them as they are.
             void = sampling.slots[is_void]
-            needed = [
-                source for slot, source in handle.inputs.forks if slot not in void
-            ]  # their last block is not copied
+            # The last block of a prompt is not copied yet, and a fork may need it whose own choice was valid.
+            needed = [source for slot, source in handle.inputs.forks if slot not in void]
             self.cache.zero(self.batch.exclusive_blocks(void[~np.isin(void, needed)] if needed else void))
         self.batch.store(sampling.slots, tokens)
         if sampling.rows is None:
@@ -503,5 +502,7 @@ class ModelRunner:
                     of_ids[i] = rules.logprob_ids[slot]
                 elif slot in rules.num_logprobs:
                     wanted.append((i, rules.num_logprobs[slot]))
-        self._rows = SamplingRows(inputs.rows_version, rows, states, slots, chunks, rules.concerns(slots), wanted, of_ids)
+        self._rows = SamplingRows(
+            inputs.rows_version, rows, states, slots, chunks, rules.concerns(slots), wanted, of_ids
+        )
         return self._rows
