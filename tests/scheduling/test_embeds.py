@@ -121,3 +121,19 @@ def test_what_no_frontend_would_send_fails_alone(wrong: dict[str, Any], message:
     without = taking.submit(0, make_submit(2, prompt), 0.0)
     assert without is not None
     assert "outside the vocabulary" in str(without.error)
+
+
+@pytest.mark.parametrize("num_forks", [0, 1])
+def test_a_prompt_is_shared_only_with_the_same_rows(num_forks: int) -> None:
+    """Its ids say nothing: all of them are EMBEDDED."""
+    engine = Engine(embedding_bytes=ROW)
+    prompt = PROMPTS[1]
+    arguments: dict[str, Any] = {"ignore_eos": True, "block_hashes": np.zeros(0, np.uint8)}
+    engine.submit(1, prompt, prompt_embeds=rows_of(1, prompt), **arguments)
+    engine.submit(2, prompt, prompt_embeds=rows_of(1 if num_forks else 2, prompt), fork_of=1, **arguments)
+    engine.run()
+    statistics = engine.scheduler.statistics()
+    assert statistics.num_forks == num_forks
+    assert statistics.num_prefill_tokens == 22 * (2 - num_forks)
+    assert sum(plan.embeds.size for plan in engine.plans) == statistics.num_prefill_tokens * ROW
+    assert [engine.streams[rid] for rid in (1, 2)] == [reference_stream(prompt, rid, 8) for rid in (1, 2)]
