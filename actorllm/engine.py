@@ -32,12 +32,13 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from actorllm.actors.death import ActorDeath
 from actorllm.actors.engine_thread import EngineThread, HostLoop, Service
 from actorllm.actors.frontend import FrontendActor
 from actorllm.actors.membership import Membership
 from actorllm.actors.reception import Reception
 from actorllm.actors.stepper import Stepper
-from actorllm.actors.supervisor import ActorDeath, Supervisor
+from actorllm.actors.supervisor import Supervisor
 from actorllm.actors.topology import engine_topology
 from actorllm.clock import from_epoch, now
 from actorllm.config import EngineConfig

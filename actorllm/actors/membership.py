@@ -19,11 +19,12 @@ import anyio
 
 from actorllm import __version__
 from actorllm.actors.child import receive_frame, send_frame
+from actorllm.actors.death import ActorDeath
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, AsyncioLoop, current_loop
 from actorllm.actors.frontend import FrontendActor
 from actorllm.actors.link import LinkInfo
+from actorllm.actors.placements import OwnerChild
 from actorllm.actors.rendezvous import connect, error_of, exchange, peer_of
-from actorllm.actors.supervisor import ActorDeath, OwnerChild
 from actorllm.actors.topology import ActorSpec
 from actorllm.config import EngineConfig
 from actorllm.errors import ActorLLMError, CorruptLinkError, EngineDeadError, EngineError, EngineShutdownError

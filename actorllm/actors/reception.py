@@ -28,8 +28,9 @@ from actorllm import __version__
 from actorllm.actors.child import receive_frame, send_frame
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, AsyncioLoop, current_loop
 from actorllm.actors.frontend import FrontendActor
+from actorllm.actors.placements import RemoteChild
 from actorllm.actors.rendezvous import Claim, Peer, claim, peer_of
-from actorllm.actors.supervisor import RemoteChild, Supervisor
+from actorllm.actors.supervisor import Supervisor
 from actorllm.actors.topology import ActorSpec, attached_frontend
 from actorllm.clock import now
 from actorllm.config import EngineConfig

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from actorllm.actors.actor import Actor
+from actorllm.actors.death import ActorDeath
 from actorllm.actors.echo import EchoConfig
 from actorllm.actors.engine_thread import EngineThread
 from actorllm.actors.link import Link
-from actorllm.actors.supervisor import ActorDeath, Supervisor
+from actorllm.actors.supervisor import Supervisor
 from actorllm.actors.topology import ActorSpec, LinkSpec, Placement, Topology
 from actorllm.messages import Message
 

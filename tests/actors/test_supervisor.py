@@ -18,11 +18,11 @@ import pytest
 import trio
 import uvloop
 
-from actorllm.actors import echo
-from actorllm.actors import supervisor as supervisor_module
+from actorllm.actors import echo, stderr_pipe
+from actorllm.actors.death import ActorDeath
 from actorllm.actors.echo import EchoConfig
 from actorllm.actors.engine_thread import HostLoop, current_loop
-from actorllm.actors.supervisor import ActorDeath, StderrPipe
+from actorllm.actors.stderr_pipe import StderrPipe
 from actorllm.actors.topology import ActorSpec, LinkSpec, Topology, engine_topology
 from actorllm.config import EngineConfig
 from actorllm.errors import (
@@ -327,24 +327,24 @@ def test_a_host_of_any_kind(make_engine: MakeEngine, run: Any) -> None:
 async def test_stderr_that_nobody_takes_is_cut_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     is_blocked = True
     written = bytearray()
-    monkeypatch.setattr(supervisor_module, "_is_writable", lambda _: not is_blocked)
-    monkeypatch.setattr(supervisor_module.os, "write", lambda _, data: written.extend(data) or len(data))
+    monkeypatch.setattr(stderr_pipe, "_is_writable", lambda _: not is_blocked)
+    monkeypatch.setattr(stderr_pipe.os, "write", lambda _, data: written.extend(data) or len(data))
     read_end, write_end = os.pipe()
     pipe = StderrPipe(current_loop(), read_end)
     monkeypatch.undo()
-    monkeypatch.setattr(supervisor_module, "_is_writable", lambda _: not is_blocked)
+    monkeypatch.setattr(stderr_pipe, "_is_writable", lambda _: not is_blocked)
     line = b"x" * 99 + b"\n"
     for _ in range(10):
         os.write(write_end, line * 100)
         pipe.drain()
-    assert pipe.num_cut == 100_000 - supervisor_module.MAX_STDERR_BACKLOG
+    assert pipe.num_cut == 100_000 - stderr_pipe.MAX_STDERR_BACKLOG
     is_blocked = False
-    monkeypatch.setattr(supervisor_module.os, "write", lambda _, data: written.extend(data) or len(data))
+    monkeypatch.setattr(stderr_pipe.os, "write", lambda _, data: written.extend(data) or len(data))
     pipe.close()
     monkeypatch.undo()
     os.close(write_end)
     assert written.startswith(b"[%d bytes of stderr cut]\n" % pipe.num_cut)
-    assert len(pipe.last_lines()) == supervisor_module.MAX_LAST_WORDS
+    assert len(pipe.last_lines()) == stderr_pipe.MAX_LAST_WORDS
 
 
 def test_descriptions() -> None:

@@ -1,0 +1,62 @@
+"""`ActorDeath`: the end of an actor that nobody had asked to end, in the words that everybody hears of it.
+
+Made by the children of the supervisor (`placements`), and by whoever else sees one end. Plain values.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from actorllm.actors.actor import Failure
+from actorllm.errors import ActorLLMError, EngineDeadError, EngineStartError
+
+
+@dataclass(frozen=True, slots=True)
+class ActorDeath:
+    """The end of an actor that nobody had asked to end."""
+
+    actor: str
+    exit_code: int | None = None
+    """Of a process that exited."""
+    signal: int | None = None
+    """Of a process that was killed."""
+    failure: Failure | None = None
+    """The exception that it reported."""
+    last_words: tuple[str, ...] = ()
+    """The last lines that the process wrote to its stderr."""
+
+    @property
+    def description(self) -> str:
+        """What follows the name: "was killed by signal 9 (SIGKILL)"."""
+        if self.failure is not None:
+            return f"failed with {self.failure.summary}"
+        if self.signal is not None:
+            return f"was killed by signal {self.signal} ({_signal_name(self.signal)})"
+        if self.exit_code is not None:
+            return f"exited with code {self.exit_code}"
+        return "ended by itself"
+
+    def __str__(self) -> str:
+        quoted = "".join(f"\n    {line}" for line in self.last_words)
+        return f"{self.actor} {self.description}" + (f"; its last words:{quoted}" if quoted else "")
+
+    def to_error(self) -> EngineDeadError:
+        """What every user of the engine gets."""
+        error = EngineDeadError(str(self))
+        if self.failure is not None:
+            error.add_note(f"In {self.actor}:\n{self.failure.traceback}")
+        return error
+
+    def to_start_error(self) -> ActorLLMError:
+        """What the one who started the engine gets."""
+        if self.failure is not None:
+            return self.failure.to_start_error(self.actor)
+        return EngineStartError(f"the engine did not start: {self}")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
