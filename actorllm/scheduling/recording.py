@@ -63,6 +63,10 @@ class RecordedScheduler(Scheduler):
         self._sink(("resume", now, None))
         super().resume(now)
 
+    def lose_workers(self, error: str, now: float) -> list[End]:
+        self._sink(("lose_workers", now, error))
+        return super().lose_workers(error, now)
+
     def finish(self, stops: Iterable[tuple[Sequence, FinishReason, int | str | None]], now: float) -> list[End]:
         stops = list(stops)
         if stops:
@@ -95,6 +99,8 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[StepPlan]
                 scheduler.pause(argument, now)
             case "resume":
                 scheduler.resume(now)
+            case "lose_workers":
+                scheduler.lose_workers(argument, now)
             case "finish":
                 stops = [(scheduler.sequence((f, rid)), reason, stop) for (f, rid), reason, stop in argument]
                 scheduler.finish([(s, reason, stop) for s, reason, stop in stops if s is not None], now)

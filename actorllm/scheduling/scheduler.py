@@ -7,6 +7,7 @@
     finish(stops, now)         ends that the text layer found (stop strings), before the next schedule()
     reset_prefix_cache(now)    nothing that was computed until now is found by later requests
     pause(mode, now), resume   requests are taken all the time, and none of them is started while paused
+    lose_workers(error, now)   the workers died, others will come: every request goes on from its known tokens
 
 Pure: the same calls with the same arguments give the same plans (`recording` shows it). Cost follows change: a steady
 decode step touches numpy columns only; Python runs per request at arrival, admission, preemption and end.
@@ -44,6 +45,7 @@ from actorllm.scheduling.ledger import Ledger, StepRecord
 from actorllm.scheduling.pause import PAUSE_MODES, PauseState
 from actorllm.scheduling.plan import PlanBuilder
 from actorllm.scheduling.policy import Limits, PlanPolicy, StepDone
+from actorllm.scheduling.quarantine import MAX_ALONE, Quarantine
 from actorllm.scheduling.repetition import RepetitionWatch
 from actorllm.scheduling.sequence import Key, Sequence, State
 
@@ -136,6 +138,13 @@ class SchedulerStatistics:
     num_dropped_results: int
     """Results of steps that were not the next one due."""
     num_failed_steps: int
+    num_worker_losses: int
+    num_recovered: int
+    """Times that a request had its next token after the workers that computed it had died."""
+    recovery_s: float
+    """What they waited for it, added up."""
+    num_suspects: int
+    """Requests that the workers may have died of."""
     num_refused_decisions: int
     """Parts of a policy's decisions that did not fit and were left out."""
     blocked_on: dict[str, int]
@@ -204,7 +213,7 @@ class Scheduler:
         self._alive: dict[Key, Sequence] = {}
         self._waiting: set[Sequence] = set()
         self._resuming: set[Sequence] = set()
-        """Those of the waiting that were preempted."""
+        """Those of the waiting that had started before: they were preempted, or handed over."""
         self.pause_state = PauseState.RUNNING
         self._blocked: set[Sequence] = set()
         self._followers = Followers()
@@ -223,6 +232,11 @@ class Scheduler:
         self._embedding_bytes = embedding_bytes
         self._num_embedded = 0  # requests alive whose prompts have embeddings
         self._num_row_logprobs = 0  # that a step returns when every running request samples
+        self._quarantine = Quarantine()
+        self._interrupted: set[Sequence] = set()  # their workers died, and they have had no token since
+        self._num_losses = 0
+        self._num_recovered = 0
+        self._recovery_s = 0.0
         self._arrivals = 0
         self._num_steps = 0
         self._num_output_tokens = 0
@@ -366,11 +380,15 @@ class Scheduler:
         return is_idle or self.pause_state is PauseState.NOTHING
 
     def may_start(self, sequence: Sequence) -> bool:
+        if self._quarantine.is_trying and not self._quarantine.may_start(sequence):
+            return False
         return self.pause_state is PauseState.RUNNING or sequence in self._resuming
 
     def _wait(self, sequence: Sequence) -> None:
         sequence.state = State.WAITING
         self._waiting.add(sequence)
+        if sequence.submit.output.size:
+            self._resuming.add(sequence)  # it had started under another scheduler
         self.policy.on_arrival(sequence, self)
 
     def _wait_or_follow(self, sequence: Sequence) -> None:
@@ -518,7 +536,7 @@ class Scheduler:
             is_waiting = sequence.state is State.WAITING
             if is_waiting and sequence in self._displaced:  # it lost its slot after the decision was made
                 continue
-            if is_waiting and self.pause_state is not PauseState.RUNNING and not self.may_start(sequence):
+            if is_waiting and not self.may_start(sequence):
                 self._num_refused += 1
                 self.policy.on_refusal(sequence, self)
                 continue
@@ -839,6 +857,8 @@ class Scheduler:
             events = self._append_column(record, result.tokens)
         else:
             events = self._append_rows(record, result)
+        if self._interrupted or self._quarantine:
+            self._recover(events.sequences)
         if spans:
             events = replace(events, logprobs=self._logprobs(record, spans, events))
         self._readmit_preempted()
@@ -1078,6 +1098,9 @@ class Scheduler:
             self._num_wasted += wasted
             self._preempted.remove(sequence)
         self._tokenless.discard(sequence)
+        self._interrupted.discard(sequence)
+        if self._quarantine:
+            self._quarantine.acquit([sequence])
         self._waiting.discard(sequence)
         self._resuming.discard(sequence)
         self._blocked.discard(sequence)
@@ -1134,6 +1157,45 @@ class Scheduler:
             self._preempt(sequence)
         self._builder.forget_worker()
         self._readmit_preempted()
+
+    def lose_workers(self, error: str, now: float) -> list[End]:
+        """The workers died, and with them the KV; others will come, of whom nothing is known.
+
+        Steps in flight are void, and every request goes on from its known tokens. Ends those that the workers have died
+        of (`quarantine`).
+        """
+        self.now = now
+        self.wake_at = math.inf
+        self._num_losses += 1
+        in_flight = [*self.ledger]
+        named = [s for record in in_flight for s in (*record.rows.sequences, *(p for p, _ in record.prefills))]
+        if in_flight:
+            self.ledger.void(in_flight[0].step)
+        for sequence in self.running():
+            self._preempt(sequence)
+        self._builder.forget_worker()
+        self._readmit_preempted()
+        if self.kv.index is not None:
+            _ = self.kv.num_free  # slots that were emptied give their blocks back first
+            self.kv.index.reset()
+        named = [s for s in dict.fromkeys(named) if s.state is not State.FINISHED]
+        for sequence in named:
+            sequence.num_recoveries += 1
+            if sequence not in self._interrupted:
+                self._interrupted.add(sequence)
+                sequence.interrupted = now
+        reason = f"the workers died {MAX_ALONE} times while they ran this request alone; the last time {error}"
+        return [self._end(sequence, "error", error=reason) for sequence in self._quarantine.died(named)]
+
+    def _recover(self, sequences: NDArray[Any]) -> None:
+        """These had a token, for the first time since the workers died."""
+        if self._quarantine:
+            self._quarantine.had_token(sequences)
+        for sequence in self._interrupted.intersection(sequences):
+            self._interrupted.discard(sequence)
+            sequence.recovery_s += self.now - sequence.interrupted
+            self._recovery_s += self.now - sequence.interrupted
+            self._num_recovered += 1
 
     # Simulation -------------------------------------------------------------------------------------------------------
 
@@ -1237,6 +1299,10 @@ class Scheduler:
             num_wasted_tokens=self._num_wasted,
             num_dropped_results=self._num_dropped,
             num_failed_steps=self._num_failed,
+            num_worker_losses=self._num_losses,
+            num_recovered=self._num_recovered,
+            recovery_s=self._recovery_s,
+            num_suspects=len(self._quarantine),
             num_refused_decisions=self._num_refused,
             blocked_on=blocked_on,
             pause_state=self.pause_state.value,
@@ -1272,7 +1338,8 @@ class Scheduler:
             assert (sequence in self._blocked) == (sequence.state is State.BLOCKED), f"{sequence.key} is blocked or not"
             is_following = sequence in self._followers.leaders
             assert is_following == (sequence.state is State.FOLLOWING), f"{sequence.key} follows or not"
-            is_resuming = sequence.state is State.WAITING and sequence.num_preemptions > 0
+            was_started = sequence.num_preemptions > 0 or sequence.submit.output.size > 0
+            is_resuming = sequence.state is State.WAITING and was_started
             assert (sequence in self._resuming) == is_resuming, f"{sequence.key} comes back or not"
             assert (sequence in self._preempted) == (sequence.state is State.PREEMPTED), f"{sequence.key} preempted"
         for slot, sequence in enumerate(batch.sequences):

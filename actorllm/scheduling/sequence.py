@@ -60,6 +60,12 @@ class Sequence:
     num_cached_tokens: int = 0
     """Known tokens that were found in the prefix cache when it was first admitted. Of a fork: those its leader found."""
     num_wasted_tokens: int = 0
+    num_recoveries: int = 0
+    """How often the workers died with a step of it in flight."""
+    interrupted: float = 0.0
+    """When they did so last."""
+    recovery_s: float = 0.0
+    """What it waited in all for the next token after that."""
     hashes: bytes = b""
     """Of its first full blocks, as many as are hashed."""
     hits: I32 = field(default_factory=no_i32)

@@ -315,6 +315,14 @@ class Engine:
         self._ended(self.scheduler.abort([(0, rid) for rid in rids], self.now))
         self.scheduler.check_integrity()
 
+    def lose_workers(self) -> None:
+        """They die with what they were doing, and others come."""
+        self.now += 0.01
+        self.results.clear()
+        self._ended(self.scheduler.lose_workers("planted", self.now))
+        self.worker = ScriptedWorker(self.scheduler.kv.block_size, self.scheduler.kv.pool.num_blocks)
+        self.scheduler.check_integrity()
+
     def run(self, max_steps: int = 1000) -> None:
         """Until nothing is left to do."""
         for _ in range(max_steps):

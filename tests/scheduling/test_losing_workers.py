@@ -1,0 +1,158 @@
+"""The workers die: every request goes on from its known tokens, and whoever they die of is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from actorllm.scheduling.recording import RecordedScheduler, replay
+from tests.scheduling.conftest import EOS, Engine, make_scheduler, reference_stream
+
+BuildEngine = Callable[..., Engine]
+
+
+def prompt_of(rid: int) -> list[int]:
+    return [rid + 7 * i for i in range(3 + rid)]
+
+
+def stream_of(rid: int, count: int = 8) -> list[int]:
+    stream = reference_stream(prompt_of(rid), rid, count)
+    return stream[: stream.index(EOS) + 1] if EOS in stream else stream
+
+
+def submit_some(engine: Engine, count: int = 6) -> None:
+    for rid in range(1, count + 1):
+        engine.submit(rid, prompt_of(rid))
+
+
+def test_streams_are_those_of_a_run_without_deaths(build_engine: BuildEngine) -> None:
+    for num_before in range(12):
+        engine = build_engine()
+        submit_some(engine)
+        for _ in range(num_before):
+            engine.launch()
+            if len(engine.results) > 1:
+                engine.complete()
+        engine.lose_workers()
+        engine.run()
+        assert engine.streams == {rid: stream_of(rid) for rid in range(1, 7)}
+
+
+def test_what_was_cached_died_with_the_workers(engine: Engine) -> None:
+    prompt = list(range(20))
+    engine.submit(1, prompt)
+    engine.run()
+    engine.lose_workers()
+    engine.submit(2, prompt, seed=1)
+    engine.run()
+    assert engine.ends[2].sequence.num_cached_tokens == 0
+    assert engine.streams[1] == engine.streams[2]
+
+
+def test_it_is_counted_for_those_it_interrupted(engine: Engine) -> None:
+    submit_some(engine, 2)
+    engine.launch()
+    engine.complete()
+    engine.launch()
+    engine.lose_workers()
+    engine.lose_workers()  # nobody was computing
+    lost_at = engine.now
+    engine.launch()
+    engine.complete()
+    statistics = engine.scheduler.statistics()
+    assert (statistics.num_worker_losses, statistics.num_recovered) == (2, 2)
+    assert statistics.recovery_s > 0
+    assert statistics.num_suspects == 0
+    engine.run()
+    for end in engine.ends.values():
+        assert end.sequence.num_recoveries == 1
+        assert 0 < end.sequence.recovery_s <= engine.now - lost_at + 0.1
+    engine.submit(9, prompt_of(9))
+    engine.run()
+    assert engine.ends[9].sequence.num_recoveries == 0
+
+
+def test_whoever_the_workers_die_of_fails_alone(build_engine: BuildEngine) -> None:
+    engine = build_engine()
+    submit_some(engine)
+    num_deaths = 0
+    while engine.scheduler.statistics().num_running + engine.scheduler.statistics().num_waiting:
+        plan = engine.launch()
+        if plan is None:
+            if engine.results:
+                engine.complete()
+            continue
+        named = {s.key[1] for record in engine.scheduler.ledger for s in record.rows.sequences}
+        named |= {s.key[1] for record in engine.scheduler.ledger for s, _ in record.prefills}
+        if 3 in named:
+            while len(engine.results) > 1:
+                engine.complete()  # the step before was done
+            num_deaths += 1
+            engine.lose_workers()
+        elif len(engine.results) > 1:
+            engine.complete()
+    assert engine.ends[3].reason == "error"
+    assert engine.ends[3].error.startswith("the workers died 2 times while they ran this request alone; the last time")
+    assert engine.streams.pop(3) == []
+    assert engine.streams == {rid: stream_of(rid) for rid in (1, 2, 4, 5, 6)}
+    assert num_deaths <= 7
+
+
+def test_while_some_are_tried_nobody_else_starts(engine: Engine) -> None:
+    submit_some(engine, 4)
+    for _ in range(2):
+        engine.launch()
+        engine.lose_workers()
+    engine.submit(5, prompt_of(5))
+    plan = engine.launch()
+    assert plan is not None
+    assert plan.new_slots.size < 4
+    assert 0 < engine.scheduler.statistics().num_suspects <= 4
+    engine.run()
+    assert engine.streams == {rid: stream_of(rid) for rid in range(1, 6)}
+
+
+def test_a_handed_over_request_has_started_before(engine: Engine) -> None:
+    """Paused to let the running ones finish: what another scheduler had started finishes, what is new waits."""
+    engine.scheduler.pause("wait", 0.0)
+    engine.submit(1, prompt_of(1), output=np.array(stream_of(1)[:3], np.int32))
+    engine.submit(2, prompt_of(2))
+    engine.run()
+    assert engine.streams == {1: stream_of(1), 2: []}
+    assert engine.scheduler.is_drained
+    engine.scheduler.resume(0.0)
+    engine.run()
+    assert engine.streams[2] == stream_of(2)
+
+
+def test_a_recording_replays_it() -> None:
+    entries: list[Any] = []
+    limits = make_scheduler().limits
+    arguments: dict[str, Any] = {"max_num_seqs": limits.max_seqs}
+    engine = Engine()
+    kept = make_scheduler()
+    engine.scheduler = RecordedScheduler(
+        sink=entries.append,
+        num_blocks=40,
+        block_size=4,
+        max_num_batched_tokens=16,
+        max_model_len=40,
+        vocab_size=97,
+        eos_token_ids=(EOS,),
+        policy=kept.policy,
+        **arguments,
+    )
+    submit_some(engine)
+    engine.launch()
+    engine.complete()
+    engine.launch()
+    engine.lose_workers()
+    engine.run()
+    plans = list(replay(entries, make_scheduler()))
+    assert len(plans) == len(engine.plans)
+    for replayed, live in zip(plans, engine.plans, strict=True):
+        assert replayed.step == live.step
+        assert replayed.new_tokens.tolist() == live.new_tokens.tolist()
+        assert replayed.prefill_slots.tolist() == live.prefill_slots.tolist()

@@ -1,0 +1,123 @@
+"""Who is tried for the death of the workers, who is acquitted, and how many deaths it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from actorllm.scheduling.quarantine import Quarantine
+
+
+class Court:
+    """Requests that run as the quarantine allows, some of which kill the workers whenever they are in a step."""
+
+    def __init__(self, num_requests: int, *guilty: int) -> None:
+        self.quarantine = Quarantine()
+        self.alive: list[Any] = list(range(num_requests))
+        self.guilty = set(guilty)
+        self.failed: list[int] = []
+        self.num_deaths = 0
+        self.most_in_a_row = 0
+        self.alone_deaths = dict.fromkeys(guilty, 0)
+        self.num_steps_waited = dict.fromkeys(self.alive, 0)
+
+    def step(self) -> bool:
+        """True: it went well. Everybody who may run is in it."""
+        running = [r for r in self.alive if self.quarantine.may_start(r)]
+        assert running, "somebody may run"
+        for request in set(self.alive) - set(running):
+            self.num_steps_waited[request] += 1
+        if self.guilty & set(running):
+            self.num_deaths += 1
+            if len(running) == 1:
+                self.alone_deaths[running[0]] += 1
+            for found in self.quarantine.died(running):
+                self.failed.append(found)
+                self.alive.remove(found)
+            return False
+        self.quarantine.had_token(running)
+        return True
+
+    def run(self) -> None:
+        in_a_row = 0
+        for _ in range(200):
+            if not self.alive or (not self.quarantine and not self.guilty & set(self.alive)):
+                return
+            in_a_row = 0 if self.step() else in_a_row + 1
+            self.most_in_a_row = max(self.most_in_a_row, in_a_row)
+        raise AssertionError("it does not come to an end")
+
+
+@pytest.mark.parametrize("num_requests", [2, 3, 8, 32, 256])
+def test_one_guilty_is_found_wherever_it_is(num_requests: int) -> None:
+    for guilty in {0, 1, num_requests // 2, num_requests - 1}:
+        court = Court(num_requests, guilty)
+        court.run()
+        assert court.failed == [guilty]
+        assert court.alone_deaths == {guilty: 2}, "twice alone before it fails"
+        assert court.num_deaths <= 2 + 2 * num_requests.bit_length()
+        assert court.most_in_a_row < 5, "the engine would end"
+        assert not court.quarantine
+
+
+def test_several_guilty_among_many() -> None:
+    court = Court(64, 3, 40)
+    court.run()
+    assert sorted(court.failed) == [3, 40]
+    assert set(court.alone_deaths.values()) == {2}
+    assert court.most_in_a_row < 5
+
+
+def test_the_only_request_fails_after_two_deaths() -> None:
+    court = Court(1, 0)
+    court.run()
+    assert (court.failed, court.num_deaths) == ([0], 2)
+
+
+def test_one_death_makes_nobody_wait() -> None:
+    quarantine = Quarantine()
+    assert quarantine.died(["a", "b"]) == []  # type: ignore[list-item]
+    assert not quarantine.is_trying
+    assert quarantine
+    quarantine.had_token(["a", "b"])  # type: ignore[list-item]
+    assert not quarantine
+
+
+def test_accidents_with_tokens_in_between_accuse_nobody() -> None:
+    quarantine = Quarantine()
+    for _ in range(20):
+        assert quarantine.died(["a"]) == []  # type: ignore[list-item]
+        assert not quarantine.is_trying
+        quarantine.had_token(["a"])  # type: ignore[list-item]
+
+
+def test_who_had_a_token_meanwhile_is_not_tried() -> None:
+    quarantine: Any = Quarantine()
+    quarantine.died(["a", "b", "c"])
+    quarantine.had_token(["a"])
+    assert quarantine.died(["b", "c", "d", "a"]) == []
+    assert quarantine.may_start("b")  # again without a token: the first to be tried
+    assert quarantine.may_start("c")
+    assert not quarantine.may_start("a")
+    quarantine.had_token(["b", "c"])
+    assert quarantine.may_start("d")
+
+
+def test_who_ends_on_trial_makes_room_for_the_next() -> None:
+    quarantine: Any = Quarantine()
+    quarantine.died(["a", "b"])
+    quarantine.died(["a", "b"])
+    assert quarantine.may_start("a")
+    assert not quarantine.may_start("b")
+    quarantine.acquit(["a"])
+    assert quarantine.may_start("b")
+    quarantine.acquit(["b"])
+    assert quarantine.may_start("x")
+    assert not quarantine
+
+
+def test_a_death_without_a_step_in_flight_is_nobodys_fault() -> None:
+    quarantine = Quarantine()
+    assert quarantine.died([]) == []
+    assert not quarantine
