@@ -14,6 +14,7 @@ from actorllm.config import EngineConfig, ModelConfig
 from actorllm.engine import AttachedEngine, Engine, Prompt
 from actorllm.engine_args import EngineArgs
 from actorllm.errors import EngineDeadError, EngineError, InvalidParameterError, RequestError, nearest_name
+from actorllm.health import EngineHealth
 from actorllm.request import RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.scheduling.pause import PAUSE_MODES, PauseMode
 from actorllm.slo.objective import SLO
@@ -263,6 +264,10 @@ class AsyncLLM:
         if self._engine.is_new:
             return False
         return bool(await HostLoop.current().result_of(self._engine.ask_scheduler("is_paused")))
+
+    def health(self) -> EngineHealth:
+        """The state of the engine and of each of its actors, and what has failed. Waits for nobody, starts nothing."""
+        return self._engine.health()
 
     async def start_profile(
         self,

@@ -121,6 +121,9 @@ class EngineConfig:
     """New tokens per output; a request may ask for more."""
     profile_folder: str | None = None
     """Where the workers write their traces (`start_profile`); None: profiling is off."""
+    on_failure: Literal["restart", "raise"] = "restart"
+    """When a process of the engine dies: start it again and go on, or end every request with EngineDeadError. Without
+    effect where there is none (topology="inline")."""
 
     def resolved(self, num_blocks: int) -> EngineConfig:
         """The same engine with the number of KV blocks that every rank can hold.
@@ -219,6 +222,7 @@ class EngineConfig:
             seed=given["seed"],
             stream_interval=_positive("stream_interval", given["stream_interval"]),
             profile_folder=_profile_folder(given["profiler_config"]),
+            on_failure=_choice("on_failure", given["on_failure"], ("restart", "raise")),
         )
 
 
@@ -255,6 +259,7 @@ ARGUMENTS: dict[str, Any] = {
     "device": "auto",
     "num_threads": None,
     "record": None,
+    "on_failure": "restart",
 }
 """What the front doors understand, with the defaults. Those before `topology` are vLLM's names."""
 

@@ -37,6 +37,7 @@ from actorllm.actors.engine_thread import EngineThread, HostLoop, Service
 from actorllm.actors.frontend import FrontendActor
 from actorllm.actors.membership import Membership
 from actorllm.actors.reception import Reception
+from actorllm.actors.restart import RestartLimits
 from actorllm.actors.stepper import Stepper
 from actorllm.actors.supervisor import Supervisor
 from actorllm.actors.topology import engine_topology
@@ -55,6 +56,7 @@ from actorllm.errors import (
     nearest_name,
 )
 from actorllm.generation import sampling_params_of
+from actorllm.health import EngineHealth
 from actorllm.kvcache.prefix_index import extra_key, hash_blocks
 from actorllm.messages import I32, NO_U8, U8, Submit, no_u8
 from actorllm.request import (
@@ -131,8 +133,6 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, *, is_synchronous: bool = False) -> None:
-        if config.world_size > 1:
-            config = replace(config, rendezvous=f"{tempfile.gettempdir()}/actorllm-{os.getpid()}-{uuid.uuid4().hex}")
         self.config = config
         self._pid = os.getpid()
         self._is_synchronous = is_synchronous
@@ -165,12 +165,15 @@ class Engine:
         return FrontendActor()
 
     def _new_supervisor(self) -> Supervisor | Membership:
+        self.config = _renew(self.config)
         return Supervisor(
             engine_topology(self.config),
             self.config,
             resolve=_resolve,
             on_death=self._on_death,
             actors={"frontend": self._frontend},
+            restarts=RestartLimits() if self.config.on_failure == "restart" else None,
+            renew=_renew,
         )
 
     def _new_service(self) -> Service:
@@ -216,8 +219,8 @@ class Engine:
             if intake is not None:
                 self._intake.put(None)
         self._thread.stop(timeout)
-        if self.config.rendezvous is not None:
-            Path(self.config.rendezvous).unlink(missing_ok=True)  # of ranks that never met
+        if isinstance(self._supervisor, Supervisor):
+            _end_rendezvous(cast(EngineConfig, self._supervisor.config))
         if intake is not None and intake is not threading.current_thread():
             intake.join(timeout)
             if intake.is_alive():
@@ -260,6 +263,13 @@ class Engine:
     def death(self) -> EngineError | None:
         """Why it is dead, once a process of it died."""
         return self._death
+
+    def health(self) -> EngineHealth:
+        """The state of every actor."""
+        health = self._supervisor.health()
+        if self._is_shut_down and health.state not in ("dead", "stopped"):
+            health = replace(health, state="stopped")
+        return health
 
     def check_health(self) -> None:
         """Raise what a request would: EngineDeadError, EngineShutdownError or ForkedProcessError."""
@@ -745,6 +755,20 @@ def _drop(engine: Engine) -> None:
 def _shut_down_in_thread(engine: Engine) -> None:
     with contextlib.suppress(RuntimeError):
         threading.Thread(target=engine.shutdown, name="actorllm:dropped", daemon=True).start()
+
+
+def _renew(config: EngineConfig) -> EngineConfig:
+    """Before workers are started: several meet at a place where nobody was before."""
+    if config.world_size == 1:
+        return config
+    _end_rendezvous(config)
+    return replace(config, rendezvous=f"{tempfile.gettempdir()}/actorllm-{os.getpid()}-{uuid.uuid4().hex}")
+
+
+def _end_rendezvous(config: EngineConfig) -> None:
+    """The file is there still if the ranks never met."""
+    if config.rendezvous is not None:
+        Path(config.rendezvous).unlink(missing_ok=True)
 
 
 def _resolve(config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:

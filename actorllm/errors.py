@@ -24,6 +24,7 @@
         ├── WouldBlock                        a `_nowait` call that would have had to wait
         ├── CorruptLinkError                  a word or frame written by the peer is impossible; the link is dropped
         ├── PeerLostError                     the other end of a link is gone; pending asks end with it
+        │   └── PeerRestartedError            and it comes back, with a new link
         └── SharedMemoryError (OSError)       /dev/shm is full, too small or not writable
 
 Errors that also derive from a built-in do so that `except ValueError` of a program written for vLLM keeps working.
@@ -129,6 +130,10 @@ class CorruptLinkError(TransportError):
 
 class PeerLostError(TransportError, ConnectionError):
     """The other end of the link is gone."""
+
+
+class PeerRestartedError(PeerLostError):
+    """The other end of the link is gone and is started again: a new link follows, on which all has to be asked again."""
 
 
 class SharedMemoryError(TransportError, OSError):

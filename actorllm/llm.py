@@ -15,6 +15,7 @@ from actorllm.config import EngineConfig
 from actorllm.engine import AttachedEngine, Engine, Prompt
 from actorllm.engine_args import EngineArgs
 from actorllm.errors import InvalidParameterError, InvalidPromptError
+from actorllm.health import EngineHealth
 from actorllm.request import RequestOutput, RequestOutputKind, SamplingParams, _integer
 from actorllm.stream import RequestStream
 from actorllm.text.chat import ContentFormat, Conversation, Message, is_batch
@@ -287,6 +288,10 @@ class LLM:
     def get_tokenizer(self) -> Any:
         """The tokenizer as transformers has it. Raises InvalidPromptError with skip_tokenizer_init."""
         return self._engine.transformers_tokenizer
+
+    def health(self) -> EngineHealth:
+        """The state of the engine and of each of its actors, and what has failed. Waits for nobody, starts nothing."""
+        return self._engine.health()
 
     def stats(self) -> dict[str, Any]:
         """What every part of the engine counts. Workers answer between two steps: this waits for the one in flight."""

@@ -373,6 +373,10 @@ class RequestEnd:
     num_preemptions: int
     num_cached_tokens: int
     num_wasted_tokens: int
+    num_recoveries: int = 0
+    """How often the workers died with it in a step."""
+    recovery_s: float = 0.0
+    """What it waited for its next token after that, in all."""
 
 
 # Between any two actors -----------------------------------------------------------------------------------------------

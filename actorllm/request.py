@@ -505,7 +505,9 @@ class RequestMetrics:
     Times are epoch seconds, all from one monotonic base, so that differences are exact; a `_ts` is 0.0, and a `_time`
     None, for what has not happened (yet). While a request runs only arrival, first and last token are known. With n > 1
     the times span all sequences and the counts add them up, but for num_cached_tokens, which is that of the first one.
-    num_wasted_tokens counts tokens computed in vain: sampled after the sequence had ended.
+    num_wasted_tokens counts tokens computed in vain: sampled after the sequence had ended. num_recoveries counts the deaths
+    of processes that worked on it, and recovery_time the seconds it waited for its next tokens after them; then queued and
+    scheduled, and the counts, are those since the last death of the scheduler.
     """
 
     arrival_time: float
@@ -518,6 +520,8 @@ class RequestMetrics:
     num_preemptions: int = 0
     num_cached_tokens: int = 0
     num_wasted_tokens: int = 0
+    num_recoveries: int = 0
+    recovery_time: float = 0.0
     is_corrupted: bool = False
     """Always False: a request whose logits are not finite fails instead."""
 

@@ -300,17 +300,22 @@ class RequestStream:
                 num_cached_tokens=self._mailbox.num_cached,
             )
         ends = [completion.end for completion in self._completions if completion.end is not None]
+        num_recoveries = sum([end.num_recoveries for end in ends])
+        # A scheduler that took over knows of no earlier token than its own first one.
+        first = [self._first_emitted] if num_recoveries else []
         return RequestMetrics(
             arrival,
-            queued_ts=_epoch([end.queued for end in ends], min),
-            scheduled_ts=_epoch([end.scheduled for end in ends], min),
-            first_token_ts=_epoch([end.first_token for end in ends], min),
+            queued_ts=_epoch([*first, *[end.queued for end in ends]], min),
+            scheduled_ts=_epoch([*first, *[end.scheduled for end in ends]], min),
+            first_token_ts=_epoch([*first, *[end.first_token for end in ends]], min),
             last_token_ts=_epoch([end.last_token for end in ends], max),
             finished_time=_epoch([self._last_emitted], max),
             num_generation_tokens=num_tokens,
             num_preemptions=sum([end.num_preemptions for end in ends]),
             num_cached_tokens=ends[0].num_cached_tokens,
             num_wasted_tokens=sum([end.num_wasted_tokens for end in ends]),
+            num_recoveries=num_recoveries,
+            recovery_time=max([end.recovery_s for end in ends]),
         )
 
     def abort(self) -> None:

@@ -160,7 +160,7 @@ async def test_what_programs_ask_of_the_engine(engine: AsyncLLM) -> None:
 
 
 async def test_check_health() -> None:
-    engine = AsyncLLM("storyteller", num_threads=1)
+    engine = AsyncLLM("storyteller", num_threads=1, on_failure="raise")
     await engine.check_health()
     assert (engine.is_running, engine.is_stopped, engine.errored) == (False, False, False)
     stream = engine.generate(PROMPT, params_of(RequestOutputKind.DELTA, None))

@@ -260,7 +260,7 @@ async def test_cancelling_async_with_on_the_way_in(make_llm: Callable[..., Async
 
 @pytest.mark.parametrize("victim", ["scheduler", "worker0"])
 async def test_every_stream_hears_of_a_killed_process(make_llm: Callable[..., AsyncLLM], victim: str) -> None:
-    llm = make_llm()
+    llm = make_llm(on_failure="raise")
     kinds = [RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY]
     streams = [
         llm.generate(PROMPT, SamplingParams(max_tokens=None, ignore_eos=True, output_kind=kind))
@@ -299,7 +299,7 @@ async def test_every_stream_hears_of_a_killed_process(make_llm: Callable[..., As
 
 def test_a_killed_process_ends_generate_of_llm() -> None:
     """Half an output is not an output: the error comes, though tokens had come before it."""
-    with LLM("storyteller", num_threads=1) as llm:
+    with LLM("storyteller", num_threads=1, on_failure="raise") as llm:
         errors: list[BaseException] = []
 
         def generate() -> None:

@@ -209,7 +209,7 @@ def test_several_ranks_need_processes() -> None:
 
 
 def test_the_death_of_a_process_is_raised_by_step() -> None:
-    engine = LLMEngine("storyteller", num_threads=1)
+    engine = LLMEngine("storyteller", num_threads=1, on_failure="raise")
     engine.add_request("x", PROMPTS[0], short(1000))
     engine.step()
     os.kill(engine._engine.pids["worker0"], signal.SIGKILL)

@@ -87,7 +87,7 @@ def test_logits_in_chunks_and_bfloat16(tmp_path: Path) -> None:
 
 
 async def test_the_death_of_any_rank_ends_every_stream(tmp_path: Path) -> None:
-    llm = AsyncLLM(model_folder(tmp_path), **arguments(tensor_parallel_size=2))
+    llm = AsyncLLM(model_folder(tmp_path), **arguments(tensor_parallel_size=2, on_failure="raise"))
     stream = llm.generate([1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True))
     await stream.__anext__()
     os.kill(llm._engine.pids["worker1"], signal.SIGKILL)

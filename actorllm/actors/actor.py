@@ -34,6 +34,7 @@ from actorllm.errors import (
     EngineError,
     EngineStartError,
     PeerLostError,
+    PeerRestartedError,
     TransportError,
     WouldBlock,
     nearest_name,
@@ -147,6 +148,10 @@ class Actor:
         """A task beside `run`. Its exception fails the actor; it is cancelled when the actor ends."""
         self._runner.start_task(function, *args)
 
+    def report_progress(self) -> None:
+        """Something came of the work: whoever counts the deaths in a row begins anew. Once after each is enough."""
+        self._runner.report_progress()
+
     def statistics(self) -> dict[str, Any]:
         """Counters, as JSON values. Subclasses add theirs."""
         return {
@@ -223,7 +228,8 @@ class Runner:
 
     `live` is the task that owns the actor's tasks; beside it, and in this order: start, configure, install (each link),
     run. `on_end` hears of a failure, or (None) that `run` returned by itself, as soon as it happens; `live` returns
-    when the teardown is through. `on_broken` hears of a corrupt link that the actor goes on without.
+    when the teardown is through. `on_broken` hears of a corrupt link that the actor goes on without, `on_progress` of
+    `Actor.report_progress`.
     """
 
     def __init__(
@@ -231,11 +237,13 @@ class Runner:
         actor: Actor,
         on_end: Callable[[BaseException | None], None],
         on_broken: Callable[[LinkInfo, BaseException], None] | None = None,
+        on_progress: Callable[[], object] | None = None,
     ) -> None:
         self.actor = actor
         self.failure: BaseException | None = None
         self._on_end = on_end
         self._on_broken = on_broken
+        self._on_progress = on_progress
         self._tasks: TaskGroup
         self._ended: anyio.Event
         self._run_returned: anyio.Event | None = None
@@ -293,7 +301,7 @@ class Runner:
             return
         old = self.actor.links.get(link.peer)
         if old is not None:
-            self._drop(old, PeerLostError(f"the link to {old.peer} was replaced by generation {link.generation}"))
+            self._drop(old, PeerRestartedError(f"the link to {old.peer} was replaced by generation {link.generation}"))
         self.actor.links[link.peer] = link
         self._attempt(self.actor.on_link, link)
         link.open(self)
@@ -312,6 +320,10 @@ class Runner:
         for link in list(self.actor.links.values()):
             if link.name == name and link.generation == generation:
                 self._drop(link, error)
+
+    def report_progress(self) -> None:
+        if self._on_progress is not None:
+            self._on_progress()
 
     def stop(self) -> None:
         """Begin the orderly end."""
@@ -498,7 +510,8 @@ class Runner:
         self._unsent_replies = [unsent for unsent in self._unsent_replies if unsent[0] not in gone]
         for ask in self._asks.values():
             if ask.link is link and not ask.done.is_set():
-                ask.error = PeerLostError(f"{link.peer} is gone: {link.lost}")
+                kind = PeerRestartedError if isinstance(link.lost, PeerRestartedError) else PeerLostError
+                ask.error = kind(f"{link.peer} is gone: {link.lost}")
                 ask.error.__cause__ = link.lost
                 ask.done.set()
 

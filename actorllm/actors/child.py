@@ -8,8 +8,8 @@ The control socket is a SEQPACKET pair: one JSON object per packet, in order, de
 
     supervisor → child    start {actor, path, rank, config_path, config, sys_path}
                           configure {config} · link {info, generation, num_spokes, index} + descriptors · run
-                          lost {link, generation, error} · stop
-    child → supervisor    started {facts} · configured · ready · failed {type_name, message, traceback}
+                          lost {link, generation, type_name, error} · stop
+    child → supervisor    started {facts} · configured · ready · failed {type_name, message, traceback} · progress
                           broken {link, generation, error}: this link is corrupt, and the actor goes on without it
 
 Invariants: the child never outlives the owner (parent-death signal, and the end of the control socket); Ctrl-C belongs
@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from actorllm.actors.actor import Runner
     from actorllm.actors.link import LinkInfo
+    from actorllm.errors import ActorLLMError
 
 MAX_PACKET = 1 << 17
 MAX_DESCRIPTORS = 250
@@ -144,9 +145,17 @@ def live(control: socket.socket, start: dict[str, Any]) -> bool:
     def report_broken(info: LinkInfo, error: BaseException) -> None:
         send_frame(control, "broken", link=info.name, generation=info.generation, error=str(error)[:MAX_TRACEBACK])
 
-    runner = Runner(actor, report, report_broken)
+    runner = Runner(actor, report, report_broken, lambda: send_frame(control, "progress"))
     run_loop(Child(control, runner, config_class).run, config_class.from_json(start["config"]))
     return runner.failure is not None
+
+
+def error_of_loss(frame: dict[str, Any]) -> ActorLLMError:
+    """The exception that a "lost" frame stands for."""
+    from actorllm.actors.actor import own_class
+    from actorllm.errors import EngineDeadError
+
+    return (own_class(frame["type_name"]) or EngineDeadError)(frame["error"])
 
 
 class Child:
@@ -204,7 +213,7 @@ class Child:
 
     async def _obey_frame(self, frame: dict[str, Any], fds: tuple[int, ...]) -> None:
         from actorllm.actors.link import LinkInfo, open_ring
-        from actorllm.errors import EngineDeadError, TransportError
+        from actorllm.errors import TransportError
         from actorllm.ring.channel import LinkEnd
 
         match frame["op"]:
@@ -229,7 +238,7 @@ class Child:
                 self._runner.run()
                 send_frame(self._control, "ready")
             case "lost":
-                self._runner.lose(frame["link"], frame["generation"], EngineDeadError(frame["error"]))
+                self._runner.lose(frame["link"], frame["generation"], error_of_loss(frame))
             case op:
                 raise ValueError(f"control frame {op!r} is unknown")
 

@@ -1,24 +1,37 @@
 """The frontend actor: the journal of every request of this process, and the way of its outputs to the callers.
 
 Runs on the engine thread. The journal (prompt, parameters, seed, everything emitted so far) is what makes a request
-survive the processes that work on it. An output applies only if its index is the next one. Outputs reach the callers'
-event loops by one thread-safe wake-up per batch and loop.
+survive the scheduler: whatever is in it is submitted to every scheduler that this actor is linked to, the first and those
+after a death alike, with what was emitted as its `output`. An output applies only if its index is the next one. What a
+scheduler knew beside requests is told to the next one, too: that generation is paused, that a timeline is kept.
+
+Outputs reach the callers' event loops by one thread-safe wake-up per batch and loop.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import anyio
 import numpy as np
 
 from actorllm.actors.actor import Actor
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.link import Link
 from actorllm.clock import now
-from actorllm.errors import EngineDeadError, EngineError, EngineShutdownError, RequestFailedError, WouldBlock
+from actorllm.errors import (
+    EngineDeadError,
+    EngineError,
+    EngineShutdownError,
+    PeerLostError,
+    PeerRestartedError,
+    RequestFailedError,
+    WouldBlock,
+)
 from actorllm.logprobs import LogprobSpan, spans_of
 from actorllm.messages import Abort, Message, Outputs, RequestEnd, Submit, sequences_of
 from actorllm.request import Logprob
@@ -75,6 +88,10 @@ class JournalEntry:
     """Those that have come and were not handed out; they are, with the first token or the end."""
     num_prompt_logprobs: int = 0
     """How many have come."""
+    num_recoveries: int = 0
+    """How often its scheduler died."""
+    recovery_s: float = 0.0
+    """What it waited for its next output after that, in all."""
 
 
 class FrontendActor(Actor):
@@ -84,11 +101,25 @@ class FrontendActor(Actor):
         super().__init__(name, rank)
         self._journal: dict[int, JournalEntry] = {}
         self._scheduler: Link | None = None
+        self._lost: BaseException | None = None
         self._error: BaseException | None = None
         self._last_rid = 0
         self._num_finished = 0
         self._num_repeated = 0
-        self._unsent: list[Submit | Abort] = []
+        self._unsent: deque[Submit | Abort] = deque()
+        self._linked: anyio.Event | None = None  # while one waits for it
+        self._lost_at = 0.0
+        self._interrupted: set[int] = set()  # their scheduler died, and nothing of them has come since
+        self._pause_mode: str | None = None
+        self._has_timeline = False
+        self.num_recoveries = 0
+        self._num_resubmitted = 0
+        self.max_recovery_s = 0.0
+
+    @property
+    def is_linked(self) -> bool:
+        """There is a scheduler."""
+        return self._scheduler is not None
 
     # What the engine's callers post to this loop
 
@@ -147,6 +178,8 @@ class FrontendActor(Actor):
         """The engine is gone: every request that has not ended, and every later one, ends with this error."""
         if self._error is None:
             self._error = error
+        self._tell_linked()
+        self._interrupted.clear()
         entries, self._journal = list(self._journal.values()), {}
         for entry in entries:
             entry.consumer.fail(error)
@@ -171,7 +204,7 @@ class FrontendActor(Actor):
                 if isinstance(message, Submit):
                     for rid in (message.rid, *message.siblings.tolist()):
                         self._fail(rid, RequestFailedError(f"the request cannot be sent: {error}"))
-            self._unsent.pop(0)
+            self._unsent.popleft()
 
     # Life
 
@@ -183,11 +216,61 @@ class FrontendActor(Actor):
             self._flush()
 
     def on_link(self, link: Link) -> None:
+        if self._lost_at and (self._pause_mode is not None or self._has_timeline):
+            self.start_soon(self._restore, link, str(self._lost))
+        else:
+            self._adopt(link)
+
+    async def _restore(self, link: Link, lost: str) -> None:
+        """Before a new scheduler gets a request it is told what the last one knew."""
+        try:
+            if self._has_timeline:
+                await self.ask(link, "start_timeline", lost=lost, lost_at=self._lost_at)
+            if self._pause_mode is not None:
+                # What "abort" had to end has ended; whoever was about to say so, says it again (`ask_scheduler`).
+                mode = "wait" if self._pause_mode == "wait" else "keep"
+                await self.ask(link, "pause_generation", mode=mode, clear_cache=False)
+        except PeerLostError:
+            return  # it died as well, and the next one will be told
+        if link.is_open:
+            self._adopt(link)
+
+    def _adopt(self, link: Link) -> None:
+        """The journal is the work of this scheduler."""
         self._scheduler = link
+        self._unsent.clear()
+        for entry in self._journal.values():
+            submit = entry.submit
+            if len(entry.emitted) != submit.output.size:
+                submit = replace(submit, output=np.array(entry.emitted, np.int32))
+            self._unsent.append(submit)
+            if entry.is_aborted:
+                self._unsent.append(Abort(rids=np.array([submit.rid], np.int32)))
+        if self._interrupted:
+            self._num_resubmitted += len(self._journal)
+            logger.info("linked to %s again; %d requests go on", link.peer, len(self._journal))
         self._flush()
+        self._tell_linked()
+
+    def _tell_linked(self) -> None:
+        if self._linked is not None:
+            self._linked.set()
+            self._linked = None
 
     def on_peer_lost(self, link: Link) -> None:
-        lost = link.lost
+        if self._scheduler is link:
+            self._scheduler = None
+        lost = self._lost = link.lost
+        if isinstance(lost, PeerRestartedError):
+            if not self._interrupted:
+                self._lost_at = now()
+            self.num_recoveries += 1
+            self._unsent.clear()  # the journal has it all
+            for rid, entry in self._journal.items():
+                if rid not in self._interrupted:
+                    entry.num_recoveries += 1
+                    self._interrupted.add(rid)
+            return
         self.fail_all(
             lost if isinstance(lost, EngineError) else EngineDeadError(f"the link to {link.peer} is lost: {lost}")
         )
@@ -219,6 +302,8 @@ class FrontendActor(Actor):
         ends = {end[0]: RequestEnd(*end) for end in outputs.ends} if outputs.ends else None
         vectors = self._vectors(outputs)
         logprobs = self._logprobs_by_row(outputs) if outputs.logprob_spans.size else None
+        if self._interrupted:
+            self._recover(rids)
         if outputs.cached.size:
             for rid, num_tokens in outputs.cached.reshape(-1, 2).tolist():
                 entry = self._journal.get(rid)
@@ -255,6 +340,8 @@ class FrontendActor(Actor):
             if end is not None:
                 del self._journal[rid]
                 self._num_finished += 1
+                if entry.num_recoveries:
+                    end = _with_recoveries(end, entry)
                 if end.error is not None:
                     consumer.fail(RequestFailedError(end.error))
                     woken.append(consumer)
@@ -266,6 +353,15 @@ class FrontendActor(Actor):
                 consumer.push(Delta(new, piece, end, outputs.emitted, vectors.get(row), of_tokens, of_prompt))
                 woken.append(consumer)
         self._wake(woken)
+
+    def _recover(self, rids: list[int]) -> None:
+        """Of these something has come, for the first time since their scheduler died."""
+        waited = now() - self._lost_at
+        self._interrupted.intersection_update(self._journal)
+        for rid in self._interrupted.intersection(rids):
+            self._interrupted.discard(rid)
+            self._journal[rid].recovery_s += waited
+            self.max_recovery_s = max(self.max_recovery_s, waited)
 
     def _logprobs_by_row(self, outputs: Outputs) -> dict[int, list[tuple[LogprobSpan, list[dict[int, Logprob]]]]]:
         """The spans of every row that has some, and what users get of them."""
@@ -333,18 +429,52 @@ class FrontendActor(Actor):
     # Controls
 
     async def ask_scheduler(self, verb: str, **arguments: Any) -> Any:
+        """Its answer. While the scheduler is started again this waits, and asks the next one."""
+        match verb:
+            case "pause_generation":
+                self._pause_mode = arguments["mode"]
+            case "resume_generation":
+                self._pause_mode = None
+            case "start_timeline" | "take_timeline":
+                self._has_timeline = verb == "start_timeline"
+        while True:
+            link = await self._wait_linked()
+            try:
+                return await self.ask(link, verb, **arguments)
+            except PeerRestartedError:
+                continue
+
+    async def _wait_linked(self) -> Link:
+        while self._scheduler is None or not self._scheduler.is_open:
+            if self._error is not None:
+                raise self._error
+            if not self._lost_at:
+                raise EngineShutdownError("the engine is not running")
+            if self._linked is None:
+                self._linked = anyio.Event()
+            await self._linked.wait()
         if self._error is not None:
             raise self._error
-        if self._scheduler is None:
-            raise EngineShutdownError("the engine is not running")
-        return await self.ask(self._scheduler, verb, **arguments)
+        return self._scheduler
 
     def statistics(self) -> dict[str, Any]:
         return super().statistics() | {
             "num_requests": len(self._journal),
             "num_finished": self._num_finished,
             "num_repeated_outputs": self._num_repeated,
+            "num_recoveries": self.num_recoveries,
+            "num_resubmitted": self._num_resubmitted,
+            "max_recovery_s": self.max_recovery_s,
         }
+
+
+def _with_recoveries(end: RequestEnd, entry: JournalEntry) -> RequestEnd:
+    """The end as the last scheduler tells it, and what it cannot know: that there were others before."""
+    return replace(
+        end,
+        num_recoveries=end.num_recoveries + entry.num_recoveries,
+        recovery_s=end.recovery_s + entry.recovery_s,
+    )
 
 
 def _wake_all(consumers: list[Consumer]) -> None:

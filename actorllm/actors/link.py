@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from actorllm.actors.engine_thread import AsyncioLoop, current_loop
-from actorllm.errors import CorruptLinkError, PeerLostError, TransportError, WouldBlock
+from actorllm.errors import CorruptLinkError, PeerLostError, PeerRestartedError, TransportError, WouldBlock
 from actorllm.messages import Message, pack, unpack
 from actorllm.ring.channel import Hub, LinkEnd, Spoke, open_hub, open_spoke
 
@@ -153,7 +153,8 @@ class Link(ABC):
 
     def _check_open(self) -> None:
         if not self.is_open:
-            raise PeerLostError(f"{self.peer} is gone: {self.lost or 'the link was closed'}") from self.lost
+            kind = PeerRestartedError if isinstance(self.lost, PeerRestartedError) else PeerLostError
+            raise kind(f"{self.peer} is gone: {self.lost or 'the link was closed'}") from self.lost
 
     def __repr__(self) -> str:
         state = "open" if self.is_open else "closed"

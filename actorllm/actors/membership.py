@@ -1,7 +1,8 @@
 """What a program that joined somebody else's engine has instead of a supervisor.
 
 Owns the connection to the engine's `Reception` and the frontend actor of this process: joins, installs the ring pair
-whose descriptors come over the connection, and watches the owner. Everything else goes through the rings.
+whose descriptors come over the connection, another one whenever the scheduler was started again, and watches the owner.
+Everything else goes through the rings.
 
 Invariants: the constructor leaves nothing open when it raises; the end of the owner, however it comes, ends every stream
 of this process with an error, after what was in the ring has been delivered; leaving touches nothing but the own
@@ -18,7 +19,7 @@ from typing import Any
 import anyio
 
 from actorllm import __version__
-from actorllm.actors.child import receive_frame, send_frame
+from actorllm.actors.child import error_of_loss, receive_frame, send_frame
 from actorllm.actors.death import ActorDeath
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, AsyncioLoop, current_loop
 from actorllm.actors.frontend import FrontendActor
@@ -27,7 +28,15 @@ from actorllm.actors.placements import OwnerChild
 from actorllm.actors.rendezvous import connect, error_of, exchange, peer_of
 from actorllm.actors.topology import ActorSpec
 from actorllm.config import EngineConfig
-from actorllm.errors import ActorLLMError, CorruptLinkError, EngineDeadError, EngineError, EngineShutdownError
+from actorllm.errors import (
+    ActorLLMError,
+    CorruptLinkError,
+    EngineDeadError,
+    EngineError,
+    EngineShutdownError,
+    PeerRestartedError,
+)
+from actorllm.health import ActorHealth, EngineHealth, EngineState
 from actorllm.ring.channel import LinkEnd
 
 
@@ -65,6 +74,17 @@ class Membership:
     def pids(self) -> dict[str, int]:
         """None: the processes are the owner's."""
         return {}
+
+    def health(self) -> EngineHealth:
+        """Of what this process sees of it: its own frontend, and whether there is a scheduler."""
+        state: EngineState = "new"
+        if self._error is not None:
+            state = "dead" if isinstance(self._error, EngineDeadError) else "stopped"
+        elif self._is_joined:
+            state = "running" if self.frontend.is_linked else "recovering"
+        counts = self.frontend.num_recoveries, self.frontend.max_recovery_s
+        last_failure = None if self._error is None else str(self._error)
+        return EngineHealth(state, {"frontend": ActorHealth(state, None, 1, None)}, *counts, last_failure)
 
     def statistics(self) -> dict[str, Any]:
         return {"phase": "attached" if self._is_joined else "met", "engine": self.name, "owner_pid": self.owner_pid}
@@ -162,7 +182,11 @@ class Membership:
                 self._is_joined = True
                 self._wake()
             case "lost":
-                self._end(EngineDeadError(frame["error"]))
+                loss = error_of_loss(frame)
+                if isinstance(loss, PeerRestartedError):
+                    self._child.lose(frame["link"], frame["generation"], loss)
+                else:
+                    self._end(EngineDeadError(str(loss)))
             case "bye" | "refused":
                 error = error_of(frame)
                 self._end(error if isinstance(error, EngineError) else EngineDeadError(str(error)))

@@ -49,7 +49,14 @@ class Child(ABC):
         """Nothing of it runs any more."""
         self.on_broken: Callable[[str, int, str], None] = lambda link, generation, error: None
         """Hears (link, generation, error) of a link that the actor found corrupt and goes on without."""
+        self.on_progress: Callable[[], object] = lambda: None
+        """Hears that the actor's work has come to something (`Actor.report_progress`)."""
         self._on_end = on_end
+
+    @property
+    def is_linkable(self) -> bool:
+        """It is configured: what it needs next are its links."""
+        return self.phase in ("configured", "running")
 
     @abstractmethod
     async def spawn(self, tasks: TaskGroup, config: Any) -> None:
@@ -133,6 +140,7 @@ class OwnerChild(LocalChild):
     async def configure(self, config: Any) -> None:
         self.phase = "configuring"
         await self.runner.configure(config)
+        self.phase = "configured"
 
     async def run(self) -> None:
         self.runner.run()
@@ -185,6 +193,7 @@ class ThreadChild(LocalChild):
     async def configure(self, config: Any) -> None:
         self.phase = "configuring"
         await self._there(self.runner.configure, config)
+        self.phase = "configured"
 
     async def run(self) -> None:
         await self._there(self.runner.run)
@@ -252,7 +261,7 @@ class RemoteChild(Child):
             end.close()
 
     def lose(self, link: str, generation: int, error: ActorLLMError) -> None:
-        self._send("lost", link=link, generation=generation, error=str(error))
+        self._send("lost", link=link, generation=generation, type_name=type(error).__name__, error=str(error))
 
     @abstractmethod
     def _send(self, op: str, fds: tuple[int, ...] = (), **fields: Any) -> None:
@@ -285,6 +294,7 @@ class ProcessChild(RemoteChild):
                 self._process.kill()
                 self._process.wait()
             self.close()
+            self.gone.set()
             raise Failure.of(error).to_start_error(self.spec.name) from error
 
     def _exec(self, environment: Mapping[str, str]) -> None:
@@ -331,6 +341,7 @@ class ProcessChild(RemoteChild):
         self.phase = "configuring"
         self._send("configure", config=config.to_json().decode())
         await self._report("configured")
+        self.phase = "configured"
 
     async def run(self) -> None:
         self._send("run")
@@ -395,6 +406,9 @@ class ProcessChild(RemoteChild):
             op = frame.pop("op")
             if op == "broken":
                 self.on_broken(frame["link"], frame["generation"], frame["error"])
+                continue
+            if op == "progress":
+                self.on_progress()
                 continue
             if op == "failed":
                 self._failure = Failure(**frame)

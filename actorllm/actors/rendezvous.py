@@ -7,7 +7,7 @@ socket that the owner of the engine listens on; the frames on it are those of `c
     anybody → engine    hello {version}  describe  join  leave
     engine → anybody    welcome {pid, config}  description {...}  refused {type_name, message}
                         joined {config}  link {info, generation, num_spokes, index} + descriptors
-                        lost {link, generation, error}  bye {type_name, message}
+                        lost {link, generation, type_name, error}  bye {type_name, message}
 
 Invariants: the file mode keeps other users out, and SO_PEERCRED is asked on both sides all the same; an entry whose owner
 is dead is no engine, and goes when anybody next looks at it; entries are made and removed under the folder's lock only.

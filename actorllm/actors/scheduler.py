@@ -3,6 +3,9 @@
 Everything that arrives is put aside by `on_message` and worked off by `run`, which is the one place where steps are
 planned, results applied, text made and outputs sent. Text is made here, after the next step was launched and before the
 one after it is planned: a stop string ends its request with at most one token computed in vain.
+
+It outlives its workers: what they had reported counts, and everything else is computed again by the next ones. Whoever
+submits to it has what it takes to submit again, so nothing is kept for its own death.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from actorllm.actors.topology import ATTACHED
 from actorllm.clock import now
 from actorllm.config import EngineConfig
 from actorllm.embeds import ids_before_text
-from actorllm.errors import ConfigError, CorruptLinkError, TransportError
+from actorllm.errors import ConfigError, CorruptLinkError, PeerRestartedError, TransportError
 from actorllm.logprobs import LogprobSpan, columns_of
 from actorllm.messages import (
     NO_I32,
@@ -130,6 +133,8 @@ class OutputRows:
                 sequence.num_preemptions,
                 sequence.num_cached_tokens,
                 sequence.num_wasted_tokens,
+                sequence.num_recoveries,
+                sequence.recovery_s,
             ]
         )
 
@@ -188,6 +193,9 @@ class SchedulerActor(Actor):
         self._vocab_size = 0
         self._num_frontends = 0
         self._workers: Link
+        self._has_workers = False
+        self._is_unproven = True
+        """Nobody has had a token since the last death that this actor knows of; its own included."""
         self._num_workers = 1
         self._late_plans: deque[StepPlan] = deque()
         self._full: dict[int, Outlet] = {}
@@ -271,6 +279,10 @@ class SchedulerActor(Actor):
     def on_link(self, link: Link) -> None:
         if link.name == "workers":
             self._workers = link
+            self._has_workers = True
+            if self._timeline is not None:
+                self._timeline.mark("workers linked", now(), generation=link.generation)
+            self.wake()
         else:
             number = self._num_frontends  # never used again: keys of requests are made of it
             self._num_frontends += 1
@@ -280,6 +292,9 @@ class SchedulerActor(Actor):
                 self._foreign.add(link)
 
     def on_peer_lost(self, link: Link) -> None:
+        if link.name == "workers":
+            self._lose_workers(link)
+            return
         number = self._frontend_of.pop(link, None)
         if number is not None:
             self._foreign.discard(link)
@@ -289,6 +304,20 @@ class SchedulerActor(Actor):
             self.scheduler.abort_frontend(number, now())
             self._pacing.drop_frontend(number)
             self.wake()
+
+    def _lose_workers(self, link: Link) -> None:
+        """What they had reported counts. All else goes on from its known tokens, with the next ones."""
+        self._has_workers = False
+        self._is_unproven = True
+        while self._results:
+            self._take_result()
+        self._acknowledged.clear()
+        self._late_plans.clear()
+        logger.warning("the workers are lost (%s); %d steps in flight", link.lost, self.scheduler.num_in_flight)
+        if self._timeline is not None:
+            self._timeline.mark("workers lost", now(), reason=str(link.lost))
+        self._send_ends(self.scheduler.lose_workers(str(link.lost), now()))
+        self.wake()
 
     def on_link_error(self, link: Link, error: BaseException) -> None:
         """An attached frontend that writes nonsense harms only itself."""
@@ -336,7 +365,7 @@ class SchedulerActor(Actor):
         """One turn of the loop: plan what there is room for, work off one result. False: there is no result yet."""
         scheduler = self.scheduler
         self.take_inbox()
-        while scheduler.has_room:  # up to `depth` steps in flight
+        while scheduler.has_room and self._has_workers:  # up to `depth` steps in flight
             plan = scheduler.schedule(now())
             if plan is None:
                 break
@@ -344,11 +373,17 @@ class SchedulerActor(Actor):
         self._tell_if_drained()
         if not self._results:
             return False
-        result = self._results.popleft()
-        events = self._apply(result)
+        self._take_result()
+        return True
+
+    def _take_result(self) -> None:
+        """Apply the oldest result and send what it brought."""
+        events = self._apply(self._results.popleft())
         self._send_late_inputs()
         self._send(*self._render(events))  # while the next step runs; ends at stop strings before it is planned
-        return True
+        if self._is_unproven and events.tokens.size:
+            self._is_unproven = False
+            self.report_progress()
 
     def next_deadline(self) -> float | None:
         """When the loop must turn even if nothing arrives: for a policy, or to try again what could not be sent."""
@@ -373,6 +408,10 @@ class SchedulerActor(Actor):
                 case Unblock():
                     end = self.scheduler.unblock((frontend, message.rid), message.error, now())
                     ends += [end] if end is not None else []
+        self._send_ends(ends)
+
+    def _send_ends(self, ends: list[End]) -> None:
+        """Of requests that end without a step."""
         if ends:
             self._send(*self._render(Events(NOTHING.sequences, NO_I32, NO_I32, ends=tuple(ends))))
 
@@ -427,7 +466,9 @@ class SchedulerActor(Actor):
 
     def _send_late_inputs(self) -> None:
         """A step's late inputs are due when the results of all steps before it are known."""
-        while self._late_plans and self._late_plans[0].step <= self.scheduler.ledger.last_done + 1:
+        while (
+            self._has_workers and self._late_plans and self._late_plans[0].step <= self.scheduler.ledger.last_done + 1
+        ):
             self._workers.send_nowait(LateInputs(step=self._late_plans.popleft().step))
 
     def _apply(self, result: StepResult | StepFailed) -> Events:
@@ -589,6 +630,9 @@ class SchedulerActor(Actor):
                 return self.scheduler.pause_state is not PauseState.RUNNING
             case "start_timeline":
                 self._timeline = Timeline()
+                if arguments.get("lost"):
+                    self._timeline.mark("scheduler lost", arguments["lost_at"], reason=arguments["lost"])
+                    self._timeline.mark("scheduler linked", now())
                 return True
             case "take_timeline":
                 events = self._timeline.events() if self._timeline is not None else []
@@ -602,9 +646,7 @@ class SchedulerActor(Actor):
 
     def _pause(self, mode: str, clear_cache: bool) -> Awaitable[bool]:
         self.take_inbox()  # what was sent before is from before
-        ends = self.scheduler.pause(mode, now())
-        if ends:
-            self._send(*self._render(Events(NOTHING.sequences, NO_I32, NO_I32, ends=tuple(ends))))
+        self._send_ends(self.scheduler.pause(mode, now()))
         if self._drained is None:
             self._drained = anyio.Event()
         self.wake()
@@ -626,7 +668,13 @@ class SchedulerActor(Actor):
             self._drained = None
 
     async def _ask_workers(self, verb: str, **arguments: Any) -> list[Any]:
-        return await self.ask_all(self._workers, verb, **arguments)
+        """The answers of all ranks; none while they are started again."""
+        if not self._has_workers:
+            return []
+        try:
+            return await self.ask_all(self._workers, verb, **arguments)
+        except PeerRestartedError:
+            return []
 
     def statistics(self) -> dict[str, Any]:
         return super().statistics() | {

@@ -31,6 +31,7 @@ from actorllm.actors.worker import WorkerActor
 from actorllm.clock import now
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, EngineShutdownError
+from actorllm.health import ActorHealth, EngineHealth, EngineState
 from actorllm.messages import Message
 
 T = TypeVar("T")
@@ -108,6 +109,11 @@ class Stepper:
     @property
     def pids(self) -> dict[str, int]:
         return {}
+
+    def health(self) -> EngineHealth:
+        state: EngineState = "running" if self.is_alive else "stopped" if self._is_over else "new"
+        names = ("frontend", "scheduler", "worker0") if self.is_alive else ()
+        return EngineHealth(state, {name: ActorHealth("running", None, 1, None) for name in names})
 
     def statistics(self) -> dict[str, Any]:
         return {"phase": "running" if self.is_alive else "stopped" if self._is_over else "new"}

@@ -10,32 +10,42 @@ Invariants:
 - a start that fails, is cancelled or times out leaves nothing behind, and its exception is the child's own;
 - processes are spawned from the engine thread only (the parent-death signal follows the thread), by exec;
 - the end of a process is seen by its pidfd, that of any other actor by its runner; both become an `ActorDeath`;
-- every (re)connection makes new links with the next generation for all their ends (`relink`);
+- every (re)connection makes new links with the next generation for all their ends (`wiring`);
 - after `run` nothing of it exists: no process, zombie, thread, descriptor or shared memory.
 
-Until a restart strategy exists, one death ends the engine: peers are told, `on_death` hears, everything is stopped.
-Callers: the front doors, through EngineThread.
+With `restarts`, the tree outlives its processes. Who dies is started again with its group (`ActorSpec.group`), whoever is
+linked with it hears `PeerRestartedError` and then gets new links, and nobody else is touched: a scheduler's workers keep
+their weights. `restart` counts when that is in vain. Else, and when an actor in this process dies, the engine ends: peers are
+told, `on_death` hears, everything is stopped. Callers: the front doors, through EngineThread.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import anyio
 from anyio.abc import TaskGroup
 
-from actorllm.actors.actor import Actor
+from actorllm.actors.actor import Actor, Failure
 from actorllm.actors.death import ActorDeath
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, AsyncioLoop, current_loop
-from actorllm.actors.link import connect_in_memory
+from actorllm.actors.group import Group, groups_of
 from actorllm.actors.placements import Child, LocalChild, OwnerChild, ProcessChild, ThreadChild, new_actor
+from actorllm.actors.restart import RestartCounter, RestartLimits
 from actorllm.actors.topology import ActorSpec, LinkSpec, Topology
-from actorllm.errors import ActorLLMError, EngineDeadError, EngineShutdownError, EngineStartError
-from actorllm.ring.channel import create_link
+from actorllm.actors.wiring import Wiring
+from actorllm.clock import now
+from actorllm.errors import (
+    ActorLLMError,
+    EngineDeadError,
+    EngineShutdownError,
+    EngineStartError,
+    PeerRestartedError,
+)
+from actorllm.health import ActorHealth, EngineHealth, EngineState
 from actorllm.ring.segment import sweep_stale
 
 logger = logging.getLogger(__name__)
@@ -61,7 +71,9 @@ class Supervisor:
     """Makes a Topology real and keeps watch over it. Everything but `kill` is called on the engine's loop.
 
     config: given to every `on_start`. resolve: makes the final configuration from the facts (default: unchanged).
-    on_death: hears of a death before everything is stopped. actors: owner-placed actors that exist already, by name.
+    on_death: hears of the death that ends the engine, before everything is stopped. actors: owner-placed actors that
+    exist already, by name. restarts: None: the first death is the end. renew: what the configuration is changed to before
+    processes are started once more.
     """
 
     def __init__(
@@ -73,6 +85,8 @@ class Supervisor:
         on_death: Callable[[ActorDeath], None] | None = None,
         actors: Mapping[str, Actor] | None = None,
         start_timeout_s: float | None = None,
+        restarts: RestartLimits | None = None,
+        renew: Callable[[Any], Any] | None = None,
     ) -> None:
         self.topology = topology
         self.config = config
@@ -80,15 +94,20 @@ class Supervisor:
         self.failure: EngineDeadError | None = None
         """Why the engine is dead."""
         self._resolve = resolve
+        self._renew = renew
         self._on_death = on_death
         self._actors = dict(actors or {})
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = STOP_TIMEOUT_S
         self._children: dict[str, Child] = {}
-        self._generations: dict[str, int] = {}
-        self._links: dict[str, LinkSpec] = {}
+        self._wiring = Wiring(self._children, topology.links)
+        self._counter = None if restarts is None else RestartCounter(restarts)
+        self._groups = groups_of(topology) if restarts is not None else {}
+        self._recoveries_s: list[float] = []
+        self._last_death: ActorDeath | None = None
+        self._tasks: TaskGroup
         self._start_scope: anyio.CancelScope | None = None
-        self._start_error: ActorLLMError | None = None
+        self._start_death: ActorDeath | None = None
         self._phase = "new"
         self._over: anyio.Event | None = None  # made on the loop: the constructor may run under another library
         self._is_stop_requested = False
@@ -109,9 +128,9 @@ class Supervisor:
             raise EngineShutdownError("the engine was shut down before it was started")
         over = self._over = anyio.Event()
         failure: Exception | None = None
-        async with anyio.create_task_group() as tasks:
+        async with anyio.create_task_group() as self._tasks:
             try:
-                await self._start(tasks)
+                await self._start()
                 self._phase = "running"
                 on_ready()
                 await over.wait()
@@ -120,7 +139,7 @@ class Supervisor:
             finally:
                 with anyio.CancelScope(shield=True):
                     await self._stop(is_started=self._phase == "running")
-                tasks.cancel_scope.cancel()
+                self._tasks.cancel_scope.cancel()
         if failure is not None:
             raise failure
 
@@ -138,8 +157,7 @@ class Supervisor:
 
     def relink(self, *names: str) -> None:
         """New links with the next generation wherever one of these actors is an end, for all ends."""
-        for link in self._links_of(*names):
-            self._connect(link)
+        self._wiring.connect(*names)
 
     def admit(self, child: Child, link: LinkSpec) -> None:
         """An actor that runs already joins the tree, by one link. Its end is told by `dismiss`, and is no death.
@@ -150,70 +168,129 @@ class Supervisor:
             raise EngineShutdownError(f"the engine is {self._phase}")
         self._children[child.spec.name] = child
         try:
-            self._connect(link)
+            self._wiring.add(link)
         except BaseException:
             self.dismiss(child.spec.name, EngineShutdownError("it was not admitted"))
             raise
 
     def dismiss(self, name: str, error: ActorLLMError) -> None:
         """An admitted actor is gone: its peers lose their links to it. Nothing happens while everything is stopped."""
-        if self._phase != "running" or self._children.pop(name, None) is None:
-            return
-        for link in self._links_of(name):
-            for end in link.ends:
-                if end != name:
-                    self._children[end].lose(link.name, self._generations[link.name], error)
-            del self._links[link.name], self._generations[link.name]
+        if self._phase == "running" and self._children.pop(name, None) is not None:
+            self._wiring.forget(name, error)
 
     def statistics(self) -> dict[str, Any]:
         """Of the tree; that of an actor is its answer to "statistics"."""
         return {
             "phase": self._phase,
             "actors": {name: child.statistics() for name, child in self._children.items()},
-            "generations": dict(self._generations),
+            "generations": self._wiring.generations,
+            "num_restarts": {group.name: group.num_restarts for group in self._groups.values()},
+            "num_recoveries": len(self._recoveries_s),
+            "recovery_s": sum(self._recoveries_s),
+            "max_recovery_s": max(self._recoveries_s, default=0.0),
         }
+
+    def health(self) -> EngineHealth:
+        """From any thread, at any time."""
+        return EngineHealth(
+            self._state,
+            {name: self._health_of(name, child) for name, child in list(self._children.items())},
+            len(self._recoveries_s),
+            sum(self._recoveries_s),
+            None if self._last_death is None else str(self._last_death),
+        )
+
+    @property
+    def _state(self) -> EngineState:
+        if self.failure is not None:
+            return "dead"
+        match self._phase:
+            case "new" | "starting" as early:
+                return early
+            case "stopping" | "stopped":
+                return "stopped"
+        return "recovering" if any(group.is_restarting for group in self._groups.values()) else "running"
+
+    def _health_of(self, name: str, child: Child) -> ActorHealth:
+        group, pid = self._groups.get(name), self.pids.get(name)
+        if group is None:
+            return ActorHealth(child.phase, pid, 1, None)
+        state = "restarting" if group.is_restarting and pid is None else child.phase
+        last = group.last_deaths.get(name)
+        lives = 1 + group.num_restarts + group.is_restarting
+        return ActorHealth(state, pid, lives, None if last is None else str(last))
 
     # Start
 
-    async def _start(self, tasks: TaskGroup) -> None:
+    async def _start(self) -> None:
+        """Again from the beginning while a process is killed meanwhile, as long as that may be."""
         self._phase = "starting"
+        while not await self._try_start():
+            await self._clear_away([child for child in self._children.values() if isinstance(child, ProcessChild)])
+            for name in [name for name, child in self._children.items() if isinstance(child, ProcessChild)]:
+                del self._children[name]
+            if self._renew is not None:
+                self.config = self._renew(self.config)
+
+    async def _try_start(self) -> bool:
+        """False: a process was killed meanwhile, and it may be tried again."""
+        self._start_death = None
+        error: Exception | None = None
         timeout_s = math.inf if self._start_timeout_s is None else self._start_timeout_s
         with anyio.CancelScope() as self._start_scope:  # cancelled by a death or by request_stop
             try:
                 with anyio.move_on_after(timeout_s) as in_time:
-                    await self._start_phases(tasks)
-            except Exception as error:
-                if self._start_error is not None:
-                    raise self._start_error from error
-                raise
+                    await self._start_phases()
+            except Exception as raised:
+                error = raised
         self._start_scope = None
-        if self._start_error is not None:
-            raise self._start_error
+        death = self._start_death
+        if death is not None:
+            if not self._is_stop_requested and await self._may_try_again(death):
+                return False
+            raise death.to_start_error() from error
+        if error is not None:
+            raise error
         if self._is_stop_requested:
             raise EngineShutdownError("the engine was shut down while it started")
         if in_time.cancelled_caught:
             late = [f"{name} ({child.phase})" for name, child in self._children.items() if child.phase != "running"]
             raise EngineStartError(f"the engine was not ready within {timeout_s:g} s; waiting for {', '.join(late)}")
+        return True
 
-    async def _start_phases(self, tasks: TaskGroup) -> None:
+    async def _may_try_again(self, death: ActorDeath) -> bool:
+        """An exception is the caller's to hear; somebody's SIGKILL, or the kernel's for want of memory, may pass."""
+        if self._counter is None or death.signal is None or death.failure is not None:
+            return False
+        delay_s = self._counter.died("start", was_ready=False)
+        if delay_s is None:
+            return False
+        logger.error("%s while the engine started; it is tried again", death)
+        await anyio.sleep(delay_s)
+        return True
+
+    async def _start_phases(self) -> None:
         if any(spec.placement == "process" for spec in self.topology.actors):
             sweep_stale()
-        loop = current_loop()
+        new: list[Child] = []
         for spec in self.topology.actors:
-            child = self._new_child(spec, loop)
-            await child.spawn(tasks, self.config)
-            self._children[spec.name] = child
-        facts = await self._each(lambda child: child.start(self.config))
+            if spec.name not in self._children:  # who is there was not killed when it was tried before
+                child = self._new_child(spec)
+                await child.spawn(self._tasks, self.config)
+                self._children[spec.name] = child
+                new.append(child)
+        facts = await self._each(new, lambda child: child.start(self.config))
         if self._resolve is not None:
             self.config = self._resolve(self.config, facts)
-        await self._each(lambda child: child.configure(self.config))
-        for link in self.topology.links:
-            self._connect(link)
-        await self._each(lambda child: child.run())
+        children = list(self._children.values())
+        await self._each(children, lambda child: child.configure(self.config))
+        self._wiring.connect(*self._children)
+        await self._each(new, lambda child: child.run())
 
-    def _new_child(self, spec: ActorSpec, loop: AsyncioLoop) -> Child:
-        child = self._make_child(spec, loop)
+    def _new_child(self, spec: ActorSpec) -> Child:
+        child = self._make_child(spec, current_loop())
         child.on_broken = self._on_broken
+        child.on_progress = self._on_progress
         return child
 
     def _make_child(self, spec: ActorSpec, loop: AsyncioLoop) -> Child:
@@ -225,7 +302,8 @@ class Supervisor:
             self._actors[spec.name] = new_actor(spec)
         return OwnerChild(spec, self._on_end, self._actors[spec.name])
 
-    async def _each(self, step: Callable[[Child], Awaitable[Any]]) -> dict[str, Any]:
+    @staticmethod
+    async def _each(children: Iterable[Child], step: Callable[[Child], Awaitable[Any]]) -> dict[str, Any]:
         """One phase: all actors at once, the first error ends it."""
         results: dict[str, Any] = {}
         failures: list[Exception] = []
@@ -238,76 +316,149 @@ class Supervisor:
                 group.cancel_scope.cancel()
 
         async with anyio.create_task_group() as group:
-            for child in self._children.values():
+            for child in children:
                 group.start_soon(one, child)
         if failures:
             raise failures[0]
         return results
-
-    def _connect(self, link: LinkSpec) -> None:
-        generation = self._generations[link.name] = self._generations.get(link.name, 0) + 1
-        self._links[link.name] = link
-        children = [self._children[name] for name in link.ends]
-        infos = link.infos({child.spec.name: child.spec.rank for child in children}, generation)
-        if all(isinstance(child, LocalChild) for child in children):
-            for child, end in zip(children, connect_in_memory(infos), strict=True):
-                assert isinstance(child, LocalChild)
-                child.install(end)
-            return
-        made = create_link(link.capacity_down, link.capacity_up, len(link.spokes), generation)
-        ring_ends = deque((made.hub, *made.spokes))
-        try:
-            for child, info in zip(children, infos, strict=True):
-                child.install_ring(info, ring_ends.popleft())
-        finally:
-            for ring_end in ring_ends:
-                ring_end.close()
 
     # Watch
 
     def _on_end(self, child: Child, death: ActorDeath) -> None:
         """An actor ended that should not have."""
         if self._phase == "starting":
-            if self._start_error is None and self._start_scope is not None:
-                self._start_error = death.to_start_error()
+            if self._start_death is None and self._start_scope is not None:
+                self._start_death = death
                 self._start_scope.cancel()
             return
         if self._phase != "running" or self._over is None or self._over.is_set():
             if death.exit_code != 0:
                 logger.info("while the engine stopped: %s", death)
             return
-        logger.error("%s", death)
-        self.failure = death.to_error()
+        group = self._groups.get(child.spec.name)
+        if group is None or self._counter is None:
+            self._give_up(death)
+        elif group.is_restarting:
+            group.fell_again(death)  # or was killed with the others
+        else:
+            self._fall(group, death)
+
+    def _on_broken(self, link: str, generation: int, error: str) -> None:
+        """One end found the link corrupt, closed it and goes on: whoever is at the others has lost it."""
+        self._wiring.drop(link, generation, EngineDeadError(f"the link was dropped: {error}"))
+
+    def _on_progress(self) -> None:
+        if self._counter is not None:
+            self._counter.progressed()
+
+    # Restart
+
+    def _fall(self, group: Group, death: ActorDeath) -> None:
+        """A running actor died, and its group with it. It is started again, unless that has been in vain too often."""
+        assert self._counter is not None
+        group.note(death)
+        self._last_death = death
+        delay_s = self._counter.died(group.name, was_ready=True)
+        if delay_s is None:
+            self._give_up(death, self._counter.explain(group.name))
+            return
+        logger.error("%s; %s started again%s", death, group, f" in {delay_s:g} s" if delay_s else "")
+        group.is_restarting = True
+        group.fell_at = now()
+        self._wiring.lose(group.names, PeerRestartedError(str(death)))
+        self._tasks.start_soon(self._restart, group, delay_s)
+
+    async def _restart(self, group: Group, delay_s: float) -> None:
         try:
-            self._tell_peers(child, self.failure)
+            await self._restart_until_it_runs(group, delay_s)
+        except Exception as error:  # nothing may be started any more: of the machine, or a defect of this module
+            logger.exception("%s not started again", group)
+            self._give_up(ActorDeath(group.names[0], failure=Failure.of(error)))
+
+    async def _restart_until_it_runs(self, group: Group, delay_s: float) -> None:
+        assert self._counter is not None
+        with anyio.CancelScope() as group.restart:  # cancelled by the end of the engine
+            while True:
+                await self._clear_away([self._children[name] for name in group.names])
+                await anyio.sleep(delay_s)
+                death = await self._bring_up(group)
+                if death is None:
+                    break
+                self._last_death = death
+                self._wiring.lose(group.names, PeerRestartedError(str(death)))
+                again_s = self._counter.died(group.name, was_ready=False)
+                if again_s is None:
+                    self._give_up(death, self._counter.explain(group.name))
+                    return
+                logger.error("%s before it was ready; %s started again in %g s", death, group, again_s)
+                delay_s = again_s
+            group.is_restarting = False
+            group.num_restarts += 1
+            took_s = now() - group.fell_at
+            self._recoveries_s.append(took_s)
+            logger.warning("%s running again after %.3f s", group, took_s)
+
+    async def _bring_up(self, group: Group) -> ActorDeath | None:
+        """One attempt: new processes, linked and running. Returns why it failed; what is left of it is gone then."""
+        failure: ActorDeath | None = None
+        group.death = None
+        children: list[Child] = []
+        with anyio.CancelScope() as group.attempt:  # cancelled by another death
+            try:
+                if self._renew is not None and len(group.specs) > 1:
+                    self.config = self._renew(self.config)
+                for spec in group.specs:
+                    child = self._children[spec.name] = self._new_child(spec)
+                    children.append(child)
+                    await child.spawn(self._tasks, self.config)
+                await self._each(children, lambda child: child.start(self.config))
+                await self._each(children, lambda child: child.configure(self.config))
+                self._wiring.connect(*group.names)
+                await self._each(children, lambda child: child.run())
+            except Exception as error:
+                failure = ActorDeath(group.name, failure=Failure.of(error))
+        group.attempt = None
+        if failure is None and group.death is None:
+            return None
+        await self._clear_away(children)
+        return group.death or failure
+
+    @staticmethod
+    async def _clear_away(children: list[Child]) -> None:
+        """Nothing of these runs any more when it returns."""
+        for child in children:
+            child.kill()
+        for child in children:
+            await child.gone.wait()
+            child.close()
+
+    # Stop
+
+    def _give_up(self, death: ActorDeath, reason: str = "") -> None:
+        """The engine ends with this death; reason: why nothing is started again."""
+        assert self._over is not None
+        if self._over.is_set():
+            return
+        self._last_death = death
+        logger.error("%s%s", death, f"; {reason}, and the engine ends" if reason else "")
+        self.failure = death.to_error()
+        if reason:
+            self.failure.add_note(f"The engine was not restarted: {reason}.")
+        try:
+            group = self._groups.get(death.actor)
+            self._wiring.lose(group.names if group is not None else (death.actor,), self.failure)
             if self._on_death is not None:
                 self._on_death(death)
         finally:
             self._over.set()
 
-    def _on_broken(self, link: str, generation: int, error: str) -> None:
-        """One end found the link corrupt, closed it and goes on: whoever is at the others has lost it."""
-        spec = self._links.get(link)
-        if spec is None or self._generations[link] != generation:
-            return
-        for name in spec.ends:
-            self._children[name].lose(link, generation, EngineDeadError(f"the link was dropped: {error}"))
-
-    def _tell_peers(self, dead: Child, error: EngineDeadError) -> None:
-        for link in self._links_of(dead.spec.name):
-            others = [link.hub] if dead.spec.name != link.hub else link.spokes
-            for name in others:
-                self._children[name].lose(link.name, self._generations[link.name], error)
-
-    def _links_of(self, *names: str) -> list[LinkSpec]:
-        return [link for link in self._links.values() if set(names) & set(link.ends)]
-
-    # Stop
-
     async def _stop(self, is_started: bool) -> None:
         self._phase = "stopping"
+        for group in self._groups.values():
+            if group.restart is not None:
+                group.restart.cancel()
         for child in self._children.values():
-            if is_started or isinstance(child, LocalChild):
+            if isinstance(child, LocalChild) or (is_started and child.phase == "running"):
                 child.request_stop()
             else:
                 child.kill()  # half started: there is nothing to save, and it may be deep in loading a model

@@ -2,7 +2,8 @@
 
 Kept by the scheduler actor, which knows every time of a step: when it was planned and sent, when the worker ran it, when
 its result was applied and when its text was made. So one sees step N+1 run while step N is detokenized.
-Format: the Trace Event Format, complete events ("X"), times in microseconds of CLOCK_MONOTONIC.
+Deaths of other actors are marked.
+Format: the Trace Event Format, complete events ("X") and instants ("i"), times in microseconds of CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ class Timeline:
                 "dur": (ended - began) * 1e6,
                 "args": args,
             }
+        )
+
+    def mark(self, name: str, at: float, **args: Any) -> None:
+        """Something that happened to the engine as a whole."""
+        self._events.append(
+            {"ph": "i", "s": "g", "pid": SCHEDULER, "tid": SCHEDULER, "name": name, "ts": at * 1e6, "args": args}
         )
 
     def launched(self, step: int, began: float, ended: float, num_decode: int, num_tokens: int) -> None:

@@ -37,6 +37,8 @@ class ActorSpec:
     environment: str | None = None
     """A function `(config) -> dict[str, str]`, as "package.module:function": variables that must be set before the
     process starts. Called in the owner, so its module must be a light one."""
+    group: str | None = None
+    """Actors of one group are killed and started again together when one of them dies; None: this one alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,7 @@ def engine_topology(config: EngineConfig) -> Topology:
             path="actorllm.actors.worker:WorkerActor",
             rank=rank,
             placement="thread" if is_inline else "process",
+            group="workers",  # what they compute together, none can leave alone
             environment="actorllm.model.threads:worker_environment",
         )
         for rank in range(config.world_size)

@@ -2,6 +2,10 @@
 
 Steps are executed one after the other, in the order of their plans. A step that raises is answered with StepFailed and
 the worker lives on; what the failed step left behind is dropped by the next plan, which frees every slot.
+
+A worker outlives its scheduler: it keeps the weights, and with the first plan of the next one, which comes over another
+link, it forgets every request. Of several ranks none leaves a step that the others may be in: all of them finish what
+the dead scheduler had sent, which was the same for all.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from actorllm.actors.actor import Actor
 from actorllm.actors.link import Link
 from actorllm.clock import now
 from actorllm.config import EngineConfig
+from actorllm.errors import PeerLostError
 from actorllm.messages import LateInputs, Message, StepFailed, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -30,16 +35,23 @@ class WorkerActor(Actor):
 
     def __init__(self, name: str = "worker0", rank: int = 0) -> None:
         super().__init__(name, rank)
-        self._plans: deque[StepPlan] = deque()
-        self._late: dict[int, LateInputs] = {}
+        self._plans: deque[tuple[Link, StepPlan]] = deque()
+        self._late: dict[tuple[Link, int], LateInputs] = {}
+        self._owner: Link | None = None
+        """Whose requests the runner has: the link that the last plan came over."""
+        self._is_alone = True
         self._num_steps = 0
         self._num_failed = 0
+        self._num_orphaned = 0
         self._busy_s = 0.0
         self._profile_prefix = ""
 
     async def on_start(self, config: EngineConfig) -> dict[str, Any]:
         """Load the model and say how many KV blocks fit."""
         self.runner = self._load(config)
+        self._is_alone = config.world_size == 1
+        if config.cache.num_blocks is not None:  # of an engine that runs already, and knows how many it needs
+            return {"num_blocks": config.cache.num_blocks}
         return {"num_blocks": self.runner.profile_num_blocks()}
 
     def _load(self, config: EngineConfig) -> ModelRunner:
@@ -63,15 +75,15 @@ class WorkerActor(Actor):
     def on_message(self, link: Link, message: Message) -> None:
         match message:
             case StepPlan():
-                self._plans.append(message)
+                self._plans.append((link, message))
             case LateInputs():
-                self._late[message.step] = message
+                self._late[link, message.step] = message
             case _:
                 super().on_message(link, message)
 
     async def run(self) -> None:
         while self.is_running:
-            if await self.turn():
+            if await self.turn() and self._scheduler.is_open:
                 self._scheduler.finish()  # the next plan is there already: take it without waiting for its doorbell
                 if self._plans:
                     self.wake()  # then the loop turns once, so that a stop is heard, and does not sleep
@@ -81,35 +93,64 @@ class WorkerActor(Actor):
         """Execute the next plan. False: there is none."""
         if not self._plans:
             return False
-        await self._step(self._plans.popleft())
+        link, plan = self._plans.popleft()
+        if link is not self._owner:
+            if self._owner is not None:
+                self._forget_requests()
+            self._owner = link
+        if link.is_open or not self._is_alone:
+            await self._step(link, plan)
+        else:
+            self._num_orphaned += 1
         return True
 
-    async def _step(self, plan: StepPlan) -> None:
+    def _forget_requests(self) -> None:
+        """They were those of a scheduler that is gone."""
+        self.runner.forget_requests()
+        self._late = {key: late for key, late in self._late.items() if key[0].is_open}
+
+    async def _step(self, link: Link, plan: StepPlan) -> None:
         started = now()
         try:
             handle = self.runner.execute(plan)
-            late = await self._late_inputs(plan.step) if plan.late_slots.size else None
+            late = await self._late_inputs(link, plan.step) if plan.late_slots.size else None
             result = self.runner.sample(handle, late)
+        except PeerLostError:  # what this step waits for will never come, here and at every other rank
+            mine = deque(entry for entry in self._plans if entry[0] is not link)
+            self._num_orphaned += 1 + len(self._plans) - len(mine)
+            self._plans = mine
+            return
         except Exception as error:
             if self.runner.is_torn:
                 raise  # the other ranks wait in a collective that this one will not enter
             logger.exception("step %d failed", plan.step)
             self._num_failed += 1
-            self._late.pop(plan.step, None)
-            self._scheduler.send_nowait(StepFailed(step=plan.step, error=f"{type(error).__name__}: {error}"))
+            self._late.pop((link, plan.step), None)
+            self._report(link, StepFailed(step=plan.step, error=f"{type(error).__name__}: {error}"))
             return
         ended = now()
         self._num_steps += 1
         self._busy_s += ended - started
         if self.rank:
             result = StepResult(step=plan.step)
-        self._scheduler.send_nowait(replace(result, started=started, ended=ended))
+        self._report(link, replace(result, started=started, ended=ended))
 
-    async def _late_inputs(self, step: int) -> LateInputs:
+    def _report(self, link: Link, message: StepResult | StepFailed) -> None:
+        if link.is_open:
+            link.send_nowait(message)
+        else:
+            self._num_orphaned += 1
+
+    async def _late_inputs(self, link: Link, step: int) -> LateInputs:
         """What sampling of this step still needs; the forward has been launched and runs meanwhile."""
-        while step not in self._late:
+        while (link, step) not in self._late:
+            if not link.is_open:
+                raise PeerLostError(f"the late inputs of step {step} were not sent")
             await self.wait()
-        return self._late.pop(step)
+        return self._late.pop((link, step))
+
+    def on_peer_lost(self, link: Link) -> None:
+        self.wake()
 
     def answer(self, verb: str, arguments: dict[str, Any]) -> Any:
         match verb:
@@ -125,5 +166,6 @@ class WorkerActor(Actor):
         return super().statistics() | {
             "num_steps": self._num_steps,
             "num_failed_steps": self._num_failed,
+            "num_orphaned_steps": self._num_orphaned,
             "busy_s": round(self._busy_s, 6),
         }

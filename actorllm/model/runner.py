@@ -198,6 +198,26 @@ class ModelRunner:
             embedding_bytes=config.model.embedding_bytes,
         )
         self._rows = None
+        self._is_half_done = False
+
+    @torch.inference_mode()
+    def forget_requests(self) -> None:
+        """Keep the weights and the memory; nothing that was computed is looked at again.
+
+        Blocks with values that are not finite were zeroed by the step that made them, unless that was left half done.
+        """
+        num_blocks = self.batch.num_blocks
+        if self._is_half_done:
+            self.cache.zero(np.arange(num_blocks, dtype=np.int32))
+        self.is_torn = self._is_half_done = False
+        self.batch = PersistentBatch(
+            vocab_size=self.batch.vocab_size,
+            block_size=self.batch.block_size,
+            num_blocks=num_blocks,
+            max_blocks=self.batch.max_blocks,
+            padding_block=self.batch.padding_block,
+        )
+        self._rows = None
 
     def _profile_working_bytes(self) -> int:
         """Peak memory of the largest prefill and of a decode step, beside weights and cache."""
@@ -256,6 +276,7 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepHandle:
         """Apply the plan and run the forward; the rows have advanced when this returns. Raises on failure."""
         started = clock.now()
+        self._is_half_done = True
         self.batch.apply(plan)
         if plan.copy_sources.size:  # first: a block may be zeroed because its owner failed, and its fork did not
             self.cache.copy(plan.copy_sources, plan.copy_targets)
@@ -342,7 +363,7 @@ class ModelRunner:
         if self.ranks.size > 1 and num_samples:
             tokens, voids = self.ranks.agree(np.stack((tokens, is_void.astype(np.int32))))
             is_void = voids.astype(np.bool_)
-        self.is_torn = False
+        self.is_torn = self._is_half_done = False
         if is_void.any():
             tokens[is_void] = 0
             # Here and not when the scheduler hears of it: by then a request that was preempted or aborted meanwhile has

@@ -34,6 +34,9 @@ class ScriptedRunner:
     def allocate(self, num_blocks: int) -> None:
         self.worker = ScriptedWorker(self.block_size, num_blocks, vocab=VOCAB)
 
+    def forget_requests(self) -> None:
+        self.allocate(self.worker.num_blocks)
+
     def start_profile(self) -> None:
         self.is_profiling = True
 

@@ -320,8 +320,9 @@ def test_a_killed_program_whose_fork_lives_on(owner: AsyncLLM, make_guest: Calla
 
 @pytest.mark.parametrize("victim", ["scheduler", "worker0"])
 def test_attached_streams_hear_of_a_death_in_the_engine(
-    owner: AsyncLLM, make_guest: Callable[..., Guest], victim: str
+    make_owner: Callable[..., AsyncLLM], make_guest: Callable[..., Guest], victim: str
 ) -> None:
+    owner = make_owner(on_failure="raise")
     guest = make_guest()
     guest.stream()
     os.kill(owner._engine.pids[victim], signal.SIGKILL)

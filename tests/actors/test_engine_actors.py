@@ -138,6 +138,8 @@ def test_a_live_recording_replays_byte_for_byte(build: Callable[..., LLM], tmp_p
 
 
 class FakeLink:
+    is_open = True
+
     def __init__(self) -> None:
         self.sent: list[Any] = []
 
@@ -175,7 +177,7 @@ def plan_for(scheduler: Scheduler, **overrides: Any) -> StepPlan:
 async def test_rank_zero_reports_tokens_and_the_others_acknowledge() -> None:
     for rank, num_tokens in ((0, 1), (1, 0)):
         worker, link, scheduler = make_worker(rank)
-        await worker._step(plan_for(scheduler))
+        await worker._step(link, plan_for(scheduler))  # type: ignore[arg-type]
         (result,) = link.sent
         assert isinstance(result, StepResult)
         assert (result.step, result.tokens.size) == (1, num_tokens)
@@ -186,7 +188,7 @@ async def test_a_failing_step_is_reported_and_the_worker_lives() -> None:
     worker, link, scheduler = make_worker(0)
     plan = plan_for(scheduler)
     object.__setattr__(plan, "prefill_counts", np.array([9], np.int32))
-    await worker._step(plan)
+    await worker._step(link, plan)  # type: ignore[arg-type]
     (failure,) = link.sent
     assert isinstance(failure, StepFailed)
     assert (failure.step, "beyond the known ones" in failure.error) == (1, True)
@@ -197,7 +199,7 @@ async def test_sampling_waits_for_late_inputs() -> None:
     plan = plan_for(scheduler, needs_late_inputs=True)
     assert plan.late_slots.tolist() == [0]
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(worker._step, plan)
+        tasks.start_soon(worker._step, link, plan)  # type: ignore[arg-type]
         await anyio.wait_all_tasks_blocked()
         assert link.sent == [], "sampled before its late inputs came"
         worker.on_message(link, LateInputs(step=1))  # type: ignore[arg-type]

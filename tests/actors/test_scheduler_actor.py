@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -59,6 +60,7 @@ class Bench:
         self.workers = FakeLink("workers")
         self.ranks = [FakeLink("workers", rank) for rank in range(world_size)]
         self.late: dict[int, LateInputs] = {}
+        self.progress: list[None] = []
 
     @property
     def plans(self) -> list[StepPlan]:
@@ -104,6 +106,7 @@ async def running(**arguments: Any) -> AsyncIterator[Bench]:
     bench = Bench(**arguments)
     actor = bench.actor
     actor._wakeup = HostLoop.current().waiter()
+    actor._runner = SimpleNamespace(report_progress=lambda: bench.progress.append(None))  # type: ignore[assignment]
     await actor.on_start(bench.config)
     actor.on_configure(bench.config)
     actor.on_link(bench.workers)  # type: ignore[arg-type]

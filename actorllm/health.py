@@ -1,0 +1,41 @@
+"""What `health()` of a front door tells: the state of every actor of an engine. Plain values, cheap to ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+EngineState = Literal["new", "starting", "running", "recovering", "dead", "stopped"]
+"""recovering: something died and is started again; requests are taken, and wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActorHealth:
+    """One actor."""
+
+    state: str
+    """running; restarting; spawned, starting, configuring or configured on the way there; failed, ended or dead."""
+    pid: int | None
+    """None: it has no process of its own, or that is gone."""
+    generation: int
+    """Its lives so far: 1 until it was started again."""
+    last_failure: str | None
+    """What its last life ended of."""
+
+    @property
+    def num_restarts(self) -> int:
+        return self.generation - 1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """An engine."""
+
+    state: EngineState
+    actors: dict[str, ActorHealth] = field(default_factory=dict)
+    num_recoveries: int = 0
+    """Times that something died and ran again."""
+    recovery_s: float = 0.0
+    """From the deaths until everything was linked and ran again, added up."""
+    last_failure: str | None = None
+    """The last death of any actor."""
