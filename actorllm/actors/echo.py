@@ -49,7 +49,7 @@ def environment(config: EchoConfig) -> dict[str, str]:
 class EchoActor(Actor):
     """Sends back what it gets."""
 
-    VERBS = (*Actor.VERBS, "echo", "later", "never", "raise", "configuration", "pid", "crash")
+    VERBS = (*Actor.VERBS, "echo", "later", "never", "raise", "configuration", "pid", "crash", "progress")
 
     def __init__(self, name: str = "echo", rank: int = 0) -> None:
         super().__init__(name, rank)
@@ -90,6 +90,9 @@ class EchoActor(Actor):
                 return asdict(self.config) | {"environment": os.environ.get("ACTORLLM_ECHO")}
             case "pid":
                 return os.getpid()
+            case "progress":
+                self.report_progress()
+                return True
             case "crash":
                 self.start_soon(self._crash, arguments["how"], arguments.get("text", ""))
                 return "soon"

@@ -281,7 +281,8 @@ class ProcessChild(RemoteChild):
         self._stderr: StderrPipe | None = None
         self._reports: dict[str, dict[str, Any]] = {}
         self._reported = anyio.Event()
-        self._failure: Failure | None = None
+        self.failure: Failure | None = None
+        """What it reported before it exits."""
         self._death: ActorDeath | None = None
 
     async def spawn(self, tasks: TaskGroup, config: Any) -> None:
@@ -389,8 +390,8 @@ class ProcessChild(RemoteChild):
         while op not in self._reports:
             if self._death is not None:
                 raise self._death.to_start_error()
-            if self._failure is not None:
-                raise self._failure.to_start_error(self.spec.name)
+            if self.failure is not None:
+                raise self.failure.to_start_error(self.spec.name)
             await self._reported.wait()
         return self._reports[op]
 
@@ -411,7 +412,7 @@ class ProcessChild(RemoteChild):
                 self.on_progress()
                 continue
             if op == "failed":
-                self._failure = Failure(**frame)
+                self.failure = Failure(**frame)
                 self._tasks.start_soon(self._kill_late)
             self._reports[op] = frame
             self._wake()
@@ -429,7 +430,7 @@ class ProcessChild(RemoteChild):
             self.spec.name,
             exit_code=code if code >= 0 else None,
             signal=-code if code < 0 else None,
-            failure=self._failure,
+            failure=self.failure,
             last_words=self._stderr.last_lines(),
         )
         self.phase = "dead"

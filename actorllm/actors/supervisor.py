@@ -416,11 +416,16 @@ class Supervisor:
                 self._wiring.connect(*group.names)
                 await self._each(children, lambda child: child.run())
             except Exception as error:
-                failure = ActorDeath(group.name, failure=Failure.of(error))
+                reported = [c for c in children if isinstance(c, ProcessChild) and c.failure is not None]
+                failure = ActorDeath(group.names[0], failure=Failure.of(error))
+                if reported:
+                    failure = ActorDeath(reported[0].spec.name, failure=reported[0].failure)
         group.attempt = None
         if failure is None and group.death is None:
             return None
         await self._clear_away(children)
+        if failure is not None:
+            group.note(failure)
         return group.death or failure
 
     @staticmethod

@@ -1,0 +1,214 @@
+"""A tree that outlives its processes: who is started again with whom, who notices, and when it ends after all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actorllm.actors.echo import EchoConfig
+from actorllm.actors.restart import RestartLimits
+from actorllm.actors.topology import Topology
+from actorllm.errors import EngineDeadError, EngineStartError, PeerLostError, PeerRestartedError
+from actorllm.messages import StepPlan
+from tests.actors.conftest import Engine, echo_topology
+
+QUICK = RestartLimits(first_delay_s=0.01)
+
+
+def grouped() -> Topology:
+    """front (owner) ── middle, front ══ echo0, echo1, which die together."""
+    topology = echo_topology("process")
+    actors = tuple(replace(a, group="echoes") if a.name.startswith("echo") else a for a in topology.actors)
+    return replace(topology, actors=actors)
+
+
+@pytest.fixture
+def make_tree(make_engine: Callable[..., Engine]) -> Callable[..., Engine]:
+    def make(config: EchoConfig | None = None, **arguments: Any) -> Engine:
+        return make_engine(grouped(), config, **({"restarts": QUICK} | arguments))
+
+    return make
+
+
+@pytest.fixture
+def tree(make_tree: Callable[..., Engine]) -> Engine:
+    engine = make_tree()
+    engine.thread.start(30)
+    return engine
+
+
+def wait_until(is_true: Callable[[], bool], timeout_s: float = 20) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not is_true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def kill(engine: Engine, *names: str) -> dict[str, int]:
+    """By SIGKILL; returns the pids of before, when other processes have taken their place and are linked."""
+    pids = engine.supervisor.pids
+    num_restarts = restarts_of(engine)
+    groups = {"middle" if name == "middle" else "echoes" for name in names}
+    for name in names:
+        os.kill(pids[name], signal.SIGKILL)
+    assert wait_until(lambda: all(restarts_of(engine)[g] > num_restarts[g] for g in groups))
+    assert not any(Path(f"/proc/{pids[name]}").exists() for name in names)
+    return pids
+
+
+def restarts_of(engine: Engine) -> dict[str, int]:
+    counts: dict[str, int] = engine.thread.call(engine.supervisor.statistics).result(5)["num_restarts"]
+    return counts
+
+
+def echoes_work(engine: Engine) -> None:
+    echoed = engine.exchange("echoes", *[StepPlan(step=i) for i in range(20)], num_replies=40)
+    assert sorted((link.rank, m.step) for link, m in echoed) == [(r, i) for r in range(2) for i in range(20)]  # type: ignore[union-attr]
+
+
+def test_who_dies_alone_is_started_again_alone(tree: Engine) -> None:
+    link = tree.front.links["middle"]
+    asked = tree.thread.call(tree.front.ask, link, "never")
+    assert tree.ask("ping") == "middle"
+    before = kill(tree, "middle")
+    with pytest.raises(PeerRestartedError, match="middle is gone: middle was killed"):
+        asked.result(5)
+    after = tree.supervisor.pids
+    assert after["middle"] != before["middle"]
+    assert [after[f"echo{rank}"] for rank in range(2)] == [before[f"echo{rank}"] for rank in range(2)]
+    assert tree.front.lost == [link]
+    assert isinstance(link.lost, PeerRestartedError)
+    assert str(link.lost) == "middle was killed by signal 9 (SIGKILL)"
+    assert tree.front.links["middle"].generation == 2
+    assert tree.front.links["echoes"].generation == 1
+    assert tree.ask("configuration")["total"] == 11, "it is configured as the one before"
+    echoes_work(tree)
+    assert tree.deaths == []
+
+
+def test_the_death_of_one_is_the_restart_of_its_group(tree: Engine) -> None:
+    before = kill(tree, "echo1")
+    after = tree.supervisor.pids
+    assert after["middle"] == before["middle"]
+    assert not {after["echo0"], after["echo1"]} & {before["echo0"], before["echo1"]}
+    assert not Path(f"/proc/{before['echo0']}").exists()
+    assert [link.peer for link in tree.front.lost] == ["echoes"]
+    assert tree.front.links["echoes"].generation == 2
+    echoes_work(tree)
+
+
+def test_everybody_at_once(tree: Engine) -> None:
+    num_fds = []
+    for _ in range(2):
+        before = kill(tree, "middle", "echo0", "echo1")
+        assert not set(tree.supervisor.pids.values()) & set(before.values())
+        assert tree.ask("ping") == "middle"
+        echoes_work(tree)
+        num_fds.append(len(os.listdir("/proc/self/fd")))
+    assert num_fds[0] == num_fds[1]
+    assert restarts_of(tree) == {"middle": 2, "echoes": 2}
+    health = tree.supervisor.health()
+    assert (health.state, health.num_recoveries) == ("running", 4)
+    assert health.recovery_s > 0
+    for name in ("middle", "echo0", "echo1"):
+        actor = health.actors[name]
+        assert (actor.state, actor.generation, actor.num_restarts) == ("running", 3, 2)
+        assert actor.pid == tree.supervisor.pids[name]
+        assert actor.last_failure is None or "was killed by signal 9" in actor.last_failure
+    assert health.actors["front"].num_restarts == 0
+
+
+def test_too_many_deaths_in_a_row_are_the_end(make_tree: Callable[..., Engine]) -> None:
+    tree = make_tree(restarts=replace(QUICK, max_deaths=3))
+    tree.thread.start(30)
+    for _ in range(2):
+        kill(tree, "middle")
+    tree.ask("progress")
+    wait_until(
+        lambda: tree.supervisor._counter.died("middle", was_ready=True) == 0.0
+    )  # which is the first of another row
+    kill(tree, "middle")
+    os.kill(tree.supervisor.pids["middle"], signal.SIGSEGV)
+    assert tree.died.wait(10)
+    tree.thread.stop()
+    assert tree.deaths[0].description == "was killed by signal 11 (SIGSEGV)"
+    error = tree.supervisor.failure
+    assert isinstance(error, EngineDeadError)
+    assert error.__notes__ == [
+        "The engine was not restarted: these were 3 deaths in a row without one token in between."
+    ]
+    assert not isinstance(tree.front.lost[-1].lost, PeerLostError), "it will not come back"
+    assert tree.supervisor.health().state == "dead"
+
+
+def test_who_does_not_get_ready_again_ends_it_with_its_own_error(make_tree: Callable[..., Engine]) -> None:
+    engine = make_tree(renew=lambda config: replace(config, fail_at="start"))
+    engine.thread.start(30)
+    os.kill(engine.supervisor.pids["echo1"], signal.SIGKILL)
+    assert engine.died.wait(20)
+    engine.thread.stop()
+    with pytest.raises(EngineDeadError, match="echo0 failed with RuntimeError: told to fail"):
+        raise engine.supervisor.failure
+    assert "did not become ready in 3 attempts" in engine.supervisor.failure.__notes__[-1]
+
+
+def test_killed_again_before_it_was_ready(tree: Engine) -> None:
+    before = tree.supervisor.pids["middle"]
+    os.kill(before, signal.SIGKILL)
+    assert wait_until(lambda: tree.supervisor.pids.get("middle", before) != before)
+    second = tree.supervisor.pids["middle"]
+    os.kill(second, signal.SIGKILL)
+    assert wait_until(lambda: restarts_of(tree)["middle"] == 1)
+    assert tree.supervisor.pids["middle"] not in (before, second)
+    assert tree.ask("ping") == "middle"
+
+
+def test_a_process_that_is_killed_at_the_first_start_is_tried_again(make_tree: Callable[..., Engine]) -> None:
+    engine = make_tree(EchoConfig(fail_at="kill"), renew=lambda config: replace(config, fail_at=""))
+    engine.thread.start(30)
+    assert engine.supervisor.config.total == 11  # type: ignore[attr-defined]
+    assert engine.ask("ping") == "middle"
+    echoes_work(engine)
+
+
+def test_and_not_for_ever(make_tree: Callable[..., Engine]) -> None:
+    engine = make_tree(EchoConfig(fail_at="kill"))
+    with pytest.raises(EngineStartError, match=r"echo0 was killed by signal 9 \(SIGKILL\)"):
+        engine.thread.start(30)
+
+
+def test_an_error_at_the_first_start_is_not_tried_again(make_tree: Callable[..., Engine]) -> None:
+    attempts: list[object] = []
+    engine = make_tree(EchoConfig(fail_at="start"), renew=attempts.append)
+    with pytest.raises(EngineStartError, match="told to fail"):
+        engine.thread.start(30)
+    assert attempts == []
+
+
+def test_stopped_in_the_middle_of_a_restart(tree: Engine) -> None:
+    for name in ("middle", "echo1"):
+        os.kill(tree.supervisor.pids[name], signal.SIGKILL)
+    assert wait_until(lambda: tree.supervisor.health().state == "recovering")
+    tree.thread.stop()
+    assert tree.supervisor.pids == {}
+    assert tree.deaths == []
+    assert tree.supervisor.health().state == "stopped"
+
+
+def test_an_actor_in_this_process_cannot_be_restarted(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine("thread", restarts=QUICK)
+    engine.thread.start(30)
+    with contextlib.suppress(PeerLostError):
+        engine.ask_echoes("crash", how="raise")
+    assert engine.died.wait(10)
+    assert engine.deaths[0].description == "failed with RuntimeError: told to raise"
