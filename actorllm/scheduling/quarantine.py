@@ -3,12 +3,12 @@
 Who was in a step in flight when the workers died, and has not had a token since, is a *suspect*. One death proves
 nothing (somebody killed the process): everyone goes on together, and a token acquits. When the workers die of suspects
 again, these are tried: only some of them may start, the others and everybody else wait, until each of them has had a
-token, which acquits it, or the workers are dead once more, which makes them the last in the row. A request that was
-tried alone and killed the workers `MAX_ALONE` times fails. So n suspects cost about log2(n) deaths, and everybody else a
-few steps of waiting.
+token, which acquits it, or the workers are dead once more, which makes them the last in the row. Whoever is acquitted
+goes on, until the next death. A request that ran all alone and killed the workers `MAX_ALONE` times fails. So n suspects
+cost about log2(n) deaths, and everybody else a few steps of waiting.
 
-The more deaths in a row, the fewer are tried at a time: a step of innocents in between shows that the workers live, before
-the engine has died too often in a row to be started again (`actors.restart`).
+Too many deaths in a row are the end of the engine (`actors.restart`). So the more there were, the fewer are tried at a
+time, and before it comes to that the trial rests until somebody beside the suspects has had a token.
 
 Pure. Asked by the Scheduler; of no cost while there is no suspect.
 """
@@ -16,22 +16,37 @@ Pure. Asked by the Scheduler; of no cost while there is no suspect.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from actorllm.scheduling.sequence import Sequence
 
+MAX_IN_A_ROW = 3
+"""Deaths in a row after which those run first who are not suspected, if there are any."""
+
 MAX_ALONE = 2
 """Deaths of the workers while they ran one request alone, after which it fails."""
+
+
+@dataclass(slots=True)
+class Suspicion:
+    """What is known of a suspect."""
+
+    num_alone: int = 0
+    """Deaths while it ran all alone."""
+    most_beside: int | None = None
+    """With how many it may be tried, itself included: half as many as the last time. None: it was not tried yet."""
 
 
 class Quarantine:
     """The suspects. Falsy while there are none."""
 
     def __init__(self) -> None:
-        self._suspects: dict[Sequence, int] = {}
-        """In the order in which they are tried, with how often the workers died of them alone."""
+        self._suspects: dict[Sequence, Suspicion] = {}
+        """In the order in which they are tried."""
         self._trial: set[Sequence] | None = None
         """Those that may run; None: everybody."""
         self._num_in_a_row = 0
+        self._is_resting = False
 
     def __len__(self) -> int:
         return len(self._suspects)
@@ -42,37 +57,49 @@ class Quarantine:
         return self._trial is not None
 
     def may_start(self, sequence: Sequence) -> bool:
+        if self._is_resting:
+            return sequence not in self._suspects
         return self._trial is None or sequence in self._trial
 
-    def died(self, in_flight: Iterable[Sequence]) -> list[Sequence]:
-        """The workers died with steps of these in flight. Returns who is found guilty; they are no longer here."""
+    def died(self, in_flight: Iterable[Sequence], waiting: Iterable[Sequence] = ()) -> list[Sequence]:
+        """The workers died with steps of these in flight. Returns who is found guilty; they are no longer here.
+
+        waiting: those who could run now, suspects or not.
+        """
         present = dict.fromkeys(in_flight)
         if not present:
             return []
         self._num_in_a_row = self._num_in_a_row + 1 if self._suspects else 1
         again = [sequence for sequence in present if sequence in self._suspects]
-        for sequence in present:
-            self._suspects.setdefault(sequence, 0)
+        if self._trial is None:
+            self._suspect(present, first=again)
+        else:  # those that were acquitted run beside the tried ones, and stay acquitted
+            for sequence in again:
+                suspicion = self._suspects.pop(sequence)
+                suspicion.most_beside = max(1, len(again) // 2)
+                self._suspects[sequence] = suspicion  # the last to be tried again
         guilty: list[Sequence] = []
-        if len(present) == 1:
-            (alone,) = present
-            self._suspects[alone] += 1
-            if self._suspects[alone] >= MAX_ALONE:
+        (alone, *others) = present
+        if not others and alone in self._suspects:
+            self._suspects[alone].num_alone += 1
+            if self._suspects[alone].num_alone >= MAX_ALONE:
                 del self._suspects[alone]
                 guilty.append(alone)
-        if self._trial is not None:
-            for sequence in again:  # the last to be tried again
-                if sequence in self._suspects:
-                    self._suspects[sequence] = self._suspects.pop(sequence)
-        elif again:  # they had no token since the last death, in contrast to whoever came meanwhile
-            rest = {sequence: count for sequence, count in self._suspects.items() if sequence not in set(again)}
-            self._suspects = {s: self._suspects[s] for s in again if s in self._suspects} | rest
         if again:
             self._next_trial()
+        if self._trial is not None and self._num_in_a_row >= MAX_IN_A_ROW:
+            self._is_resting = any(s not in self._suspects and s not in guilty for s in waiting)
         return guilty
+
+    def _suspect(self, present: Iterable[Sequence], first: list[Sequence]) -> None:
+        """All of these; first: those that had no token since the last death, in contrast to whoever came meanwhile."""
+        known = self._suspects
+        order = dict.fromkeys([*first, *known, *present])
+        self._suspects = {sequence: known.get(sequence) or Suspicion() for sequence in order}
 
     def acquit(self, sequences: Iterable[Sequence]) -> None:
         """These had a token, or are gone."""
+        self._is_resting = False
         for sequence in sequences:
             self._suspects.pop(sequence, None)
             if self._trial is not None:
@@ -87,7 +114,13 @@ class Quarantine:
 
     def _next_trial(self) -> None:
         self._trial = None
+        self._is_resting = False
         if not self._suspects:
             return
-        size = max(1, len(self._suspects) >> max(1, self._num_in_a_row - 1))
-        self._trial = set(list(self._suspects)[:size])
+        most = max(1, len(self._suspects) >> max(1, self._num_in_a_row - 1))
+        self._trial = set()
+        for sequence, suspicion in self._suspects.items():
+            most = min(most, suspicion.most_beside or most)
+            if len(self._trial) >= most:
+                break
+            self._trial.add(sequence)

@@ -1185,7 +1185,7 @@ class Scheduler:
                 self._interrupted.add(sequence)
                 sequence.interrupted = now
         reason = f"the workers died {MAX_ALONE} times while they ran this request alone; the last time {error}"
-        return [self._end(sequence, "error", error=reason) for sequence in self._quarantine.died(named)]
+        return [self._end(sequence, "error", error=reason) for sequence in self._quarantine.died(named, self._waiting)]
 
     def _recover(self, sequences: NDArray[Any]) -> None:
         """These had a token, for the first time since the workers died."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -56,6 +57,22 @@ class ScriptedRunner:
 class ScriptedWorkerActor(WorkerActor):
     def _load(self, config: EngineConfig) -> Any:
         return ScriptedRunner(config, self.rank)
+
+
+DEADLY = 4094
+"""A token that the process dies of."""
+
+
+class DeadlyRunner(ScriptedRunner):
+    def execute(self, plan: StepPlan) -> StepPlan:
+        if plan.new_tokens.size and DEADLY in plan.new_tokens:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().execute(plan)
+
+
+class DeadlyWorkerActor(WorkerActor):
+    def _load(self, config: EngineConfig) -> Any:
+        return DeadlyRunner(config, self.rank)
 
 
 class SlowRunner(ScriptedRunner):

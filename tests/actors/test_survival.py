@@ -1,0 +1,355 @@
+"""Actors over the deaths of others: requests that workers die of, workers without a scheduler, a scheduler without workers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+import actorllm.engine
+from actorllm import AsyncLLM, SamplingParams
+from actorllm.actors.engine_thread import HostLoop
+from actorllm.actors.frontend import Delta, FrontendActor
+from actorllm.actors.restart import RestartLimits
+from actorllm.actors.topology import Topology, engine_topology
+from actorllm.config import EngineConfig
+from actorllm.errors import EngineDeadError, PeerRestartedError, RequestFailedError
+from actorllm.messages import Abort, LateInputs, Outputs, StepResult, Submit
+from tests.actors.scripted_worker import DEADLY, VOCAB
+from tests.actors.test_engine_actors import make_worker, plan_for
+from tests.actors.test_scheduler_actor import FakeLink, running
+from tests.actors.test_scheduler_actor import submit as submit_of
+from tests.scheduling.conftest import reference_stream
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "asyncio", {"use_uvloop": True}
+
+
+# Requests that the workers die of -------------------------------------------------------------------------------------
+
+
+def deadly(topology: Topology) -> Topology:
+    actors = tuple(
+        dataclasses.replace(a, path="tests.actors.scripted_worker:DeadlyWorkerActor", environment=None)
+        if a.name.startswith("worker")
+        else a
+        for a in topology.actors
+    )
+    return dataclasses.replace(topology, actors=actors)
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncLLM]:
+    quick = RestartLimits(first_delay_s=0.01)
+    monkeypatch.setattr(actorllm.engine, "engine_topology", lambda config: deadly(engine_topology(config)))
+    monkeypatch.setattr(actorllm.engine, "RestartLimits", lambda: quick)
+    llm = AsyncLLM("storyteller", max_num_seqs=16)
+    yield llm
+    llm.shutdown()
+
+
+async def tokens_of(llm: AsyncLLM, prompt: list[int], seed: int = 1, max_tokens: int = 30) -> list[int]:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed, detokenize=False)
+    return (await llm.complete(prompt, params)).outputs[0].token_ids
+
+
+async def test_a_deadly_request_fails_and_nobody_else(llm: AsyncLLM) -> None:
+    await llm.start()
+    results: dict[int, Any] = {}
+
+    async def one(number: int) -> None:
+        prompt = [5, DEADLY if number == 3 else 6, 7 + number]
+        try:
+            results[number] = await tokens_of(llm, prompt, seed=number)
+        except RequestFailedError as error:
+            results[number] = error
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(8):
+            tasks.start_soon(one, number)
+    error = results.pop(3)
+    assert isinstance(error, RequestFailedError)
+    assert str(error).startswith(
+        "the workers died 2 times while they ran this request alone; the last time worker0 was"
+    )
+    for number, tokens in results.items():
+        assert tokens == reference_stream([5, 6, 7 + number], number, 30, VOCAB)
+    scheduler = (await llm.stats())["scheduler"]["scheduler"]
+    assert scheduler["num_worker_losses"] <= 9
+    assert scheduler["num_suspects"] == 0
+    assert llm.health().state == "running"
+
+
+async def test_where_there_are_only_deadly_requests_the_engine_ends(llm: AsyncLLM) -> None:
+    """Nothing shows that the workers can do anything at all."""
+    await llm.start()
+    errors: list[BaseException] = []
+
+    async def one(number: int) -> None:
+        try:
+            await tokens_of(llm, [DEADLY, number])
+        except Exception as error:
+            errors.append(error)
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(4):
+            tasks.start_soon(one, number)
+    assert len(errors) == 4
+    dead = [error for error in errors if isinstance(error, EngineDeadError)]
+    assert len(dead) >= 2
+    assert str(dead[0]) == "worker0 was killed by signal 9 (SIGKILL)"
+    assert llm.health().state == "dead"
+    assert llm.errored
+
+
+# A worker without a scheduler -----------------------------------------------------------------------------------------
+
+
+async def test_a_worker_forgets_the_requests_of_a_dead_scheduler() -> None:
+    worker, first, scheduler = make_worker(0)
+    worker.on_link(first)  # type: ignore[arg-type]
+    worker.on_message(first, plan_for(scheduler))  # type: ignore[arg-type]
+    assert await worker.turn()
+    assert len(first.sent) == 1
+    worker.on_message(first, plan_for(scheduler))  # type: ignore[arg-type]
+    first.is_open = False
+    worker.on_peer_lost(first)  # type: ignore[arg-type]
+    assert await worker.turn()
+    assert len(first.sent) == 1, "nobody would hear it"
+    assert worker.runner.worker.rows, "until somebody else has work for it, it does nothing"  # type: ignore[attr-defined]
+    _, second, other = make_worker(0)
+    worker.on_link(second)  # type: ignore[arg-type]
+    worker.on_message(second, plan_for(other))  # type: ignore[arg-type]
+    assert await worker.turn()
+    (result,) = second.sent
+    assert isinstance(result, StepResult)
+    assert len(worker.runner.worker.rows) == 1  # type: ignore[attr-defined]
+    assert worker._num_orphaned == 1
+
+
+async def test_of_several_ranks_each_finishes_what_the_dead_scheduler_had_sent() -> None:
+    worker, link, scheduler = make_worker(1)
+    worker._is_alone = False
+    worker.on_link(link)  # type: ignore[arg-type]
+    worker.on_message(link, plan_for(scheduler))  # type: ignore[arg-type]
+    link.is_open = False
+    assert await worker.turn()
+    assert worker.runner.worker.rows, "the others may wait for it in this step"  # type: ignore[attr-defined]
+    assert link.sent == []
+
+
+async def test_a_step_whose_late_inputs_never_come_is_left() -> None:
+    worker, link, scheduler = make_worker(0)
+    worker.on_link(link)  # type: ignore[arg-type]
+    worker.on_message(link, plan_for(scheduler, needs_late_inputs=True))  # type: ignore[arg-type]
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(worker.turn)
+        await anyio.wait_all_tasks_blocked()
+        link.is_open = False
+        worker.on_peer_lost(link)  # type: ignore[arg-type]
+    assert link.sent == []
+    _, second, other = make_worker(0)
+    worker.on_link(second)  # type: ignore[arg-type]
+    worker.on_message(second, plan_for(other, needs_late_inputs=True))  # type: ignore[arg-type]
+    worker.on_message(second, LateInputs(step=1))  # type: ignore[arg-type]
+    assert await worker.turn()
+    assert len(second.sent) == 1
+
+
+# A scheduler without workers ------------------------------------------------------------------------------------------
+
+
+async def test_a_scheduler_goes_on_with_the_next_workers() -> None:
+    async with running() as bench:
+        await bench.send(submit_of(1, max_tokens=6, detokenize=False))
+        for plan in bench.plans[:2]:
+            await bench.send(bench.model.run(plan), bench.ranks[0])
+        assert bench.progress == [None], "once"
+        num_plans = len(bench.plans)
+        bench.workers.is_open = False
+        bench.workers.lost = PeerRestartedError("killed")  # type: ignore[attr-defined]
+        bench.actor.on_peer_lost(bench.workers)  # type: ignore[arg-type]
+        await bench.send(submit_of(2, max_tokens=6, detokenize=False))
+        assert len(bench.plans) == num_plans, "there is nobody to plan for"
+        assert bench.actor.next_deadline() is None
+        assert await bench.actor.answer("worker_statistics", {}) == []
+        bench.model = type(bench.model)(16, 80, vocab=4096)
+        bench.workers.is_open = True
+        bench.actor.on_link(bench.workers)  # type: ignore[arg-type]
+        await bench.settle()
+        await bench.work_from(num_plans)
+        assert bench.progress == [None, None]
+        streams: dict[int, list[int]] = {1: [], 2: []}
+        for outputs in bench.outputs:
+            for rid, index, token in zip(outputs.rids, outputs.index, outputs.tokens, strict=True):
+                assert index == len(streams[int(rid)])
+                streams[int(rid)].append(int(token))
+        for rid, stream in streams.items():
+            assert stream == reference_stream([0, 500 + rid], rid, 6, 4096)
+
+
+async def test_what_had_been_reported_counts() -> None:
+    async with running(world_size=2) as bench:
+        await bench.send(submit_of(1, max_tokens=6, detokenize=False))
+        first, second = bench.plans
+        result = bench.model.run(first)
+        for rank in range(2):
+            bench.actor.on_message(bench.ranks[rank], result)  # type: ignore[arg-type]
+        bench.actor.on_message(bench.ranks[1], bench.model.run(second))  # type: ignore[arg-type]
+        assert bench.tokens() == []
+        bench.workers.lost = PeerRestartedError("killed")  # type: ignore[attr-defined]
+        bench.actor.on_peer_lost(bench.workers)  # type: ignore[arg-type]
+        assert bench.tokens() == result.tokens.tolist(), "of the first step; the second one had one answer of two"
+        assert bench.actor.scheduler.num_in_flight == 0
+        assert bench.actor._acknowledged == {}
+
+
+# The journal ----------------------------------------------------------------------------------------------------------
+
+
+class Caller:
+    """A consumer that keeps what it is given."""
+
+    host = None
+
+    def __init__(self) -> None:
+        self.deltas: list[Delta] = []
+        self.error: BaseException | None = None
+
+    def push(self, delta: Delta) -> None:
+        self.deltas.append(delta)
+
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+
+    def wake(self) -> None:
+        pass
+
+
+def submit(frontend: FrontendActor, caller: Caller, prompt: list[int], **columns: Any) -> int:
+    rids: list[int] = []
+    frontend.submit(
+        lambda rid: Submit(rid=rid, arrival=0.0, prompt=np.array(prompt, np.int32), max_tokens=9, **columns),
+        caller,
+        rids.append,
+    )
+    return rids[0]
+
+
+def outputs_of(rid: int, index: int, *tokens: int, **columns: Any) -> Outputs:
+    counts = np.array([len(tokens)], np.int32)
+    return Outputs(
+        rids=np.array([rid], np.int32),
+        index=np.array([index], np.int32),
+        tokens=np.array(tokens, np.int32),
+        counts=counts,
+        **columns,
+    )
+
+
+END = [0, "length", None, None, 0.0, None, None, None, 0, 0, 0, 0, 0.0]
+
+
+async def test_every_scheduler_gets_the_whole_journal() -> None:
+    frontend, first, second = FrontendActor(), FakeLink("scheduler"), FakeLink("scheduler")
+    callers = [Caller() for _ in range(4)]
+    rids = [submit(frontend, caller, [1, number]) for number, caller in enumerate(callers)]
+    frontend.on_link(first)  # type: ignore[arg-type]
+    assert [message.rid for message in first.sent] == rids
+    frontend.on_message(first, outputs_of(rids[0], 0, 7, 8))  # type: ignore[arg-type]
+    frontend.on_message(first, outputs_of(rids[1], 0, 5, ends=[END]))  # type: ignore[arg-type]
+    frontend.abort(rids[2])
+    first.is_open = False
+    first.lost = PeerRestartedError("killed")  # type: ignore[attr-defined]
+    frontend.on_peer_lost(first)  # type: ignore[arg-type]
+    assert all(caller.error is None for caller in callers)
+    late = Caller()
+    rids.append(submit(frontend, late, [9]))
+    frontend.abort(rids[3])
+    num_sent = len(first.sent)
+    frontend.on_link(second)  # type: ignore[arg-type]
+    assert len(first.sent) == num_sent
+    again = [(type(m), m.rid if isinstance(m, Submit) else m.rids.tolist()) for m in second.sent]
+    assert again == [
+        (Submit, rids[0]),
+        (Submit, rids[2]),
+        (Abort, [rids[2]]),
+        (Submit, rids[3]),
+        (Abort, [rids[3]]),
+        (Submit, rids[4]),
+    ]
+    assert second.sent[0].output.tolist() == [7, 8]
+    assert second.sent[0].prompt.tolist() == [1, 0]
+    # It goes on where it was; what is repeated does not count twice, and what is left out is found.
+    frontend.on_message(second, outputs_of(rids[0], 0, 7, 8))  # type: ignore[arg-type]
+    frontend.on_message(second, outputs_of(rids[0], 2, 9))  # type: ignore[arg-type]
+    frontend.on_message(second, outputs_of(rids[0], 3, 1, ends=[END]))  # type: ignore[arg-type]
+    assert [t for delta in callers[0].deltas for t in delta.tokens] == [7, 8, 9, 1]
+    end = callers[0].deltas[-1].end
+    assert end is not None
+    assert end.num_recoveries == 1
+    assert end.recovery_s > 0
+    assert frontend._num_resubmitted == 4
+
+
+async def test_who_asks_while_the_scheduler_is_gone_asks_the_next_one() -> None:
+    frontend = FrontendActor()
+    frontend._wakeup = HostLoop.current().waiter()
+    asked: list[str] = []
+
+    async def ask(link: Any, verb: str, timeout: float = 1.0, **arguments: Any) -> Any:
+        asked.append(link.name)
+        if link.name == "first":
+            raise PeerRestartedError("killed")
+        return 42
+
+    frontend.ask = ask  # type: ignore[method-assign]
+    first, second = FakeLink("first"), FakeLink("second")
+    frontend.on_link(first)  # type: ignore[arg-type]
+    first.is_open = False
+    first.lost = PeerRestartedError("killed")  # type: ignore[attr-defined]
+    answers: list[Any] = []
+
+    async def wait() -> None:
+        answers.append(await frontend.ask_scheduler("statistics"))
+
+    async with anyio.create_task_group() as tasks:
+        frontend.on_peer_lost(first)  # type: ignore[arg-type]
+        tasks.start_soon(wait)
+        await anyio.wait_all_tasks_blocked()
+        assert answers == []
+        frontend.on_link(second)  # type: ignore[arg-type]
+    assert (answers, asked) == ([42], ["second"])
+
+
+async def test_an_engine_that_ends_after_all_ends_every_wait() -> None:
+    frontend, link, caller = FrontendActor(), FakeLink("scheduler"), Caller()
+    frontend.on_link(link)  # type: ignore[arg-type]
+    submit(frontend, caller, [1])
+    link.is_open = False
+    link.lost = PeerRestartedError("killed")  # type: ignore[attr-defined]
+    frontend.on_peer_lost(link)  # type: ignore[arg-type]
+
+    async def wait() -> None:
+        with pytest.raises(EngineDeadError, match="for good"):
+            await frontend.ask_scheduler("statistics")
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait)
+        await anyio.wait_all_tasks_blocked()
+        frontend.fail_all(EngineDeadError("for good"))
+    assert isinstance(caller.error, EngineDeadError)
+
+
+def test_the_choice_is_checked(tmp_path: Path) -> None:
+    assert EngineConfig.from_arguments("storyteller").on_failure == "restart"
+    assert EngineConfig.from_arguments("storyteller", on_failure="raise").on_failure == "raise"
+    with pytest.raises(ValueError, match="on_failure='ignore' must be one of 'restart', 'raise'"):
+        EngineConfig.from_arguments("storyteller", on_failure="ignore")
