@@ -67,6 +67,12 @@ def test_attach() -> None:
     assert last == more.replace("guest", "owner", 1)
 
 
+def test_survive_a_crash() -> None:
+    lines = output_of("survive_a_crash.py").splitlines()
+    assert lines[-2:] == ["the same text: True", "the engine: running, after 4 recoveries"]
+    assert sum(line.startswith("[killed ") for line in lines) == 3
+
+
 def test_chat() -> None:
     output = output_of("chat.py", "Once upon a time", "And then?")
     assert output.startswith("user: Once upon a time\nassistant: ")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
 
@@ -45,6 +46,10 @@ class Group:
             self.note(death)
             self.death = death
             self.attempt.cancel()
+
+    def log_fields(self, event: str, **more: Any) -> dict[str, Any]:
+        """What a log record about it carries beside its text."""
+        return {"event": event, "group": self.name, "actors": self.names, "num_restarts": self.num_restarts, **more}
 
     def __str__(self) -> str:
         return f"{', '.join(self.names)} {'is' if len(self.specs) == 1 else 'are'}"

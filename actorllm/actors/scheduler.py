@@ -313,7 +313,7 @@ class SchedulerActor(Actor):
             self._take_result()
         self._acknowledged.clear()
         self._late_plans.clear()
-        logger.warning("the workers are lost (%s); %d steps in flight", link.lost, self.scheduler.num_in_flight)
+        logger.info("the workers are lost (%s); %d steps in flight", link.lost, self.scheduler.num_in_flight)
         if self._timeline is not None:
             self._timeline.mark("workers lost", now(), reason=str(link.lost))
         self._send_ends(self.scheduler.lose_workers(str(link.lost), now()))

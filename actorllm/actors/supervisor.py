@@ -362,7 +362,8 @@ class Supervisor:
         if delay_s is None:
             self._give_up(death, self._counter.explain(group.name))
             return
-        logger.error("%s; %s started again%s", death, group, f" in {delay_s:g} s" if delay_s else "")
+        wait = f" in {delay_s:g} s" if delay_s else ""
+        logger.error("%s; %s started again%s", death, group, wait, extra=group.log_fields("death"))
         group.is_restarting = True
         group.fell_at = now()
         self._wiring.lose(group.names, PeerRestartedError(str(death)))
@@ -390,13 +391,15 @@ class Supervisor:
                 if again_s is None:
                     self._give_up(death, self._counter.explain(group.name))
                     return
-                logger.error("%s before it was ready; %s started again in %g s", death, group, again_s)
+                fields = group.log_fields("early death")
+                logger.error("%s before it was ready; %s started again in %g s", death, group, again_s, extra=fields)
                 delay_s = again_s
             group.is_restarting = False
             group.num_restarts += 1
             took_s = now() - group.fell_at
             self._recoveries_s.append(took_s)
-            logger.warning("%s running again after %.3f s", group, took_s)
+            fields = group.log_fields("restart", seconds=took_s, generations=self._wiring.generations)
+            logger.warning("%s running again after %.3f s", group, took_s, extra=fields)
 
     async def _bring_up(self, group: Group) -> ActorDeath | None:
         """One attempt: new processes, linked and running. Returns why it failed; what is left of it is gone then."""
