@@ -124,6 +124,8 @@ class EngineConfig:
     on_failure: Literal["restart", "raise"] = "restart"
     """When a process of the engine dies: start it again and go on, or end every request with EngineDeadError. Without
     effect where there is none (topology="inline")."""
+    standby_worker: bool = False
+    """Keep a process parked for every worker, with torch imported and no model: it takes the place of one that dies."""
 
     def resolved(self, num_blocks: int) -> EngineConfig:
         """The same engine with the number of KV blocks that every rank can hold.
@@ -222,6 +224,7 @@ class EngineConfig:
             seed=given["seed"],
             stream_interval=_positive("stream_interval", given["stream_interval"]),
             profile_folder=_profile_folder(given["profiler_config"]),
+            standby_worker=given["standby_worker"],
             on_failure=_choice("on_failure", given["on_failure"], ("restart", "raise")),
         )
 
@@ -260,6 +263,7 @@ ARGUMENTS: dict[str, Any] = {
     "num_threads": None,
     "record": None,
     "on_failure": "restart",
+    "standby_worker": False,
 }
 """What the front doors understand, with the defaults. Those before `topology` are vLLM's names."""
 
@@ -406,7 +410,7 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"async_scheduling={given['async_scheduling']!r} must be True, False or None")
     for name in (
         *("skip_tokenizer_init", "enforce_eager", "trust_remote_code"),
-        *("enable_prefix_caching", "enable_prompt_embeds"),
+        *("enable_prefix_caching", "enable_prompt_embeds", "standby_worker"),
     ):
         if not isinstance(given[name], bool) and (given[name] is not None or ARGUMENTS[name] is not None):
             raise ConfigError(f"{name}={given[name]!r} must be True or False")

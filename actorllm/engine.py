@@ -174,6 +174,7 @@ class Engine:
             actors={"frontend": self._frontend},
             restarts=RestartLimits() if self.config.on_failure == "restart" else None,
             renew=_renew,
+            standby="workers" if self.config.standby_worker else None,
         )
 
     def _new_service(self) -> Service:

@@ -313,3 +313,27 @@ def test_generate_of_llm_goes_on() -> None:
         assert output.outputs[0].text == expected.outputs[0].text
         assert output.metrics.num_recoveries == 1
         assert llm.health().actors["worker0"].pid != killed[0]
+
+
+async def test_a_parked_process_takes_the_place_of_a_dead_one(make_llm: Callable[..., AsyncLLM]) -> None:
+    llm = make_llm(standby_worker=True)
+    params = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)
+    expected = (await llm.complete("Once", params)).outputs[0].token_ids
+    standby = llm._engine._supervisor._standby  # type: ignore[union-attr]
+    assert standby is not None
+    for _ in range(2):
+        while not standby.num_parked:
+            await anyio.sleep(0.005)
+        (parked,) = standby._parked
+        os.kill(llm._engine.pids["worker0"], signal.SIGKILL)
+        assert (await llm.complete("Once", params)).outputs[0].token_ids == expected
+        assert llm._engine.pids["worker0"] == parked.pid
+    while not standby.num_parked:
+        await anyio.sleep(0.005)
+    (parked,) = standby._parked
+    os.kill(parked.pid or 0, signal.SIGKILL)  # nobody notices, and another one is parked
+    while not standby.num_parked or standby._parked[0] is parked:
+        await anyio.sleep(0.005)
+    llm.shutdown()
+    assert is_gone(parked.pid or 0)
+    assert standby.num_parked == 0

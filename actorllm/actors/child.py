@@ -6,7 +6,8 @@ needed; a REPL, a notebook, stdin and `python -c` work). Until then only the sta
 
 The control socket is a SEQPACKET pair: one JSON object per packet, in order, descriptors beside it.
 
-    supervisor → child    start {actor, path, rank, config_path, config, sys_path}
+    supervisor → child    park {modules, sys_path}: import these, and wait for what follows, perhaps for ever
+                          start {actor, path, rank, config_path, config, sys_path}
                           configure {config} · link {info, generation, num_spokes, index} + descriptors · run
                           lost {link, generation, type_name, error} · stop
     child → supervisor    started {facts} · configured · ready · failed {type_name, message, traceback} · progress
@@ -23,6 +24,7 @@ import array
 import ctypes
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import signal
@@ -93,6 +95,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     start, _ = receive_frame(control)
+    if start is not None and start["op"] == "park":
+        park(start)
+        start, _ = receive_frame(control)
     if start is None:
         os._exit(OWNER_GONE)
     name_process(f"actor:{start['actor']}")
@@ -108,6 +113,14 @@ def main() -> None:
         sys.stderr.flush()
         os._exit(1)  # at once: somebody waits to replace this process, and its state is not to be trusted
     gc.unfreeze()  # what is never collected is reported as leaked, on standard error, by some libraries (nanobind)
+
+
+def park(frame: dict[str, Any]) -> None:
+    """Load what takes long, so that whoever needs a process gets one that is nearly ready."""
+    name_process("actor:parked")
+    sys.path[:] = frame["sys_path"]
+    for module in frame["modules"]:
+        importlib.import_module(module)
 
 
 def die_with_owner(owner: int) -> None:

@@ -44,7 +44,7 @@ class Child(ABC):
 
     def __init__(self, spec: ActorSpec, on_end: Callable[[Any, ActorDeath], None]) -> None:
         self.spec = spec
-        self.phase = "spawned"
+        self.phase = "new"
         self.gone = anyio.Event()
         """Nothing of it runs any more."""
         self.on_broken: Callable[[str, int, str], None] = lambda link, generation, error: None
@@ -323,6 +323,17 @@ class ProcessChild(RemoteChild):
         self._pidfd = os.pidfd_open(self.pid)
         self._loop.watch(self._pidfd, self._on_exit)
         self._loop.watch(self._control.fileno(), self._on_readable)
+
+    def park(self) -> None:
+        """After `spawn`: let it load what it will need, and wait for `start`, which may never come."""
+        self.phase = "parked"
+        self._send("park", modules=self.spec.preload, sys_path=list(sys.path))
+
+    def adopt(self, spec: ActorSpec, on_end: Callable[[Any, ActorDeath], None]) -> None:
+        """A parked process is needed: as this actor, whose end is to be reported there."""
+        self.spec = spec
+        self.phase = "spawned"
+        self._on_end = on_end
 
     async def start(self, config: Any) -> dict[str, Any]:
         self.phase = "starting"

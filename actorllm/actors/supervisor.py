@@ -35,6 +35,7 @@ from actorllm.actors.engine_thread import STOP_TIMEOUT_S, AsyncioLoop, current_l
 from actorllm.actors.group import Group, groups_of
 from actorllm.actors.placements import Child, LocalChild, OwnerChild, ProcessChild, ThreadChild, new_actor
 from actorllm.actors.restart import RestartCounter, RestartLimits
+from actorllm.actors.standby import Standby
 from actorllm.actors.topology import ActorSpec, LinkSpec, Topology
 from actorllm.actors.wiring import Wiring
 from actorllm.clock import now
@@ -73,7 +74,7 @@ class Supervisor:
     config: given to every `on_start`. resolve: makes the final configuration from the facts (default: unchanged).
     on_death: hears of the death that ends the engine, before everything is stopped. actors: owner-placed actors that
     exist already, by name. restarts: None: the first death is the end. renew: what the configuration is changed to before
-    processes are started once more.
+    processes are started once more. standby: the group for which as many processes are kept parked as it has actors.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Supervisor:
         start_timeout_s: float | None = None,
         restarts: RestartLimits | None = None,
         renew: Callable[[Any], Any] | None = None,
+        standby: str | None = None,
     ) -> None:
         self.topology = topology
         self.config = config
@@ -103,6 +105,8 @@ class Supervisor:
         self._wiring = Wiring(self._children, topology.links)
         self._counter = None if restarts is None else RestartCounter(restarts)
         self._groups = groups_of(topology) if restarts is not None else {}
+        self._standby: Standby | None = None
+        self._standby_group = next((g for g in self._groups.values() if g.name == standby), None)
         self._recoveries_s: list[float] = []
         self._last_death: ActorDeath | None = None
         self._tasks: TaskGroup
@@ -133,6 +137,9 @@ class Supervisor:
                 await self._start()
                 self._phase = "running"
                 on_ready()
+                if self._standby_group is not None:
+                    self._standby = Standby(self._tasks, self.config)
+                    self._standby.fill(self._standby_group.specs)
                 await over.wait()
             except Exception as error:
                 failure = error  # raised outside of the group, which would wrap it
@@ -185,6 +192,7 @@ class Supervisor:
             "actors": {name: child.statistics() for name, child in self._children.items()},
             "generations": self._wiring.generations,
             "num_restarts": {group.name: group.num_restarts for group in self._groups.values()},
+            "num_parked": 0 if self._standby is None else self._standby.num_parked,
             "num_recoveries": len(self._recoveries_s),
             "recovery_s": sum(self._recoveries_s),
             "max_recovery_s": max(self._recoveries_s, default=0.0),
@@ -293,6 +301,15 @@ class Supervisor:
         child.on_progress = self._on_progress
         return child
 
+    def _parked(self, spec: ActorSpec) -> Child | None:
+        """A process that is nearly ready to be this actor, if there is one."""
+        child = None if self._standby is None else self._standby.take(spec)
+        if child is not None:
+            child.adopt(spec, self._on_end)
+            child.on_broken = self._on_broken
+            child.on_progress = self._on_progress
+        return child
+
     def _make_child(self, spec: ActorSpec, loop: AsyncioLoop) -> Child:
         if spec.placement == "process":
             return ProcessChild(spec, self._on_end, loop)
@@ -396,6 +413,8 @@ class Supervisor:
                 delay_s = again_s
             group.is_restarting = False
             group.num_restarts += 1
+            if self._standby is not None and group is self._standby_group:
+                self._standby.fill(group.specs)
             took_s = now() - group.fell_at
             self._recoveries_s.append(took_s)
             fields = group.log_fields("restart", seconds=took_s, generations=self._wiring.generations)
@@ -411,9 +430,10 @@ class Supervisor:
                 if self._renew is not None and len(group.specs) > 1:
                     self.config = self._renew(self.config)
                 for spec in group.specs:
-                    child = self._children[spec.name] = self._new_child(spec)
+                    child = self._children[spec.name] = self._parked(spec) or self._new_child(spec)
                     children.append(child)
-                    await child.spawn(self._tasks, self.config)
+                    if child.phase == "new":
+                        await child.spawn(self._tasks, self.config)
                 await self._each(children, lambda child: child.start(self.config))
                 await self._each(children, lambda child: child.configure(self.config))
                 self._wiring.connect(*group.names)
@@ -465,6 +485,8 @@ class Supervisor:
         for group in self._groups.values():
             if group.restart is not None:
                 group.restart.cancel()
+        if self._standby is not None:
+            await self._standby.close()
         for child in self._children.values():
             if isinstance(child, LocalChild) or (is_started and child.phase == "running"):
                 child.request_stop()

@@ -37,6 +37,8 @@ class ActorSpec:
     environment: str | None = None
     """A function `(config) -> dict[str, str]`, as "package.module:function": variables that must be set before the
     process starts. Called in the owner, so its module must be a light one."""
+    preload: tuple[str, ...] = ()
+    """Modules that a parked process imports before it is needed (`Supervisor`, standby)."""
     group: str | None = None
     """Actors of one group are killed and started again together when one of them dies; None: this one alone."""
 
@@ -129,6 +131,7 @@ def engine_topology(config: EngineConfig) -> Topology:
             path="actorllm.actors.worker:WorkerActor",
             rank=rank,
             placement="thread" if is_inline else "process",
+            preload=("actorllm.actors.worker", "actorllm.model.runner"),
             group="workers",  # what they compute together, none can leave alone
             environment="actorllm.model.threads:worker_environment",
         )
