@@ -206,17 +206,20 @@ class ModelRunner:
 
         Blocks with values that are not finite were zeroed by the step that made them, unless that was left half done.
         """
-        num_blocks = self.batch.num_blocks
+        old = self.batch
         if self._is_half_done:
-            self.cache.zero(np.arange(num_blocks, dtype=np.int32))
+            self.cache.zero(np.arange(old.num_blocks, dtype=np.int32))
         self.is_torn = self._is_half_done = False
         self.batch = PersistentBatch(
-            vocab_size=self.batch.vocab_size,
-            block_size=self.batch.block_size,
-            num_blocks=num_blocks,
-            max_blocks=self.batch.max_blocks,
-            padding_block=self.batch.padding_block,
+            vocab_size=old.vocab_size,
+            block_size=old.block_size,
+            num_blocks=old.num_blocks,
+            max_blocks=old.max_blocks,
+            padding_block=old.padding_block,
         )
+        # What is kept of a row set (in the sampler, in the attention) is told by these numbers: none may come again.
+        self.batch.rows_version = old.rows_version + 1
+        self.batch.decode_version = old.decode_version + 1
         self._rows = None
 
     def _profile_working_bytes(self) -> int:

@@ -44,6 +44,22 @@ def test_decoding_needs_no_tokens_in_the_plan(driver: Driver) -> None:
     assert len(set(tokens)) > 2
 
 
+def test_another_scheduler_finds_nothing_of_the_one_before(driver: Driver) -> None:
+    """Its first row set has the number and the length that the last one had, and other blocks."""
+    expected = greedy(driver, 0, PROMPT, 9)
+    driver.runner.forget_requests()
+    old = Driver(driver.runner, seed=1)
+    old.add(0, PROMPT[::-1])
+    old.step({0: len(PROMPT)}, decode=[])
+    old.step(decode=[0])
+    driver.runner.forget_requests()
+    new = Driver(driver.runner, seed=2)
+    new.add(0, [*PROMPT, expected[0]], num_outputs=1)
+    new.step({0: len(PROMPT) + 1}, decode=[])
+    new.step(decode=[0])
+    assert new.requests[0].tokens[-2:] == expected[1:3]
+
+
 def test_a_plan_without_rows_answers_with_nothing(driver: Driver) -> None:
     result = driver.step()
     assert result.step == 1
