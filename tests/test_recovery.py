@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from actorllm import LLM, AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
-from tests.chaos.load import Comparison, Request, Story, listen, make_requests
+from tests.stories import Comparison, Request, Story, listen, make_requests
 from tests.test_lifecycle import is_gone
 from tests.test_tensor_parallel import model_folder
 from tests.test_tensor_parallel import streams as streams_of_ranks

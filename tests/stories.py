@@ -2,7 +2,7 @@
 
 A stream must be the same as that of the reference run (float32), token by token, and its text, its log-probabilities and
 its end with it; pieces must join without a gap. Where two runs choose differently, the margin of the choice decides: below
-1e-4 rounding may (see tests/test_equality.py), and the stream is compared up to there.
+1e-4 rounding may (see tests/oracle.py), and the stream is compared up to there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actorllm import AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
-from tests.test_equality import MARGIN, oracle
+from tests.oracle import MARGIN, oracle
 
 SYSTEM = "Once upon a time there was a little girl who lived near the forest with her mother. She had a red ball and "
 STARTS = [
@@ -59,9 +59,9 @@ class Request:
         return SamplingParams(**self.arguments)
 
     @property
-    def has_rules(self) -> bool:
-        """The oracle of the margin does not know them."""
-        return any(name.endswith("penalty") or name in ("bad_words", "logit_bias") for name in self.arguments)
+    def has_unknown_rules(self) -> bool:
+        """The oracle does not know them."""
+        return any(name in ("bad_words", "logit_bias") for name in self.arguments)
 
 
 def make_requests(count: int, max_tokens: int = 100, first_seed: int = 0) -> list[Request]:
@@ -164,9 +164,9 @@ class Comparison:
     def _is_inside_margin(story: Story, index: int, heard: Heard, expected: Heard) -> bool:
         params = story.request.params
         first = first_difference(heard.token_ids, expected.token_ids)
-        if first is None or index or story.request.has_rules:
+        if first is None or story.request.has_unknown_rules:
             return False
-        _, margin = oracle(story.prompt_token_ids, params, expected.token_ids[: first + 1])
+        _, margin = oracle(story.prompt_token_ids, params, expected.token_ids[: first + 1], index)
         return bool(margin[first] < MARGIN)
 
 
