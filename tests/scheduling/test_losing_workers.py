@@ -108,7 +108,7 @@ def test_while_some_are_tried_nobody_else_starts(engine: Engine) -> None:
     engine.submit(5, prompt_of(5))
     plan = engine.launch()
     assert plan is not None
-    assert plan.new_slots.size < 4
+    assert plan.new.size < 4
     assert 0 < engine.scheduler.statistics().num_suspects <= 4
     engine.run()
     assert engine.streams == {rid: stream_of(rid) for rid in range(1, 6)}
