@@ -11,6 +11,7 @@ Outputs reach the callers' event loops by one thread-safe wake-up per batch and 
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -225,11 +226,11 @@ class FrontendActor(Actor):
         """Before a new scheduler gets a request it is told what the last one knew."""
         try:
             if self._has_timeline:
-                await self.ask(link, "start_timeline", lost=lost, lost_at=self._lost_at)
+                await self.ask(link, "start_timeline", math.inf, lost=lost, lost_at=self._lost_at)
             if self._pause_mode is not None:
                 # What "abort" had to end has ended; whoever was about to say so, says it again (`ask_scheduler`).
                 mode = "wait" if self._pause_mode == "wait" else "keep"
-                await self.ask(link, "pause_generation", mode=mode, clear_cache=False)
+                await self.ask(link, "pause_generation", math.inf, mode=mode, clear_cache=False)
         except PeerLostError:
             return  # it died as well, and the next one will be told
         if link.is_open:

@@ -16,12 +16,13 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import anyio
 from anyio.abc import TaskGroup
 
 from actorllm import __version__
@@ -211,9 +212,9 @@ class Reception:
             visitor.send("description", **description)
 
     async def _describe_later(self, visitor: Visitor, description: dict[str, Any]) -> None:
-        ask: Awaitable[dict[str, Any]] = self._frontend.ask_scheduler("statistics", timeout=COUNTS_TIMEOUT_S)
-        with contextlib.suppress(ActorLLMError, TimeoutError):  # it is ending, or busy: what is known is sent
-            counts = (await ask)["scheduler"]
+        # It is ending, busy, or started again just now: what is known is sent.
+        with contextlib.suppress(ActorLLMError), anyio.move_on_after(COUNTS_TIMEOUT_S):
+            counts = (await self._frontend.ask_scheduler("statistics"))["scheduler"]
             description |= {name: counts[name] for name in ("num_running", "num_waiting")}
         visitor.send("description", **description)
 

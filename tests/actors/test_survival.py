@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 import actorllm.engine
-from actorllm import AsyncLLM, SamplingParams
+from actorllm import AsyncLLM, RequestOutputKind, SamplingParams
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.frontend import Delta, FrontendActor
 from actorllm.actors.restart import RestartLimits
@@ -32,32 +34,152 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
     return "asyncio", {"use_uvloop": True}
 
 
-# Requests that the workers die of -------------------------------------------------------------------------------------
+# Whole engines over scripted workers -----------------------------------------------------------------------------------
 
 
 def deadly(topology: Topology) -> Topology:
+    path = "tests.actors.scripted_worker:DeadlyWorkerActor"
     actors = tuple(
-        dataclasses.replace(a, path="tests.actors.scripted_worker:DeadlyWorkerActor", environment=None)
-        if a.name.startswith("worker")
-        else a
+        dataclasses.replace(a, path=path, environment=None, preload=("numpy",)) if a.name.startswith("worker") else a
         for a in topology.actors
     )
     return dataclasses.replace(topology, actors=actors)
 
 
 @pytest.fixture
-def llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncLLM]:
+def make_llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AsyncLLM]]:
     quick = RestartLimits(first_delay_s=0.01)
     monkeypatch.setattr(actorllm.engine, "engine_topology", lambda config: deadly(engine_topology(config)))
     monkeypatch.setattr(actorllm.engine, "RestartLimits", lambda: quick)
-    llm = AsyncLLM("storyteller", max_num_seqs=16)
-    yield llm
-    llm.shutdown()
+    llms: list[AsyncLLM] = []
+
+    def make(**arguments: Any) -> AsyncLLM:
+        llms.append(AsyncLLM("storyteller", max_num_seqs=16, **arguments))
+        return llms[-1]
+
+    yield make
+    for llm in llms:
+        llm.shutdown()
+
+
+@pytest.fixture
+def llm(make_llm: Callable[..., AsyncLLM]) -> AsyncLLM:
+    return make_llm()
+
+
+PROMPT = [5, 6, 7]
+
+
+def params_of(max_tokens: int | None = 30, seed: int = 1, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed, detokenize=False, **more)
+
+
+def endless() -> SamplingParams:
+    return params_of(None, output_kind=RequestOutputKind.DELTA)
 
 
 async def tokens_of(llm: AsyncLLM, prompt: list[int], seed: int = 1, max_tokens: int = 30) -> list[int]:
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed, detokenize=False)
-    return (await llm.complete(prompt, params)).outputs[0].token_ids
+    return (await llm.complete(prompt, params_of(max_tokens, seed))).outputs[0].token_ids
+
+
+async def kill(llm: AsyncLLM, *names: str) -> None:
+    """Returns when the engine has noticed."""
+    pids = llm._engine.pids
+    for name in names:
+        os.kill(pids[name], signal.SIGKILL)
+    while llm.health().num_recoveries == 0 and llm.health().state == "running":
+        await anyio.sleep(0.001)
+    while llm.health().state == "running" and any(llm._engine.pids.get(name) == pids[name] for name in names):
+        await anyio.sleep(0.001)
+
+
+async def scheduler_of(llm: AsyncLLM) -> dict[str, Any]:
+    counts: dict[str, Any] = (await llm.stats())["scheduler"]["scheduler"]
+    return counts
+
+
+async def test_aborts_and_new_requests_while_nothing_runs(llm: AsyncLLM) -> None:
+    streams = [llm.generate(PROMPT, endless(), request_id=str(i)) for i in range(4)]
+    for stream in streams:
+        await stream.__anext__()
+    await kill(llm, "scheduler", "worker0")
+    assert llm.health().state == "recovering"
+    await llm.check_health()  # it is not dead
+    await llm.abort("0")
+    await streams[1].aclose()
+    del streams[2]
+    assert (await llm.stats())["scheduler"] is not None, "it waits for the next scheduler"
+    assert await tokens_of(llm, PROMPT) == reference_stream(PROMPT, 1, 30, VOCAB)
+    *_, last = [output async for output in streams[0]]
+    assert last.outputs[0].finish_reason == "abort"
+    await streams[2].__anext__()
+    await llm.abort("3")
+    *_, last = [output async for output in streams[2]]
+    assert last.metrics is not None
+    assert last.metrics.num_recoveries == 1
+    assert 0 < last.metrics.recovery_time < 30
+    assert last.metrics.first_token_ts < last.metrics.last_token_ts
+    assert (await llm.stats())["frontend"]["num_requests"] == 0
+
+
+@pytest.mark.parametrize("mode", ["wait", "keep"])
+async def test_a_pause_outlives_the_scheduler(llm: AsyncLLM, mode: Any) -> None:
+    if mode == "keep":
+        running_on = llm.generate(PROMPT, endless())
+        await running_on.__anext__()
+    await llm.pause_generation(mode=mode)
+    waiting = llm.generate(PROMPT, params_of(3))
+    await kill(llm, "scheduler")
+    assert await llm.is_paused()
+    while (await scheduler_of(llm))["num_waiting"] < 1 + (mode == "keep"):
+        await anyio.sleep(0.001)
+    statistics = await scheduler_of(llm)
+    assert (statistics["num_running"], statistics["num_output_tokens"]) == (0, 0)
+    await llm.resume_generation()
+    *_, last = [output async for output in waiting]
+    assert len(last.outputs[0].token_ids) == 3
+    assert not await llm.is_paused()
+
+
+async def test_the_timeline_tells_of_it(llm: AsyncLLM) -> None:
+    await llm.start()
+    ask = llm._engine.ask_scheduler
+    ask("start_timeline").result(10)
+    for victim in ("scheduler", "worker0"):
+        await tokens_of(llm, PROMPT, max_tokens=4)
+        await kill(llm, victim)
+    await tokens_of(llm, PROMPT, max_tokens=4)
+    marks = [event["name"] for event in ask("take_timeline").result(10) if event["ph"] == "i"]
+    assert marks[-1] == "workers linked"
+    marks = [mark for mark in marks if mark != "workers linked"]  # those of the first time may be from before it began
+    assert marks == ["scheduler lost", "scheduler linked", "workers lost"]
+
+
+async def test_a_parked_process_takes_the_place_of_a_dead_one(make_llm: Callable[..., AsyncLLM]) -> None:
+    llm = make_llm(standby_worker=True)
+    expected = reference_stream(PROMPT, 1, 30, VOCAB)
+    assert await tokens_of(llm, PROMPT) == expected
+    standby = llm._engine._supervisor._standby  # type: ignore[union-attr]
+    assert standby is not None
+    for _ in range(2):
+        while not standby.num_parked:
+            await anyio.sleep(0.005)
+        (parked,) = standby._parked
+        await kill(llm, "worker0")
+        assert await tokens_of(llm, PROMPT) == expected
+        assert llm._engine.pids["worker0"] == parked.pid
+    while not standby.num_parked:
+        await anyio.sleep(0.005)
+    (parked,) = standby._parked
+    os.kill(parked.pid or 0, signal.SIGKILL)  # nobody notices, and another one is parked
+    while not standby.num_parked or standby._parked[0] is parked:
+        await anyio.sleep(0.005)
+    llm.shutdown()
+    assert standby.num_parked == 0
+    assert llm._engine.pids == {}
+
+
+# Requests that the workers die of -------------------------------------------------------------------------------------
 
 
 async def test_a_deadly_request_fails_and_nobody_else(llm: AsyncLLM) -> None:
