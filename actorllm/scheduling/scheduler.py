@@ -528,6 +528,7 @@ class Scheduler:
         free_blocks = self.kv.num_free
         embeds_room = MAX_STEP_BYTES // self._embedding_bytes if self._num_embedded else 0
         seen: set[Sequence] = set()
+        is_choosy = self.pause_state is not PauseState.RUNNING or self._quarantine.is_trying
         for sequence, size in chunks:
             if sequence in seen:
                 self._num_refused += 1
@@ -536,7 +537,7 @@ class Scheduler:
             is_waiting = sequence.state is State.WAITING
             if is_waiting and sequence in self._displaced:  # it lost its slot after the decision was made
                 continue
-            if is_waiting and not self.may_start(sequence):
+            if is_waiting and is_choosy and not self.may_start(sequence):
                 self._num_refused += 1
                 self.policy.on_refusal(sequence, self)
                 continue
