@@ -112,7 +112,8 @@ class EngineConfig:
     """Threads of the worker's matrix products; None: chosen from the cores of the machine."""
     name: str | None
     record: str | None = None
-    """A file to which the scheduler's inputs are recorded, for exact replay."""
+    """A file to which the scheduler's inputs are recorded, for exact replay. One that is started again takes another: what
+    the first one wrote stays, and beside "file" there is "file.2" (its second life), and so on."""
     rendezvous: str | None = None
     """Where the ranks of this start of the engine meet: a file that does not exist yet. None: there is one rank."""
     seed: int | None = None

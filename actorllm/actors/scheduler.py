@@ -205,6 +205,7 @@ class SchedulerActor(Actor):
         self._tokenizer: Tokenizer | None = None
         self._pacing = Pacing()
         self._token_text: TokenText | None = None
+        self._record_path: Path
         self._record: IO[bytes] | None = None
 
     # Life
@@ -242,9 +243,10 @@ class SchedulerActor(Actor):
         if config.record is None:
             return Scheduler(**arguments)
         try:
-            self._record = Path(config.record).open("wb")  # noqa: SIM115 - closed by on_stop
+            Path(config.record).open("ab").close()  # so that it is known now; what is there belongs to whoever wrote it
         except OSError as error:
             raise ConfigError(f"record={config.record!r} cannot be written: {error.strerror}") from error
+        self._record_path = Path(config.record)
         return RecordedScheduler(sink=self._write_entry, **arguments)
 
     def _eos_token_ids(self, config: EngineConfig) -> tuple[int, ...]:
@@ -263,7 +265,10 @@ class SchedulerActor(Actor):
         else:
             kind, scalars, arrays = 0, argument, []
         frame = b"".join(encode([call, at, kind, scalars], arrays))
-        assert self._record is not None
+        if self._record is None:
+            life = self.links["frontend"].generation if "frontend" in self.links else 1
+            path = self._record_path if life == 1 else self._record_path.with_name(f"{self._record_path.name}.{life}")
+            self._record = path.open("wb")
         self._record.write(struct.pack("<I", len(frame)) + frame)
 
     async def on_stop(self) -> None:
@@ -712,8 +717,10 @@ def read_recording(path: str | Path) -> Iterable[Entry]:
 
     data = Path(path).read_bytes()
     at = 0
-    while at < len(data):
+    while at + 4 <= len(data):
         (size,) = struct.unpack_from("<I", data, at)
+        if at + 4 + size > len(data):
+            return  # it was killed
         (call, when, kind, scalars), arrays = decode(data[at + 4 : at + 4 + size])
         yield call, when, unpack(kind, scalars, arrays) if kind else scalars
         at += 4 + size

@@ -18,6 +18,7 @@ from actorllm import AsyncLLM, RequestOutputKind, SamplingParams
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.frontend import Delta, FrontendActor
 from actorllm.actors.restart import RestartLimits
+from actorllm.actors.scheduler import read_recording
 from actorllm.actors.topology import Topology, engine_topology
 from actorllm.config import EngineConfig
 from actorllm.errors import EngineDeadError, PeerRestartedError, RequestFailedError
@@ -153,6 +154,18 @@ async def test_the_timeline_tells_of_it(llm: AsyncLLM) -> None:
     assert marks[-1] == "workers linked"
     marks = [mark for mark in marks if mark != "workers linked"]  # those of the first time may be from before it began
     assert marks == ["scheduler lost", "scheduler linked", "workers lost"]
+
+
+async def test_every_life_of_a_scheduler_has_a_recording(make_llm: Callable[..., AsyncLLM], tmp_path: Path) -> None:
+    file = tmp_path / "recording"
+    llm = make_llm(record=str(file))
+    await tokens_of(llm, PROMPT, max_tokens=200)
+    await kill(llm, "scheduler")
+    await tokens_of(llm, PROMPT, max_tokens=200)
+    llm.shutdown()
+    assert sorted(os.listdir(tmp_path)) == ["recording", "recording.2"]
+    assert next(iter(read_recording(file)))[0] == "submit 0", "up to where it was killed"
+    assert sum(call == "update" for call, _, _ in read_recording(tmp_path / "recording.2")) == 200
 
 
 async def test_a_parked_process_takes_the_place_of_a_dead_one(make_llm: Callable[..., AsyncLLM]) -> None:
