@@ -1,1 +1,1 @@
-"""The latency laboratory: what a request promises (objectives); later the workloads, the simulator and the reports."""
+"""The latency laboratory: objectives, workloads, the step-time model, the simulator, and the figures of a run."""

@@ -1,11 +1,25 @@
-"""What a request is promised. The scheduler carries it; policies act on it."""
+"""What a request is promised, and whether it was kept. The scheduler carries it; policies and reports act on it.
+
+TPOT has two readings, and which one counts turns the ranking of policies round, so both are computed everywhere:
+
+    tpot       for who minds every pause: (last token - first token) / (tokens - 1) <= tpot, as `vllm bench serve` counts
+    deadline   for a steady reader: token i is due at arrival + ttft + i * tpot, so what came early may be late later
+               (QoServe, ASPLOS 2026; the fluidity index of Etalon judges every token by it, goodput the first and last)
+
+Without a promised TTFT the deadlines of the second reading are counted from the first token.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from actorllm.errors import InvalidParameterError
+from actorllm.errors import InvalidParameterError, nearest_name
+
+Reading = Literal["tpot", "deadline"]
+READINGS: tuple[Reading, ...] = get_args(Reading)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +38,12 @@ class SLO:
     def __post_init__(self) -> None:
         for name in ("ttft", "tpot", "e2e"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+            if value is not None and not (_is_number(value) and value > 0):
                 raise InvalidParameterError(f"SLO {name}={value!r} must be a positive number of seconds, or None")
-        if not self.ttft_per_prompt_token >= 0:
-            raise InvalidParameterError(f"SLO ttft_per_prompt_token={self.ttft_per_prompt_token!r} must be >= 0")
+        if not (_is_number(self.ttft_per_prompt_token) and self.ttft_per_prompt_token >= 0):
+            raise InvalidParameterError(
+                f"SLO ttft_per_prompt_token={self.ttft_per_prompt_token!r} must be a number of seconds, 0 or more"
+            )
 
     @classmethod
     def from_value(cls, value: SLO | float | None) -> SLO | None:
@@ -37,3 +53,101 @@ class SLO:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise InvalidParameterError(f"slo={value!r} must be an SLO or a number of seconds per token")
         return cls(tpot=float(value))
+
+    @classmethod
+    def from_mapping(cls, given: Mapping[str, object]) -> SLO:
+        """As it stands in a trace or a configuration file; an unknown key is an error that names the nearest one."""
+        for name in given:
+            if name not in cls.__slots__:
+                raise InvalidParameterError(
+                    f"SLO {name}={given[name]!r} is not known{nearest_name(name, cls.__slots__)}"
+                )
+        return cls(**given)  # type: ignore[arg-type]  # __post_init__ checks the values
+
+    @classmethod
+    def from_fields(cls, fields: Sequence[float | None] | None) -> SLO | None:
+        """What `Submit.slo` carries (`to_fields`)."""
+        if fields is None:
+            return None
+        ttft, tpot, e2e, per_prompt_token = fields
+        return cls(ttft, tpot, e2e, per_prompt_token or 0.0)
+
+    def to_fields(self) -> list[float | None]:
+        return [self.ttft, self.tpot, self.e2e, self.ttft_per_prompt_token]
+
+    def scaled(self, factor: float) -> SLO:
+        """All of it so many times as loose (for curves of attainment over the strictness of the objective)."""
+
+        def scale(value: float | None) -> float | None:
+            return None if value is None else value * factor
+
+        return SLO(scale(self.ttft), scale(self.tpot), scale(self.e2e), self.ttft_per_prompt_token * factor)
+
+    def ttft_limit(self, num_prompt: int) -> float:
+        """Seconds from arrival to the first token of a prompt of so many tokens; infinity without a promise."""
+        return math.inf if self.ttft is None else self.ttft + self.ttft_per_prompt_token * num_prompt
+
+    def token_deadline(self, index: int, arrival: float, num_prompt: int, first_token: float | None = None) -> float:
+        """When output token `index` (from 0) is due in the deadline reading; infinity when nothing says so.
+
+        first_token: when that came, if it did; it counts where no TTFT is promised.
+        """
+        start = arrival + self.ttft_limit(num_prompt)
+        if start == math.inf and first_token is not None:
+            start = first_token
+        if index and self.tpot is None:
+            return math.inf
+        return start + index * (self.tpot or 0.0)
+
+    def is_met(
+        self,
+        *,
+        arrival: float,
+        first_token: float,
+        last_token: float,
+        num_prompt: int,
+        num_output: int,
+        reading: Reading = "tpot",
+    ) -> bool:
+        """Whether a request that ran to its end kept all of it. Times in seconds of one clock."""
+        if first_token - arrival > self.ttft_limit(num_prompt):
+            return False
+        if self.e2e is not None and last_token - arrival > self.e2e:
+            return False
+        if self.tpot is None or num_output <= 1:
+            return True
+        if reading == "tpot":
+            return (last_token - first_token) / (num_output - 1) <= self.tpot
+        return last_token <= self.token_deadline(num_output - 1, arrival, num_prompt, first_token)
+
+    def contradiction(self) -> str | None:
+        """Why no request could ever keep it, whatever the engine; None if one could."""
+        if self.e2e is not None and self.ttft is not None and self.e2e < self.ttft:
+            return f"e2e={self.e2e} ends before ttft={self.ttft} does; the ttft can be left out"
+        if self.ttft is None and self.ttft_per_prompt_token:
+            return f"ttft_per_prompt_token={self.ttft_per_prompt_token} has no effect without ttft"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestClass:
+    """What the requests of one kind have in common: their label, their promise, and how they are treated."""
+
+    name: str
+    """The `type_info` of its requests."""
+    slo: SLO | None = None
+    is_latency_sensitive: bool = False
+    priority: int = 0
+    """Lower is sooner."""
+    patience: float | None = None
+    """Seconds after which the client gives up and aborts; None: never."""
+
+    def __post_init__(self) -> None:
+        if self.patience is not None and not (_is_number(self.patience) and self.patience > 0):
+            raise InvalidParameterError(
+                f"class {self.name!r}: patience={self.patience!r} must be a positive number of seconds, or None"
+            )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

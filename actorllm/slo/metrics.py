@@ -1,0 +1,285 @@
+"""Figures of a finished run: latencies, attainment and goodput, for all requests and for each class.
+
+Latencies have the keys of `vllm bench serve`, in milliseconds, so that scripts for its JSON read ours:
+ttft (arrival to first token, queueing included), tpot (mean gap of a request), itl (every gap), e2el. A request is *good*
+when it ran to its end and kept its whole objective; goodput is good requests per second. Both readings of TPOT
+(`objective`) are computed, and neither is the default in what is printed. A request without an objective is good when it
+ran to its end. Aborted, failed and unfinished requests are never good, however early their tokens came.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actorllm.messages import F64, I32, I64
+from actorllm.slo.objective import READINGS, SLO, Reading, RequestClass
+from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline
+
+PERCENTILES = (50, 90, 95, 99)
+
+
+def percentiles(values: F64, counts: I64, percents: Iterable[float]) -> list[float]:
+    """As `np.percentile(np.repeat(values, counts), percents)`, without repeating anything. NaN of nothing."""
+    percents = list(percents)
+    total = int(counts.sum())
+    if not total:
+        return [math.nan] * len(percents)
+    order = np.argsort(values, kind="stable")
+    ordered, ends = values[order], np.cumsum(counts[order])
+    found = []
+    for percent in percents:
+        at = (total - 1) * percent / 100
+        low = math.floor(at)
+        a = ordered[np.searchsorted(ends, low, side="right")]
+        b = ordered[np.searchsorted(ends, min(low + 1, total - 1), side="right")]
+        found.append(float(a + (b - a) * (at - low)))
+    return found
+
+
+def good(timeline: RunTimeline, slo: SLO | None, reading: Reading) -> NDArray[np.bool_]:
+    """Which requests would be good if all of them had this objective: `SLO.is_met` by column."""
+    is_good: NDArray[np.bool_] = timeline.outcome == FINISHED
+    if slo is None:
+        return is_good
+    first, last = timeline.first_token, timeline.last_token
+    due = timeline.arrival + np.inf
+    if slo.ttft is not None:
+        due = timeline.arrival + (slo.ttft + slo.ttft_per_prompt_token * timeline.num_prompt)
+        is_good &= timeline.ttft <= slo.ttft + slo.ttft_per_prompt_token * timeline.num_prompt
+    if slo.e2e is not None:
+        is_good &= timeline.e2e <= slo.e2e
+    if slo.tpot is not None:
+        if reading == "tpot":
+            is_good &= timeline.tpot <= slo.tpot
+        else:
+            start = np.where(np.isfinite(due), due, first)
+            is_good &= (timeline.num_output <= 1) | (last <= start + slo.tpot * (timeline.num_output - 1))
+    return is_good
+
+
+def good_by_class(
+    timeline: RunTimeline, class_ids: NDArray[np.integer[Any]], classes: Iterable[RequestClass], reading: Reading
+) -> NDArray[np.bool_]:
+    """Which requests kept the objective of their class."""
+    is_good = np.zeros(len(timeline), np.bool_)
+    for number, kind in enumerate(classes):
+        mine = class_ids == number
+        is_good[mine] = good(timeline, kind.slo, reading)[mine]
+    return is_good
+
+
+def fluidity(times: F64, slo: SLO, arrival: float, num_prompt: int) -> float:
+    """Share of a request's tokens that met a deadline which carries slack (the fluidity index of Etalon).
+
+    Token i is due tpot after the time at which token i - 1 was due; a token that is late starts the deadlines anew from
+    when it came. 1 without a promise per token.
+    """
+    if slo.tpot is None or not times.size:
+        return 1.0
+    due = arrival + slo.ttft_limit(num_prompt)
+    if due == math.inf:
+        due = float(times[0])
+    num_late = at = 0
+    steps = slo.tpot * np.arange(times.size)
+    while at < times.size:
+        late = np.flatnonzero(times[at:] > due + steps[: times.size - at])
+        if not late.size:
+            break
+        num_late += 1
+        at += int(late[0]) + 1
+        due = float(times[at - 1]) + slo.tpot
+    return 1 - num_late / times.size
+
+
+def jain(shares: Iterable[float]) -> float:
+    """Jain's fairness index of what each got: 1 when all got the same, 1/n when one got everything."""
+    values = np.array(list(shares), float)
+    squares = float((values**2).sum())
+    return 1.0 if not squares else float(values.sum()) ** 2 / (values.size * squares)
+
+
+@dataclass(frozen=True, slots=True)
+class Attainment:
+    """How many of the requests of a class kept their objective."""
+
+    name: str
+    num_requests: int
+    num_finished: int
+    attainment: dict[Reading, float]
+    """Share of its requests that are good."""
+    goodput: dict[Reading, float]
+    """Good ones per second."""
+    fluidity: float
+    """Mean share of tokens that met their deadline; NaN when it was not asked for."""
+    latency_ms: dict[str, float]
+    """{mean, median, std, p50, p90, p95, p99}_{ttft, tpot, e2el}_ms of those that finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunMetrics:
+    """What `evaluate` returns."""
+
+    summary: dict[str, Any]
+    """The keys of `vllm bench serve`'s JSON; what it does not have begins with actorllm_."""
+    classes: tuple[Attainment, ...]
+    """One for each class that has requests, in the order of the classes."""
+    overall: Attainment
+
+    def worst(self, reading: Reading) -> float:
+        """Attainment of the class that is worst off."""
+        return min((c.attainment[reading] for c in self.classes), default=math.nan)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: no NaN in it."""
+        plain: dict[str, Any] = _without_nan(
+            self.summary
+            | {
+                "actorllm_overall": _plain(self.overall),
+                "actorllm_classes": {c.name: _plain(c) for c in self.classes},
+                "actorllm_worst_class": {reading: self.worst(reading) for reading in READINGS},
+            }
+        )
+        return plain
+
+
+def evaluate(
+    timeline: RunTimeline,
+    classes: tuple[RequestClass, ...] = (RequestClass("all"),),
+    class_ids: NDArray[np.integer[Any]] | None = None,
+    *,
+    duration: float | None = None,
+    with_fluidity: bool = False,
+    tenants: NDArray[np.integer[Any]] | None = None,
+) -> RunMetrics:
+    """All figures of a run. classes, class_ids, tenants: as in the workload (None: all of class 0).
+
+    duration: seconds to divide by; None: from the first arrival to the last end. with_fluidity looks at every token.
+    """
+    if class_ids is None:
+        class_ids = np.zeros(len(timeline), np.int16)
+    seconds = timeline.duration if duration is None else duration
+    is_good = {reading: good_by_class(timeline, class_ids, classes, reading) for reading in READINGS}
+    smooth = _fluidity_by_request(timeline, class_ids, classes) if with_fluidity else np.full(len(timeline), np.nan)
+    everything = np.ones(len(timeline), np.bool_)
+    overall = _attainment("all", timeline, everything, is_good, smooth, seconds)
+    by_class = [
+        _attainment(kind.name, timeline, mine, is_good, smooth, seconds)
+        for number, kind in enumerate(classes)
+        if (mine := class_ids == number).any()
+    ]
+    summary = _summary(timeline, overall, seconds)
+    if tenants is not None:
+        served = np.bincount(tenants, (timeline.num_prompt + 2 * timeline.num_output).astype(float))
+        summary["actorllm_jain_of_tenants"] = jain(served[np.bincount(tenants) > 0])
+    return RunMetrics(summary, tuple(by_class), overall)
+
+
+def _attainment(
+    name: str,
+    timeline: RunTimeline,
+    mine: NDArray[np.bool_],
+    is_good: dict[Reading, NDArray[np.bool_]],
+    smooth: F64,
+    seconds: float,
+) -> Attainment:
+    finished = mine & (timeline.outcome == FINISHED)
+    num_good = {reading: int((is_good[reading] & mine).sum()) for reading in READINGS}
+    num = int(mine.sum())
+    latency: dict[str, float] = {}
+    several = finished & (timeline.num_output > 1)  # a single token has no gap, so it is in no mean of gaps
+    for label, values, rows in (
+        ("ttft", timeline.ttft, finished),
+        ("tpot", timeline.tpot, several),
+        ("e2el", timeline.e2e, finished),
+    ):
+        latency |= latency_figures(label, values[rows])
+    judged = smooth[mine & np.isfinite(smooth)]
+    return Attainment(
+        name,
+        num,
+        int(finished.sum()),
+        {reading: num_good[reading] / num if num else math.nan for reading in READINGS},
+        {reading: num_good[reading] / seconds if seconds else math.nan for reading in READINGS},
+        float(judged.mean()) if judged.size else math.nan,
+        latency,
+    )
+
+
+def latency_figures(label: str, seconds: F64, counts: I64 | None = None) -> dict[str, float]:
+    """mean, median, std and percentiles in milliseconds, with the keys of `vllm bench serve`."""
+    if counts is None:
+        counts = np.ones(seconds.size, np.int64)
+    total = int(counts.sum())
+    mean = float((seconds * counts).sum() / total) if total else math.nan
+    variance = float((counts * (seconds - mean) ** 2).sum() / total) if total else math.nan
+    median, *tail = percentiles(seconds, counts, (50, *PERCENTILES))
+    figures = {f"mean_{label}_ms": mean, f"median_{label}_ms": median, f"std_{label}_ms": math.sqrt(variance)}
+    figures |= {f"p{p}_{label}_ms": value for p, value in zip(PERCENTILES, tail, strict=True)}
+    return {key: value * 1e3 for key, value in figures.items()}
+
+
+def _summary(timeline: RunTimeline, overall: Attainment, seconds: float) -> dict[str, Any]:
+    finished = timeline.outcome == FINISHED
+    num_input, num_output = int(timeline.num_prompt[finished].sum()), int(timeline.num_output[finished].sum())
+
+    def per_second(value: float) -> float:
+        return value / seconds if seconds else math.nan
+
+    return (
+        {
+            "duration": seconds,
+            "completed": overall.num_finished,
+            "failed": len(timeline) - overall.num_finished,
+            "total_input_tokens": num_input,
+            "total_output_tokens": num_output,
+            "request_throughput": per_second(overall.num_finished),
+            "request_goodput": overall.goodput["tpot"],
+            "output_throughput": per_second(num_output),
+            "total_token_throughput": per_second(num_input + num_output),
+        }
+        | overall.latency_ms
+        | latency_figures("itl", *timeline.gaps())
+        | {
+            "actorllm_goodput_deadline": overall.goodput["deadline"],
+            "actorllm_num_aborted": int((timeline.outcome == ABORTED).sum()),
+            "actorllm_num_failed": int((timeline.outcome == FAILED).sum()),
+            "actorllm_num_unfinished": int((timeline.outcome == UNFINISHED).sum()),
+            "actorllm_num_preemptions": int(timeline.num_preemptions.sum()),
+            "actorllm_num_cached_tokens": int(timeline.num_cached.sum()),
+            "actorllm_num_wasted_tokens": int(timeline.num_wasted.sum()),
+        }
+    )
+
+
+def _fluidity_by_request(timeline: RunTimeline, class_ids: I32 | Any, classes: Iterable[RequestClass]) -> F64:
+    """NaN for requests without a token or without an objective per token."""
+    found = np.full(len(timeline), np.nan)
+    for number, kind in enumerate(classes):
+        if kind.slo is None or kind.slo.tpot is None:
+            continue
+        for row in np.flatnonzero((class_ids == number) & (timeline.num_output > 0)).tolist():
+            times = timeline.token_times(row)
+            found[row] = fluidity(times, kind.slo, float(timeline.arrival[row]), int(timeline.num_prompt[row]))
+    return found
+
+
+def _plain(attainment: Attainment) -> dict[str, Any]:
+    return {
+        "requests": attainment.num_requests,
+        "finished": attainment.num_finished,
+        "attainment": dict(attainment.attainment),
+        "goodput": dict(attainment.goodput),
+        "fluidity": attainment.fluidity,
+    } | attainment.latency_ms
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

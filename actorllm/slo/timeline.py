@@ -1,0 +1,157 @@
+"""`RunTimeline`: what became of every request of a run, live or simulated, as columns; and when every token came.
+
+One row per request, in the order of the workload. A token comes with a step, so the times of tokens are not kept apart:
+`step_ends` has the end of every step of a replica, and a *span* says that a request got one token in each of so many
+consecutive steps. An uninterrupted stream is one span; a preemption, or a step that a policy skipped, begins another.
+That is how a million requests with 200 million tokens fit into some hundred megabytes.
+
+Times are seconds of the run's own clock, which begins at 0. NaN: did not happen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actorllm.messages import F64, I32, I64
+
+FINISHED, ABORTED, FAILED, UNFINISHED = 0, 1, 2, 3
+"""How a request ended. UNFINISHED: it was still there when the run was cut off."""
+OUTCOMES = ("finished", "aborted", "failed", "unfinished")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spans:
+    """Rows are sorted by request, and those of one request by time."""
+
+    request: I32
+    replica: I32
+    first_step: I64
+    """Position in the replica's `step_ends`."""
+    count: I32
+
+    @staticmethod
+    def sorted(request: I32, replica: I32, first_step: I64, count: I32) -> Spans:
+        order = np.argsort(request, kind="stable")
+        return Spans(request[order], replica[order], first_step[order], count[order])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunTimeline:
+    """See the module docstring."""
+
+    arrival: F64
+    num_prompt: I32
+    num_output: I32
+    """Tokens that it got."""
+    scheduled: F64
+    first_token: F64
+    last_token: F64
+    end: F64
+    outcome: NDArray[np.int8]
+    replica: I32
+    num_preemptions: I32
+    num_cached: I32
+    """Prompt tokens found in the prefix cache at its first admission."""
+    num_wasted: I32
+    """Tokens that were computed for it in vain."""
+    spans: Spans
+    step_ends: tuple[F64, ...] = field(default=())
+    """Of every replica."""
+
+    def __len__(self) -> int:
+        return self.arrival.size
+
+    @property
+    def duration(self) -> float:
+        """From the first arrival to the last end."""
+        return float(np.nanmax(self.end) - self.arrival.min()) if len(self) and np.isfinite(self.end).any() else 0.0
+
+    @property
+    def ttft(self) -> F64:
+        return self.first_token - self.arrival
+
+    @property
+    def e2e(self) -> F64:
+        return self.last_token - self.arrival
+
+    @property
+    def tpot(self) -> F64:
+        """Mean gap between the tokens of each request; 0 with a single token, as in `vllm bench serve`."""
+        gaps = np.maximum(self.num_output - 1, 1)
+        return np.where(self.num_output > 1, (self.last_token - self.first_token) / gaps, self.ttft * 0.0)
+
+    def token_times(self, request: int) -> F64:
+        """When each of its tokens came."""
+        spans = self.spans
+        first, last = np.searchsorted(spans.request, [request, request + 1])
+        parts = [
+            self.step_ends[spans.replica[i]][spans.first_step[i] : spans.first_step[i] + spans.count[i]]
+            for i in range(first, last)
+        ]
+        return np.concatenate(parts) if parts else np.zeros(0)
+
+    def gaps(self) -> tuple[F64, I64]:
+        """Every gap between two tokens of one request (inter-token latency): values, and how often each occurs.
+
+        Requests that decode together share the gaps of their steps, so this is by steps and not by tokens.
+        """
+        spans = self.spans
+        values: list[F64] = []
+        counts: list[I64] = []
+        for replica, ends in enumerate(self.step_ends):
+            mine = spans.replica == replica
+            first, count = spans.first_step[mine], spans.count[mine]
+            covering = np.zeros(ends.size + 1, np.int64)  # how many requests have a gap that ends with this step
+            np.add.at(covering, first + 1, 1)
+            np.add.at(covering, first + count, -1)
+            covering = np.cumsum(covering)[1 : ends.size]
+            has_any = covering > 0
+            values.append(np.diff(ends)[has_any])
+            counts.append(covering[has_any])
+        again = np.flatnonzero(spans.request[1:] == spans.request[:-1])  # from one span of a request to its next
+        if again.size:
+            between = [
+                self.step_ends[spans.replica[i + 1]][spans.first_step[i + 1]]
+                - self.step_ends[spans.replica[i]][spans.first_step[i] + spans.count[i] - 1]
+                for i in again.tolist()
+            ]
+            values.append(np.array(between))
+            counts.append(np.ones(again.size, np.int64))
+        if not values:
+            return np.zeros(0), np.zeros(0, np.int64)
+        return np.concatenate(values), np.concatenate(counts)
+
+
+def timeline_of_streams(arrival: F64, num_prompt: I32, streams: list[F64], **columns: object) -> RunTimeline:
+    """From the token times of every request, as a client sees them (replay against an engine). No token: failed."""
+    count = np.array([times.size for times in streams], np.int32)
+    first = np.concatenate(([0], np.cumsum(count)[:-1])).astype(np.int64) if count.size else np.zeros(0, np.int64)
+    has_any = count > 0
+    nothing = np.full(count.size, np.nan)
+    first_token, last_token = nothing.copy(), nothing.copy()
+    for row in np.flatnonzero(has_any).tolist():
+        first_token[row], last_token[row] = streams[row][0], streams[row][-1]
+    zeros = np.zeros(count.size, np.int32)
+    values: dict[str, object] = {
+        "scheduled": nothing,
+        "end": last_token,
+        "outcome": np.where(has_any, FINISHED, FAILED).astype(np.int8),
+        "replica": zeros,
+        "num_preemptions": zeros,
+        "num_cached": zeros,
+        "num_wasted": zeros,
+    }
+    rows = np.flatnonzero(has_any).astype(np.int32)
+    return RunTimeline(
+        arrival=arrival,
+        num_prompt=num_prompt,
+        num_output=count,
+        first_token=first_token,
+        last_token=last_token,
+        spans=Spans(rows, np.zeros(rows.size, np.int32), first[has_any], count[has_any]),
+        step_ends=(np.concatenate(streams) if streams else np.zeros(0),),
+        **(values | columns),  # type: ignore[arg-type]
+    )

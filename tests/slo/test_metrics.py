@@ -1,0 +1,122 @@
+"""Figures of a run, on streams that are written down by hand."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from actorllm.slo.metrics import evaluate, fluidity, good, jain, percentiles
+from actorllm.slo.objective import SLO, RequestClass
+from actorllm.slo.timeline import ABORTED, FINISHED, RunTimeline, timeline_of_streams
+
+
+def make_timeline() -> RunTimeline:
+    """Four requests: smooth and early; early with a pause; late and fast; without a token."""
+    streams = [
+        np.array([0.5, 0.6, 0.7, 0.8]),
+        np.array([1.1, 1.2, 2.0, 2.1]),
+        np.array([4.0, 4.01, 4.02]),
+        np.zeros(0),
+    ]
+    arrivals = np.array([0.0, 1.0, 2.0, 3.0])
+    return timeline_of_streams(arrivals, np.array([10, 10, 10, 10], np.int32), streams)
+
+
+def test_columns_of_streams() -> None:
+    timeline = make_timeline()
+    assert timeline.ttft[:3].tolist() == pytest.approx([0.5, 0.1, 2.0])
+    assert timeline.tpot[:3].tolist() == pytest.approx([0.1, 1 / 3, 0.01])
+    assert timeline.token_times(1).tolist() == [1.1, 1.2, 2.0, 2.1]
+    assert timeline.token_times(3).tolist() == []
+    assert timeline.duration == pytest.approx(4.02)
+
+
+def test_every_gap_is_counted_once_and_none_between_requests() -> None:
+    values, counts = make_timeline().gaps()
+    gaps = np.sort(np.repeat(values, counts)).tolist()
+    assert gaps == pytest.approx(sorted([0.1, 0.1, 0.1, 0.1, 0.8, 0.1, 0.01, 0.01]))
+
+
+def test_the_two_readings_differ_where_they_should() -> None:
+    timeline = make_timeline()
+    slo = SLO(ttft=1.0, tpot=0.2)
+    assert good(timeline, slo, "tpot").tolist() == [True, False, False, False]
+    assert good(timeline, slo, "deadline").tolist() == [True, True, False, False], "due at 2.6, there at 2.1"
+    assert good(timeline, None, "tpot").tolist() == [True, True, True, False]
+
+
+@pytest.mark.parametrize("reading", ["tpot", "deadline"])
+def test_columns_judge_as_single_requests_do(reading: str) -> None:
+    rng = np.random.default_rng(3)
+    streams = [np.sort(rng.uniform(0, 4, rng.integers(1, 9))) + i / 10 for i in range(200)]
+    timeline = timeline_of_streams(np.arange(200) / 10, rng.integers(1, 3000, 200).astype(np.int32), streams)
+    for slo in (SLO(1, 0.4), SLO(None, 0.4), SLO(0.5, None, 3.0, 1e-3), SLO(e2e=3)):
+        judged = good(timeline, slo, reading)  # type: ignore[arg-type]
+        single = [
+            slo.is_met(
+                arrival=float(timeline.arrival[i]),
+                first_token=float(timeline.first_token[i]),
+                last_token=float(timeline.last_token[i]),
+                num_prompt=int(timeline.num_prompt[i]),
+                num_output=int(timeline.num_output[i]),
+                reading=reading,  # type: ignore[arg-type]
+            )
+            for i in range(200)
+        ]
+        assert judged.tolist() == single
+        assert 0 < sum(single) < 200
+
+
+def test_fluidity_carries_slack_and_starts_anew_after_a_miss() -> None:
+    slo = SLO(ttft=1.0, tpot=0.1)
+    assert fluidity(np.array([0.2, 0.9, 1.15]), slo, 0.0, 1) == 1.0
+    assert fluidity(np.array([0.2, 1.2, 1.25, 1.36]), slo, 0.0, 1) == 0.75, "one miss; from 1.2 on in time again"
+    assert fluidity(np.array([1.5, 2.0, 2.5]), slo, 0.0, 1) == 0.0
+    assert fluidity(np.array([9.0, 9.1]), SLO(tpot=0.2), 0.0, 1) == 1.0, "no promise for the first token"
+
+
+def test_attainment_by_class_and_the_worst_of_them() -> None:
+    timeline = make_timeline()
+    classes = (RequestClass("chat", SLO(1.0, 0.2), True), RequestClass("batch", SLO(e2e=5.0)), RequestClass("nobody"))
+    metrics = evaluate(timeline, classes, np.array([0, 0, 1, 1]), with_fluidity=True, tenants=np.array([0, 0, 1, 1]))
+    chat, batch = metrics.classes
+    assert (chat.name, chat.num_requests, batch.name, batch.num_requests) == ("chat", 2, "batch", 2)
+    assert chat.attainment == {"tpot": 0.5, "deadline": 1.0}
+    assert batch.attainment == {"tpot": 0.5, "deadline": 0.5}, "who got nothing is not good"
+    assert metrics.worst("deadline") == 0.5
+    assert chat.fluidity == 1.0, "the pause is within the slack of the first token"
+    summary = metrics.summary
+    assert (summary["completed"], summary["failed"], summary["total_output_tokens"]) == (3, 1, 11)
+    assert summary["request_goodput"] == pytest.approx(2 / 4.02)
+    assert summary["actorllm_goodput_deadline"] == pytest.approx(3 / 4.02)
+    assert summary["mean_ttft_ms"] == pytest.approx(1e3 * (0.5 + 0.1 + 2.0) / 3)
+    assert summary["p99_itl_ms"] == pytest.approx(1e3 * np.percentile([0.1] * 5 + [0.8, 0.01, 0.01], 99))
+    assert json.loads(json.dumps(metrics.to_dict(), allow_nan=False))["actorllm_classes"]["chat"]["requests"] == 2
+
+
+def test_who_gave_up_is_not_good_however_early_the_tokens_were() -> None:
+    timeline = make_timeline()
+    timeline.outcome[0] = ABORTED
+    assert evaluate(timeline, (RequestClass("x", SLO(ttft=1.0)),)).overall.attainment["tpot"] == 0.25
+    assert timeline.outcome[1] == FINISHED
+
+
+def test_percentiles_of_counted_values_are_those_of_the_repeated_ones() -> None:
+    rng = np.random.default_rng(1)
+    values, counts = rng.normal(size=50), rng.integers(0, 5, 50)
+    percents = [0, 1, 37.5, 50, 99, 100]
+    assert percentiles(values, counts, percents) == pytest.approx(np.percentile(np.repeat(values, counts), percents))
+
+
+def test_nothing_is_no_error() -> None:
+    empty = timeline_of_streams(np.zeros(0), np.zeros(0, np.int32), [])
+    metrics = evaluate(empty)
+    assert metrics.summary["completed"] == 0
+    assert metrics.to_dict()["mean_ttft_ms"] is None
+
+
+def test_fairness_of_shares() -> None:
+    assert jain([3, 3, 3]) == 1.0
+    assert jain([1, 0, 0, 0]) == 0.25
