@@ -1,0 +1,441 @@
+"""Reading workloads from published traces. Nothing is downloaded here; who has a file names it.
+
+    azure     TIMESTAMP,ContextTokens,GeneratedTokens            Azure/AzurePublicDataset, LLM inference 2023 and 2024
+    vidur     arrived_at,num_prefill_tokens,num_decode_tokens     microsoft/vidur, processed traces (seconds)
+    burstgpt  Timestamp,...,Request tokens,Response tokens,...    HPMLL/BurstGPT (seconds)
+    mooncake  {"timestamp": ms, "input_length", "output_length", "hash_ids"}      kvcache-ai/Mooncake, blocks of 512 tokens
+    timed     the same keys with seconds and blocks of 16 tokens, as `vllm bench serve --dataset-name timed_trace` reads
+    servegen  a folder of chunk-N-trace.csv and chunk-N-dataset.json               alibaba/ServeGen; drawn from, not replayed
+
+Rows of the JSON formats may also carry slo (seconds per token, or an object with the fields of SLO), type_info, tenant,
+priority and is_latency_sensitive; `write_trace` writes these. A row that cannot be used is left out and reported with its
+line number and what is wrong; a file without any usable row is an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actorllm.errors import ConfigError, nearest_name
+from actorllm.messages import F64
+from actorllm.slo.objective import SLO, RequestClass
+from actorllm.slo.workload import Prefixes, Workload, make_workload, seed_stream
+
+MAX_PROBLEMS = 20
+"""Malformed rows that are told in full; the others are counted."""
+
+FORMATS = ("azure", "vidur", "burstgpt", "mooncake", "timed", "servegen")
+MOONCAKE_BLOCK_TOKENS = 512
+TIMED_BLOCK_TOKENS = 16
+
+SAMPLE = Path(__file__).with_name("sample.jsonl")
+"""200 synthetic requests with shared prefixes and two classes, made by `workload.synthetic`: to try things on."""
+
+
+@dataclass(slots=True)
+class TraceReport:
+    """What was read, and what was left out."""
+
+    path: str
+    format: str
+    num_rows: int = 0
+    num_skipped: int = 0
+    problems: list[tuple[int, str]] = field(default_factory=list)
+    """(line number from 1, what is wrong) of the first of them."""
+
+    def skip(self, line: int, problem: str) -> None:
+        self.num_skipped += 1
+        if len(self.problems) < MAX_PROBLEMS:
+            self.problems.append((line, problem))
+
+    def __str__(self) -> str:
+        told = f"{self.path}: {self.num_rows} rows of {self.format}, {self.num_skipped} skipped"
+        lines = [f"  line {line}: {problem}" for line, problem in self.problems]
+        if self.num_skipped > len(self.problems):
+            lines.append(f"  and {self.num_skipped - len(self.problems)} more")
+        return "\n".join([told, *lines])
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    workload: Workload
+    report: TraceReport
+
+
+@dataclass(slots=True)
+class _Row:
+    """One request, as a row told it."""
+
+    arrival: float
+    num_prompt: int
+    num_output: int
+    hash_ids: list[int] | None = None
+    kind: RequestClass | None = None
+    tenant: str | None = None
+
+
+def load_trace(
+    path: str | Path,
+    format: str | None = None,
+    *,
+    block_tokens: int | None = None,
+    seconds_per_unit: float | None = None,
+    **drawn: Any,
+) -> Trace:
+    """The requests of a trace, the first of them at 0 seconds. format: one of FORMATS; None: seen from the file.
+
+    block_tokens: tokens per hash id, and seconds_per_unit: of the timestamps; None: what is usual in the format. drawn: of
+    `draw_servegen`, for its folders. Raises ConfigError naming what is wrong.
+    """
+    path = Path(path)
+    if format is not None and format not in FORMATS:
+        raise ConfigError(f"trace format {format!r} is not known{nearest_name(format, FORMATS)}; {', '.join(FORMATS)}")
+    if path.is_dir() or format == "servegen":
+        return draw_servegen(path, **drawn)
+    if drawn:
+        raise ConfigError(f"{path} is replayed as it is; {', '.join(drawn)} are for ServeGen folders")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"trace {str(path)!r} cannot be read: {error}") from error
+    lines = text.splitlines()
+    if format is None:
+        format = _seen_format(lines, path)
+    report = TraceReport(str(path), format)
+    if format in ("mooncake", "timed"):
+        is_timed = format == "timed"
+        unit = seconds_per_unit or (1.0 if is_timed else 1e-3)
+        rows = _json_rows(lines, unit, report)
+        block_tokens = block_tokens or (TIMED_BLOCK_TOKENS if is_timed else MOONCAKE_BLOCK_TOKENS)
+    else:
+        rows = _csv_rows(lines, format, seconds_per_unit or 1.0, report)
+    return Trace(_workload_of(list(rows), block_tokens or 1, path, report), report)
+
+
+def _seen_format(lines: list[str], path: Path) -> str:
+    first = next((line.strip() for line in lines if line.strip()), "")
+    if first.startswith("{"):
+        return "mooncake"
+    header = [name.strip() for name in first.split(",")]
+    for name, columns in _CSV_COLUMNS.items():
+        if set(columns) <= set(header):
+            return name
+    raise ConfigError(
+        f"trace {str(path)!r}: {first[:80]!r} is the first line of no known format; name one of {', '.join(FORMATS)}"
+    )
+
+
+# Comma separated values --------------------------------------------------------------------------------------------------
+
+
+def _azure_time(text: str) -> float:
+    when = datetime.fromisoformat(text)
+    return (when if when.tzinfo is not None else when.replace(tzinfo=UTC)).timestamp()
+
+
+_CSV_COLUMNS = {
+    "azure": ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+    "vidur": ("arrived_at", "num_prefill_tokens", "num_decode_tokens"),
+    "burstgpt": ("Timestamp", "Request tokens", "Response tokens"),
+}
+"""Columns of arrival, prompt tokens and output tokens."""
+
+
+def _csv_rows(lines: list[str], format: str, unit: float, report: TraceReport) -> Iterator[_Row]:
+    names = _CSV_COLUMNS[format]
+    reader = csv.reader(lines)
+    header = [name.strip() for name in next(reader, [])]
+    if missing := [name for name in names if name not in header]:
+        raise ConfigError(f"trace {report.path!r} has no column {missing[0]!r}{nearest_name(missing[0], header)}")
+    when, prompt, output = (header.index(name) for name in names)
+    label = header.index("Log Type") if "Log Type" in header else -1
+    kinds: dict[str, RequestClass] = {}
+    read_time: Callable[[str], float] = _azure_time if format == "azure" else lambda text: float(text) * unit
+    for cells in reader:
+        if not cells:
+            continue
+        report.num_rows += 1
+        if len(cells) < len(header):
+            report.skip(reader.line_num, f"{len(cells)} columns instead of {len(header)}")
+            continue
+        try:
+            row = _Row(
+                _finite(read_time(cells[when]), names[0]),
+                _count(cells[prompt], names[1]),
+                _count(cells[output], names[2]),
+            )
+        except ValueError as error:
+            report.skip(reader.line_num, str(error))
+            continue
+        if label >= 0:
+            row.kind = kinds.setdefault(cells[label], RequestClass(cells[label]))
+        yield row
+
+
+def _finite(value: float, name: str) -> float:
+    if not math.isfinite(value):
+        raise ValueError(f"{name} is {value}")
+    return value
+
+
+def _count(value: Any, name: str) -> int:
+    """A number of tokens: at least one. BurstGPT has failed requests with 0 response tokens."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={value!r} is not a number") from None
+    if isinstance(value, bool) or not math.isfinite(number) or number != int(number) or not 1 <= number < 2**31:
+        raise ValueError(f"{name}={value!r} must be a whole number of tokens, at least 1")
+    return int(number)
+
+
+# JSON lines --------------------------------------------------------------------------------------------------------------
+
+
+def _json_rows(lines: list[str], unit: float, report: TraceReport) -> Iterator[_Row]:
+    kinds: dict[tuple[Any, ...], RequestClass] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        report.num_rows += 1
+        try:
+            yield _json_row(json.loads(line), unit, kinds)
+        except json.JSONDecodeError as error:
+            report.skip(number, f"not JSON: {error.msg} at column {error.colno}")
+        except (ValueError, KeyError, TypeError) as error:
+            report.skip(number, f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error))
+
+
+def _json_row(given: Any, unit: float, kinds: dict[tuple[Any, ...], RequestClass]) -> _Row:
+    if not isinstance(given, dict):
+        raise ValueError(f"an object expected, got {type(given).__name__}")
+    when = given["timestamp"]
+    if isinstance(when, bool) or not isinstance(when, int | float):
+        raise ValueError(f"timestamp={when!r} is not a number")
+    ids = given.get("hash_ids")
+    if ids is not None and not (isinstance(ids, list) and all(type(i) is int and 0 <= i < 2**62 for i in ids)):
+        raise ValueError(f"hash_ids={str(ids)[:40]!r} must be a list of whole numbers")
+    tenant = given.get("tenant")
+    if tenant is not None and not isinstance(tenant, str):
+        raise ValueError(f"tenant={tenant!r} must be a string")
+    return _Row(
+        _finite(when * unit, "timestamp"),
+        _count(given["input_length"], "input_length"),
+        _count(given["output_length"], "output_length"),
+        ids,
+        _kind_of(given, kinds),
+        tenant,
+    )
+
+
+def _kind_of(given: dict[str, Any], kinds: dict[tuple[Any, ...], RequestClass]) -> RequestClass | None:
+    slo, name = given.get("slo"), given.get("type_info")
+    priority, is_sensitive = given.get("priority", 0), given.get("is_latency_sensitive", False)
+    if slo is None and name is None and not priority and not is_sensitive:
+        return None
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"type_info={name!r} must be a string")
+    if type(priority) is not int or type(is_sensitive) is not bool:
+        raise ValueError(
+            f"priority={priority!r} must be a whole number, is_latency_sensitive={is_sensitive!r} a boolean"
+        )
+    promise = SLO.from_mapping(slo) if isinstance(slo, dict) else SLO.from_value(slo)
+    key = (name, promise, priority, is_sensitive)
+    if key not in kinds:
+        taken = {kind.name for kind in kinds.values()}
+        label = name or f"class-{len(kinds)}"
+        kinds[key] = RequestClass(
+            label if label not in taken else f"{label}-{len(kinds)}", promise, is_sensitive, priority
+        )
+    return kinds[key]
+
+
+# Columns of rows ---------------------------------------------------------------------------------------------------------
+
+
+def _workload_of(rows: list[_Row], block_tokens: int, path: Path, report: TraceReport) -> Workload:
+    if not rows:
+        raise ConfigError(f"trace has no usable row; {report}")
+    rows.sort(key=lambda row: row.arrival)
+    first = rows[0].arrival
+    kinds: dict[RequestClass, int] = {}
+    plain = RequestClass("all")
+    class_ids = np.zeros(len(rows), np.int16)
+    for i, row in enumerate(rows):
+        class_ids[i] = kinds.setdefault(row.kind or plain, len(kinds))
+    tenants = sorted({row.tenant for row in rows if row.tenant is not None})
+    numbers = {name: i for i, name in enumerate(["", *tenants] if any(row.tenant is None for row in rows) else tenants)}
+    prefixes = None
+    if any(row.hash_ids for row in rows):
+        # A prompt without ids shares nothing: no ids is what says so.
+        ids = [row.hash_ids or [] for row in rows]
+        starts = np.concatenate(([0], np.cumsum([len(i) for i in ids]))).astype(np.int64)
+        prefixes = Prefixes(np.array([i for some in ids for i in some], np.int64), starts, block_tokens)
+    return Workload(
+        arrival=np.array([row.arrival - first for row in rows]),
+        num_prompt=np.array([row.num_prompt for row in rows], np.int32),
+        num_output=np.array([row.num_output for row in rows], np.int32),
+        class_ids=class_ids,
+        classes=tuple(kinds),
+        tenant_ids=np.array([numbers[row.tenant or ""] for row in rows], np.int32) if tenants else None,
+        tenants=tuple(numbers) if tenants else (),
+        prefixes=prefixes,
+        name=path.stem,
+    )
+
+
+def write_trace(workload: Workload, path: str | Path) -> None:
+    """As JSON lines that `load_trace` reads again: Mooncake's keys, and those of ours that a class sets."""
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in _json_of(workload)), encoding="utf-8")
+
+
+def _json_of(workload: Workload) -> Iterable[dict[str, Any]]:
+    prefixes = workload.prefixes
+    if prefixes is not None and prefixes.block_tokens != MOONCAKE_BLOCK_TOKENS:
+        raise ConfigError(f"a Mooncake trace has blocks of {MOONCAKE_BLOCK_TOKENS} tokens, not {prefixes.block_tokens}")
+    for i in range(len(workload)):
+        kind = workload.classes[workload.class_ids[i]]
+        row: dict[str, Any] = {
+            "timestamp": round(float(workload.arrival[i]) * 1e3, 3),
+            "input_length": int(workload.num_prompt[i]),
+            "output_length": int(workload.num_output[i]),
+        }
+        if prefixes is not None:
+            row["hash_ids"] = prefixes.of(i).tolist()
+        if kind != RequestClass("all"):
+            row["type_info"] = kind.name
+        if kind.slo is not None:
+            promise = zip(SLO.__slots__, kind.slo.to_fields(), strict=True)
+            row["slo"] = {name: value for name, value in promise if value}
+        if kind.is_latency_sensitive:
+            row["is_latency_sensitive"] = True
+        if kind.priority:
+            row["priority"] = kind.priority
+        if workload.tenant_ids is not None:
+            row["tenant"] = workload.tenants[workload.tenant_ids[i]]
+        yield row
+
+
+# ServeGen ----------------------------------------------------------------------------------------------------------------
+
+
+def draw_servegen(
+    folder: str | Path, *, start: float = 0.0, stop: float = 3600.0, rate: float | None = None, seed: int = 0
+) -> Trace:
+    """Draw requests from the clients of a ServeGen folder, between two times of its week in seconds.
+
+    Every client has windows with a rate, a distribution of gaps (Gamma or Weibull) and distributions of lengths. rate:
+    of all clients together; None: theirs. Each client is a tenant.
+    """
+    folder = Path(folder)
+    report = TraceReport(str(folder), "servegen")
+    files = sorted(folder.glob("chunk-*-trace.csv"), key=lambda file: file.name) if folder.is_dir() else []
+    if not files:
+        raise ConfigError(f"{str(folder)!r} has no chunk-N-trace.csv, as a ServeGen folder has")
+    if not 0 <= start < stop:
+        raise ConfigError(f"start={start} must be before stop={stop}, both in seconds and not negative")
+    parts: list[tuple[F64, Any, Any, str]] = []
+    for file in files:
+        client = file.name.split("-")[1]
+        lengths = _servegen_lengths(file.with_name(f"chunk-{client}-dataset.json"), report)
+        rng = seed_stream(seed, f"client {client}")
+        for begin, end, gaps in _servegen_windows(file, start, stop, report):
+            of_window = [lengths[at] for at in sorted(lengths) if at <= begin] or list(lengths.values())[:1]
+            if not of_window:
+                continue
+            times = _renewals(begin, end, gaps, rng)
+            (inputs, input_shares), (outputs, output_shares) = of_window[-1]
+            prompt = rng.choice(inputs, times.size, p=input_shares)
+            parts.append((times, prompt, rng.choice(outputs, times.size, p=output_shares), client))
+    if not sum(times.size for times, *_ in parts):
+        raise ConfigError(f"no request of {str(folder)!r} comes between {start} and {stop} s; {report}")
+    arrival = np.concatenate([times for times, *_ in parts]) - start
+    order = np.argsort(arrival, kind="stable")
+    tenants = sorted({client for *_, client in parts})
+    prompt = np.maximum(np.concatenate([p for _, p, _, _ in parts]), 1).astype(np.int32)[order]
+    output = np.maximum(np.concatenate([o for _, _, o, _ in parts]), 1).astype(np.int32)[order]
+    ids = np.concatenate([np.full(t.size, tenants.index(c), np.int32) for t, _, _, c in parts])[order]
+    workload = make_workload(arrival[order], (prompt, output), folder.name)
+    workload = Workload(
+        workload.arrival,
+        prompt,
+        output,
+        workload.class_ids,
+        tenant_ids=ids,
+        tenants=tuple(f"client-{c}" for c in tenants),
+        name=folder.name,
+    )
+    return Trace(workload if rate is None else workload.at_rate(rate), report)
+
+
+def _renewals(begin: float, end: float, gaps: tuple[str, float, float], rng: np.random.Generator) -> F64:
+    """Arrivals from begin to end whose gaps are drawn as (pattern, shape, scale) says."""
+    pattern, shape, scale = gaps
+    found: list[F64] = []
+    at = begin
+    while at < end:
+        drawn = rng.gamma(shape, scale, 256) if pattern == "Gamma" else scale * rng.weibull(shape, 256)
+        times = at + np.cumsum(drawn)
+        found.append(times[times < end])
+        at = float(times[-1])
+    return np.concatenate(found) if found else np.zeros(0)
+
+
+def _servegen_windows(
+    file: Path, start: float, stop: float, report: TraceReport
+) -> Iterator[tuple[float, float, tuple[str, float, float]]]:
+    """(begin, end, gaps) of every window with arrivals, cut to start and stop."""
+    rows: list[tuple[float, list[str]]] = []
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        report.num_rows += 1
+        cells = line.split(",")
+        try:
+            if len(cells) != 6:
+                raise ValueError(f"{len(cells)} columns instead of 6")
+            rows.append((_finite(float(cells[0]), "t"), cells))
+            if cells[3] and (cells[3] not in ("Gamma", "Weibull") or not min(float(cells[4]), float(cells[5])) > 0):
+                raise ValueError(f"{cells[3]!r} with {cells[4]}, {cells[5]} is no Gamma or Weibull distribution")
+        except ValueError as error:
+            report.skip(number, f"{file.name}: {error}")
+            if rows and rows[-1][1] is cells:
+                rows[-1] = (rows[-1][0], [])
+    for i, (begin, cells) in enumerate(rows):
+        if not cells or not cells[3]:
+            continue
+        end = rows[i + 1][0] if i + 1 < len(rows) else begin + 600
+        if begin < stop and end > start:
+            yield max(begin, start), min(end, stop), (cells[3], float(cells[4]), float(cells[5]))
+
+
+def _servegen_lengths(file: Path, report: TraceReport) -> dict[float, tuple[tuple[Any, Any], tuple[Any, Any]]]:
+    """By the time from which they hold: (values, shares) of prompt and of output tokens."""
+    found: dict[float, tuple[tuple[Any, Any], tuple[Any, Any]]] = {}
+    try:
+        given = json.loads(file.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        report.skip(1, f"{file.name}: {error}")
+        return found
+    for at, columns in given.items():
+        try:
+            pair = []
+            for name in ("input_tokens", "output_tokens"):
+                shares = ast.literal_eval(columns[name])
+                values = np.array(list(shares), float)
+                weights = np.array(list(shares.values()), float)
+                if not values.size or not np.isfinite(values).all() or weights.min() < 0 or not weights.sum() > 0:
+                    raise ValueError(f"{name} at {at} is no distribution")
+                pair.append((values, weights / weights.sum()))
+            found[float(at)] = (pair[0], pair[1])
+        except (KeyError, ValueError, TypeError, SyntaxError, AttributeError) as error:
+            report.skip(1, f"{file.name}: lengths at {at}: {error}")
+    return found

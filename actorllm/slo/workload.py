@@ -1,0 +1,420 @@
+"""`Workload`: which requests come when, as columns; and how one is made.
+
+A workload is put together from independent parts, each a function of its own seed stream: arrivals, lengths, shared
+prefixes, and classes with their objectives. So the same seed at another rate gives the same requests, only closer
+together (common random numbers), and another mix of objectives changes nothing but the objectives.
+
+    workload = synthetic(10_000, rate=4.0, seed=1)                       # or traces.load_trace(path).workload
+    workload = assign_classes(workload, parse_mix("ls:0.5:ttft=0.5+p/4000,tpot=0.05 be:0.5:e2e=120"), seed=1)
+
+Token ids do not matter here, only how many there are and which prompts begin alike: `Prefixes`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actorllm.errors import InvalidParameterError, nearest_name
+from actorllm.messages import F64, I32, I64, NO_U8, U8
+from actorllm.slo.objective import SLO, RequestClass
+
+I16 = NDArray[np.int16]
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Every bit of the result depends on every bit of the value (the finalizer of SplitMix64)."""
+    values = (values + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefixes:
+    """Which prompts begin alike, as in the traces of Mooncake (FAST 2025).
+
+    Request i has the ids ids[starts[i]:starts[i + 1]], one for each `block_tokens` tokens of its prompt; the last one may
+    stand for fewer. Two prompts with the same k first ids begin with the same k * block_tokens tokens.
+    """
+
+    ids: I64
+    starts: I64
+    block_tokens: int
+
+    def of(self, request: int) -> I64:
+        return self.ids[self.starts[request] : self.starts[request + 1]]
+
+    def block_hashes(self, request: int, num_prompt: int, block_size: int) -> U8:
+        """What `Submit.block_hashes` carries for this request in an engine with blocks of block_size tokens.
+
+        As real ones, each covers everything before its block.
+        """
+        ids = self.of(request)
+        num_blocks = min(num_prompt, ids.size * self.block_tokens) // block_size
+        if not num_blocks:
+            return NO_U8
+        ends = np.arange(1, num_blocks + 1) * block_size - 1
+        at = ends // self.block_tokens
+        so_far = np.cumsum(_mixed(ids.astype(np.uint64) + _mixed(np.arange(ids.size, dtype=np.uint64))))
+        words = np.zeros((num_blocks, 4), np.uint64)
+        words[:, 0] = so_far[at]
+        words[:, 1] = ends % self.block_tokens
+        words[:, 2] = ids[at]
+        words[:, 3] = 0x5EED  # not what hashing token ids gives
+        return words.view(np.uint8).ravel()
+
+    def select(self, rows: NDArray[np.intp]) -> Prefixes:
+        counts = np.diff(self.starts)[rows]
+        starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+        within = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
+        return Prefixes(self.ids[np.repeat(self.starts[:-1][rows], counts) + within], starts, self.block_tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """One row per request, in the order of arrival."""
+
+    arrival: F64
+    """Seconds; the first one is what it is, 0 or later."""
+    num_prompt: I32
+    num_output: I32
+    """Tokens after which a request ends; at least 1."""
+    class_ids: I16
+    """Into `classes`."""
+    classes: tuple[RequestClass, ...] = (RequestClass("all"),)
+    tenant_ids: I32 | None = None
+    """Into `tenants`; None: no tenants."""
+    tenants: tuple[str, ...] = ()
+    prefixes: Prefixes | None = None
+    """None: no two prompts begin alike."""
+    name: str = "workload"
+
+    def __post_init__(self) -> None:
+        size = self.arrival.size
+        for label in ("num_prompt", "num_output", "class_ids", "tenant_ids"):
+            column = getattr(self, label)
+            if column is not None and column.size != size:
+                raise InvalidParameterError(f"workload {self.name!r}: {label} has {column.size} rows, arrival {size}")
+        if not size:
+            return
+        if not np.isfinite(self.arrival).all() or self.arrival[0] < 0 or (np.diff(self.arrival) < 0).any():
+            raise InvalidParameterError(f"workload {self.name!r}: arrivals must be 0 or later and in order")
+        for label in ("num_prompt", "num_output"):
+            least = int(getattr(self, label).min())
+            if least < 1:
+                raise InvalidParameterError(f"workload {self.name!r}: {label}={least} of a request must be at least 1")
+        if int(self.class_ids.min()) < 0 or int(self.class_ids.max()) >= len(self.classes):
+            raise InvalidParameterError(f"workload {self.name!r}: a class id is outside of {len(self.classes)} classes")
+
+    def __len__(self) -> int:
+        return self.arrival.size
+
+    @property
+    def rate(self) -> float:
+        """Requests per second, over the time in which they arrive."""
+        span = float(self.arrival[-1] - self.arrival[0]) if len(self) else 0.0
+        return (len(self) - 1) / span if span else math.inf
+
+    @property
+    def cv(self) -> float:
+        """Coefficient of variation of the gaps between arrivals: 1 for Poisson arrivals, more when they are bursty."""
+        gaps = np.diff(self.arrival)
+        return float(gaps.std() / gaps.mean()) if gaps.size and gaps.any() else 0.0
+
+    def select(self, rows: NDArray[Any]) -> Workload:
+        """These rows (indices in order, or a mask) with their arrivals."""
+        index = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows.astype(np.intp)
+        return replace(
+            self,
+            arrival=self.arrival[index],
+            num_prompt=self.num_prompt[index],
+            num_output=self.num_output[index],
+            class_ids=self.class_ids[index],
+            tenant_ids=None if self.tenant_ids is None else self.tenant_ids[index],
+            prefixes=None if self.prefixes is None else self.prefixes.select(index),
+        )
+
+    def head(self, num: int) -> Workload:
+        return self.select(np.arange(min(num, len(self))))
+
+    def fitting(self, max_model_len: int) -> Workload:
+        """Without the requests that a model of this length would refuse."""
+        return self.select(self.num_prompt.astype(np.int64) + self.num_output <= max_model_len)
+
+    def at_rate(self, rate: float) -> Workload:
+        """The same requests, so much closer together or further apart that they come at this rate."""
+        _check_positive("rate", rate)
+        return self.scaled(self.rate / rate)
+
+    def scaled(self, factor: float) -> Workload:
+        """All gaps times a factor; the first request comes at 0."""
+        _check_positive("factor", factor)
+        return replace(self, arrival=(self.arrival - self.arrival[:1]) * factor)
+
+    def warped(self, bounds: Sequence[float], speeds: Sequence[float]) -> Workload:
+        """The same requests with time running at speeds[i] between bounds[i-1] and bounds[i] (seconds of this workload).
+
+        A speed of 2 lets them come twice as fast there. speeds has one entry more than bounds, which must increase.
+        """
+        if len(speeds) != len(bounds) + 1 or list(bounds) != sorted(set(bounds)):
+            raise InvalidParameterError(f"time warp: {len(bounds)} increasing bounds need {len(bounds) + 1} speeds")
+        for speed in speeds:
+            _check_positive("speed", speed)
+        last = max([float(self.arrival[-1]) if len(self) else 0.0, *bounds]) + 1
+        knots = np.array([0.0, *bounds, last])
+        mapped = np.concatenate(([0.0], np.cumsum(np.diff(knots) / np.array(speeds, float))))
+        return replace(self, arrival=np.interp(self.arrival, knots, mapped))
+
+    def repeated(self, num: int) -> Workload:
+        """So many requests: this workload again and again, one mean gap apart. Each round has prefixes of its own."""
+        rounds = -(-num // len(self)) if len(self) else 0
+        if rounds <= 1:
+            return self.head(num)
+        span = float(self.arrival[-1] - self.arrival[0]) + (1 / self.rate if self.rate < math.inf else 1.0)
+        rows = np.tile(np.arange(len(self)), rounds)[:num]
+        number = np.arange(num) // len(self)
+        many = replace(self.select(rows[: len(self)]), name=f"{self.name} x{rounds}")
+        prefixes = self.prefixes
+        if prefixes is not None:
+            prefixes = prefixes.select(rows)
+            counts = np.diff(prefixes.starts)
+            prefixes = replace(prefixes, ids=prefixes.ids + np.repeat(number, counts) * (self.prefixes_end() + 1))
+        return replace(
+            many,
+            arrival=self.arrival[rows] + number * span,
+            num_prompt=self.num_prompt[rows],
+            num_output=self.num_output[rows],
+            class_ids=self.class_ids[rows],
+            tenant_ids=None if self.tenant_ids is None else self.tenant_ids[rows],
+            prefixes=prefixes,
+        )
+
+    def prefixes_end(self) -> int:
+        """The largest prefix id; -1 without any."""
+        return -1 if self.prefixes is None or not self.prefixes.ids.size else int(self.prefixes.ids.max())
+
+    def warnings(self) -> list[str]:
+        """Objectives that no engine could keep, with the reason."""
+        return [
+            f"class {kind.name!r}: {reason}"
+            for kind in self.classes
+            if kind.slo is not None and (reason := kind.slo.contradiction()) is not None
+        ]
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+        raise InvalidParameterError(f"{name}={value!r} must be a positive number")
+
+
+def seed_stream(seed: int, purpose: str) -> np.random.Generator:
+    """Random numbers for one purpose: what others draw with the same seed does not move them."""
+    digest = hashlib.sha256(purpose.encode()).digest()
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, int.from_bytes(digest[:8], "little")])))
+
+
+# Arrivals: seconds, increasing, `num` of them ---------------------------------------------------------------------------
+
+
+def poisson_arrivals(num: int, rate: float, seed: int = 0) -> F64:
+    """Independent of each other, `rate` per second."""
+    _check_positive("rate", rate)
+    return np.cumsum(seed_stream(seed, "arrivals").exponential(1.0, num)) / rate
+
+
+def gamma_arrivals(num: int, rate: float, cv: float, seed: int = 0) -> F64:
+    """Gaps with a gamma distribution: burstier than Poisson arrivals for cv > 1, more regular for cv < 1."""
+    _check_positive("rate", rate)
+    _check_positive("cv", cv)
+    shape = cv**-2
+    return np.cumsum(seed_stream(seed, "arrivals").gamma(shape, 1 / shape, num)) / rate
+
+
+def constant_arrivals(num: int, rate: float) -> F64:
+    _check_positive("rate", rate)
+    return np.arange(num) / rate
+
+
+def bursty_arrivals(
+    num: int, rate: float, *, peak: float = 4.0, share: float = 0.2, period_s: float = 60.0, seed: int = 0
+) -> F64:
+    """On and off: Poisson arrivals at peak * rate for a share of the time, and at what is left of the rate otherwise.
+
+    On and off phases have exponential lengths; one of each takes period_s on average. Needs peak * share <= 1.
+    """
+    for name, value in (("rate", rate), ("peak", peak), ("share", share), ("period_s", period_s)):
+        _check_positive(name, value)
+    if peak * share > 1 or share >= 1:
+        raise InvalidParameterError(
+            f"peak={peak} x share={share} must be at most 1, or more than all requests come then"
+        )
+    off = (1 - peak * share) / (1 - share)
+    rng = seed_stream(seed, "arrivals")
+    demand = np.cumsum(rng.exponential(1.0, num))  # arrivals of a unit process, to be stretched by the rate of the time
+    phases = seed_stream(seed, "phases")
+    num_periods = int(num / rate / period_s * 1.5) + 20
+    while True:
+        lengths = phases.exponential((share * period_s, (1 - share) * period_s), (num_periods, 2)).ravel()
+        arrived = np.cumsum(lengths * np.tile((peak * rate, off * rate), num_periods))
+        if arrived[-1] > demand[-1]:
+            break
+        num_periods *= 2
+    ends = np.cumsum(lengths)
+    return np.interp(demand, np.concatenate(([0.0], arrived)), np.concatenate(([0.0], ends)))
+
+
+# Lengths: prompt and output tokens ---------------------------------------------------------------------------------------
+
+
+def fixed_lengths(num: int, num_prompt: int, num_output: int) -> tuple[I32, I32]:
+    return np.full(num, num_prompt, np.int32), np.full(num, num_output, np.int32)
+
+
+def lognormal_lengths(
+    num: int, prompt: tuple[int, int], output: tuple[int, int], *, longest: int = 1 << 20, seed: int = 0
+) -> tuple[I32, I32]:
+    """prompt and output: (median, 99th percentile) of tokens; longest bounds both."""
+    rng = seed_stream(seed, "lengths")
+
+    def draw(median: int, p99: int) -> I32:
+        if not 0 < median <= p99:
+            raise InvalidParameterError(f"lengths: median={median} must be positive and at most p99={p99}")
+        values = median * np.exp(rng.standard_normal(num) * math.log(p99 / median) / 2.3263478740408408)
+        tokens: I32 = np.clip(np.rint(values), 1, longest).astype(np.int32)
+        return tokens
+
+    return draw(*prompt), draw(*output)
+
+
+def resampled_lengths(num: int, source: Workload, seed: int = 0) -> tuple[I32, I32]:
+    """Pairs drawn from those of another workload, with replacement."""
+    rows = seed_stream(seed, "lengths").integers(0, len(source), num)
+    return source.num_prompt[rows], source.num_output[rows]
+
+
+# Workloads ---------------------------------------------------------------------------------------------------------------
+
+
+def make_workload(arrival: F64, lengths: tuple[I32, I32], name: str = "workload") -> Workload:
+    return Workload(arrival, *lengths, class_ids=np.zeros(arrival.size, np.int16), name=name)
+
+
+def synthetic(num: int, rate: float, *, seed: int = 0, cv: float = 1.0) -> Workload:
+    """Conversations: lengths like those of the Azure conversation trace of 2023 (median and 99th percentile)."""
+    lengths = lognormal_lengths(num, (1020, 4142), (129, 601), longest=16_384, seed=seed)
+    return make_workload(gamma_arrivals(num, rate, cv, seed), lengths, "synthetic")
+
+
+def sample() -> Workload:
+    """What `traces.SAMPLE` holds."""
+    mix = parse_mix("ls:0.5:ttft=0.5+p/4000,tpot=0.05 be:0.5:e2e=120")
+    workload = share_prefixes(
+        synthetic(200, 2.0, seed=7, cv=2.0), num_groups=4, num_tokens=512, block_tokens=512, seed=7
+    )
+    return assign_classes(workload, mix, seed=7)
+
+
+def share_prefixes(
+    workload: Workload, *, num_groups: int, num_tokens: int, block_tokens: int = 64, skew: float = 1.0, seed: int = 0
+) -> Workload:
+    """Prompts of the same group begin with the same num_tokens tokens (system prompts, few-shot examples).
+
+    Groups are drawn with a Zipf law of exponent `skew`. At least one token of a prompt is its own.
+    """
+    weights = np.arange(1, num_groups + 1, dtype=float) ** -skew
+    groups = seed_stream(seed, "prefixes").choice(num_groups, len(workload), p=weights / weights.sum())
+    num_shared_ids = num_tokens // block_tokens
+    counts = -(-workload.num_prompt.astype(np.int64) // block_tokens)
+    starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+    position = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
+    num_shared = np.minimum(num_shared_ids, (workload.num_prompt - 1) // block_tokens)
+    is_shared = position < np.repeat(num_shared, counts)
+    shared = np.repeat(groups, counts) * num_shared_ids + position
+    own = num_groups * num_shared_ids + np.arange(starts[-1])
+    return replace(workload, prefixes=Prefixes(np.where(is_shared, shared, own), starts, block_tokens))
+
+
+def assign_classes(workload: Workload, mix: Iterable[tuple[RequestClass, float]], seed: int = 0) -> Workload:
+    """Give every request a class, drawn independently with these shares (they are normalized)."""
+    pairs = list(mix)
+    if not pairs:
+        raise InvalidParameterError("a mix of classes needs at least one class")
+    names = [kind.name for kind, _ in pairs]
+    if len(set(names)) < len(names):
+        raise InvalidParameterError(f"a mix names a class twice: {', '.join(names)}")
+    for kind, share in pairs:
+        _check_positive(f"share of class {kind.name!r}", share)
+    shares = np.array([share for _, share in pairs])
+    # One uniform number per request: a larger share of one class moves as few requests as can be.
+    drawn = seed_stream(seed, "classes").random(len(workload))
+    ids = np.searchsorted(np.cumsum(shares / shares.sum())[:-1], drawn, side="right")
+    return replace(workload, class_ids=ids.astype(np.int16), classes=tuple(kind for kind, _ in pairs))
+
+
+def assign_tenants(workload: Workload, shares: Sequence[float], seed: int = 0) -> Workload:
+    """Give every request one of len(shares) tenants, named tenant-0 and so on."""
+    for number, share in enumerate(shares):
+        _check_positive(f"share of tenant {number}", share)
+    weights = np.cumsum(np.array(shares) / sum(shares))
+    ids = np.searchsorted(weights[:-1], seed_stream(seed, "tenants").random(len(workload)), side="right")
+    return replace(workload, tenant_ids=ids.astype(np.int32), tenants=tuple(f"tenant-{i}" for i in range(len(shares))))
+
+
+_TTFT = re.compile(r"(?P<fixed>[^+]+)(?:\+p/(?P<rate>.+))?")
+MIX_KEYS = ("ttft", "tpot", "e2e", "priority", "patience", "sensitive")
+
+
+def parse_mix(text: str) -> list[tuple[RequestClass, float]]:
+    """Classes as one writes them on a command line: name:share[:key=value,...], separated by blanks.
+
+    `ls:0.5:ttft=0.5+p/4000,tpot=0.05 be:0.5:e2e=120` has half of the requests latency sensitive, with half a second and one
+    for every 4000 prompt tokens until the first token. Keys: ttft, tpot, e2e and patience in seconds, priority, and
+    sensitive (0 or 1; without it, who has a ttft or a tpot is).
+    """
+    found: list[tuple[RequestClass, float]] = []
+    for entry in text.split():
+        name, _, rest = entry.partition(":")
+        share, _, settings = rest.partition(":")
+        values: dict[str, float] = {}
+        per_prompt_token = 0.0
+        for setting in filter(None, settings.split(",")):
+            key, _, value = setting.partition("=")
+            if key not in MIX_KEYS:
+                raise InvalidParameterError(f"mix {entry!r}: {key!r} is not known{nearest_name(key, MIX_KEYS)}")
+            matched = _TTFT.fullmatch(value) if key == "ttft" else None
+            if matched is not None and matched["rate"] is not None:
+                value = matched["fixed"]
+                per_prompt_token = 1 / _number(entry, "ttft", matched["rate"])
+            values[key] = _number(entry, key, value)
+        promises = {key: values[key] for key in ("ttft", "tpot", "e2e") if key in values}
+        slo = SLO(**promises, ttft_per_prompt_token=per_prompt_token) if promises else None
+        kind = RequestClass(
+            name,
+            slo,
+            is_latency_sensitive=bool(values.get("sensitive", "ttft" in values or "tpot" in values)),
+            priority=int(values.get("priority", 0)),
+            patience=values.get("patience"),
+        )
+        found.append((kind, _number(entry, "share", share)))
+    if not found:
+        raise InvalidParameterError("a mix of classes needs at least one class: name:share[:key=value,...]")
+    return found
+
+
+def _number(entry: str, name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or (name in ("share", "ttft") and value <= 0):
+        raise InvalidParameterError(
+            f"mix {entry!r}: {name}={text!r} must be a {'positive ' * (name != 'priority')}number"
+        )
+    return value

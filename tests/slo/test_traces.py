@@ -1,0 +1,213 @@
+"""Reading traces: every format, and what is said of rows that cannot be used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actorllm.errors import ConfigError
+from actorllm.slo.objective import SLO, RequestClass
+from actorllm.slo.traces import SAMPLE, load_trace, write_trace
+from actorllm.slo.workload import sample
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "trace"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        (
+            "azure",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:17:03.9799600,4808,10\r\n"
+            "2023-11-16 18:17:05.4799600,3180,8",
+        ),
+        (
+            "azure",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.009930+00:00,4808,10\n"
+            "2024-05-10 00:00:01.509930+00:00,3180,8\n",
+        ),
+        ("vidur", "arrived_at,num_prefill_tokens,num_decode_tokens\n0.0,4808,10\n1.5,3180,8\n"),
+        (
+            "burstgpt",
+            "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,4808,10,4818,API log\n"
+            "6.5,ChatGPT,3180,8,3188,Conversation log\n",
+        ),
+        (
+            "mooncake",
+            '{"timestamp": 1500, "input_length": 3180, "output_length": 8, "hash_ids": [0, 2]}\n'
+            '{"timestamp": 0, "input_length": 4808, "output_length": 10, "hash_ids": [0, 1]}\n',
+        ),
+        (
+            "timed",
+            '{"timestamp": 7, "input_length": 4808, "output_length": 10, "hash_ids": [0, 1]}\n'
+            '{"timestamp": 8.5, "input_length": 3180, "output_length": 8, "hash_ids": [0, 2]}\n',
+        ),
+    ],
+)
+def test_every_format_gives_the_same_requests(tmp_path: Path, format: str, text: str) -> None:
+    trace = load_trace(write(tmp_path, text), None if format != "timed" else "timed")
+    workload = trace.workload
+    assert (trace.report.format, trace.report.num_rows, trace.report.num_skipped) == (format, 2, 0)
+    assert workload.arrival.tolist() == pytest.approx([0.0, 1.5])
+    assert workload.num_prompt.tolist() == [4808, 3180]
+    assert workload.num_output.tolist() == [10, 8]
+    if workload.prefixes is not None:
+        assert workload.prefixes.of(1).tolist() == [0, 2]
+        assert workload.prefixes.block_tokens == (512 if format == "mooncake" else 16)
+    if format == "burstgpt":
+        assert [kind.name for kind in workload.classes] == ["API log", "Conversation log"]
+
+
+def test_malformed_rows_are_left_out_and_told(tmp_path: Path) -> None:
+    text = (
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:17:03,10,5\n"
+        "yesterday,10,5\n"
+        "2023-11-16 18:17:04,ten,5\n"
+        "\n"
+        "2023-11-16 18:17:05,10\n"
+        "2023-11-16 18:17:06,10,0\n"
+        "2023-11-16 18:17:07,11,6\n"
+    )
+    trace = load_trace(write(tmp_path, text))
+    assert trace.workload.num_prompt.tolist() == [10, 11]
+    assert (trace.report.num_rows, trace.report.num_skipped) == (6, 4)
+    assert dict(trace.report.problems) == {
+        3: "Invalid isoformat string: 'yesterday'",
+        4: "ContextTokens='ten' is not a number",
+        6: "2 columns instead of 3",
+        7: "GeneratedTokens='0' must be a whole number of tokens, at least 1",
+    }
+    assert "6 rows of azure, 4 skipped\n  line 3: " in str(trace.report)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ('{"timestamp": 1, "input_length": 5', "not JSON: Expecting ',' delimiter"),
+        ("[1]", "an object expected, got list"),
+        ('{"timestamp": 1, "input_length": 5}', "'output_length' is missing"),
+        ('{"timestamp": "1", "input_length": 5, "output_length": 1}', "timestamp='1' is not a number"),
+        ('{"timestamp": NaN, "input_length": 5, "output_length": 1}', "timestamp is nan"),
+        ('{"timestamp": 1, "input_length": 5.5, "output_length": 1}', "input_length=5.5 must be a whole number"),
+        ('{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": ["a"]}', "hash_ids="),
+        ('{"timestamp": 1, "input_length": 5, "output_length": 1, "slo": {"tppt": 1}}', "SLO tppt=1 is not known"),
+        ('{"timestamp": 1, "input_length": 5, "output_length": 1, "slo": -1}', "SLO tpot=-1.0"),
+    ],
+)
+def test_a_row_of_json_that_is_wrong_says_how(tmp_path: Path, row: str, problem: str) -> None:
+    good = '{"timestamp": 0, "input_length": 5, "output_length": 1}'
+    trace = load_trace(write(tmp_path, f"{good}\n{row}\n"))
+    assert len(trace.workload) == 1
+    ((line, told),) = trace.report.problems
+    assert line == 2
+    assert problem in told
+
+
+def test_only_the_first_problems_are_told_and_all_are_counted(tmp_path: Path) -> None:
+    rows = "arrived_at,num_prefill_tokens,num_decode_tokens\n0,1,1\n" + "x,1,1\n" * 50
+    report = load_trace(write(tmp_path, rows)).report
+    assert (report.num_skipped, len(report.problems)) == (50, 20)
+    assert str(report).endswith("and 30 more")
+
+
+@pytest.mark.parametrize(
+    ("text", "format", "problem"),
+    [
+        ("a,b\n1,2\n", None, "'a,b' is the first line of no known format"),
+        ("", None, "first line of no known format"),
+        ("arrived_at,num_prefill_tokens,num_decode_tokens\nx,1,1\n", None, "no usable row"),
+        ("arrived_at,num_prefill,num_decode_tokens\n", "vidur", "no column 'num_prefill_tokens'; did you mean"),
+        ("x", "azur", "'azur' is not known; did you mean 'azure'"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, text: str, format: str | None, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load_trace(write(tmp_path, text), format)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"'/nowhere/trace\.csv' cannot be read"):
+        load_trace("/nowhere/trace.csv")
+
+
+def test_the_sample_is_what_the_code_makes() -> None:
+    trace, made = load_trace(SAMPLE), sample()
+    assert trace.report.num_skipped == 0
+    workload = trace.workload
+    assert len(workload) == 200
+    assert np.allclose(workload.arrival, made.arrival - made.arrival[0], atol=2e-6)
+    assert np.array_equal(workload.num_prompt, made.num_prompt)
+    assert np.array_equal(workload.num_output, made.num_output)
+    assert {kind.name: kind for kind in workload.classes} == {kind.name: kind for kind in made.classes}
+    assert workload.prefixes is not None
+    assert made.prefixes is not None
+    assert np.array_equal(workload.prefixes.ids, made.prefixes.ids)
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    slo = {"ttft": 0.5, "tpot": 0.05}
+    rows = [
+        {
+            "timestamp": 0,
+            "input_length": 5,
+            "output_length": 1,
+            "slo": slo,
+            "is_latency_sensitive": True,
+            "tenant": "a",
+        },
+        {"timestamp": 10, "input_length": 6, "output_length": 2, "type_info": "batch", "priority": 4, "tenant": "b"},
+        {"timestamp": 20, "input_length": 7, "output_length": 3, "slo": 0.1},
+    ]
+    first = load_trace(write(tmp_path, "\n".join(map(json.dumps, rows)))).workload
+    write_trace(first, tmp_path / "again.jsonl")
+    again = load_trace(tmp_path / "again.jsonl").workload
+    assert (
+        again.classes
+        == first.classes
+        == (
+            RequestClass("class-0", SLO(0.5, 0.05), True),
+            RequestClass("batch", None, False, 4),
+            RequestClass("class-2", SLO(tpot=0.1)),
+        )
+    )
+    assert again.tenants == ("", "a", "b")
+    assert again.tenant_ids is not None
+    assert again.tenant_ids.tolist() == [1, 2, 0]
+
+
+def servegen(folder: Path) -> Path:
+    for client, rate in ((0, 2.0), (1, 0.5)):
+        rows = [f"0,{rate},1.0,Gamma,1.0,{1 / rate}", "600,0,0,,0,0", f"1200,{rate},2.0,Weibull,0.7,{1 / rate}"]
+        (folder / f"chunk-{client}-trace.csv").write_text("\n".join([*rows, "1800,1,2"]))
+        lengths = {"input_tokens": "{100: 0.5, 200: 0.5}", "output_tokens": "{7: 1.0}"}
+        (folder / f"chunk-{client}-dataset.json").write_text(json.dumps({"0": lengths, "600": {"input_tokens": "{"}}))
+    return folder
+
+
+def test_clients_of_servegen_are_drawn_from(tmp_path: Path) -> None:
+    folder = servegen(tmp_path)
+    trace = load_trace(folder, start=0, stop=600, seed=4)
+    workload = trace.workload
+    assert workload.rate == pytest.approx(2.5, rel=0.2)
+    assert set(workload.num_prompt.tolist()) == {100, 200}
+    assert set(workload.num_output.tolist()) == {7}
+    assert workload.tenants == ("client-0", "client-1")
+    assert workload.tenant_ids is not None
+    assert (workload.tenant_ids == 0).mean() == pytest.approx(0.8, abs=0.05)
+    assert np.array_equal(load_trace(folder, start=0, stop=600, seed=4).workload.arrival, workload.arrival)
+    assert load_trace(folder, start=0, stop=600, seed=4, rate=10.0).workload.rate == pytest.approx(10.0)
+    problems = [problem for _, problem in trace.report.problems]
+    assert any("chunk-0-trace.csv: 3 columns instead of 6" in problem for problem in problems)
+    assert any("chunk-1-dataset.json: lengths at 600" in problem for problem in problems)
+    with pytest.raises(ConfigError, match=r"no request of .* between 600 and 1200"):
+        load_trace(folder, start=600, stop=1200)
+    with pytest.raises(ConfigError, match="as a ServeGen folder has"):
+        load_trace(tmp_path / "empty", "servegen")
