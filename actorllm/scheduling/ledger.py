@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from actorllm.scheduling.batch import Rows
 from actorllm.scheduling.sequence import Sequence
@@ -55,6 +55,11 @@ class Ledger:
         """Every step up to this one is done or void."""
         return self._in_flight[0].step - 1 if self._in_flight else self._last_step
 
+    @property
+    def newest(self) -> StepRecord:
+        """The step that was launched last; IndexError when none is in flight."""
+        return self._in_flight[-1]
+
     def launch(self, record: StepRecord) -> None:
         if record.step != self.next_step or not self.has_room:
             raise ValueError(f"step {record.step} cannot be launched now ({len(self)} in flight)")
@@ -77,10 +82,9 @@ class Ledger:
         return voided[::-1]
 
     def skip(self, steps: int) -> None:
-        """Count steps that were run without being recorded (`Scheduler.advance`)."""
-        if self._in_flight:
-            raise ValueError("steps in flight cannot be skipped over")
+        """Count steps that were run without being recorded (`Scheduler.advance`): those in flight are later ones now."""
         self._last_step += steps
+        self._in_flight = deque(replace(record, step=record.step + steps) for record in self._in_flight)
 
     def last_step_naming(self, sequence: Sequence) -> int:
         """The last step in flight that names this sequence; 0 if none does."""

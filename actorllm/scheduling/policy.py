@@ -152,7 +152,11 @@ class View(Protocol):
 
 
 class PlanPolicy(Protocol):
-    """Level 2: decides whole steps and hears of every event that its order depends on."""
+    """Level 2: decides whole steps and hears of every event that its order depends on.
+
+    A policy with an attribute `ignores_decode_steps` that is true says that in steps in which nobody waits or prefills all
+    rows decode, and that it need hear nothing of such steps: a simulation may run many of them at once.
+    """
 
     def plan(self, view: View) -> Decision: ...
 
@@ -192,6 +196,9 @@ class KeyPolicy:
     """Level 1: an order, and optionally limits. The base class is first come, first served without chunk limit."""
 
     name = "key"
+    ignores_decode_steps: bool | None = None
+    """Whether steps in which nobody waits or prefills need neither ask this policy anything nor tell it anything. None: if
+    it overrides none of `decode_mask`, `wake_at` and `on_step`. Simulations run such steps many at a time."""
 
     def key(self, sequence: Sequence, view: View) -> SortKey:
         """Lower is sooner, for waiting and for prefilling requests. Ties go to the earlier arrival."""
@@ -347,6 +354,11 @@ class KeyPlanner:
         self._pushes = 0
         self._valid_until = math.inf
         self._can_displace = type(policy).preempt_for is not KeyPolicy.preempt_for
+        hooks = ("decode_mask", "wake_at", "on_step")
+        says = policy.ignores_decode_steps
+        self.ignores_decode_steps = (
+            all(getattr(type(policy), hook) is getattr(KeyPolicy, hook) for hook in hooks) if says is None else says
+        )
         self._hopeless: Sequence | None = None
         """Nobody who runs would give way to this one; true until somebody else is admitted."""
 

@@ -1203,31 +1203,36 @@ class Scheduler:
     def advance(self, steps: int, now: float) -> int:
         """Run up to `steps` steady decode steps in one call, as schedule() and update() one after the other would.
 
-        Only while nothing happens: no step in flight, nobody waiting or prefilling, nobody at the end, enough blocks.
-        Returns how many steps were run; 0 when the next one is not steady. Ids of sampled tokens are not simulated.
+        Only while nothing happens: nobody waiting or prefilling, nobody at the end, enough blocks, room for a step, every
+        step in flight of the same rows, and a policy that need not be asked (`ignores_decode_steps`). As many steps are in
+        flight afterwards as before, the last ones. Returns how many were run; 0 when the next one is not steady. Ids of
+        sampled tokens are not simulated.
         """
         self.now = now
-        if len(self.ledger) or self._prefilling or self._waiting or self._preempted or not self.has_room:
+        if self._prefilling or self._waiting or self._preempted or self._tokenless or not self.has_room:
             return 0
         if self.kv.has_copies:
             return 0
-        batch, kv = self.batch, self.kv
-        slots = batch.rows().slots
-        if not slots.size:
+        batch, kv, rows = self.batch, self.kv, self.batch.rows()
+        slots, index = rows.slots, rows.index
+        if not slots.size or not getattr(self.policy, "ignores_decode_steps", False):
             return 0
-        steps = min(steps, int((batch.limit[slots] - batch.num_known[slots]).min()) - 1)
+        if any(record.prefills or record.rows is not rows for record in self.ledger):
+            return 0
+        steps = min(steps, int((rows.limits - batch.num_computed[index]).min()) - 2)
         # A row with room for `spare` more steps gets a block in step number `spare`, and every block_size steps after.
-        spare = np.maximum(kv.capacity[slots] - batch.num_computed[slots] - self._ahead, 0)
+        spare = np.maximum(kv.capacity[index] - batch.num_computed[index] - self._ahead, 0)
         while steps > 0 and int(-(-np.maximum(steps - spare, 0) // kv.block_size).sum()) > kv.num_free:
             steps -= 1
         if steps <= 0:
             return 0
-        when = spare[:, None] + kv.block_size * np.arange(-(-steps // kv.block_size) + 1)
-        rows, times = np.nonzero(when < steps)
-        kv.extend_in_order(slots[rows[np.lexsort((rows, when[rows, times]))]])
-        batch.num_computed[slots] += steps
-        batch.num_known[slots] += steps
-        batch.is_simulated[slots] = True
+        if int(spare.min()) < steps:
+            when = spare[:, None] + kv.block_size * np.arange(-(-steps // kv.block_size) + 1)
+            grown, times = np.nonzero(when < steps)
+            kv.extend_in_order(slots[grown[np.lexsort((grown, when[grown, times]))]])
+        batch.num_computed[index] += steps
+        batch.num_known[index] += steps
+        batch.is_simulated[index] = True
         self._num_steps += steps
         self._num_output_tokens += steps * slots.size
         self.ledger.skip(steps)

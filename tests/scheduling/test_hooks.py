@@ -160,16 +160,22 @@ def test_block_copies_travel_in_the_next_plan(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 31])
-@pytest.mark.parametrize("lookahead", [0, 1])
-def test_advance_does_what_single_steps_do(build_engine: Callable[..., Any], steps: int, lookahead: int) -> None:
+@pytest.mark.parametrize(("depth", "lookahead"), [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0)])
+def test_advance_does_what_single_steps_do(
+    build_engine: Callable[..., Any], steps: int, depth: int, lookahead: int
+) -> None:
+    """Also with steps in flight, of which as many are in flight afterwards."""
+
     def build() -> Any:
         engine = build_engine(
-            depth=1, max_model_len=80, num_blocks=60, max_num_batched_tokens=64, num_lookahead_tokens=lookahead
+            depth=depth, max_model_len=80, num_blocks=60, max_num_batched_tokens=64, num_lookahead_tokens=lookahead
         )
         for rid in range(1, 5):
             engine.submit(rid, range(3 * rid), max_tokens=60, ignore_eos=True)
-        engine.launch()
-        engine.complete()
+        for _ in range(3):
+            while engine.scheduler.has_room:
+                engine.launch()
+            engine.complete()
         return engine
 
     one, many = build(), build()
@@ -183,7 +189,9 @@ def test_advance_does_what_single_steps_do(build_engine: Callable[..., Any], ste
     assert np.array_equal(one.scheduler.batch.num_computed, many.scheduler.batch.num_computed)
     assert np.array_equal(one.scheduler.kv.tables, many.scheduler.kv.tables)
     assert one.scheduler.statistics() == many.scheduler.statistics()
-    assert one.scheduler.schedule(2.0).step == many.scheduler.schedule(2.0).step
+    assert [r.step for r in one.scheduler.ledger] == [r.step for r in many.scheduler.ledger]
+    plans = [engine.scheduler.schedule(2.0) for engine in (one, many)]
+    assert pack(plans[0])[1] == pack(plans[1])[1]
 
 
 def test_advance_stops_before_anything_happens(build_engine: Callable[..., Any]) -> None:
@@ -191,12 +199,73 @@ def test_advance_stops_before_anything_happens(build_engine: Callable[..., Any])
     for rid, count in ((1, 20), (2, 9)):
         engine.submit(rid, [rid], max_tokens=count, ignore_eos=True)
     engine.launch()
-    assert engine.scheduler.advance(5, 1.0) == 0, "a step is in flight"
+    assert engine.scheduler.advance(5, 1.0) == 0, "there is no room for a step"
     engine.complete()
     assert engine.scheduler.advance(1000, 1.0) == 7, "request 2 ends with the step after"
     engine.submit(3, [3], max_tokens=5)
     assert engine.scheduler.advance(5, 1.0) == 0, "somebody waits"
     engine.scheduler.check_integrity()
+
+
+def test_advance_declines_where_a_step_in_flight_is_another(build_engine: Callable[..., Any]) -> None:
+    engine = build_engine(depth=2, max_num_batched_tokens=64)
+    engine.submit(1, [1], max_tokens=20, ignore_eos=True)
+    engine.launch()
+    assert engine.scheduler.advance(5, 1.0) == 0, "the step in flight computes a prompt"
+    engine.launch()
+    engine.complete()
+    assert engine.scheduler.advance(5, 1.0) == 5, "it decodes the same row"
+    engine = build_engine(depth=2, max_num_batched_tokens=64)
+    for rid, count in ((1, 20), (2, 4)):
+        engine.submit(rid, [rid], max_tokens=count, ignore_eos=True)
+    for _ in range(3):
+        engine.launch()
+        engine.launch()
+        engine.complete()
+    assert len(engine.scheduler.decode_slots) == 2
+    assert engine.scheduler.advance(5, 1.0) == 0, "the step in flight is the last one of request 2"
+
+
+@pytest.mark.parametrize(
+    ("hook", "says", "expected"),
+    [
+        (None, None, 5),
+        ("decode_mask", None, 0),
+        ("wake_at", None, 0),
+        ("on_step", None, 0),
+        ("on_step", True, 5),
+        (None, False, 0),
+    ],
+)
+def test_advance_declines_unless_the_policy_need_not_be_asked(
+    build_engine: Callable[..., Any], hook: str | None, says: bool | None, expected: int
+) -> None:
+    overridden = {} if hook is None else {hook: lambda self, *arguments: getattr(KeyPolicy, hook)(self, *arguments)}
+    policy = type("Mine", (KeyPolicy,), {"ignores_decode_steps": says} | overridden)()
+    engine = build_engine(policy=KeyPlanner(policy), depth=1)
+    engine.submit(1, [1], max_tokens=20, ignore_eos=True)
+    engine.launch()
+    engine.complete()
+    assert engine.scheduler.advance(5, 1.0) == expected
+
+
+def test_advance_declines_for_a_policy_that_decides_whole_steps(build_engine: Callable[..., Any]) -> None:
+    class Own:
+        """Like fcfs, but nobody knows."""
+
+        def __init__(self) -> None:
+            self._inner = load_policy("fcfs")
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "ignores_decode_steps":
+                raise AttributeError(name)
+            return getattr(self._inner, name)
+
+    engine = build_engine(policy=Own(), depth=1)
+    engine.submit(1, [1], max_tokens=20, ignore_eos=True)
+    engine.launch()
+    engine.complete()
+    assert engine.scheduler.advance(5, 1.0) == 0
 
 
 def test_decode_mask_holds_rows_back(build_engine: Callable[..., Any], reference: Callable[..., list[int]]) -> None:
