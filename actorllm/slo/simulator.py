@@ -1,0 +1,789 @@
+"""The engine in virtual time: the real scheduler, policy and KV tables around workers that only take time.
+
+    run = simulate(workload, EngineShape(num_blocks=8192), cost_model.preset("a100-llama-3-8b"), policy="fcfs", seed=1)
+    print(run.evaluate().summary["actorllm_goodput_deadline"])
+
+A `Replica` turns the same loop as `SchedulerActor.turn`: take what has arrived, plan while there is room, apply a result.
+So up to `depth` steps are in flight, a step is planned while the one before it runs, and a request that is aborted has
+tokens computed in vain. Runs of decode steps in which nothing happens are made by one `Scheduler.advance`; their times
+and everything after them are the same to the last bit as step by step (`skip=False`).
+
+Replicas do not know of each other. Requests reach them in the order of arrival, by a `Router` that sees views of them. The
+same arguments give the same run: residuals of the step-time model and routers draw from streams of the seed.
+
+`rerun` is the other way round: a recording of a live scheduler (`scheduling.recording`) gives the times of everything, and
+the replica's own loop must come to the same plans.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actorllm.config import EngineConfig
+from actorllm.errors import ConfigError
+from actorllm.messages import F64, I32, I64, NO_I32, NO_U8, StepFailed, StepPlan, StepResult, Submit
+from actorllm.scheduling.batch import Rows
+from actorllm.scheduling.ledger import StepRecord
+from actorllm.scheduling.policy import PlanPolicy, load_policy
+from actorllm.scheduling.recording import Entry
+from actorllm.scheduling.scheduler import End, Scheduler, SchedulerStatistics
+from actorllm.scheduling.sequence import Key
+from actorllm.scheduling.sequence import Sequence as Request
+from actorllm.slo.cost_model import StepModel, unattainable
+from actorllm.slo.metrics import RunMetrics, evaluate
+from actorllm.slo.routing import ReplicaView, Router, make_router
+from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline, Spans
+from actorllm.slo.workload import Workload, seed_stream
+
+VOCAB_SIZE = 1 << 16
+SHORTEST_TIMER_S = 0.001
+"""As in the scheduler actor: a policy that asks to be woken in the past is woken this often."""
+
+MAX_IDLE_WAKES = 100_000
+"""A policy that is woken so often in a row without planning a step has stalled."""
+
+MAX_SKIP = 4096
+"""Decode steps that are made at once at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """What of an engine's configuration its scheduler depends on; every replica has its own of it."""
+
+    num_blocks: int
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 32_768
+    depth: int = 2
+    prefill_chunk: int | None = None
+    """At most this many tokens of one prompt in a step."""
+    max_num_partial_prefills: int = 1
+    watermark: float = 0.0
+    enable_prefix_caching: bool = True
+    """Without effect for a workload in which no two prompts begin alike."""
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> EngineShape:
+        """That of a live engine. Its KV blocks must be known, which they are once it has started."""
+        if config.cache.num_blocks is None:
+            raise ConfigError("the engine's number of KV blocks is not known yet: start it, or give num_blocks")
+        return cls(
+            config.cache.num_blocks,
+            config.cache.block_size,
+            config.scheduler.max_num_seqs,
+            config.scheduler.max_num_batched_tokens,
+            config.model.max_model_len,
+            config.scheduler.depth,
+            config.scheduler.long_prefill_token_threshold or None,
+            config.scheduler.max_num_partial_prefills,
+            config.scheduler.watermark,
+            config.cache.enable_prefix_caching,
+        )
+
+    def scheduler(self, policy: PlanPolicy, *, has_prefixes: bool) -> Scheduler:
+        return Scheduler(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=(),
+            policy=policy,
+            depth=self.depth,
+            prefill_chunk=self.prefill_chunk,
+            enable_prefix_caching=self.enable_prefix_caching and has_prefixes,
+            max_num_partial_prefills=self.max_num_partial_prefills,
+            watermark=self.watermark,
+        )
+
+
+# Workers -----------------------------------------------------------------------------------------------------------------
+
+
+class Worker(Protocol):
+    """What a replica sends its steps to: it says when which result is there."""
+
+    next_result_at: float
+    """When the oldest step in flight is done; infinity when none is in flight."""
+
+    def launch(self, record: StepRecord, scheduler: Scheduler, now: float) -> None: ...
+
+    def pop(self) -> StepResult | StepFailed:
+        """The result of the oldest step in flight."""
+        ...
+
+    def turn_after(self, at: float) -> float:
+        """When the scheduler gets to plan after something happened at this time."""
+        ...
+
+    def skip(self, scheduler: Scheduler, now: float, horizon: float) -> list[float]:
+        """Advance the scheduler over steps of which nothing but decoding is to be told; the ends of them.
+
+        All of them lie before the horizon. Empty: the next step is to be planned.
+        """
+        ...
+
+
+class ModelledWorker:
+    """Steps take what a step-time model says, times a residual that is drawn for each step in order."""
+
+    def __init__(self, model: StepModel, rng: np.random.Generator, *, has_tokens: bool) -> None:
+        self.next_result_at = math.inf
+        self._model = model
+        self._gap_s = model.gap_s
+        self._launch_s = model.launch_s
+        self._in_flight: deque[tuple[int, Rows, float, float]] = deque()  # step, rows, start, end
+        self._free_at = -math.inf
+        self._rng = rng
+        self._residuals = np.array(model.residuals) if model.residuals else None
+        self._factors: list[float] = []
+        self._has_tokens = has_tokens
+        self._no_tokens: I32 = NO_I32
+        # Of the newest step, if it was one of nothing but decode rows:
+        self._rows: Rows | None = None
+        self._context = 0
+        self._left = 0
+        """How many tokens the row that is closest to its end can still be given."""
+        self._tokens_of: Rows | None = None
+        self._first_ids: I32 = NO_I32
+
+    def launch(self, record: StepRecord, scheduler: Scheduler, now: float) -> None:
+        rows, d = record.rows, record.num_decode
+        computed = scheduler.batch.num_computed
+        before = pairs = 0
+        if not record.prefills:
+            if rows is self._rows:
+                self._context += d
+                self._left -= 1
+            else:
+                reached = computed[rows.index]
+                self._rows, self._context = rows, int(reached.sum())
+                self._left = int((rows.limits - reached).min())
+            context = self._context
+        else:
+            self._rows = None
+            context = int(computed[rows.index[:d]].sum()) if d else 0
+            for sequence, size in record.prefills:
+                had = computed.item(sequence.slot) - size
+                before += had
+                pairs += size * had + size * (size + 1) // 2
+        took = self._model.seconds(record.num_tokens - d, d, context, before, pairs)
+        if self._residuals is not None:
+            took *= self._draw(1)[0]
+            del self._factors[:1]
+        start = max(now + self._launch_s, self._free_at + self._gap_s)
+        self._free_at = start + took
+        self._in_flight.append((record.step, rows, start, self._free_at))
+        if len(self._in_flight) == 1:
+            self.next_result_at = self._free_at
+
+    def _draw(self, num: int) -> list[float]:
+        """The next residuals; who uses them deletes them from `_factors`."""
+        assert self._residuals is not None
+        while len(self._factors) < num:
+            at = self._rng.random(1024) * (self._residuals.size - 1)
+            self._factors += np.interp(at, np.arange(self._residuals.size), self._residuals).tolist()
+        return self._factors
+
+    def pop(self) -> StepResult:
+        step, rows, start, end = self._in_flight.popleft()
+        self.next_result_at = self._in_flight[0][3] if self._in_flight else math.inf
+        return StepResult(step=step, tokens=self._tokens(rows, step), started=start, ended=end)
+
+    def _tokens(self, rows: Rows, step: int) -> I32:
+        """Ids of sampled tokens: any will do, unless requests may find the KV of each other's output."""
+        num = len(rows)
+        if not self._has_tokens:
+            if self._no_tokens.size < num:
+                self._no_tokens = np.zeros(2 * num, np.int32)
+            return self._no_tokens[:num]
+        if self._tokens_of is not rows:
+            self._tokens_of = rows
+            self._first_ids = np.array([s.key[1] * 40_503 for s in rows.sequences.tolist()], np.int64).astype(np.int32)
+        return (self._first_ids + np.int32(step * 7)) & np.int32(VOCAB_SIZE - 1)
+
+    def turn_after(self, at: float) -> float:
+        return at
+
+    def skip(self, scheduler: Scheduler, now: float, horizon: float) -> list[float]:
+        rows, flying = self._rows, len(self._in_flight)
+        if rows is None or self._left <= 3 or flying != scheduler.ledger.depth - 1:
+            return []
+        if flying and self.next_result_at >= horizon:
+            return []
+        if scheduler.num_waiting or scheduler.prefilling or scheduler.batch.rows() is not rows:
+            return []
+        starts = [start for _, _, start, _ in self._in_flight]
+        ends = [end for _, _, _, end in self._in_flight]
+        most = min(self._left - 2, MAX_SKIP)
+        d = len(rows)
+        if horizon < math.inf:
+            typical = self._model.seconds(0, d, self._context + d) + self._gap_s
+            most = min(most, int((horizon - now) / typical * 1.2) + 3)
+        took = self._model.decode_run(d, self._context + d, most)
+        seconds = took.tolist()
+        if self._residuals is not None:
+            factors = self._draw(most)
+            seconds = [s * f for s, f in zip(seconds, factors, strict=False)]
+        planned, free_at, launch_s, gap_s = now, self._free_at, self._launch_s, self._gap_s
+        num = 0
+        for second in seconds:  # one more step is planned whenever one is done
+            start = max(planned + launch_s, free_at + gap_s)
+            free_at = start + second
+            starts.append(start)
+            ends.append(free_at)
+            if ends[num] >= horizon:
+                break
+            planned = ends[num]
+            num += 1
+        if num < 2:
+            return []
+        done = scheduler.advance(num, ends[num - 1])
+        if not done:
+            return []
+        del self._factors[:done]
+        self._context += d * done
+        self._left -= done
+        self._in_flight = deque(
+            (step + done, rows, starts[done + i], ends[done + i]) for i, (step, _, _, _) in enumerate(self._in_flight)
+        )
+        self._free_at = ends[done + flying - 1]
+        self.next_result_at = self._in_flight[0][3] if flying else math.inf
+        return ends[:done]
+
+
+class ScriptedWorker:
+    """Results and times as a recording has them."""
+
+    def __init__(self, results: dict[int, tuple[float, StepResult | StepFailed]], turns: Sequence[float]) -> None:
+        self.next_result_at = math.inf
+        self._results = results
+        self._turns = turns
+        self._in_flight: deque[int] = deque()
+
+    def launch(self, record: StepRecord, scheduler: Scheduler, now: float) -> None:
+        self._in_flight.append(record.step)
+        self._look()
+
+    def _look(self) -> None:
+        """A step without a result was in flight when the recording ended."""
+        at = self._results.get(self._in_flight[0], (math.inf, None))[0] if self._in_flight else math.inf
+        self.next_result_at = at
+
+    def pop(self) -> StepResult | StepFailed:
+        _, result = self._results[self._in_flight.popleft()]
+        if isinstance(result, StepFailed):  # the steps behind it are void, and may be launched again
+            self._in_flight.clear()
+        self._look()
+        return result
+
+    def turn_after(self, at: float) -> float:
+        number = bisect.bisect_left(self._turns, at)
+        return self._turns[number] if number < len(self._turns) else math.inf
+
+    def skip(self, scheduler: Scheduler, now: float, horizon: float) -> list[float]:
+        return []
+
+
+# A replica ---------------------------------------------------------------------------------------------------------------
+
+
+class Replica:
+    """The loop of `SchedulerActor` in virtual time. `run_until` does everything that happens before a time."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        worker: Worker,
+        *,
+        number: int = 0,
+        on_ends: Callable[[int, Iterable[End]], None] | None = None,
+        on_plan: Callable[[StepPlan], None] | None = None,
+        skip: bool = True,
+    ) -> None:
+        self.number = number
+        self.scheduler = scheduler
+        self.tokens = TokenLog()
+        self.num_steps_skipped = 0
+        self.is_stalled = False
+        self._worker = worker
+        self._on_ends = on_ends
+        self._on_plan = on_plan
+        self._can_skip = skip and on_plan is None
+        self._turn_at = math.inf
+        self._timer_at = math.inf
+        self._num_idle_wakes = 0
+        self._aborts: list[tuple[float, Key]] = []
+        self._finishes: dict[int, list[tuple[Key, Any, Any]]] = {}
+        self._view: ReplicaView | None = None
+
+    # What reaches it
+
+    def submit(self, frontend: int, submit: Submit, now: float) -> None:
+        """A request arrives. Whatever happens before `now` has been run."""
+        end = self.scheduler.submit(frontend, submit, now)
+        if end is not None:
+            self._tell([end])
+        self._happened(now)
+
+    def abort(self, keys: list[Key], now: float) -> None:
+        self._tell(self.scheduler.abort(keys, now))
+        self._happened(now)
+
+    def unblock(self, key: Key, error: str | None, now: float) -> None:
+        end = self.scheduler.unblock(key, error, now)
+        if end is not None:
+            self._tell([end])
+        self._happened(now)
+
+    def abort_at(self, at: float, key: Key) -> None:
+        """Somebody will give up then, if it is not done by then."""
+        heapq.heappush(self._aborts, (at, key))
+
+    def finish_after(self, step: int, stops: list[tuple[Key, Any, Any]]) -> None:
+        """What the text layer found in the result of a step (of a recording)."""
+        self._finishes[step] = stops
+
+    def view(self, now: float) -> ReplicaView:
+        """What a router may know of it, as of now; everything before now has been run."""
+        scheduler = self.scheduler
+        running = scheduler.limits.max_seqs - scheduler.batch.num_free_slots
+        kv = scheduler.kv
+        return ReplicaView(self.number, running, scheduler.num_waiting, 1 - kv.num_free / kv.pool.num_blocks, now)
+
+    # The loop
+
+    def _happened(self, now: float) -> None:
+        if self._turn_at == math.inf:
+            self._turn_at = self._worker.turn_after(now)
+
+    def run_until(self, until: float) -> None:
+        """Everything that happens before this time."""
+        worker, aborts = self._worker, self._aborts
+        while True:
+            at = worker.next_result_at
+            turn_at = min(self._turn_at, self._timer_at)
+            if aborts and aborts[0][0] <= min(at, turn_at):
+                if aborts[0][0] >= until:
+                    return
+                when, key = heapq.heappop(aborts)
+                self.abort([key], when)
+            elif turn_at <= at:
+                if turn_at >= until:
+                    return
+                self._turn(turn_at, until)
+            elif at < until:
+                self._complete(at)
+            else:
+                return
+
+    def _turn(self, now: float, until: float) -> None:
+        """Plan what there is room for."""
+        scheduler, worker = self.scheduler, self._worker
+        is_timer = self._timer_at <= self._turn_at
+        self._turn_at = self._timer_at = math.inf
+        if self._can_skip and not scheduler.num_waiting:
+            ends = worker.skip(scheduler, now, min(until, self._next_abort()))
+            if ends:
+                self.tokens.push(scheduler.batch.rows().sequences, ends)
+                self.num_steps_skipped += len(ends)
+                now = ends[-1]
+        has_launched = False
+        while scheduler.has_room:
+            plan = scheduler.schedule(now)
+            if plan is None:
+                if scheduler.wake_at < math.inf:
+                    self._timer_at = max(scheduler.wake_at, now + SHORTEST_TIMER_S)
+                break
+            worker.launch(scheduler.ledger.newest, scheduler, now)
+            has_launched = True
+            if self._on_plan is not None:
+                self._on_plan(plan)
+        self._num_idle_wakes = self._num_idle_wakes + 1 if is_timer and not has_launched else 0
+        if self._num_idle_wakes > MAX_IDLE_WAKES:
+            self.is_stalled = True
+            self._timer_at = math.inf
+
+    def _next_abort(self) -> float:
+        """When somebody who is still there gives up."""
+        aborts = self._aborts
+        while aborts and self.scheduler.sequence(aborts[0][1]) is None:
+            heapq.heappop(aborts)
+        return aborts[0][0] if aborts else math.inf
+
+    def _complete(self, now: float) -> None:
+        """Apply the oldest result."""
+        scheduler = self.scheduler
+        result = self._worker.pop()
+        if isinstance(result, StepFailed):
+            events = scheduler.fail(result, now)
+        else:
+            events = scheduler.update(result, now)
+        self.tokens.push(events.sequences, (now,))
+        if events.ends:
+            self._tell(events.ends)
+        if self._finishes and (stops := self._finishes.pop(result.step, None)):
+            named = [(scheduler.sequence(key), reason, stop) for key, reason, stop in stops]
+            self._tell(scheduler.finish([(s, reason, stop) for s, reason, stop in named if s is not None], now))
+        self._turn_at = min(self._turn_at, self._worker.turn_after(now))
+
+    def _tell(self, ends: Iterable[End]) -> None:
+        if self._on_ends is not None:
+            self._on_ends(self.number, ends)
+
+
+class TokenLog:
+    """When tokens came: the end of every step, and for every request the steps that gave it one (`timeline.Spans`)."""
+
+    def __init__(self) -> None:
+        self.step_ends = array("d")
+        self._streaming: dict[Request, int] = {}  # who got a token in the last step, and since which step in a row
+        self._last: Any = None
+        self._request = array("i")
+        self._first_step = array("q")
+        self._count = array("i")
+
+    def push(self, sequences: NDArray[Any], ends: Sequence[float]) -> None:
+        """Steps that ended then gave each of these a token."""
+        if sequences is not self._last:  # the same array as long as nobody joins or leaves
+            self._last = sequences
+            step = len(self.step_ends)
+            streaming, got = self._streaming, dict.fromkeys(sequences.tolist())
+            for sequence in [s for s in streaming if s not in got]:
+                self._add(sequence, streaming.pop(sequence), step)
+            for sequence in got:
+                streaming.setdefault(sequence, step)
+        self.step_ends.extend(ends)
+
+    def _add(self, sequence: Request, first_step: int, stop: int) -> None:
+        self._request.append(sequence.key[1])
+        self._first_step.append(first_step)
+        self._count.append(stop - first_step)
+
+    def columns(self) -> tuple[I32, I64, I32]:
+        """Request, first step and count of every span so far."""
+        stop = len(self.step_ends)
+        now = [(s.key[1], first, stop - first) for s, first in self._streaming.items()]
+        request, first, count = (np.array(column) for column in zip(*now, strict=True)) if now else (NO_I32,) * 3
+        return (
+            np.concatenate((np.array(self._request, np.int32), request)).astype(np.int32),
+            np.concatenate((np.array(self._first_step, np.int64), first)).astype(np.int64),
+            np.concatenate((np.array(self._count, np.int32), count)).astype(np.int32),
+        )
+
+
+# A run -------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """What `simulate` returns."""
+
+    workload: Workload
+    timeline: RunTimeline
+    statistics: tuple[SchedulerStatistics, ...]
+    """Of the scheduler of every replica, at the end."""
+    num_steps: int
+    num_steps_skipped: int
+    """Those of them that were made without being planned one by one."""
+    warnings: tuple[str, ...]
+
+    def evaluate(self, **arguments: Any) -> RunMetrics:
+        """The figures of the run; arguments as in `metrics.evaluate`."""
+        workload = self.workload
+        return evaluate(self.timeline, workload.classes, workload.class_ids, tenants=workload.tenant_ids, **arguments)
+
+
+class _Outcomes:
+    """What became of every request, written when it ends."""
+
+    def __init__(self, num: int) -> None:
+        self.scheduled = np.full(num, np.nan)
+        self.first_token = np.full(num, np.nan)
+        self.last_token = np.full(num, np.nan)
+        self.end = np.full(num, np.nan)
+        self.outcome = np.full(num, UNFINISHED, np.int8)
+        self.replica = np.full(num, -1, np.int32)
+        self.num_preemptions = np.zeros(num, np.int32)
+        self.num_cached = np.zeros(num, np.int32)
+        self.num_wasted = np.zeros(num, np.int32)
+        self.error: str | None = None
+        """The first one that failed a request."""
+        self.num_failed = 0
+        self.now: Callable[[int], float] = lambda replica: math.nan
+
+    def write(self, replica: int, ends: Iterable[End]) -> None:
+        for end in ends:
+            sequence = end.sequence
+            row = sequence.key[1]
+            reason = end.reason
+            if reason == "error":
+                self.outcome[row] = FAILED
+                self.num_failed += 1
+                self.error = self.error or end.error
+            else:
+                self.outcome[row] = ABORTED if reason == "abort" else FINISHED
+            self.end[row] = self.now(replica)
+            if sequence.num_wasted_tokens:
+                self.num_wasted[row] = sequence.num_wasted_tokens
+            self.write_times(row, sequence)
+
+    def write_times(self, row: int, sequence: Request) -> None:
+        if sequence.scheduled is not None:
+            self.scheduled[row] = sequence.scheduled
+            if sequence.num_preemptions:
+                self.num_preemptions[row] = sequence.num_preemptions
+            if sequence.num_cached_tokens:
+                self.num_cached[row] = sequence.num_cached_tokens
+
+
+def simulate(
+    workload: Workload,
+    shape: EngineShape,
+    model: StepModel,
+    *,
+    policy: str | Callable[[], PlanPolicy] = "fcfs",
+    num_replicas: int = 1,
+    router: str | Router = "round-robin",
+    view_interval_s: float = 0.0,
+    seed: int = 0,
+    until: float = math.inf,
+    skip: bool = True,
+    on_plan: Callable[[int, StepPlan], None] | None = None,
+    make_scheduler: Callable[[int, PlanPolicy], Scheduler] | None = None,
+) -> Run:
+    """Run a workload through `num_replicas` engines of one shape.
+
+    policy: as `scheduling_policy=` of the engine, or what builds a fresh one; every replica has its own. view_interval_s:
+    how old the router's views may get; 0: they are exact. until: cut the run off at this time. skip: make steady decode
+    steps many at a time; on_plan(replica, plan) gets every plan and switches that off. make_scheduler(replica, policy):
+    instead of `EngineShape.scheduler` (a `RecordedScheduler`, say). Raises what a policy raises, with its name.
+    """
+    if num_replicas < 1:
+        raise ConfigError(f"num_replicas={num_replicas} must be at least 1")
+    num = len(workload)
+    outcomes = _Outcomes(num)
+    has_prefixes = workload.prefixes is not None and shape.enable_prefix_caching
+    replicas: list[Replica] = []
+    for number in range(num_replicas):
+        own = load_policy(policy) if isinstance(policy, str) else policy()
+        if make_scheduler is not None:
+            scheduler = make_scheduler(number, own)
+        else:
+            scheduler = shape.scheduler(own, has_prefixes=has_prefixes)
+        worker = ModelledWorker(model, seed_stream(seed, f"steps of replica {number}"), has_tokens=has_prefixes)
+        tell = None if on_plan is None else (lambda plan, number=number: on_plan(number, plan))
+        replicas.append(Replica(scheduler, worker, number=number, on_ends=outcomes.write, on_plan=tell, skip=skip))
+    outcomes.now = lambda replica: replicas[replica].scheduler.now
+    route = make_router(router, num_replicas, seed) if isinstance(router, str) else router
+    try:
+        _run_all(workload, shape, replicas, route, outcomes, view_interval_s, until, has_prefixes)
+    except Exception as error:
+        error.add_note(f"while simulating {workload.name!r} with the policy {policy!r}")
+        raise
+    return _collect(workload, replicas, outcomes, model, policy)
+
+
+def _run_all(
+    workload: Workload,
+    shape: EngineShape,
+    replicas: list[Replica],
+    router: Router,
+    outcomes: _Outcomes,
+    view_interval_s: float,
+    until: float,
+    has_prefixes: bool,
+) -> None:
+    make = _submits(workload, shape, has_prefixes)
+    patience = [math.inf if kind.patience is None else kind.patience for kind in workload.classes]
+    class_ids = workload.class_ids.tolist()
+    views: list[ReplicaView] = []
+    next_view_at = -math.inf
+    for row, at in enumerate(workload.arrival.tolist()):
+        if at >= until:
+            break
+        if len(replicas) > 1:
+            if router.needs_views and at >= next_view_at:
+                for replica in replicas:
+                    replica.run_until(at)
+                views = [replica.view(at) for replica in replicas]
+                next_view_at = at + view_interval_s
+            number = router.route(workload, row, views)
+            if not 0 <= number < len(replicas):
+                raise ConfigError(
+                    f"router {type(router).__name__} sent a request to replica {number} of {len(replicas)}"
+                )
+        else:
+            number = 0
+        replica = replicas[number]
+        replica.run_until(at)
+        outcomes.replica[row] = number
+        replica.submit(0, make(row, at), at)
+        limit = patience[class_ids[row]]
+        if limit < math.inf:
+            replica.abort_at(at + limit, (0, row))
+    for replica in replicas:
+        replica.run_until(until)
+
+
+def _submits(workload: Workload, shape: EngineShape, has_prefixes: bool) -> Callable[[int, float], Submit]:
+    """Makes the message of a request. Prompts are zeros: only their number and, if any, their block hashes matter."""
+    zeros = np.zeros(int(workload.num_prompt.max(initial=1)), np.int32)
+    num_prompt, num_output = workload.num_prompt.tolist(), workload.num_output.tolist()
+    class_ids, kinds = workload.class_ids.tolist(), workload.classes
+    slos = [None if kind.slo is None else tuple(kind.slo.to_fields()) for kind in kinds]
+    tenant_ids = None if workload.tenant_ids is None else workload.tenant_ids.tolist()
+    prefixes = workload.prefixes if has_prefixes else None
+
+    def make(row: int, at: float) -> Submit:
+        number = class_ids[row]
+        kind = kinds[number]
+        size = num_prompt[row]
+        return Submit(
+            rid=row,
+            arrival=at,
+            prompt=zeros[:size],
+            max_tokens=num_output[row],
+            ignore_eos=True,
+            detokenize=False,
+            priority=kind.priority,
+            slo=slos[number],
+            is_latency_sensitive=kind.is_latency_sensitive,
+            type_info=kind.name,
+            tenant=None if tenant_ids is None else workload.tenants[tenant_ids[row]],
+            deadline=None if kind.patience is None else at + kind.patience,
+            block_hashes=NO_U8 if prefixes is None else prefixes.block_hashes(row, size, shape.block_size),
+            # A prompt that is shorter than a block has no hash of its own to tell it from others.
+            cache_salt=None if prefixes is None else str(row),
+        )
+
+    return make
+
+
+def _collect(workload: Workload, replicas: list[Replica], outcomes: _Outcomes, model: StepModel, policy: object) -> Run:
+    num = len(workload)
+    columns = [replica.tokens.columns() for replica in replicas]
+    number = [
+        np.full(request.size, replica.number, np.int32)
+        for replica, (request, _, _) in zip(replicas, columns, strict=True)
+    ]
+    spans = Spans.sorted(
+        np.concatenate([request for request, _, _ in columns]),
+        np.concatenate(number),
+        np.concatenate([first for _, first, _ in columns]),
+        np.concatenate([count for _, _, count in columns]),
+    )
+    step_ends = tuple(np.array(replica.tokens.step_ends, np.float64) for replica in replicas)
+    num_output = np.bincount(spans.request, spans.count, num).astype(np.int32)
+    _write_token_times(outcomes, spans, step_ends)
+    warnings = [*workload.warnings(), *unattainable(workload, model)]
+    if outcomes.num_failed:
+        warnings.append(f"{outcomes.num_failed} requests failed, the first with: {outcomes.error}")
+    for replica in replicas:
+        left = replica.scheduler.statistics()
+        for sequence in replica.scheduler.running():
+            outcomes.write_times(sequence.key[1], sequence)
+        if left.num_waiting and not left.num_in_flight:
+            why = "asks again and again to be woken and plans nothing" if replica.is_stalled else "plans nothing"
+            warnings.append(
+                f"policy {policy!r} {why}: {left.num_waiting} requests of replica {replica.number} wait for ever"
+            )
+    timeline = RunTimeline(
+        arrival=workload.arrival,
+        num_prompt=workload.num_prompt,
+        num_output=num_output,
+        scheduled=outcomes.scheduled,
+        first_token=outcomes.first_token,
+        last_token=outcomes.last_token,
+        end=outcomes.end,
+        outcome=outcomes.outcome,
+        replica=outcomes.replica,
+        num_preemptions=outcomes.num_preemptions,
+        num_cached=outcomes.num_cached,
+        num_wasted=outcomes.num_wasted,
+        spans=spans,
+        step_ends=step_ends,
+    )
+    return Run(
+        workload,
+        timeline,
+        tuple(replica.scheduler.statistics() for replica in replicas),
+        sum(ends.size for ends in step_ends),
+        sum(replica.num_steps_skipped for replica in replicas),
+        tuple(warnings),
+    )
+
+
+def _write_token_times(outcomes: _Outcomes, spans: Spans, step_ends: tuple[F64, ...]) -> None:
+    """First and last token of every request, from its first and last span."""
+    if not spans.request.size:
+        return
+    is_first = np.concatenate(([True], spans.request[1:] != spans.request[:-1]))
+    is_last = np.concatenate((is_first[1:], [True]))
+    for replica, ends in enumerate(step_ends):
+        mine = spans.replica == replica
+        first, last = mine & is_first, mine & is_last
+        outcomes.first_token[spans.request[first]] = ends[spans.first_step[first]]
+        outcomes.last_token[spans.request[last]] = ends[spans.first_step[last] + spans.count[last] - 1]
+
+
+# Recordings --------------------------------------------------------------------------------------------------------------
+
+
+def rerun(entries: Iterable[Entry], scheduler: Scheduler) -> list[StepPlan]:
+    """Drive a fresh scheduler by a replica's loop, with the times and results of a recording; its plans in order.
+
+    The recording says when what arrived, when which result was there and when the scheduler came to plan; what is called
+    then, and how often, is up to the loop. So equal plans show that the simulator turns as the engine does.
+    """
+    results: dict[int, tuple[float, StepResult | StepFailed]] = {}
+    arrivals: list[tuple[float, str, Any]] = []
+    finishes: dict[int, list[tuple[Key, Any, Any]]] = {}
+    turns: list[float] = []
+    last_step = 0
+    has_planned = False
+    for call, now, argument in entries:
+        verb = call.partition(" ")[0]
+        if verb in ("update", "fail"):
+            last_step = argument.step
+            results[last_step] = (now, argument)
+            has_planned = False
+        elif verb == "schedule":
+            if not has_planned:  # one turn plans until there is no room
+                turns.append(now)
+            has_planned = True
+        elif verb == "finish":
+            finishes.setdefault(last_step, []).extend(((f, rid), reason, stop) for (f, rid), reason, stop in argument)
+        elif verb in ("submit", "abort", "unblock"):
+            arrivals.append((now, call, argument))
+            has_planned = False
+        else:
+            raise ValueError(f"a simulation has no {verb}: only recordings without it can be run again")
+    plans: list[StepPlan] = []
+    replica = Replica(scheduler, ScriptedWorker(results, turns), on_plan=plans.append)
+    for step, stops in finishes.items():
+        replica.finish_after(step, stops)
+    for now, call, argument in arrivals:
+        replica.run_until(now)
+        verb, _, frontend = call.partition(" ")
+        match verb:
+            case "submit":
+                replica.submit(int(frontend), argument, now)
+            case "abort":
+                replica.abort([(f, rid) for f, rid in argument], now)
+            case _:
+                replica.unblock((argument[0][0], argument[0][1]), argument[1], now)
+    replica.run_until(math.inf)
+    return plans
