@@ -568,8 +568,9 @@ def simulate(
 
     policy: as `scheduling_policy=` of the engine, or what builds a fresh one; every replica has its own. view_interval_s:
     how old the router's views may get; 0: they are exact. until: cut the run off at this time. skip: make steady decode
-    steps many at a time; on_plan(replica, plan) gets every plan and switches that off. make_scheduler(replica, policy):
-    instead of `EngineShape.scheduler` (a `RecordedScheduler`, say). Raises what a policy raises, with its name.
+    steps many at a time; not with shared prefixes, where output is to be found later by its token ids, nor with
+    on_plan(replica, plan), which gets every plan. make_scheduler(replica, policy): instead of `EngineShape.scheduler` (a
+    `RecordedScheduler`, say). Raises what a policy raises, with its name.
     """
     if num_replicas < 1:
         raise ConfigError(f"num_replicas={num_replicas} must be at least 1")
@@ -585,7 +586,11 @@ def simulate(
             scheduler = shape.scheduler(own, has_prefixes=has_prefixes)
         worker = ModelledWorker(model, seed_stream(seed, f"steps of replica {number}"), has_tokens=has_prefixes)
         tell = None if on_plan is None else (lambda plan, number=number: on_plan(number, plan))
-        replicas.append(Replica(scheduler, worker, number=number, on_ends=outcomes.write, on_plan=tell, skip=skip))
+        replicas.append(
+            Replica(
+                scheduler, worker, number=number, on_ends=outcomes.write, on_plan=tell, skip=skip and not has_prefixes
+            )
+        )
     outcomes.now = lambda replica: replicas[replica].scheduler.now
     route = make_router(router, num_replicas, seed) if isinstance(router, str) else router
     try:

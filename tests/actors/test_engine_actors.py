@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from actorllm.config import EngineConfig
 from actorllm.errors import RequestFailedError
 from actorllm.messages import LateInputs, StepFailed, StepPlan, StepResult, Submit, pack
 from actorllm.scheduling.policy import load_policy
-from actorllm.scheduling.recording import replay
+from actorllm.scheduling.recording import RecordedScheduler, replay
 from actorllm.scheduling.scheduler import Scheduler
+from actorllm.slo.simulator import rerun
 from tests.actors.scripted_worker import VOCAB, ScriptedRunner, ScriptedWorkerActor
 from tests.scheduling.conftest import reference_stream
 
@@ -110,14 +112,28 @@ def test_a_profile_is_taken_of_every_rank(build: Callable[..., LLM]) -> None:
     assert llm._engine.ask_scheduler("stop_profile", folder="f").result(5) == ["f/rank0", "f/rank1"]
 
 
-def test_a_live_recording_replays_byte_for_byte(build: Callable[..., LLM], tmp_path: Path) -> None:
+def test_a_live_recording_replays_byte_for_byte(
+    build: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plans of the engine, of its recorded calls, and of the simulator's own loop with the recorded times."""
     file = tmp_path / "recording"
+    live: list[StepPlan] = []
+    schedule = RecordedScheduler.schedule
+
+    def watched(scheduler: RecordedScheduler, at: float) -> StepPlan | None:
+        plan = schedule(scheduler, at)
+        live.extend([plan] if plan is not None else [])
+        return plan
+
+    monkeypatch.setattr(RecordedScheduler, "schedule", watched)
     llm = build(topology="inline", record=str(file), kv_cache_memory_bytes=None, max_model_len=320, max_num_seqs=8)
-    run(llm, 16)
+    with ThreadPoolExecutor(3) as callers:  # so that requests come while others run
+        for call in [callers.submit(run, llm, count) for count in (16, 9, 5)]:
+            call.result()
     config = llm.config
     llm.shutdown()
-    plans = []
-    for _ in range(2):
+    plans = [[pack(plan) for plan in live]]
+    for drive in (replay, rerun):
         scheduler = Scheduler(
             num_blocks=config.cache.num_blocks or 0,
             block_size=config.cache.block_size,
@@ -128,13 +144,13 @@ def test_a_live_recording_replays_byte_for_byte(build: Callable[..., LLM], tmp_p
             eos_token_ids=config.model.eos_token_ids,
             policy=load_policy("fcfs"),
         )
-        plans.append(
-            [(k, s, [a.tobytes() for a in r]) for k, s, r in map(pack, replay(read_recording(file), scheduler))]
-        )
+        plans.append([pack(plan) for plan in drive(read_recording(file), scheduler)])
         assert scheduler.statistics().num_dropped_results == 0, "every recorded result fits the replayed plans"
         assert scheduler.statistics().num_running == 0
-    assert plans[0] == plans[1]
-    assert len(plans[0]) == sum(1 for call, _, result in read_recording(file) if call == "update")
+    engine, replayed, simulated = [[(k, s, [a.tobytes() for a in r]) for k, s, r in packed] for packed in plans]
+    assert engine == replayed
+    assert engine == simulated
+    assert len(engine) == sum(1 for call, _, result in read_recording(file) if call == "update")
 
 
 class FakeLink:

@@ -1,0 +1,404 @@
+"""The simulator: times that can be worked out by hand, the same run by whichever path, and the plans of the real engine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actorllm.config import EngineConfig
+from actorllm.errors import ConfigError
+from actorllm.messages import StepPlan, pack
+from actorllm.scheduling.policy import Admit, KeyPlanner, KeyPolicy, PlanPolicy, load_policy
+from actorllm.scheduling.recording import Entry, RecordedScheduler, replay
+from actorllm.scheduling.scheduler import Scheduler
+from actorllm.slo.cost_model import LinearModel, Regime, preset
+from actorllm.slo.objective import SLO, RequestClass
+from actorllm.slo.routing import ROUTERS, ReplicaView, RoundRobin, make_router
+from actorllm.slo.simulator import VOCAB_SIZE, EngineShape, Run, rerun, simulate
+from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline
+from actorllm.slo.workload import (
+    Workload,
+    assign_classes,
+    assign_tenants,
+    fixed_lengths,
+    gamma_arrivals,
+    lognormal_lengths,
+    make_workload,
+    sample,
+    share_prefixes,
+)
+
+SHAPE = EngineShape(num_blocks=400, max_num_seqs=32, max_num_batched_tokens=256, max_model_len=2048)
+
+
+def every_step(seconds: float, **overheads: float) -> LinearModel:
+    return LinearModel((Regime(math.inf, (seconds, 0.0, 0.0, 0.0, 0.0, 0.0)),), "constant", **overheads)
+
+
+NOISY = replace(preset("a100-llama-3-8b"), residuals=(0.9, 0.97, 1.0, 1.04, 1.5), gap_s=2e-4, launch_s=1e-3)  # type: ignore[type-var]
+
+
+def mixed(num: int = 300, rate: float = 6.0, seed: int = 1, patience: float = 6.0) -> Workload:
+    lengths = lognormal_lengths(num, (180, 900), (40, 200), longest=900, seed=seed)
+    workload = make_workload(gamma_arrivals(num, rate, 2.0, seed), lengths)
+    kinds = [
+        (RequestClass("ls", SLO(0.5, 0.05), True, priority=0), 0.5),
+        (RequestClass("be", SLO(e2e=60.0), priority=1, patience=patience), 0.5),
+    ]
+    return assign_classes(workload, kinds, seed)
+
+
+def columns(timeline: RunTimeline) -> dict[str, list[Any]]:
+    names = [name for name in RunTimeline.__slots__ if name not in ("spans", "step_ends")]
+    found = {name: getattr(timeline, name).tolist() for name in names}
+    found |= {"times": [timeline.token_times(row).tolist() for row in range(len(timeline))]}
+    return found | {"step_ends": [ends.tolist() for ends in timeline.step_ends]}
+
+
+def assert_equal(one: Run, other: Run) -> None:
+    """To the last bit."""
+    first, second = columns(one.timeline), columns(other.timeline)
+    for name in first:
+        assert repr(first[name]) == repr(second[name]), name
+    assert one.statistics == other.statistics
+
+
+# By hand -----------------------------------------------------------------------------------------------------------------
+
+
+def test_one_request_takes_a_step_for_its_prompt_and_one_for_each_token() -> None:
+    workload = make_workload(np.array([2.0]), fixed_lengths(1, 100, 4))
+    timeline = simulate(workload, SHAPE, every_step(0.5)).timeline
+    assert timeline.token_times(0).tolist() == [2.5, 3.0, 3.5, 4.0]
+    assert (timeline.scheduled[0], timeline.first_token[0], timeline.end[0]) == (2.0, 2.5, 4.0)
+    assert timeline.outcome.tolist() == [FINISHED]
+
+
+def test_a_long_prompt_goes_through_in_chunks() -> None:
+    workload = make_workload(np.array([0.0]), fixed_lengths(1, 600, 2))
+    timeline = simulate(workload, SHAPE, every_step(1.0)).timeline
+    assert timeline.token_times(0).tolist() == [3.0, 4.0], "256 + 256 + 88 tokens"
+
+
+@pytest.mark.parametrize(("depth", "expected"), [(1, [1.25, 2.5, 3.75, 5.0]), (2, [1.25, 2.375, 3.5, 4.625])])
+def test_planning_ahead_hides_the_launch_but_not_the_gap(depth: int, expected: list[float]) -> None:
+    workload = make_workload(np.array([0.0]), fixed_lengths(1, 10, 4))
+    model = every_step(1.0, launch_s=0.25, gap_s=0.125)
+    timeline = simulate(workload, replace(SHAPE, depth=depth), model).timeline
+    assert timeline.token_times(0).tolist() == expected
+
+
+def test_the_published_model_is_applied_to_what_is_in_a_step() -> None:
+    workload = make_workload(np.array([0.0]), fixed_lengths(1, 200, 3))
+    model = preset("a100-llama-3-8b")
+    timeline = simulate(workload, SHAPE, model).timeline
+    expected = np.cumsum(
+        [model.seconds(200, 0, 0, 0, 200 * 201 / 2), model.seconds(0, 1, 201), model.seconds(0, 1, 202)]
+    )
+    assert timeline.token_times(0).tolist() == pytest.approx(expected.tolist())
+
+
+@pytest.mark.parametrize(("depth", "wasted"), [(1, 1), (2, 2)])
+def test_who_gives_up_has_had_tokens_computed_in_vain(depth: int, wasted: int) -> None:
+    """Steps end at 1, 2, 3 ...; at 3.5 the tokens of the steps in flight come to nothing."""
+    kind = RequestClass("impatient", patience=3.5)
+    workload = assign_classes(make_workload(np.array([0.0]), fixed_lengths(1, 10, 50)), [(kind, 1)])
+    run = simulate(workload, replace(SHAPE, depth=depth), every_step(1.0))
+    timeline = run.timeline
+    assert timeline.outcome.tolist() == [ABORTED]
+    assert timeline.token_times(0).tolist() == [1.0, 2.0, 3.0]
+    assert (timeline.end[0], timeline.num_wasted[0]) == (3.5, wasted)
+    assert run.statistics[0].num_wasted_tokens == wasted
+    assert run.statistics[0].kv.usage == 0
+    assert run.evaluate().summary["actorllm_num_aborted"] == 1
+
+
+def test_a_request_that_fits_no_engine_fails_alone_and_is_told() -> None:
+    workload = make_workload(np.array([0.0, 1.0]), (np.array([5000, 10], np.int32), np.array([5, 5], np.int32)))
+    run = simulate(workload, SHAPE, every_step(0.1))
+    assert run.timeline.outcome.tolist() == [FAILED, FINISHED]
+    (warning,) = run.warnings
+    assert warning.startswith("1 requests failed, the first with: 5000 tokens leave no room")
+
+
+def test_a_run_can_be_cut_off() -> None:
+    workload = make_workload(np.array([0.0, 1.0, 9.0]), fixed_lengths(3, 10, 100))
+    timeline = simulate(workload, SHAPE, every_step(0.5), until=4.25).timeline
+    assert timeline.outcome.tolist() == [UNFINISHED] * 3
+    assert timeline.num_output.tolist() == [8, 5, 0]
+    assert timeline.scheduled[:2].tolist() == [0.0, 1.0]
+    assert math.isnan(timeline.end[0])
+
+
+def test_objectives_beyond_the_model_are_warned_of() -> None:
+    workload = assign_classes(
+        make_workload(np.array([0.0]), fixed_lengths(1, 10, 5)), [(RequestClass("x", SLO(tpot=0.01)), 1)]
+    )
+    (warning,) = simulate(workload, SHAPE, every_step(0.5)).warnings
+    assert warning.startswith("class 'x': tpot cannot be met by 1 of 1 requests with constant")
+
+
+def test_nothing_to_do_is_no_error() -> None:
+    run = simulate(make_workload(np.zeros(0), fixed_lengths(0, 1, 1)), SHAPE, every_step(1.0))
+    assert run.num_steps == 0
+    assert run.evaluate().summary["completed"] == 0
+
+
+# The same by whichever path ----------------------------------------------------------------------------------------------
+
+
+class EverySecond(KeyPolicy):
+    """A policy that holds rows back, so that streams have holes."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def decode_mask(self, view: Any) -> Any:
+        self._calls += 1
+        return (view.decode_slots + self._calls) % 2 == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("num_blocks", [150, 2000])
+def test_skipping_changes_nothing(depth: int, policy: str, num_blocks: int) -> None:
+    shape = replace(SHAPE, depth=depth, num_blocks=num_blocks)
+    workload = mixed(150, rate=3.0)
+    one, other = (simulate(workload, shape, NOISY, policy=policy, skip=skip, seed=4) for skip in (True, False))
+    assert_equal(one, other)
+    assert other.num_steps_skipped == 0
+    assert one.num_steps_skipped > 0.1 * one.num_steps
+    assert (one.timeline.outcome == FINISHED).sum() > 75
+    if num_blocks == 150:
+        assert one.timeline.num_preemptions.sum() > 0
+
+
+def test_shared_prefixes_are_found_and_output_as_well() -> None:
+    """Nothing is skipped then: a step that is not made leaves no token ids behind by which its block could be found."""
+    workload = share_prefixes(mixed(150, 5.0), num_groups=3, num_tokens=128, block_tokens=32, seed=2)
+    shape = replace(SHAPE, num_blocks=200, max_model_len=1200)
+    run = simulate(workload, shape, NOISY)
+    assert run.num_steps_skipped == 0
+    assert run.timeline.num_cached.sum() > 1000
+    again = run.statistics[0].prefix_cache
+    assert again is not None
+    assert again.preempted_hits > 0, "preempted requests find what they had computed"
+    without = simulate(workload, replace(shape, enable_prefix_caching=False), NOISY)
+    assert without.timeline.num_cached.sum() == 0
+    assert_equal(without, simulate(replace(workload, prefixes=None), shape, NOISY))
+
+
+def test_the_seed_decides() -> None:
+    workload = mixed(60)
+    one, again, other = (simulate(workload, SHAPE, NOISY, seed=seed) for seed in (1, 1, 2))
+    assert_equal(one, again)
+    assert one.timeline.end.tolist() != other.timeline.end.tolist()
+
+
+@pytest.mark.parametrize("num_blocks", [150, 2000])
+def test_every_request_gets_the_tokens_it_wants(num_blocks: int) -> None:
+    workload = replace(mixed(200), classes=(RequestClass("a"), RequestClass("b")))
+    run = simulate(workload, replace(SHAPE, num_blocks=num_blocks), NOISY, policy=lambda: KeyPlanner(EverySecond()))
+    timeline = run.timeline
+    assert timeline.num_output.tolist() == workload.num_output.tolist()
+    for row in range(len(workload)):
+        times = timeline.token_times(row)
+        assert times.size == workload.num_output[row]
+        assert (np.diff(times) > 0).all()
+        assert timeline.arrival[row] < timeline.scheduled[row] + 1e-12 < times[0] == timeline.first_token[row]
+        assert times[-1] == timeline.last_token[row] == timeline.end[row]
+    values, counts = timeline.gaps()
+    assert counts.sum() == (workload.num_output - 1).sum()
+    assert (values * counts).sum() == pytest.approx((timeline.last_token - timeline.first_token).sum())
+    assert run.statistics[0].kv.usage == 0
+
+
+# Policies that go wrong ----------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_that_starves_everybody_is_told_of() -> None:
+    class Never(KeyPolicy):
+        def admit(self, sequence: Any, view: Any) -> Admit:
+            return Admit.WAIT
+
+    run = simulate(mixed(5).head(5), SHAPE, every_step(0.1), policy=lambda: KeyPlanner(Never()))
+    assert any("plans nothing" in warning and "wait for ever" in warning for warning in run.warnings)
+
+
+def test_a_policy_that_asks_for_ever_to_be_woken_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Restless(KeyPolicy):
+        def admit(self, sequence: Any, view: Any) -> Admit:
+            return Admit.WAIT
+
+        def wake_at(self, view: Any) -> float:
+            return float(view.now)
+
+    monkeypatch.setattr("actorllm.slo.simulator.MAX_IDLE_WAKES", 50)
+    workload = make_workload(np.array([0.0]), fixed_lengths(1, 10, 5))
+    run = simulate(workload, SHAPE, every_step(0.1), policy=lambda: KeyPlanner(Restless()))
+    assert "asks again and again to be woken and plans nothing: 1 requests of replica 0" in run.warnings[0]
+
+
+def test_a_policy_that_raises_is_named() -> None:
+    with pytest.raises(ConfigError, match="'fcsf'; did you mean 'fcfs'"):
+        simulate(mixed(5), SHAPE, every_step(0.1), policy="fcsf")
+
+    class Broken(KeyPolicy):
+        def key(self, sequence: Any, view: Any) -> Any:
+            raise ZeroDivisionError("oh")
+
+    def broken() -> PlanPolicy:
+        return KeyPlanner(Broken())
+
+    with pytest.raises(ZeroDivisionError) as raised:
+        simulate(mixed(5), SHAPE, every_step(0.1), policy=broken)
+    assert "broken" in raised.value.__notes__[0]
+
+
+def test_a_policy_is_woken_when_it_asked() -> None:
+    class Patient(KeyPolicy):
+        def admit(self, sequence: Any, view: Any) -> Admit:
+            return Admit.ADMIT if view.now >= 5.0 else Admit.WAIT
+
+        def wake_at(self, view: Any) -> float:
+            return 5.0 if view.now < 5.0 else math.inf
+
+    workload = make_workload(np.array([1.0]), fixed_lengths(1, 10, 1))
+    timeline = simulate(workload, SHAPE, every_step(0.5), policy=lambda: KeyPlanner(Patient())).timeline
+    assert timeline.first_token.tolist() == [5.5]
+
+
+# Several replicas ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("router", sorted(ROUTERS))
+def test_replicas_share_the_work_and_each_is_an_engine(router: str) -> None:
+    workload = assign_tenants(mixed(240, rate=12.0), [1, 1], seed=1)
+    run = simulate(workload, SHAPE, NOISY, num_replicas=3, router=router, seed=3)
+    again = simulate(workload, SHAPE, NOISY, num_replicas=3, router=router, seed=3, skip=False)
+    assert_equal(run, again)
+    counts = np.bincount(run.timeline.replica, minlength=3)
+    assert counts.sum() == 240
+    assert counts.min() > 50
+    assert 0 < run.evaluate().summary["actorllm_jain_of_tenants"] <= 1
+    if router == "round-robin":
+        mine = workload.select(run.timeline.replica == 0)
+        alone = simulate(mine, SHAPE, NOISY, seed=3)
+        together = run.timeline.end[run.timeline.replica == 0]
+        assert alone.timeline.end.tolist() == together.tolist(), "replicas do not know of each other"
+
+
+def test_routers_do_what_they_are_for() -> None:
+    views = [ReplicaView(0, 9, 1, 0.5, 0.0), ReplicaView(1, 2, 0, 0.1, 0.0), ReplicaView(2, 2, 3, 0.2, 0.0)]
+    workload = sample()
+    least = make_router("least-load", 3)
+    assert [least.route(workload, 0, views) for _ in range(5)] == [1, 1, 1, 1, 2], "it counts what it has sent since"
+    two = make_router("power-of-two", 3, seed=1)
+    chosen = [two.route(workload, 0, views) for _ in range(30)]
+    assert chosen.count(0) < 8
+    even = [ReplicaView(i, 1, 0, 0.1, 0.0) for i in range(3)]
+    aware = make_router("prefix-aware", 3)
+    assert workload.prefixes is not None
+    homes = [(int(workload.prefixes.of(row)[0]), aware.route(workload, row, even)) for row in range(12)]
+    first = dict(reversed(homes))
+    assert all(first[prefix] == number for prefix, number in homes), "who begins alike goes to the same replica"
+    busy = [replace(view, num_running=100 * (view.number == first[homes[0][0]]), seen=1.0) for view in even]
+    assert aware.route(workload, 0, busy) != first[homes[0][0]], "unless that one is much busier"
+    with pytest.raises(ConfigError, match="'least-loaded'; did you mean 'least-load'"):
+        make_router("least-loaded", 2)
+
+
+def test_prefixes_are_found_where_they_were_sent() -> None:
+    workload = share_prefixes(mixed(240, 12.0), num_groups=60, num_tokens=128, block_tokens=32, skew=0.0, seed=2)
+    hits = {
+        router: int(simulate(workload, SHAPE, NOISY, num_replicas=3, router=router).timeline.num_cached.sum())
+        for router in ("round-robin", "prefix-aware")
+    }
+    assert hits["prefix-aware"] > 1.1 * hits["round-robin"]
+
+
+def test_views_may_be_old() -> None:
+    seen: list[float] = []
+
+    class Nosy(RoundRobin):
+        needs_views = True
+
+        def route(self, workload: Workload, row: int, views: Any) -> int:
+            seen.append(float(workload.arrival[row]) - views[0].seen)
+            return super().route(workload, row, views)
+
+    workload = mixed(60, 10.0)
+    simulate(workload, SHAPE, NOISY, num_replicas=2, router=Nosy(2), view_interval_s=1.0)
+    assert 0.5 < max(seen) < 1.0
+    seen.clear()
+    simulate(workload, SHAPE, NOISY, num_replicas=2, router=Nosy(2))
+    assert set(seen) == {0.0}
+    with pytest.raises(ConfigError, match="num_replicas=0 must be at least 1"):
+        simulate(workload, SHAPE, NOISY, num_replicas=0)
+
+
+# The real engine -----------------------------------------------------------------------------------------------------------
+
+
+def digest(plans: Any) -> list[str]:
+    """Each plan by its bytes."""
+    return [
+        hashlib.sha256(json.dumps([kind, scalars]).encode() + b"".join(a.tobytes() for a in arrays)).hexdigest()
+        for kind, scalars, arrays in map(pack, plans)
+    ]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_simulation_is_a_recording_of_the_real_scheduler(depth: int, policy: str) -> None:
+    """What the simulator asked of its scheduler, asked again of a fresh one: by hand, and by a replica with its times."""
+    workload = share_prefixes(mixed(120, 8.0, patience=1.5), num_groups=3, num_tokens=128, block_tokens=32, seed=2)
+    shape = replace(SHAPE, depth=depth, num_blocks=150)
+    entries: list[Entry] = []
+    plans: list[StepPlan] = []
+
+    def recorded(number: int, own: PlanPolicy) -> Scheduler:
+        return RecordedScheduler(sink=entries.append, **arguments(shape, own))
+
+    def fresh() -> Scheduler:
+        return Scheduler(**arguments(shape, load_policy(policy)))
+
+    run = simulate(
+        workload, shape, NOISY, policy=policy, on_plan=lambda _, plan: plans.append(plan), make_scheduler=recorded
+    )
+    assert (run.timeline.outcome == ABORTED).any()
+    assert run.timeline.num_preemptions.any()
+    assert run.timeline.num_cached.any()
+    assert digest(plans) == digest(replay(entries, fresh())) == digest(rerun(entries, fresh()))
+    assert len(plans) == run.num_steps
+
+
+def arguments(shape: EngineShape, policy: PlanPolicy) -> dict[str, Any]:
+    return {
+        "num_blocks": shape.num_blocks,
+        "block_size": shape.block_size,
+        "max_num_seqs": shape.max_num_seqs,
+        "max_num_batched_tokens": shape.max_num_batched_tokens,
+        "max_model_len": shape.max_model_len,
+        "vocab_size": VOCAB_SIZE,
+        "eos_token_ids": (),
+        "policy": policy,
+        "depth": shape.depth,
+    }
+
+
+def test_the_shape_is_that_of_an_engine(tmp_path: Path) -> None:
+    config = EngineConfig.from_arguments("storyteller", max_num_seqs=7, max_num_batched_tokens=99)
+    with pytest.raises(ConfigError, match="KV blocks is not known yet"):
+        EngineShape.of(config)
+    known = replace(config, cache=replace(config.cache, num_blocks=123))
+    shape = EngineShape.of(known)
+    assert (shape.num_blocks, shape.max_num_seqs, shape.max_num_batched_tokens) == (123, 7, 99)
+    assert shape.block_size == known.cache.block_size
