@@ -56,7 +56,7 @@ def ours(*names: str) -> set[str]:
 FRONT_DOORS = ours("async_llm", "llm", "llm_engine", "engine", "engine_args", "stream", "cli")
 
 
-@pytest.mark.parametrize("folder", ["scheduling", "kvcache"])
+@pytest.mark.parametrize("folder", ["scheduling", "kvcache", "slo"])
 def test_the_core_is_pure(folder: str) -> None:
     forbidden = PURE | FRONT_DOORS | ours("actors", "ring", "model", "text", "clock", "server")
     assert offenders(modules_of(PACKAGE / folder), forbidden) == []
@@ -180,6 +180,7 @@ def test_importing_the_package_is_light() -> None:
     owner = "from actorllm import LLM, AsyncLLM, SamplingParams; AsyncLLM('storyteller').shutdown()"
     assert loaded_by(owner) & {"torch", "transformers", "triton", "huggingface_hub"} == set()
     assert loaded_by("import actorllm.actors.scheduler") & {"torch", "transformers", "triton"} == set()
+    assert loaded_by("import actorllm.slo.simulator") & {"torch", "transformers", "triton", "anyio"} == set()
 
 
 # What is readable -----------------------------------------------------------------------------------------------------
