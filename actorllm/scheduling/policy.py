@@ -554,10 +554,40 @@ class KeyPlanner:
 
 
 POLICIES: dict[str, str] = {
+    "cohost": "actorllm.scheduling.policies.cohost:Cohost",
+    "edf": "actorllm.scheduling.policies.edf:Edf",
+    "fairbatch": "actorllm.scheduling.policies.fairbatch:FairBatch",
     "fcfs": "actorllm.scheduling.policies.fcfs:Fcfs",
+    "hrrn": "actorllm.scheduling.policies.hrrn:Hrrn",
     "priority": "actorllm.scheduling.policies.priority:Priority",
+    "qoserve": "actorllm.scheduling.policies.qoserve:QoServe",
+    "srpf": "actorllm.scheduling.policies.srpf:Srpf",
+    "vtc": "actorllm.scheduling.policies.vtc:Vtc",
 }
-"""Built-in policies by name. Any other is named as 'module:Class'."""
+"""Policies by name. Any other is named as 'module:Class'."""
+
+
+def register_policy(name: str, policy: str | type[Any]) -> None:
+    """Give a policy a name in this process: 'module:Class', or a class that can be imported under its own name.
+
+    Raises ConfigError for a name that is taken by another policy, and for a class that other processes cannot import.
+    """
+    if isinstance(policy, str):
+        path = policy
+    else:
+        path = f"{policy.__module__}:{policy.__qualname__}"
+        if policy.__module__ == "__main__" or "." in policy.__qualname__:
+            raise ConfigError(
+                f"policy class {policy.__qualname__} of {policy.__module__!r} cannot be imported by the scheduler's process: "
+                f"put it at the top of a module of its own"
+            )
+    if ":" not in path or not name or ":" in name:
+        raise ConfigError(
+            f"policy {name!r} must be registered under a name without ':' as 'module:Class', not {path!r}"
+        )
+    if POLICIES.get(name, path) != path:
+        raise ConfigError(f"there is a policy {name!r} already: {POLICIES[name]}")
+    POLICIES[name] = path
 
 
 def load_policy(name: str) -> PlanPolicy:

@@ -165,17 +165,25 @@ class EverySecond(KeyPolicy):
         return (view.decode_slots + self._calls) % 2 == 0
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
-@pytest.mark.parametrize("num_blocks", [150, 2000])
+@pytest.mark.parametrize(
+    ("depth", "policy", "num_blocks"),
+    [
+        (1, "fcfs", 2000),
+        (2, "fcfs", 2000),
+        (3, "fcfs", 150),
+        (2, "priority", 150),
+        (2, "hrrn", 150),
+        (2, "qoserve", 2000),
+    ],
+)
 def test_skipping_changes_nothing(depth: int, policy: str, num_blocks: int) -> None:
     shape = replace(SHAPE, depth=depth, num_blocks=num_blocks)
-    workload = mixed(150, rate=3.0)
+    workload = mixed(100, rate=3.0)
     one, other = (simulate(workload, shape, NOISY, policy=policy, skip=skip, seed=4) for skip in (True, False))
     assert_equal(one, other)
     assert other.num_steps_skipped == 0
     assert one.num_steps_skipped > 0.1 * one.num_steps
-    assert (one.timeline.outcome == FINISHED).sum() > 75
+    assert (one.timeline.outcome == FINISHED).sum() > 50
     if num_blocks == 150:
         assert one.timeline.num_preemptions.sum() > 0
 
@@ -280,13 +288,13 @@ def test_a_policy_is_woken_when_it_asked() -> None:
 
 @pytest.mark.parametrize("router", sorted(ROUTERS))
 def test_replicas_share_the_work_and_each_is_an_engine(router: str) -> None:
-    workload = assign_tenants(mixed(240, rate=12.0), [1, 1], seed=1)
+    workload = assign_tenants(mixed(120, rate=12.0), [1, 1], seed=1)
     run = simulate(workload, SHAPE, NOISY, num_replicas=3, router=router, seed=3)
     again = simulate(workload, SHAPE, NOISY, num_replicas=3, router=router, seed=3, skip=False)
     assert_equal(run, again)
     counts = np.bincount(run.timeline.replica, minlength=3)
-    assert counts.sum() == 240
-    assert counts.min() > 50
+    assert counts.sum() == 120
+    assert counts.min() > 25
     assert 0 < run.evaluate().summary["actorllm_jain_of_tenants"] <= 1
     if router == "round-robin":
         mine = workload.select(run.timeline.replica == 0)
@@ -316,7 +324,7 @@ def test_routers_do_what_they_are_for() -> None:
 
 
 def test_prefixes_are_found_where_they_were_sent() -> None:
-    workload = share_prefixes(mixed(240, 12.0), num_groups=60, num_tokens=128, block_tokens=32, skew=0.0, seed=2)
+    workload = share_prefixes(mixed(150, 12.0), num_groups=40, num_tokens=128, block_tokens=32, skew=0.0, seed=2)
     hits = {
         router: int(simulate(workload, SHAPE, NOISY, num_replicas=3, router=router).timeline.num_cached.sum())
         for router in ("round-robin", "prefix-aware")
@@ -355,8 +363,7 @@ def digest(plans: Any) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize(("depth", "policy"), [(1, "fcfs"), (2, "priority")])
 def test_a_simulation_is_a_recording_of_the_real_scheduler(depth: int, policy: str) -> None:
     """What the simulator asked of its scheduler, asked again of a fresh one: by hand, and by a replica with its times."""
     workload = share_prefixes(mixed(120, 8.0, patience=1.5), num_groups=3, num_tokens=128, block_tokens=32, seed=2)

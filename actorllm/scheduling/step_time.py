@@ -1,0 +1,103 @@
+"""What policies know of the duration of steps: `StepTime`, learned while the engine runs, and how large a step may be.
+
+A policy may be given a fitted model instead (`actorllm.slo.cost_model`): whatever has its `seconds`. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from actorllm.scheduling.policy import StepDone, View
+
+CHUNKS = (2552, 2048, 1792, 1536, 1280, 1024, 768, 512, 256, 128)
+"""Tokens of a step to choose from, as in the artifact of QoServe. A smaller one wastes the machine."""
+
+
+class Predicts(Protocol):
+    def seconds(
+        self, p: float, d: float, decode_context: float, prefill_context: float = 0.0, prefill_pairs: float = 0.0
+    ) -> float:
+        """Of a step with p prompt tokens and d decode rows that attend to so many tokens."""
+        ...
+
+
+class StepTime:
+    """Re-estimated with every step: recursive least squares with forgetting over 1, p, d and the context of the decode.
+
+    Predicts nothing (0 seconds) before it has seen MIN_STEPS steps. Durations are weighted by their inverse, so that the
+    relative error counts. forgetting: after 1 / (1 - forgetting) steps, what was seen before counts for a third.
+    """
+
+    MIN_STEPS = 20
+    SCALE = np.array([1.0, 1e-3, 1e-2, 1e-5])
+
+    def __init__(self, forgetting: float = 0.995) -> None:
+        self._forgetting = forgetting
+        self._weights = np.zeros(4)
+        self._covariance = np.eye(4) * 1e4
+        self.num_steps = 0
+
+    def observe(self, p: float, d: float, decode_context: float, seconds: float) -> None:
+        if seconds <= 0:
+            return
+        self.num_steps += 1
+        row = np.array([1.0, p, d, decode_context]) * self.SCALE / seconds
+        gain = self._covariance @ row / (self._forgetting + row @ self._covariance @ row)
+        self._weights += gain * (1.0 - row @ self._weights)
+        covariance = (self._covariance - np.outer(gain, row @ self._covariance)) / self._forgetting
+        self._covariance = np.clip((covariance + covariance.T) / 2, -1e6, 1e6)  # what is not excited must not blow up
+
+    def seconds(
+        self, p: float, d: float, decode_context: float, prefill_context: float = 0.0, prefill_pairs: float = 0.0
+    ) -> float:
+        if self.num_steps < self.MIN_STEPS:
+            return 0.0
+        return max(0.0, float(np.array([1.0, p, d, decode_context]) * self.SCALE @ self._weights))
+
+
+class Pace:
+    """A policy's view of time: what the step in flight still takes, and the largest step that ends in time."""
+
+    def __init__(self, step_time: Predicts | None = None, safety: float = 1.2) -> None:
+        self.step_time: Predicts = StepTime() if step_time is None else step_time
+        self.safety = safety
+        """Predictions are taken to be so many times too short."""
+        self._learns = step_time is None
+        self._planned_at = self._planned_s = 0.0
+
+    def on_step(self, done: StepDone, view: View) -> None:
+        if self._learns and isinstance(self.step_time, StepTime):
+            slots = done.slots
+            context = int(view.batch.num_computed[slots].sum())
+            self.step_time.observe(done.num_prefill_tokens, slots.size, context, done.ended - done.started)
+
+    def free_at(self, view: View) -> float:
+        """When the worker is done with the steps in flight. The newest was planned by `largest`, or only decodes."""
+        if not view.num_in_flight:
+            return view.now
+        alone = self.step_time.seconds(0, view.decode_slots.size, self._context(view))
+        is_known = view.now - self._planned_at <= 2 * max(self._planned_s, alone)
+        return view.now + (self._planned_s if is_known else alone)
+
+    @staticmethod
+    def _context(view: View) -> int:
+        return int(view.batch.num_computed[view.decode_slots].sum())
+
+    def largest(self, view: View, until: float, num_decode: int | None = None, sizes: Sequence[int] = CHUNKS) -> int:
+        """Tokens of the largest step (decode rows and prompts) that is over before `until`; the smallest size if none is."""
+        d = view.decode_slots.size if num_decode is None else num_decode
+        context, start = self._context(view), self.free_at(view)
+        before = max((int(view.batch.num_computed[s.slot]) for s in view.prefilling), default=0)
+        tokens, took = sizes[-1], 0.0
+        for size in sizes:
+            if size > view.limits.max_tokens and size != sizes[-1]:
+                continue
+            p = max(0, size - d)
+            tokens, took = size, self.step_time.seconds(p, d, context, before, p * (before + p / 2))
+            if start + self.safety * took <= until:
+                break
+        self._planned_at, self._planned_s = view.now, took
+        return tokens

@@ -1,0 +1,284 @@
+"""The built-in policies: whom each of them serves first, on the scripted engine; every stream stays what it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actorllm.errors import ConfigError
+from actorllm.scheduling.deadlines import Deadlines, first_due
+from actorllm.scheduling.policies.cohost import Cohost
+from actorllm.scheduling.policies.fairbatch import FairBatch
+from actorllm.scheduling.policies.fcfs import Fcfs
+from actorllm.scheduling.policies.qoserve import QoServe
+from actorllm.scheduling.policies.vtc import Vtc
+from actorllm.scheduling.policy import POLICIES, KeyPlanner, KeyPolicy, PlanPolicy, load_policy, register_policy
+from actorllm.scheduling.step_time import StepTime
+
+BuildEngine = Callable[..., Any]
+
+
+class Linear:
+    """Steps that take a millisecond and 0.1 ms per token."""
+
+    def seconds(self, p: float, d: float, context: float, before: float = 0.0, pairs: float = 0.0) -> float:
+        return 1e-3 + 1e-4 * (p + d)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_streams_stay_what_they_must_be_and_nobody_starves(
+    build_engine: BuildEngine, reference: Callable[..., list[int]], name: str, depth: int
+) -> None:
+    """Few blocks, so that requests are preempted; some promise something, some do not."""
+    engine = build_engine(policy=load_policy(name), depth=depth, num_blocks=22, max_num_batched_tokens=12)
+    for rid in range(1, 13):
+        slo = [None, [0.5, 0.05, None, 0.01], [None, None, 3.0, 0.0], [None, 0.1, None, 0.0]][rid % 4]
+        engine.submit(
+            rid,
+            range(rid, rid + 3 * (rid % 5) + 2),
+            max_tokens=15,
+            ignore_eos=True,
+            slo=slo,
+            is_latency_sensitive=rid % 3 == 0,
+            tenant=f"t{rid % 2}",
+            arrival=engine.now,
+        )
+        if rid > 4:
+            engine.launch()
+            if engine.results:
+                engine.complete()
+    engine.run()
+    for rid in range(1, 13):
+        assert engine.streams[rid] == reference(range(rid, rid + 3 * (rid % 5) + 2), rid, 15)
+    statistics = engine.scheduler.statistics()
+    assert statistics.kv.num_free == 22
+    assert statistics.num_refused_decisions == 0
+
+
+def order(engine: Any) -> list[int]:
+    engine.run()
+    return list(engine.ends)
+
+
+def test_edf_goes_by_the_deadline_of_the_first_token(build_engine: BuildEngine) -> None:
+    engine = build_engine(policy=load_policy("edf"), max_num_seqs=1)
+    slos = {
+        1: None,
+        2: [None, None, 2.0, 0.0],
+        3: [0.9, None, None, 0.1],
+        4: [1.5, 0.1, None, 0.0],
+        5: [None, 0.1, None, 0.0],
+    }
+    for rid, slo in slos.items():
+        engine.submit(rid, range(5), max_tokens=1, slo=slo)
+    assert order(engine) == [5, 3, 4, 2, 1], "due at 0, 1.4, 1.5, 2.0 and never"
+
+
+def test_srpf_goes_by_what_is_left_of_the_prompt(build_engine: BuildEngine) -> None:
+    engine = build_engine(policy=load_policy("srpf"), max_num_seqs=1)
+    for rid, size in ((1, 9), (2, 3), (3, 30), (4, 5)):
+        engine.submit(rid, range(rid, rid + size), max_tokens=1)
+    assert order(engine) == [2, 4, 1, 3]
+
+
+def test_hrrn_lets_the_long_wait_only_in_proportion(build_engine: BuildEngine) -> None:
+    engine = build_engine(policy=load_policy("hrrn"), max_num_seqs=1)
+    engine.now = 100.0
+    engine.submit(1, range(30), max_tokens=1, arrival=0.0)
+    engine.submit(2, range(3), max_tokens=1, arrival=99.0)
+    engine.submit(3, range(3), max_tokens=1, arrival=50.0)
+    assert order(engine) == [3, 1, 2], "ratios 16, 3.3 and 0.3"
+
+
+def test_vtc_serves_who_got_least(build_engine: BuildEngine) -> None:
+    engine = build_engine(policy=load_policy("vtc"), max_num_seqs=1)
+    for rid in range(1, 7):
+        engine.submit(rid, [rid, rid], max_tokens=5, ignore_eos=True, tenant="greedy")
+    engine.submit(7, [7, 7], max_tokens=5, ignore_eos=True, tenant="modest")
+    engine.submit(8, [8, 8], max_tokens=5, ignore_eos=True, tenant="modest")
+    assert order(engine) == [1, 7, 2, 8, 3, 4, 5, 6]
+
+
+def test_vtc_knows_weights_and_does_not_let_anybody_save_up(build_engine: BuildEngine) -> None:
+    class Weighted(Vtc):
+        weights = {"big": 2.0}  # noqa: RUF012
+
+    engine = build_engine(policy=KeyPlanner(Weighted()), max_num_seqs=1, depth=1)
+    for rid in range(1, 7):
+        engine.submit(rid, [rid, rid], max_tokens=5, ignore_eos=True, tenant="big")
+        engine.submit(rid + 10, [rid, rid], max_tokens=5, ignore_eos=True, tenant="small")
+    for _ in range(15):
+        engine.launch()
+        engine.complete()
+    engine.submit(30, [1, 2], max_tokens=5, ignore_eos=True, tenant="late")
+    engine.submit(31, [1, 2], max_tokens=5, ignore_eos=True, tenant="late")
+    engine.run()
+    ends = list(engine.ends)
+    first = ends[:9]
+    assert sum(rid < 10 for rid in first) > sum(10 < rid < 30 for rid in first), "the big one gets more"
+    assert ends.index(31) - ends.index(30) > 1, "who comes late has no credit from before"
+
+
+def test_cohost_displaces_best_effort_and_leaves_room(build_engine: BuildEngine) -> None:
+    engine = build_engine(policy=KeyPlanner(Cohost(Linear())), max_num_seqs=2, depth=1)
+    for rid in (1, 2, 3):
+        engine.submit(rid, [rid], max_tokens=10, ignore_eos=True)
+    engine.launch()
+    engine.complete()
+    engine.submit(9, [9], max_tokens=2, ignore_eos=True, is_latency_sensitive=True)
+    engine.launch()
+    assert {s.key[1] for s in engine.scheduler.running()} == {1, 9}, "the later best-effort request gave way"
+    engine.run()
+    assert next(iter(engine.ends)) == 9
+    small = build_engine(policy=KeyPlanner(Cohost(Linear())), num_blocks=20, depth=1)
+    small.submit(1, range(20), max_tokens=3, ignore_eos=True)
+    small.submit(2, range(50, 90 - 2), max_tokens=2, ignore_eos=True)
+    small.submit(3, range(40, 74), max_tokens=2, ignore_eos=True, is_latency_sensitive=True)
+    small.launch()
+    assert 3 in {s.key[1] for s in small.scheduler.running()}
+
+
+def test_qoserve_relegates_who_cannot_make_it(build_engine: BuildEngine) -> None:
+    engine = build_engine(policy=KeyPlanner(QoServe(Linear())), max_num_seqs=1)
+    engine.now = 10.0
+    engine.submit(1, range(5), max_tokens=1, arrival=0.0, slo=[2.0, None, None, 0.0])
+    engine.submit(2, range(6), max_tokens=1, arrival=9.9, slo=[5.0, None, None, 0.0])
+    assert order(engine) == [2, 1], "the deadline of the first one has passed"
+
+    class Keeps(QoServe):
+        relegates = False
+
+    engine = build_engine(policy=KeyPlanner(Keeps(Linear())), max_num_seqs=1)
+    engine.now = 10.0
+    engine.submit(1, range(5), max_tokens=1, arrival=0.0, slo=[2.0, None, None, 0.0])
+    engine.submit(2, range(6), max_tokens=1, arrival=9.9, slo=[5.0, None, None, 0.0])
+    assert order(engine) == [1, 2]
+
+
+@pytest.mark.parametrize(("tpot", "expected"), [(10.0, 2552), (0.1, 768), (0.02, 128)])
+def test_qoserve_makes_steps_as_large_as_the_tightest_stream_allows(
+    build_engine: BuildEngine, tpot: float, expected: int
+) -> None:
+    class First(QoServe):
+        anchor = "first"
+
+    engine = build_engine(
+        policy=KeyPlanner(First(Linear())), max_num_batched_tokens=4096, max_model_len=4000, num_blocks=3000, depth=1
+    )
+    engine.submit(1, [1], max_tokens=40, ignore_eos=True, slo=[1.0, tpot, None, 0.0])
+    engine.launch()
+    engine.results[0] = type(engine.results[0])(step=1, tokens=engine.results[0].tokens, started=0.01, ended=engine.now)
+    engine.complete()
+    engine.submit(2, [i % 90 for i in range(3900)], max_tokens=2)
+    engine.now -= 0.02  # a step and its result take 0.01 s of the scripted engine each
+    plan = engine.launch()
+    assert plan.prefill_counts.tolist() == [expected - 1]
+
+
+def test_fairbatch_holds_back_who_is_ahead_while_prompts_are_there(
+    build_engine: BuildEngine, reference: Callable[..., list[int]]
+) -> None:
+    engine = build_engine(policy=KeyPlanner(FairBatch(Linear())), max_num_batched_tokens=16, depth=1, num_blocks=80)
+    engine.submit(1, [1], max_tokens=30, ignore_eos=True, slo=[100.0, 1.0, None, 0.0])
+    engine.submit(2, [2], max_tokens=30, ignore_eos=True, slo=[0.01, 0.01, None, 0.0])
+    for _ in range(3):
+        engine.launch()
+        engine.complete()
+    engine.submit(3, range(35), max_tokens=2, ignore_eos=True, slo=[1.0, 0.1, None, 0.0])
+    rows = []
+    while len(engine.streams[3]) < 1:
+        engine.launch()
+        rows.append(len(engine.worker.decode))
+        engine.complete()
+    assert 1 in rows, "request 1 has a hundred seconds of slack"
+    engine.run()
+    assert engine.streams[1] == reference([1], 1, 30)
+    assert engine.streams[2] == reference([2], 2, 30)
+
+
+def test_deadlines_of_tokens_have_two_anchors(build_engine: BuildEngine) -> None:
+    class Watch(KeyPolicy):
+        def __init__(self, anchor: Any) -> None:
+            self.deadlines = Deadlines(anchor)
+
+        def on_admit(self, sequence: Any, view: Any) -> None:
+            self.deadlines.on_admit(sequence, view)
+
+        def on_step(self, done: Any, view: Any) -> None:
+            self.deadlines.on_step(done, view)
+
+    due = {}
+    for anchor in ("slo", "first"):
+        policy = Watch(anchor)
+        engine = build_engine(policy=KeyPlanner(policy), depth=1)
+        for rid, slo in (
+            (1, [5.0, 0.5, None, 0.0]),
+            (2, [None, 0.5, None, 0.0]),
+            (3, None),
+            (4, [0.1, 0.5, None, 0.0]),
+        ):
+            engine.submit(rid, [rid], max_tokens=9, ignore_eos=True, slo=slo)
+        engine.launch()
+        result = engine.results[0]
+        engine.results[0] = type(result)(step=result.step, tokens=result.tokens, started=1.0, ended=2.0)
+        engine.complete()
+        engine.scheduler._find_decode_rows()
+        due[anchor] = policy.deadlines.next_due(engine.scheduler).tolist()
+    assert due["slo"] == [5.5, 2.5, float("inf"), 2.5], "a first token that was late starts the clock anew"
+    assert due["first"] == [2.5, 2.5, float("inf"), 2.5]
+
+
+def test_what_is_due_first(build_engine: BuildEngine) -> None:
+    engine = build_engine()
+    for rid, slo in ((1, [1.0, 0.1, 9.0, 0.5]), (2, [None, 0.1, 9.0, 0.0]), (3, [None, 0.1, None, 0.0]), (4, None)):
+        engine.submit(rid, [1, 2, 3, 4], arrival=3.0, slo=slo)
+    due = [first_due(engine.scheduler.sequence((0, rid))) for rid in (1, 2, 3, 4)]
+    assert due == [6.0, 12.0, 3.0, float("inf")]
+
+
+def test_step_times_are_learned_and_follow_a_change() -> None:
+    rng = np.random.default_rng(1)
+    learned = StepTime()
+    assert learned.seconds(100, 10, 1000) == 0.0, "nothing is known yet"
+
+    def truth(p: float, d: float, context: float, factor: float) -> float:
+        return factor * (5e-3 + 8e-5 * p + 3e-5 * d + 1e-7 * context)
+
+    for factor in (1.0, 2.0):
+        for _ in range(1500):
+            p, d = float(rng.integers(0, 2000)), float(rng.integers(0, 100))
+            context = d * float(rng.integers(100, 3000))
+            learned.observe(p, d, context, truth(p, d, context, factor) * float(np.exp(0.02 * rng.standard_normal())))
+        for case in ((1000, 50, 60_000), (0, 20, 20_000), (2000, 0, 0)):
+            assert learned.seconds(*case) == pytest.approx(truth(*case, factor), rel=0.06)
+    learned.observe(10, 10, 10, 0.0)
+    assert learned.num_steps == 3000, "a step that took no time tells nothing"
+
+
+class Mine(KeyPolicy):
+    name = "mine"
+
+
+def test_policies_can_be_given_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actorllm.scheduling.policy.POLICIES", dict(POLICIES))
+    register_policy("calm", "actorllm.scheduling.policies.fcfs:Fcfs")
+    register_policy("calm", Fcfs)
+    loaded: PlanPolicy = load_policy("calm")
+    assert isinstance(loaded, KeyPlanner)
+    assert isinstance(loaded.policy, Fcfs)
+    with pytest.raises(ConfigError, match="there is a policy 'edf' already"):
+        register_policy("edf", Fcfs)
+    with pytest.raises(ConfigError, match="without ':' as 'module:Class', not 'nowhere'"):
+        register_policy("x", "nowhere")
+
+    class Inner(KeyPolicy): ...
+
+    with pytest.raises(ConfigError, match=r"cannot be imported by the scheduler's process: put it at the top"):
+        register_policy("inner", Inner)
+    monkeypatch.setattr(Mine, "__module__", "__main__")
+    with pytest.raises(ConfigError, match="Mine of '__main__' cannot be imported"):
+        register_policy("mine", Mine)
