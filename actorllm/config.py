@@ -25,6 +25,7 @@ from actorllm.errors import (
     nearest_name,
 )
 from actorllm.generation import read_generation_config, sampling_defaults
+from actorllm.scheduling.policy import policy_path
 
 BUNDLED_MODELS = {"storyteller": Path(__file__).parent / "storyteller"}
 
@@ -209,7 +210,7 @@ class EngineConfig:
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 depth=2 if given["async_scheduling"] in (None, True) else 1,
-                policy=given["scheduling_policy"],
+                policy=policy_path(given["scheduling_policy"]),
                 long_prefill_token_threshold=_not_negative(
                     "long_prefill_token_threshold", given["long_prefill_token_threshold"]
                 ),

@@ -567,27 +567,28 @@ POLICIES: dict[str, str] = {
 """Policies by name. Any other is named as 'module:Class'."""
 
 
-def register_policy(name: str, policy: str | type[Any]) -> None:
-    """Give a policy a name in this process: 'module:Class', or a class that can be imported under its own name.
+_BUILT_IN = frozenset(POLICIES)
 
-    Raises ConfigError for a name that is taken by another policy, and for a class that other processes cannot import.
+
+def register_policy(name: str, policy: str | type[Any]) -> None:
+    """Give a policy a name: 'module:Class', or a class at the top of its module. Raises ConfigError if it is taken.
+
+    A class of the program itself (`__main__`) can only be used where the scheduler runs in this process.
     """
-    if isinstance(policy, str):
-        path = policy
-    else:
-        path = f"{policy.__module__}:{policy.__qualname__}"
-        if policy.__module__ == "__main__" or "." in policy.__qualname__:
-            raise ConfigError(
-                f"policy class {policy.__qualname__} of {policy.__module__!r} cannot be imported by the scheduler's process: "
-                f"put it at the top of a module of its own"
-            )
-    if ":" not in path or not name or ":" in name:
+    path = policy if isinstance(policy, str) else f"{policy.__module__}:{policy.__qualname__}"
+    if path.count(":") != 1 or "<" in path or not name or ":" in name:
         raise ConfigError(
-            f"policy {name!r} must be registered under a name without ':' as 'module:Class', not {path!r}"
+            f"policy {name!r} must be registered under a name without ':', as 'module:Class' or a class at the top of its "
+            f"module, not as {path!r}"
         )
     if POLICIES.get(name, path) != path:
         raise ConfigError(f"there is a policy {name!r} already: {POLICIES[name]}")
     POLICIES[name] = path
+
+
+def policy_path(name: str) -> str:
+    """What another process knows a policy by: names that were registered mean nothing there."""
+    return name if name in _BUILT_IN else POLICIES.get(name, name)
 
 
 def load_policy(name: str) -> PlanPolicy:
@@ -602,9 +603,11 @@ def load_policy(name: str) -> PlanPolicy:
     try:
         policy = getattr(importlib.import_module(module_name), class_name)()
     except Exception as error:  # whatever the module or the constructor raises is the caller's
+        where = "it must be a class that is built without arguments"
+        if module_name == "__main__":
+            where = "with topology='process' the scheduler is another program: use topology='inline', or a module of its own"
         raise ConfigError(
-            f"scheduling policy {name!r} cannot be loaded: {type(error).__name__}: {error}; it must be a class that is "
-            f"built without arguments"
+            f"scheduling policy {name!r} cannot be loaded: {type(error).__name__}: {error}; {where}"
         ) from error
     if isinstance(policy, KeyPolicy):
         return KeyPlanner(policy)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.scheduling.deadlines import Deadlines, first_due
 from actorllm.scheduling.policies.cohost import Cohost
@@ -270,15 +271,18 @@ def test_policies_can_be_given_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: PlanPolicy = load_policy("calm")
     assert isinstance(loaded, KeyPlanner)
     assert isinstance(loaded.policy, Fcfs)
+    config = EngineConfig.from_arguments("storyteller", scheduling_policy="calm")
+    assert config.scheduler.policy == "actorllm.scheduling.policies.fcfs:Fcfs", "the scheduler's process knows no names"
     with pytest.raises(ConfigError, match="there is a policy 'edf' already"):
         register_policy("edf", Fcfs)
-    with pytest.raises(ConfigError, match="without ':' as 'module:Class', not 'nowhere'"):
+    with pytest.raises(ConfigError, match="at the top of its module, not as 'nowhere'"):
         register_policy("x", "nowhere")
 
     class Inner(KeyPolicy): ...
 
-    with pytest.raises(ConfigError, match=r"cannot be imported by the scheduler's process: put it at the top"):
+    with pytest.raises(ConfigError, match=r"at the top of its module, not as .*<locals>\.Inner"):
         register_policy("inner", Inner)
     monkeypatch.setattr(Mine, "__module__", "__main__")
-    with pytest.raises(ConfigError, match="Mine of '__main__' cannot be imported"):
-        register_policy("mine", Mine)
+    register_policy("mine", Mine)
+    with pytest.raises(ConfigError, match="use topology='inline', or a module of its own"):
+        load_policy("mine")

@@ -174,6 +174,8 @@ class EverySecond(KeyPolicy):
         (2, "priority", 150),
         (2, "hrrn", 150),
         (2, "qoserve", 2000),
+        (2, "cohost", 150),
+        (2, "fairbatch", 2000),
     ],
 )
 def test_skipping_changes_nothing(depth: int, policy: str, num_blocks: int) -> None:
