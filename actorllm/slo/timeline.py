@@ -19,6 +19,8 @@ from actorllm.messages import F64, I32, I64
 
 FINISHED, ABORTED, FAILED, UNFINISHED = 0, 1, 2, 3
 """How a request ended. UNFINISHED: it was still there when the run was cut off."""
+MANY_STEPS = 1 << 20
+LONG_GAP_S = 10.0
 OUTCOMES = ("finished", "aborted", "failed", "unfinished")
 
 
@@ -96,7 +98,8 @@ class RunTimeline:
     def gaps(self) -> tuple[F64, I64]:
         """Every gap between two tokens of one request (inter-token latency): values, and how often each occurs.
 
-        Requests that decode together share the gaps of their steps, so this is by steps and not by tokens.
+        Requests that decode together share the gaps of their steps, so this is by steps and not by tokens. Of a long run
+        they are rounded to microseconds, or there would be as many values as steps.
         """
         spans = self.spans
         values: list[F64] = []
@@ -104,13 +107,17 @@ class RunTimeline:
         for replica, ends in enumerate(self.step_ends):
             mine = spans.replica == replica
             first, count = spans.first_step[mine], spans.count[mine]
-            covering = np.zeros(ends.size + 1, np.int64)  # how many requests have a gap that ends with this step
+            covering = np.zeros(ends.size + 1, np.int32)  # how many requests have a gap that ends with this step
             np.add.at(covering, first + 1, 1)
             np.add.at(covering, first + count, -1)
-            covering = np.cumsum(covering)[1 : ends.size]
-            has_any = covering > 0
-            values.append(np.diff(ends)[has_any])
-            counts.append(covering[has_any])
+            np.cumsum(covering, out=covering)
+            if ends.size > MANY_STEPS:
+                found = _rounded_gaps(ends, covering)
+            else:
+                has_any = covering[1 : ends.size] > 0
+                found = np.diff(ends)[has_any], covering[1 : ends.size][has_any].astype(np.int64)
+            values.append(found[0])
+            counts.append(found[1])
         again = np.flatnonzero(spans.request[1:] == spans.request[:-1])  # from one span of a request to its next
         if again.size:
             between = [
@@ -123,6 +130,26 @@ class RunTimeline:
         if not values:
             return np.zeros(0), np.zeros(0, np.int64)
         return np.concatenate(values), np.concatenate(counts)
+
+
+def _rounded_gaps(ends: F64, covering: I32) -> tuple[F64, I64]:
+    """As in `gaps`, from the ends of steps and how many gaps end with each; those below LONG_GAP_S rounded, block by block."""
+    by_microsecond = np.zeros(int(LONG_GAP_S * 1e6) + 1, np.int64)
+    long: list[F64] = []
+    long_counts: list[I64] = []
+    for start in range(1, ends.size, MANY_STEPS):
+        stop = min(start + MANY_STEPS, ends.size)
+        count = covering[start:stop]
+        gap = np.diff(ends[start - 1 : stop])[count > 0]
+        count = count[count > 0]
+        is_short = gap <= LONG_GAP_S
+        found = np.bincount(np.rint(gap[is_short] * 1e6).astype(np.int64), count[is_short])
+        by_microsecond[: found.size] += found.astype(np.int64)
+        long.append(gap[~is_short])
+        long_counts.append(count[~is_short].astype(np.int64))
+    occurring = np.flatnonzero(by_microsecond)
+    values = np.concatenate((occurring / 1e6, *long))
+    return values, np.concatenate((by_microsecond[occurring], *long_counts))
 
 
 def timeline_of_streams(arrival: F64, num_prompt: I32, streams: list[F64], **columns: object) -> RunTimeline:

@@ -39,6 +39,19 @@ def test_every_gap_is_counted_once_and_none_between_requests() -> None:
     assert gaps == pytest.approx(sorted([0.1, 0.1, 0.1, 0.1, 0.8, 0.1, 0.01, 0.01]))
 
 
+def test_gaps_of_a_long_run_are_rounded_and_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(2)
+    streams = [np.cumsum(rng.uniform(0.001, 0.1, rng.integers(1, 60))) for _ in range(40)]
+    streams[3] = np.array([1.0, 14.5, 15.0])
+    timeline = timeline_of_streams(np.zeros(40), np.ones(40, np.int32), streams)
+    exact = np.repeat(*timeline.gaps())
+    monkeypatch.setattr("actorllm.slo.timeline.MANY_STEPS", 100)
+    values, counts = timeline.gaps()
+    rounded = np.repeat(values, counts)
+    assert values.size < exact.size or counts.max() == 1
+    assert np.sort(rounded) == pytest.approx(np.sort(exact), abs=5.1e-7)
+
+
 def test_the_two_readings_differ_where_they_should() -> None:
     timeline = make_timeline()
     slo = SLO(ttft=1.0, tpot=0.2)
