@@ -1,0 +1,134 @@
+"""A step-time model for an engine that told only when requests came and went, by simulating its whole run.
+
+Without a log of steps there is nothing to fit `cost_model.fit` to: how long a step took depends on what else was in it,
+and that on everything before. So the run is simulated with coefficients, and these are moved until the simulated latencies
+are those that were measured. Only some of the requests are looked at; the others tell how good the model is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actorllm.errors import ConfigError
+from actorllm.messages import F64
+from actorllm.slo.cost_model import LinearModel, Regime
+from actorllm.slo.simulator import EngineShape, simulate
+from actorllm.slo.timeline import FINISHED, RunTimeline
+from actorllm.slo.workload import Workload
+
+LATENCIES = ("ttft", "tpot", "e2e")
+QUANTILES = (0.1, 0.5, 0.9)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunFit:
+    """What `fit_to_run` returns."""
+
+    model: LinearModel
+    seen: dict[str, float]
+    """Simulated mean / measured mean - 1 of each latency, over the requests that were fitted to."""
+    unseen: dict[str, float]
+    """The same over all others."""
+    num_runs: int
+
+
+def fit_to_run(
+    workload: Workload,
+    measured: RunTimeline,
+    shape: EngineShape,
+    start: LinearModel,
+    rows: NDArray[np.bool_],
+    *,
+    policy: str = "fcfs",
+    max_runs: int = 60,
+) -> RunFit:
+    """Move the coefficients of `start` that are not zero until the simulated run is like the measured one on `rows`.
+
+    measured has a row per request of the workload. Raises ConfigError when nothing was measured of `rows`.
+    """
+    rows = rows & (measured.outcome == FINISHED)
+    if not rows.any():
+        raise ConfigError("none of the requests to fit to was finished in the measured run")
+    others = ~rows & (measured.outcome == FINISHED)
+    initial = np.array([regime.coefficients for regime in start.regimes])
+    is_moved = initial > 0
+
+    def model_of(point: F64) -> LinearModel:
+        moved = initial.copy()
+        moved[is_moved] *= np.exp(point)
+        return replace(
+            start,
+            regimes=tuple(
+                Regime(regime.max_tokens, tuple(c)) for regime, c in zip(start.regimes, moved.tolist(), strict=True)
+            ),
+        )
+
+    def run(point: F64) -> RunTimeline:
+        return simulate(workload, shape, model_of(point), policy=policy).timeline
+
+    def error(point: F64) -> float:
+        timeline = run(point)
+        wrong = 0.0
+        for name in LATENCIES:
+            told, truth = getattr(timeline, name)[rows], getattr(measured, name)[rows]
+            if not np.isfinite(told).all():
+                return math.inf
+            wrong += 3 * (told.mean() / truth.mean() - 1) ** 2
+            wrong += sum((np.quantile(told, q) / np.quantile(truth, q) - 1) ** 2 for q in QUANTILES)
+        # Of two models that explain the run alike, the one nearer to where the search began.
+        return float(wrong + 1e-3 * (point**2).mean())
+
+    point, num_runs = nelder_mead(error, np.zeros(int(is_moved.sum())), 0.15, max_runs)
+    found = run(point)
+
+    def off(which: NDArray[np.bool_]) -> dict[str, float]:
+        if not which.any():
+            return {}
+        return {
+            name: float(getattr(found, name)[which].mean() / getattr(measured, name)[which].mean() - 1)
+            for name in LATENCIES
+        }
+
+    return RunFit(model_of(point), off(rows), off(others), num_runs + 1)
+
+
+def nelder_mead(function: Callable[[F64], float], start: F64, size: float, max_calls: int) -> tuple[F64, int]:
+    """The best point that a simplex of this size found (Nelder and Mead 1965), and how often the function was called."""
+    calls = 0
+
+    def value(point: F64) -> float:
+        nonlocal calls
+        calls += 1
+        return function(point)
+
+    simplex = [start, *(start + size * unit for unit in np.eye(start.size))]
+    values = [value(point) for point in simplex]
+    while calls < max_calls:
+        order = np.argsort(values, kind="stable")
+        simplex, values = [simplex[i] for i in order], [values[i] for i in order]
+        if max(float(np.abs(point - simplex[0]).max()) for point in simplex[1:]) < 1e-4:
+            break
+        centre = np.mean(simplex[:-1], axis=0)
+        away = centre - simplex[-1]
+        reflected = centre + away
+        at_reflected = value(reflected)
+        if at_reflected < values[0]:
+            expanded = centre + 2 * away
+            at_expanded = value(expanded)
+            if at_expanded < at_reflected:
+                reflected, at_reflected = expanded, at_expanded
+        elif at_reflected >= values[-2]:
+            reflected = centre + 0.5 * away if at_reflected < values[-1] else centre - 0.5 * away
+            at_reflected = value(reflected)
+            if at_reflected >= values[-1]:  # nothing along this line: draw everything towards the best
+                simplex = [simplex[0], *((point + simplex[0]) / 2 for point in simplex[1:])]
+                values = [values[0], *(value(point) for point in simplex[1:])]
+                continue
+        simplex[-1], values[-1] = reflected, at_reflected
+    best = int(np.argmin(values))
+    return simplex[best], calls
