@@ -52,6 +52,12 @@ def test_priority() -> None:
     assert lines[-3:] == ["patient ones done before it: 0", "tokens of the patient ones: [200, 200]", "displaced: 1"]
 
 
+def test_custom_policy() -> None:
+    fcfs, lars, told = output_of("custom_policy.py").splitlines()
+    assert float(lars.split()[1].rstrip("%")) >= float(fcfs.split()[1].rstrip("%"))
+    assert told.startswith("lars: '")
+
+
 def test_two_engines() -> None:
     writer, editor = output_of("two_engines.py").split("editor:")
     assert writer.startswith("writer: Once upon a time")
