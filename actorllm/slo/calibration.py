@@ -1,14 +1,17 @@
-"""A step-time model for an engine that told only when requests came and went, by simulating its whole run.
+"""Where the step times of an engine come from.
 
-Without a log of steps there is nothing to fit `cost_model.fit` to: how long a step took depends on what else was in it,
-and that on everything before. So the run is simulated with coefficients, and these are moved until the simulated latencies
-are those that were measured. Only some of the requests are looked at; the others tell how good the model is.
+`steps_of`: a recording of its scheduler (`record="file"`) says of every step when it began and ended, and, replayed, what was
+in it. That is what `cost_model.fit` wants.
+
+`fit_to_run`: of another engine one may know only when requests came and went. How long a step took depends on what else was
+in it, and that on everything before. So the whole run is simulated, and the coefficients are moved until the simulated
+latencies are those that were measured. Only some of the requests are looked at; the others tell how good the model is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,13 +19,41 @@ from numpy.typing import NDArray
 
 from actorllm.errors import ConfigError
 from actorllm.messages import F64
-from actorllm.slo.cost_model import LinearModel, Regime
-from actorllm.slo.simulator import EngineShape, simulate
+from actorllm.scheduling.recording import Entry, replay
+from actorllm.scheduling.scheduler import Scheduler
+from actorllm.slo.cost_model import FEATURES, LinearModel, Regime, StepLog
+from actorllm.slo.simulator import EngineShape, features_of, simulate
 from actorllm.slo.timeline import FINISHED, RunTimeline
 from actorllm.slo.workload import Workload
 
 LATENCIES = ("ttft", "tpot", "e2e")
 QUANTILES = (0.1, 0.5, 0.9)
+
+
+def steps_of(entries: Iterable[Entry], scheduler: Scheduler) -> StepLog:
+    """The steps of a recording that were finished; scheduler: a fresh one of the same configuration."""
+    in_flight: dict[int, dict[str, float]] = {}
+    rows: list[dict[str, float]] = []
+
+    def watched() -> Iterator[Entry]:
+        """The entries; each is asked for when the one before it has been carried out."""
+        for call, now, argument in entries:
+            yield call, now, argument
+            if call == "schedule" and len(scheduler.ledger) and scheduler.ledger.newest.step not in in_flight:
+                record = scheduler.ledger.newest
+                told = zip(FEATURES[1:], features_of(record, scheduler), strict=True)
+                in_flight[record.step] = {**dict(told), "launched": record.launched}
+            elif call == "update":
+                row = in_flight.pop(argument.step, None)
+                if row is not None:
+                    rows.append(row | {"started": argument.started, "ended": argument.ended})
+            elif call == "fail":  # void, and the steps behind it
+                for step in [step for step in in_flight if step >= argument.step]:
+                    del in_flight[step]
+
+    for _ in replay(watched(), scheduler):
+        pass
+    return StepLog.of(rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -438,9 +438,10 @@ def unattainable(workload: Workload, model: StepModel) -> list[str]:
         if kind.slo is None or not num:
             continue
         size, steps = workload.num_prompt[mine].astype(float), workload.num_output[mine] - 1
-        none, row = np.zeros(num), np.ones(num)
-        prefill = _predict(model, np.stack((row, size, none, none, none, size * (size + 1) / 2), axis=1))
-        one = _predict(model, np.stack((row, none, row, size, none, none), axis=1))
+        sizes, which = np.unique(size, return_inverse=True)
+        none, row = np.zeros(sizes.size), np.ones(sizes.size)
+        prefill = _predict(model, np.stack((row, sizes, none, none, none, sizes * (sizes + 1) / 2), axis=1))[which]
+        one = _predict(model, np.stack((row, none, row, sizes, none, none), axis=1))[which]
         ttft = None if kind.slo.ttft is None else kind.slo.ttft + kind.slo.ttft_per_prompt_token * size
         for label, limit, least, why in (
             ("ttft", ttft, prefill, "the prompt alone takes"),

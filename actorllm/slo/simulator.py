@@ -23,7 +23,7 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -91,22 +91,38 @@ class EngineShape:
             config.cache.enable_prefix_caching,
         )
 
-    def scheduler(self, policy: PlanPolicy, *, has_prefixes: bool) -> Scheduler:
-        return Scheduler(
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            vocab_size=VOCAB_SIZE,
-            eos_token_ids=(),
-            policy=policy,
-            depth=self.depth,
-            prefill_chunk=self.prefill_chunk,
-            enable_prefix_caching=self.enable_prefix_caching and has_prefixes,
-            max_num_partial_prefills=self.max_num_partial_prefills,
-            watermark=self.watermark,
-        )
+    def scheduler_arguments(self) -> dict[str, Any]:
+        """Of `Scheduler`, but for the policy."""
+        return {
+            "num_blocks": self.num_blocks,
+            "block_size": self.block_size,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_model_len": self.max_model_len,
+            "vocab_size": VOCAB_SIZE,
+            "eos_token_ids": (),
+            "depth": self.depth,
+            "prefill_chunk": self.prefill_chunk,
+            "enable_prefix_caching": self.enable_prefix_caching,
+            "max_num_partial_prefills": self.max_num_partial_prefills,
+            "watermark": self.watermark,
+        }
+
+    def scheduler(self, policy: PlanPolicy) -> Scheduler:
+        """For simulated requests: they end by their length, so that token ids and what ends a text do not matter."""
+        return Scheduler(policy=policy, **self.scheduler_arguments())
+
+
+def features_of(record: StepRecord, scheduler: Scheduler) -> tuple[int, int, int, int, int]:
+    """p, d, decode_context, prefill_context and prefill_pairs (`cost_model`) of the step that was planned last."""
+    computed, d = scheduler.batch.num_computed, record.num_decode
+    context = int(computed[record.rows.index[:d]].sum()) if d else 0
+    before = pairs = 0
+    for sequence, size in record.prefills:
+        had = computed.item(sequence.slot) - size
+        before += had
+        pairs += size * had + size * (size + 1) // 2
+    return record.num_tokens - d, d, context, before, pairs
 
 
 # Workers -----------------------------------------------------------------------------------------------------------------
@@ -174,11 +190,7 @@ class ModelledWorker:
             context = self._context
         else:
             self._rows = None
-            context = int(computed[rows.index[:d]].sum()) if d else 0
-            for sequence, size in record.prefills:
-                had = computed.item(sequence.slot) - size
-                before += had
-                pairs += size * had + size * (size + 1) // 2
+            _, _, context, before, pairs = features_of(record, scheduler)
         took = self._model.seconds(record.num_tokens - d, d, context, before, pairs)
         if self._residuals is not None:
             took *= self._draw(1)[0]
@@ -578,12 +590,13 @@ def simulate(
     outcomes = _Outcomes(num)
     has_prefixes = workload.prefixes is not None and shape.enable_prefix_caching
     replicas: list[Replica] = []
+    shape = replace(shape, enable_prefix_caching=has_prefixes)
     for number in range(num_replicas):
         own = load_policy(policy) if isinstance(policy, str) else policy()
         if make_scheduler is not None:
             scheduler = make_scheduler(number, own)
         else:
-            scheduler = shape.scheduler(own, has_prefixes=has_prefixes)
+            scheduler = shape.scheduler(own)
         worker = ModelledWorker(model, seed_stream(seed, f"steps of replica {number}"), has_tokens=has_prefixes)
         tell = None if on_plan is None else (lambda plan, number=number: on_plan(number, plan))
         replicas.append(

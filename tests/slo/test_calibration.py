@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 from actorllm.errors import ConfigError
-from actorllm.slo.calibration import fit_to_run, nelder_mead
-from actorllm.slo.cost_model import LinearModel, Regime
+from actorllm.scheduling.policy import PlanPolicy, load_policy
+from actorllm.scheduling.recording import Entry, RecordedScheduler
+from actorllm.scheduling.scheduler import Scheduler
+from actorllm.slo.calibration import fit_to_run, nelder_mead, steps_of
+from actorllm.slo.cost_model import LinearModel, Regime, fit
 from actorllm.slo.simulator import EngineShape, simulate
 from actorllm.slo.timeline import timeline_of_streams
 from actorllm.slo.workload import gamma_arrivals, lognormal_lengths, make_workload
@@ -46,6 +49,27 @@ def test_coefficients_are_found_from_latencies_alone() -> None:
     assert regime.coefficients[3:] == (0.0, 0.0, 0.0), "what is zero stays out"
     with pytest.raises(ConfigError, match="none of the requests"):
         fit_to_run(workload, measured, shape, found.model, np.zeros(80, bool))
+
+
+def test_a_recording_has_the_steps_to_fit_to() -> None:
+    """Simulated steps of a known model, read from the recording of their scheduler, give that model again."""
+    workload = make_workload(gamma_arrivals(120, 25.0, 1.5), lognormal_lengths(120, (200, 900), (40, 150), longest=900))
+    shape = EngineShape(num_blocks=150, max_num_seqs=32, max_num_batched_tokens=512, max_model_len=2048)
+    truth = linear(0.004, 5e-5, 1e-4, 3e-7, 0.0, 1e-8)
+    entries: list[Entry] = []
+
+    def recorded(number: int, policy: PlanPolicy) -> Scheduler:
+        return RecordedScheduler(sink=entries.append, policy=policy, **shape.scheduler_arguments())
+
+    run = simulate(workload, shape, truth, make_scheduler=recorded, skip=False)
+    assert run.timeline.num_preemptions.any()
+    log = steps_of(entries, shape.scheduler(load_policy("fcfs")))
+    assert len(log) == run.num_steps
+    assert log.ended.tolist() == run.timeline.step_ends[0].tolist()
+    assert [truth.seconds(*row[1:]) for row in log.features().tolist()] == pytest.approx(log.ended - log.started)
+    found = fit(log)
+    assert found.mape < 1e-6
+    assert found.model.gap_s == pytest.approx(0.0, abs=1e-9)
 
 
 @pytest.mark.skipif(not VLLM_RUN.exists(), reason=f"needs the recorded run of vLLM in {VLLM_RUN}")

@@ -21,7 +21,7 @@ from actorllm.scheduling.scheduler import Scheduler
 from actorllm.slo.cost_model import LinearModel, Regime, preset
 from actorllm.slo.objective import SLO, RequestClass
 from actorllm.slo.routing import ROUTERS, ReplicaView, RoundRobin, make_router
-from actorllm.slo.simulator import VOCAB_SIZE, EngineShape, Run, rerun, simulate
+from actorllm.slo.simulator import EngineShape, Run, rerun, simulate
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline
 from actorllm.slo.workload import (
     Workload,
@@ -374,10 +374,10 @@ def test_a_simulation_is_a_recording_of_the_real_scheduler(depth: int, policy: s
     plans: list[StepPlan] = []
 
     def recorded(number: int, own: PlanPolicy) -> Scheduler:
-        return RecordedScheduler(sink=entries.append, **arguments(shape, own))
+        return RecordedScheduler(sink=entries.append, policy=own, **shape.scheduler_arguments())
 
     def fresh() -> Scheduler:
-        return Scheduler(**arguments(shape, load_policy(policy)))
+        return shape.scheduler(load_policy(policy))
 
     run = simulate(
         workload, shape, NOISY, policy=policy, on_plan=lambda _, plan: plans.append(plan), make_scheduler=recorded
@@ -387,20 +387,6 @@ def test_a_simulation_is_a_recording_of_the_real_scheduler(depth: int, policy: s
     assert run.timeline.num_cached.any()
     assert digest(plans) == digest(replay(entries, fresh())) == digest(rerun(entries, fresh()))
     assert len(plans) == run.num_steps
-
-
-def arguments(shape: EngineShape, policy: PlanPolicy) -> dict[str, Any]:
-    return {
-        "num_blocks": shape.num_blocks,
-        "block_size": shape.block_size,
-        "max_num_seqs": shape.max_num_seqs,
-        "max_num_batched_tokens": shape.max_num_batched_tokens,
-        "max_model_len": shape.max_model_len,
-        "vocab_size": VOCAB_SIZE,
-        "eos_token_ids": (),
-        "policy": policy,
-        "depth": shape.depth,
-    }
 
 
 def test_the_shape_is_that_of_an_engine(tmp_path: Path) -> None:
