@@ -713,6 +713,10 @@ def _collect(workload: Workload, replicas: list[Replica], outcomes: _Outcomes, m
         left = replica.scheduler.statistics()
         for sequence in replica.scheduler.running():
             outcomes.write_times(sequence.key[1], sequence)
+        if left.num_refused_decisions:
+            warnings.append(
+                f"policy {policy!r}: {left.num_refused_decisions} parts of its decisions did not fit and were left out"
+            )
         if left.num_waiting and not left.num_in_flight:
             why = "asks again and again to be woken and plans nothing" if replica.is_stalled else "plans nothing"
             warnings.append(

@@ -153,6 +153,13 @@ def test_a_live_recording_replays_byte_for_byte(
     assert len(engine) == sum(1 for call, _, result in read_recording(file) if call == "update")
 
 
+@pytest.mark.parametrize("policy", ["cohost", "fairbatch", "qoserve", "vtc"])
+def test_policies_that_learn_from_steps_run_on_the_engine(build: Callable[..., LLM], policy: str) -> None:
+    llm = build(topology="inline", scheduling_policy=policy, max_num_seqs=4)
+    run(llm, 9)
+    assert llm.stats()["scheduler"]["scheduler"]["num_refused_decisions"] == 0
+
+
 class FakeLink:
     is_open = True
 

@@ -242,6 +242,19 @@ def test_a_policy_that_starves_everybody_is_told_of() -> None:
     assert any("plans nothing" in warning and "wait for ever" in warning for warning in run.warnings)
 
 
+def test_a_policy_that_asks_for_too_much_is_told_of() -> None:
+    class Greedy(KeyPlanner):
+        def plan(self, view: Any) -> Any:
+            decision = super().plan(view)
+            decision.prefill = [(sequence, 10 * size) for sequence, size in decision.prefill]
+            return decision
+
+    workload = make_workload(np.array([0.0]), fixed_lengths(1, 100, 3))
+    run = simulate(workload, SHAPE, every_step(0.1), policy=lambda: Greedy(KeyPolicy()))
+    assert run.timeline.num_output.tolist() == [3]
+    assert "1 parts of its decisions did not fit" in run.warnings[0]
+
+
 def test_a_policy_that_asks_for_ever_to_be_woken_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     class Restless(KeyPolicy):
         def admit(self, sequence: Any, view: Any) -> Admit:
