@@ -224,7 +224,7 @@ class ModelledWorker:
         if self._tokens_of is not rows:
             self._tokens_of = rows
             self._first_ids = np.array([s.key[1] * 40_503 for s in rows.sequences.tolist()], np.int64).astype(np.int32)
-        return (self._first_ids + np.int32(step * 7)) & np.int32(VOCAB_SIZE - 1)
+        return (self._first_ids + np.int32(step * 7 % VOCAB_SIZE)) & np.int32(VOCAB_SIZE - 1)
 
     def turn_after(self, at: float) -> float:
         return at
