@@ -117,8 +117,12 @@ def features_of(record: StepRecord, scheduler: Scheduler) -> tuple[int, int, int
     """p, d, decode_context, prefill_context and prefill_pairs (`cost_model`) of the step that was planned last."""
     computed, d = scheduler.batch.num_computed, record.num_decode
     context = int(computed[record.rows.index[:d]].sum()) if d else 0
+    left = record.num_tokens - d
     before = pairs = 0
     for sequence, size in record.prefills:
+        if left <= 0:
+            break  # what follows are forks, which compute nothing
+        left -= size
         had = computed.item(sequence.slot) - size
         before += had
         pairs += size * had + size * (size + 1) // 2

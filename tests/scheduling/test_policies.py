@@ -124,6 +124,16 @@ def test_vtc_knows_weights_and_does_not_let_anybody_save_up(build_engine: BuildE
     assert ends.index(31) - ends.index(30) > 1, "who comes late has no credit from before"
 
 
+def test_vtc_counts_only_who_waited(build_engine: BuildEngine) -> None:
+    engine = build_engine(policy=load_policy("vtc"), max_num_seqs=1)
+    engine.submit(1, [1, 2], max_tokens=3, tenant="a", blocked_on="grammar")
+    engine.abort(1)
+    engine.submit(2, [1, 2], max_tokens=3, ignore_eos=True, tenant="a")
+    engine.submit(3, [1, 2], max_tokens=3, ignore_eos=True, tenant="b")
+    engine.submit(4, [1, 2], max_tokens=3, ignore_eos=True, tenant="a")
+    assert order(engine) == [1, 2, 3, 4]
+
+
 def test_cohost_displaces_best_effort_and_leaves_room(build_engine: BuildEngine) -> None:
     engine = build_engine(policy=KeyPlanner(Cohost(Linear())), max_num_seqs=2, depth=1)
     for rid in (1, 2, 3):

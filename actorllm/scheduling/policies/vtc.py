@@ -53,6 +53,7 @@ class Vtc(KeyPolicy):
         if not self._alive[number] and self._alive.any():
             self._served[number] = max(self._served[number], self._served[self._alive > 0].min())
         self._alive[number] += 1
+        sequence.policy_state["vtc"] = True
 
     def on_admit(self, sequence: Sequence, view: View) -> None:
         if not self._tenant_of.size:
@@ -69,4 +70,5 @@ class Vtc(KeyPolicy):
             self._served[number] += self.per_output * counts[number] / self.weights.get(tenant, 1.0)
 
     def on_end(self, sequence: Sequence, view: View) -> None:
-        self._alive[self._number(sequence)] -= 1
+        if "vtc" in sequence.policy_state:  # else it was blocked to its end
+            self._alive[self._number(sequence)] -= 1
