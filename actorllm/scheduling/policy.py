@@ -354,10 +354,13 @@ class KeyPlanner:
         self._pushes = 0
         self._valid_until = math.inf
         self._can_displace = type(policy).preempt_for is not KeyPolicy.preempt_for
-        hooks = ("decode_mask", "wake_at", "on_step")
-        says = policy.ignores_decode_steps
-        self.ignores_decode_steps = (
-            all(getattr(type(policy), hook) is getattr(KeyPolicy, hook) for hook in hooks) if says is None else says
+        self.ignores_decode_steps = type(self).plan is KeyPlanner.plan and (
+            all(
+                getattr(type(policy), hook) is getattr(KeyPolicy, hook)
+                for hook in ("decode_mask", "wake_at", "on_step")
+            )
+            if policy.ignores_decode_steps is None
+            else policy.ignores_decode_steps
         )
         self._hopeless: Sequence | None = None
         """Nobody who runs would give way to this one; true until somebody else is admitted."""
