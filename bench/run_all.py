@@ -45,6 +45,7 @@ BENCHES = (
         {"--peer-python-vllm": "vllm", "--peer-python-other": "other"},
         keeps_models=True,
     ),
+    Bench("simulation", ("--requests", "300")),
     Bench("parameters", ("--rounds", "1", "--tokens", "8")),
     Bench("start", ("--rounds", "2")),
     Bench("idle", ("--seconds", "2", "--rounds", "2", "--aborts", "5"), {"--peer-python": "vllm"}),

@@ -5,7 +5,6 @@ A policy may be given a fitted model instead (`actorllm.slo.cost_model`): whatev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from actorllm.scheduling.policy import StepDone, View
 
 CHUNKS = (2552, 2048, 1792, 1536, 1280, 1024, 768, 512, 256, 128)
-"""Tokens of a step to choose from, as in the artifact of QoServe. A smaller one wastes the machine."""
+"""Tokens of a step to choose from, as in the artifact of QoServe. Fewer would waste the machine."""
 
 
 class Predicts(Protocol):
@@ -86,15 +85,14 @@ class Pace:
     def _context(view: View) -> int:
         return int(view.batch.num_computed[view.decode_slots].sum())
 
-    def largest(self, view: View, until: float, num_decode: int | None = None, sizes: Sequence[int] = CHUNKS) -> int:
-        """Tokens of the largest step (decode rows and prompts) that is over before `until`; the smallest size if none is."""
-        d = view.decode_slots.size if num_decode is None else num_decode
-        context, start = self._context(view), self.free_at(view)
+    def largest(self, view: View, until: float) -> int:
+        """Tokens (decode rows and prompts) of the largest step that is over before `until`: what the engine allows, or one
+        of CHUNKS; the smallest of them if none is."""
+        d, context, start = view.decode_slots.size, self._context(view), self.free_at(view)
         before = max((int(view.batch.num_computed[s.slot]) for s in view.prefilling), default=0)
-        tokens, took = sizes[-1], 0.0
-        for size in sizes:
-            if size > view.limits.max_tokens and size != sizes[-1]:
-                continue
+        most = view.limits.max_tokens
+        tokens, took = most, 0.0
+        for size in (most, *(size for size in CHUNKS if size < most)):
             p = max(0, size - d)
             tokens, took = size, self.step_time.seconds(p, d, context, before, p * (before + p / 2))
             if start + self.safety * took <= until:

@@ -170,7 +170,7 @@ def test_qoserve_relegates_who_cannot_make_it(build_engine: BuildEngine) -> None
     assert order(engine) == [1, 2]
 
 
-@pytest.mark.parametrize(("tpot", "expected"), [(10.0, 2552), (0.1, 768), (0.02, 128)])
+@pytest.mark.parametrize(("tpot", "expected"), [(10.0, 3901), (0.1, 768), (0.02, 128)])
 def test_qoserve_makes_steps_as_large_as_the_tightest_stream_allows(
     build_engine: BuildEngine, tpot: float, expected: int
 ) -> None:
