@@ -310,7 +310,7 @@ def fit(log: StepLog, name: str = "calibrated", *, hold_out: int = 5) -> Fit:
     train, train_taken = features[~is_held], taken[~is_held]
     regimes = _two_regimes(train, train_taken)
     bare = LinearModel(regimes, name, floor_s=float(train_taken.min()) / 2)
-    ratio = train_taken / _predict(bare, train)
+    predicted = _predict(bare, train)
     gap, launch = _overheads(log)
     model = LinearModel(
         regimes,
@@ -318,7 +318,7 @@ def fit(log: StepLog, name: str = "calibrated", *, hold_out: int = 5) -> Fit:
         bare.floor_s,
         gap,
         launch,
-        tuple(np.quantile(ratio, np.linspace(0, 1, NUM_QUANTILES)).tolist()),
+        _residuals(train_taken, predicted),
     )
     measured, predicted = taken[is_held], _predict(model, features[is_held])
     return Fit(
@@ -330,6 +330,16 @@ def fit(log: StepLog, name: str = "calibrated", *, hold_out: int = 5) -> Fit:
         num,
         tuple(_unseen(train)),
     )
+
+
+def _residuals(taken: F64, predicted: F64) -> tuple[float, ...]:
+    """Quantiles of measured / predicted. The highest one is set so that steps which are drawn take as long in sum as the
+    measured ones did: a few that took ten times as long would otherwise count for all between them and the next quantile."""
+    quantiles = np.quantile(taken / predicted, np.linspace(0, 1, NUM_QUANTILES))
+    wanted = float(taken.sum() / predicted.sum()) * (NUM_QUANTILES - 1)
+    highest = 2 * (wanted - quantiles[0] / 2 - quantiles[1:-1].sum())
+    quantiles[-1] = max(highest, quantiles[-2])
+    return tuple(quantiles.tolist())
 
 
 def _unseen(features: F64) -> list[str]:

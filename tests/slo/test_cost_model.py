@@ -117,6 +117,13 @@ def test_a_fit_does_not_follow_outliers() -> None:
     found = fit(log)
     typical = np.median(np.abs(found.predicted / found.measured - 1))
     assert typical < 0.02
+    # but what is drawn takes as long in sum as what was measured did
+    residuals = np.array(found.model.residuals)
+    drawn = np.interp(np.linspace(0, 1, 100_001), np.linspace(0, 1, residuals.size), residuals).mean()
+    held = np.arange(2000) % 5 == 4
+    took = (log.ended - log.started)[~held]
+    rows = log.features()[~held, 1:].tolist()
+    assert drawn == pytest.approx(took.sum() / sum(found.model.seconds(*row) for row in rows), rel=1e-3)
 
 
 def test_too_few_steps_are_an_error_that_says_how_many_are_needed() -> None:
