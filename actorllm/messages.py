@@ -173,7 +173,9 @@ class StepResult:
     forks, which have one token each.
     counts is empty when every row carries exactly one token; else it says how many (0 and more) of `tokens` each has.
     vector_rows and vectors: pooled rows and their vectors, concatenated. nonfinite_rows: rows whose logits held NaN or
-    infinity, or whose parameters left nothing to choose; their token is void.
+    infinity (nonfinite_counts says how many; none: one each), or whose parameters left nothing to choose (0); their token
+    is void. nonfinite_prefills: those of the plan's prefill rows whose states are not finite, be they through or not; what
+    they had written is cleared.
     logprob_*: for rows that asked (see `actorllm.logprobs`). The row of a span is that of the result, of a prompt's span
     that of the plan's prefill rows.
     """
@@ -184,6 +186,8 @@ class StepResult:
     vector_rows: I32 = field(default_factory=no_i32)
     vectors: F32 = field(default_factory=no_f32)
     nonfinite_rows: I32 = field(default_factory=no_i32)
+    nonfinite_counts: I32 = field(default_factory=no_i32)
+    nonfinite_prefills: I32 = field(default_factory=no_i32)
     logprob_spans: I32 = field(default_factory=no_i32)
     logprob_ids: I32 = field(default_factory=no_i32)
     logprobs: F32 = field(default_factory=no_f32)
@@ -199,6 +203,7 @@ class StepFailed:
     step: int
     error: str
     rows: I32 = field(default_factory=no_i32)
+    is_out_of_memory: bool = False
 
 
 # To a worker, from the scheduler --------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from actorllm.messages import I32, no_i32
 from actorllm.scheduling.batch import Rows
 from actorllm.scheduling.sequence import Sequence
 
@@ -26,6 +27,8 @@ class StepRecord:
     """Every prefill chunk of the step with its number of tokens, sampling or not; then forks with those they take over."""
     num_tokens: int
     launched: float
+    zeroed: I32 = field(default_factory=no_i32)
+    """The blocks that its plan has cleared first."""
 
 
 class Ledger:

@@ -20,6 +20,10 @@ Prefix caching. Blocks are published when the step that computed them is reporte
 of output when the request ends or is preempted. Nothing is published of a step that failed, of tokens without known ids,
 or of a request whose logits are not finite: what it had published before is forgotten, and whoever took it over meanwhile,
 in a step that is in flight, is computed again.
+
+Failed steps. Nothing of them counts, nor of the later ones in flight: everybody who runs is computed again from his known
+tokens. Whose fault it was is found by trying smaller and smaller groups (`suspects`), and a step that ran out of memory is
+followed by smaller ones (`memory_backoff`).
 """
 
 from __future__ import annotations
@@ -42,12 +46,14 @@ from actorllm.rules import SamplingRules
 from actorllm.scheduling.batch import ONE, Batch, Rows
 from actorllm.scheduling.forks import Followers
 from actorllm.scheduling.ledger import Ledger, StepRecord
+from actorllm.scheduling.memory_backoff import MemoryBackoff
 from actorllm.scheduling.pause import PAUSE_MODES, PauseState
 from actorllm.scheduling.plan import PlanBuilder
 from actorllm.scheduling.policy import Limits, PlanPolicy, StepDone
 from actorllm.scheduling.quarantine import MAX_ALONE, Quarantine
 from actorllm.scheduling.repetition import RepetitionWatch
 from actorllm.scheduling.sequence import Key, Sequence, State
+from actorllm.scheduling.suspects import MAX_FAILURES, Suspects
 
 REPETITION_DETECTED = "repetition_detected"
 """The stop_reason beside finish_reason "repetition", as in vLLM."""
@@ -145,6 +151,14 @@ class SchedulerStatistics:
     """What they waited for it, added up."""
     num_suspects: int
     """Requests that the workers may have died of."""
+    num_retrying: int
+    """Requests of failed steps that are tried again in small groups, to find the one at fault."""
+    num_memory_failures: int
+    """Failed steps that had run out of memory; smaller ones took their place."""
+    num_corrupted_requests: int
+    """That ended because the model's states or logits were not finite."""
+    num_nonfinite: int
+    """Values that were not finite, of all of them together."""
     num_refused_decisions: int
     """Parts of a policy's decisions that did not fit and were left out."""
     blocked_on: dict[str, int]
@@ -246,7 +260,14 @@ class Scheduler:
         self._num_wasted = 0
         self._num_dropped = 0
         self._num_failed = 0
+        self._num_corrupted = 0
+        self._num_nonfinite = 0
         self._num_refused = 0
+        self._suspects = Suspects()
+        self._max_tokens = max_num_batched_tokens
+        self._memory = MemoryBackoff(max_num_seqs, max_num_batched_tokens)
+        self._is_restricted = False
+        """After failed steps not everybody may run."""
         self._looked_up = [0, 0, 0]  # requests, queries, hits
         self._looked_up_again = [0, 0, 0]
 
@@ -327,7 +348,7 @@ class Scheduler:
             return (
                 f"{submit.block_hashes.size} bytes of block hashes are not {HASH_BYTES} for each of {num_full} blocks"
             )
-        always_free = self.limits.max_tokens - self.limits.max_seqs + 1
+        always_free = self._max_tokens - self.limits.max_seqs + 1
         if sequence.is_whole and size > always_free:
             return f"the prompt must not be chunked, and a step has room for {always_free} of its {size} tokens at any time"
         return None
@@ -382,7 +403,20 @@ class Scheduler:
     def may_start(self, sequence: Sequence) -> bool:
         if self._quarantine.is_trying and not self._quarantine.may_start(sequence):
             return False
+        if self._is_restricted and not self._may_run(sequence):
+            return False
         return self.pause_state is PauseState.RUNNING or sequence in self._resuming
+
+    def _restrict(self) -> None:
+        """After a change of who may run."""
+        self._is_restricted = bool(self._suspects) or self._memory.is_active
+        if self.limits.max_tokens != self._memory.max_tokens:
+            self.limits = replace(self.limits, max_tokens=self._memory.max_tokens)
+
+    def _may_run(self, sequence: Sequence) -> bool:
+        if self._suspects and sequence not in self._suspects.on_trial:
+            return False
+        return self.limits.max_seqs - self.batch.num_free_slots < self._memory.max_seqs
 
     def _wait(self, sequence: Sequence) -> None:
         sequence.state = State.WAITING
@@ -431,6 +465,25 @@ class Scheduler:
         if not self.ledger.has_room or self.pause_state is PauseState.NOTHING:
             return None
         self.now = now
+        plan = self._plan_step()
+        if plan is None and self._is_restricted and not len(self.ledger):
+            plan = self._plan_unhindered()
+        return plan
+
+    def _plan_unhindered(self) -> StepPlan | None:
+        """Nobody of those who may run after failed steps can: whoever keeps room from them gives it back."""
+        held_back = [s for s in self.running() if s not in self._suspects.on_trial] if self._suspects else []
+        for sequence in held_back:
+            self._preempt(sequence)
+        plan = self._plan_step() if held_back else None
+        if plan is None and self.wake_at == math.inf:
+            self._suspects.clear()
+            self._memory.lift()
+            self._restrict()
+            plan = self._plan_step()
+        return plan
+
+    def _plan_step(self) -> StepPlan | None:
         self._find_decode_rows()
         decision = self.policy.plan(self)
         self.wake_at = decision.wake_at
@@ -440,6 +493,8 @@ class Scheduler:
                 self._preempt(victim)
         rows = self._decode
         wanted = self._wanted_slots(decision.decode)
+        if self._is_restricted and self._suspects:
+            wanted = self._slots_on_trial(self._decode.slots if wanted is None else wanted)
         if decision.preempt or wanted is not None:
             rows = self._choose_decode_rows(wanted)
         while self._growing.size > self.kv.num_free:
@@ -471,12 +526,13 @@ class Scheduler:
             return None
         late = sampling.slots[batch.is_late[sampling.index]] if batch.num_late else NO_I32
         step = self.ledger.next_step
-        plan = self._builder.build(step, rows, extended, self.kv.take_actions(), prefill, late)
+        actions = self.kv.take_actions()
+        plan = self._builder.build(step, rows, extended, actions, prefill, late)
         if prefill and self._num_embedded:
             plan = replace(plan, embeds=self._embeds_of(prefill))
         if forks:
             prefill = prefill + [(fork, fork.num_prompt) for fork in forks]
-        self.ledger.launch(StepRecord(step, sampling, num_decode, tuple(prefill), num_tokens, now))
+        self.ledger.launch(StepRecord(step, sampling, num_decode, tuple(prefill), num_tokens, self.now, actions[0]))
         self._num_steps += 1
         return plan
 
@@ -498,6 +554,11 @@ class Scheduler:
             self._num_refused += 1
             return None
         return self._decode.slots[mask]
+
+    def _slots_on_trial(self, slots: I32) -> I32:
+        """Those of the slots whose requests may be in a step while others are under suspicion."""
+        on_trial = self._suspects.on_trial
+        return np.array([slot for slot in slots.tolist() if self.batch.sequences[slot] in on_trial], np.int32)
 
     def _choose_decode_rows(self, wanted: I32 | None) -> Rows:
         """The decode rows again after preemptions, and only those that the policy wants."""
@@ -528,7 +589,8 @@ class Scheduler:
         free_blocks = self.kv.num_free
         embeds_room = MAX_STEP_BYTES // self._embedding_bytes if self._num_embedded else 0
         seen: set[Sequence] = set()
-        is_choosy = self.pause_state is not PauseState.RUNNING or self._quarantine.is_trying
+        is_running = self.pause_state is PauseState.RUNNING
+        is_choosy = not is_running or self._is_restricted or self._quarantine.is_trying
         for sequence, size in chunks:
             if sequence in seen:
                 self._num_refused += 1
@@ -849,8 +911,9 @@ class Scheduler:
             error, spans = self._logprob_spans(result, record)
         if error is not None:
             return self._void([record, *self._void_later(record.step)], error, NO_I32)
-        for sequence, num_tokens in record.prefills:
-            if sequence.can_publish and sequence.slot >= 0:
+        bad_prompts = set(result.nonfinite_prefills.tolist()) if result.nonfinite_prefills.size else ()
+        for row, (sequence, num_tokens) in enumerate(record.prefills):
+            if sequence.can_publish and sequence.slot >= 0 and row not in bad_prompts:
                 self._publish_chunk(sequence, num_tokens)
         rows = record.rows
         plain = not (result.counts.size or result.nonfinite_rows.size or result.vector_rows.size or self._tokenless)
@@ -858,10 +921,14 @@ class Scheduler:
             events = self._append_column(record, result.tokens)
         else:
             events = self._append_rows(record, result)
+        if bad_prompts:
+            events = replace(events, ends=(*events.ends, *self._end_bad_prompts(record, sorted(bad_prompts))))
         if self._interrupted or self._quarantine:
             self._recover(events.sequences)
         if spans:
             events = replace(events, logprobs=self._logprobs(record, spans, events))
+        if self._is_restricted:
+            self._on_good_step(events)
         self._readmit_preempted()
         self.policy.on_step(
             StepDone(
@@ -893,6 +960,11 @@ class Scheduler:
         for rows in (result.nonfinite_rows, result.vector_rows):
             if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
                 return f"step {result.step}: row {rows.tolist()} of a plan of {num_rows}"
+        bad = result.nonfinite_prefills
+        if bad.size and not 0 <= int(bad.min()) <= int(bad.max()) < len(record.prefills):
+            return f"step {result.step}: prefill rows {bad.tolist()} of a plan of {len(record.prefills)}"
+        if result.nonfinite_counts.size not in (0, result.nonfinite_rows.size):
+            return f"step {result.step}: {result.nonfinite_counts.size} counts of {result.nonfinite_rows.size} rows"
         if result.vector_rows.size and result.vectors.size % result.vector_rows.size:
             return f"step {result.step}: {result.vectors.size} numbers for {result.vector_rows.size} vectors"
         return None
@@ -971,7 +1043,8 @@ class Scheduler:
         batch, rows = self.batch, record.rows
         counts = result.counts if result.counts.size else np.ones(len(rows), np.int32)
         first = np.cumsum(counts) - counts
-        bad = set(result.nonfinite_rows.tolist())
+        counted = result.nonfinite_counts.tolist() or [1] * result.nonfinite_rows.size
+        bad = dict(zip(result.nonfinite_rows.tolist(), counted, strict=True))
         width = result.vectors.size // max(1, result.vector_rows.size)
         vectors = {
             row: result.vectors[i * width : (i + 1) * width] for i, row in enumerate(result.vector_rows.tolist())
@@ -990,7 +1063,7 @@ class Scheduler:
             if not is_here and sequence.state is not State.PREEMPTED:
                 continue  # ended meanwhile; the token was counted as wasted then
             if row in bad:
-                ends.append(self._end(sequence, "error", error=_no_choice(sequence), zero=True))
+                ends.append(self._end_corrupted(sequence, bad[row]))
                 continue
             if row in vectors:
                 pooled.append((sequence, vectors[row]))
@@ -1017,8 +1090,7 @@ class Scheduler:
             if tokens.size:
                 got.append((sequence, tokens, start))
         if is_tainted:
-            self._void_later(record.step)
-            self._restart()
+            self._compute_again(self._void_later(record.step))
         sequences = np.empty(len(got), object)
         sequences[:] = [s for s, _, _ in got]
         all_counts = np.array([t.size for _, t, _ in got], np.int32)
@@ -1031,6 +1103,29 @@ class Scheduler:
             tuple(pooled),
             cached=tuple(cached),
         )
+
+    def _end_corrupted(self, sequence: Sequence, num_nonfinite: int) -> End:
+        """A request has no token to choose. num_nonfinite: values of its logits, 0 if its rules left nothing."""
+        sequence.num_nonfinite += num_nonfinite
+        self._num_nonfinite += num_nonfinite
+        self._num_corrupted += num_nonfinite > 0
+        return self._end(sequence, "error", error=_no_choice(sequence), zero=True)
+
+    def _end_bad_prompts(self, record: StepRecord, rows: list[int]) -> list[End]:
+        """Prompts that the worker cleared since their states are not finite; who was to sample has ended already.
+
+        Also of those that left their slot meanwhile: what they had published before is cleared with the rest.
+        """
+        ends: list[End] = []
+        is_tainted = False
+        for row in rows:
+            sequence, num_tokens = record.prefills[row]
+            is_tainted |= self._forget(sequence)
+            if sequence.state is not State.FINISHED:
+                ends.append(self._end_corrupted(sequence, num_tokens))
+        if is_tainted:
+            self._compute_again(self._void_later(record.step))
+        return ends
 
     def _append(self, sequence: Sequence, tokens: I32, slot: int) -> int:
         """Add tokens to a request in a slot, or (slot -1) to a preempted one. Returns the first one's output index."""
@@ -1102,6 +1197,9 @@ class Scheduler:
         self._interrupted.discard(sequence)
         if self._quarantine:
             self._quarantine.acquit([sequence])
+        if self._is_restricted:
+            self._suspects.acquit(sequence)
+            self._restrict()
         self._waiting.discard(sequence)
         self._resuming.discard(sequence)
         self._blocked.discard(sequence)
@@ -1127,30 +1225,60 @@ class Scheduler:
     def fail(self, failure: StepFailed, now: float) -> Events:
         """A step raised. It and the later steps in flight are void, since they ran on what it should have computed.
 
-        The rows at fault (all of the step's when not known) end with its error; the others are computed again.
+        The rows at fault end with its error, the others are computed again. When it is not known whose fault it is, all of
+        the step's are tried again, in smaller steps (`Suspects`; `MemoryBackoff` if there was not enough memory), and who
+        fails alone ends.
         """
         self.now = now
         voided = self.ledger.void(failure.step)
         if not voided:
             self._num_dropped += 1
             return NOTHING
-        return self._void(voided, failure.error, failure.rows)
+        return self._void(voided, failure.error, failure.rows, failure.is_out_of_memory)
 
     def _void_later(self, step: int) -> list[StepRecord]:
         return self.ledger.void(step + 1)
 
-    def _void(self, voided: list[StepRecord], error: str, rows: I32) -> Events:
+    def _void(self, voided: list[StepRecord], error: str, rows: I32, is_out_of_memory: bool = False) -> Events:
         self._num_failed += 1
         failed = voided[0]
         named = [*failed.rows.sequences, *(s for s, _ in failed.prefills)]
-        at_fault = {named[row] for row in rows.tolist() if 0 <= row < len(named)} or set(named)
-        ends = [
-            self._end(sequence, "error", error=error)
-            for sequence in dict.fromkeys(named)
-            if sequence in at_fault and sequence.state is not State.FINISHED
-        ]
-        self._restart()
+        alive = [s for s in dict.fromkeys(named) if s.state is not State.FINISHED]
+        known = {named[row] for row in rows.tolist() if 0 <= row < len(named)}
+        at_fault = [s for s in alive if s in known]
+        if not known:
+            for sequence in alive:
+                sequence.num_failures += 1
+            at_fault = [s for s in alive if s.num_failures > MAX_FAILURES]
+            rest = [s for s in alive if s.num_failures <= MAX_FAILURES]
+            if is_out_of_memory and len(alive) > 1:
+                self._memory.shrink(len(alive), failed.num_tokens)
+            elif rest and (culprit := self._suspects.accuse(rest)) is not None:
+                at_fault.append(culprit)
+        self._restrict()
+        ends = [self._end(sequence, "error", error=error) for sequence in at_fault]
+        self._compute_again(voided)
         return Events(NOTHING.sequences, NO_I32, NO_I32, ends=tuple(ends))
+
+    def _compute_again(self, voided: list[StepRecord]) -> None:
+        """These steps do not count, and may not even have been begun.
+
+        Blocks that they were to clear are cleared once more: nothing valid has been written there since. Copies were for
+        the sake of requests that are computed again from their tokens.
+        """
+        for record in voided:
+            if record.zeroed.size:
+                self.kv.zero(record.zeroed)
+        self._restart()
+
+    def _on_good_step(self, events: Events) -> None:
+        """A step went through while not everybody may run."""
+        for sequence in events.sequences:
+            sequence.num_failures = 0
+            self._suspects.acquit(sequence)
+        if self._memory.is_active:
+            self._memory.on_good_step()
+        self._restrict()
 
     def _restart(self) -> None:
         """Every request goes on from its known tokens, after steps in flight were voided."""
@@ -1258,7 +1386,10 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting if self.pause_state is PauseState.RUNNING else self._resuming)
+        waiting = self._waiting if self.pause_state is PauseState.RUNNING else self._resuming
+        if self._is_restricted:
+            return sum(self._may_run(sequence) for sequence in waiting)
+        return len(waiting)
 
     @property
     def num_in_flight(self) -> int:
@@ -1309,6 +1440,10 @@ class Scheduler:
             num_recovered=self._num_recovered,
             recovery_s=self._recovery_s,
             num_suspects=len(self._quarantine),
+            num_retrying=len(self._suspects),
+            num_memory_failures=self._memory.num_failures,
+            num_corrupted_requests=self._num_corrupted,
+            num_nonfinite=self._num_nonfinite,
             num_refused_decisions=self._num_refused,
             blocked_on=blocked_on,
             pause_state=self.pause_state.value,

@@ -90,6 +90,10 @@ class Sequence:
     """Prompt tokens whose log-probabilities were given out; they are not computed again."""
     last_step: int = 0
     """After preemption: the last step in flight that names it; it is not admitted again before that one is done."""
+    num_failures: int = 0
+    """Steps that failed with it among others, since its last token."""
+    num_nonfinite: int = 0
+    """Values of its states or logits that were NaN or infinite."""
     policy_state: dict[str, object] = field(default_factory=dict)
     attachment: Any = None
     """Whatever the one who drives the scheduler keeps with the request (its text); the scheduler never looks at it."""

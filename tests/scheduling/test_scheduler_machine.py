@@ -5,6 +5,7 @@ The mutation check plants one mistake after the other and demands that the machi
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -208,6 +209,37 @@ SchedulerMachine.TestCase.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestScheduler = SchedulerMachine.TestCase
+
+
+class FailingMachine(SchedulerMachine):
+    """The same, and steps fail for no known reason as well."""
+
+    @rule(is_out_of_memory=st.booleans())
+    def fail_for_no_known_reason(self, is_out_of_memory: bool) -> None:
+        while self.engine.scheduler.has_room and self.engine.launch() is not None:
+            pass
+        if not self.engine.results:
+            return
+        step = self.engine.results[0].step
+        self.engine.results.clear()
+        failure = StepFailed(step=step, error="planted", is_out_of_memory=is_out_of_memory)
+        self.engine.apply(self.engine.scheduler.fail(failure, self.engine.now))
+
+    @precondition(lambda self: self.engine.results and self.engine.plans[-1].prefill_slots.size)
+    @rule(row=st.integers(0, 3))
+    def lose_a_prompt(self, row: int) -> None:
+        """Its states are not finite, and what it had written is cleared."""
+        plan = next(plan for plan in self.engine.plans if plan.step == self.engine.results[0].step)
+        if not plan.prefill_slots.size:
+            return
+        result = self.engine.results.pop(0)
+        row %= plan.prefill_slots.size
+        void = dataclasses.replace(result, nonfinite_prefills=np.array([row], np.int32))
+        self.engine.apply(self.engine.scheduler.update(void, self.engine.now))
+
+
+FailingMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=100)
+TestFailingSteps = FailingMachine.TestCase
 
 
 def _patch(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, wrong: Callable[..., Any]) -> None:

@@ -1,0 +1,66 @@
+"""`Suspects`: which request makes steps fail, found without punishing the others.
+
+A step that fails says only who was in it. So those requests are tried again in halves: while some are under suspicion, a
+step holds nobody but the group `on_trial`. A request that gets a token is acquitted; a group whose step fails is halved
+again; and who fails alone is at fault. One bad request among n costs about 2 log2(n) steps, every other one loses
+nothing but time, and new requests wait until it is over.
+
+Invariants: a request is in one group at most, no group is empty, and every failure ends a request or halves a group.
+Owned by the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from actorllm.scheduling.sequence import Sequence
+
+MAX_FAILURES = 40
+"""Steps in a row, without a token between them, that may fail with a request among others. More than halving ever takes,
+even if steps get smaller for want of memory: whatever a policy does, a request that never works ends at last."""
+
+NOBODY: Mapping[Sequence, None] = {}
+
+
+class Suspects:
+    """Groups of requests that were in steps that failed; the last group is tried first."""
+
+    def __init__(self) -> None:
+        self._groups: list[dict[Sequence, None]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def __len__(self) -> int:
+        return sum(len(group) for group in self._groups)
+
+    @property
+    def on_trial(self) -> Mapping[Sequence, None]:
+        """Those who may be in steps now, if anybody is under suspicion."""
+        return self._groups[-1] if self._groups else NOBODY
+
+    def accuse(self, named: Iterable[Sequence]) -> Sequence | None:
+        """A step with these requests failed. Returns the one at fault, or None: they are to be tried again."""
+        accused = list(dict.fromkeys(named))
+        for sequence in accused:
+            self.acquit(sequence)
+        if len(accused) == 1:
+            return accused[0]
+        middle = (len(accused) + 1) // 2
+        for half in (accused[middle:], accused[:middle]):
+            if half:
+                self._groups.append(dict.fromkeys(half))
+        return None
+
+    def acquit(self, sequence: Sequence) -> None:
+        """It got a token, or ended: it is under suspicion no more."""
+        for group in self._groups:
+            if sequence in group:
+                del group[sequence]
+                if not group:
+                    self._groups.remove(group)
+                return
+
+    def clear(self) -> None:
+        """Nobody is under suspicion."""
+        self._groups.clear()
