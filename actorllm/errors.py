@@ -34,6 +34,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from actorllm.messages import RequestEnd
+    from actorllm.request import RequestMetrics
 
 
 class ActorLLMError(Exception):
@@ -86,6 +91,11 @@ class DuplicateRequestError(RequestError, ValueError):
 
 class RequestFailedError(RequestError):
     """The engine accepted the request and could not finish it; the message is the engine's own."""
+
+    end: RequestEnd | None = None
+    """What the scheduler knows of it, if it was the scheduler that ended it."""
+    metrics: RequestMetrics | None = None
+    """Those of the request, where `end` is known."""
 
 
 class EngineError(ActorLLMError):

@@ -378,6 +378,8 @@ class RequestEnd:
     num_preemptions: int
     num_cached_tokens: int
     num_wasted_tokens: int
+    num_nonfinite: int = 0
+    """Values of its states and logits that were NaN or infinite; it has failed if there were any."""
     num_recoveries: int = 0
     """How often the workers died with it in a step."""
     recovery_s: float = 0.0

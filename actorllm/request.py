@@ -523,7 +523,9 @@ class RequestMetrics:
     num_recoveries: int = 0
     recovery_time: float = 0.0
     is_corrupted: bool = False
-    """Always False: a request whose logits are not finite fails instead."""
+    """Its logits were not finite. Such a request fails; these are the metrics of its `RequestFailedError`."""
+    num_nonfinite: int = 0
+    """Values of its states and logits that were NaN or infinite."""
 
     @property
     def first_token_latency(self) -> float:

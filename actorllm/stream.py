@@ -15,6 +15,7 @@ from typing import Any
 from actorllm.actors.engine_thread import HostLoop, Waiter
 from actorllm.actors.frontend import Delta
 from actorllm.clock import to_epoch
+from actorllm.errors import RequestFailedError
 from actorllm.flat_logprobs import FlatLogprobs
 from actorllm.messages import RequestEnd
 from actorllm.request import CompletionOutput, RequestMetrics, RequestOutput, RequestOutputKind
@@ -257,7 +258,11 @@ class RequestStream:
         if not pending:
             if error is not None:
                 self._end_here()
-                raise copy.copy(error) from error.__cause__  # one error may end many streams: each has its traceback
+                own = copy.copy(error)  # one error may end many streams: each has its traceback
+                if isinstance(own, RequestFailedError) and own.end is not None:
+                    self._completions[0].end = own.end
+                    own.metrics = self._metrics(is_finished=True)
+                raise own from error.__cause__
             return None
         changed: dict[int, Completion] = {}
         while pending:
@@ -314,6 +319,8 @@ class RequestStream:
             num_preemptions=sum([end.num_preemptions for end in ends]),
             num_cached_tokens=ends[0].num_cached_tokens,
             num_wasted_tokens=sum([end.num_wasted_tokens for end in ends]),
+            is_corrupted=any(end.num_nonfinite for end in ends),
+            num_nonfinite=sum([end.num_nonfinite for end in ends]),
             num_recoveries=num_recoveries,
             recovery_time=max([end.recovery_s for end in ends]),
         )

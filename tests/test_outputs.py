@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from actorllm.request import CompletionOutput, RequestMetrics, RequestOutput
+from actorllm.errors import RequestFailedError
+from actorllm.messages import RequestEnd
+from actorllm.request import CompletionOutput, RequestMetrics, RequestOutput, RequestOutputKind
+from actorllm.stream import Mailbox, RequestStream
 
 
 def output_of(*completions: CompletionOutput, finished: bool = False) -> RequestOutput:
@@ -47,3 +50,17 @@ def test_what_has_not_happened_is_zero_or_none() -> None:
     assert metrics.queued_ts == metrics.scheduled_ts == metrics.first_token_ts == metrics.last_token_ts == 0.0
     assert metrics.first_token_latency == 0.0
     assert metrics.time_to_first_token is metrics.time_in_queue is metrics.first_scheduled_time is None
+
+
+def test_a_failed_request_has_metrics_as_well() -> None:
+    mailbox = Mailbox()
+    stream = RequestStream("r", None, RequestOutputKind.CUMULATIVE, 1.0, mailbox, lambda mailbox: None)
+    error = RequestFailedError("the model's logits are not finite")
+    error.end = RequestEnd(0, "error", None, "x", 1.0, 2.0, 3.0, 4.0, 1, 0, 0, 42)
+    mailbox.fail(error)
+    with pytest.raises(RequestFailedError, match="not finite") as raised:
+        stream.take()
+    metrics = raised.value.metrics
+    assert metrics is not None
+    assert (metrics.is_corrupted, metrics.num_nonfinite, metrics.num_preemptions) == (True, 42, 1)
+    assert error.metrics is None, "an error may end several streams"

@@ -25,6 +25,7 @@ from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.link import Link
 from actorllm.clock import now
 from actorllm.errors import (
+    ActorLLMError,
     EngineDeadError,
     EngineError,
     EngineShutdownError,
@@ -138,7 +139,14 @@ class FrontendActor(Actor):
             self._wake([consumer])
             return
         rid = self.next_rid()
-        submit = make_submit(rid)
+        try:
+            submit = make_submit(rid)
+        except Exception as error:
+            logger.exception("a request cannot be made")
+            known = isinstance(error, ActorLLMError)
+            consumer.fail(error if known else RequestFailedError(f"the request cannot be made: {error!r}"))
+            self._wake([consumer])
+            return
         self._journal[rid] = JournalEntry(submit, consumer, submit.output.tolist())
         on_rid(rid)
         self._post(submit)
@@ -344,7 +352,9 @@ class FrontendActor(Actor):
                 if entry.num_recoveries:
                     end = _with_recoveries(end, entry)
                 if end.error is not None:
-                    consumer.fail(RequestFailedError(end.error))
+                    failure = RequestFailedError(end.error)
+                    failure.end = end
+                    consumer.fail(failure)
                     woken.append(consumer)
                     continue
             if new or piece or end is not None:

@@ -133,6 +133,7 @@ class OutputRows:
                 sequence.num_preemptions,
                 sequence.num_cached_tokens,
                 sequence.num_wasted_tokens,
+                sequence.num_nonfinite,
                 sequence.num_recoveries,
                 sequence.recovery_s,
             ]

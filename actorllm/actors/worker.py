@@ -1,7 +1,8 @@
 """The worker actor: a thin shell around `ModelRunner`, one per rank.
 
 Steps are executed one after the other, in the order of their plans. A step that raises is answered with StepFailed and
-the worker lives on; what the failed step left behind is dropped by the next plan, which frees every slot.
+the worker lives on; what the failed step left behind is dropped by the next plan, which frees every slot, and what it
+wrote into the cache is cleared at once.
 
 A worker outlives its scheduler: it keeps the weights, and with the first plan of the next one, which comes over another
 link, it forgets every request. Of several ranks none leaves a step that the others may be in: all of them finish what
@@ -126,7 +127,14 @@ class WorkerActor(Actor):
             logger.exception("step %d failed", plan.step)
             self._num_failed += 1
             self._late.pop((link, plan.step), None)
-            self._report(link, StepFailed(step=plan.step, error=f"{type(error).__name__}: {error}"))
+            failure = StepFailed(
+                step=plan.step,
+                error=f"{type(error).__name__}: {error}",
+                is_out_of_memory=self.runner.is_memory_shortage(error),
+            )
+            error.__traceback__ = None  # its frames hold the tensors of the step
+            self.runner.discard()
+            self._report(link, failure)
             return
         ended = now()
         self._num_steps += 1

@@ -1,8 +1,10 @@
-"""How much memory this process may use, and how much it has used: Linux's own figures, in bytes."""
+"""How much memory this process may use, and how much it has used (Linux's own figures, in bytes), and when there is none."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+import torch
 
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -34,6 +36,18 @@ def peak_bytes() -> int:
 def resident_bytes() -> int:
     """The memory this process holds."""
     return _field(_PROC / "self/status", "VmRSS:")
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an exception says that there was not enough memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(words in text for words in _SHORTAGE)
+
+
+_SHORTAGE = ("not enough memory", "can't allocate memory", "out of memory", "Cannot allocate memory")
+"""What torch's allocators, oneDNN and the C library say."""
 
 
 def _field(path: Path, name: str, scale: int = 1024) -> int:

@@ -2,7 +2,8 @@
 
 Life: `load` -> `profile_num_blocks` -> `allocate` -> `execute` and `sample`, again and again. `execute` applies a plan and
 runs the forward, `sample` chooses the tokens; between the two a worker may wait for `LateInputs`. `step` does both. A step
-that raises has had the differences of its plan applied, but none of its rows advanced; the caller reports `StepFailed`.
+that raises counts for nothing: what it may have written into the cache is cleared, and the caller reports `StepFailed`,
+whereupon the scheduler frees all slots and begins again.
 
 Not thread-safe: one thread owns a runner and everything torch. Called by the worker actor.
 """
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,6 +81,8 @@ class StepHandle:
     late_slots: I32
     started: float
     prompt_logprobs: list[LogprobSpan]
+    bad_prompts: I32
+    """Prefill rows of the plan whose states are not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,8 @@ class ModelRunner:
         self._available_at_first = memory.available_bytes()
         self._sampler = Sampler(self.model_config.vocab_size)
         self._rows: SamplingRows | None = None
+        self._written: NDArray[Any] = NO_I32
+        """Where in the cache the last step wrote, until it is known to have worked."""
         self._profile: torch.profiler.profile | None = None
         self._no_hidden = torch.empty(0, self.model_config.hidden_size, dtype=self.dtype)
 
@@ -271,6 +277,11 @@ class ModelRunner:
         profile.export_chrome_trace(str(file))
         return str(file)
 
+    @staticmethod
+    def is_memory_shortage(error: Exception) -> bool:
+        """Whether a step has failed for want of memory, so that a smaller one may go through."""
+        return memory.is_shortage(error)
+
     def step(self, plan: StepPlan, late: LateInputs | None = None) -> StepResult:
         """Both halves of a step."""
         return self.sample(self.execute(plan), late)
@@ -280,6 +291,7 @@ class ModelRunner:
         """Apply the plan and run the forward; the rows have advanced when this returns. Raises on failure."""
         started = clock.now()
         self._is_half_done = True
+        self._written = NO_I32
         self.batch.apply(plan)
         if plan.copy_sources.size:  # first: a block may be zeroed because its owner failed, and its fork did not
             self.cache.copy(plan.copy_sources, plan.copy_targets)
@@ -287,7 +299,9 @@ class ModelRunner:
             self.cache.zero(plan.zero_blocks)
         inputs = self.batch.inputs(plan)
         sampling = self._sampling_rows(inputs)
+        self._written = inputs.kv_slots
         hidden, logits = self._no_hidden, None
+        bad_prompts = NO_I32
         prompt_logprobs: list[LogprobSpan] = []
         if len(inputs.token_ids):
             size = self._team.size(len(inputs.token_ids), len(inputs.result_slots))
@@ -296,7 +310,7 @@ class ModelRunner:
             self.is_torn = self.ranks.size > 1
             states = self.decoder.forward(inputs, self.cache)
             if inputs.prefill_slots:
-                self._clear_bad_prompts(states, inputs)
+                bad_prompts = self._clear_bad_prompts(states, inputs)
             if len(inputs.result_slots):
                 hidden = self.decoder.select(states, inputs.result_tokens)
             if len(sampling.chunks) == 1:
@@ -305,7 +319,9 @@ class ModelRunner:
             if self.batch.prompt_logprobs:
                 prompt_logprobs = self._prompt_logprobs(inputs, states)
         self.batch.advance(inputs)
-        return StepHandle(plan.step, inputs, sampling, hidden, logits, plan.late_slots, started, prompt_logprobs)
+        return StepHandle(
+            plan.step, inputs, sampling, hidden, logits, plan.late_slots, started, prompt_logprobs, bad_prompts
+        )
 
     def _prompt_logprobs(self, inputs: StepInputs, states: torch.Tensor) -> list[LogprobSpan]:
         """Those of this step's chunks of the prompts that want them. states: hidden states of all tokens."""
@@ -342,12 +358,20 @@ class ModelRunner:
         return spans
 
     @torch.inference_mode()
+    def discard(self) -> None:
+        """The last step raised: clear the blocks that it was to write. Nobody looked whether that was finite."""
+        if self._written.size:
+            self.cache.zero(np.unique(self._written // self.config.cache.block_size).astype(np.int32))
+            self._written = NO_I32
+
+    @torch.inference_mode()
     def sample(self, handle: StepHandle, late: LateInputs | None = None) -> StepResult:
         """Choose the tokens of an executed step and remember them as their slots' last tokens."""
         sampling = handle.sampling
         num_samples = len(sampling.slots)
         tokens = np.zeros(num_samples, np.int32)
         is_void = np.zeros(num_samples, np.bool_)
+        counts: dict[int, int] = {}
         spans = handle.prompt_logprobs
         for start, end, columns in sampling.chunks:
             logits = handle.logits if handle.logits is not None else self._logits(handle.hidden, sampling, start, end)
@@ -358,7 +382,9 @@ class ModelRunner:
             has_logprobs = sampling.num_logprobs or sampling.logprob_ids
             if has_logprobs and (sampling.has_rules or handle.late_slots.size):
                 raw = logits.clone()
-            is_void[start:end] = self._prepare(logits, slots, late, has_rules=sampling.has_rules)
+            is_void[start:end], bad = self._prepare(logits, slots, late, has_rules=sampling.has_rules)
+            if bad:
+                counts |= {start + row: count for row, count in bad.items()}
             columns.token_index[:] = self.batch.columns.num_outputs[slots]
             tokens[start:end] = self._sampler.sample(logits, columns)
             if has_logprobs:
@@ -382,11 +408,13 @@ class ModelRunner:
                 step=handle.step,
                 tokens=tokens,
                 nonfinite_rows=void,
+                nonfinite_counts=np.array([counts.get(row, 0) for row in void.tolist()], np.int32),
+                nonfinite_prefills=handle.bad_prompts,
                 **columns_of(spans),
                 started=handle.started,
                 ended=clock.now(),
             )
-        return self._result_with_vectors(handle, tokens, is_void, spans)
+        return self._result_with_vectors(handle, tokens, is_void, counts, spans)
 
     @staticmethod
     def _logprobs(raw: torch.Tensor, sampling: SamplingRows, start: int, tokens: I32) -> list[LogprobSpan]:
@@ -409,8 +437,8 @@ class ModelRunner:
             ]
         return spans
 
-    def _clear_bad_prompts(self, states: torch.Tensor, inputs: StepInputs) -> None:
-        """Look for prompts without finite states, and clear what they have written; they are reported when they end.
+    def _clear_bad_prompts(self, states: torch.Tensor, inputs: StepInputs) -> I32:
+        """Look for prompts without finite states, and clear what they have written. Returns which prefill rows they are.
 
         Now, because a prompt that goes on in another step may be aborted or preempted before anyone sees its logits.
         """
@@ -418,18 +446,18 @@ class ModelRunner:
         is_finite = torch.isfinite(states[first:].sum(1, dtype=torch.float32)).numpy()
         if is_finite.all():
             self.batch.bad_slots.update(slot for slot, source in inputs.forks if source in self.batch.bad_slots)
-            return
+            return NO_I32
         bad = np.flatnonzero(~is_finite) + first
-        slots = [
-            slot
-            for slot, start, count in zip(
-                inputs.prefill_slots, inputs.prefill_starts, inputs.prefill_counts, strict=True
-            )
+        rows = [
+            row
+            for row, (start, count) in enumerate(zip(inputs.prefill_starts, inputs.prefill_counts, strict=True))
             if ((bad >= start) & (bad < start + count)).any()
         ]
+        slots = [inputs.prefill_slots[row] for row in rows]
         slots += [slot for slot, source in inputs.forks if source in slots or source in self.batch.bad_slots]
         self.batch.bad_slots.update(slots)
         self.cache.zero(self.batch.exclusive_blocks(np.array(slots, np.int32)))
+        return np.array(rows, np.int32)
 
     def _logits(self, hidden: torch.Tensor, sampling: SamplingRows, start: int, end: int) -> torch.Tensor:
         """float32 [end - start, vocab_size] of the samples [start, end)."""
@@ -443,12 +471,21 @@ class ModelRunner:
 
     def _prepare(
         self, logits: torch.Tensor, slots: I32, late: LateInputs | None, *, has_rules: bool
-    ) -> NDArray[np.bool_]:
-        """Change the logits in place as the rows' parameters say. Returns which rows have no valid choice at all."""
+    ) -> tuple[NDArray[np.bool_], dict[int, int]]:
+        """Change the logits in place as the rows' parameters say.
+
+        Returns which rows have no valid choice at all, and how many values of some of these are not finite.
+        """
+        counts: dict[int, int] = {}
         # A NaN or an infinity anywhere makes the sum of its row one, too.
         is_void: NDArray[np.bool_] = ~torch.isfinite(logits.sum(1)).numpy()
+        if is_void.any():
+            for row in np.flatnonzero(is_void).tolist():
+                counts[row] = int(np.count_nonzero(~torch.isfinite(logits[row]).numpy()))
         if self.batch.bad_slots:
             is_void |= np.isin(slots, list(self.batch.bad_slots))
+            for row in np.flatnonzero(is_void).tolist():
+                counts[row] = max(counts.get(row, 0), 1)  # it has had states that were not
         masked: list[int] = []
         if late is not None and late.slots.size:
             words = late.allowed.reshape(len(late.slots), -1)
@@ -463,10 +500,15 @@ class ModelRunner:
             is_void[masked] |= (logits[masked].amax(1) == -torch.inf).numpy()
         if is_void.any():
             logits[torch.from_numpy(is_void)] = 0.0
-        return is_void
+        return is_void, counts
 
     def _result_with_vectors(
-        self, handle: StepHandle, tokens: I32, is_void: NDArray[np.bool_], spans: list[LogprobSpan]
+        self,
+        handle: StepHandle,
+        tokens: I32,
+        is_void: NDArray[np.bool_],
+        nonfinite: dict[int, int],
+        spans: list[LogprobSpan],
     ) -> StepResult:
         """The result of a step in which some rows are pooled: no token, and the final hidden state of the last one."""
         rows = handle.sampling.rows
@@ -477,6 +519,8 @@ class ModelRunner:
         vectors = handle.hidden.index_select(0, torch.from_numpy(pooled)).float().numpy()  # [num_pooled, hidden_size]
         is_bad = ~np.isfinite(vectors).all(1) | np.isin(handle.inputs.result_slots[pooled], list(self.batch.bad_slots))
         void = np.sort(np.concatenate((rows[is_void], pooled[is_bad])))
+        num_bad = {int(rows[sample]): count for sample, count in nonfinite.items()}
+        num_bad |= dict.fromkeys(pooled[is_bad].tolist(), 1)
         return StepResult(
             step=handle.step,
             tokens=tokens,
@@ -484,6 +528,8 @@ class ModelRunner:
             vector_rows=pooled.astype(np.int32),
             vectors=vectors.reshape(-1),
             nonfinite_rows=void.astype(np.int32),
+            nonfinite_counts=np.array([num_bad.get(row, 0) for row in void.tolist()], np.int32),
+            nonfinite_prefills=handle.bad_prompts,
             **columns_of(spans),
             started=handle.started,
             ended=clock.now(),

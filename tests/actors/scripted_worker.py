@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import numpy as np
 
 from actorllm.actors.worker import WorkerActor
 from actorllm.config import EngineConfig
@@ -45,9 +46,18 @@ class ScriptedRunner:
         assert self.is_profiling
         return f"{folder}/rank{self.rank}"
 
+    def discard(self) -> None:
+        pass
+
+    @staticmethod
+    def is_memory_shortage(error: Exception) -> bool:
+        return isinstance(error, MemoryError)
+
     def execute(self, plan: StepPlan) -> StepPlan:
         if plan.new_tokens.size and 4095 in plan.new_tokens:
             raise RuntimeError("the model does not like token 4095")
+        if np.count_nonzero(plan.new_tokens == 4094) > 2:
+            raise MemoryError("three requests with token 4094 are too much")
         return plan
 
     def sample(self, plan: StepPlan, late: LateInputs | None = None) -> StepResult:

@@ -96,6 +96,51 @@ def test_a_step_that_raises_fails_its_requests_only(build: Callable[..., LLM], w
     assert llm.stats()["scheduler"]["scheduler"]["num_failed_steps"] == 1
 
 
+def complete_all(llm: LLM, prompts: list[list[int]], count: int = 20) -> list[list[int] | str]:
+    """The tokens of every request, or what it failed with."""
+
+    async def main() -> list[list[int] | str]:
+        found: dict[int, list[int] | str] = {}
+
+        async def one(i: int) -> None:
+            params = SamplingParams(max_tokens=count, ignore_eos=True, seed=i, detokenize=False)
+            try:
+                stream = llm._engine.submit(prompts[i], params)
+                async for output in stream:
+                    found[i] = list(output.outputs[0].token_ids)
+            except RequestFailedError as error:
+                found[i] = str(error)
+
+        async with anyio.create_task_group() as tasks:
+            for i in range(len(prompts)):
+                tasks.start_soon(one, i)
+        return [found[i] for i in range(len(prompts))]
+
+    return anyio.run(main)
+
+
+@pytest.mark.parametrize("topology", ["process", "inline"])
+def test_the_others_of_a_step_that_raises_go_on(build: Callable[..., LLM], topology: str) -> None:
+    llm = build(topology=topology)
+    prompts = [[10 + i, 4095 if i == 5 else 20 + i, 30 + i] for i in range(12)]
+    results = complete_all(llm, prompts)
+    assert results.pop(5) == "RuntimeError: the model does not like token 4095"
+    prompts.pop(5)
+    seeds = [i for i in range(12) if i != 5]
+    assert results == [reference_stream(p, seed, 20, VOCAB) for p, seed in zip(prompts, seeds, strict=True)]
+    statistics = llm.stats()["scheduler"]["scheduler"]
+    assert 1 < statistics["num_failed_steps"] <= 5
+    assert statistics["num_suspects"] == 0
+
+
+def test_steps_without_memory_are_followed_by_smaller_ones(build: Callable[..., LLM]) -> None:
+    llm = build(topology="inline")
+    prompts = [[10 + i, 4094, 30 + i] for i in range(12)]  # three of them are too much for a step
+    results = complete_all(llm, prompts)
+    assert results == [reference_stream(p, i, 20, VOCAB) for i, p in enumerate(prompts)]
+    assert llm.stats()["scheduler"]["scheduler"]["num_memory_failures"] >= 1
+
+
 def test_controls_are_answered_between_steps(build: Callable[..., LLM]) -> None:
     llm = build(topology="inline")
     assert llm._engine.ask_scheduler("reset_prefix_cache").result(5) is True

@@ -458,3 +458,38 @@ async def test_what_is_held_back_goes_with_its_frontend() -> None:
         assert bench.actor._pacing
         bench.actor.on_peer_lost(bench.frontend)  # type: ignore[arg-type]
         assert not bench.actor._pacing
+
+
+async def test_a_request_that_cannot_be_made_ends_with_the_error() -> None:
+    """On the engine's loop nobody would hear of the exception."""
+    frontend = FrontendActor()
+    for error, expected in ((KeyError("seed"), RequestFailedError), (RequestFailedError("no"), RequestFailedError)):
+        consumer = Consumer()
+
+        def raise_it(rid: int, error: Exception = error) -> Submit:
+            raise error
+
+        frontend.submit(raise_it, consumer, lambda rid: None)
+        assert isinstance(consumer.error, expected)
+        assert str(error) in str(consumer.error)
+    assert frontend._journal == {}
+
+
+async def test_what_is_known_of_a_failed_request_comes_with_its_error() -> None:
+    async with running() as bench:
+        await bench.send(submit(1))
+        plan = bench.plans[0]
+        bad = StepResult(
+            step=plan.step,
+            tokens=np.zeros(1, np.int32),
+            nonfinite_rows=np.zeros(1, np.int32),
+            nonfinite_counts=np.array([7], np.int32),
+        )
+        await bench.send(bad, bench.ranks[0])
+        (outputs,) = bench.outputs
+        frontend, consumer = FrontendActor(), Consumer()
+        frontend.submit(submit, consumer, lambda rid: None)
+        frontend.on_message(bench.frontend, outputs)  # type: ignore[arg-type]
+        assert isinstance(consumer.error, RequestFailedError)
+        assert consumer.error.end is not None
+        assert consumer.error.end.num_nonfinite == 7

@@ -13,6 +13,8 @@ import torch
 from actorllm.config import ConfigError, EngineConfig
 from actorllm.messages import LateInputs, StepPlan
 from actorllm.model import attention, memory, runner
+from actorllm.model.attention import KVCache
+from actorllm.model.inputs import StepInputs
 from actorllm.model.runner import ModelRunner
 from tests.model.driver import Driver, int32
 
@@ -459,3 +461,81 @@ def test_the_cache_takes_memory_only_where_it_is_written() -> None:
     assert cache.pool[3, 59_999, 7].abs().amax() == 0
     cache.zero(int32([5, 59_999]))
     del cache
+
+
+class Fragile:
+    """A model that breaks down in the middle of a step, after some layers have written NaN."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __call__(self, inputs: StepInputs, cache: KVCache) -> torch.Tensor:
+        cache.pool[0, np.unique(inputs.kv_slots // cache.block_size)] = torch.nan
+        raise self.error
+
+
+@pytest.mark.parametrize("where", ["forward", "logits"])
+def test_what_a_broken_step_has_written_is_cleared(driver: Driver, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Nobody has looked at it, and 0 x NaN in a reused block would be the next owner's."""
+    expected = greedy(driver, 0, PROMPT, 6)
+    one = driver.runner
+    driver.add(0, PROMPT)
+    driver.add(1, PROMPT[::-1])
+    driver.step({0: 10, 1: 4}, decode=[])
+    fragile = Fragile(RuntimeError("broken"))
+    with monkeypatch.context() as patch:
+        if where == "forward":
+            patch.setattr(one.decoder, "forward", fragile)
+        else:
+            right = one.decoder.forward
+
+            def forward(inputs: StepInputs, cache: KVCache) -> torch.Tensor:
+                states = right(inputs, cache)
+                patch.setattr(one, "_logits", lambda *args: fragile(inputs, cache))
+                return states
+
+            patch.setattr(one.decoder, "forward", forward)
+        with pytest.raises(RuntimeError, match="broken"):
+            one.step(driver.plan({1: 6}, [0]))
+        assert not torch.isfinite(one.cache.pool).all(), "or the test shows nothing"
+        one.discard()
+    assert torch.isfinite(one.cache.pool).all()
+    driver.remove(0, 1)
+    assert greedy(driver, 0, PROMPT, 6) == expected
+
+
+def test_the_bad_rows_and_chunks_of_a_step_are_told_apart(driver: Driver) -> None:
+    with torch.inference_mode():
+        driver.runner.decoder.embedding[96] = float("nan")
+    driver.add(0, PROMPT)
+    driver.add(1, [*PROMPT[:5], 96, *PROMPT[5:]])
+    result = driver.step({0: 4, 1: 7}, decode=[])
+    assert result.nonfinite_prefills.tolist() == [1]
+    assert result.nonfinite_rows.size == 0
+    result = driver.step({0: 6, 1: 4}, decode=[])
+    assert result.nonfinite_rows.tolist() == [1]
+    assert result.nonfinite_counts.tolist() == [1], "its logits are finite, its states were not"
+    driver.remove(1)
+    driver.add(1, [1, 96])
+    result = driver.step({1: 2}, decode=[0])
+    assert (result.nonfinite_rows.tolist(), result.nonfinite_counts.tolist()) == ([1], [97])
+
+
+@pytest.mark.parametrize(
+    ("error", "is_shortage"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 64 bytes"), True),
+        (RuntimeError("could not create a primitive"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_a_want_of_memory_is_recognised(error: Exception, is_shortage: bool) -> None:
+    assert ModelRunner.is_memory_shortage(error) == is_shortage
+
+
+def test_torch_says_it_in_these_words() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert ModelRunner.is_memory_shortage(raised.value)
