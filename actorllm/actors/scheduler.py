@@ -49,8 +49,9 @@ from actorllm.messages import (
     sequences_of,
 )
 from actorllm.ring.codec import encode
+from actorllm.scheduling.guard import FALLBACK, GuardedPolicy
 from actorllm.scheduling.pause import PauseState
-from actorllm.scheduling.policy import load_policy
+from actorllm.scheduling.policy import POLICIES, PlanPolicy, load_policy
 from actorllm.scheduling.recording import Entry, RecordedScheduler
 from actorllm.scheduling.scheduler import NOTHING, End, Events, Scheduler
 from actorllm.scheduling.sequence import Key, Sequence
@@ -232,7 +233,7 @@ class SchedulerActor(Actor):
             "vocab_size": config.model.vocab_size,
             "eos_token_ids": self._eos_token_ids(config),
             "primary_eos_token_id": None if self._tokenizer is None else self._tokenizer.eos_token_id,
-            "policy": load_policy(config.scheduler.policy),
+            "policy": self._policy(config.scheduler.policy),
             "depth": config.scheduler.depth,
             "num_lookahead_tokens": config.scheduler.num_lookahead_tokens,
             "enable_prefix_caching": config.cache.enable_prefix_caching,
@@ -249,6 +250,16 @@ class SchedulerActor(Actor):
             raise ConfigError(f"record={config.record!r} cannot be written: {error.strerror}") from error
         self._record_path = Path(config.record)
         return RecordedScheduler(sink=self._write_entry, **arguments)
+
+    def _policy(self, name: str) -> PlanPolicy:
+        policy = load_policy(name)
+        if name in POLICIES:
+            return policy
+
+        def log(what: str, error: Exception) -> None:
+            logger.error("scheduling policy %r failed in %s; %r takes its place", name, what, FALLBACK, exc_info=error)
+
+        return GuardedPolicy(policy, log)
 
     def _eos_token_ids(self, config: EngineConfig) -> tuple[int, ...]:
         """What ends a text: the ids of the model's files, and the tokenizer's own."""
@@ -685,6 +696,7 @@ class SchedulerActor(Actor):
     def statistics(self) -> dict[str, Any]:
         return super().statistics() | {
             "scheduler": asdict(self.scheduler.statistics()),
+            "policy_failure": getattr(self.scheduler.policy, "failure", None),
             "num_held_outputs": sum(len(outlet.unsent) for outlet in self._full.values()),
         }
 

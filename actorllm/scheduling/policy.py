@@ -122,7 +122,14 @@ class View(Protocol):
         ...
 
     def may_start(self, sequence: Sequence) -> bool:
-        """Whether a waiting request may get a slot: not while the engine is paused, unless it has had one before."""
+        """Whether a waiting request may get a slot: not while the engine is paused, unless it has had one before.
+
+        After a failed step, not while others are tried alone either.
+        """
+        ...
+
+    def waiting(self) -> list[Sequence]:
+        """Every request that waits for a slot, in order of arrival."""
         ...
 
     @property

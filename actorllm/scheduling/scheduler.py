@@ -1415,6 +1415,9 @@ class Scheduler:
     def running(self) -> list[Sequence]:
         return [s for s in self.batch.sequences.tolist() if s is not None]
 
+    def waiting(self) -> list[Sequence]:
+        return sorted(self._waiting, key=lambda sequence: sequence.arrival_index)
+
     def sequence(self, key: Key) -> Sequence | None:
         return self._alive.get(key)
 

@@ -130,7 +130,7 @@ def test_the_others_of_a_step_that_raises_go_on(build: Callable[..., LLM], topol
     assert results == [reference_stream(p, seed, 20, VOCAB) for p, seed in zip(prompts, seeds, strict=True)]
     statistics = llm.stats()["scheduler"]["scheduler"]
     assert 1 < statistics["num_failed_steps"] <= 5
-    assert statistics["num_suspects"] == 0
+    assert statistics["num_retrying"] == 0
 
 
 def test_steps_without_memory_are_followed_by_smaller_ones(build: Callable[..., LLM]) -> None:

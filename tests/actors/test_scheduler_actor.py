@@ -18,6 +18,7 @@ from actorllm.actors.scheduler import SchedulerActor
 from actorllm.config import EngineConfig
 from actorllm.errors import RequestFailedError, WouldBlock
 from actorllm.messages import Abort, LateInputs, Outputs, StepFailed, StepPlan, StepResult, Submit, Unblock
+from actorllm.scheduling.guard import GuardedPolicy
 from actorllm.scheduling.policy import Admit, KeyPolicy
 from tests.scheduling.conftest import ScriptedWorker, reference_stream
 
@@ -493,3 +494,21 @@ async def test_what_is_known_of_a_failed_request_comes_with_its_error() -> None:
         assert isinstance(consumer.error, RequestFailedError)
         assert consumer.error.end is not None
         assert consumer.error.end.num_nonfinite == 7
+
+
+class Broken(KeyPolicy):
+    """Refuses to work when somebody is admitted, in the middle of a step."""
+
+    def on_admit(self, sequence: Any, view: Any) -> None:
+        raise RuntimeError("no such tenant")
+
+
+async def test_a_policy_that_raises_is_replaced_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    async with running(scheduling_policy="tests.actors.test_scheduler_actor:Broken") as bench:
+        await bench.send(submit())
+        await bench.work()
+        assert bench.tokens() == stream_of()
+        policy = bench.actor.scheduler.policy
+        assert isinstance(policy, GuardedPolicy)
+        assert policy.failure == "on_admit raised RuntimeError: no such tenant"
+    assert "test_scheduler_actor:Broken' failed in on_admit; 'fcfs' takes its place" in caplog.text

@@ -1,0 +1,109 @@
+"""`GuardedPolicy`: a policy of somebody else's, whose exceptions end its rule and nothing more.
+
+A policy is called in the middle of things: while a step is packed, requests have a slot and no blocks yet. So nothing that
+it raises gets through. The first exception, or a decision that is none, replaces it by "fcfs" for good; whoever waits is
+announced to that again, and the call that raised is made there. Requests lose nothing. What is merely wrong, the scheduler
+leaves out and counts, as of every policy.
+
+Built by the scheduler actor around policies that are not built in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+from actorllm.scheduling.policy import Decision, PlanPolicy, StepDone, View, load_policy
+from actorllm.scheduling.sequence import Sequence
+
+FALLBACK = "fcfs"
+
+
+class GuardedPolicy:
+    """A PlanPolicy. on_failure(what, error) is called once, when the policy is replaced."""
+
+    def __init__(self, policy: PlanPolicy, on_failure: Callable[[str, Exception], object] | None = None) -> None:
+        self.policy = policy
+        """The one that decides now."""
+        self.failure: str | None = None
+        """What the policy did, if it was replaced."""
+        self._on_failure = on_failure
+
+    def plan(self, view: View) -> Decision:
+        try:
+            decision = self.policy.plan(view)
+            problem = _problem(decision)
+            if problem is None:
+                return decision
+            raise TypeError(problem)
+        except Exception as error:
+            if not self._replace("plan", error, view):
+                raise
+        return self.policy.plan(view)
+
+    def victim(self, view: View) -> Sequence | None:
+        try:
+            victim = self.policy.victim(view)
+            if victim is None or isinstance(victim, Sequence):
+                return victim
+            raise TypeError(f"victim is {victim!r:.80}, which is no request")
+        except Exception as error:
+            if not self._replace("victim", error, view):
+                raise
+        return self.policy.victim(view)
+
+    def on_arrival(self, sequence: Sequence, view: View) -> None:
+        self._tell("on_arrival", view, sequence, view)  # after a failure it was announced with all that wait
+
+    def on_admit(self, sequence: Sequence, view: View) -> None:
+        self._tell("on_admit", view, sequence, view)
+
+    def on_refusal(self, sequence: Sequence, view: View) -> None:
+        self._tell("on_refusal", view, sequence, view)
+
+    def on_end(self, sequence: Sequence, view: View) -> None:
+        self._tell("on_end", view, sequence, view)
+
+    def on_step(self, done: StepDone, view: View) -> None:
+        self._tell("on_step", view, done, view)
+
+    def _tell(self, event: str, view: View, *arguments: Any) -> None:
+        try:
+            getattr(self.policy, event)(*arguments)
+        except Exception as error:
+            if not self._replace(event, error, view):
+                raise
+
+    def _replace(self, what: str, error: Exception, view: View) -> bool:
+        """Whether the policy was replaced; an error of the replacement is a defect of ours."""
+        if self.failure is not None:
+            return False
+        self.failure = f"{what} raised {type(error).__name__}: {error}"
+        self.policy = load_policy(FALLBACK)
+        for sequence in view.waiting():
+            self.policy.on_arrival(sequence, view)
+        if self._on_failure is not None:
+            self._on_failure(what, error)
+        return True
+
+
+def _problem(decision: Any) -> str | None:
+    """Why this cannot be carried out, not even in part."""
+    if not isinstance(decision, Decision):
+        return f"the decision is {decision!r:.80}"
+    if decision.decode is not None and not isinstance(decision.decode, np.ndarray):
+        return f"decode is {decision.decode!r:.80}, not a mask"
+    if not isinstance(decision.wake_at, Real) or math.isnan(decision.wake_at):
+        return f"wake_at is {decision.wake_at!r:.80}"
+    for sequence in decision.preempt:
+        if not isinstance(sequence, Sequence):
+            return f"preempt holds {sequence!r:.80}"
+    for entry in decision.prefill:
+        sequence, size = entry
+        if not isinstance(sequence, Sequence) or not isinstance(size, Integral):
+            return f"prefill holds {entry!r:.80}"
+    return None
