@@ -31,6 +31,12 @@ BUNDLED_MODELS = {"storyteller": Path(__file__).parent / "storyteller"}
 
 Topology = Literal["process", "inline"]
 
+HEARTBEAT_TIMEOUT_S = 10.0
+MIN_HEARTBEAT_TIMEOUT_S = 1.0
+"""Loops beat every quarter of a second when they are idle."""
+MAX_SECONDS = 1e9
+"""What infinity becomes, which JSON does not know."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -128,6 +134,10 @@ class EngineConfig:
     effect where there is none (topology="inline")."""
     standby_worker: bool = False
     """Keep a process parked for every worker, with torch imported and no model: it takes the place of one that dies."""
+    step_timeout_s: float | None = None
+    """A worker whose step takes longer is stuck and is killed. None: learnt, at least half a minute (`actors.vigil`)."""
+    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
+    """So is a process that is stopped, or whose loop does not turn outside of a step, for so long."""
 
     def resolved(self, num_blocks: int) -> EngineConfig:
         """The same engine with the number of KV blocks that every rank can hold.
@@ -228,6 +238,8 @@ class EngineConfig:
             profile_folder=_profile_folder(given["profiler_config"]),
             standby_worker=given["standby_worker"],
             on_failure=_choice("on_failure", given["on_failure"], ("restart", "raise")),
+            step_timeout_s=None if given["step_timeout_s"] is None else _seconds("step_timeout_s", given, 0.05),
+            heartbeat_timeout_s=_seconds("heartbeat_timeout_s", given, MIN_HEARTBEAT_TIMEOUT_S),
         )
 
 
@@ -263,6 +275,8 @@ ARGUMENTS: dict[str, Any] = {
     "name": None,
     "device": "auto",
     "num_threads": None,
+    "step_timeout_s": None,
+    "heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S,
     "record": None,
     "on_failure": "restart",
     "standby_worker": False,
@@ -565,6 +579,13 @@ def _not_negative(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ConfigError(f"{name}={value!r} must be an integer of at least 0")
     return value
+
+
+def _seconds(name: str, given: dict[str, Any], least: float) -> float:
+    value = given[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value:
+        raise ConfigError(f"{name}={value!r} must be a number of seconds, at least {least:g}; a very large one: never")
+    return min(float(value), MAX_SECONDS)
 
 
 def _max_logprobs(value: Any) -> int:

@@ -175,6 +175,8 @@ class Engine:
             restarts=RestartLimits() if self.config.on_failure == "restart" else None,
             renew=_renew,
             standby="workers" if self.config.standby_worker else None,
+            heartbeat_timeout_s=self.config.heartbeat_timeout_s,
+            step_timeout_s=self.config.step_timeout_s,
         )
 
     def _new_service(self) -> Service:

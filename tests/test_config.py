@@ -169,6 +169,11 @@ def test_paths_may_be_path_objects(tmp_path: Path) -> None:
         ("device", "cuda", ["device='cuda'", "cpu"]),
         ("num_threads", 0, ["num_threads=0"]),
         ("record", 5, ["record=5"]),
+        ("step_timeout_s", 0, ["step_timeout_s=0", "at least 0.05"]),
+        ("step_timeout_s", "1", ["step_timeout_s='1'"]),
+        ("heartbeat_timeout_s", 0.5, ["heartbeat_timeout_s=0.5", "at least 1"]),
+        ("heartbeat_timeout_s", None, ["heartbeat_timeout_s=None"]),
+        ("heartbeat_timeout_s", float("nan"), ["heartbeat_timeout_s=nan"]),
     ],
 )
 def test_a_bad_argument_is_named_with_the_fix(name: str, value: Any, words: list[str]) -> None:
@@ -287,3 +292,9 @@ def test_a_folder_elsewhere_is_as_good_as_the_bundled_one(tmp_path: Path) -> Non
     assert config.model.path == str(tmp_path)
     assert config.model.tokenizer is None
     assert EngineConfig.from_arguments(tmp_path, tokenizer="elsewhere").model.tokenizer == "elsewhere"
+
+
+def test_infinity_is_a_time_that_travels() -> None:
+    config = EngineConfig.from_arguments(STORYTELLER, step_timeout_s=float("inf"), heartbeat_timeout_s=float("inf"))
+    again = EngineConfig.from_json(config.to_json())
+    assert again.step_timeout_s == again.heartbeat_timeout_s == 1e9

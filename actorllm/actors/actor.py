@@ -29,6 +29,7 @@ from anyio.abc import TaskGroup
 from actorllm import errors
 from actorllm.actors.engine_thread import HostLoop, Waiter
 from actorllm.actors.link import Link, LinkInfo
+from actorllm.actors.pulse import Pulse
 from actorllm.errors import (
     ActorLLMError,
     EngineError,
@@ -65,6 +66,10 @@ class Actor:
         """The open links by the name of the peer (of the link, for the hub of a broadcast)."""
         self.is_running = False
         """True from the start of `run` until a stop is asked for. A main loop is `while self.is_running:`."""
+        self.pulse: Pulse | None = None
+        """Where the actor of a process shows what it is at; None: nobody watches it."""
+        self.on_work: Callable[[], object] = bool
+        """To be called when `has_work` becomes true."""
         self._runner: Runner
         self._wakeup: Waiter
 
@@ -119,6 +124,11 @@ class Actor:
 
     def on_failure(self, error: BaseException) -> None:
         """The end after an exception, instead of `on_stop`."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether an actor of the owner waits for others, who are watched while it does."""
+        return False
 
     # Services
 
@@ -544,6 +554,8 @@ class Runner:
     async def _recheck(self) -> None:
         while True:
             await anyio.sleep(RECHECK_S)
+            if self.actor.pulse is not None:
+                self.actor.pulse.beat()
             for link in list(self.actor.links.values()):
                 self._num_rechecks_useful += link.recheck() > 0
             unsent, self._unsent_replies = self._unsent_replies, []

@@ -7,7 +7,7 @@ needed; a REPL, a notebook, stdin and `python -c` work). Until then only the sta
 The control socket is a SEQPACKET pair: one JSON object per packet, in order, descriptors beside it.
 
     supervisor → child    park {modules, sys_path}: import these, and wait for what follows, perhaps for ever
-                          start {actor, path, rank, config_path, config, sys_path}
+                          start {actor, path, rank, config_path, config, sys_path} + the descriptor of its pulse
                           configure {config} · link {info, generation, num_spokes, index} + descriptors · run
                           lost {link, generation, type_name, error} · stop
     child → supervisor    started {facts} · configured · ready · failed {type_name, message, traceback} · progress
@@ -45,6 +45,9 @@ MAX_TRACEBACK = 1 << 14
 
 OWNER_GONE = 117
 """Exit code of a child whose owner went away; nobody is left to see it."""
+
+DUMP_SIGNAL = signal.SIGUSR2
+"""Makes it write the stacks of its threads to stderr, whatever it is at."""
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
@@ -94,16 +97,17 @@ def main() -> None:
     control.set_inheritable(False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
-    start, _ = receive_frame(control)
+    faulthandler.register(DUMP_SIGNAL, all_threads=True)
+    start, fds = receive_frame(control)
     if start is not None and start["op"] == "park":
         park(start)
-        start, _ = receive_frame(control)
+        start, fds = receive_frame(control)
     if start is None:
         os._exit(OWNER_GONE)
     name_process(f"actor:{start['actor']}")
     sys.path[:] = start["sys_path"]
     try:
-        is_failed = live(control, start)
+        is_failed = live(control, start, fds)
     except BaseException as error:
         # Before the actor exists, or a defect of the runtime itself; what an actor raises is reported by its runner.
         report_failure(control, type(error).__name__, str(error), traceback.format_exc())
@@ -141,10 +145,11 @@ def report_failure(control: socket.socket, type_name: str, message: str, text: s
     send_frame(control, "failed", type_name=type_name, message=message[:MAX_TRACEBACK], traceback=text[-MAX_TRACEBACK:])
 
 
-def live(control: socket.socket, start: dict[str, Any]) -> bool:
-    """The actor's whole life; True when it failed."""
+def live(control: socket.socket, start: dict[str, Any], fds: tuple[int, ...]) -> bool:
+    """The actor's whole life; True when it failed. fds: its pulse, if somebody watches over it."""
     from actorllm.actors.actor import Failure, Runner
     from actorllm.actors.engine_thread import run_loop
+    from actorllm.actors.pulse import Pulse
     from actorllm.actors.topology import load
 
     def report(error: BaseException | None) -> None:
@@ -153,6 +158,9 @@ def live(control: socket.socket, start: dict[str, Any]) -> bool:
             report_failure(control, failure.type_name, failure.message, failure.traceback)
 
     actor = load(start["path"])(start["actor"], start["rank"])
+    for fd in fds:
+        actor.pulse = Pulse(fd)
+        os.close(fd)
     config_class = load(start["config_path"])
 
     def report_broken(info: LinkInfo, error: BaseException) -> None:

@@ -23,6 +23,8 @@ class ActorDeath:
     """Of a process that was killed."""
     failure: Failure | None = None
     """The exception that it reported."""
+    reason: str | None = None
+    """Why it was killed, if the engine did that: "stuck: step 7 ran for 31.0 s, deadline 30 s"."""
     last_words: tuple[str, ...] = ()
     """The last lines that the process wrote to its stderr."""
 
@@ -31,6 +33,8 @@ class ActorDeath:
         """What follows the name: "was killed by signal 9 (SIGKILL)"."""
         if self.failure is not None:
             return f"failed with {self.failure.summary}"
+        if self.reason is not None:
+            return f"was killed because it was {self.reason}"
         if self.signal is not None:
             return f"was killed by signal {self.signal} ({_signal_name(self.signal)})"
         if self.exit_code is not None:

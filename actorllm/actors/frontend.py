@@ -147,6 +147,8 @@ class FrontendActor(Actor):
             consumer.fail(error if known else RequestFailedError(f"the request cannot be made: {error!r}"))
             self._wake([consumer])
             return
+        if not self._journal:
+            self.on_work()
         self._journal[rid] = JournalEntry(submit, consumer, submit.output.tolist())
         on_rid(rid)
         self._post(submit)
@@ -216,6 +218,10 @@ class FrontendActor(Actor):
             self._unsent.popleft()
 
     # Life
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._journal)
 
     async def run(self) -> None:
         """Everything is done where it arrives, but for what the link had no room for: a scheduler need not have anything

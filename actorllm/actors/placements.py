@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from actorllm.actors.child import receive_frame, send_frame
 from actorllm.actors.death import ActorDeath
 from actorllm.actors.engine_thread import AsyncioLoop, LoopThread
 from actorllm.actors.link import Link, LinkInfo, open_ring
+from actorllm.actors.pulse import Pulse, Sign, is_stopped
 from actorllm.actors.stderr_pipe import StderrPipe
 from actorllm.actors.topology import ActorSpec, load, path_of
 from actorllm.errors import ActorLLMError, EngineShutdownError, EngineStartError
@@ -35,6 +37,8 @@ from actorllm.ring.channel import LinkEnd
 
 logger = logging.getLogger(__name__)
 
+DUMP_TIME_S = 0.2
+"""How long a stuck process may take to write down where it is."""
 EXIT_GRACE_S = 2.0
 """How long a process that reported a failure may take to exit."""
 
@@ -275,6 +279,8 @@ class ProcessChild(RemoteChild):
         super().__init__(spec, on_end)
         self.pid: int | None = None
         self._loop = loop
+        self._pulse: Pulse | None = None
+        self._kill_reason: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._pidfd = -1
@@ -337,8 +343,18 @@ class ProcessChild(RemoteChild):
 
     async def start(self, config: Any) -> dict[str, Any]:
         self.phase = "starting"
+        self._pulse, fd = Pulse.create()
+        try:
+            self._send_start(config, fd)
+        finally:
+            os.close(fd)
+        facts: dict[str, Any] = (await self._report("started"))["facts"]
+        return facts
+
+    def _send_start(self, config: Any, pulse: int) -> None:
         self._send(
             "start",
+            (pulse,),
             actor=self.spec.name,
             path=self.spec.path,
             rank=self.spec.rank,
@@ -346,8 +362,6 @@ class ProcessChild(RemoteChild):
             config=config.to_json().decode(),
             sys_path=list(sys.path),
         )
-        facts: dict[str, Any] = (await self._report("started"))["facts"]
-        return facts
 
     async def configure(self, config: Any) -> None:
         self.phase = "configuring"
@@ -367,7 +381,27 @@ class ProcessChild(RemoteChild):
         if self._process is not None:
             self._process.kill()  # knows when the process was reaped: never hits a stranger of the same pid
 
+    def sign(self) -> Sign | None:
+        """What it shows of itself now; None: nothing yet, or nothing any more."""
+        if self._pulse is None or self.pid is None or self.gone.is_set():
+            return None
+        return self._pulse.read(is_stopped=is_stopped(self.pid))
+
+    def kill_stuck(self, reason: str) -> None:
+        """It does not go on. A stopped process is killed at once, any other writes down first where it is."""
+        logger.error("%s is stuck and is killed: %s", self.spec.name, reason)
+        self._kill_reason = f"stuck: {reason}"
+        assert self._process is not None
+        if self.pid is None or is_stopped(self.pid):
+            self.kill()
+        else:
+            self._process.send_signal(child_program.DUMP_SIGNAL)
+            self._loop.call_later(DUMP_TIME_S, self.kill)
+
     def close(self) -> None:
+        if self._pulse is not None:
+            self._pulse.close()
+            self._pulse = None
         if self._control is not None:
             self._loop.unwatch(self._control.fileno())
             self._control.close()
@@ -395,6 +429,7 @@ class ProcessChild(RemoteChild):
             return
         except BlockingIOError:
             logger.error("%s does not read its control socket and is killed", self.spec.name)
+            self._kill_reason = "stuck: it did not read its control socket"
             self.kill()
 
     async def _report(self, op: str) -> dict[str, Any]:
@@ -442,6 +477,7 @@ class ProcessChild(RemoteChild):
             exit_code=code if code >= 0 else None,
             signal=-code if code < 0 else None,
             failure=self.failure,
+            reason=self._kill_reason if code == -signal.SIGKILL else None,
             last_words=self._stderr.last_lines(),
         )
         self.phase = "dead"

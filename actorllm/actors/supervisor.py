@@ -37,8 +37,10 @@ from actorllm.actors.placements import Child, LocalChild, OwnerChild, ProcessChi
 from actorllm.actors.restart import RestartCounter, RestartLimits
 from actorllm.actors.standby import Standby
 from actorllm.actors.topology import ActorSpec, LinkSpec, Topology
+from actorllm.actors.watch import Watch
 from actorllm.actors.wiring import Wiring
 from actorllm.clock import now
+from actorllm.config import HEARTBEAT_TIMEOUT_S
 from actorllm.errors import (
     ActorLLMError,
     EngineDeadError,
@@ -75,6 +77,7 @@ class Supervisor:
     on_death: hears of the death that ends the engine, before everything is stopped. actors: owner-placed actors that
     exist already, by name. restarts: None: the first death is the end. renew: what the configuration is changed to before
     processes are started once more. standby: the group for which as many processes are kept parked as it has actors.
+    heartbeat_timeout_s, step_timeout_s: when a process that does not go on is killed (`watch`).
     """
 
     def __init__(
@@ -89,6 +92,8 @@ class Supervisor:
         restarts: RestartLimits | None = None,
         renew: Callable[[Any], Any] | None = None,
         standby: str | None = None,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        step_timeout_s: float | None = None,
     ) -> None:
         self.topology = topology
         self.config = config
@@ -102,6 +107,7 @@ class Supervisor:
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = STOP_TIMEOUT_S
         self._children: dict[str, Child] = {}
+        self._watch = Watch(self._children, heartbeat_timeout_s, step_timeout_s)
         self._wiring = Wiring(self._children, topology.links)
         self._counter = None if restarts is None else RestartCounter(restarts)
         self._groups = groups_of(topology) if restarts is not None else {}
@@ -136,6 +142,7 @@ class Supervisor:
             try:
                 await self._start()
                 self._phase = "running"
+                self._tasks.start_soon(self._watch.run)
                 on_ready()
                 if self._standby_group is not None:
                     self._standby = Standby(self._tasks, self.config)
@@ -174,6 +181,7 @@ class Supervisor:
         if self._phase != "running":
             raise EngineShutdownError(f"the engine is {self._phase}")
         self._children[child.spec.name] = child
+        self._watch.wake()
         try:
             self._wiring.add(link)
         except BaseException:

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from actorllm.actors.actor import Actor
 from actorllm.actors.link import Link
+from actorllm.actors.pulse import WITHOUT_NUMBER
+from actorllm.actors.vigil import NEW_BUDGET_S, StepBudget
 from actorllm.clock import now
 from actorllm.config import EngineConfig
 from actorllm.errors import PeerLostError
@@ -41,6 +44,8 @@ class WorkerActor(Actor):
         self._owner: Link | None = None
         """Whose requests the runner has: the link that the last plan came over."""
         self._is_alone = True
+        self._budget = StepBudget()
+        self._num_decode = 0
         self._num_steps = 0
         self._num_failed = 0
         self._num_orphaned = 0
@@ -65,6 +70,7 @@ class WorkerActor(Actor):
     def on_configure(self, config: EngineConfig) -> None:
         assert config.cache.num_blocks is not None
         self.runner.allocate(config.cache.num_blocks)
+        self._budget = StepBudget(config.step_timeout_s)
 
     def on_link(self, link: Link) -> None:
         self._scheduler = link
@@ -111,6 +117,21 @@ class WorkerActor(Actor):
         self._late = {key: late for key, late in self._late.items() if key[0].is_open}
 
     async def _step(self, link: Link, plan: StepPlan) -> None:
+        if self.pulse is None:
+            await self._compute(link, plan)
+            return
+        if plan.decode_slots is not None:
+            self._num_decode = plan.decode_slots.size
+        num_tokens = self._num_decode + (int(plan.prefill_counts.sum()) if plan.prefill_counts.size else 0)
+        self.pulse.begin(plan.step, self._budget.of(num_tokens))
+        started = now()
+        try:
+            await self._compute(link, plan)
+        finally:
+            self.pulse.end()
+        self._budget.observe(num_tokens, now() - started)
+
+    async def _compute(self, link: Link, plan: StepPlan) -> None:
         started = now()
         try:
             handle = self.runner.execute(plan)
@@ -154,7 +175,11 @@ class WorkerActor(Actor):
         while (link, step) not in self._late:
             if not link.is_open:
                 raise PeerLostError(f"the late inputs of step {step} were not sent")
+            if self.pulse is not None:
+                self.pulse.end()  # the loop turns
             await self.wait()
+        if self.pulse is not None:
+            self.pulse.begin(step, self._budget.of(self._num_decode))
         return self._late.pop((link, step))
 
     def on_peer_lost(self, link: Link) -> None:
@@ -163,12 +188,25 @@ class WorkerActor(Actor):
     def answer(self, verb: str, arguments: dict[str, Any]) -> Any:
         match verb:
             case "start_profile":
-                self.runner.start_profile()
-                self._profile_prefix = arguments.get("prefix", "")
-                return True
+                return self._take_time(self._start_profile, arguments.get("prefix", ""))
             case "stop_profile":
-                return self.runner.stop_profile(arguments["folder"], self._profile_prefix)
+                return self._take_time(self.runner.stop_profile, arguments["folder"], self._profile_prefix)
         return super().answer(verb, arguments)
+
+    def _start_profile(self, prefix: str) -> bool:
+        self.runner.start_profile()
+        self._profile_prefix = prefix
+        return True
+
+    def _take_time(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """A control that keeps the loop from turning for longer than anything but a step may."""
+        if self.pulse is None:
+            return function(*arguments)
+        self.pulse.begin(WITHOUT_NUMBER, NEW_BUDGET_S)
+        try:
+            return function(*arguments)
+        finally:
+            self.pulse.end()
 
     def statistics(self) -> dict[str, Any]:
         return super().statistics() | {

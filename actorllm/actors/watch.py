@@ -1,0 +1,74 @@
+"""`Watch`: looks after the processes of an engine while there is work, and kills those that are stuck.
+
+Runs on the engine thread's loop. There is work while an actor of this process says so (`Actor.has_work`: requests that
+have not ended) or a visitor is attached; without any nothing is looked at and nothing wakes up. What it sees it gives to
+the `Vigil`, and who is stuck gets a moment to write down where (the stacks go to its stderr, whose last lines are part of
+the error) and SIGKILL. From there on it is a death like any other. Owned by the supervisor.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import anyio
+
+from actorllm.actors.placements import Child, OwnerChild, ProcessChild
+from actorllm.actors.vigil import Vigil
+from actorllm.clock import now
+
+logger = logging.getLogger(__name__)
+
+MAX_INTERVAL_S = 1.0
+LOOKS_PER_TIMEOUT = 8
+
+
+class Watch:
+    """children: the supervisor's, by name; whoever is there when it looks is watched."""
+
+    def __init__(self, children: Mapping[str, Child], heartbeat_timeout_s: float, step_timeout_s: float | None) -> None:
+        shortest = min(heartbeat_timeout_s, step_timeout_s or heartbeat_timeout_s)
+        self._interval_s = min(shortest / LOOKS_PER_TIMEOUT, MAX_INTERVAL_S)
+        self._vigil = Vigil(heartbeat_timeout_s, self._interval_s)
+        self._children = children
+        self._has_come: anyio.Event | None = None  # while it waits for work
+
+    def wake(self) -> None:
+        """There may be work. On the loop."""
+        if self._has_come is not None:
+            self._has_come.set()
+
+    async def run(self) -> None:
+        """For as long as the engine runs."""
+        for child in self._children.values():
+            if isinstance(child, OwnerChild):
+                child.runner.actor.on_work = self.wake
+        if not any(isinstance(child, ProcessChild) for child in self._children.values()):
+            return  # what hangs in a thread cannot be killed
+        while True:
+            if self._is_needed():
+                self._look()
+                await anyio.sleep(self._interval_s)
+            else:
+                self._vigil.forget()
+                self._has_come = anyio.Event()
+                await self._has_come.wait()
+
+    def _is_needed(self) -> bool:
+        for child in self._children.values():
+            if isinstance(child, OwnerChild):
+                if child.runner.actor.has_work:
+                    return True
+            elif child.spec.placement == "attached":
+                return True
+        return False
+
+    def _look(self) -> None:
+        processes = {
+            f"{name} {child.pid}": child
+            for name, child in self._children.items()
+            if isinstance(child, ProcessChild) and child.phase == "running"
+        }
+        signs = {key: sign for key, child in processes.items() if (sign := child.sign()) is not None}
+        for verdict in self._vigil.look(now(), signs):
+            processes[verdict.actor].kill_stuck(verdict.reason)

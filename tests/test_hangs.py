@@ -1,0 +1,166 @@
+"""Processes that do not die and do not go on: found, killed, and named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+import actorllm.engine
+from actorllm import AsyncLLM, SamplingParams
+from actorllm.actors.topology import Topology, engine_topology
+from actorllm.config import ARGUMENTS
+from actorllm.errors import EngineDeadError
+from actorllm.scheduling.policy import KeyPolicy
+
+STUCK_TOKEN = 4093
+
+
+def scripted(topology: Topology) -> Topology:
+    actors = tuple(
+        dataclasses.replace(a, path="tests.actors.scripted_worker:SlowWorkerActor", environment=None)
+        if a.name.startswith("worker")
+        else a
+        for a in topology.actors
+    )
+    return dataclasses.replace(topology, actors=actors)
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "asyncio", {"use_uvloop": True}
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AsyncLLM]]:
+    llms: list[AsyncLLM] = []
+    monkeypatch.setattr(actorllm.engine, "engine_topology", lambda config: scripted(engine_topology(config)))
+
+    def make(**arguments: Any) -> AsyncLLM:
+        given = {"heartbeat_timeout_s": 1.0, "skip_tokenizer_init": True} | arguments
+        if "on_failure" in ARGUMENTS:
+            given["on_failure"] = "raise"
+        llms.append(AsyncLLM("storyteller", **given))
+        return llms[-1]
+
+    yield make
+    for llm in llms:
+        llm.shutdown()
+
+
+async def end_of(llm: AsyncLLM, prompt: list[int], during: Callable[[], object] | None = None) -> str:
+    """What the stream of a long request ends with, if something happens after its first token."""
+    params = SamplingParams(max_tokens=900, ignore_eos=True, detokenize=False)
+    try:
+        async for _ in llm.generate({"prompt_token_ids": prompt}, params):
+            if during is not None:
+                during()
+                during = None
+    except EngineDeadError as error:
+        return str(error)
+    raise AssertionError("it came to its end")
+
+
+async def test_a_worker_that_does_not_come_back_from_a_step(build: Callable[..., AsyncLLM]) -> None:
+    error = await end_of(build(step_timeout_s=0.5), [1, STUCK_TOKEN])
+    assert "worker0 was killed because it was stuck: step 1 ran for 0." in error
+    assert "deadline 0.5 s" in error
+    assert "scripted_worker.py" in error, "its last words say where it was"
+
+
+@pytest.mark.parametrize("victim", ["worker0", "scheduler"])
+async def test_a_process_that_is_stopped(build: Callable[..., AsyncLLM], victim: str) -> None:
+    llm = build(step_timeout_s=30)
+    error = await end_of(llm, [1, 2], lambda: os.kill(llm._engine.pids[victim], signal.SIGSTOP))
+    assert f"{victim} was killed because it was stuck: the process was stopped for" in error
+
+
+class Endless(KeyPolicy):
+    """Thinks about its third step for ever."""
+
+    num_steps = 0
+
+    def wake_at(self, view: Any) -> float:
+        self.num_steps += 1
+        while self.num_steps > 3:
+            pass
+        return float("inf")
+
+
+async def test_a_policy_that_never_returns(build: Callable[..., AsyncLLM]) -> None:
+    error = await end_of(build(scheduling_policy="tests.test_hangs:Endless"), [1, 2])
+    assert "scheduler was killed because it was stuck: its loop has not turned for" in error
+    assert "in wake_at" in error, "its last words say where it was"
+
+
+OWNER = """
+import json
+import anyio
+import actorllm.engine
+from actorllm import AsyncLLM, SamplingParams
+from actorllm.actors.topology import engine_topology
+from tests.test_hangs import scripted
+
+async def main():
+    actorllm.engine.engine_topology = lambda config: scripted(engine_topology(config))
+    params = SamplingParams(max_tokens=400, ignore_eos=True, detokenize=False)
+    async with AsyncLLM("storyteller", heartbeat_timeout_s=1, step_timeout_s=1, skip_tokenizer_init=True) as llm:
+        is_first = True
+        async for output in llm.generate({"prompt_token_ids": [1, 2]}, params):
+            if is_first:
+                print("running", flush=True)
+            is_first = False
+        print(json.dumps([len(output.outputs[0].token_ids), sorted(llm._engine.pids.values())]), flush=True)
+
+anyio.run(main)
+"""
+
+
+def children_of(pid: int) -> list[int]:
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    return sorted({int(child) for file in files for child in file.read_text().split()})
+
+
+def test_an_engine_that_is_stopped_as_a_whole_goes_on_as_if_nothing_had_happened() -> None:
+    """As by Ctrl-Z in a shell, by a debugger, or by the sleep of the machine."""
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "running\n"
+        children = children_of(owner.pid)
+        assert len(children) == 2
+        for order in ([owner.pid, *children], [*children, owner.pid]):
+            for pid in (*children, owner.pid):
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(1.5)  # longer than any limit: this is what is tested
+            for pid in order:
+                os.kill(pid, signal.SIGCONT)
+        assert json.loads(owner.stdout.readline()) == [400, children], "nobody was replaced"
+    assert owner.returncode == 0
+
+
+async def test_nobody_looks_while_there_is_nothing_to_do(build: Callable[..., AsyncLLM]) -> None:
+    llm = build()
+    params = SamplingParams(max_tokens=2, detokenize=False)
+    async for _ in llm.generate({"prompt_token_ids": [1, 2]}, params):
+        pass
+    supervisor: Any = llm._engine._supervisor
+    with anyio.fail_after(5):
+        while supervisor._watch._has_come is None or supervisor._watch._has_come.is_set():
+            await anyio.sleep(0.01)
+    stopped = llm._engine.pids["worker0"]
+    os.kill(stopped, signal.SIGSTOP)
+    await anyio.sleep(1.5)  # longer than the limit, and nobody minds
+    os.kill(stopped, signal.SIGCONT)
+    outputs = [output async for output in llm.generate({"prompt_token_ids": [1, 2]}, params)]
+    assert outputs[-1].finished
+    assert llm._engine.pids["worker0"] == stopped
