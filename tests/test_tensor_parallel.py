@@ -6,19 +6,24 @@ import json
 import os
 import signal
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 import torch
 
+import actorllm.engine
 from actorllm import LLM, AsyncLLM, EngineDeadError, SamplingParams
-from actorllm.config import EngineConfig
+from actorllm.actors.topology import Topology, engine_topology
+from actorllm.config import ARGUMENTS, EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.model.decoder import DecoderConfig
 from actorllm.model.parallel import HeadShare, Ranks
 from actorllm.model.weights import DummyWeights
+from tests.torn_worker import HANGS, RAISES
 
 SHAPE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -95,6 +100,37 @@ async def test_the_death_of_any_rank_ends_every_stream(tmp_path: Path) -> None:
         async for _ in stream:
             pass
     llm.shutdown()
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.parametrize(
+    ("token", "expected"),
+    [
+        (RAISES, r"worker1 failed with RuntimeError: planted between two collectives"),
+        pytest.param(HANGS, r"worker[01] was killed because it was stuck: step \d+ ran for", marks=pytest.mark.slow),
+    ],
+)
+async def test_a_rank_that_leaves_the_others_in_a_collective_is_the_one_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: int, expected: str
+) -> None:
+    """The others wait for it where nobody can call them back; they are killed with it, and it is its error that counts."""
+
+    def torn(config: EngineConfig) -> Topology:
+        topology = engine_topology(config)
+        actors = [
+            replace(a, path="tests.torn_worker:TornWorkerActor") if a.name.startswith("worker") else a
+            for a in topology.actors
+        ]
+        return replace(topology, actors=tuple(actors))
+
+    monkeypatch.setattr(actorllm.engine, "engine_topology", torn)
+    final = {"on_failure": "raise"} if "on_failure" in ARGUMENTS else {}
+    llm = AsyncLLM(model_folder(tmp_path), **arguments(tensor_parallel_size=2, step_timeout_s=2, **final))
+    with anyio.fail_after(30), pytest.raises(EngineDeadError, match=expected):
+        async for _ in llm.generate([1, token, 3], SamplingParams(max_tokens=200, ignore_eos=True)):
+            pass
+    llm.shutdown()
+    assert llm._engine.pids == {}
 
 
 @pytest.mark.parametrize(("size", "possible"), [(3, "1, 2, 4, 8"), (16, "1, 2, 4, 8")])
