@@ -23,6 +23,7 @@ _HEADER = 9
 _PENALTIES = 3
 
 MAX_COUNT = 2**31 - 1
+MAX_F32 = float(np.finfo(np.float32).max)
 
 
 class Encoder(Protocol):
@@ -82,11 +83,13 @@ class SamplingRules:
         """Raises ValueError or TypeError for what `rules_of` would not have made, and what would harm others."""
         for ids in (self.bias_ids, self.allowed_ids, self.logprob_ids, *self.bad_words):
             array = np.array(ids)
+            if not isinstance(ids, tuple) or array.ndim != 1:
+                raise TypeError(f"{ids!r:.80} is no list of token ids")
             if array.size and (array.dtype.kind != "i" or array.min() < 0 or array.max() >= vocab_size):
                 raise ValueError(f"token ids outside the vocabulary of {vocab_size}, or no integers")
         numbers = np.array((self.presence_penalty, self.frequency_penalty, self.repetition_penalty, *self.biases))
-        if numbers.dtype.kind not in "fi" or not np.isfinite(numbers).all() or self.repetition_penalty <= 0:
-            raise ValueError("penalties and biases must be finite numbers, the repetition penalty more than 0")
+        if numbers.dtype.kind not in "fi" or not (abs(numbers) <= MAX_F32).all() or self.repetition_penalty <= 0:
+            raise ValueError("penalties and biases must be finite 32-bit numbers, the repetition penalty more than 0")
         if len(self.biases) != len(self.bias_ids) or not all(self.bad_words) or len(self.bad_words) > MAX_BAD_WORDS:
             raise ValueError("biases do not fit their ids, or bad words are empty or too many")
         for number in (self.num_logprobs, self.num_prompt_logprobs):

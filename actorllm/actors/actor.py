@@ -94,6 +94,10 @@ class Actor:
         while self.is_running:
             await self.wait()
 
+    def admits(self, link: Link, message: Message) -> bool:
+        """Asked of every message first, asks and replies included. False: it is ignored, and its link has been dropped."""
+        return True
+
     def on_message(self, link: Link, message: Message) -> None:
         """One message that is neither Ask nor Reply. On the hub of a broadcast, `link` is the spoke that sent it."""
         raise TypeError(f"{self.name} does not handle {type(message).__name__} (from {link.peer})")
@@ -359,6 +363,8 @@ class Runner:
             self._refuse(link, message)
             return
         try:
+            if not self.actor.admits(link, message):
+                return
             if type(message) is Reply:
                 self._take_reply(link, message)
             elif type(message) is Ask:

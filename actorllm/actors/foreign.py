@@ -21,19 +21,21 @@ Check = Callable[[Any], bool]
 
 ALLOWED = (Submit, Abort, Unblock, Ask, Reply)
 HASH_BYTES = 32
+MAX_F32 = 3.4e38
+"""Numbers of a plan are of 32 bits."""
 
-INT_RANGES = {"seed": (-(2**63), 2**64), "priority": (-(2**63), 2**63), "id": (0, 2**63)}
+INT_RANGES = {"seed": (0, 2**64), "priority": (-(2**63), 2**63), "id": (0, 2**63)}
 """Of integers that are wider than 32 bits on the wire."""
 
 RANGES: dict[str, Check] = {
     "max_tokens": lambda value: value >= 1,
     "min_tokens": lambda value: value >= 0,
-    "temperature": lambda value: value >= 0,
+    "temperature": lambda value: 0 <= value <= MAX_F32,
     "top_k": lambda value: value >= 0,
     "top_p": lambda value: 0 < value <= 1,
     "min_p": lambda value: 0 <= value <= 1,
     "sample_index": lambda value: value >= 0,
-    "adapter_id": lambda value: value >= 0,
+    "adapter_id": lambda value: value == 0,  # there are none, and a worker refuses the whole plan
 }
 
 

@@ -342,13 +342,16 @@ class SchedulerActor(Actor):
             raise error
         logger.error("%s is dropped: %s", link.peer, error)
 
-    def on_message(self, link: Link, message: Message) -> None:
+    def admits(self, link: Link, message: Message) -> bool:
         if self._foreign and link in self._foreign:
             try:
                 check_foreign(message, self._vocab_size)
             except ValueError as error:
                 self.drop_link(link, CorruptLinkError(f"{link.peer} sent {error}"))
-                return
+                return False
+        return True
+
+    def on_message(self, link: Link, message: Message) -> None:
         match message:
             case StepResult() | StepFailed():
                 self._acknowledge(link.rank, message)

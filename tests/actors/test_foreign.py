@@ -10,6 +10,7 @@ import pytest
 
 from actorllm.actors.foreign import check_foreign
 from actorllm.messages import Abort, Ask, Message, Outputs, Reply, StepResult, Submit, Unblock
+from tests.actors.hostile_frontend import Engine
 
 VOCAB = 100
 PROMPT = np.array([1, 2], np.int32)
@@ -58,6 +59,9 @@ def test_what_a_frontend_sends(message: Message) -> None:
         {"top_k": 2**40},
         {"min_p": 2},
         {"seed": 2**64},
+        {"seed": -1},
+        {"adapter_id": 1},
+        {"temperature": 1e39},
         {"stop_token_ids": [100]},
         {"stop_token_ids": 3},
         {"fork_of": "1"},
@@ -81,3 +85,36 @@ def test_impossible_values(wrong: dict[str, Any]) -> None:
 def test_messages_that_are_not_its_own(message: Message) -> None:
     with pytest.raises(ValueError, match="not for a frontend to send"):
         check_foreign(message, VOCAB)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Reply(id="1"),  # type: ignore[arg-type]
+        Reply(id=[1]),  # type: ignore[arg-type]
+        Ask(id={}, verb="ping"),  # type: ignore[arg-type]
+        Ask(id=1, verb=["ping"]),  # type: ignore[arg-type]
+        replace(SUBMIT, temperature=1e308),
+        StepResult(step=1),
+    ],
+)
+def test_who_sends_it_loses_his_link_and_nobody_notices(message: Message) -> None:
+    """Asks and replies too, which the actor itself never sees."""
+    engine = Engine()
+    visitor = engine.visitor
+    engine.deliver(visitor, message)
+    assert not visitor.is_open
+    assert visitor.sent == []
+    engine.honest_stream(1)
+
+
+@pytest.mark.parametrize(
+    "rules", [{"allowed_ids": 7}, {"bias_ids": [1], "biases": [1e39]}, {"bad_words": [7]}, {"allowed_ids": [[1]]}]
+)
+def test_rules_that_no_frontend_would_make_end_their_request(rules: dict[str, Any]) -> None:
+    engine = Engine()
+    engine.deliver(engine.visitor, replace(SUBMIT, rules=rules))
+    engine.turn()
+    ((_, reason, _, error, *_),) = [end for outputs in engine.visitor.sent for end in outputs.ends]
+    assert (reason, "sampling rules" in error) == ("error", True)
+    engine.honest_stream(1)

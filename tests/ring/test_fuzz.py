@@ -1,0 +1,42 @@
+"""Hostile words, frames, bodies and messages: a link is dropped with an error, and nothing worse ever happens."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tests.actors import hostile_frontend
+from tests.ring import hostile
+from tests.ring.hostile import Report
+
+
+def table(report: Report) -> str:
+    lines = [f"{target:32} {report.trials[target]:8} {report.refused[target]:8}" for target in sorted(report.trials)]
+    return "\n".join([f"{'target':32} {'trials':>8} {'refused':>8}", *lines, f"{'all':32} {report.trials.total():8}"])
+
+
+def test_rings_and_bodies() -> None:
+    report = hostile.run(12_000, seed=1)
+    for name in (*hostile.STATIC, *hostile.OF_WRITER, *hostile.OF_READER):
+        assert report.trials[f"word {name}"] > 20, name
+    for name in hostile.FRAME_FIELDS:
+        assert report.trials[f"frame {name}"] > 100, name
+
+
+def test_messages_of_an_attached_frontend(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    report = hostile_frontend.run(5_000, seed=1)
+    assert 0.2 < report.refused.total() / report.trials.total() < 0.95, "or one half of it is not tried"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_million(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    """bench/fuzz_rings.py prints the same for any number."""
+    caplog.set_level(logging.CRITICAL)
+    report = hostile.run(900_000, seed=2)
+    report += hostile_frontend.run(100_000, seed=2)
+    with capsys.disabled():
+        print(f"\n{table(report)}")
+    assert report.trials.total() >= 999_000
