@@ -9,6 +9,8 @@ from __future__ import annotations
 
 STEPS_BEFORE_MORE = 64
 MAX_DOUBLINGS = 6
+SMALL_CHUNK = 64
+"""Tokens of a prompt for which there is no memory even alone: less is not tried."""
 
 
 class MemoryBackoff:

@@ -422,7 +422,7 @@ class KeyPlanner:
             started.sort(key=lambda entry: entry[:2], reverse=True)
         skipped: list[tuple[SortKey, int, int, Sequence]] = []
         num_passed = 0
-        is_open = True
+        is_open = view.num_waiting > 0  # else nobody may start, however many are in the heap
         while True:
             head = self._peek(view) if is_open else None
             if started and (head is None or started[-1][0] <= self._heap[0][0]):

@@ -46,7 +46,7 @@ from actorllm.rules import SamplingRules
 from actorllm.scheduling.batch import ONE, Batch, Rows
 from actorllm.scheduling.forks import Followers
 from actorllm.scheduling.ledger import Ledger, StepRecord
-from actorllm.scheduling.memory_backoff import MemoryBackoff
+from actorllm.scheduling.memory_backoff import SMALL_CHUNK, MemoryBackoff
 from actorllm.scheduling.pause import PAUSE_MODES, PauseState
 from actorllm.scheduling.plan import PlanBuilder
 from actorllm.scheduling.policy import Limits, PlanPolicy, StepDone
@@ -1251,7 +1251,8 @@ class Scheduler:
                 sequence.num_failures += 1
             at_fault = [s for s in alive if s.num_failures > MAX_FAILURES]
             rest = [s for s in alive if s.num_failures <= MAX_FAILURES]
-            if is_out_of_memory and len(alive) > 1:
+            can_shrink = len(rest) > 1 or (failed.num_tokens > SMALL_CHUNK and not any(s.is_whole for s in rest))
+            if is_out_of_memory and rest and can_shrink:
                 self._memory.shrink(len(alive), failed.num_tokens)
             elif rest and (culprit := self._suspects.accuse(rest)) is not None:
                 at_fault.append(culprit)
@@ -1388,7 +1389,10 @@ class Scheduler:
     def num_waiting(self) -> int:
         waiting = self._waiting if self.pause_state is PauseState.RUNNING else self._resuming
         if self._is_restricted:
-            return sum(self._may_run(sequence) for sequence in waiting)
+            if self.limits.max_seqs - self.batch.num_free_slots >= self._memory.max_seqs:
+                return 0
+            if self._suspects:
+                return sum(sequence in waiting for sequence in self._suspects.on_trial)
         return len(waiting)
 
     @property

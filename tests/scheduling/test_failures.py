@@ -94,7 +94,7 @@ class FailingEngine(Engine):
 
 
 def prompt_of(rid: int, length: int = 5) -> list[int]:
-    return [rid % 97, *range(length - 1)]
+    return [rid % 97, *(position % 97 for position in range(length - 1))]
 
 
 def submit_all(engine: Engine, count: int, **overrides: Any) -> None:
@@ -246,6 +246,24 @@ def test_a_request_that_has_no_memory_alone_ends() -> None:
     engine.run()
     assert engine.ends[2].error == "not enough memory"
     expect_streams(engine, [1, 3, 4])
+
+
+def test_a_long_prompt_goes_through_in_smaller_chunks() -> None:
+    def fault(rows: list[tuple[list[int], int]], num_tokens: int) -> str | None:
+        return "not enough memory" if num_tokens > 100 else None
+
+    long = {"max_model_len": 700, "num_blocks": 200, "max_num_batched_tokens": 512}
+    engine = FailingEngine(fault, **long)
+    engine.submit(1, prompt_of(1, 600), max_tokens=3, ignore_eos=True)
+    engine.run()
+    assert engine.streams[1] == reference_stream(prompt_of(1, 600), 1, 3)
+    assert engine.scheduler.statistics().num_memory_failures == 3
+    engine = FailingEngine(fault, **long)
+    engine.submit(1, prompt_of(1, 600), max_tokens=3, ignore_eos=True, is_chunkable=False)
+    engine.submit(2, prompt_of(2, 30), max_tokens=3, ignore_eos=True)
+    engine.run()
+    assert engine.ends[1].reason == "error"
+    assert engine.ends[2].reason == "length"
 
 
 def test_a_prompt_in_one_piece_gets_through_however_small_steps_have_become() -> None:
