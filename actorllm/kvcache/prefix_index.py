@@ -159,8 +159,7 @@ class PrefixIndex:
             if at < run.stop:
                 self._split(run, at)
             if self._has_orphans:
-                for number in set(self._pool.labels(blocks[at:]).tolist()):
-                    self._runs.pop(number, None)
+                self._take_from_orphans(blocks[at:])
             run = self._add(run, at, blocks[at:], hashes[HASH_BYTES * at : HASH_BYTES * blocks.size])
         return run
 
@@ -179,6 +178,8 @@ class PrefixIndex:
                 return
             if start < run.stop:
                 self._split(run, start)
+        if self._has_orphans:
+            self._take_from_orphans(blocks[start:])
         if run.blocks.item(-1) == blocks.item(start - 1):  # no tail yet, and who holds its last block holds all of it
             self._pool.keep(blocks[start:], run.number)
             run.blocks = blocks[run.start :] if run.start else blocks
@@ -214,6 +215,14 @@ class PrefixIndex:
             self._has_orphans = True
             self.version += 1
 
+    def drop(self, blocks: I32) -> None:
+        """These blocks hold nothing of worth. `forget` was called for what they began with: only orphans have them still."""
+        for number in set(self._pool.labels(blocks).tolist()) - {0}:
+            orphan = self._runs.pop(number, None)
+            if orphan is not None:
+                self._pool.discard(orphan.blocks[self._pool.labels(orphan.blocks) == number])
+        self._pool.discard(blocks)
+
     def reset(self) -> None:
         """Nothing is found any more."""
         self._root = Run(0, None, 0, NO_I32, b"")
@@ -240,6 +249,11 @@ class PrefixIndex:
                     left = int(np.isin(run.blocks, blocks[first:end]).nonzero()[0][0])
                 self._cut(run, left)
             first = end
+
+    def _take_from_orphans(self, blocks: I32) -> None:
+        """Who publishes these blocks has held them since a run of theirs was left: that is none any more."""
+        for number in set(self._pool.labels(blocks).tolist()):
+            self._runs.pop(number, None)
 
     def _child(self, run: Run, hashes: bytes, at: int) -> Run | None:
         if run.tails or run.has_tail:

@@ -849,7 +849,7 @@ class Scheduler:
             return False
         self.kv.index.forget(sequence.hashes)
         if sequence.slot >= 0:
-            self.kv.pool.discard(self.kv.tables[0, sequence.slot, : self.kv.num_blocks[sequence.slot]])
+            self.kv.index.drop(self.kv.tables[0, sequence.slot, : self.kv.num_blocks[sequence.slot]])
         first = sequence.hashes[:HASH_BYTES]
         return any(
             other is not sequence and other.num_done and other.hashes.startswith(first)

@@ -306,3 +306,25 @@ def test_the_machine_finds_planted_mistakes(
     )
     with pytest.raises((AssertionError, ValueError, IndexError, KeyError, ExceptionGroup)):
         run_state_machine_as_test(CacheMachine, settings=quick)
+
+
+@pytest.mark.parametrize("how", ["drop", "publish again"])
+def test_what_nobody_finds_any_more_is_not_remembered_when_its_blocks_get_another_use(how: str) -> None:
+    """What lies behind a run that was forgotten is kept for as long as its blocks are."""
+    sequences = Sequences()
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert sequences.start(tokens[:4]) == (0, 0)
+    started = sequences.start(tokens, 6)
+    assert started == (1, 2)
+    index = sequences.index
+    blocks = sequences.kv.tables[0, 1, :4].copy()
+    index.forget(hashes_of(tokens[:2]))
+    assert index.statistics().num_runs == 1
+    if how == "drop":
+        index.drop(blocks)
+    else:
+        sequences.kv.publish(1, hashes_of(tokens[:6]), 2)
+        sequences.end(1)
+    index.check_integrity()
+    sequences.kv.check_integrity()
+    assert index.find(hashes_of(tokens), 4).size == (0 if how == "drop" else 2)

@@ -138,9 +138,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fail(self, row: int) -> None:
         while self.engine.scheduler.has_room and self.engine.launch() is not None:
             pass  # as many steps in flight as there can be
-        if not self.engine.results:
+        if not len(self.engine.scheduler.ledger):
             return
-        step = self.engine.results[0].step
+        step = next(iter(self.engine.scheduler.ledger)).step  # results of voided steps may be before its own
         self.engine.results.clear()
         failure = StepFailed(step=step, error="planted", rows=np.array([row], np.int32))
         self.engine.apply(self.engine.scheduler.fail(failure, self.engine.now))
@@ -218,9 +218,9 @@ class FailingMachine(SchedulerMachine):
     def fail_for_no_known_reason(self, is_out_of_memory: bool) -> None:
         while self.engine.scheduler.has_room and self.engine.launch() is not None:
             pass
-        if not self.engine.results:
+        if not len(self.engine.scheduler.ledger):
             return
-        step = self.engine.results[0].step
+        step = next(iter(self.engine.scheduler.ledger)).step  # results of voided steps may be before its own
         self.engine.results.clear()
         failure = StepFailed(step=step, error="planted", is_out_of_memory=is_out_of_memory)
         self.engine.apply(self.engine.scheduler.fail(failure, self.engine.now))
