@@ -408,7 +408,7 @@ class ModelRunner:
                 step=handle.step,
                 tokens=tokens,
                 nonfinite_rows=void,
-                nonfinite_counts=np.array([counts.get(row, 0) for row in void.tolist()], np.int32),
+                nonfinite_counts=_counts_of(void, counts),
                 nonfinite_prefills=handle.bad_prompts,
                 **columns_of(spans),
                 started=handle.started,
@@ -528,7 +528,7 @@ class ModelRunner:
             vector_rows=pooled.astype(np.int32),
             vectors=vectors.reshape(-1),
             nonfinite_rows=void.astype(np.int32),
-            nonfinite_counts=np.array([num_bad.get(row, 0) for row in void.tolist()], np.int32),
+            nonfinite_counts=_counts_of(void.astype(np.int32), num_bad),
             nonfinite_prefills=handle.bad_prompts,
             **columns_of(spans),
             started=handle.started,
@@ -576,3 +576,8 @@ class ModelRunner:
             inputs.rows_version, rows, states, slots, chunks, rules.concerns(slots), wanted, of_ids
         )
         return self._rows
+
+
+def _counts_of(rows: I32, counts: dict[int, int]) -> I32:
+    """How many values of each of these rows are not finite."""
+    return np.array([counts.get(row, 0) for row in rows.tolist()], np.int32) if rows.size else NO_I32

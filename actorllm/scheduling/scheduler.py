@@ -911,7 +911,7 @@ class Scheduler:
             error, spans = self._logprob_spans(result, record)
         if error is not None:
             return self._void([record, *self._void_later(record.step)], error, NO_I32)
-        bad_prompts = set(result.nonfinite_prefills.tolist()) if result.nonfinite_prefills.size else ()
+        bad_prompts = () if result.nonfinite_prefills is NO_I32 else set(result.nonfinite_prefills.tolist())
         for row, (sequence, num_tokens) in enumerate(record.prefills):
             if sequence.can_publish and sequence.slot >= 0 and row not in bad_prompts:
                 self._publish_chunk(sequence, num_tokens)
@@ -960,13 +960,21 @@ class Scheduler:
         for rows in (result.nonfinite_rows, result.vector_rows):
             if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
                 return f"step {result.step}: row {rows.tolist()} of a plan of {num_rows}"
+        if result.vector_rows.size and result.vectors.size % result.vector_rows.size:
+            return f"step {result.step}: {result.vectors.size} numbers for {result.vector_rows.size} vectors"
+        if (
+            result.nonfinite_prefills is not NO_I32 or result.nonfinite_counts is not NO_I32
+        ):  # what unpack makes of none
+            return self._wrong_nonfinite(result, record)
+        return None
+
+    @staticmethod
+    def _wrong_nonfinite(result: StepResult, record: StepRecord) -> str | None:
         bad = result.nonfinite_prefills
         if bad.size and not 0 <= int(bad.min()) <= int(bad.max()) < len(record.prefills):
             return f"step {result.step}: prefill rows {bad.tolist()} of a plan of {len(record.prefills)}"
         if result.nonfinite_counts.size not in (0, result.nonfinite_rows.size):
             return f"step {result.step}: {result.nonfinite_counts.size} counts of {result.nonfinite_rows.size} rows"
-        if result.vector_rows.size and result.vectors.size % result.vector_rows.size:
-            return f"step {result.step}: {result.vectors.size} numbers for {result.vector_rows.size} vectors"
         return None
 
     @staticmethod
