@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Awaitable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import anyio
 import numpy as np
@@ -259,7 +259,8 @@ class SchedulerActor(Actor):
         def log(what: str, error: Exception) -> None:
             logger.error("scheduling policy %r failed in %s; %r takes its place", name, what, FALLBACK, exc_info=error)
 
-        return GuardedPolicy(policy, log)
+        guarded: Any = GuardedPolicy(policy, log)  # a PlanPolicy, with the methods about forks only if that has them
+        return cast("PlanPolicy", guarded)
 
     def _eos_token_ids(self, config: EngineConfig) -> tuple[int, ...]:
         """What ends a text: the ids of the model's files, and the tokenizer's own."""

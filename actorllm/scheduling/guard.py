@@ -32,6 +32,8 @@ class GuardedPolicy:
         self.failure: str | None = None
         """What the policy did, if it was replaced."""
         self._on_failure = on_failure
+        if hasattr(policy, "may_fork"):  # one that does not know forks has none
+            self.may_fork, self.on_fork, self.ahead_of = self._may_fork, self._on_fork, self._ahead_of
 
     def plan(self, view: View) -> Decision:
         try:
@@ -55,6 +57,28 @@ class GuardedPolicy:
             if not self._replace("victim", error, view):
                 raise
         return self.policy.victim(view)
+
+    def _may_fork(self, sequence: Sequence, view: View) -> bool:
+        try:
+            return bool(self.policy.may_fork(sequence, view))
+        except Exception as error:
+            if not self._replace("may_fork", error, view):
+                raise
+        return False  # it waits like any other, and is announced so
+
+    def _ahead_of(self, sequence: Sequence, view: View) -> list[Sequence]:
+        try:
+            others = list(self.policy.ahead_of(sequence, view))
+            if all(isinstance(other, Sequence) for other in others):
+                return others
+            raise TypeError(f"ahead_of gives {others!r:.80}")
+        except Exception as error:
+            if not self._replace("ahead_of", error, view):
+                raise
+        return list(self.policy.ahead_of(sequence, view))
+
+    def _on_fork(self, sequence: Sequence, view: View) -> None:
+        self._tell("on_fork", view, sequence, view)
 
     def on_arrival(self, sequence: Sequence, view: View) -> None:
         self._tell("on_arrival", view, sequence, view)  # after a failure it was announced with all that wait

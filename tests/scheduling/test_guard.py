@@ -111,3 +111,24 @@ def test_numpy_integers_are_integers() -> None:
     policy = GuardedPolicy(Numbers("on_end", 1000))
     run(policy)
     assert policy.failure is None
+
+
+@pytest.mark.parametrize("hook", ["may_fork", "on_fork", "ahead_of"])
+def test_sequences_of_one_prompt_lose_nothing_either(hook: str) -> None:
+    policy = GuardedPolicy(Failing(hook, 1))
+    engine = Engine(policy=policy, num_blocks=40)
+    for rid in (1, 2, 3):
+        leader = {} if rid == 1 else {"fork_of": 1}
+        engine.submit(rid, [7, *range(9)], max_tokens=6, ignore_eos=True, **leader)
+    engine.run()
+    assert policy.failure == f"{hook} raised RuntimeError: planted"
+    for rid in (1, 2, 3):
+        assert engine.streams[rid] == reference_stream([7, *range(9)], rid, 6)
+
+
+def test_a_policy_that_does_not_know_forks_has_none() -> None:
+    class Old:
+        def plan(self, view: Any) -> Decision:
+            return Decision()
+
+    assert not hasattr(GuardedPolicy(Old()), "may_fork")  # type: ignore[arg-type]
