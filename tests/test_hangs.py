@@ -19,9 +19,10 @@ import pytest
 import actorllm.engine
 from actorllm import AsyncLLM, SamplingParams
 from actorllm.actors.topology import Topology, engine_topology
-from actorllm.config import ARGUMENTS
 from actorllm.errors import EngineDeadError
 from actorllm.scheduling.policy import KeyPolicy
+from tests.actors.scripted_worker import VOCAB
+from tests.scheduling.conftest import reference_stream
 
 STUCK_TOKEN = 4093
 
@@ -47,9 +48,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AsyncLLM]]:
     monkeypatch.setattr(actorllm.engine, "engine_topology", lambda config: scripted(engine_topology(config)))
 
     def make(**arguments: Any) -> AsyncLLM:
-        given = {"heartbeat_timeout_s": 1.0, "skip_tokenizer_init": True} | arguments
-        if "on_failure" in ARGUMENTS:
-            given["on_failure"] = "raise"
+        given = {"heartbeat_timeout_s": 1.0, "skip_tokenizer_init": True, "on_failure": "raise"} | arguments
         llms.append(AsyncLLM("storyteller", **given))
         return llms[-1]
 
@@ -83,6 +82,22 @@ async def test_a_process_that_is_stopped(build: Callable[..., AsyncLLM], victim:
     llm = build(step_timeout_s=30)
     error = await end_of(llm, [1, 2], lambda: os.kill(llm._engine.pids[victim], signal.SIGSTOP))
     assert f"{victim} was killed because it was stuck: the process was stopped for" in error
+
+
+@pytest.mark.parametrize("victim", ["worker0", "scheduler"])
+async def test_streams_go_on_over_a_process_that_was_stopped(build: Callable[..., AsyncLLM], victim: str) -> None:
+    """To be killed for it is a death like any other."""
+    llm = build(on_failure="restart")
+    params = SamplingParams(max_tokens=200, ignore_eos=True, detokenize=False, seed=3)
+    stopped, tokens = 0, []
+    async for output in llm.generate({"prompt_token_ids": [1, 2]}, params):
+        tokens = list(output.outputs[0].token_ids)
+        if not stopped:
+            stopped = llm._engine.pids[victim]
+            os.kill(stopped, signal.SIGSTOP)
+    assert tokens == reference_stream([1, 2], 3, 200, VOCAB)
+    assert llm._engine.pids[victim] != stopped
+    assert "stuck: the process was stopped for" in str(llm.health().actors[victim].last_failure)
 
 
 class Endless(KeyPolicy):
