@@ -1,0 +1,214 @@
+"""Does the engine lose, change or leak anything in half an hour of kills, stops, guests and shortages?
+
+    python bench/soak.py [--minutes 30] [--seed 1] [--json FILE]
+
+One engine with the bundled storyteller in float32 serves mixed requests while its processes are killed and stopped at
+random, programs join it and are killed, memory is taken away and /dev/shm is filled. Every stream is held against an oracle
+(`tests/oracle.py`). Prints the figures of `tests/chaos/harness.py`, and how memory, descriptors and threads of the owner and
+its children have grown: medians of the last quarter of the samples against those of the second (the first is warm-up).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+
+import anyio  # noqa: E402 (the path comes first)
+import numpy as np  # noqa: E402
+from report import environment, print_table, write_json  # noqa: E402
+
+from actorllm import AsyncLLM  # noqa: E402
+from tests.chaos.harness import MAX_MODEL_LEN, VICTIMS, Chaos, resident_mib  # noqa: E402
+
+NAME = f"soak-{os.getpid()}"
+SAMPLE_EVERY_S = 5.0
+MAX_FILL_BYTES = 1 << 30
+OWN_SHARED_MEMORY = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=256m tmpfs /dev/shm && exec "$@"', "sh")
+"""Before a command: it gets a small /dev/shm of its own, if this user may have one."""
+GUEST = """
+import asyncio, sys
+from actorllm import AsyncLLM, SamplingParams
+async def main():
+    llm = AsyncLLM.attach(sys.argv[1])
+    while True:
+        async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=200, temperature=1.0)):
+            print(".", end="", flush=True)
+asyncio.run(main())
+"""
+
+
+class Soak:
+    """The events of one run, drawn at random, and the samples of what the engine holds."""
+
+    def __init__(self, chaos: Chaos, seed: int) -> None:
+        self.chaos = chaos
+        self.counts: dict[str, int] = {}
+        self.samples: list[dict[str, float]] = []
+        self._rng = np.random.default_rng(seed + 2)
+        self._events = [
+            (8, "kill", self._kill),
+            (3, "kill twice", self._kill_twice),
+            (3, "stop", self._stop),
+            (2, "guest killed", self._guest),
+            (1, "memory taken", self._take_memory),
+            (1, "/dev/shm filled", self._fill_shared_memory),
+        ]
+
+    async def run(self, minutes: float) -> None:
+        end = time.monotonic() + 60 * minutes
+        weights = np.array([weight for weight, _, _ in self._events], float)
+        while time.monotonic() < end:
+            await anyio.sleep(float(self._rng.exponential(2.0)))
+            _, name, event = self._events[int(self._rng.choice(len(weights), p=weights / weights.sum()))]
+            self.counts[name] = self.counts.get(name, 0) + 1
+            await event()
+
+    async def compare(self) -> None:
+        """Streams are compared on the way, in a thread of their own: half an hour of them would take hours at the end."""
+        while True:
+            await anyio.to_thread.run_sync(lambda: self.chaos.check_finished(only_survivors=True))
+            await anyio.sleep(0.5)
+
+    async def sample(self) -> None:
+        """What owner and children hold, again and again."""
+        while True:
+            await anyio.sleep(SAMPLE_EVERY_S)
+            if self.chaos.engine.health().state != "running":
+                continue
+            pids = [os.getpid(), *self.chaos.pids().values()]
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                self.samples.append(
+                    {
+                        "memory of the owner, MiB": resident_mib(pids[:1]),
+                        "memory of its children, MiB": resident_mib(pids[1:]),
+                        "descriptors of the owner": len(os.listdir("/proc/self/fd")),
+                        "threads of the owner": threading.active_count(),
+                        "names in /dev/shm": len(os.listdir("/dev/shm")),
+                    }
+                )
+
+    def growth(self) -> list[dict[str, Any]]:
+        """Of every sampled quantity: the second quarter of the run against the last."""
+        quarter = len(self.samples) // 4
+        rows = []
+        for name in self.samples[0] if quarter else ():
+            early = statistics.median(sample[name] for sample in self.samples[quarter : 2 * quarter])
+            late = statistics.median(sample[name] for sample in self.samples[-quarter:])
+            rows.append({"quantity": name, "early": round(early, 1), "late": round(late, 1)})
+        return rows
+
+    # Events
+
+    def _victims(self) -> tuple[str, ...]:
+        return VICTIMS[int(self._rng.integers(len(VICTIMS)))]
+
+    async def _kill(self) -> None:
+        await self.chaos.kill(self._victims(), in_prefill=bool(self._rng.integers(2)))
+
+    async def _kill_twice(self) -> None:
+        """The second one while the first is being recovered from."""
+        await self.chaos.kill(self._victims(), in_prefill=True, is_patient=False)
+        await anyio.sleep(float(self._rng.random() * 1.5))
+        await self.chaos.kill(self._victims(), in_prefill=bool(self._rng.integers(2)))
+
+    async def _stop(self) -> None:
+        await self.chaos.stop(str(self._rng.choice(["scheduler", "worker"])), float(self._rng.random()))
+
+    async def _guest(self) -> None:
+        """Another program joins, gets tokens, and is killed."""
+        environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+        command = [sys.executable, "-c", GUEST, NAME]
+        async with await anyio.open_process(command, stdout=subprocess.PIPE, stderr=None, env=environment) as guest:
+            assert guest.stdout is not None
+            with anyio.fail_after(60):
+                await guest.stdout.receive(20)
+            guest.kill()
+
+    async def _take_memory(self) -> None:
+        """Somebody else uses a gibibyte for a while."""
+        hog = "import time; x = bytearray(1 << 30); x[::4096] = b'1' * len(x[::4096]); time.sleep(3)"
+        await anyio.run_process([sys.executable, "-c", hog])
+
+    async def _fill_shared_memory(self) -> None:
+        """There is no shared memory left while a process dies."""
+        path = Path("/dev/shm") / NAME
+        free = os.statvfs("/dev/shm").f_bavail * os.statvfs("/dev/shm").f_frsize
+        if free > MAX_FILL_BYTES:
+            return  # shared memory is memory: to fill all of it takes the machine down
+        try:
+            with path.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, max(1, free - (1 << 20)))
+            await self.chaos.kill(("scheduler",), in_prefill=False, is_patient=False)
+            await anyio.sleep(0.05)
+        finally:
+            path.unlink(missing_ok=True)
+        await self.chaos.kill(("worker",), in_prefill=False)
+
+
+async def soak(minutes: float, seed: int) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
+    """The figures, the growth, and what went wrong."""
+    engine = AsyncLLM(
+        "storyteller", dtype="float32", max_model_len=MAX_MODEL_LEN, max_num_seqs=32, num_threads=1, name=NAME
+    )
+    chaos = Chaos(engine, seed)
+    run = Soak(chaos, seed)
+    async with engine, anyio.create_task_group() as watchers:
+        watchers.start_soon(run.sample)
+        watchers.start_soon(run.compare)
+        async with anyio.create_task_group() as group:
+            group.start_soon(chaos.feed)
+            await run.run(minutes)
+            chaos.stop_feeding()
+        watchers.cancel_scope.cancel()
+    chaos.check_finished(only_survivors=True)
+    figures = chaos.figures
+    return figures.table() | run.counts, run.growth(), [*figures.lost, *figures.wrong_text]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    if (
+        not os.environ.get("SOAK_HAS_OWN_SHM")
+        and subprocess.run([*OWN_SHARED_MEMORY, "true"], check=False).returncode == 0
+    ):
+        os.environ["SOAK_HAS_OWN_SHM"] = "1"
+        os.execvp(OWN_SHARED_MEMORY[0], [*OWN_SHARED_MEMORY, sys.executable, *sys.argv])
+    load_before = os.getloadavg()
+    table, growth, wrong = anyio.run(soak, arguments.minutes, arguments.seed)
+    print_table("soak", [{"figure": name, "value": str(value)} for name, value in table.items()])
+    print_table("growth", growth)
+    print(*wrong[:20], sep="\n")
+    if arguments.json:
+        write_json(
+            arguments.json,
+            {
+                "bench": "soak",
+                "environment": environment(),
+                "load_before": [round(x, 2) for x in load_before],
+                "configuration": {"minutes": arguments.minutes, "seed": arguments.seed, "dtype": "float32"},
+                "figures": table,
+                "growth": growth,
+                "wrong": wrong[:100],
+            },
+        )
+    if wrong or table["differing"]:
+        raise SystemExit("streams were lost or differ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Kills under load, for a minute: nothing is lost, nothing differs, nothing leaks (the fixtures of the suite see to that)."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from actorllm import AsyncLLM
+from tests.chaos.harness import MAX_MODEL_LEN, VICTIMS, Chaos
+
+NUM_KILLS = 30
+NUM_STOPS = 2
+NUM_REQUESTS = 300
+
+
+async def run(engine: AsyncLLM) -> Chaos:
+    chaos = Chaos(engine, seed=1)
+    async with engine, anyio.create_task_group() as group:
+        group.start_soon(chaos.feed)
+        for number in range(NUM_KILLS):
+            while chaos.num_finished < number * NUM_REQUESTS / NUM_KILLS:
+                await anyio.sleep(0.02)
+            # Every fourth time the next kill does not wait until tokens flow again.
+            await chaos.kill(VICTIMS[number % 3], in_prefill=bool(number // 3 % 2), is_patient=bool(number % 4))
+        for _ in range(NUM_STOPS):
+            await chaos.stop("worker", 0.3)
+            await chaos.stop("scheduler", 0.3)
+        while chaos.num_finished < NUM_REQUESTS:
+            await anyio.sleep(0.1)
+        chaos.stop_feeding()
+    return chaos
+
+
+@pytest.mark.timeout(240)
+def test_thirty_kills_lose_nothing_and_change_nothing() -> None:
+    engine = AsyncLLM("storyteller", dtype="float32", max_model_len=MAX_MODEL_LEN, max_num_seqs=32, num_threads=1)
+    chaos = anyio.run(run, engine)
+    chaos.check_finished(only_survivors=True)
+    figures = chaos.figures
+    table = figures.table()
+    print(f"\n{table}")
+    assert len(figures.kills) == NUM_KILLS
+    assert figures.requests >= figures.survivors >= NUM_REQUESTS
+    assert figures.lost == []
+    assert figures.wrong_text == []
+    assert figures.account.real == 0, table
+    assert figures.account.inside_margin <= figures.account.tokens / 1000, "rows inside the margin are rare"
+    assert table["kills with 16 and more running"] >= 0.8 * NUM_KILLS
+    assert table["kills with some in prefill"] >= NUM_KILLS / 4
+    assert table["kills with all in decode"] >= NUM_KILLS / 4
