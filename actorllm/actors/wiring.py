@@ -70,8 +70,9 @@ class Wiring:
         # Of a broadcast the hub loses the whole, and the other spokes are nobody's peers.
         ends = link.ends if not except_for or link.hub in except_for else (link.hub,)
         for end in ends:
-            if end not in except_for and end in self._children:
-                self._children[end].lose(link.name, generation, error)
+            child = None if end in except_for else self._children.get(end)
+            if child is not None and child.is_linkable:  # who is being started again has not heard of the link yet
+                child.lose(link.name, generation, error)
 
     def _make_if_ready(self, link: LinkSpec) -> None:
         children = [self._children[name] for name in link.ends]
