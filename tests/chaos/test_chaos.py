@@ -31,7 +31,7 @@ async def run(engine: AsyncLLM) -> Chaos:
     return chaos
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_thirty_kills_lose_nothing_and_change_nothing() -> None:
     engine = AsyncLLM("storyteller", dtype="float32", max_model_len=MAX_MODEL_LEN, max_num_seqs=32, num_threads=1)
     chaos = anyio.run(run, engine)
