@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from actorllm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from actorllm.config import EngineConfig
     from actorllm.engine_args import AsyncEngineArgs, EngineArgs
-    from actorllm.errors import ActorLLMError, EngineDeadError
+    from actorllm.errors import ActorLLMError, EngineDeadError, EngineOverloaded
     from actorllm.llm import LLM
     from actorllm.llm_engine import LLMEngine
     from actorllm.prompt import EmbedsPrompt, TextPrompt, TokensPrompt
@@ -51,6 +51,7 @@ __all__ = (
     "EngineArgs",
     "EngineConfig",
     "EngineDeadError",
+    "EngineOverloaded",
     "LLMEngine",
     "PoolingParams",
     "RequestMetrics",
@@ -77,6 +78,7 @@ _HOME = {
     "EngineArgs": "engine_args",
     "EngineConfig": "config",
     "EngineDeadError": "errors",
+    "EngineOverloaded": "errors",
     "LLMEngine": "llm_engine",
     "PoolingParams": "request",
     "RequestMetrics": "request",

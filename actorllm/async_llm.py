@@ -6,6 +6,7 @@ import copy
 import math
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 from actorllm.actors.engine_thread import HostLoop
@@ -84,8 +85,17 @@ class AsyncLLM:
         return self._engine.config
 
     async def start(self) -> None:
-        """Start the engine now instead of at the first request. Raises what made the start fail."""
-        await HostLoop.current().result_of(self._engine.start_in_background())
+        """Start the engine now instead of at the first request. Raises what made the start fail.
+
+        Cancelled, it stops what it has begun, unless somebody else waits for it; the engine can be started again.
+        """
+        started = self._engine.start_in_background()
+        try:
+            await HostLoop.current().result_of(started)
+        except BaseException:
+            if started.cancelled() or not started.done():
+                await _in_thread(partial(self._engine.give_up_start, started))
+            raise
 
     def generate(
         self,
@@ -99,14 +109,17 @@ class AsyncLLM:
         type_info: str | None = None,
         tenant: str | None = None,
         deadline: float | None = None,
+        timeout: float | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **vllm_arguments: Any,
     ) -> RequestStream:
         """Stream the outputs of a prompt: text, token ids, or a mapping as in vLLM.
 
         Without sampling_params it gets `get_default_sampling_params`. What each output repeats is
-        `sampling_params.output_kind`. slo, is_latency_sensitive, type_info, tenant and deadline (monotonic seconds) are
-        carried for scheduling policies. tokenization_kwargs: truncate_prompt_tokens and add_special_tokens. Raises at once
+        `sampling_params.output_kind`. slo, is_latency_sensitive, type_info and tenant are carried for scheduling policies.
+        timeout (seconds from now) or deadline (monotonic seconds): a request that has not ended by then is ended within a
+        step, wherever it is; its last output has what there is, with finish_reason "abort" and stop_reason "deadline".
+        tokenization_kwargs: truncate_prompt_tokens and add_special_tokens. Raises at once
         what can be told at once (parameters, a duplicate id, an engine that is gone); an impossible prompt is raised by the
         stream. Further arguments of vLLM (lora_request, trace_headers ...) are accepted at their defaults.
         """
@@ -120,6 +133,7 @@ class AsyncLLM:
             type_info=type_info,
             tenant=tenant,
             deadline=deadline,
+            timeout=timeout,
             tokenization_kwargs=tokenization_kwargs,
             **vllm_arguments,
         )
@@ -335,6 +349,15 @@ class AsyncLLM:
 
     async def do_log_stats(self) -> None:
         """Nothing: see `stats`."""
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Take no new request (EngineDrainingError) and wait until those there are have ended; there is no way back.
+
+        What is left after `timeout` seconds is aborted, each with its final output. Returns whether everything ended by
+        itself. `shutdown` comes next; cancelling the wait leaves the requests going on. The requests of attached
+        programs are waited for, too; of an attached engine only those of this program.
+        """
+        return await HostLoop.current().result_of(self._engine.drain(timeout))
 
     def shutdown(self, timeout: float = 5.0) -> None:
         """Stop everything and wait for it; open streams end with EngineShutdownError. Idempotent, from any thread."""

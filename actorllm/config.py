@@ -101,6 +101,12 @@ class SchedulerConfig:
     """At most this many prompts at a time that are too long for what is left of a step."""
     watermark: float = 0.01
     """Share of the KV blocks that admissions leave free for the growth of those who run."""
+    max_waiting_requests: int | None = None
+    """Sequences that may wait for their first slot, beyond those for which there is one; None: any number."""
+    max_waiting_tokens: int | None = None
+    """Of the prompts that may wait; None: any number."""
+    max_waiting_attached: int | None = 4096
+    """As max_waiting_requests, for each attached frontend by itself."""
     num_lookahead_tokens: int = 0
     """Extra KV room per decode row, for results of more than one token."""
 
@@ -226,6 +232,9 @@ class EngineConfig:
                 ),
                 max_num_partial_prefills=_positive("max_num_partial_prefills", given["max_num_partial_prefills"]),
                 watermark=_watermark(given["watermark"]),
+                max_waiting_requests=_optional_count("max_waiting_requests", given["max_waiting_requests"]),
+                max_waiting_tokens=_optional_count("max_waiting_tokens", given["max_waiting_tokens"]),
+                max_waiting_attached=_optional_count("max_waiting_attached", given["max_waiting_attached"]),
             ),
             topology=_choice("topology", given["topology"], ("process", "inline")),
             world_size=_world_size(given["tensor_parallel_size"], text),
@@ -280,6 +289,9 @@ ARGUMENTS: dict[str, Any] = {
     "record": None,
     "on_failure": "restart",
     "standby_worker": False,
+    "max_waiting_requests": None,
+    "max_waiting_tokens": None,
+    "max_waiting_attached": 4096,
 }
 """What the front doors understand, with the defaults. Those before `topology` are vLLM's names."""
 
@@ -405,6 +417,10 @@ VLLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
 """Arguments of vLLM that we accept at these values, where they ask for what we do anyway, and refuse otherwise."""
 
 
+NEAREST_OF_OURS = {"max_num_queued_reqs": "max_waiting_requests", "max_num_queued_tokens": "max_waiting_tokens"}
+"""What to use where vLLM's argument means something else than ours."""
+
+
 def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     for name, value in arguments.items():
         if name in ARGUMENTS:
@@ -414,7 +430,8 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
             raise UnknownArgumentError(f"there is no engine argument {name!r}{nearest_name(name, known)}")
         if value not in VLLM_ARGUMENTS[name]:
             accepted = " or ".join(repr(v) for v in VLLM_ARGUMENTS[name])
-            raise ConfigError(f"{name}={value!r} is not supported; leave it at {accepted}")
+            instead = f", and use {NEAREST_OF_OURS[name]}" if name in NEAREST_OF_OURS else ""
+            raise ConfigError(f"{name}={value!r} is not supported; leave it at {accepted}{instead}")
     given = ARGUMENTS | {k: v for k, v in arguments.items() if k in ARGUMENTS}
     if _positive("tensor_parallel_size", given["tensor_parallel_size"]) > 1 and given["topology"] == "inline":
         raise ConfigError(
@@ -586,6 +603,12 @@ def _seconds(name: str, given: dict[str, Any], least: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value:
         raise ConfigError(f"{name}={value!r} must be a number of seconds, at least {least:g}; a very large one: never")
     return min(float(value), MAX_SECONDS)
+
+
+def _optional_count(name: str, value: Any) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise ConfigError(f"{name}={value!r} must be an integer of at least 0, or None for no limit")
+    return value
 
 
 def _max_logprobs(value: Any) -> int:

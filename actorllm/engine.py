@@ -23,17 +23,18 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
+import anyio
 import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.actors.death import ActorDeath
-from actorllm.actors.engine_thread import EngineThread, HostLoop, Service
+from actorllm.actors.engine_thread import STOP_TIMEOUT_S, EngineThread, HostLoop, Service
 from actorllm.actors.frontend import FrontendActor
 from actorllm.actors.membership import Membership
 from actorllm.actors.reception import Reception
@@ -48,7 +49,9 @@ from actorllm.errors import (
     ActorLLMError,
     ConfigError,
     DuplicateRequestError,
+    EngineDrainingError,
     EngineError,
+    EngineOverloaded,
     EngineShutdownError,
     ForkedProcessError,
     InvalidParameterError,
@@ -136,22 +139,24 @@ class Engine:
         self.config = config
         self._pid = os.getpid()
         self._is_synchronous = is_synchronous
-        self._frontend = self._new_frontend()
         self.stepper: Stepper | None = None
         self._supervisor: Supervisor | Membership | Stepper
         self._thread: EngineThread | Stepper
-        if is_synchronous and config.topology == "inline":
-            self._supervisor = self._thread = self.stepper = Stepper(config, self._frontend, _resolve)
-        else:
-            self._supervisor = self._new_supervisor()
-            self._thread = EngineThread(self._new_service())
+        self._make()
         self._death: EngineError | None = None
         self._is_shut_down = False
         self._is_start_asked = False
+        self._is_draining = False
         self._hold: weakref.ref[Hold] | None = None
         self._lock = threading.Lock()
+        self._giving_up = threading.Lock()
+        """Held while a start is taken back; before the next one, and before the end, that must be through."""
+        self._wanting: set[object] = set()
+        """Who waits for the start."""
+        self._has_started = False
         self._streams: weakref.WeakValueDictionary[str, RequestStream] = weakref.WeakValueDictionary()
         self._num_requests = 0
+        self._num_on_the_way = 0
         self._id_prefix = uuid.uuid4().hex[:8]
         self._request_numbers = itertools.count(1)
         self._intake: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -160,6 +165,15 @@ class Engine:
         self._chat_template: ChatTemplate | None = None
 
     # What it is made of; an AttachedEngine is made of something else
+
+    def _make(self) -> None:
+        """Everything that lives but once, from the start to the end."""
+        self._frontend = self._new_frontend()
+        if self._is_synchronous and self.config.topology == "inline":
+            self._supervisor = self._thread = self.stepper = Stepper(self.config, self._frontend, _resolve)
+        else:
+            self._supervisor = self._new_supervisor()
+            self._thread = EngineThread(self._new_service())
 
     def _new_frontend(self) -> FrontendActor:
         return FrontendActor()
@@ -190,27 +204,70 @@ class Engine:
 
     def start(self) -> None:
         """Start the engine unless it runs; returns when it is ready. Raises what made the start fail."""
+        wanting = object()
+        with self._lock:
+            self._wanting.add(wanting)
+        try:
+            self._start()
+        finally:
+            with self._lock:
+                self._wanting.discard(wanting)
+
+    def _start(self) -> None:
         self._check()
-        self._is_start_asked = True
-        self._thread.start()
-        self.config = cast(EngineConfig, self._supervisor.config)
+        with self._giving_up:
+            thread, supervisor = self._thread, self._supervisor
+            self._is_start_asked = True
+        thread.start()
+        with self._lock:
+            if thread is self._thread and not self._has_started:
+                self.config = cast(EngineConfig, supervisor.config)
+                self._has_started = True
 
     def start_in_background(self) -> Future[None]:
-        """As `start`, on the intake thread."""
+        """As `start`, on the intake thread. Who does not wait for it any more says so with `give_up_start`."""
         future: Future[None] = Future()
 
         def start() -> None:
             if not future.set_running_or_notify_cancel():
-                return  # who asked has gone; from here on he may go, and the start goes on
+                return  # who asked has gone
             try:
-                self.start()
+                self._start()
             except BaseException as error:
                 future.set_exception(error)
             else:
                 future.set_result(None)
+            finally:
+                with self._lock:
+                    self._wanting.discard(future)
 
+        with self._lock:
+            self._wanting.add(future)
         self._enqueue(start)
         return future
+
+    def give_up_start(self, future: Future[None]) -> None:
+        """Who had asked for this start has gone. If nobody else wants it, what was begun is stopped, and can begin anew.
+
+        Waits until it is stopped.
+        """
+        with self._giving_up:
+            with self._lock:
+                self._wanting.discard(future)
+                if self._wanting or self._has_started or self._is_shut_down or self._death is not None:
+                    return
+                thread, supervisor = self._thread, self._supervisor
+                if not self._remake():
+                    return
+            thread.stop()
+            if isinstance(supervisor, Supervisor):
+                _end_rendezvous(cast(EngineConfig, supervisor.config))
+
+    def _remake(self) -> bool:
+        """Whether everything that lives but once was made again."""
+        self._is_start_asked = False
+        self._make()
+        return True
 
     def shutdown(self, timeout: float = 5.0) -> None:
         """End every request with EngineShutdownError and stop all processes; returns when they are gone. Idempotent."""
@@ -221,9 +278,11 @@ class Engine:
             intake, self._intake_thread = self._intake_thread, None
             if intake is not None:
                 self._intake.put(None)
-        self._thread.stop(timeout)
-        if isinstance(self._supervisor, Supervisor):
-            _end_rendezvous(cast(EngineConfig, self._supervisor.config))
+        with self._giving_up:
+            thread, supervisor = self._thread, self._supervisor
+        thread.stop(timeout)
+        if isinstance(supervisor, Supervisor):
+            _end_rendezvous(cast(EngineConfig, supervisor.config))
         if intake is not None and intake is not threading.current_thread():
             intake.join(timeout)
             if intake.is_alive():
@@ -234,6 +293,60 @@ class Engine:
         for stream in streams:
             if not stream.has_ended:
                 self._fail(stream._mailbox, error)
+
+    def drain(self, timeout: float | None = None) -> Future[bool]:
+        """Take no new request, let those finish that there are, and abort what is left after `timeout` seconds.
+
+        Resolved when all have ended: True if none had to be aborted. `shutdown` is the caller's.
+        """
+        self._check()
+        until = math.inf if timeout is None else now() + check_timeout(timeout, can_be_zero=True)
+        future: Future[bool] = Future()
+        with self._lock:
+            self._is_draining = True
+            is_new = self.is_new
+        if is_new:
+            future.set_result(True)
+            return future
+
+        def drain() -> None:  # behind every request of before
+            try:
+                if self._num_on_the_way:  # let in a moment before, by another thread that is about to enqueue it
+                    self._enqueue(drain)
+                    return
+                draining = self._thread.call(self._drain_on_loop, until)
+                draining.add_done_callback(functools.partial(_answer_drain, future))
+            except EngineError as error:  # it did not start, or has ended
+                logger.debug("nothing to drain: %s", error)
+                with contextlib.suppress(InvalidStateError):
+                    future.set_result(False)
+
+        try:
+            self._enqueue(drain)
+        except EngineShutdownError:
+            future.set_result(False)
+        return future
+
+    async def _drain_on_loop(self, until: float) -> bool:
+        """As `drain`, once every request has reached the frontend."""
+        try:
+            with anyio.move_on_after(until - now()):
+                await self._wait_until_idle()
+                return await self._frontend.wait_until_idle()
+            await self._abort_all()
+        except EngineError as error:
+            logger.warning("the engine ended before its requests did: %s", error)
+            return False
+        with anyio.move_on_after(STOP_TIMEOUT_S):
+            await self._frontend.wait_until_idle()
+        return False
+
+    async def _wait_until_idle(self) -> None:
+        """Those of attached frontends have ended as well, which may submit no more."""
+        await self._frontend.ask_scheduler("drain", timeout=math.inf)
+
+    async def _abort_all(self) -> None:
+        await self._frontend.ask_scheduler("abort_all")
 
     def _end_jobs(self) -> None:
         """The intake thread is busy with one job: those behind it run here, and all they find is the shutdown."""
@@ -312,6 +425,7 @@ class Engine:
         type_info: str | None = None,
         tenant: str | None = None,
         deadline: float | None = None,
+        timeout: float | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         arrival_time: float | None = None,
         **vllm_arguments: Any,
@@ -339,6 +453,8 @@ class Engine:
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
             raise InvalidParameterError(f"priority={priority!r} must be a 64-bit integer; lower is sooner")
         _check_seconds("deadline", deadline, "monotonic")
+        if timeout is not None:
+            deadline = min(now() + check_timeout(timeout), math.inf if deadline is None else deadline)
         _check_seconds("arrival_time", arrival_time, "epoch")
         for name, label in (("type_info", type_info), ("tenant", tenant)):
             if label is not None and not is_text(label):
@@ -355,6 +471,11 @@ class Engine:
         arrival = now() if arrival_time is None else from_epoch(arrival_time)
         mailbox = Mailbox(host, params.output_kind is RequestOutputKind.FINAL_ONLY, params.n)
         with self._lock:
+            if self._is_draining:
+                raise EngineDrainingError(
+                    "the engine is draining: it finishes what it has and takes no new requests; send this one elsewhere"
+                )
+            self._check_room(params.n)
             self._num_requests += 1
             number = self._num_requests
             if request_id is None:
@@ -378,15 +499,47 @@ class Engine:
                 has_logprobs=params.num_logprobs is not None,
                 has_prompt_logprobs=params.prompt_logprobs is not None,
                 is_flat=params.flat_logprobs,
+                deadline=deadline,
             )
             self._streams[request_id] = stream
+            self._num_on_the_way += params.n
+            self._wanting.add(mailbox)
         stream_ref = weakref.ref(stream)
 
         def take_in() -> None:
-            self._take_in(prompt, tokenization, params, number, arrival, carried, mailbox, stream_ref)
+            try:
+                self._take_in(prompt, tokenization, params, number, arrival, carried, mailbox, stream_ref)
+            finally:
+                self._arrived(mailbox, params.n)
 
-        self._enqueue(take_in)
+        try:
+            self._enqueue(take_in)
+        except BaseException:
+            self._arrived(mailbox, params.n)
+            raise
         return stream
+
+    def _arrived(self, mailbox: Mailbox, num_sequences: int) -> None:
+        """A request is on its way no more."""
+        with self._lock:
+            if mailbox in self._wanting:
+                self._wanting.discard(mailbox)
+                self._num_on_the_way -= num_sequences
+
+    def _check_room(self, num_sequences: int) -> None:
+        """Of what has not reached the scheduler yet, no more is kept than it would take."""
+        limits = self.config.scheduler
+        if limits.max_waiting_requests is None:
+            return
+        room, num_waiting = limits.max_waiting_requests + limits.max_num_seqs, self._num_on_the_way
+        if num_waiting + num_sequences > room:
+            raise EngineOverloaded(
+                f"the engine is overloaded: {num_waiting} requests of at most {room} are on their way to the scheduler; "
+                f"try again later, or elsewhere",
+                num_waiting_requests=num_waiting,
+                max_waiting_requests=limits.max_waiting_requests,
+                max_waiting_tokens=limits.max_waiting_tokens,
+            )
 
     def new_request_id(self) -> str:
         """One that no request has unless a caller chose the same."""
@@ -453,7 +606,7 @@ class Engine:
     ) -> None:
         """On the intake thread: start, tokenize, check, hand over."""
         try:
-            self.start()
+            self._start()
         except Exception as error:
             self._fail(mailbox, error)
             return
@@ -740,6 +893,16 @@ class AttachedEngine(Engine):
     def _on_loss(self, error: EngineError) -> None:
         self._death = error
 
+    def _remake(self) -> bool:
+        """There is nothing of ours to be stopped: who joined goes on joining."""
+        return False
+
+    async def _wait_until_idle(self) -> None:
+        """The requests of others are none of our business."""
+
+    async def _abort_all(self) -> None:
+        self._frontend.abort_all()
+
     def shutdown(self, timeout: float = 5.0) -> None:
         """End the requests of this process with EngineShutdownError and leave the engine. Idempotent."""
         super().shutdown(timeout)
@@ -784,6 +947,24 @@ def _check_seconds(name: str, value: object, base: str) -> None:
         isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)
     ):
         raise InvalidParameterError(f"{name}={value!r} must be a time in {base} seconds, or None")
+
+
+def check_timeout(timeout: object, *, can_be_zero: bool = False) -> float:
+    """Seconds that something may take. InvalidParameterError unless it is a number above 0."""
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 <= timeout < math.inf
+    if not is_number or not (timeout or can_be_zero):
+        least = "of at least" if can_be_zero else "above"
+        raise InvalidParameterError(f"timeout={timeout!r} must be a number of seconds {least} 0, or None")
+    return cast(float, timeout)
+
+
+def _answer_drain(answer: Future[bool], done: Future[bool]) -> None:
+    error = done.exception()
+    with contextlib.suppress(InvalidStateError):  # who asked has gone
+        if error is None or isinstance(error, EngineError):  # the end of the engine overtook it
+            answer.set_result(error is None and done.result())
+        else:
+            answer.set_exception(error)
 
 
 def _slo_fields(slo: SLO) -> tuple[float | None, ...]:

@@ -12,11 +12,13 @@
     │   │   └── UnknownParameterError (TypeError)
     │   ├── InvalidPromptError (ValueError)
     │   ├── DuplicateRequestError (ValueError)
+    │   ├── EngineOverloaded                  too much waits already; carries the counts and the limits
     │   └── RequestFailedError                the engine accepted the request and could not finish it
     ├── EngineError                           the engine as a whole
     │   ├── EngineStartError                  it never became ready; carries the child's own message
     │   ├── EngineDeadError                   a process died; names it and its last words
     │   ├── EngineShutdownError               it was shut down before or while the call ran
+    │   │   └── EngineDrainingError           it finishes what it has and takes no new requests
     │   ├── EngineNotFoundError               no engine of this name runs; lists those that do
     │   ├── AttachError                       it runs and cannot be joined: another version, another user, no answer
     │   └── ForkedProcessError                it belongs to the process that built it, not to a fork of that process
@@ -89,6 +91,29 @@ class DuplicateRequestError(RequestError, ValueError):
     """A request with this id is still running."""
 
 
+class EngineOverloaded(RequestError):
+    """So much waits already that this request was not taken: it may be tried again later, or elsewhere.
+
+    num_waiting_requests, num_waiting_tokens: what waited when it came, of this program. max_waiting_requests,
+    max_waiting_tokens: the limits for this program; None where there is none.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        num_waiting_requests: int = 0,
+        max_waiting_requests: int | None = None,
+        num_waiting_tokens: int = 0,
+        max_waiting_tokens: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.num_waiting_requests = num_waiting_requests
+        self.max_waiting_requests = max_waiting_requests
+        self.num_waiting_tokens = num_waiting_tokens
+        self.max_waiting_tokens = max_waiting_tokens
+
+
 class RequestFailedError(RequestError):
     """The engine accepted the request and could not finish it; the message is the engine's own."""
 
@@ -112,6 +137,10 @@ class EngineDeadError(EngineError):
 
 class EngineShutdownError(EngineError):
     """The engine was shut down before or during the call."""
+
+
+class EngineDrainingError(EngineShutdownError):
+    """The engine finishes the requests that it has, and takes no new ones: send this one elsewhere."""
 
 
 class EngineNotFoundError(EngineError):

@@ -11,8 +11,9 @@ from typing import Any, Self
 
 from actorllm.actors.engine_thread import ThreadHost
 from actorllm.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, step_params
+from actorllm.clock import now
 from actorllm.config import EngineConfig
-from actorllm.engine import AttachedEngine, Engine, Prompt
+from actorllm.engine import AttachedEngine, Engine, Prompt, check_timeout
 from actorllm.engine_args import EngineArgs
 from actorllm.errors import InvalidParameterError, InvalidPromptError
 from actorllm.health import EngineHealth
@@ -63,18 +64,19 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         priority: Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Complete every prompt; the outputs come in the order of the prompts.
 
         sampling_params: one for all, or one per prompt; None: `get_default_sampling_params`. use_tqdm: whether to show a
         progress bar, or what makes one. tokenization_kwargs: truncate_prompt_tokens and add_special_tokens, for all
-        prompts. Further arguments of vLLM (lora_request ...) are accepted at their defaults. Raises the error of the
-        first prompt that failed, after the others of this call were aborted.
+        prompts. timeout: seconds for the whole call; what has not ended by then comes as it is, with finish_reason "abort"
+        and stop_reason "deadline". Further arguments of vLLM (lora_request ...) are accepted at their defaults. Raises the
+        error of the first prompt that failed, after the others of this call were aborted.
         """
-        return self._complete(
-            _as_batch(prompts), sampling_params, use_tqdm, priority, tokenization_kwargs, vllm_arguments
-        )
+        extras = {"tokenization_kwargs": tokenization_kwargs, "deadline": _deadline(timeout), **vllm_arguments}
+        return self._complete(_as_batch(prompts), sampling_params, use_tqdm, priority, extras)
 
     def chat(
         self,
@@ -91,11 +93,17 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: None = None,
+        timeout: float | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of them. Arguments as in `generate` and in vLLM's `LLM.chat`; those
         about the template are the fields of `actorllm.text.chat.Conversation`.
         """
-        vllm_arguments = {"lora_request": lora_request, "mm_processor_kwargs": mm_processor_kwargs}
+        extras = {
+            "tokenization_kwargs": tokenization_kwargs,
+            "deadline": _deadline(timeout),
+            "lora_request": lora_request,
+            "mm_processor_kwargs": mm_processor_kwargs,
+        }
         batch = _conversations(
             messages,
             chat_template=chat_template,
@@ -105,7 +113,7 @@ class LLM:
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        return self._complete(batch, sampling_params, use_tqdm, priority, tokenization_kwargs, vllm_arguments)
+        return self._complete(batch, sampling_params, use_tqdm, priority, extras)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What requests without sampling_params get: what the model's generation_config.json recommends."""
@@ -117,12 +125,10 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., Any],
         priority: Sequence[int] | None,
-        tokenization_kwargs: Mapping[str, Any] | None,
-        vllm_arguments: Mapping[str, Any],
+        extras: Mapping[str, Any],
     ) -> list[RequestOutput]:
         host = ThreadHost()
         streams: list[RequestStream] = []
-        extras = {"tokenization_kwargs": tokenization_kwargs, **vllm_arguments}
         try:
             for stream in self._submit(host, batch, sampling_params, priority, extras):
                 streams.append(stream)  # noqa: PERF402 - those before one that is refused are to be aborted
@@ -323,6 +329,10 @@ class LLM:
         """Write the traces, one file per rank in the format of chrome://tracing. Raises EngineError when there is none."""
         self._engine.stop_profile().result()
 
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no new request and wait for those of other threads; see `AsyncLLM.drain`."""
+        return self._engine.drain(timeout).result()
+
     def shutdown(self, timeout: float = 5.0) -> None:
         """Stop everything and wait for it. Idempotent."""
         self._engine.shutdown(timeout)
@@ -347,6 +357,11 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]], **template: Any) -> list[Prompt]:
     """One conversation, or each of a list of them, as prompts."""
     return [Conversation.of(one, **template) for one in (messages if is_batch(messages) else [messages])]
+
+
+def _deadline(timeout: float | None) -> float | None:
+    """In monotonic seconds, of everything that one call submits."""
+    return None if timeout is None else now() + check_timeout(timeout)
 
 
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

@@ -84,6 +84,10 @@ class Submit:
     """The rids of the other sequences of this request, which come with this message (`sequences_of`)."""
     fork_of: int | None = None
     """The rid of a sibling with the same prompt: it computes the prompt, and this request takes that over."""
+    num_sequences: int = 1
+    """Of the request that this is one sequence of (`sequences_of`): they are refused together."""
+    is_resumed: bool = False
+    """A scheduler had taken it before: it is never refused for want of room."""
     ignore_eos: bool = False
     stop_token_ids: Sequence[int] = ()
     stop: Sequence[str] = ()
@@ -128,7 +132,7 @@ def sequences_of(submit: Submit) -> list[Submit]:
     """
     if not submit.siblings.size:
         return [submit]
-    first = replace(submit, siblings=NO_I32)
+    first = replace(submit, siblings=NO_I32, num_sequences=1 + submit.siblings.size)
     rules, skips_cache = submit.rules, submit.skip_reading_prefix_cache
     if rules is not None and "num_prompt_logprobs" in rules:
         rules = {name: value for name, value in rules.items() if name != "num_prompt_logprobs"} or None
@@ -363,6 +367,13 @@ class Outputs:
     emitted: float = 0.0
 
 
+DEADLINE_PASSED = "deadline"
+"""The stop_reason beside reason "abort" of a request whose deadline has passed."""
+OVERLOADED = "overloaded"
+DRAINING = "draining"
+"""The kinds of details of a request that was not taken."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestEnd:
     """The typed form of one entry of `Outputs.ends`."""
@@ -384,6 +395,8 @@ class RequestEnd:
     """How often the workers died with it in a step."""
     recovery_s: float = 0.0
     """What it waited for its next token after that, in all."""
+    details: dict[str, Any] | None = None
+    """Of an error that is more than its message: its "kind", and what goes with that."""
 
 
 # Between any two actors -----------------------------------------------------------------------------------------------

@@ -99,8 +99,8 @@ VLLM_REQUEST_ARGUMENTS: dict[str, tuple[Any, ...]] = {
 """What vLLM's `generate` and `add_request` take beside prompt and parameters, and where it asks for what is done anyway."""
 
 REQUEST_ARGUMENTS = (
-    *("request_id", "priority", "slo", "is_latency_sensitive", "type_info", "tenant", "deadline", "arrival_time"),
-    "tokenization_kwargs",
+    *("request_id", "priority", "slo", "is_latency_sensitive", "type_info", "tenant", "deadline", "timeout"),
+    *("arrival_time", "tokenization_kwargs"),
     *VLLM_REQUEST_ARGUMENTS,
 )
 """What a request may bring beside prompt and parameters, for the error about what it may not."""

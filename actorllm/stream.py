@@ -1,13 +1,16 @@
 """`RequestStream`: one request as its caller sees it, from `async for` to the final output.
 
 The engine thread pushes what is new; the consumer takes everything that has accumulated in one output, so a slow consumer
-gets fewer and larger outputs instead of a growing queue. No cancel scope is held across a yield: leaving the loop,
-cancelling the task or dropping the last reference posts the abort, and the blocks are free within one step.
+gets fewer and larger outputs instead of a growing queue, and what waits for it costs no more than its tokens. No cancel scope
+is held across a yield: leaving the loop, cancelling the task or dropping the last reference posts the abort, and the blocks
+are free within one step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +20,16 @@ from actorllm.actors.frontend import Delta
 from actorllm.clock import to_epoch
 from actorllm.errors import RequestFailedError
 from actorllm.flat_logprobs import FlatLogprobs
-from actorllm.messages import RequestEnd
+from actorllm.messages import DEADLINE_PASSED, RequestEnd
 from actorllm.request import CompletionOutput, RequestMetrics, RequestOutput, RequestOutputKind
+
+MAX_SEPARATE = 16
+"""So many deltas per sequence wait as they came; more are joined."""
+MAX_JOINED_TOKENS = 256
+"""A delta of so many tokens is joined with no further one: the work per token stays the same however many wait."""
+
+DEADLINE_GRACE_S = 0.5
+"""How long after its deadline a stream waits for the engine to end it, before it ends by itself."""
 
 _NOTHING: deque[tuple[int, Delta]] = deque()
 
@@ -27,6 +38,8 @@ class Mailbox:
     """Where the engine puts what belongs to one request. It outlives the stream, which must be free to be dropped."""
 
     __slots__ = (
+        "_max_deltas",
+        "_num_sequences",
         "deltas",
         "error",
         "has_end",
@@ -35,6 +48,7 @@ class Mailbox:
         "num_cached",
         "num_open",
         "rids",
+        "stream",
         "waiter",
         "wakes_at_end",
     )
@@ -45,7 +59,10 @@ class Mailbox:
         """The consumer can do nothing with less than everything."""
         self.waiter: Waiter | None = None
         self.deltas: deque[tuple[int, Delta]] = deque()
-        """What came, with the index of its sequence."""
+        """What came, with the index of its sequence. The consumer takes from the left; the rest is the engine thread's."""
+        self.stream: weakref.ref[RequestStream] | None = None
+        self._num_sequences = num_sequences
+        self._max_deltas = MAX_SEPARATE * num_sequences
         self.num_open = num_sequences
         """Sequences whose end has not come yet."""
         self.has_end = False
@@ -64,14 +81,43 @@ class Mailbox:
 
     def push(self, delta: Delta, index: int = 0) -> None:
         self.deltas.append((index, delta))
+        if len(self.deltas) > self._max_deltas:
+            self._join()
         if delta.end is not None:
             if not index:
                 self.num_cached = delta.end.num_cached_tokens
             self.num_open -= 1
-            self.has_end = not self.num_open
+            if not self.num_open:
+                self.has_end = True
+                self._release()
 
     def fail(self, error: BaseException) -> None:
         self.error = error
+        self._release()
+
+    def _join(self) -> None:
+        """Make few of the deltas that nobody takes. The consumer, who may come meanwhile, finds them in order or gone."""
+        taken: list[tuple[int, Delta]] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                taken.append(self.deltas.pop())
+        groups: list[tuple[int, list[Delta]]] = []
+        open_groups: dict[int, tuple[list[Delta], int]] = {}
+        for index, delta in reversed(taken):
+            group, num_tokens = open_groups.get(index, (None, 0))
+            if group is None or num_tokens + len(delta.tokens) > MAX_JOINED_TOKENS or delta.vector is not None:
+                group, num_tokens = [], 0
+                groups.append((index, group))
+            group.append(delta)
+            open_groups[index] = group, num_tokens + len(delta.tokens)
+        self.deltas.extend([(index, Delta.joined(group)) for index, group in groups])
+        self._max_deltas = max(MAX_SEPARATE * self._num_sequences, 2 * len(groups))
+
+    def _release(self) -> None:
+        """Nothing more comes: the stream may be read whenever, and the engine need not run for it."""
+        stream = self.stream() if self.stream is not None else None
+        if stream is not None:
+            stream._hold = None
 
     # On the host's loop
 
@@ -102,6 +148,10 @@ class Sibling:
     def note_cached(self, num_tokens: int) -> None:
         if not self._index:
             self._mailbox.num_cached = num_tokens
+
+    @property
+    def is_aborted(self) -> bool:
+        return self._mailbox.is_aborted
 
     def push(self, delta: Delta) -> None:
         self._mailbox.push(delta, self._index)
@@ -200,6 +250,7 @@ class RequestStream:
         has_logprobs: bool = False,
         has_prompt_logprobs: bool = False,
         is_flat: bool = False,
+        deadline: float | None = None,
     ) -> None:
         """is_flat: log-probabilities come as FlatLogprobs."""
         self.request_id = request_id
@@ -218,8 +269,12 @@ class RequestStream:
         self._first_emitted: float | None = None
         self._last_emitted: float | None = None
         self._is_over = False
+        self._ends_at = None if deadline is None else deadline + DEADLINE_GRACE_S
+        self._is_late = False
+        """The engine has not ended it in time: it still starts, or does not answer."""
         self._hold = hold
-        """Keeps the engine running, until this stream is over."""
+        """Keeps the engine running, until there is nothing more to come."""
+        mailbox.stream = weakref.ref(self)
 
     @property
     def has_ended(self) -> bool:
@@ -236,6 +291,8 @@ class RequestStream:
                 return output
             if self._is_over:
                 raise StopAsyncIteration
+            if self._is_late:
+                return self._expire()
             mailbox = self._mailbox
             if mailbox.waiter is None:
                 host = HostLoop.current()
@@ -243,7 +300,7 @@ class RequestStream:
                 mailbox.host = host  # after the waiter: who finds the host may wake
                 continue
             try:
-                await mailbox.waiter.wait()
+                self._is_late = not await mailbox.waiter.wait(self._ends_at)
             except BaseException:
                 self.abort()
                 raise
@@ -264,18 +321,41 @@ class RequestStream:
                     own.metrics = self._metrics(is_finished=True)
                 raise own from error.__cause__
             return None
+        changed = self._add_pending(pending)
+        return self._output(changed) if changed else None
+
+    def _add_pending(self, pending: deque[tuple[int, Delta]]) -> dict[int, Completion]:
+        """Add what has come to its sequences; returns those."""
         changed: dict[int, Completion] = {}
         while pending:
-            index, delta = pending.popleft()
+            try:
+                index, delta = pending.popleft()
+            except IndexError:
+                break  # the engine thread is joining them, and wakes us when it is done
             completion = changed[index] = self._completions[index]
             completion.add(delta)
             if self._prompt_logprobs is not None and delta.prompt_logprobs is not None and index == 0:
                 self._prompt_logprobs += delta.prompt_logprobs
             if self._first_emitted is None and delta.tokens:
-                self._first_emitted = delta.emitted
-            self._last_emitted = delta.emitted
+                self._first_emitted = delta.first_emitted or delta.emitted
+            self._last_emitted = max(delta.emitted, self._last_emitted or 0.0)
             if delta.end is not None:
                 self._num_open -= 1
+        return changed
+
+    def _expire(self) -> RequestOutput:
+        """Its last output, with what has come, where the engine does not say that its deadline has passed."""
+        self.abort()
+        changed = self._add_pending(self._mailbox.deltas)
+        for completion in self._completions:
+            if completion.end is None:
+                times = (self._arrival, None, self._first_emitted, self._last_emitted)
+                completion.end = RequestEnd(0, "abort", DEADLINE_PASSED, None, *times, 0, 0, 0)
+                changed[completion.index] = completion
+        self._num_open = 0
+        return self._output(changed)
+
+    def _output(self, changed: dict[int, Completion]) -> RequestOutput:
         is_finished = not self._num_open
         prompt_logprobs = self._prompt_logprobs
         if self._kind is RequestOutputKind.DELTA and prompt_logprobs is not None:

@@ -1,4 +1,4 @@
-"""Four ways to stop early; each frees the request's memory in the engine within one step."""
+"""Five ways to stop early; each frees the request's memory in the engine within one step."""
 
 import asyncio
 
@@ -9,20 +9,24 @@ LONG = SamplingParams(max_tokens=None, ignore_eos=True)  # as long as the model 
 
 async def main() -> None:
     async with AsyncLLM("storyteller") as llm:
-        # 1. A time limit.
+        # 1. A time limit that keeps what there is by then.
+        output = await llm.complete("Once upon a time", LONG, timeout=0.2)
+        print("ended by its", output.outputs[0].stop_reason, "with", len(output.outputs[0].token_ids), "tokens")
+
+        # 2. A time limit of asyncio's: an exception.
         try:
             async with asyncio.timeout(0.2):
                 await llm.complete("Once upon a time", LONG)
         except TimeoutError:
             print("timed out")
 
-        # 2. Leave the loop.
+        # 3. Leave the loop.
         async for output in llm.generate("There was a king", LONG):
             if len(output.outputs[0].token_ids) >= 10:
                 break
         print("left with at least 10 tokens")
 
-        # 3. Cancel the task.
+        # 4. Cancel the task.
         task = asyncio.create_task(llm.complete("There was a queen", LONG))
         await asyncio.sleep(0.05)
         task.cancel()
@@ -31,7 +35,7 @@ async def main() -> None:
         except asyncio.CancelledError:
             print("cancelled")
 
-        # 4. Abort by id, from anywhere: the stream still delivers what there is.
+        # 5. Abort by id, from anywhere: the stream still delivers what there is.
         async for output in llm.generate("There was a fox", LONG, request_id="fox"):
             await llm.abort("fox")
             reason = output.outputs[0].finish_reason

@@ -137,6 +137,7 @@ def test_the_public_names_are_these() -> None:
         "EngineArgs",
         "EngineConfig",
         "EngineDeadError",
+        "EngineOverloaded",
         "LLMEngine",
         "PoolingParams",
         "RequestMetrics",

@@ -119,6 +119,46 @@ async def test_who_waits_for_the_start_may_go(make_llm: Callable[..., AsyncLLM])
     assert len(output.outputs[0].token_ids) == 3
 
 
+@pytest.mark.parametrize("topology", ["process", "inline"])
+async def test_a_cancelled_start_is_stopped_and_can_be_begun_again(
+    make_llm: Callable[..., AsyncLLM], topology: str
+) -> None:
+    llm = make_llm(topology=topology, name="again")
+    threads = sorted(engine_threads())
+    pids: dict[str, int] = {}
+
+    def is_under_way() -> bool:
+        pids.update(pids_of(llm))
+        return len(pids) == (2 if topology == "process" else 0) and "actorllm:engine" in engine_threads()
+
+    for _ in range(2):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(llm.start)
+            assert await anyio.to_thread.run_sync(wait_until, is_under_way)
+            tasks.cancel_scope.cancel()
+        assert all(is_gone(pid) for pid in pids.values())
+        assert pids_of(llm) == {}
+        assert (await llm.stats())["scheduler"] is None, "as if nobody had asked"
+        pids.clear()
+    assert wait_until(lambda: set(engine_threads()) - set(threads) <= {"actorllm:intake"})
+    output = await llm.complete(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 3
+
+
+async def test_a_start_that_somebody_else_waits_for_goes_on(make_llm: Callable[..., AsyncLLM]) -> None:
+    llm = make_llm()
+    stream = llm.generate(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))
+    async with anyio.create_task_group() as others, anyio.create_task_group() as tasks:
+        tasks.start_soon(llm.start)
+        others.start_soon(llm.start)
+        assert await anyio.to_thread.run_sync(wait_until, lambda: len(pids_of(llm)) == 2)
+        pids = pids_of(llm)
+        tasks.cancel_scope.cancel()
+    *_, output = [output async for output in stream]
+    assert len(output.outputs[0].token_ids) == 3
+    assert pids_of(llm) == pids
+
+
 async def test_two_engines_in_one_process(make_llm: Callable[..., AsyncLLM]) -> None:
     engines = [make_llm(dtype="float32"), make_llm(dtype="float32", topology="inline")]
     texts: list[str] = []
@@ -495,6 +535,21 @@ async def test_a_dropped_engine_ends_with_its_last_stream() -> None:
     assert not any(is_gone(pid) for pid in pids.values()), "one stream is still open"
     assert [piece async for piece in text]
     assert await anyio.to_thread.run_sync(wait_until, lambda: all(is_gone(pid) for pid in pids.values()))
+
+
+async def test_a_stream_that_ended_and_was_not_read_holds_no_engine() -> None:
+    llm = AsyncLLM("storyteller", num_threads=1)
+    stream = llm.generate(PROMPT, SamplingParams(max_tokens=30, ignore_eos=True))
+    assert await anyio.to_thread.run_sync(wait_until, lambda: stream.has_ended)
+    engine, pids = llm._engine, pids_of(llm)
+    assert len(pids) == 2
+    del llm
+    gc.collect()
+    assert await anyio.to_thread.run_sync(wait_until, lambda: all(is_gone(pid) for pid in pids.values()))
+    *_, output = [output async for output in stream]
+    assert len(output.outputs[0].token_ids) == 30
+    assert output.finished
+    assert await anyio.to_thread.run_sync(wait_until, lambda: not engine._thread.is_alive)
 
 
 async def test_dropped_with_its_stream_while_it_starts() -> None:

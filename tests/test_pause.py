@@ -124,3 +124,26 @@ async def test_what_was_never_started_is_not_paused_and_bad_modes_are_named() ->
     with pytest.raises(InvalidParameterError, match=r"mode='wiat'.*did you mean 'wait'"):
         await llm.pause_generation(mode="wiat")  # type: ignore[arg-type]
     llm.shutdown()
+
+
+@pytest.mark.anyio
+async def test_a_pause_among_the_sequences_of_a_request() -> None:
+    """One of them runs and the others wait: all end, or all are produced later."""
+    several = SamplingParams(n=3, temperature=0.5, seed=1, max_tokens=30, ignore_eos=True)
+    async with running() as llm:
+        expected = [o.token_ids for o in (await llm.complete(PROMPT, several)).outputs]
+        stream = llm.generate(PROMPT, several)
+        await anext(stream)
+        await llm.pause_generation()
+        ends = {o.index: o.finish_reason for output in [o async for o in stream] for o in output.outputs}
+        assert ends == dict.fromkeys(range(3), "abort")
+        later = llm.generate(PROMPT, several)
+        await llm.resume_generation()
+        *_, last = [output async for output in later]
+        assert last.finished
+        again = llm.generate(PROMPT, several)
+        await anext(again)
+        await llm.pause_generation(mode="keep")
+        await llm.resume_generation()
+        tokens = {o.index: o.token_ids for output in [o async for o in again] for o in output.outputs}
+        assert [tokens[index] for index in range(3)] == expected

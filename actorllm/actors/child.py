@@ -13,9 +13,9 @@ The control socket is a SEQPACKET pair: one JSON object per packet, in order, de
     child → supervisor    started {facts} · configured · ready · failed {type_name, message, traceback} · progress
                           broken {link, generation, error}: this link is corrupt, and the actor goes on without it
 
-Invariants: the child never outlives the owner (parent-death signal, and the end of the control socket); Ctrl-C belongs
-to the owner, SIGTERM is an orderly stop; a failure is reported before the process exits. Exit code 0 after a stop, 1
-after a failure. Started by the supervisor only.
+Invariants: the child never outlives the owner (parent-death signal, and the end of the control socket); Ctrl-C and
+SIGTERM belong to the owner, who may have work to finish when a terminal or a service manager sends them to all processes;
+a failure is reported before the process exits. Exit code 0 after a stop, 1 after a failure. Started by the supervisor only.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ def main() -> None:
     die_with_owner(int(sys.argv[2]))
     control.set_inheritable(False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     start, fds = receive_frame(control)
@@ -199,7 +200,6 @@ class Child:
         self._control.setblocking(False)
         loop.watch(self._control.fileno(), self._on_readable)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._stop_on_sigterm)
             tasks.start_soon(self._obey, config)
             await self._runner.live()
             tasks.cancel_scope.cancel()
@@ -262,14 +262,6 @@ class Child:
                 self._runner.lose(frame["link"], frame["generation"], error_of_loss(frame))
             case op:
                 raise ValueError(f"control frame {op!r} is unknown")
-
-    async def _stop_on_sigterm(self) -> None:
-        import anyio
-
-        with anyio.open_signal_receiver(signal.SIGTERM) as signals:
-            async for _ in signals:
-                self._setup_scope.cancel()
-                self._runner.stop()
 
 
 if __name__ == "__main__":

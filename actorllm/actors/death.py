@@ -11,6 +11,11 @@ from dataclasses import dataclass
 from actorllm.actors.actor import Failure
 from actorllm.errors import ActorLLMError, EngineDeadError, EngineStartError
 
+OUT_OF_MEMORY_HINT = (
+    "the kernel kills a process this way when the memory of the machine, or of its container, is used up; if nobody else "
+    "killed it, lower kv_cache_memory_bytes or gpu_memory_utilization, max_num_seqs or max_model_len"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ActorDeath:
@@ -41,6 +46,11 @@ class ActorDeath:
             return f"exited with code {self.exit_code}"
         return "ended by itself"
 
+    @property
+    def is_killed(self) -> bool:
+        """By SIGKILL, without a word."""
+        return self.signal == signal.SIGKILL and self.failure is None
+
     def __str__(self) -> str:
         quoted = "".join(f"\n    {line}" for line in self.last_words)
         return f"{self.actor} {self.description}" + (f"; its last words:{quoted}" if quoted else "")
@@ -48,6 +58,8 @@ class ActorDeath:
     def to_error(self) -> EngineDeadError:
         """What every user of the engine gets."""
         error = EngineDeadError(str(self))
+        if self.is_killed:
+            error.add_note(OUT_OF_MEMORY_HINT)
         if self.failure is not None:
             error.add_note(f"In {self.actor}:\n{self.failure.traceback}")
         return error
@@ -56,7 +68,8 @@ class ActorDeath:
         """What the one who started the engine gets."""
         if self.failure is not None:
             return self.failure.to_start_error(self.actor)
-        return EngineStartError(f"the engine did not start: {self}")
+        hint = f"\n{OUT_OF_MEMORY_HINT}" if self.is_killed else ""
+        return EngineStartError(f"the engine did not start: {self}{hint}")
 
 
 def _signal_name(number: int) -> str:

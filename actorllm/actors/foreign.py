@@ -35,6 +35,7 @@ RANGES: dict[str, Check] = {
     "top_p": lambda value: 0 < value <= 1,
     "min_p": lambda value: 0 <= value <= 1,
     "sample_index": lambda value: value >= 0,
+    "num_sequences": lambda value: value >= 1,
     "adapter_id": lambda value: value == 0,  # there are none, and a worker refuses the whole plan
 }
 

@@ -27,7 +27,9 @@ from actorllm.clock import now
 from actorllm.errors import (
     ActorLLMError,
     EngineDeadError,
+    EngineDrainingError,
     EngineError,
+    EngineOverloaded,
     EngineShutdownError,
     PeerLostError,
     PeerRestartedError,
@@ -35,7 +37,7 @@ from actorllm.errors import (
     WouldBlock,
 )
 from actorllm.logprobs import LogprobSpan, spans_of
-from actorllm.messages import Abort, Message, Outputs, RequestEnd, Submit, sequences_of
+from actorllm.messages import DRAINING, OVERLOADED, Abort, Message, Outputs, RequestEnd, Submit, sequences_of
 from actorllm.request import Logprob
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,27 @@ class Delta:
     """One for each of the tokens, where they were asked for."""
     prompt_logprobs: list[dict[int, Logprob]] | None = None
     """Of every token of the prompt but the first, with the first delta that has them all."""
+    first_emitted: float = 0.0
+    """Of several that were joined: when the scheduler sent the first. 0.0: it is one."""
+
+    @staticmethod
+    def joined(deltas: list[Delta]) -> Delta:
+        """One for all of them, which came one after the other for one sequence."""
+        if len(deltas) == 1:
+            return deltas[0]
+        first, last = deltas[0], deltas[-1]
+        logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
+        of_prompt = [entry for delta in deltas for entry in delta.prompt_logprobs or ()]
+        return Delta(
+            [token for delta in deltas for token in delta.tokens],
+            "".join([delta.text for delta in deltas]),
+            last.end,
+            last.emitted,
+            last.vector,
+            logprobs or None,
+            of_prompt or None,
+            first.first_emitted or first.emitted,
+        )
 
 
 class Consumer(Protocol):
@@ -66,6 +89,10 @@ class Consumer(Protocol):
     @property
     def host(self) -> HostLoop | None:
         """Whose loop to wake; None: nobody waits yet."""
+
+    @property
+    def is_aborted(self) -> bool:
+        """Nobody wants more of it."""
 
     def push(self, delta: Delta) -> None: ...
 
@@ -110,6 +137,7 @@ class FrontendActor(Actor):
         self._num_repeated = 0
         self._unsent: deque[Submit | Abort] = deque()
         self._linked: anyio.Event | None = None  # while one waits for it
+        self._idle: anyio.Event | None = None
         self._lost_at = 0.0
         self._interrupted: set[int] = set()  # their scheduler died, and nothing of them has come since
         self._pause_mode: str | None = None
@@ -179,11 +207,17 @@ class FrontendActor(Actor):
             entry.is_aborted = True
             self._post(Abort(rids=np.array([rid], np.int32)))
 
+    def abort_all(self) -> None:
+        """End every request of this process."""
+        for rid in list(self._journal):
+            self.abort(rid)
+
     def _fail(self, rid: int, error: BaseException) -> None:
         entry = self._journal.pop(rid, None)
         if entry is not None:
             entry.consumer.fail(error)
             self._wake([entry.consumer])
+            self._tell_if_idle()
 
     def fail_all(self, error: BaseException) -> None:
         """The engine is gone: every request that has not ended, and every later one, ends with this error."""
@@ -195,6 +229,20 @@ class FrontendActor(Actor):
         for entry in entries:
             entry.consumer.fail(error)
         self._wake([entry.consumer for entry in entries])
+        self._tell_if_idle()
+
+    async def wait_until_idle(self) -> bool:
+        """Wait until every request has ended. False: they ended because the engine did."""
+        while self._journal:
+            if self._idle is None:
+                self._idle = anyio.Event()
+            await self._idle.wait()
+        return self._error is None
+
+    def _tell_if_idle(self) -> None:
+        if self._idle is not None and not self._journal:
+            self._idle.set()
+            self._idle = None
 
     def _post(self, message: Submit | Abort) -> None:
         """Send in order; what does not fit is sent when the scheduler has answered."""
@@ -256,8 +304,8 @@ class FrontendActor(Actor):
         self._unsent.clear()
         for entry in self._journal.values():
             submit = entry.submit
-            if len(entry.emitted) != submit.output.size:
-                submit = replace(submit, output=np.array(entry.emitted, np.int32))
+            if entry.num_recoveries:
+                submit = replace(submit, output=np.array(entry.emitted, np.int32), is_resumed=True)
             self._unsent.append(submit)
             if entry.is_aborted:
                 self._unsent.append(Abort(rids=np.array([submit.rid], np.int32)))
@@ -306,6 +354,7 @@ class FrontendActor(Actor):
     def on_batch(self) -> None:
         if self._unsent:
             self._flush()
+        self._tell_if_idle()
 
     # Outputs
 
@@ -358,9 +407,7 @@ class FrontendActor(Actor):
                 if entry.num_recoveries:
                     end = _with_recoveries(end, entry)
                 if end.error is not None:
-                    failure = RequestFailedError(end.error)
-                    failure.end = end
-                    consumer.fail(failure)
+                    consumer.fail(_error_of(end))
                     woken.append(consumer)
                     continue
             if new or piece or end is not None:
@@ -436,12 +483,13 @@ class FrontendActor(Actor):
 
     def _drop_consumers(self, host: HostLoop) -> None:
         """The loop is closed: nobody will ever take these outputs."""
-        rids = [rid for rid, entry in self._journal.items() if entry.consumer.host is host]
-        if rids:
-            logger.warning("an event loop was closed while %d streams were open; they are aborted", len(rids))
-            for rid in rids:
-                self._post(Abort(rids=np.array([rid], np.int32)))
-                del self._journal[rid]
+        left = {rid: entry for rid, entry in self._journal.items() if entry.consumer.host is host}
+        num_open = sum(not entry.consumer.is_aborted for entry in left.values())
+        if num_open:
+            logger.warning("an event loop was closed while %d streams were open; they are aborted", num_open)
+        for rid in left:
+            self._post(Abort(rids=np.array([rid], np.int32)))
+            del self._journal[rid]
 
     # Controls
 
@@ -492,6 +540,19 @@ def _with_recoveries(end: RequestEnd, entry: JournalEntry) -> RequestEnd:
         num_recoveries=end.num_recoveries + entry.num_recoveries,
         recovery_s=end.recovery_s + entry.recovery_s,
     )
+
+
+def _error_of(end: RequestEnd) -> ActorLLMError:
+    """What the caller of a request that failed gets."""
+    message, details = str(end.error), dict(end.details or ())
+    kind = details.pop("kind", None)
+    if kind == OVERLOADED:
+        return EngineOverloaded(message, **details)
+    if kind == DRAINING:
+        return EngineDrainingError(message)
+    failure = RequestFailedError(message)
+    failure.end = end
+    return failure
 
 
 def _wake_all(consumers: list[Consumer]) -> None:

@@ -32,9 +32,10 @@ from actorllm.actors.topology import ATTACHED
 from actorllm.clock import now
 from actorllm.config import EngineConfig
 from actorllm.embeds import ids_before_text
-from actorllm.errors import ConfigError, CorruptLinkError, PeerRestartedError, TransportError
+from actorllm.errors import ConfigError, CorruptLinkError, PeerLostError, PeerRestartedError, TransportError
 from actorllm.logprobs import LogprobSpan, columns_of
 from actorllm.messages import (
+    DRAINING,
     NO_I32,
     Abort,
     LateInputs,
@@ -66,7 +67,7 @@ RETRY_S = 0.005
 MAX_RETRY_S = 0.1
 
 SHORTEST_TIMER_S = 0.001
-"""A policy that asks to be woken in the past is woken this often, and does not hold a core."""
+"""Who asks to be woken in the past is woken this often, and does not hold a core."""
 
 
 class OutputRows:
@@ -137,6 +138,7 @@ class OutputRows:
                 sequence.num_nonfinite,
                 sequence.num_recoveries,
                 sequence.recovery_s,
+                end.details,
             ]
         )
 
@@ -177,6 +179,8 @@ class SchedulerActor(Actor):
         "pause_generation",
         "resume_generation",
         "is_paused",
+        "drain",
+        "abort_all",
         "start_timeline",
         "take_timeline",
         "worker_statistics",
@@ -203,6 +207,8 @@ class SchedulerActor(Actor):
         self._full: dict[int, Outlet] = {}
         self._retry_s = RETRY_S
         self._drained: anyio.Event | None = None
+        self._idle: anyio.Event | None = None
+        self._is_draining = False
         self._timeline: Timeline | None = None
         self._tokenizer: Tokenizer | None = None
         self._pacing = Pacing()
@@ -219,6 +225,7 @@ class SchedulerActor(Actor):
 
     def on_configure(self, config: EngineConfig) -> None:
         self._num_workers = config.world_size
+        self._max_waiting_attached = config.scheduler.max_waiting_attached
         self._vocab_size = config.model.vocab_size
         self.scheduler = self._build(config)
 
@@ -240,6 +247,8 @@ class SchedulerActor(Actor):
             "max_num_partial_prefills": config.scheduler.max_num_partial_prefills,
             "watermark": config.scheduler.watermark,
             "embedding_bytes": config.model.embedding_bytes,
+            "max_waiting_requests": config.scheduler.max_waiting_requests,
+            "max_waiting_tokens": config.scheduler.max_waiting_tokens,
             "prefill_chunk": config.scheduler.long_prefill_token_threshold or None,
         }
         if config.record is None:
@@ -308,6 +317,8 @@ class SchedulerActor(Actor):
             self._frontend_of[link] = number
             if link.peer.startswith(ATTACHED):
                 self._foreign.add(link)
+                if self._max_waiting_attached is not None:
+                    self.scheduler.limit_frontend(number, self._max_waiting_attached)
 
     def on_peer_lost(self, link: Link) -> None:
         if link.name == "workers":
@@ -386,12 +397,16 @@ class SchedulerActor(Actor):
         """One turn of the loop: plan what there is room for, work off one result. False: there is no result yet."""
         scheduler = self.scheduler
         self.take_inbox()
+        if scheduler.expires_at < math.inf:
+            self._expire()
         while scheduler.has_room and self._has_workers:  # up to `depth` steps in flight
             plan = scheduler.schedule(now())
             if plan is None:
                 break
             self._launch(plan)
         self._tell_if_drained()
+        if self._idle is not None:
+            self._tell_if_idle()
         if not self._results:
             return False
         self._take_result()
@@ -407,8 +422,8 @@ class SchedulerActor(Actor):
             self.report_progress()
 
     def next_deadline(self) -> float | None:
-        """When the loop must turn even if nothing arrives: for a policy, or to try again what could not be sent."""
-        wake_at = self.scheduler.wake_at
+        """When the loop must turn even if nothing arrives: for a policy, a deadline, or what could not be sent."""
+        wake_at = min(self.scheduler.wake_at, self.scheduler.expires_at)
         if self._full:
             return max(min(wake_at, now() + self._retry_s), now() + SHORTEST_TIMER_S)
         return max(wake_at, now() + SHORTEST_TIMER_S) if wake_at < math.inf else None
@@ -419,6 +434,7 @@ class SchedulerActor(Actor):
         while self._inbox:
             frontend, message = self._inbox.popleft()
             if self._full and frontend in self._full and self._full[frontend].defers(message):
+                self._check_deferred(self._full[frontend])
                 continue
             match message:
                 case Submit():
@@ -436,8 +452,23 @@ class SchedulerActor(Actor):
         if ends:
             self._send(*self._render(Events(NOTHING.sequences, NO_I32, NO_I32, ends=tuple(ends))))
 
+    def _check_deferred(self, outlet: Outlet) -> None:
+        """Who reads nothing cannot be told either that it is too much: an attached frontend is left at its limit."""
+        limit = self._max_waiting_attached
+        if limit is not None and outlet.link in self._foreign and len(outlet.deferred) > limit:
+            error = f"{outlet.link.peer} takes no outputs and has submitted more than {limit} requests meanwhile"
+            self.drop_link(outlet.link, PeerLostError(error))
+
+    def _expire(self) -> None:
+        """End what is due, at once and not only when the step in flight is done."""
+        at = now()
+        if self.scheduler.expires_at <= at:
+            self._send_ends(self.scheduler.expire(at))
+
     def _submit(self, frontend: int, message: Submit) -> list[End]:
         key: Key = (frontend, message.rid)
+        if self._is_draining and self._outlets[frontend].link in self._foreign:
+            return [self._refusal_to_drain(frontend, message)]
         is_new = self.scheduler.sequence(key) is None
         end = self.scheduler.submit(frontend, message, now())
         if end is not None:
@@ -455,6 +486,14 @@ class SchedulerActor(Actor):
             except Exception as error:
                 return self._fail_text(sequence, error)
         return []
+
+    @staticmethod
+    def _refusal_to_drain(frontend: int, message: Submit) -> End:
+        error = "the engine's owner is about to stop it: it finishes what it has and takes no new requests"
+        refused = Sequence(
+            (frontend, message.rid), message, 0, message.prompt, 0, frozenset(), frozenset(), queued=now()
+        )
+        return End(refused, "error", error=error, details={"kind": DRAINING})
 
     @staticmethod
     def _new_text(message: Submit, tokenizer: Tokenizer) -> RequestText:
@@ -649,6 +688,13 @@ class SchedulerActor(Actor):
                 return True
             case "is_paused":
                 return self.scheduler.pause_state is not PauseState.RUNNING
+            case "drain":
+                return self._drain()
+            case "abort_all":
+                self.take_inbox()
+                self._send_ends(self.scheduler.abort_all(now()))
+                self.wake()
+                return True
             case "start_timeline":
                 self._timeline = Timeline()
                 if arguments.get("lost"):
@@ -687,6 +733,20 @@ class SchedulerActor(Actor):
         if self._drained is not None and (scheduler.is_drained or scheduler.pause_state is PauseState.RUNNING):
             self._drained.set()
             self._drained = None
+
+    async def _drain(self) -> bool:
+        """Refuse what attached frontends submit from now on, and wait until every request has ended."""
+        self._is_draining = True
+        if self._idle is None:
+            self._idle = anyio.Event()
+        self.wake()
+        await self._idle.wait()
+        return True
+
+    def _tell_if_idle(self) -> None:
+        if self._idle is not None and self.scheduler.is_idle:
+            self._idle.set()
+            self._idle = None
 
     async def _ask_workers(self, verb: str, **arguments: Any) -> list[Any]:
         """The answers of all ranks; none while they are started again."""

@@ -3,6 +3,9 @@
 No loop, thread, process or ring: a message is a call of its receiver, and `step` plans one step of the model, computes
 it and hands out what it brought, all in the caller. So a debugger sees one stack, and nothing goes on between two steps.
 
+Ctrl-C waits for the end of the step, so that the next one finds everything in order. What breaks into the middle of one
+all the same (a second Ctrl-C, a signal handler of the host's that raises) ends the engine.
+
 Invariants: the actors run only within `start`, `run_pending`, `step`, `call` and `stop`, and by one thread at a time;
 what is posted from anywhere else (an object's end, say) waits for the next of them. There is one worker and one step in
 flight: a second could not run meanwhile.
@@ -12,13 +15,17 @@ Offers `Engine` the same verbs as EngineThread and Supervisor together.
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from inspect import isawaitable
+from types import FrameType
 from typing import Any, TypeVar
 
 from actorllm.actors.actor import Actor, Runner
@@ -135,17 +142,56 @@ class Stepper:
     def step(self) -> bool:
         """Plan one step, compute it, hand out its outputs. False: nothing could be planned.
 
-        Waits only for a scheduling policy that has asked to be woken later.
+        Waits only for a scheduling policy that has asked to be woken later, or for a deadline.
         """
-        self.run_pending()
-        self._scheduler.turn()
-        if not run_to_end(self._worker.turn()):
+        with interrupts_held():
+            try:
+                is_done = self._step()
+            except Exception:
+                raise
+            except BaseException:
+                self.stop()
+                raise
+        if not is_done:
             deadline = self._scheduler.next_deadline()
             if deadline is not None:
                 time.sleep(max(0.0, deadline - now()))
+        return is_done
+
+    def _step(self) -> bool:
+        self.run_pending()
+        self._scheduler.turn()
+        if not run_to_end(self._worker.turn()):
             return False
         self._scheduler.turn()
         return True
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """The first Ctrl-C in here is raised at the end, the second at once.
+
+    Where Python's own handler would raise it, that is: a handler of the host's is left alone.
+    """
+    ours = signal.default_int_handler
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not ours:
+        yield
+        return
+    is_held = False
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        nonlocal is_held
+        if is_held:
+            ours(number, frame)
+        is_held = True
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, ours)
+    if is_held:
+        raise KeyboardInterrupt
 
 
 class CallLink(Link):

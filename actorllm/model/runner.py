@@ -10,6 +10,7 @@ Not thread-safe: one thread owns a runner and everything torch. Called by the wo
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -46,6 +47,8 @@ DEFAULT_MEMORY_SHARE = 0.4
 """Of the available memory, for the KV cache, when neither its size nor a share is configured."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -177,6 +180,14 @@ class ModelRunner:
         """
         cache, limits = self.config.cache, self.config.scheduler
         if cache.kv_cache_memory_bytes is not None:
+            available = memory.available_bytes()
+            if cache.kv_cache_memory_bytes > available:  # said before the kernel acts: these are then the last words
+                logger.warning(
+                    "kv_cache_memory_bytes=%d is more than the %d bytes of memory that are available; the process will be "
+                    "killed when the cache is filled",
+                    cache.kv_cache_memory_bytes,
+                    available,
+                )
             return cache.kv_cache_memory_bytes // self.block_bytes
         working = self._profile_working_bytes()
         if cache.memory_utilization is not None:

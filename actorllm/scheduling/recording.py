@@ -35,6 +35,14 @@ class RecordedScheduler(Scheduler):
         self._sink(("abort", now, [list(key) for key in keys]))
         return super().abort(keys, now)
 
+    def limit_frontend(self, frontend: int, max_waiting_requests: int) -> None:
+        self._sink(("limit_frontend", 0.0, [frontend, max_waiting_requests]))
+        super().limit_frontend(frontend, max_waiting_requests)
+
+    def expire(self, now: float) -> list[End]:
+        self._sink(("expire", now, None))
+        return super().expire(now)
+
     def unblock(self, key: Key, error: str | None, now: float) -> End | None:
         self._sink(("unblock", now, [list(key), error]))
         return super().unblock(key, error, now)
@@ -83,6 +91,10 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[StepPlan]
                 scheduler.submit(int(frontend), argument, now)
             case "abort":
                 scheduler.abort([(f, rid) for f, rid in argument], now)
+            case "limit_frontend":
+                scheduler.limit_frontend(*argument)
+            case "expire":
+                scheduler.expire(now)
             case "unblock":
                 scheduler.unblock((argument[0][0], argument[0][1]), argument[1], now)
             case "schedule":

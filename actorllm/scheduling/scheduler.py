@@ -8,6 +8,7 @@
     reset_prefix_cache(now)    nothing that was computed until now is found by later requests
     pause(mode, now), resume   requests are taken all the time, and none of them is started while paused
     lose_workers(error, now)   the workers died, others will come: every request goes on from its known tokens
+    expire(now)                requests whose deadline has passed end; the next one is due at `expires_at`
 
 Pure: the same calls with the same arguments give the same plans (`recording` shows it). Cost follows change: a steady
 decode step touches numpy columns only; Python runs per request at arrival, admission, preemption and end.
@@ -40,10 +41,12 @@ from actorllm.embeds import EMBEDDED, MAX_STEP_BYTES, rows_between, wrong_rows
 from actorllm.kvcache.manager import KVCacheManager, KVCacheStatistics
 from actorllm.kvcache.prefix_index import HASH_BYTES, continue_hashes, extra_key, first_digest
 from actorllm.logprobs import LogprobSpan, spans_of
-from actorllm.messages import I32, NO_I32, U8, StepFailed, StepPlan, StepResult, Submit, no_i32
+from actorllm.messages import DEADLINE_PASSED, I32, NO_I32, U8, StepFailed, StepPlan, StepResult, Submit, no_i32
 from actorllm.request import FinishReason
 from actorllm.rules import SamplingRules
+from actorllm.scheduling.admission import Admission
 from actorllm.scheduling.batch import ONE, Batch, Rows
+from actorllm.scheduling.expiry import Expiry
 from actorllm.scheduling.forks import Followers
 from actorllm.scheduling.ledger import Ledger, StepRecord
 from actorllm.scheduling.memory_backoff import SMALL_CHUNK, MemoryBackoff
@@ -72,6 +75,8 @@ class End:
     reason: FinishReason
     stop_reason: int | str | None = None
     error: str | None = None
+    details: dict[str, Any] | None = None
+    """As in `messages.RequestEnd`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,6 +166,10 @@ class SchedulerStatistics:
     """Values that were not finite, of all of them together."""
     num_refused_decisions: int
     """Parts of a policy's decisions that did not fit and were left out."""
+    num_waiting_tokens: int
+    """Of the prompts of requests that have not started."""
+    num_overloaded: int
+    """Sequences that were refused because too much was waiting."""
     blocked_on: dict[str, int]
     pause_state: str
     kv: KVCacheStatistics
@@ -190,6 +199,8 @@ class Scheduler:
         max_num_partial_prefills: int = 1,
         watermark: float = 0.0,
         embedding_bytes: int = 0,
+        max_waiting_requests: int | None = None,
+        max_waiting_tokens: int | None = None,
     ) -> None:
         """eos_token_ids: what ends a text; all but the primary one, the tokenizer's own, are told as the stop_reason.
         embedding_bytes: of each position of a prompt that is given as an embedding; 0: none is."""
@@ -231,6 +242,8 @@ class Scheduler:
         self.pause_state = PauseState.RUNNING
         self._blocked: set[Sequence] = set()
         self._followers = Followers()
+        self._expiry = Expiry()
+        self._admission = Admission(max_waiting_requests, max_waiting_tokens)
         self._preempted: list[Sequence] = []
         self._displaced: set[Sequence] = set()
         self._tokenless: set[Sequence] = set()
@@ -274,7 +287,7 @@ class Scheduler:
     # Requests come and go ---------------------------------------------------------------------------------------------
 
     def submit(self, frontend: int, submit: Submit, now: float) -> End | None:
-        """Take a request; an End says why it cannot be served. A request that is alive already is left alone."""
+        """Take a request; an End says why it is not taken. A request that is alive already is left alone."""
         self.now = now
         key = (frontend, submit.rid)
         if key in self._alive:
@@ -297,6 +310,12 @@ class Scheduler:
         if error := self._refusal(sequence):
             sequence.state = State.FINISHED
             return End(sequence, "error", error=error)
+        if submit.deadline is not None and submit.deadline <= now:
+            sequence.state = State.FINISHED
+            return End(sequence, "abort", DEADLINE_PASSED)
+        if refusal := self._admission.refusal(frontend, submit, self.batch.num_free_slots):
+            sequence.state = State.FINISHED
+            return End(sequence, "error", error=refusal.message, details=refusal.details)
         if submit.rules is not None:
             try:
                 self._take_rules(sequence, submit.rules)
@@ -306,6 +325,8 @@ class Scheduler:
         self._hash_known(sequence)
         self._alive[key] = sequence
         self._num_embedded += submit.prompt_embeds.size > 0
+        self._expiry.add(sequence)
+        self._admission.enter(sequence)
         self._count_stops(sequence, 1)
         if submit.blocked_on is not None:
             sequence.state = State.BLOCKED
@@ -363,9 +384,29 @@ class Scheduler:
                 ends.append(self._end(sequence, "abort"))
         return ends
 
+    def abort_all(self, now: float) -> list[End]:
+        """End every request."""
+        return self.abort(list(self._alive), now)
+
     def abort_frontend(self, frontend: int, now: float) -> list[End]:
         """A frontend is gone: so are its requests."""
-        return self.abort([key for key in self._alive if key[0] == frontend], now)
+        ends = self.abort([key for key in self._alive if key[0] == frontend], now)
+        self._admission.forget_frontend(frontend)
+        return ends
+
+    def limit_frontend(self, frontend: int, max_waiting_requests: int) -> None:
+        """Of this frontend's requests no more than so many may wait, whatever the others do."""
+        self._admission.limit_frontend(frontend, max_waiting_requests)
+
+    @property
+    def expires_at(self) -> float:
+        """When `expire` is due, in monotonic seconds; infinity: nobody has a deadline."""
+        return self._expiry.next_at
+
+    def expire(self, now: float) -> list[End]:
+        """End the requests whose deadline has passed, wherever they are. Blocks are free at once."""
+        self.now = now
+        return [self._end(sequence, "abort", DEADLINE_PASSED) for sequence in self._expiry.take_due(now)]
 
     def unblock(self, key: Key, error: str | None, now: float) -> End | None:
         """What a blocked request waited for is there, or (error) will never be."""
@@ -386,11 +427,16 @@ class Scheduler:
         self.now = now
         self.pause_state = PauseState.NOTHING_NEW if mode == "wait" else PauseState.NOTHING
         self.wake_at = math.inf
-        return self.abort(list(self._alive), now) if mode == "abort" else []
+        return self.abort_all(now) if mode == "abort" else []
 
     def resume(self, now: float) -> None:
         self.now = now
         self.pause_state = PauseState.RUNNING
+
+    @property
+    def is_idle(self) -> bool:
+        """There is no request."""
+        return not self._alive
 
     @property
     def is_drained(self) -> bool:
@@ -522,6 +568,7 @@ class Scheduler:
                 computed = batch.num_computed[sampling.index]
         for slot in sampling.slots[computed >= sampling.limits - ONE].tolist():
             batch.stop_decoding(slot)  # the last token it may have is in flight now
+        self._admission.num_left = self._admission.num_requests - len(self._blocked)
         if not num_tokens:
             return None
         late = sampling.slots[batch.is_late[sampling.index]] if batch.num_late else NO_I32
@@ -691,6 +738,8 @@ class Scheduler:
     def _start_fork(self, fork: Sequence, leader: Sequence) -> None:
         """It gets a slot. Its prompt is computed when that of its leader is, and published when that is reported."""
         fork.state = State.RUNNING
+        if fork.scheduled is None:
+            self._admission.leave(fork)
         fork.scheduled = self.now
         fork.num_cached_tokens = leader.num_cached_tokens
         fork.can_publish &= leader.can_publish  # not if a reset came meanwhile
@@ -734,6 +783,7 @@ class Scheduler:
             counts[1] += sequence.known.size
             counts[2] += sequence.num_done
         if sequence.scheduled is None:
+            self._admission.leave(sequence)
             sequence.scheduled = self.now
             sequence.num_cached_tokens = sequence.num_done
         self.batch.occupy(sequence)
@@ -1214,6 +1264,9 @@ class Scheduler:
         sequence.state = State.FINISHED
         sequence.last_token = self.now if sequence.first_token is not None else None
         del self._alive[sequence.key]
+        self._expiry.discard(sequence)
+        if sequence.scheduled is None:
+            self._admission.leave(sequence)
         self._num_watched -= sequence.watch is not None
         self._num_embedded -= sequence.submit.prompt_embeds.size > 0
         if sequence.submit.stop_token_ids:
@@ -1460,6 +1513,8 @@ class Scheduler:
             num_corrupted_requests=self._num_corrupted,
             num_nonfinite=self._num_nonfinite,
             num_refused_decisions=self._num_refused,
+            num_waiting_tokens=self._admission.num_tokens,
+            num_overloaded=self._admission.num_refused,
             blocked_on=blocked_on,
             pause_state=self.pause_state.value,
             kv=self.kv.statistics(),
@@ -1519,6 +1574,9 @@ class Scheduler:
             assert known <= self.kv.capacity[slot], f"slot {slot} knows more tokens than its blocks hold"
             is_pooled = sequence.submit.pooling is not None  # its prompt may be as long as the model allows
             assert known < sequence.limit or in_flight == 0 or is_pooled, f"slot {slot} is beyond its limit"
+        with_deadline = sum(s.submit.deadline is not None for s in self._alive.values())
+        assert self._expiry.num_alive == with_deadline, "count of deadlines"
+        self._admission.check_integrity([s for s in self._alive.values() if s.scheduled is None])
         running = [s.rules for s in self.running() if s.rules is not None]
         assert self._num_row_logprobs == sum(rules.num_logprobs + 1 for rules in running), "count of log-probabilities"
         assert self._num_watched == sum(s.watch is not None for s in self._alive.values()), "count of watched requests"

@@ -15,6 +15,7 @@ import pytest
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.frontend import Delta, FrontendActor
 from actorllm.actors.scheduler import SchedulerActor
+from actorllm.clock import now
 from actorllm.config import EngineConfig
 from actorllm.errors import RequestFailedError, WouldBlock
 from actorllm.messages import Abort, LateInputs, Outputs, StepFailed, StepPlan, StepResult, Submit, Unblock
@@ -225,6 +226,47 @@ async def test_a_frontend_that_takes_nothing_stalls_nobody() -> None:
             while not stuck.sent:
                 await anyio.sleep(0.002)
         assert [t for o in stuck.sent for t in o.tokens.tolist()] == stream_of(1, 12)
+
+
+async def test_an_attached_frontend_that_only_submits_is_left_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who takes no outputs cannot be told that it is too much."""
+    async with running(max_waiting_attached=5) as bench:
+        dropped: list[str] = []
+
+        def drop(link: Any, error: BaseException) -> None:
+            dropped.append(str(error))
+            bench.actor.on_peer_lost(link)
+
+        monkeypatch.setattr(bench.actor, "drop_link", drop)
+        stuck = FakeLink("attached1")
+        bench.actor.on_link(stuck)  # type: ignore[arg-type]
+        await bench.send(submit(1, max_tokens=50), stuck)
+        await bench.send(submit(1))
+        stuck.is_full = True
+        for done in range(3):
+            await bench.send(bench.model.run(bench.plans[done]), bench.ranks[0])
+        for rid in range(2, 7):
+            await bench.send(submit(rid), stuck)
+            assert not dropped
+        await bench.send(submit(7), stuck)
+        assert dropped == ["attached1 takes no outputs and has submitted more than 5 requests meanwhile"]
+        await bench.work_from(3)
+        assert bench.tokens() == stream_of()
+        assert bench.actor.scheduler.kv.statistics().num_free == 80
+
+
+async def test_a_deadline_is_a_timer_of_the_loop() -> None:
+    """Nothing arrives, and no step is planned: the end comes all the same, and the step in flight harms nobody."""
+    async with running() as bench:
+        await bench.send(submit(1, deadline=now() + 0.05))
+        await bench.send(submit(2))
+        with anyio.fail_after(5):
+            while not bench.ends():
+                await anyio.sleep(0.005)
+        assert bench.ends() == [[1, "abort", "deadline", None]]
+        assert bench.actor.next_deadline() is None
+        await bench.work()
+        assert bench.tokens() == stream_of(2)
 
 
 async def test_a_full_frontend_that_dies_is_forgotten() -> None:

@@ -426,6 +426,17 @@ def test_explicit_memory_is_taken_at_its_word(tiny_llama: Path, monkeypatch: pyt
         one.config.resolved(1)
 
 
+def test_explicit_memory_that_is_not_there_is_warned_of(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a process writes last is quoted when it is killed."""
+    monkeypatch.setattr("actorllm.model.memory.available_bytes", lambda: 1 << 20)
+    profile(tiny_llama, load_format="dummy", kv_cache_memory_bytes=1_000_000)
+    assert not caplog.messages
+    profile(tiny_llama, load_format="dummy", kv_cache_memory_bytes=2_000_000)
+    assert "kv_cache_memory_bytes=2000000 is more than the 1048576 bytes of memory" in caplog.text
+
+
 def test_the_default_cache_holds_every_sequence(tiny_llama: Path) -> None:
     blocks, one = profile(tiny_llama, load_format="dummy", max_num_seqs=6, max_num_batched_tokens=50)
     assert blocks == 6 * 4

@@ -59,6 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         family=st.integers(0, 2),
         salt=st.sampled_from([None, None, "a"]),
         n=st.sampled_from([1, 1, 2, 3, 5]),
+        patience=st.sampled_from([None, None, 0.03, 0.3]),
     )
     def submit(
         self,
@@ -72,6 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         family: int,
         salt: str | None,
         n: int,
+        patience: float | None,
     ) -> None:
         rid = len(self.submitted) + 1
         prompt = [(family * 31 + i) % 97 for i in range(length)]
@@ -85,15 +87,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             "stop_token_ids": stop,
             "cache_salt": salt,
         }
-        blocked_on = "x" if blocked else None
+        extras = {
+            "blocked_on": "x" if blocked else None,
+            "deadline": None if patience is None else self.engine.now + patience,
+        }
         for i in range(n):
             self.submitted[rid + i] = (prompt, rid + SIBLING * i, len(output), arguments)
             if blocked:
                 self.blocked.add(rid + i)
         if n > 1:
-            self.engine.submit_several(rid, n, prompt, blocked_on=blocked_on, **arguments)
+            self.engine.submit_several(rid, n, prompt, **extras, **arguments)
         else:
-            self.engine.submit(rid, prompt, output=np.array(output, np.int32), blocked_on=blocked_on, **arguments)
+            self.engine.submit(rid, prompt, output=np.array(output, np.int32), **extras, **arguments)
 
     @precondition(lambda self: self.submitted)
     @rule(other=st.integers(1, 40), is_same=st.booleans(), ignore_eos=st.booleans())
@@ -111,6 +116,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(rid=st.integers(1, 30))
     def abort(self, rid: int) -> None:
         self.engine.abort(rid)
+
+    @rule()
+    def expire(self) -> None:
+        self.engine._ended(self.engine.scheduler.expire(self.engine.now))
 
     @precondition(lambda self: self.blocked)
     @rule()

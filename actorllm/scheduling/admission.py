@@ -1,0 +1,163 @@
+"""`Admission`: how much may wait, and who is told that it is too much.
+
+Owns the counts of requests that have not started, by frontend: from their submission to their first slot, or to their end.
+What is counted against the limits is what really waits: requests for which there is a slot, and that nobody has to let pass,
+do not. A prompt that comes while none waits is taken, however long it is. Several frontends share the limits evenly,
+those that have something waiting: one that floods the engine is refused at its share, and leaves the others theirs.
+
+The sequences of one request are taken or refused together. A request that has been taken is never refused later: neither
+after a preemption nor when it is handed over again with what it had emitted. Used by Scheduler; costs nothing per step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from actorllm.messages import OVERLOADED, Submit
+from actorllm.scheduling.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Queue:
+    """What one frontend has waiting."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    """Of the prompts."""
+    max_requests: int | None = None
+    """A limit of its own, whatever the others do."""
+    num_decided: int = 0
+    """Further sequences of the request that was decided on last; they come next."""
+    refusal: Refusal | None = None
+    """What was decided."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a request was not taken, with the counts of the frontend it came from."""
+
+    num_waiting_requests: int
+    max_waiting_requests: int | None
+    num_waiting_tokens: int
+    max_waiting_tokens: int | None
+    num_sequences: int
+    """Of the request that was refused."""
+
+    @property
+    def message(self) -> str:
+        found = [f"{self.num_waiting_requests} requests"]
+        if self.max_waiting_requests is not None:
+            found[0] += f" of at most {self.max_waiting_requests}"
+        if self.max_waiting_tokens is not None:
+            found.append(f"{self.num_waiting_tokens} prompt tokens of at most {self.max_waiting_tokens}")
+        more = f", and this one has {self.num_sequences} sequences" if self.num_sequences > 1 else ""
+        return f"the engine is overloaded: {' and '.join(found)} wait already{more}; try again later, or elsewhere"
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """What travels with the end of the request."""
+        return {
+            "kind": OVERLOADED,
+            "num_waiting_requests": self.num_waiting_requests,
+            "max_waiting_requests": self.max_waiting_requests,
+            "num_waiting_tokens": self.num_waiting_tokens,
+            "max_waiting_tokens": self.max_waiting_tokens,
+        }
+
+
+class Admission:
+    """Who may wait. max_requests, max_tokens: None means no limit."""
+
+    def __init__(self, max_requests: int | None = None, max_tokens: int | None = None) -> None:
+        self.max_requests = max_requests
+        self.max_tokens = max_tokens
+        self.num_requests = 0
+        """That wait, of all frontends."""
+        self.num_left = 0
+        """Of those that waited when the last step was planned: not all of them were let in."""
+        self.num_refused = 0
+        self._queues: dict[int, Queue] = {}
+
+    def limit_frontend(self, frontend: int, max_requests: int) -> None:
+        """A frontend may have no more than so many waiting, whether there is a limit for all or not."""
+        self._queue(frontend).max_requests = max_requests
+
+    def forget_frontend(self, frontend: int) -> None:
+        """It is gone, and its requests have ended."""
+        self._queues.pop(frontend, None)
+
+    def refusal(self, frontend: int, submit: Submit, num_free_slots: int) -> Refusal | None:
+        """Why a request must not join those that wait; None: it may."""
+        if submit.is_resumed or submit.output.size:
+            return None
+        queue = self._queues.get(frontend)
+        if queue is not None and queue.num_decided and submit.sample_index:
+            queue.num_decided -= 1
+            refusal = queue.refusal
+        else:
+            refusal = self._decide(frontend, submit, num_free_slots)
+            if submit.num_sequences > 1:
+                queue = self._queue(frontend)
+                queue.num_decided = submit.num_sequences - 1
+                queue.refusal = refusal
+        self.num_refused += refusal is not None
+        return refusal
+
+    def _decide(self, frontend: int, submit: Submit, num_free_slots: int) -> Refusal | None:
+        queue = self._queue(frontend)
+        max_requests, max_tokens = self._share(queue, self.max_requests), self._share(queue, self.max_tokens)
+        if queue.max_requests is not None:
+            max_requests = queue.max_requests if max_requests is None else min(queue.max_requests, max_requests)
+        if max_requests is None and max_tokens is None:
+            return None
+        num_requests, num_tokens = submit.num_sequences, submit.num_sequences * submit.prompt.size
+        num_startable = 0 if self.num_left else num_free_slots
+        is_over = max_requests is not None and queue.num_requests + num_requests - num_startable > max_requests
+        is_over |= max_tokens is not None and queue.num_tokens > 0 and queue.num_tokens + num_tokens > max_tokens
+        if not is_over:
+            return None
+        return Refusal(queue.num_requests, max_requests, queue.num_tokens, max_tokens, num_requests)
+
+    def _share(self, queue: Queue, limit: int | None) -> int | None:
+        """Of a limit, what a frontend may have: as much as each of the others that have something waiting."""
+        if limit is None or self.num_requests == queue.num_requests:
+            return limit
+        num_others = sum(other.num_requests > 0 for other in self._queues.values() if other is not queue)
+        return limit // (1 + num_others)
+
+    def _queue(self, frontend: int) -> Queue:
+        queue = self._queues.get(frontend)
+        if queue is None:
+            queue = self._queues[frontend] = Queue()
+        return queue
+
+    # What becomes of requests
+
+    def enter(self, sequence: Sequence) -> None:
+        """A request was taken."""
+        queue = self._queue(sequence.key[0])
+        self.num_requests += 1
+        queue.num_requests += 1
+        queue.num_tokens += sequence.num_prompt
+
+    def leave(self, sequence: Sequence) -> None:
+        """It got its first slot, or ended without one."""
+        queue = self._queue(sequence.key[0])
+        self.num_requests -= 1
+        queue.num_requests -= 1
+        queue.num_tokens -= sequence.num_prompt
+        self.num_left = min(self.num_left, self.num_requests)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompts that wait, of all frontends."""
+        return sum(queue.num_tokens for queue in self._queues.values())
+
+    def check_integrity(self, waiting: list[Sequence]) -> None:
+        """AssertionError unless these are the requests that have not started."""
+        assert self.num_requests == len(waiting), f"{self.num_requests} requests counted, {len(waiting)} wait"
+        assert self.num_requests == sum(queue.num_requests for queue in self._queues.values())
+        for frontend, queue in self._queues.items():
+            own = [sequence for sequence in waiting if sequence.key[0] == frontend]
+            assert (queue.num_requests, queue.num_tokens) == (len(own), sum(s.num_prompt for s in own)), frontend
