@@ -43,6 +43,9 @@ MAX_PACKET = 1 << 17
 MAX_DESCRIPTORS = 250
 MAX_TRACEBACK = 1 << 14
 
+FOR_THE_OWNER = (signal.SIGINT, signal.SIGTERM)
+"""Signals that processes of an engine ignore. They are spawned with them blocked."""
+
 OWNER_GONE = 117
 """Exit code of a child whose owner went away; nobody is left to see it."""
 
@@ -95,8 +98,9 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     die_with_owner(int(sys.argv[2]))
     control.set_inheritable(False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in FOR_THE_OWNER:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_OWNER)
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     start, fds = receive_frame(control)

@@ -311,6 +311,8 @@ class ProcessChild(RemoteChild):
         self._control.setblocking(False)
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
         self._stderr = StderrPipe(self._loop, read_end)
+        # Inherited, until the child ignores them: else one that is not that far would die of what is for the owner.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, child_program.FOR_THE_OWNER)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", child_program.__file__, str(theirs.fileno()), str(os.getpid())],
@@ -323,6 +325,7 @@ class ProcessChild(RemoteChild):
                 start_new_session=True,
             )
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()
             os.close(write_end)
         self.pid = self._process.pid
