@@ -21,6 +21,8 @@ from tests.test_tensor_parallel import streams as streams_of_ranks
 ENGINE: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 32, "long_prefill_token_threshold": 32}
 LOAD = make_requests(22, max_tokens=70)
 
+pytestmark = pytest.mark.timeout(150)
+
 
 @pytest.fixture
 def anyio_backend() -> str:
@@ -94,7 +96,6 @@ def check(stories: list[Story], expected: list[Story]) -> Comparison:
     return comparison
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("victims", [("scheduler",), ("worker0",), ("scheduler", "worker0")])
 async def test_streams_go_on_over_a_kill(
     make_llm: Callable[..., AsyncLLM], reference: list[Story], victims: tuple[str, ...]
