@@ -12,15 +12,15 @@ tests/ring/hostile.py for what exactly must hold.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from report import environment
+from report import environment, write_json
 
 from tests.actors import hostile_frontend
 from tests.ring import hostile
@@ -48,8 +48,22 @@ def main() -> None:
     print(f"{'all':32} {report.trials.total():9} {report.refused.total():9}")
     print(f"seed {options.seed}, {took:.0f} s; no crash, no hang, no message that was not sent")
     if options.json:
-        found = {"trials": dict(report.trials), "refused": dict(report.refused), "seed": options.seed, "seconds": took}
-        Path(options.json).write_text(json.dumps({"environment": environment(), **found}, indent=1))
+        targets = [*sorted(report.trials), "all"]
+        trials, refused = (
+            report.trials + Counter(all=report.trials.total()),
+            report.refused + Counter(all=report.refused.total()),
+        )
+        rows = [{"target": target, "trials": trials[target], "refused": refused[target]} for target in targets]
+        write_json(
+            options.json,
+            {
+                "bench": "fuzz_rings",
+                "environment": environment(),
+                "configuration": {"trials": options.trials, "seed": options.seed},
+                "seconds": round(took, 1),
+                "rows": rows,
+            },
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run every benchmark, write one JSON per benchmark, and generate docs/benchmarks.md from them.
+"""Run every benchmark, write one JSON per benchmark, and generate the pages under docs/ from them.
 
     python bench/run_all.py [NAME ...] [--peer-python-vllm PYTHON] [--peer-python-other PYTHON] [--models DIR] [--quick]
 
@@ -47,6 +47,8 @@ BENCHES = (
     ),
     Bench("simulation", ("--requests", "300")),
     Bench("parameters", ("--rounds", "1", "--tokens", "8")),
+    Bench("recovery", ("--kills", "1")),
+    Bench("fuzz_rings", ("--trials", "5000")),
     Bench("start", ("--rounds", "2")),
     Bench("idle", ("--seconds", "2", "--rounds", "2", "--aborts", "5"), {"--peer-python": "vllm"}),
 )
@@ -77,7 +79,7 @@ def main() -> int:
         parser.error(f"there is no benchmark {', '.join(sorted(unknown))}")
     results = ROOT / "build" / "bench" if arguments.quick else HERE / "results"
     results.mkdir(parents=True, exist_ok=True)
-    page = results / "benchmarks.md" if arguments.quick else ROOT / "docs" / "benchmarks.md"
+    pages = results if arguments.quick else ROOT / "docs"
     peers = {"vllm": arguments.peer_python_vllm, "other": arguments.peer_python_other}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     failed = []
@@ -90,8 +92,9 @@ def main() -> int:
         print(f"== {bench.name}: {time.monotonic() - began:.0f} s, status {status}", flush=True)
         if status:
             failed.append(bench.name)
-    page.write_text(generate(results))
-    print(f"\nwrote {page.relative_to(ROOT)}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    for name, text in generate(results).items():
+        (pages / name).write_text(text)
+    print(f"\nwrote the pages in {pages.relative_to(ROOT)}" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0
 
 

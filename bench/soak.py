@@ -190,7 +190,11 @@ def main() -> None:
         os.execvp(OWN_SHARED_MEMORY[0], [*OWN_SHARED_MEMORY, sys.executable, *sys.argv])
     load_before = os.getloadavg()
     table, growth, wrong = anyio.run(soak, arguments.minutes, arguments.seed)
-    print_table("soak", [{"figure": name, "value": str(value)} for name, value in table.items()])
+    rows = [
+        {"figure": name, "value": value if isinstance(value, int | float) else str(value)}
+        for name, value in table.items()
+    ]
+    print_table("soak", rows)
     print_table("growth", growth)
     print(*wrong[:20], sep="\n")
     if arguments.json:
@@ -201,7 +205,7 @@ def main() -> None:
                 "environment": environment(),
                 "load_before": [round(x, 2) for x in load_before],
                 "configuration": {"minutes": arguments.minutes, "seed": arguments.seed, "dtype": "float32"},
-                "figures": table,
+                "rows": rows,
                 "growth": growth,
                 "wrong": wrong[:100],
             },
