@@ -39,8 +39,10 @@ def in_the_simulator() -> None:
 async def on_the_engine() -> None:
     # A class of the program itself is there only for a scheduler in the same process; one in a module is for any.
     async with AsyncLLM("storyteller", topology="inline", scheduling_policy="lars") as llm:
-        output = await llm.complete("Once upon a time", SamplingParams(max_tokens=30), slo=SLO(ttft=1.0, tpot=0.05))
-    print(f"lars: {output.outputs[0].text!r}")
+        output = await llm.complete(
+            "Once upon a time", SamplingParams(max_tokens=30, seed=3), slo=SLO(ttft=1.0, tpot=0.05)
+        )
+    print(f"lars: Once upon a time{output.outputs[0].text}")
 
 
 if __name__ == "__main__":
