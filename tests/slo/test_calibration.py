@@ -95,6 +95,6 @@ def test_a_run_of_vllm_is_predicted_from_its_first_half() -> None:
     )
     # A data sheet's guess: 16 GB of weights and 128 KiB of KV per token at 1 TB/s, 11,000 prompt tokens per second.
     start = linear(0.016, 9e-5, 0.0, 1.3e-7, 0.0, 0.0)
-    found = fit_to_run(workload, measured, shape, start, np.arange(300) < 150, max_runs=10)
+    found = fit_to_run(workload, measured, shape, start, np.arange(300) < 150, max_runs=7)
     for latency in ("ttft", "tpot", "e2e"):
         assert abs(found.unseen[latency]) < 0.1, found.unseen
