@@ -1362,6 +1362,8 @@ class Scheduler:
         named = [s for record in in_flight for s in (*record.rows.sequences, *(p for p, _ in record.prefills))]
         if in_flight:
             self.ledger.void(in_flight[0].step)
+        self._suspects.clear()  # from here on the quarantine says who is tried, and nobody else
+        self._restrict()
         for sequence in self.running():
             self._preempt(sequence)
         self._builder.forget_worker()

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from actorllm.messages import StepFailed
 from actorllm.scheduling.recording import RecordedScheduler, replay
 from tests.scheduling.conftest import EOS, Engine, make_scheduler, reference_stream
 
@@ -49,6 +50,20 @@ def test_what_was_cached_died_with_the_workers(engine: Engine) -> None:
     engine.run()
     assert engine.ends[2].sequence.num_cached_tokens == 0
     assert engine.streams[1] == engine.streams[2]
+
+
+def test_a_trial_of_failed_steps_ends_with_the_workers(engine: Engine) -> None:
+    """Two trials at a time, each of which holds back whom the other one tries, would be no trial at all."""
+    submit_some(engine)
+    plan = engine.launch()
+    assert plan is not None
+    engine.apply(engine.scheduler.fail(StepFailed(step=plan.step, error="something"), engine.now))
+    engine.results.clear()
+    assert engine.scheduler.statistics().num_retrying > 1
+    engine.lose_workers()
+    assert engine.scheduler.statistics().num_retrying == 0
+    engine.run()
+    assert engine.streams == {rid: stream_of(rid) for rid in range(1, 7)}
 
 
 def test_it_is_counted_for_those_it_interrupted(engine: Engine) -> None:
