@@ -364,6 +364,11 @@ class Replica:
             self._tell([end])
         self._happened(now)
 
+    def expire(self, now: float) -> None:
+        """Requests whose deadline has passed end."""
+        self._tell(self.scheduler.expire(now))
+        self._happened(now)
+
     def abort_at(self, at: float, key: Key) -> None:
         """Somebody will give up then, if it is not done by then."""
         heapq.heappush(self._aborts, (at, key))
@@ -792,7 +797,7 @@ def rerun(entries: Iterable[Entry], scheduler: Scheduler) -> list[StepPlan]:
             has_planned = True
         elif verb == "finish":
             finishes.setdefault(last_step, []).extend(((f, rid), reason, stop) for (f, rid), reason, stop in argument)
-        elif verb in ("submit", "abort", "unblock"):
+        elif verb in ("submit", "abort", "unblock", "expire"):
             arrivals.append((now, call, argument))
             has_planned = False
         else:
@@ -809,6 +814,8 @@ def rerun(entries: Iterable[Entry], scheduler: Scheduler) -> list[StepPlan]:
                 replica.submit(int(frontend), argument, now)
             case "abort":
                 replica.abort([(f, rid) for f, rid in argument], now)
+            case "expire":
+                replica.expire(now)
             case _:
                 replica.unblock((argument[0][0], argument[0][1]), argument[1], now)
     replica.run_until(math.inf)

@@ -14,7 +14,7 @@ import pytest
 
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
-from actorllm.messages import StepPlan, pack
+from actorllm.messages import StepPlan, StepResult, Submit, pack
 from actorllm.scheduling.policy import Admit, KeyPlanner, KeyPolicy, PlanPolicy, load_policy
 from actorllm.scheduling.recording import Entry, RecordedScheduler, replay
 from actorllm.scheduling.scheduler import Scheduler
@@ -400,6 +400,34 @@ def test_a_simulation_is_a_recording_of_the_real_scheduler(depth: int, policy: s
     assert run.timeline.num_cached.any()
     assert digest(plans) == digest(replay(entries, fresh())) == digest(rerun(entries, fresh()))
     assert len(plans) == run.num_steps
+
+
+def test_a_recording_in_which_a_deadline_passes_runs_again() -> None:
+    entries: list[Entry] = []
+    scheduler = RecordedScheduler(sink=entries.append, policy=load_policy("fcfs"), **SHAPE.scheduler_arguments())
+
+    def submit(rid: int, now: float, deadline: float | None = None) -> None:
+        prompt = np.full(20, rid, np.int32)
+        scheduler.submit(0, Submit(rid=rid, arrival=now, prompt=prompt, max_tokens=4, deadline=deadline), now)
+
+    def update(step: int, now: float) -> None:
+        rows = len(next(iter(scheduler.ledger)).rows)
+        scheduler.update(StepResult(step=step, tokens=np.full(rows, 7, np.int32)), now)
+
+    submit(1, 0.0, deadline=0.7)
+    scheduler.schedule(0.0)
+    scheduler.schedule(0.0)
+    update(1, 0.5)
+    scheduler.schedule(0.5)
+    assert len(scheduler.expire(0.7)) == 1
+    submit(2, 0.8)
+    update(2, 1.0)
+    scheduler.schedule(1.0)
+    update(3, 1.5)
+    scheduler.schedule(1.5)
+    plans = [digest(drive(entries, SHAPE.scheduler(load_policy("fcfs")))) for drive in (replay, rerun)]
+    assert plans[0] == plans[1]
+    assert len(plans[0]) == 5
 
 
 def test_the_shape_is_that_of_an_engine(tmp_path: Path) -> None:
