@@ -1403,7 +1403,7 @@ class Scheduler:
         self.now = now
         if self._prefilling or self._waiting or self._preempted or self._tokenless or not self.has_room:
             return 0
-        if self.kv.has_copies or self._interrupted or self._quarantine:
+        if self.kv.has_copies or self._interrupted or self._quarantine or self._is_restricted:
             return 0
         batch, kv, rows = self.batch, self.kv, self.batch.rows()
         slots, index = rows.slots, rows.index
