@@ -56,7 +56,7 @@ class Pulse:
         """A new page and its descriptor, which the caller owns. Raises OSError."""
         fd = os.memfd_create("actorllm-pulse", os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(fd, 0, NUM_BYTES)
+            os.write(fd, bytes(NUM_BYTES))  # of memory, not of /dev/shm; written, it cannot be missing later
             return cls(fd), fd
         except BaseException:
             os.close(fd)
