@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -240,6 +242,25 @@ async def test_from_another_program(table: torch.Tensor) -> None:
         assert found.outputs[0].token_ids == expected.outputs[0].token_ids
         with pytest.raises(InvalidPromptError, match=r"not of shape \(2, 3\)"):
             await guest.complete({"prompt_embeds": torch.zeros(2, 3)}, GREEDY)
+
+
+async def test_they_go_on_over_the_death_of_the_scheduler(llm: LLM, table: torch.Tensor) -> None:
+    """The next one takes the rows from the journal, and the worker takes them from the next one."""
+    (ids,), (prompt,) = own_rows(llm, table, TEXT)
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    [[expected]] = streams(llm, [{"prompt_token_ids": ids}], params)
+    async with AsyncLLM(
+        "storyteller", enable_prompt_embeds=True, dtype="float32", num_threads=1, block_size=16
+    ) as killed:
+        heard: list[int] = []
+        async for output in killed.generate(prompt, params):
+            if not heard:
+                pid = killed.health().actors["scheduler"].pid
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
+            heard = output.outputs[0].token_ids
+    assert heard == expected
+    assert output.metrics.num_recoveries == 1
 
 
 def test_stepped_by_hand(table: torch.Tensor) -> None:

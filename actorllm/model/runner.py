@@ -202,20 +202,23 @@ class ModelRunner:
     @torch.inference_mode()
     def allocate(self, num_blocks: int) -> None:
         """Make the KV cache and the empty batch. Pages are mapped when they are first written."""
-        c, config = self.model_config, self.config
-        size = config.cache.block_size
-        length = config.model.max_model_len + config.scheduler.num_lookahead_tokens
+        c, size = self.model_config, self.config.cache.block_size
         self.cache = KVCache(c.num_layers, self.decoder.num_kv_heads, c.head_dim, num_blocks, size, self.dtype)
-        self.batch = PersistentBatch(
-            vocab_size=c.vocab_size,
-            block_size=size,
-            num_blocks=num_blocks,
-            max_blocks=-(-length // size),
-            padding_block=self.cache.padding_block,
-            embedding_bytes=config.model.embedding_bytes,
-        )
+        self.batch = self._empty_batch()
         self._rows = None
         self._is_half_done = False
+
+    def _empty_batch(self) -> PersistentBatch:
+        config, cache = self.config, self.cache
+        length = config.model.max_model_len + config.scheduler.num_lookahead_tokens
+        return PersistentBatch(
+            vocab_size=self.model_config.vocab_size,
+            block_size=cache.block_size,
+            num_blocks=cache.num_blocks,
+            max_blocks=-(-length // cache.block_size),
+            padding_block=cache.padding_block,
+            embedding_bytes=config.model.embedding_bytes,
+        )
 
     @torch.inference_mode()
     def forget_requests(self) -> None:
@@ -227,13 +230,7 @@ class ModelRunner:
         if self._is_half_done:
             self.cache.zero(np.arange(old.num_blocks, dtype=np.int32))
         self.is_torn = self._is_half_done = False
-        self.batch = PersistentBatch(
-            vocab_size=old.vocab_size,
-            block_size=old.block_size,
-            num_blocks=old.num_blocks,
-            max_blocks=old.max_blocks,
-            padding_block=old.padding_block,
-        )
+        self.batch = self._empty_batch()
         # What is kept of a row set (in the sampler, in the attention) is told by these numbers: none may come again.
         self.batch.rows_version = old.rows_version + 1
         self.batch.decode_version = old.decode_version + 1
