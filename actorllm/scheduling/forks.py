@@ -5,6 +5,8 @@ siblings follow it, unseen by the policy, until the step that computes the end o
 becomes a *fork*, which shares the full blocks, gets a copy of the block that the prompt ends in, and samples from the leader's
 logits. Whoever does not fit waits from then on like any other request, and so do all of them if the leader ends before.
 
+Until then a policy by keys keeps slots and blocks for them from whoever comes behind the leader (`View.fork_room`).
+
 A preempted leader keeps its followers: it comes back, and has its prompt still to compute. Owned by the scheduler.
 """
 
@@ -23,6 +25,10 @@ class Followers:
 
     def has_any(self, leader: Sequence) -> bool:
         return leader in self._followers
+
+    def count(self, leader: Sequence) -> int:
+        """How many follow this one."""
+        return len(self._followers.get(leader, ()))
 
     def add(self, sequence: Sequence, leader: Sequence) -> None:
         self.leaders[sequence] = leader

@@ -148,6 +148,10 @@ class View(Protocol):
         """Known tokens of a request whose KV is neither computed nor being computed nor, if it waits, cached."""
         ...
 
+    def fork_room(self, sequence: Sequence) -> tuple[int, int]:
+        """Slots and blocks for the siblings of a request who start when its prompt is computed."""
+        ...
+
     def running(self) -> list[Sequence]:
         """Every request that holds a slot."""
         ...
@@ -300,6 +304,12 @@ class Room:
         self.slots += 1
         self.blocks += view.kv.num_exclusive(victim.slot, sequence.hits)
 
+    def keep(self, slots: int, blocks: int) -> None:
+        """So much is for somebody who comes before all that are still to be served, as far as there is as much."""
+        if slots:
+            self.slots = max(0, self.slots - slots)
+            self.blocks = max(0, self.blocks - blocks)
+
     def fits(self, sequence: Sequence, remaining: int, num_more: int = 0) -> bool:
         """Whether `serve` would give a prompt tokens, if there were so many more of them."""
         left = self.left + num_more
@@ -429,6 +439,7 @@ class KeyPlanner:
                 sequence = started.pop()[-1]
                 if sequence not in decision.preempt:  # it may have given way meanwhile
                     room.serve(sequence, view.remaining(sequence))
+                    room.keep(*view.fork_room(sequence))
                 continue
             if head is None:
                 break
@@ -473,6 +484,7 @@ class KeyPlanner:
             return Admit.SKIP if room.has_long and not sequence.is_whole else Admit.WAIT
         room.slots -= 1
         room.blocks -= blocks
+        room.keep(*view.fork_room(sequence))
         return Admit.ADMIT
 
     def _who_gives_way(

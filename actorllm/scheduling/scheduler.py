@@ -1473,6 +1473,14 @@ class Scheduler:
         _ = self.kv.num_free  # slots that were emptied give their blocks back first
         return self.kv.pool.num_referenced(sequence.hits)
 
+    def fork_room(self, sequence: Sequence) -> tuple[int, int]:
+        count = self._followers.count(sequence) if self._followers.leaders else 0
+        if not count:
+            return 0, 0
+        # What lies behind the full blocks of the prompt, each has for itself.
+        num_blocks = self.kv.blocks_for(sequence.num_prompt + self._ahead) - sequence.num_prompt // self.kv.block_size
+        return count, count * num_blocks
+
     def remaining(self, sequence: Sequence) -> int:
         if sequence.slot < 0:
             self._look_up(sequence)

@@ -92,6 +92,39 @@ def test_no_more_forks_than_slots_and_blocks() -> None:
     check(few_blocks, rids, range(18))
 
 
+def test_nobody_who_comes_later_takes_their_slots() -> None:
+    """Not in the step that computes the prompt, and not while a long one is computed."""
+    engine = Engine(max_num_seqs=8, num_blocks=200, max_num_batched_tokens=64)
+    rids = [engine.submit_several(1 + 10 * i, 4, [i, *PROMPT], ignore_eos=True) for i in range(8)]
+    engine.launch()
+    assert sorted(sequence.key[1] for sequence in engine.scheduler.running()) == [*rids[0], *rids[1]]
+    engine.run()
+    assert statistics(engine) == (8 * (len(PROMPT) + 1), 8 * 3)
+    slow = Engine(max_num_seqs=4, num_blocks=200, max_num_batched_tokens=16)
+    first = slow.submit_several(1, 4, range(28), ignore_eos=True)
+    for rid in range(11, 17):
+        slow.submit(rid, range(rid, rid + 5), ignore_eos=True)
+    slow.run()
+    check(slow, first, range(28))
+    assert slow.scheduler.statistics().num_forks == 3
+    started = [slow.ends[rid].sequence.scheduled for rid in (*first, *range(11, 17))]
+    assert started == sorted(started)
+
+
+def test_a_more_urgent_request_takes_a_slot_that_is_kept_for_them() -> None:
+    engine = Engine(policy=load_policy("priority"), max_num_seqs=4, num_blocks=200, max_num_batched_tokens=16)
+    rids = engine.submit_several(1, 4, range(28), ignore_eos=True, priority=5)
+    engine.launch()
+    engine.submit(9, range(3), ignore_eos=True, priority=1)
+    engine.submit(10, range(4), ignore_eos=True, priority=9)
+    engine.launch()
+    assert sorted(sequence.key[1] for sequence in engine.scheduler.running()) == [1, 2, 3, 9]
+    engine.run()
+    check(engine, rids, range(28))
+    assert engine.scheduler.statistics().num_preemptions == 0
+    assert engine.scheduler.statistics().num_forks >= 2
+
+
 def test_headroom_is_left(build_engine: Callable[..., Any]) -> None:
     engine = build_engine(num_blocks=10, watermark=0.5)
     engine.submit_several(1, 4, range(10), ignore_eos=True)
