@@ -323,8 +323,9 @@ class Engine:
         self.worker = ScriptedWorker(self.scheduler.kv.block_size, self.scheduler.kv.pool.num_blocks)
         self.scheduler.check_integrity()
 
-    def run(self, max_steps: int = 1000) -> None:
+    def run(self) -> None:
         """Until nothing is left to do."""
+        max_steps = 1000 + 100 * len(self.streams)  # one after the other, in small chunks, and some of them again
         for _ in range(max_steps):
             while self.scheduler.has_room and self.launch() is not None:
                 pass
