@@ -168,6 +168,31 @@ async def test_a_bad_prompt_fails_the_request_once(llm: AsyncLLM) -> None:
     await becomes_idle(llm)
 
 
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_request_that_cannot_be_made_fails_and_nobody_waits(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    def cannot(**_: Any) -> None:
+        raise ValueError("too odd")
+
+    with monkeypatch.context() as patch, anyio.fail_after(20):
+        patch.setattr("actorllm.engine.Submit", cannot)
+        with pytest.raises(RequestFailedError, match="cannot be made: ValueError"):
+            await llm.complete(PROMPT, several(n))
+    assert len((await llm.complete(PROMPT, several(n))).outputs) == n
+    await becomes_idle(llm)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_the_watch_is_told_of_work(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    """Else it would sleep while the first request of an idle engine hangs."""
+    await becomes_idle(llm)
+    told: list[bool] = []
+    monkeypatch.setattr(llm._engine._frontend, "on_work", lambda: told.append(True))
+    await llm.complete(PROMPT, several(n))
+    assert told == [True]
+
+
 async def test_metrics_span_all_sequences(llm: AsyncLLM) -> None:
     output = await llm.complete(PROMPT, several(3))
     metrics = output.metrics

@@ -162,21 +162,10 @@ class FrontendActor(Actor):
 
     def submit(self, make_submit: Callable[[int], Submit], consumer: Consumer, on_rid: Callable[[int], None]) -> None:
         """Journal a request and send it. Its outputs and its end, whatever it is, go to the consumer."""
-        if self._error is not None:
-            consumer.fail(self._error)
-            self._wake([consumer])
-            return
         rid = self.next_rid()
-        try:
-            submit = make_submit(rid)
-        except Exception as error:
-            logger.exception("a request cannot be made")
-            known = isinstance(error, ActorLLMError)
-            consumer.fail(error if known else RequestFailedError(f"the request cannot be made: {error!r}"))
-            self._wake([consumer])
+        submit = self._made(lambda: make_submit(rid), [consumer])
+        if submit is None:
             return
-        if not self._journal:
-            self.on_work()
         self._journal[rid] = JournalEntry(submit, consumer, submit.output.tolist())
         on_rid(rid)
         self._post(submit)
@@ -188,17 +177,34 @@ class FrontendActor(Actor):
 
         So the scheduler knows of all of them when it computes their prompt.
         """
-        if self._error is not None:
-            for consumer in consumers:
-                consumer.fail(self._error)
-            self._wake(list(consumers))
-            return
         rids = [self.next_rid() for _ in consumers]
-        submit = replace(make_submit(rids[0]), siblings=np.array(rids[1:], np.int32))
+        submit = self._made(lambda: replace(make_submit(rids[0]), siblings=np.array(rids[1:], np.int32)), consumers)
+        if submit is None:
+            return
         for sequence, consumer in zip(sequences_of(submit), consumers, strict=True):
             self._journal[sequence.rid] = JournalEntry(sequence, consumer)
             on_rid(sequence.rid)
         self._post(submit)
+
+    def _made(self, make: Callable[[], Submit], consumers: Sequence[Consumer]) -> Submit | None:
+        """The message of a request that is about to be journaled; None: it cannot be, and its consumers are told why."""
+        if self._error is not None:
+            error: BaseException = self._error
+        else:
+            try:
+                submit = make()
+            except Exception as caught:
+                logger.exception("a request cannot be made")
+                known = isinstance(caught, ActorLLMError)
+                error = caught if known else RequestFailedError(f"the request cannot be made: {caught!r}")
+            else:
+                if not self._journal:
+                    self.on_work()
+                return submit
+        for consumer in consumers:
+            consumer.fail(error)
+        self._wake(list(consumers))
+        return None
 
     def abort(self, rid: int) -> None:
         """End a request; the consumer still gets its final output, with finish_reason 'abort'."""
