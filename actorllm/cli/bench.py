@@ -1,8 +1,9 @@
 """`actorllm bench`: throughput, latency and start-up of one engine, measured from outside as an application sees them.
 
-The options, and the keys of the JSON that `--output-json` writes, are those of `vllm bench`, so that the same scripts read
-both. Prompts are random token ids, all requests go on to their full length, and prefix caching is off. Called by the command
-line.
+The keys of the JSON that `--output-json` writes are those of `vllm bench`, so that the same scripts read both. So are the
+options, but not all of vLLM's are there: no data sets (prompts are random token ids), no other backends, no LoRA, and neither
+`--async-engine`, `--prequeue-requests` nor `--profile`. All requests go on to their full length, and prefix caching is off
+unless it is asked for. Called by the command line.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from cyclopts import App
 
-from actorllm.cli.options import EngineOptions
+from actorllm.cli.options import EngineOptions, SeededEngineOptions
 from actorllm.errors import ConfigError, EngineStartError
 
 if TYPE_CHECKING:
@@ -32,12 +33,12 @@ bench = App(name="bench", help="Measure throughput, latency or start-up of an en
 @bench.command
 def throughput(
     *,
-    engine_options: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
+    engine_options: SeededEngineOptions = SeededEngineOptions(),  # noqa: B008 - frozen
     input_len: int = 128,
     output_len: int = 128,
+    n: int = 1,
     num_prompts: int = 1000,
     num_warmups: int = 1,
-    seed: int = 0,
     disable_detokenize: bool = False,
     output_json: Path | None = None,
 ) -> None:
@@ -49,6 +50,8 @@ def throughput(
         Tokens of each prompt.
     output_len
         Tokens generated for each.
+    n
+        Sequences generated for each.
     num_warmups
         Requests before the clock starts.
     disable_detokenize
@@ -56,9 +59,10 @@ def throughput(
     output_json
         Write the results to this file.
     """
-    _check(output_json, input_len=input_len, output_len=output_len, num_prompts=num_prompts)
+    _check(output_json, input_len=input_len, output_len=output_len, n=n, num_prompts=num_prompts)
+    seed = engine_options.seed or 0
     with _llm(engine_options, input_len + output_len) as llm:
-        params = _params(output_len, disable_detokenize)
+        params = _params(output_len, disable_detokenize, n)
         if num_warmups > 0:
             llm.generate(_prompts(llm, num_warmups, input_len, seed + 1), params, use_tqdm=False)
         prompts = _prompts(llm, num_prompts, input_len, seed)
@@ -66,7 +70,7 @@ def throughput(
         outputs = llm.generate(prompts, params)
         elapsed = time.perf_counter() - began
     num_input = sum(len(output.prompt_token_ids) for output in outputs)
-    num_output = sum(len(output.outputs[0].token_ids) for output in outputs)
+    num_output = sum(len(one.token_ids) for output in outputs for one in output.outputs)
     total = num_input + num_output
     print(
         f"Throughput: {num_prompts / elapsed:.2f} requests/s, {total / elapsed:.2f} total tokens/s, "
@@ -90,10 +94,12 @@ def throughput(
 @bench.command
 def latency(
     *,
-    engine_options: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
+    engine_options: SeededEngineOptions = SeededEngineOptions(),  # noqa: B008 - frozen
     input_len: int = 32,
     output_len: int = 128,
     batch_size: int = 8,
+    n: int = 1,
+    use_beam_search: bool = False,
     num_iters_warmup: int = 10,
     num_iters: int = 30,
     disable_detokenize: bool = False,
@@ -109,6 +115,10 @@ def latency(
         Tokens generated for each.
     batch_size
         Requests at once.
+    n
+        Sequences generated for each; with beam search, its width.
+    use_beam_search
+        Search instead of sampling.
     num_iters_warmup
         Batches before the clock starts.
     num_iters
@@ -118,14 +128,20 @@ def latency(
     output_json
         Write the results to this file.
     """
-    _check(output_json, input_len=input_len, output_len=output_len, batch_size=batch_size, num_iters=num_iters)
+    from actorllm import BeamSearchParams, TokensPrompt
+
+    _check(output_json, input_len=input_len, output_len=output_len, batch_size=batch_size, n=n, num_iters=num_iters)
     with _llm(engine_options, input_len + output_len) as llm:
-        params = _params(output_len, disable_detokenize)
+        params = _params(output_len, disable_detokenize, n)
+        beams = BeamSearchParams(beam_width=n, max_tokens=output_len, ignore_eos=True)
         prompts = _prompts(llm, batch_size, input_len, 0)
 
         def run() -> float:
             began = time.perf_counter()
-            llm.generate(prompts, params, use_tqdm=False)
+            if use_beam_search:
+                llm.beam_search([TokensPrompt(prompt_token_ids=ids) for ids in prompts], beams)
+            else:
+                llm.generate(prompts, params, use_tqdm=False)
             return time.perf_counter() - began
 
         _repeat(run, num_iters_warmup, "Warmup iterations")
@@ -146,7 +162,7 @@ def latency(
 @bench.command
 def startup(
     *,
-    engine_options: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
+    engine_options: SeededEngineOptions = SeededEngineOptions(),  # noqa: B008 - frozen
     num_iters_cold: int = 3,
     num_iters_warmup: int = 1,
     num_iters_warm: int = 3,
@@ -230,17 +246,17 @@ def _llm(options: EngineOptions, num_tokens: int) -> LLM:
     from actorllm.config import EngineConfig
     from actorllm.llm import LLM
 
-    arguments = options.arguments() | {"enable_prefix_caching": False}
+    arguments = {"enable_prefix_caching": False} | options.arguments()
     longest = EngineConfig.from_arguments(options.model, **arguments).model.max_model_len
     if num_tokens > longest:
         raise ConfigError(f"input_len and output_len are {num_tokens} together, and max_model_len is {longest}")
     return LLM(options.model, **arguments)
 
 
-def _params(output_len: int, disable_detokenize: bool) -> SamplingParams:
+def _params(output_len: int, disable_detokenize: bool, n: int) -> SamplingParams:
     from actorllm.request import SamplingParams
 
-    return SamplingParams(max_tokens=output_len, ignore_eos=True, detokenize=not disable_detokenize)
+    return SamplingParams(n=n, max_tokens=output_len, ignore_eos=True, detokenize=not disable_detokenize)
 
 
 def _prompts(llm: LLM, count: int, length: int, seed: int) -> list[list[int]]:

@@ -22,15 +22,38 @@ if TYPE_CHECKING:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Arguments of the engine, as in `AsyncLLM`."""
+    """Arguments of the engine, as in `AsyncLLM`; what is not given is left to its default, and it checks what is."""
 
     model: str = "storyteller"
     """A bundled model, a folder, or a Hugging Face id."""
+    tokenizer: str | None = None
+    """A folder, when it is not the model's."""
     dtype: str = "auto"
+    load_format: str | None = None
+    """dummy: random weights."""
+    model_impl: str | None = None
+    """vllm: the fused forwards; transformers: its modules; auto: the first that can."""
     max_model_len: int | None = None
     max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_partial_prefills: int | None = None
+    long_prefill_token_threshold: int | None = None
+    scheduling_policy: str | None = None
+    async_scheduling: bool | None = None
+    block_size: int | None = None
+    enable_prefix_caching: bool | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float | None = None
+    """Of the machine's memory, on a CPU."""
+    tensor_parallel_size: int | None = None
+    max_logprobs: int | None = None
+    generation_config: str | None = None
+    enforce_eager: bool | None = None
+    trust_remote_code: bool | None = None
     topology: str = "process"
     num_threads: int | None = None
+    on_failure: str | None = None
+    """When a process of the engine dies: restart, or raise."""
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of a front door; what was not given is left to its default."""
@@ -43,6 +66,15 @@ class EngineOptions:
         from actorllm.engine import Engine
 
         return Engine(EngineConfig.from_arguments(self.model, **self.arguments()))
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SeededEngineOptions(EngineOptions):
+    """The same where `--seed` is not that of one request."""
+
+    seed: int | None = None
+    """Requests that bring no seed get one made of this."""
 
 
 @Parameter(name="*")

@@ -18,7 +18,7 @@ from cyclopts import Parameter
 
 from actorllm.actors.engine_thread import ThreadHost
 from actorllm.cli.batch_format import BatchRequest, custom_id_of, error_line, parse_line, success_line
-from actorllm.cli.options import EngineOptions
+from actorllm.cli.options import SeededEngineOptions
 from actorllm.engine import Engine
 from actorllm.errors import ActorLLMError, ConfigError, InvalidParameterError, RequestError
 from actorllm.stream import RequestStream
@@ -29,7 +29,7 @@ def run_batch(
     output_file: Annotated[Path, Parameter(name=["--output-file", "-o"])],
     /,
     *,
-    engine_options: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
+    engine_options: SeededEngineOptions = SeededEngineOptions(),  # noqa: B008 - frozen
     served_model_name: str | None = None,
     max_concurrency: int = 512,
 ) -> None:

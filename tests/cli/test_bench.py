@@ -33,9 +33,12 @@ def test_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "Throughput: " in out
     assert "Total num output tokens:  15" in out
+    options = ("--n", "2", "--seed", "3", "--enable-prefix-caching", "--max-num-seqs", "4")
+    assert bench(tmp_path, "throughput", *sizes, *options)["total_num_tokens"] == 5 * (7 + 2 * 3)
 
 
-def test_latency(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("--n", "2"), ("--n", "2", "--use-beam-search")], ids=str)
+def test_latency(tmp_path: Path, more: tuple[str, ...]) -> None:
     sizes = (
         "--batch-size",
         "2",
@@ -48,7 +51,7 @@ def test_latency(tmp_path: Path) -> None:
         "--num-iters-warmup",
         "1",
     )
-    results = bench(tmp_path, "latency", *sizes)
+    results = bench(tmp_path, "latency", *sizes, *more)
     assert list(results) == ["model_id", "avg_latency", "latencies", "percentiles"]
     assert len(results["latencies"]) == 4
     assert results["avg_latency"] == pytest.approx(sum(results["latencies"]) / 4)
@@ -74,6 +77,7 @@ def test_startup(tmp_path: Path) -> None:
     [
         (["throughput", "--input-len", "1000", "--output-len", "100"], "1100 together, and max_model_len is 1024"),
         (["latency", "--num-iters", "0"], "num_iters=0"),
+        (["latency", "--n", "0"], "n=0"),
         (["throughput", "--output-json", "/nowhere/x.json"], "/nowhere/x.json"),
         (["startup", "--model", "nowhere"], "no model 'nowhere'"),
     ],
