@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import orjson
 
 from actorllm.engine import Prompt
 from actorllm.errors import ActorLLMError, InvalidParameterError, InvalidPromptError, RequestFailedError
-from actorllm.request import RequestOutput, RequestOutputKind, SamplingParams
+from actorllm.request import CompletionOutput, Logprob, RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.text.chat import Conversation
 
 CHAT = "/v1/chat/completions"
@@ -41,8 +41,6 @@ OF_A_CONVERSATION = (
 )
 
 ONLY_AS: dict[str, tuple[Any, ...]] = {
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
     "tool_choice": (None, "none"),
     "response_format": (None, {"type": "text"}),
     "suffix": (None,),
@@ -68,6 +66,8 @@ class BatchRequest:
     tokenization: dict[str, Any]
     priority: int
     echo: bool
+    num_logprobs: int | None
+    """Most likely tokens to show beside each of the output; -1: all; None: no log-probabilities."""
 
 
 def custom_id_of(line: bytes) -> str | None:
@@ -127,11 +127,39 @@ def parse_line(line: bytes, defaults: Mapping[str, Any], model: str) -> BatchReq
         prompts = tuple(text if salt is None else _salted(text, salt) for text in texts)
         given.setdefault("max_tokens", 16)
     echo = bool(given.pop("echo", False))
+    num_logprobs = _num_logprobs(url, given)
+    if num_logprobs is not None:
+        given["logprobs"] = None if given.get("logprob_token_ids") else num_logprobs
+        if echo and url == COMPLETIONS and given.get("prompt_logprobs") is None:
+            given["prompt_logprobs"] = num_logprobs
     if "output_kind" in given:
         raise InvalidParameterError("output_kind: the responses of a batch are whole; leave it out")
     fields = {name: value for name, value in given.items() if value is not None}  # null means: not given
     params = SamplingParams(**{"max_tokens": None, **defaults, **fields, "output_kind": RequestOutputKind.FINAL_ONLY})
-    return BatchRequest(custom_id, url, prompts, params, tokenization, priority, echo)
+    return BatchRequest(custom_id, url, prompts, params, tokenization, priority, echo, num_logprobs)
+
+
+def _num_logprobs(url: str, given: dict[str, Any]) -> int | None:
+    """Take what asks for log-probabilities out of a body: a number in one API, a switch and a number in the other."""
+    logprobs, top = given.pop("logprobs", None), given.pop("top_logprobs", None)
+    if url == COMPLETIONS:
+        if top:
+            raise InvalidParameterError(f"top_logprobs={top!r:.80} is for conversations; use logprobs={top!r:.80}")
+        asked = None if logprobs is False else logprobs
+    elif not isinstance(logprobs, bool | None):
+        raise InvalidParameterError(f"logprobs={logprobs!r:.80} must be true or false; the number goes to top_logprobs")
+    elif not logprobs and top:
+        raise InvalidParameterError(f"top_logprobs={top!r:.80} needs logprobs=true")
+    else:
+        asked = (top or 0) if logprobs else None
+    if asked is None:
+        if given.get("logprob_token_ids"):
+            raise InvalidParameterError("logprob_token_ids needs logprobs too")
+        return None
+    if isinstance(asked, bool) or not isinstance(asked, int) or asked < -1:
+        name = "logprobs" if url == COMPLETIONS else "top_logprobs"
+        raise InvalidParameterError(f"{name}={asked!r:.80} must be a number >= 0, or -1 for those of all tokens")
+    return asked
 
 
 def _prompts_of(prompt: Any) -> list[Prompt]:
@@ -149,16 +177,21 @@ def _salted(prompt: Prompt, salt: Any) -> Prompt:
     return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, "cache_salt": salt}
 
 
-def success_line(request: BatchRequest, outputs: list[RequestOutput], model: str) -> bytes:
-    """The line of a request whose prompts are all answered; outputs in the order of its prompts."""
+def success_line(
+    request: BatchRequest, outputs: list[RequestOutput], model: str, decode: Callable[[int], str]
+) -> bytes:
+    """The line of a request whose prompts are all answered; outputs in the order of its prompts.
+
+    decode: the text of a token that has no log-probability, which is the first one of a prompt.
+    """
     choices = [
-        _choice(request, len(output.outputs) * number + one.index, output, one)
+        _choice(request, len(output.outputs) * number + one.index, output, one, decode)
         for number, output in enumerate(outputs)
         for one in output.outputs
     ]
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_completion = sum(len(one.token_ids) for output in outputs for one in output.outputs)
-    body = {
+    body: dict[str, Any] = {
         "id": f"{'chatcmpl' if request.url == CHAT else 'cmpl'}-{uuid.uuid4().hex}",
         "object": "chat.completion" if request.url == CHAT else "text_completion",
         "created": int(time.time()),
@@ -170,10 +203,14 @@ def success_line(request: BatchRequest, outputs: list[RequestOutput], model: str
             "completion_tokens": num_completion,
         },
     }
+    if request.url == CHAT and request.params.prompt_logprobs is not None:
+        body["prompt_logprobs"] = _prompt_logprobs(outputs[0])
     return _line(request.custom_id, {"status_code": 200, "request_id": _request_id(), "body": body}, None)
 
 
-def _choice(request: BatchRequest, index: int, output: RequestOutput, one: Any) -> dict[str, Any]:
+def _choice(
+    request: BatchRequest, index: int, output: RequestOutput, one: CompletionOutput, decode: Callable[[int], str]
+) -> dict[str, Any]:
     text = one.text
     if request.echo:
         prompt = output.prompt or ""
@@ -184,13 +221,110 @@ def _choice(request: BatchRequest, index: int, output: RequestOutput, one: Any) 
             prompt = content if isinstance(content, str) else ""
         text = prompt + text
     said = {"message": {"role": "assistant", "content": text}} if request.url == CHAT else {"text": text}
-    return {
+    logprobs: dict[str, Any] | None = None
+    if request.num_logprobs is not None:
+        positions: Positions = list(zip(one.token_ids, one.logprobs or (), strict=True))
+        if request.url == CHAT:
+            logprobs = _chat_logprobs(request, positions)
+        else:
+            if request.echo:
+                assert output.prompt_logprobs is not None
+                positions = [*zip(output.prompt_token_ids, output.prompt_logprobs, strict=True), *positions]
+            logprobs = _completion_logprobs(request, positions, decode)
+    choice: dict[str, Any] = {
         "index": index,
         **said,
-        "logprobs": None,
+        "logprobs": logprobs,
         "finish_reason": one.finish_reason,
         "stop_reason": one.stop_reason,
     }
+    if request.url == COMPLETIONS and request.params.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = _prompt_logprobs(output)
+    return choice
+
+
+# Log-probabilities
+
+Positions = list[tuple[int, Mapping[int, Logprob] | None]]
+"""Of each token its id, and the log-probabilities at its place: its own and those of the most likely ones, by token id."""
+
+LOWEST = -9999.0
+"""What OpenAI has for a token that cannot come: JSON has no infinity."""
+
+
+def _chat_logprobs(request: BatchRequest, positions: Positions) -> dict[str, Any]:
+    """OpenAI's `logprobs` of a message: for each token its own, and the most likely ones."""
+    content = []
+    for token_id, entries in positions:
+        assert entries is not None
+        shown = [_entry(i, entry) for i, entry in _most_likely(request, entries)]
+        content.append(_entry(token_id, entries[token_id]) | {"top_logprobs": shown})
+    return {"content": content}
+
+
+def _completion_logprobs(request: BatchRequest, positions: Positions, decode: Callable[[int], str]) -> dict[str, Any]:
+    """OpenAI's `logprobs` of a text, in columns. A token's own is among the most likely ones, even if it is not."""
+    tokens: list[str] = []
+    own: list[float | None] = []
+    top: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    end = 0
+    for token_id, entries in positions:
+        if not entries:
+            token = decode(token_id)
+            own.append(None)
+            top.append(None)
+        else:
+            token = _token(token_id, entries[token_id])
+            own.append(_finite(entries[token_id]))
+            by_text: dict[str, float] = {}
+            for i, entry in [*_most_likely(request, entries), (token_id, entries[token_id])]:
+                by_text.setdefault(_token(i, entry), _finite(entry))  # several tokens may read alike: the likelier
+            top.append(by_text)
+        tokens.append(token)
+        offsets.append(end)
+        end += len(token)
+    return {"text_offset": offsets, "token_logprobs": own, "tokens": tokens, "top_logprobs": top}
+
+
+def _prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
+    """As vLLM shows them: by token id."""
+    assert output.prompt_logprobs is not None
+    return [
+        {
+            str(i): {"logprob": _finite(entry), "rank": entry.rank, "decoded_token": entry.decoded_token}
+            for i, entry in entries.items()
+        }
+        if entries
+        else None
+        for entries in output.prompt_logprobs
+    ]
+
+
+def _most_likely(request: BatchRequest, entries: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
+    """Those that were asked for, the likeliest first."""
+    number = request.num_logprobs
+    ordered = sorted(entries.items(), key=lambda item: -item[1].logprob)
+    if request.params.logprob_token_ids or number == -1:
+        return ordered
+    return ordered[:number]
+
+
+def _entry(token_id: int, entry: Logprob) -> dict[str, Any]:
+    token = _token(token_id, entry)
+    return {"token": token, "logprob": _finite(entry), "bytes": list(token.encode("utf-8", errors="replace"))}
+
+
+def _token(token_id: int, entry: Logprob) -> str:
+    """Its text, or its number where there is none (detokenize=False)."""
+    return f"token_id:{token_id}" if entry.decoded_token is None else entry.decoded_token
+
+
+def _finite(entry: Logprob) -> float:
+    return max(entry.logprob, LOWEST)
+
+
+# Lines that failed
 
 
 def error_line(custom_id: str | None, error: ActorLLMError, message: str) -> bytes:

@@ -87,6 +87,91 @@ def test_both_endpoints_give_what_the_engine_gives(tmp_path: Path) -> None:
     assert found["stopped"]["response"]["body"]["usage"]["prompt_tokens"] == 3
 
 
+def test_log_probabilities_in_the_form_of_openai(tmp_path: Path) -> None:
+    found = run(
+        tmp_path,
+        [
+            line("text", logprobs=2),
+            line("own", logprobs=0, n=2, temperature=1, seed=3),
+            line("none", logprobs=None, top_logprobs=0),
+            line("all", logprobs=-1, max_tokens=1),
+            line("echo", logprobs=1, echo=True, truncate_prompt_tokens=3),
+            line("stopped", logprobs=1, stop=[" a"]),
+            line("named", logprobs=2, logprob_token_ids=[5, 7]),
+            line("silent", logprobs=1, detokenize=False),
+            line("prompt", prompt_logprobs=1),
+            line("chat", "chat/completions", logprobs=True, top_logprobs=3),
+            line("chat own", "chat/completions", logprobs=True, prompt_logprobs=0),
+            line("chat none", "chat/completions", logprobs=False, top_logprobs=None),
+        ],
+        "--max-logprobs",
+        "-1",
+    )
+    with LLM("storyteller", topology="inline", num_threads=1, dtype="float32", max_logprobs=-1) as llm:
+        params = SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=1)
+        (output,) = llm.generate("Once upon a time", params, use_tqdm=False)
+        (chat,) = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=4, logprobs=3), use_tqdm=False)
+        vocab_size = llm.config.model.vocab_size
+    assert output.outputs[0].logprobs is not None
+    assert chat.outputs[0].logprobs is not None
+
+    text = choices(found["text"])[0]["logprobs"]
+    assert set(text) == {"text_offset", "token_logprobs", "tokens", "top_logprobs"}
+    assert "".join(text["tokens"]) == choices(found["text"])[0]["text"]
+    assert text["text_offset"] == [len("".join(text["tokens"][:i])) for i in range(4)]
+    for token_id, entries, own, top in zip(
+        output.outputs[0].token_ids,
+        output.outputs[0].logprobs,
+        text["token_logprobs"],
+        text["top_logprobs"],
+        strict=True,
+    ):
+        assert own == pytest.approx(entries[token_id].logprob, abs=1e-4)
+        likely = sorted(entries.values(), key=lambda entry: -entry.logprob)[:2]
+        assert list(top) == [entry.decoded_token for entry in likely]
+        assert list(top.values()) == pytest.approx([entry.logprob for entry in likely], abs=1e-4)
+
+    for choice in choices(found["own"]):
+        logprobs = choice["logprobs"]
+        assert [list(top) for top in logprobs["top_logprobs"]] == [[token] for token in logprobs["tokens"]]
+    assert choices(found["none"])[0]["logprobs"] is choices(found["chat none"])[0]["logprobs"] is None
+    assert vocab_size / 2 < len(choices(found["all"])[0]["logprobs"]["top_logprobs"][0]) <= vocab_size
+    (echo,) = choices(found["echo"])
+    assert len(echo["logprobs"]["tokens"]) == 3 + 4
+    assert (echo["logprobs"]["token_logprobs"][0], echo["logprobs"]["top_logprobs"][0]) == (None, None)
+    assert all(value < 0 for value in echo["logprobs"]["token_logprobs"][1:])
+    assert "".join(echo["logprobs"]["tokens"]).endswith(echo["text"][-10:])
+    assert choices(found["stopped"])[0]["logprobs"]["tokens"][-1] == " a"
+    named = choices(found["named"])[0]["logprobs"]
+    assert all(2 <= len(top) <= 3 for top in named["top_logprobs"])
+    silent = choices(found["silent"])[0]["logprobs"]
+    assert silent["tokens"] == [f"token_id:{i}" for i in output.outputs[0].token_ids]
+    shown = choices(found["prompt"])[0]["prompt_logprobs"]
+    assert output.prompt_logprobs is not None
+    assert shown[0] is None
+    for ours, entries in zip(shown[1:], output.prompt_logprobs[1:], strict=True):
+        assert entries is not None
+        assert ours == {
+            str(i): {
+                "logprob": pytest.approx(entry.logprob, abs=1e-4),
+                "rank": entry.rank,
+                "decoded_token": entry.decoded_token,
+            }
+            for i, entry in entries.items()
+        }
+
+    content = choices(found["chat"])[0]["logprobs"]["content"]
+    assert "".join(item["token"] for item in content) == choices(found["chat"])[0]["message"]["content"]
+    for token_id, entries, item in zip(chat.outputs[0].token_ids, chat.outputs[0].logprobs, content, strict=True):
+        assert set(item) == {"token", "logprob", "bytes", "top_logprobs"}
+        assert item["logprob"] == pytest.approx(entries[token_id].logprob, abs=1e-4)
+        assert bytes(item["bytes"]).decode() == item["token"] == entries[token_id].decoded_token
+        assert [set(top) for top in item["top_logprobs"]] == [{"token", "logprob", "bytes"}] * 3
+        assert item["top_logprobs"][0]["token"] == item["token"], "greedy"
+    assert [item["top_logprobs"] for item in choices(found["chat own"])[0]["logprobs"]["content"]] == [[]] * 4
+    assert found["chat own"]["response"]["body"]["prompt_logprobs"][0] is None
+
+
 def test_a_bad_line_fails_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [
         line("long", prompt=[1] * 2000),
@@ -96,12 +181,14 @@ def test_a_bad_line_fails_alone(tmp_path: Path, capsys: pytest.CaptureFixture[st
         line("good"),
         line("model", model="gpt-7"),
         line("template", "chat/completions", chat_template="{{ raise_exception('no') }}"),
+        line("logprobs", logprobs=21),
     ]
     found = run(tmp_path, lines, "--max-concurrency", "1")
     assert len(choices(found["good"])) == 1
     errors = {key: value["error"]["error"] for key, value in found.items() if value["error"]}
-    assert set(errors) >= {"long", "parameter", "model", "template"}
-    assert len(found) == 7
+    assert set(errors) >= {"long", "parameter", "model", "template", "logprobs"}
+    assert "max_logprobs" in errors["logprobs"]["message"]
+    assert len(found) == 8
     assert "max_model_len is 1024" in errors["long"]["message"]
     assert "did you mean 'temperature'" in errors["parameter"]["message"]
     assert any(message.startswith("line 3: the line is not JSON") for message in errors)
@@ -109,9 +196,9 @@ def test_a_bad_line_fails_alone(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert errors["model"]["code"] == found["model"]["response"]["status_code"] == 404
     assert errors["long"]["code"] == 400
     assert found["long"]["response"]["body"] is None
-    assert "6 of 7 requests failed" in capsys.readouterr().err
+    assert "7 of 8 requests failed" in capsys.readouterr().err
     before = (tmp_path / "out.jsonl").read_bytes()
-    assert len(run(tmp_path, lines)) == 7
+    assert len(run(tmp_path, lines)) == 8
     assert (tmp_path / "out.jsonl").read_bytes() == before, "a finished run has nothing left to do"
     assert "failed" not in capsys.readouterr().err
 
@@ -204,7 +291,14 @@ def test_what_becomes_of_a_prompt() -> None:
         (line("a", "embeddings"), "url='/v1/embeddings'"),
         (line("a") | {"body": "x"}, "body='x'"),
         (line("a", stream=True), "stream=true"),
-        (line("a", logprobs=3), "logprobs=3.*leave it at null or false"),
+        (line("a", logprobs=True), "logprobs=True must be a number"),
+        (line("a", logprobs="x"), "logprobs='x' must be a number"),
+        (line("a", logprobs=-2), "logprobs=-2 must be a number >= 0, or -1"),
+        (line("a", top_logprobs=2), "use logprobs=2"),
+        (line("a", logprob_token_ids=[1]), "logprob_token_ids needs logprobs"),
+        (line("a", "chat/completions", logprobs=3), "logprobs=3 must be true or false"),
+        (line("a", "chat/completions", top_logprobs=3), "top_logprobs=3 needs logprobs=true"),
+        (line("a", "chat/completions", logprobs=True, top_logprobs="x"), "top_logprobs='x' must be a number"),
         (line("a", prompt=None), "prompt=None"),
         (line("a", prompt=[]), "prompt="),
         (line("a", temperature="x"), "temperature='x'"),
