@@ -46,6 +46,7 @@ BENCHES = (
         keeps_models=True,
     ),
     Bench("simulation", ("--requests", "300")),
+    Bench("prefix", ("--rounds", "4", "--models", "storyteller")),
     Bench("parameters", ("--rounds", "1", "--tokens", "8")),
     Bench("recovery", ("--kills", "1")),
     Bench("fuzz_rings", ("--trials", "5000")),
