@@ -178,11 +178,11 @@ def _salted(prompt: Prompt, salt: Any) -> Prompt:
 
 
 def success_line(
-    request: BatchRequest, outputs: list[RequestOutput], model: str, decode: Callable[[int], str]
+    request: BatchRequest, outputs: list[RequestOutput], model: str, decode: Callable[[list[int]], str]
 ) -> bytes:
     """The line of a request whose prompts are all answered; outputs in the order of its prompts.
 
-    decode: the text of a token that has no log-probability, which is the first one of a prompt.
+    decode: the text of tokens, for what comes without one: prompts of token ids, and the first token of a prompt.
     """
     choices = [
         _choice(request, len(output.outputs) * number + one.index, output, one, decode)
@@ -209,11 +209,11 @@ def success_line(
 
 
 def _choice(
-    request: BatchRequest, index: int, output: RequestOutput, one: CompletionOutput, decode: Callable[[int], str]
+    request: BatchRequest, index: int, output: RequestOutput, one: CompletionOutput, decode: Callable[[list[int]], str]
 ) -> dict[str, Any]:
     text = one.text
     if request.echo:
-        prompt = output.prompt or ""
+        prompt = output.prompt if output.prompt is not None else decode(output.prompt_token_ids)
         if request.url == CHAT:  # as vLLM: the last message, when it is continued
             conversation = request.prompts[0]
             assert isinstance(conversation, Conversation)
@@ -262,7 +262,9 @@ def _chat_logprobs(request: BatchRequest, positions: Positions) -> dict[str, Any
     return {"content": content}
 
 
-def _completion_logprobs(request: BatchRequest, positions: Positions, decode: Callable[[int], str]) -> dict[str, Any]:
+def _completion_logprobs(
+    request: BatchRequest, positions: Positions, decode: Callable[[list[int]], str]
+) -> dict[str, Any]:
     """OpenAI's `logprobs` of a text, in columns. A token's own is among the most likely ones, even if it is not."""
     tokens: list[str] = []
     own: list[float | None] = []
@@ -271,7 +273,7 @@ def _completion_logprobs(request: BatchRequest, positions: Positions, decode: Ca
     end = 0
     for token_id, entries in positions:
         if not entries:
-            token = decode(token_id)
+            token = decode([token_id])
             own.append(None)
             top.append(None)
         else:

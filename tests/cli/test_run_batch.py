@@ -88,6 +88,11 @@ def test_both_endpoints_give_what_the_engine_gives(tmp_path: Path) -> None:
 
 
 def test_log_probabilities_in_the_form_of_openai(tmp_path: Path) -> None:
+    with LLM("storyteller", topology="inline", num_threads=1, dtype="float32", max_logprobs=-1) as llm:
+        params = SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=1)
+        (output,) = llm.generate("Once upon a time", params, use_tqdm=False)
+        (chat,) = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=4, logprobs=3), use_tqdm=False)
+        vocab_size = llm.config.model.vocab_size
     found = run(
         tmp_path,
         [
@@ -96,6 +101,7 @@ def test_log_probabilities_in_the_form_of_openai(tmp_path: Path) -> None:
             line("none", logprobs=None, top_logprobs=0),
             line("all", logprobs=-1, max_tokens=1),
             line("echo", logprobs=1, echo=True, truncate_prompt_tokens=3),
+            line("echo ids", prompt=output.prompt_token_ids, logprobs=0, echo=True),
             line("stopped", logprobs=1, stop=[" a"]),
             line("named", logprobs=2, logprob_token_ids=[5, 7]),
             line("silent", logprobs=1, detokenize=False),
@@ -107,11 +113,6 @@ def test_log_probabilities_in_the_form_of_openai(tmp_path: Path) -> None:
         "--max-logprobs",
         "-1",
     )
-    with LLM("storyteller", topology="inline", num_threads=1, dtype="float32", max_logprobs=-1) as llm:
-        params = SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=1)
-        (output,) = llm.generate("Once upon a time", params, use_tqdm=False)
-        (chat,) = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=4, logprobs=3), use_tqdm=False)
-        vocab_size = llm.config.model.vocab_size
     assert output.outputs[0].logprobs is not None
     assert chat.outputs[0].logprobs is not None
 
@@ -141,6 +142,9 @@ def test_log_probabilities_in_the_form_of_openai(tmp_path: Path) -> None:
     assert (echo["logprobs"]["token_logprobs"][0], echo["logprobs"]["top_logprobs"][0]) == (None, None)
     assert all(value < 0 for value in echo["logprobs"]["token_logprobs"][1:])
     assert "".join(echo["logprobs"]["tokens"]).endswith(echo["text"][-10:])
+    (echo,) = choices(found["echo ids"])
+    assert "".join(echo["logprobs"]["tokens"]) == echo["text"]
+    assert echo["text"].endswith("Once upon a time" + choices(found["none"])[0]["text"])
     assert choices(found["stopped"])[0]["logprobs"]["tokens"][-1] == " a"
     named = choices(found["named"])[0]["logprobs"]
     assert all(2 <= len(top) <= 3 for top in named["top_logprobs"])
