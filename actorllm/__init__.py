@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from actorllm.prompt import EmbedsPrompt, TextPrompt, TokensPrompt
     from actorllm.request import (
         CompletionOutput,
+        Logprob,
         PoolingParams,
         RequestMetrics,
         RequestOutput,
@@ -53,6 +54,7 @@ __all__ = (
     "EngineDeadError",
     "EngineOverloaded",
     "LLMEngine",
+    "Logprob",
     "PoolingParams",
     "RequestMetrics",
     "RequestOutput",
@@ -80,6 +82,7 @@ _HOME = {
     "EngineDeadError": "errors",
     "EngineOverloaded": "errors",
     "LLMEngine": "llm_engine",
+    "Logprob": "request",
     "PoolingParams": "request",
     "RequestMetrics": "request",
     "RequestOutput": "request",

@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any, Self
 
 from actorllm.actors.engine_thread import HostLoop
-from actorllm.beam_search import BeamSearch, BeamSearchParams, step_params
+from actorllm.beam_search import BeamSearch, BeamSearchParams, end_ids, step_params
 from actorllm.config import EngineConfig, ModelConfig
 from actorllm.engine import AttachedEngine, Engine, Prompt
-from actorllm.engine_args import EngineArgs
+from actorllm.engine_args import EngineArgs, check_idle_arguments
 from actorllm.errors import EngineDeadError, EngineError, InvalidParameterError, RequestError, nearest_name
 from actorllm.health import EngineHealth
 from actorllm.request import RequestOutput, RequestOutputKind, SamplingParams
@@ -73,8 +73,22 @@ class AsyncLLM:
         start_engine_loop: bool = True,
         usage_context: object = None,
         stat_loggers: object = None,
+        enable_log_requests: bool = False,
+        aggregate_engine_logging: bool = False,
+        disable_log_stats: bool = False,
+        client_addresses: None = None,
+        client_count: int = 1,
+        client_index: int = 0,
     ) -> Self:
-        """From what `EngineArgs.create_engine_config` returned."""
+        """From what `EngineArgs.create_engine_config` returned. The others are taken where they ask for nothing."""
+        check_idle_arguments(
+            enable_log_requests=enable_log_requests,
+            aggregate_engine_logging=aggregate_engine_logging,
+            disable_log_stats=disable_log_stats,
+            client_addresses=client_addresses,
+            client_count=client_count,
+            client_index=client_index,
+        )
         engine = cls.__new__(cls)
         engine._adopt(Engine(vllm_config))
         return engine
@@ -173,10 +187,44 @@ class AsyncLLM:
         return self._engine.default_sampling_params()
 
     async def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, **extras: Any
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: None = None,
+        priority: int = 0,
+        data_parallel_rank: None = None,
+        session_id: None = None,
+        prompt_text: None = None,
+        reasoning_ended: None = None,
+        reasoning_parser_kwargs: None = None,
+        kv_hints: None = None,
+        **extras: Any,
     ) -> RequestStream:
-        """As `generate`, with the order of the arguments of vLLM's. extras: as in `generate`."""
-        return self.generate(prompt, params, request_id, **extras)
+        """As `generate`, with the arguments of vLLM's in their order.
+
+        arrival_time: epoch seconds; None: now. extras: as in `generate`.
+        """
+        return self.generate(
+            prompt,
+            params,
+            request_id,
+            arrival_time=arrival_time,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            trace_headers=trace_headers,
+            priority=priority,
+            data_parallel_rank=data_parallel_rank,
+            session_id=session_id,
+            prompt_text=prompt_text,
+            reasoning_ended=reasoning_ended,
+            reasoning_parser_kwargs=reasoning_parser_kwargs,
+            kv_hints=kv_hints,
+            **extras,
+        )
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **extras: Any) -> TextStream:
         """Just the new text, piece by piece. extras: as in `generate`. Raises InvalidParameterError when n > 1."""
@@ -210,7 +258,8 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """The `beam_width` most likely continuations, best first, as the completions of one output.
 
-        extras: as in `generate`, for the requests that it is made of. Leaving it ends them.
+        It ends at the tokenizer's end-of-text only, as in vLLM. extras: as in `generate`, for the requests that it is made
+        of. Leaving it ends them.
         """
         from anyio import to_thread
 
@@ -219,15 +268,18 @@ class AsyncLLM:
         one_token = self._with_kind(step_params(params), RequestOutputKind.FINAL_ONLY)
         engine, model = self._engine, self._engine.config.model
         tokenized = await to_thread.run_sync(engine.tokenize, prompt)
-        search = BeamSearch(tokenized.ids.tolist(), params, model.eos_token_ids, model.max_model_len)
+        search = BeamSearch(tokenized.ids.tolist(), params, end_ids(engine), model.max_model_len)
         while not search.is_over:
             streams = [self.generate(tokenized.continued(beam.tokens), one_token, **extras) for beam in search.beams]
             search.advance([await anext(stream) for stream in streams])
-        decode = engine.tokenizer.decode if model.tokenizer is not None else (lambda _: "")
+        decode = engine.tokenizer.decode if model.tokenizer is not None else (lambda _, **__: "")
         yield search.output(request_id or engine.new_request_id(), tokenized.text, decode)
 
-    async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests by id; each delivers a final output with finish_reason 'abort'. Unknown ids are ignored."""
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """End requests by id; each delivers a final output with finish_reason 'abort'. Unknown ids are ignored.
+
+        internal: whether the ids are the engine's own, in vLLM; a request has only one here.
+        """
         self._engine.abort(request_id)
 
     async def stats(self) -> dict[str, Any]:
@@ -244,11 +296,13 @@ class AsyncLLM:
         workers = await host.result_of(self._engine.ask_scheduler("worker_statistics"))
         return {**self._engine.statistics(), "scheduler": scheduler, "workers": workers}
 
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget all cached KV, for instance because the weights have changed. Starts nothing.
 
         Requests that run keep their own KV and leave none behind; reset_running_requests computes theirs again, too.
+        reset_connector: refused unless False; there is no KV outside of the engine.
         """
+        check_idle_arguments(reset_connector=reset_connector)
         if self._engine.is_new:
             return True
         asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
@@ -338,11 +392,17 @@ class AsyncLLM:
     async def get_model_config(self) -> ModelConfig:
         return self._engine.config.model
 
-    async def get_tokenizer(self) -> Any:
-        """The tokenizer as transformers has it. Raises InvalidPromptError with skip_tokenizer_init."""
-        from anyio import to_thread
+    def get_tokenizer(self) -> Any:
+        """The tokenizer as transformers has it. Raises InvalidPromptError with skip_tokenizer_init.
 
-        return await to_thread.run_sync(lambda: self._engine.transformers_tokenizer)
+        The first call reads it from its files, which may take a second.
+        """
+        return self._engine.transformers_tokenizer
+
+    @property
+    def tokenizer(self) -> Any:
+        """As `get_tokenizer`; None with skip_tokenizer_init."""
+        return None if self._engine.config.model.tokenizer is None else self.get_tokenizer()
 
     async def is_tracing_enabled(self) -> bool:
         return False

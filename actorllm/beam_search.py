@@ -3,25 +3,43 @@
 `BeamSearch` is the search over one prompt, without I/O: it says which sequences want their next token, and takes the
 likely ones with their log probabilities. The front doors ask the engine in between (`step_params`). Scores, ties and ends
 are vLLM's: log probability divided by length (prompt included, a final end-of-text not) to the power of length_penalty;
-2 * beam_width candidates of every beam; sequences that end leave the beam and compete at the end.
+2 * beam_width candidates of every beam; sequences that end leave the beam and compete at the end. What ends them is the
+tokenizer's own end-of-text (`end_ids`), and no other that the model's generation_config may name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actorllm.errors import InvalidParameterError, RequestFailedError
-from actorllm.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, _integer, _number
+from actorllm.request import (
+    MAX_TEMPERATURE,
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+    SamplingParams,
+    _integer,
+    _number,
+    _refuse_unless_idle,
+    names_unknown_parameters,
+)
+
+if TYPE_CHECKING:
+    from actorllm.engine import Engine
+
+IDLE_PARAMETERS: dict[str, tuple[Any, ...]] = {"structured_outputs": (None,), "watermarking": (None, False)}
+"""Fields of vLLM's that are accepted at these values, where they ask for nothing."""
 
 
-@dataclass(slots=True, kw_only=True)
+@names_unknown_parameters({})
+@dataclass(slots=True)
 class BeamSearchParams:
     """beam_width: sequences kept at every step and returned. max_tokens: longest continuation. ignore_eos: end-of-text
     is a token like any other. length_penalty: above 1 favours long sequences, below 1 short ones.
-    include_stop_str_in_output: an end-of-text token stays in the output of `AsyncLLM.beam_search`. temperature is taken
-    and changes nothing: nothing is drawn.
+    include_stop_str_in_output: an end-of-text token stays in the output of `AsyncLLM.beam_search`. skip_special_tokens:
+    special tokens have no text. temperature is taken and changes nothing: nothing is drawn. The order is vLLM's.
     """
 
     beam_width: int
@@ -30,13 +48,18 @@ class BeamSearchParams:
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
+    structured_outputs: None = None
+    skip_special_tokens: bool = True
+    watermarking: bool | None = None
 
     def __post_init__(self) -> None:
         self.beam_width = _integer("beam_width", self.beam_width, low=1)
         self.max_tokens = _integer("max_tokens", self.max_tokens, low=1)
-        self.temperature = _number("temperature", self.temperature, low=0.0)
+        self.temperature = _number("temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE)
         self.length_penalty = _number("length_penalty", self.length_penalty)
-        for name in ("ignore_eos", "include_stop_str_in_output"):
+        for name in IDLE_PARAMETERS:
+            _refuse_unless_idle(name, getattr(self, name), IDLE_PARAMETERS)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameterError(f"{name}={getattr(self, name)!r} must be True or False")
 
@@ -69,18 +92,26 @@ def step_params(params: BeamSearchParams) -> SamplingParams:
     return SamplingParams(max_tokens=1, temperature=0.0, **arguments)
 
 
+def end_ids(engine: Engine) -> Collection[int]:
+    """The tokens that end a sequence: the tokenizer's end-of-text; without a tokenizer, those of the model."""
+    if engine.config.model.tokenizer is None:
+        return engine.config.model.eos_token_ids
+    eos = engine.tokenizer.eos_token_id
+    return () if eos is None else (eos,)
+
+
 class BeamSearch:
     """The search from one prompt (token ids, at least one). While not `is_over`: ask, then `advance`."""
 
     def __init__(
-        self, prompt: Sequence[int], params: BeamSearchParams, eos_token_ids: Collection[int], max_model_len: int
+        self, prompt: Sequence[int], params: BeamSearchParams, end_ids: Collection[int], max_model_len: int
     ) -> None:
         self.prompt = list(prompt)
         self.beams = [BeamSearchSequence(self.prompt.copy())]
         """What wants its next token, best first."""
         self.ended: list[BeamSearchSequence] = []
         self._params = params
-        self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
+        self._eos = frozenset(() if params.ignore_eos else end_ids)
         self._num_left = min(params.max_tokens, max_model_len - len(self.prompt))
 
     @property
@@ -115,8 +146,8 @@ class BeamSearch:
         length = len(sequence.tokens) - (sequence.tokens[-1] in self._eos)
         return sequence.cum_logprob / float(length**self._params.length_penalty)
 
-    def output(self, request_id: str, prompt: str | None, decode: Callable[[list[int]], str]) -> RequestOutput:
-        """The result as a request's: a completion for every sequence, without the prompt."""
+    def output(self, request_id: str, prompt: str | None, decode: Callable[..., str]) -> RequestOutput:
+        """The result as a request's: a completion for every sequence, without the prompt. decode: as the tokenizer's."""
         completions = []
         for index, sequence in enumerate(self.best()):
             tokens = sequence.tokens[len(self.prompt) :]
@@ -124,7 +155,7 @@ class BeamSearch:
             completions.append(
                 CompletionOutput(
                     index,
-                    decode(without_end),
+                    decode(without_end, skip_special_tokens=self._params.skip_special_tokens),
                     tokens if self._params.include_stop_str_in_output else without_end,
                     cumulative_logprob=sequence.cum_logprob,
                     logprobs=sequence.logprobs,

@@ -773,9 +773,8 @@ class Engine:
             )
         rules = rules_of(params, model.vocab_size, model.max_logprobs, lambda: self.tokenizer)
         seed = params.seed if params.seed is not None else self._new_seed(number)
-        skips_cache = params.skip_reading_prefix_cache
-        if skips_cache is None:
-            skips_cache = params.prompt_logprobs is not None
+        # Of tokens that are found in the cache there are no logits, whatever the request says of reading it.
+        skips_cache = params.prompt_logprobs is not None or bool(params.skip_reading_prefix_cache)
         hashes = NO_U8
         if self.config.cache.enable_prefix_caching:
             hashes = hash_blocks(ids, self.config.cache.block_size, extra_key(prompt.cache_salt))

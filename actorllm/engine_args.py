@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import orjson
 
 from actorllm.config import ARGUMENTS, VLLM_ARGUMENTS, EngineConfig
-from actorllm.errors import UnknownArgumentError, nearest_name
+from actorllm.errors import InvalidParameterError, UnknownArgumentError, nearest_name
 
 DEFAULT_MODEL = "storyteller"
 
@@ -24,6 +24,26 @@ DEFAULTS: dict[str, Any] = (
     {"model": DEFAULT_MODEL} | {name: accepted[0] for name, accepted in VLLM_ARGUMENTS.items()} | ARGUMENTS
 )
 """Every argument and what it is when not given."""
+
+IDLE_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "enable_log_requests": VLLM_ARGUMENTS["enable_log_requests"],
+    "aggregate_engine_logging": VLLM_ARGUMENTS["aggregate_engine_logging"],
+    "disable_log_stats": VLLM_ARGUMENTS["disable_log_stats"],
+    "client_addresses": (None,),
+    "client_count": (1,),
+    "client_index": (0,),
+    "reset_connector": (False,),
+}
+"""Arguments of vLLM's methods, and the values at which they ask for what is done anyway."""
+
+
+def check_idle_arguments(**arguments: Any) -> None:
+    """Raises InvalidParameterError for an argument of a method (IDLE_ARGUMENTS) that asks for what there is not."""
+    for name, value in arguments.items():
+        if value not in IDLE_ARGUMENTS[name]:
+            accepted = " or ".join(repr(one) for one in IDLE_ARGUMENTS[name])
+            raise InvalidParameterError(f"{name}={value!r} is not supported; leave it at {accepted}")
+
 
 T = TypeVar("T", bound=type)
 

@@ -10,11 +10,11 @@ from numbers import Integral
 from typing import Any, Self
 
 from actorllm.actors.engine_thread import ThreadHost
-from actorllm.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, step_params
+from actorllm.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, end_ids, step_params
 from actorllm.clock import now
 from actorllm.config import EngineConfig
 from actorllm.engine import AttachedEngine, Engine, Prompt, check_timeout
-from actorllm.engine_args import EngineArgs
+from actorllm.engine_args import EngineArgs, check_idle_arguments
 from actorllm.errors import InvalidParameterError, InvalidPromptError
 from actorllm.health import EngineHealth
 from actorllm.request import RequestOutput, RequestOutputKind, SamplingParams, _integer
@@ -252,7 +252,8 @@ class LLM:
         one_token = step_params(params)
         model = self.config.model
         tokenized = [self._engine.tokenize(prompt) for prompt in _as_batch(prompts)]
-        searches = [BeamSearch(one.ids.tolist(), params, model.eos_token_ids, model.max_model_len) for one in tokenized]
+        ends = end_ids(self._engine)
+        searches = [BeamSearch(one.ids.tolist(), params, ends, model.max_model_len) for one in tokenized]
         limit = len(searches) if concurrency_limit is None else _integer("concurrency_limit", concurrency_limit, low=1)
         progress = _progress(len(searches), use_tqdm)
         for first in range(0, len(searches), max(1, limit)):
@@ -272,7 +273,9 @@ class LLM:
         found = [search.best() for search in searches]
         if model.tokenizer is not None:
             for sequence in (sequence for sequences in found for sequence in sequences):
-                sequence.text = self._engine.tokenizer.decode(sequence.tokens)
+                sequence.text = self._engine.tokenizer.decode(
+                    sequence.tokens, skip_special_tokens=params.skip_special_tokens
+                )
         return [BeamSearchOutput(sequences) for sequences in found]
 
     def _collect(self, host: ThreadHost, streams: list[RequestStream], use_tqdm: Any) -> list[RequestOutput]:
@@ -305,8 +308,9 @@ class LLM:
         workers = self._engine.ask_scheduler("worker_statistics").result()
         return {**self._engine.statistics(), "scheduler": scheduler, "workers": workers}
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """As `AsyncLLM.reset_prefix_cache`."""
+        check_idle_arguments(reset_connector=reset_connector)
         asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
         return bool(asked.result())
 

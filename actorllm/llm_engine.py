@@ -7,13 +7,13 @@ processes compute, and `step` waits for what they bring next. Not for several th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 from actorllm.actors.engine_thread import ThreadHost, Waiter
 from actorllm.config import EngineConfig, ModelConfig
 from actorllm.engine import Engine, Prompt
-from actorllm.engine_args import EngineArgs
+from actorllm.engine_args import EngineArgs, check_idle_arguments
 from actorllm.errors import InvalidParameterError, RequestError
 from actorllm.request import CompletionOutput, RequestOutput, SamplingParams
 from actorllm.stream import RequestStream
@@ -49,9 +49,14 @@ class LLMEngine:
 
     @classmethod
     def from_vllm_config(
-        cls, vllm_config: EngineConfig, usage_context: object = None, stat_loggers: object = None
+        cls,
+        vllm_config: EngineConfig,
+        usage_context: object = None,
+        stat_loggers: object = None,
+        disable_log_stats: bool = False,
     ) -> Self:
-        """From what `EngineArgs.create_engine_config` returned."""
+        """From what `EngineArgs.create_engine_config` returned. The others are not looked at, as in `from_engine_args`."""
+        check_idle_arguments(disable_log_stats=disable_log_stats)
         engine = cls.__new__(cls)
         engine._open(vllm_config)
         return engine
@@ -73,9 +78,12 @@ class LLMEngine:
         params: SamplingParams,
         arrival_time: float | None = None,
         lora_request: None = None,
-        tokenization_kwargs: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: None = None,
         priority: int = 0,
+        session_id: None = None,
+        prompt_text: None = None,
+        kv_hints: None = None,
         **extras: Any,
     ) -> str:
         """Take a request; its outputs come out of `step`. Returns its id.
@@ -95,6 +103,9 @@ class LLMEngine:
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             trace_headers=trace_headers,
+            session_id=session_id,
+            prompt_text=prompt_text,
+            kv_hints=kv_hints,
             **extras,
         )
         if stream._mailbox.error is not None:
@@ -103,9 +114,12 @@ class LLMEngine:
         self._streams[request_id] = stream
         return request_id
 
-    def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """Forget requests: no output of them comes any more. Unknown ids have ended already."""
-        for one in [request_id] if isinstance(request_id, str) else list(request_id):
+    def abort_request(self, request_ids: str | Iterable[str], internal: bool = False) -> None:
+        """Forget requests: no output of them comes any more. Unknown ids have ended already.
+
+        internal: whether the ids are the engine's own, in vLLM; a request has only one here.
+        """
+        for one in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             stream = self._streams.pop(one, None)
             self._ready.pop(one, None)
             if stream is not None:
@@ -167,7 +181,8 @@ class LLMEngine:
 
     @property
     def tokenizer(self) -> Any:
-        return self.get_tokenizer()
+        """As `get_tokenizer`; None with skip_tokenizer_init."""
+        return None if self._engine.config.model.tokenizer is None else self.get_tokenizer()
 
     def check_health(self) -> None:
         """Raises EngineDeadError or EngineShutdownError if it cannot serve."""
@@ -196,8 +211,9 @@ class LLMEngine:
         """As `LLM.stop_profile`."""
         self._engine.stop_profile().result()
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """As `LLM.reset_prefix_cache`."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """As `AsyncLLM.reset_prefix_cache`."""
+        check_idle_arguments(reset_connector=reset_connector)
         asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
         return bool(asked.result())
 

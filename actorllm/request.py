@@ -23,6 +23,10 @@ FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 MAX_SEED = 2**64 - 1
 """Seeds are 64-bit and unsigned; a negative seed is taken modulo 2**64."""
+NO_SEED = -1
+"""The same as None, as in vLLM."""
+
+MAX_TEMPERATURE = 2.0
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 1024
@@ -93,6 +97,7 @@ VLLM_REQUEST_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "reasoning_ended": (None,),
     "session_id": (None,),
     "kv_hints": (None,),
+    "reasoning_parser_kwargs": (None, {}),
     "mm_processor_kwargs": (None, {}),
     "guided_options_request": (None,),
 }
@@ -125,22 +130,29 @@ def _refuse_unless_idle(name: str, value: object, known: dict[str, tuple[Any, ..
     raise InvalidParameterError(f"{name}={_shown(value)} is not supported yet; leave it at {shown}")
 
 
-def _names_unknown_parameters(cls: type[T]) -> type[T]:
-    """Make a dataclass answer an unknown keyword with the nearest known one."""
-    generated: Callable[..., None] = cls.__init__
-    names = [f.name for f in fields(cls) if f.init]  # type: ignore[arg-type]
+def names_unknown_parameters(idle: dict[str, tuple[Any, ...]]) -> Callable[[type[T]], type[T]]:
+    """Make a dataclass answer an unknown keyword with the nearest known one.
 
-    @functools.wraps(generated)
-    def __init__(self: T, *args: Any, **kwargs: Any) -> None:
-        for name in [name for name in kwargs if name not in names]:
-            if name not in VLLM_PARAMETERS:
-                nearest = nearest_name(name, [*names, *VLLM_PARAMETERS])
-                raise UnknownParameterError(f"{cls.__name__} has no parameter {name!r}{nearest}")
-            _refuse_unless_idle(name, kwargs.pop(name))
-        generated(self, *args, **kwargs)
+    idle: further names that it takes, and the values at which they ask for nothing.
+    """
 
-    cls.__init__ = __init__  # type: ignore[assignment]
-    return cls
+    def decorate(cls: type[T]) -> type[T]:
+        generated: Callable[..., None] = cls.__init__
+        names = [f.name for f in fields(cls) if f.init]  # type: ignore[arg-type]
+
+        @functools.wraps(generated)
+        def __init__(self: T, *args: Any, **kwargs: Any) -> None:
+            for name in [name for name in kwargs if name not in names]:
+                if name not in idle:
+                    nearest = nearest_name(name, [*names, *idle])
+                    raise UnknownParameterError(f"{cls.__name__} has no parameter {name!r}{nearest}")
+                _refuse_unless_idle(name, kwargs.pop(name), idle)
+            generated(self, *args, **kwargs)
+
+        cls.__init__ = __init__  # type: ignore[assignment]
+        return cls
+
+    return decorate
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +186,13 @@ class RepetitionDetectionParams:
             )
 
 
-@_names_unknown_parameters
+@names_unknown_parameters(VLLM_PARAMETERS)
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """How to choose the tokens of one request, and when to stop.
 
-    temperature: 0 is greedy. top_k: 0 or -1 keeps all. top_p in (0, 1]. min_p in [0, 1], relative to the most likely
-    token. They apply in this order: temperature, min_p, top_k, top_p. seed: any integer (modulo 2**64); None draws one.
+    temperature: 0 is greedy, 2 the most. top_k: 0 or -1 keeps all. top_p in (0, 1]. min_p in [0, 1], relative to the most likely
+    token. They apply in this order: temperature, min_p, top_k, top_p. seed: any integer (modulo 2**64); None or -1 draws one.
     stop: strings that end the text and are not part of it, MAX_STOP_STRINGS at most. stop_token_ids: ids that end it,
     MAX_STOP_TOKEN_IDS at most. ignore_eos: the model's own
     end-of-text ids do not end it. min_tokens: before that many tokens no eos and no stop token is chosen. max_tokens:
@@ -199,9 +211,9 @@ class SamplingParams:
 
     logprobs: log-probabilities of the chosen token and of so many of the most likely ones, for every token; -1: of all.
     They are those of the model, before anything above. prompt_logprobs: the same for the prompt's tokens; such a request
-    does not read the prefix cache, unless skip_reading_prefix_cache says otherwise. The engine's max_logprobs is the limit
-    of both. logprob_token_ids: in the place of the most likely tokens, these, MAX_LOGPROB_TOKEN_IDS at most; their ranks
-    number them. flat_logprobs: outputs hold FlatLogprobs, which read like the lists that they stand for.
+    never reads the prefix cache, whatever skip_reading_prefix_cache says. The engine's max_logprobs is the limit of both.
+    logprob_token_ids: in the place of the most likely tokens, these, MAX_LOGPROB_TOKEN_IDS at most; their ranks number
+    them. flat_logprobs: outputs hold FlatLogprobs, which read like the lists that they stand for.
     """
 
     temperature: float = 1.0
@@ -237,7 +249,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        self.temperature = _number("temperature", self.temperature, low=0.0, high=MAX_FLOAT32)
+        self.temperature = _number("temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE)
         self.top_p = _number("top_p", self.top_p, above=0.0, high=1.0)
         self.min_p = _number("min_p", self.min_p, low=0.0, high=1.0)
         self.top_k = max(0, _integer("top_k", self.top_k, low=-1))
@@ -256,7 +268,8 @@ class SamplingParams:
                 f"skip_reading_prefix_cache={_shown(self.skip_reading_prefix_cache)} must be True, False or None"
             )
         if self.seed is not None:
-            self.seed = _integer("seed", self.seed) & MAX_SEED
+            seed = _integer("seed", self.seed)
+            self.seed = None if seed == NO_SEED else seed & MAX_SEED
         if self.max_tokens is not None:
             self.max_tokens = _integer("max_tokens", self.max_tokens, low=1)
         self.min_tokens = _integer("min_tokens", self.min_tokens, low=0)

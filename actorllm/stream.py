@@ -359,7 +359,7 @@ class RequestStream:
         is_finished = not self._num_open
         prompt_logprobs = self._prompt_logprobs
         if self._kind is RequestOutputKind.DELTA and prompt_logprobs is not None:
-            self._prompt_logprobs = []
+            self._prompt_logprobs = type(prompt_logprobs)()  # flat ones stay flat
         if is_finished:
             self._end_here()
         return RequestOutput(

@@ -18,6 +18,8 @@ from actorllm.beam_search import BeamSearch, BeamSearchSequence
 from actorllm.errors import InvalidParameterError, InvalidPromptError, RequestFailedError
 
 EOS = 0
+SPECIAL = "<|endoftext|>"
+"""The text of the storyteller's."""
 VOCAB_SIZE = 5
 
 
@@ -133,12 +135,32 @@ def test_an_answer_without_log_probabilities_is_an_error() -> None:
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"length_penalty": math.nan}, "length_penalty=nan"),
         ({"temperature": -1}, "temperature=-1"),
+        ({"temperature": 2.1}, "temperature=2.1"),
         ({"ignore_eos": 1}, "ignore_eos=1"),
+        ({"skip_special_tokens": None}, "skip_special_tokens=None"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs=.* leave it at None"),
+        ({"watermarking": True}, "watermarking=True"),
+        ({"beam_with": 3}, "BeamSearchParams has no parameter 'beam_with'; did you mean 'beam_width'"),
     ],
 )
 def test_bad_parameters_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParameterError, match=message):
         BeamSearchParams(**({"beam_width": 2, "max_tokens": 3} | arguments))
+
+
+def test_parameters_have_the_order_of_vllm() -> None:
+    params = BeamSearchParams(2, 3, True, 0.5, 1.5, True, None, False, None)
+    assert params == BeamSearchParams(
+        beam_width=2,
+        max_tokens=3,
+        ignore_eos=True,
+        temperature=0.5,
+        length_penalty=1.5,
+        include_stop_str_in_output=True,
+        structured_outputs=None,
+        skip_special_tokens=False,
+        watermarking=None,
+    )
 
 
 # Through the front doors ----------------------------------------------------------------------------------------------
@@ -190,7 +212,12 @@ def test_llm_searches_from_every_prompt(llm: LLM, scripted: Scripted, limit: int
         assert [sequence.tokens for sequence in output.sequences] == [sequence.tokens for sequence in expected]
         assert [sequence.cum_logprob for sequence in output.sequences] == [s.cum_logprob for s in expected]
         for sequence in output.sequences:
-            assert sequence.text == llm._engine.tokenizer.decode(sequence.tokens)
+            assert sequence.text == llm._engine.tokenizer.decode(sequence.tokens, skip_special_tokens=True)
+    (with_special,) = llm.beam_search([[0, 2]], BeamSearchParams(3, 4, skip_special_tokens=False))
+    assert with_special.sequences[0].text == llm._engine.tokenizer.decode(with_special.sequences[0].tokens)
+    assert with_special.sequences[0].text.startswith(SPECIAL)
+    (without,) = llm.beam_search([[0, 2]], BeamSearchParams(3, 4))
+    assert SPECIAL not in without.sequences[0].text
 
 
 async def test_async_llm_gives_one_output_without_the_prompt(async_llm: AsyncLLM, scripted: Scripted) -> None:
@@ -204,7 +231,7 @@ async def test_async_llm_gives_one_output_without_the_prompt(async_llm: AsyncLLM
             without_end = new[:-1] if sequence.finish_reason == "stop" else new
             assert completion.index == index
             assert completion.token_ids == (new if keeps_end else without_end)
-            assert completion.text == async_llm._engine.tokenizer.decode(without_end)
+            assert completion.text == async_llm._engine.tokenizer.decode(without_end, skip_special_tokens=True)
             assert completion.finish_reason == sequence.finish_reason
             assert completion.cumulative_logprob == sequence.cum_logprob
     (output,) = [output async for output in async_llm.beam_search("Once", params=PARAMS)]
@@ -237,6 +264,15 @@ async def test_a_beam_of_one_is_greedy_for_real(llm: LLM, async_llm: AsyncLLM) -
     (wide,) = llm.beam_search("Once", BeamSearchParams(beam_width=4, max_tokens=6))
     assert wide.sequences[0].cum_logprob >= found.sequences[0].cum_logprob - 1e-4
     assert len({tuple(sequence.tokens) for sequence in wide.sequences}) == 4
+
+
+def test_only_the_end_of_the_tokenizer_ends_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what else the model's generation_config ends requests with."""
+    assert module.end_ids(llm._engine) == (llm._engine.tokenizer.eos_token_id,)
+    monkeypatch.setattr(llm._engine.tokenizer, "eos_token_id", None)
+    assert module.end_ids(llm._engine) == ()
+    with LLM("storyteller", topology="inline", num_threads=1, skip_tokenizer_init=True) as without:
+        assert module.end_ids(without._engine) == without.config.model.eos_token_ids
 
 
 def test_a_step_asks_for_twice_the_width(monkeypatch: pytest.MonkeyPatch) -> None:

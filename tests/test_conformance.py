@@ -15,7 +15,16 @@ from collections.abc import Iterator
 import anyio
 import pytest
 
-from actorllm import AsyncEngineArgs, AsyncLLM, AsyncLLMEngine, RequestOutput, RequestOutputKind, SamplingParams
+from actorllm import (
+    AsyncEngineArgs,
+    AsyncLLM,
+    AsyncLLMEngine,
+    EngineArgs,
+    LLMEngine,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
 from actorllm.errors import EngineDeadError, EngineShutdownError, InvalidParameterError
 
 PROMPT = "Once upon a time"
@@ -143,6 +152,34 @@ async def test_add_request_takes_its_arguments_in_the_other_order(engine: AsyncL
     assert (output.request_id, len(output.outputs[0].token_ids)) == ("added", 3)
 
 
+async def test_arguments_by_their_place_in_vllm(engine: AsyncLLM) -> None:
+    params = params_of(RequestOutputKind.FINAL_ONLY, 3)
+    kwargs = {"truncate_prompt_tokens": 2}
+    stream = await engine.add_request("by-place", PROMPT, params, 1_000.0, None, kwargs, None, 5, None, None)
+    (output,) = [output async for output in stream]
+    assert len(output.prompt_token_ids) == 2
+    assert output.metrics is not None
+    assert output.metrics.arrival_time == pytest.approx(1_000.0, abs=1e-3)
+    with pytest.raises(InvalidParameterError, match="reasoning_parser_kwargs"):
+        await engine.add_request("no", PROMPT, params, reasoning_parser_kwargs={"a": 1})  # type: ignore[arg-type]
+    stream = engine.generate(PROMPT, params_of(RequestOutputKind.DELTA, 900), "endless")
+    await anext(stream)
+    await engine.abort(["endless"], False)
+    assert [output.outputs[0].finish_reason async for output in stream][-1] == "abort"
+    assert await engine.reset_prefix_cache(False, reset_connector=False)
+
+
+def test_engines_from_a_configuration() -> None:
+    config = EngineArgs("storyteller", topology="inline", num_threads=1).create_engine_config()
+    engine = AsyncLLM.from_vllm_config(config, True, None, None, False, False, True, None, 1, 0)
+    assert engine.config is config
+    with pytest.raises(InvalidParameterError, match="client_count=2 is not supported; leave it at 1"):
+        AsyncLLM.from_vllm_config(vllm_config=config, client_count=2)
+    by_hand = LLMEngine.from_vllm_config(config, None, None, disable_log_stats=True)
+    assert by_hand.get_num_unfinished_requests() == 0
+    by_hand.shutdown()
+
+
 async def test_extras_of_vllm(engine: AsyncLLM) -> None:
     params = params_of(RequestOutputKind.FINAL_ONLY, 2)
     stream = engine.generate(PROMPT, params, "extras", lora_request=None, trace_headers=None, priority=2)
@@ -152,7 +189,7 @@ async def test_extras_of_vllm(engine: AsyncLLM) -> None:
 
 
 async def test_what_programs_ask_of_the_engine(engine: AsyncLLM) -> None:
-    assert (await engine.get_tokenizer()).encode(PROMPT) == (await engine.complete(PROMPT)).prompt_token_ids
+    assert engine.get_tokenizer().encode(PROMPT) == (await engine.complete(PROMPT)).prompt_token_ids
     assert (await engine.get_model_config()).max_model_len == engine.model_config.max_model_len == 1024
     assert await engine.get_vllm_config() is engine.vllm_config is engine.config
     assert not await engine.is_tracing_enabled()

@@ -81,7 +81,12 @@ def test_outputs_hold_the_same_either_way(llm: LLM) -> None:
 async def test_streams_of_flat_logprobs() -> None:
     async with AsyncLLM("storyteller", dtype="float32", topology="inline", num_threads=1) as llm:
         outputs = {
-            kind: [o async for o in llm.generate("Once", params(logprobs=1, flat_logprobs=True, output_kind=kind))]
+            kind: [
+                output
+                async for output in llm.generate(
+                    "Once", params(logprobs=1, prompt_logprobs=0, flat_logprobs=True, output_kind=kind)
+                )
+            ]
             for kind in RequestOutputKind
         }
     final = outputs[RequestOutputKind.FINAL_ONLY][0]
@@ -91,7 +96,10 @@ async def test_streams_of_flat_logprobs() -> None:
     for output in outputs[RequestOutputKind.CUMULATIVE]:
         assert output.outputs[0].logprobs == expected[: len(output.outputs[0].token_ids)]
     first, *others = outputs[RequestOutputKind.DELTA]
+    assert first.prompt_logprobs == final.prompt_logprobs
     for output in others:
+        assert isinstance(output.prompt_logprobs, FlatLogprobs), "flat, and empty: the first output had all of them"
+        assert not output.prompt_logprobs
         first.add(output, aggregate=True)
     assert first.outputs[0].logprobs == expected
 

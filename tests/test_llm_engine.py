@@ -116,7 +116,7 @@ def test_abort_is_the_end_of_it(engine: LLMEngine) -> None:
     assert engine.get_num_unfinished_requests() == 1
     assert {output.request_id for _ in range(3) for output in engine.step()} <= {"c"}
     engine.add_request("a", PROMPTS[1], short(2))  # the id is free again
-    engine.abort_request("c")
+    engine.abort_request(request_ids=["c"], internal=False)
     assert final(run(engine))["a"].outputs[0].finish_reason == "length"
     deadline = time.monotonic() + 10
     while not is_idle(engine):

@@ -178,7 +178,7 @@ def test_a_repetition_is_an_end_of_its_own(llm: LLM) -> None:
         ({}, False),
         ({"prompt_logprobs": 0}, True),
         ({"skip_reading_prefix_cache": True}, True),
-        ({"prompt_logprobs": 0, "skip_reading_prefix_cache": False}, False),
+        ({"prompt_logprobs": 0, "skip_reading_prefix_cache": False}, True),
     ],
 )
 def test_who_skips_the_prefix_cache(llm: LLM, arguments: dict[str, Any], skips: bool) -> None:

@@ -104,5 +104,18 @@ def test_reading_can_be_skipped_and_everything_reset(llm: LLM) -> None:
     assert complete(llm, SYSTEM).num_cached_tokens > 0
     assert llm.reset_prefix_cache()
     assert complete(llm, SYSTEM).num_cached_tokens == 0
+    assert llm.reset_prefix_cache(False, False)
+    assert complete(llm, SYSTEM).num_cached_tokens == 0
+    assert llm.reset_prefix_cache(reset_running_requests=True, reset_connector=False)
+    with pytest.raises(InvalidParameterError, match="reset_connector=True is not supported; leave it at False"):
+        llm.reset_prefix_cache(reset_connector=True)
     with pytest.raises(InvalidParameterError, match="skip_reading_prefix_cache='yes'"):
         SamplingParams(skip_reading_prefix_cache="yes")  # type: ignore[arg-type]
+
+
+def test_log_probabilities_of_a_cached_prompt_are_all_there(llm: LLM) -> None:
+    cold = complete(llm, SYSTEM, prompt_logprobs=1)
+    warm = complete(llm, SYSTEM, prompt_logprobs=1, skip_reading_prefix_cache=False)
+    assert warm.num_cached_tokens == 0, "there are no logits of what is read from the cache"
+    assert len(warm.prompt_logprobs) == len(warm.prompt_token_ids)
+    assert warm.prompt_logprobs == cold.prompt_logprobs

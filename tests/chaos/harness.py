@@ -173,7 +173,7 @@ class Chaos:
 
     async def feed(self) -> None:
         """Keep `concurrency` requests open until `stop_feeding`, and return when the last one has ended."""
-        self._tokenizer = await self.engine.get_tokenizer()
+        self._tokenizer = self.engine.get_tokenizer()
         limiter = anyio.Semaphore(self._concurrency)
         async with anyio.create_task_group() as group:
             while self._is_feeding:
