@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from actorllm.config import EngineConfig
     from actorllm.engine_args import AsyncEngineArgs, EngineArgs
     from actorllm.errors import ActorLLMError, EngineDeadError, EngineOverloaded
+    from actorllm.flat_logprobs import FlatLogprobs
     from actorllm.llm import LLM
     from actorllm.llm_engine import LLMEngine
     from actorllm.prompt import EmbedsPrompt, TextPrompt, TokensPrompt
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         CompletionOutput,
         Logprob,
         PoolingParams,
+        RepetitionDetectionParams,
         RequestMetrics,
         RequestOutput,
         RequestOutputKind,
@@ -53,9 +55,11 @@ __all__ = (
     "EngineConfig",
     "EngineDeadError",
     "EngineOverloaded",
+    "FlatLogprobs",
     "LLMEngine",
     "Logprob",
     "PoolingParams",
+    "RepetitionDetectionParams",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
@@ -81,9 +85,11 @@ _HOME = {
     "EngineConfig": "config",
     "EngineDeadError": "errors",
     "EngineOverloaded": "errors",
+    "FlatLogprobs": "flat_logprobs",
     "LLMEngine": "llm_engine",
     "Logprob": "request",
     "PoolingParams": "request",
+    "RepetitionDetectionParams": "request",
     "RequestMetrics": "request",
     "RequestOutput": "request",
     "RequestOutputKind": "request",

@@ -12,7 +12,7 @@ from typing import Any, Self
 from actorllm.actors.engine_thread import ThreadHost
 from actorllm.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, end_ids, step_params
 from actorllm.clock import now
-from actorllm.config import EngineConfig
+from actorllm.config import EngineConfig, ModelConfig
 from actorllm.engine import AttachedEngine, Engine, Prompt, check_timeout
 from actorllm.engine_args import EngineArgs, check_idle_arguments
 from actorllm.errors import InvalidParameterError, InvalidPromptError
@@ -55,6 +55,14 @@ class LLM:
     @property
     def config(self) -> EngineConfig:
         return self._engine.config
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self._engine.config.model
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """How many ranks compute a step. include_dp changes nothing: there are no data-parallel ranks."""
+        return self._engine.config.world_size
 
     def generate(
         self,

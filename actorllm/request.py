@@ -573,6 +573,16 @@ class RequestMetrics:
         return self.scheduled_ts - self.arrival_time if self.scheduled_ts else None
 
     @property
+    def is_watermarked(self) -> bool:
+        """False: there are no watermarks."""
+        return False
+
+    @property
+    def is_watermark_skipped(self) -> bool:
+        """False, as is_watermarked."""
+        return False
+
+    @property
     def scheduler_time(self) -> float | None:
         """None: the scheduler's work is not counted per request."""
         return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from actorllm.config import ARGUMENTS, VLLM_ARGUMENTS
 from actorllm.request import REQUEST_ARGUMENTS, VLLM_PARAMETERS, VLLM_REQUEST_ARGUMENTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
+VLLM_NAMES: dict[str, list[str]] = json.loads((Path(__file__).with_name("vllm_names.json")).read_text())["names"]
+"""The public names of a release of vLLM, by the tables of the page; made by vllm_names.py."""
 STATUSES = {"same", "differs", "not there", "ours"}
 
 
@@ -67,8 +70,11 @@ CLASSES = [
     "SamplingParams",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "BeamSearchOutput",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "CompletionOutput",
+    "Logprob",
     "RequestMetrics",
     "LLM",
     "LLMEngine",
@@ -81,6 +87,22 @@ def test_a_class_has_what_its_table_says(name: str) -> None:
     there = public_names(getattr(actorllm, name))
     assert there == names(name, are_there=True)
     assert not there & names(name, are_there=False)
+
+
+def test_flat_logprobs_have_what_their_table_says_beside_what_every_list_has() -> None:
+    own = {name for name in vars(actorllm.FlatLogprobs) if not name.startswith("_")}
+    fields = {f.name for f in dataclasses.fields(actorllm.FlatLogprobs)}
+    assert own | fields == names("FlatLogprobs", are_there=True)
+
+
+@pytest.mark.parametrize("section", VLLM_NAMES)
+def test_every_public_name_of_vllm_has_a_row(section: str) -> None:
+    rows = SECTIONS[section] | (SECTIONS["EngineArgs methods"] if section == "EngineArgs" else {})
+    assert set(VLLM_NAMES[section]) <= set(rows)
+    assert not {name for name in VLLM_NAMES[section] if rows[name][0] == "ours"}
+    for name, (status, note) in rows.items():
+        if status != "ours" and name not in VLLM_NAMES[section] and not note.startswith("accepted at"):
+            assert "of older releases" in note, f"{section}: {name} is nothing of this vLLM's"
 
 
 def test_the_older_name_of_the_engine() -> None:

@@ -209,6 +209,7 @@ def test_arguments_of_vllm_that_ask_for_nothing(llm: LLM) -> None:
 def test_the_tokenizer_is_that_of_transformers(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
     assert tokenizer is llm.get_tokenizer()
+    assert (llm.model_config, llm.get_world_size()) == (llm.config.model, 1)
     assert tokenizer.encode(PROMPTS[0]) == generate(llm, PROMPTS[0])[0].prompt_token_ids
 
 
