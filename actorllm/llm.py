@@ -153,12 +153,17 @@ class LLM:
         lora_request: None = None,
         priority: Sequence[int] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: None = None,
         **vllm_arguments: Any,
     ) -> list[str]:
         """As `generate`, without waiting: returns the ids of the requests, whose outputs `wait_for_completion` returns."""
-        return self._enqueue(
-            _as_batch(prompts), sampling_params, priority, vllm_arguments | {"lora_request": lora_request}
-        )
+        extras = {
+            "lora_request": lora_request,
+            "tokenization_kwargs": tokenization_kwargs,
+            "mm_processor_kwargs": mm_processor_kwargs,
+        }
+        return self._enqueue(_as_batch(prompts), sampling_params, priority, vllm_arguments | extras)
 
     def enqueue_chat(
         self,

@@ -20,8 +20,10 @@ from actorllm.config import ARGUMENTS, VLLM_ARGUMENTS
 from actorllm.request import REQUEST_ARGUMENTS, VLLM_PARAMETERS, VLLM_REQUEST_ARGUMENTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
-VLLM_NAMES: dict[str, list[str]] = json.loads((Path(__file__).with_name("vllm_names.json")).read_text())["names"]
-"""The public names of a release of vLLM, by the tables of the page; made by vllm_names.py."""
+VLLM = json.loads(Path(__file__).with_name("vllm_names.json").read_text())
+"""Of a release of vLLM; made by vllm_names.py."""
+VLLM_NAMES: dict[str, list[str]] = VLLM["names"]
+"""Its public names, by the tables of the page."""
 STATUSES = {"same", "differs", "not there", "ours"}
 
 
@@ -103,6 +105,24 @@ def test_every_public_name_of_vllm_has_a_row(section: str) -> None:
     for name, (status, note) in rows.items():
         if status != "ours" and name not in VLLM_NAMES[section] and not note.startswith("accepted at"):
             assert "of older releases" in note, f"{section}: {name} is nothing of this vLLM's"
+
+
+@pytest.mark.parametrize(
+    ("section", "method"), [(section, method) for section, found in VLLM["signatures"].items() for method in found]
+)
+def test_methods_take_the_arguments_of_vllm_in_its_order(section: str, method: str) -> None:
+    if SECTIONS[section][method][0] == "not there":
+        return
+    taker = getattr(getattr(actorllm, section), method)
+    if not callable(taker):
+        return  # a property
+    kinds = {name: p.kind for name, p in inspect.signature(taker).parameters.items() if name not in ("self", "cls")}
+    ours = [name for name, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    theirs = VLLM["signatures"][section][method]
+    assert ours[: len(theirs["positional"])] == theirs["positional"]
+    for name in theirs["named"]:
+        is_extra = inspect.Parameter.VAR_KEYWORD in kinds.values() and name in REQUEST_ARGUMENTS
+        assert name in kinds or is_extra, name
 
 
 def test_the_older_name_of_the_engine() -> None:

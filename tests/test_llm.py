@@ -159,7 +159,9 @@ def test_from_several_threads_at_once(llm: LLM) -> None:
 def test_enqueue_now_and_wait_later(llm: LLM) -> None:
     expected = generate(llm, PROMPTS)
     assert llm.wait_for_completion(use_tqdm=False) == []
-    ids = llm.enqueue(PROMPTS[:1], short()) + llm.enqueue(PROMPTS[1:], short(), priority=[2, 1])
+    ids = llm.enqueue(PROMPTS[:1], short(), None, None, False, None, None) + llm.enqueue(
+        PROMPTS[1:], short(), priority=[2, 1]
+    )
     with pytest.raises(InvalidParameterError, match="1 priorities for 3 prompts"):
         llm.enqueue(PROMPTS, short(), priority=[1])
     outputs = llm.wait_for_completion(RequestOutput, use_tqdm=False)

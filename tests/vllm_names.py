@@ -1,4 +1,5 @@
-"""Writes vllm_names.json: the public names of the classes of a vLLM that docs/compatibility.md speaks of.
+"""Writes vllm_names.json: the public names of the classes of a vLLM that docs/compatibility.md speaks of, and what
+the methods of its engines take.
 
     python tests/vllm_names.py .../site-packages/vllm
 
@@ -67,6 +68,18 @@ def members(node: ast.ClassDef) -> Iterator[str]:
                 yield name
 
 
+def signatures(node: ast.ClassDef) -> dict[str, dict[str, list[str]]]:
+    """What every public method takes: by position, and by name only."""
+    return {
+        item.name: {
+            "positional": [argument.arg for argument in item.args.args if argument.arg not in ("self", "cls")],
+            "named": [argument.arg for argument in item.args.kwonlyargs],
+        }
+        for item in node.body
+        if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and not item.name.startswith("_")
+    }
+
+
 def parameters(node: ast.ClassDef, methods: tuple[str, ...]) -> Iterator[str]:
     for item in node.body:
         if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and item.name in methods:
@@ -82,9 +95,13 @@ def main(root: Path) -> None:
         for table, classes in CLASSES.items()
     }
     for table, takers in TAKERS.items():
-        found = {name for file, cls, methods in takers for name in parameters(class_of(root / file, cls), methods)}
-        names[table] = sorted(found - NOT_EXTRAS)
-    made = {"version": metadata.removesuffix(".dist-info").split("-")[1], "names": names}
+        extras = {name for file, cls, methods in takers for name in parameters(class_of(root / file, cls), methods)}
+        names[table] = sorted(extras - NOT_EXTRAS)
+    engines: dict[str, dict[str, dict[str, list[str]]]] = {"LLM": {}, "LLMEngine": {}, "AsyncLLM": {}}
+    for table, found in engines.items():
+        for file, cls in reversed(CLASSES[table]):
+            found |= signatures(class_of(root / file, cls))
+    made = {"version": metadata.removesuffix(".dist-info").split("-")[1], "names": names, "signatures": engines}
     Path(__file__).with_suffix(".json").write_text(json.dumps(made, indent=1) + "\n")
 
 
