@@ -71,8 +71,9 @@ class Soak:
         while time.monotonic() < end:
             await anyio.sleep(float(self._rng.exponential(2.0)))
             _, name, event = self._events[int(self._rng.choice(len(weights), p=weights / weights.sum()))]
+            if await event() is False:
+                name += ", not possible here"
             self.counts[name] = self.counts.get(name, 0) + 1
-            await event()
 
     async def compare(self) -> None:
         """Streams are compared on the way, in a thread of their own: half an hour of them would take hours at the end."""
@@ -140,12 +141,12 @@ class Soak:
         hog = "import time; x = bytearray(1 << 30); x[::4096] = b'1' * len(x[::4096]); time.sleep(3)"
         await anyio.run_process([sys.executable, "-c", hog])
 
-    async def _fill_shared_memory(self) -> None:
-        """There is no shared memory left while a process dies."""
+    async def _fill_shared_memory(self) -> bool:
+        """There is no shared memory left while a process dies. False: nothing was done."""
         path = Path("/dev/shm") / NAME
         free = os.statvfs("/dev/shm").f_bavail * os.statvfs("/dev/shm").f_frsize
         if free > MAX_FILL_BYTES:
-            return  # shared memory is memory: to fill all of it takes the machine down
+            return False  # shared memory is memory: to fill all of it takes the machine down
         try:
             with path.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, max(1, free - (1 << 20)))
@@ -154,6 +155,7 @@ class Soak:
         finally:
             path.unlink(missing_ok=True)
         await self.chaos.kill(("worker",), in_prefill=False)
+        return True
 
 
 async def soak(minutes: float, seed: int) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:

@@ -3,9 +3,11 @@
 Every stream that ends is held against `tests/oracle.py`, token by token, and its text against its tokens, so no reference
 run is needed and a run may be as long as one likes. `tests/chaos` runs it for a minute, `bench/soak.py` for half an hour.
 
-A kill counts when the process is gone (its pidfd says so), and it is noted how many streams were running and whether some of
-them were still waiting for their first token. A recovery is the time from the kill to the first token that arrives after
-the engine runs again, with other processes.
+A kill counts when every victim was alive, was not killed before, and is gone (its pidfd says all three), and it is noted how
+many streams were running, whether some of them were still waiting for their first token, and whether the engine was about
+to recover from the kill before. A stream runs from its submission until it ends, also over a recovery: with no more than half
+as many requests as the engine has slots, or as many without siblings, none of them waits for a slot. A recovery is the time
+from the kill to the first token that arrives after the engine runs again, with other processes.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ MAX_MODEL_LEN = 512
 STOP_STRINGS = (" the", "ing ", ". ", " and a")
 NO_TOKEN_WITHIN_S = 60.0
 """A stream that gets nothing for so long counts as lost."""
+MOMENT_WITHIN_S = 20.0
+"""A kill comes so late at the latest, whatever runs then."""
 
 
 @dataclass
@@ -64,6 +68,10 @@ class Kill:
     num_in_prefill: int
     recovery_s: float | None
     """None: nobody waited for it."""
+    is_as_wanted: bool = True
+    """False: the moment that was asked for did not come."""
+    was_recovering: bool = False
+    """From the death before."""
 
 
 @dataclass
@@ -97,6 +105,8 @@ class Figures:
             "kills with 16 and more running": sum(kill.num_running >= 16 for kill in self.kills),
             "kills with some in prefill": sum(kill.num_in_prefill > 0 for kill in self.kills),
             "kills with all in decode": sum(not kill.num_in_prefill for kill in self.kills),
+            "kills at another moment than wanted": sum(not kill.is_as_wanted for kill in self.kills),
+            "kills during a recovery": sum(kill.was_recovering for kill in self.kills),
             "stops": self.stops,
             "recovery p50 s": round(float(np.quantile(recoveries, 0.5)), 3),
             "recovery p99 s": round(float(np.quantile(recoveries, 0.99)), 3),
@@ -168,6 +178,7 @@ class Chaos:
         self._token_came = anyio.Event()
         self._finished: list[Request] = []
         self._tokenizer: Any = None
+        self._killed: dict[str, int] = {}  # the last process of each actor that was killed here
 
     # The load ---------------------------------------------------------------------------------------------------------
 
@@ -247,33 +258,62 @@ class Chaos:
     ) -> None:
         """SIGKILL these when `enough` streams run, some of them without a token or all of them with one.
 
+        Waits until every victim has a process that was not killed before; TimeoutError if one gets none.
         is_patient: wait until tokens flow again; else the next kill may come while this one is being recovered from.
         """
-        with anyio.move_on_after(20):
-            while len(self._waiting) + len(self._decoding) < enough:
+        with anyio.move_on_after(MOMENT_WITHIN_S):
+            while self._num_running < enough:
                 await self._tick()
             if not in_prefill:
                 self._may_feed = anyio.Event()
-            while bool(self._waiting) != in_prefill:
+            while bool(self._waiting) != in_prefill or not self._living(victims):
                 await self._tick()
-        pids = self.pids()
-        chosen = {name: pid for name, pid in pids.items() if name.startswith(victims)}
-        num_running, num_in_prefill = len(self._waiting) + len(self._decoding), len(self._waiting)
-        with pidfds(chosen.values()) as handles:
-            for handle in handles:
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-            began = time.monotonic()
-            for request in (*self._waiting.values(), *self._decoding.values()):
-                request.num_kills += 1
-            self._may_feed.set()
-            for handle in handles:
-                ended, _, _ = select.select([handle], [], [], 10)
-                assert ended, f"one of {chosen} is not gone"
-        recovery_s = None
+        with anyio.fail_after(NO_TOKEN_WITHIN_S):
+            while (began := self._kill_now(victims, in_prefill, enough)) is None:
+                await self._tick()
+        self._may_feed.set()
         if is_patient:
-            await self._recovered(set(chosen.values()))
-            recovery_s = time.monotonic() - began
-        self.figures.kills.append(Kill(victims, num_running, num_in_prefill, recovery_s))
+            await self._recovered({pid for name, pid in self._killed.items() if name.startswith(victims)})
+            self.figures.kills[-1] = replace(self.figures.kills[-1], recovery_s=time.monotonic() - began)
+
+    def _kill_now(self, victims: tuple[str, ...], in_prefill: bool, enough: int) -> float | None:
+        """Kill all of them, note it and return when it was. None: not all of them are there, and nothing was done."""
+        chosen = self._living(victims)
+        if not chosen:
+            return None
+        num_running, num_in_prefill = self._num_running, len(self._waiting)
+        was_recovering = self.engine.health().state != "running"
+        try:
+            with pidfds(chosen.values()) as handles:
+                if select.select(handles, [], [], 0)[0]:
+                    return None  # one died of itself or with its group, and nobody has noticed yet
+                began = time.monotonic()
+                for handle in handles:
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+                for handle in handles:
+                    ended, _, _ = select.select([handle], [], [], 10)
+                    assert ended, f"one of {chosen} is not gone"
+        except ProcessLookupError:  # the same, and it is buried already
+            return None
+        self._killed |= chosen
+        for request in (*self._waiting.values(), *self._decoding.values()):
+            request.num_kills += 1
+        is_as_wanted = num_running >= enough and bool(num_in_prefill) == in_prefill
+        self.figures.kills.append(Kill(victims, num_running, num_in_prefill, None, is_as_wanted, was_recovering))
+        return began
+
+    def _living(self, victims: tuple[str, ...]) -> dict[str, int]:
+        """The processes of all these actors, none of them one that was killed; empty while one is missing."""
+        found = {name: actor.pid for name, actor in self.engine.health().actors.items() if name.startswith(victims)}
+        living = {name: pid for name, pid in found.items() if pid is not None and pid != self._killed.get(name)}
+        is_complete = living.keys() == found.keys() and all(
+            any(name.startswith(victim) for name in living) for victim in victims
+        )
+        return living if is_complete else {}
+
+    @property
+    def _num_running(self) -> int:
+        return len(self._waiting) + len(self._decoding)
 
     async def _recovered(self, gone: set[int]) -> None:
         """Return with the first token after the engine runs again without these processes."""
@@ -330,8 +370,9 @@ class Chaos:
 @contextlib.contextmanager
 def pidfds(pids: Any) -> Iterator[list[int]]:
     """Handles of processes, by which their death is seen whatever becomes of their numbers."""
-    handles = [os.pidfd_open(pid) for pid in pids]
+    handles: list[int] = []
     try:
+        handles.extend(os.pidfd_open(pid) for pid in pids)  # keeps those before one that is gone
         yield handles
     finally:
         for handle in handles:

@@ -1,0 +1,129 @@
+"""The chaos harness counts a kill when all its victims lived and are gone, and says what it did not do."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.chaos import harness
+from tests.chaos.harness import Chaos
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class Tree:
+    """An engine as the harness sees it: actors that are processes, whose deaths are noticed when the test says so."""
+
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.pids: dict[str, int | None] = {"scheduler": self.spawn(), "worker0": self.spawn()}
+        self.state = "running"
+
+    def spawn(self) -> int:
+        self.processes.append(subprocess.Popen(["sleep", "1000"]))
+        return self.processes[-1].pid
+
+    def health(self) -> Any:
+        actors = {name: SimpleNamespace(pid=pid) for name, pid in self.pids.items()}
+        return SimpleNamespace(state=self.state, actors=actors)
+
+
+@pytest.fixture
+def tree() -> Iterator[Tree]:
+    tree = Tree()
+    yield tree
+    for process in tree.processes:
+        process.kill()
+        process.wait()
+
+
+async def kill(chaos: Chaos, *victims: str, enough: int = 0) -> None:
+    await chaos.kill(victims, in_prefill=False, enough=enough, is_patient=False)
+
+
+def is_killed(chaos: Chaos, *victims: str) -> bool:
+    """At once, or not."""
+    num_kills = len(chaos.figures.kills)
+    has_killed = chaos._kill_now(victims, in_prefill=False, enough=0) is not None
+    assert len(chaos.figures.kills) == num_kills + has_killed
+    return has_killed
+
+
+def test_who_was_killed_is_not_killed_again(tree: Tree) -> None:
+    """Its owner may not have noticed yet; and who has died of itself is no victim either."""
+    chaos: Any = Chaos(tree, seed=1)  # type: ignore[arg-type]
+    assert is_killed(chaos, "worker")
+    assert tree.processes[1].wait() == -9
+    assert not is_killed(chaos, "worker")
+    tree.pids["worker0"] = None
+    tree.state = "recovering"
+    assert not is_killed(chaos, "worker")
+    tree.pids["worker0"] = other = tree.spawn()
+    os.kill(other, 9)
+    os.waitid(os.P_PID, other, os.WEXITED | os.WNOWAIT)
+    assert not is_killed(chaos, "worker")
+    tree.processes[-1].wait()  # now there is no such process
+    assert not is_killed(chaos, "worker")
+    tree.pids["worker0"] = tree.spawn()
+    assert is_killed(chaos, "worker")
+    assert tree.processes[-1].wait() == -9
+    assert [found.was_recovering for found in chaos.figures.kills] == [False, True]
+
+
+def test_both_means_both(tree: Tree) -> None:
+    chaos: Any = Chaos(tree, seed=1)  # type: ignore[arg-type]
+    tree.pids["worker0"] = None
+    assert not is_killed(chaos, "scheduler", "worker")
+    assert tree.processes[0].poll() is None
+    tree.pids["worker0"] = tree.processes[1].pid
+    assert is_killed(chaos, "scheduler", "worker")
+    assert [process.wait() for process in tree.processes] == [-9, -9]
+    assert chaos.figures.table()["kills by victim"] == {"scheduler+worker": 1}
+
+
+@pytest.mark.anyio
+async def test_a_victim_that_never_comes_is_an_error(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "MOMENT_WITHIN_S", 0.02)
+    monkeypatch.setattr(harness, "NO_TOKEN_WITHIN_S", 0.02)
+    del tree.pids["worker0"]
+    chaos: Any = Chaos(tree, seed=1)  # type: ignore[arg-type]
+    with pytest.raises(TimeoutError):
+        await kill(chaos, "scheduler", "worker")
+    assert chaos.figures.kills == []
+    assert tree.processes[0].poll() is None
+
+
+@pytest.mark.anyio
+async def test_a_moment_that_does_not_come_is_told(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "MOMENT_WITHIN_S", 0.02)
+    chaos: Any = Chaos(tree, seed=1)  # type: ignore[arg-type]
+    await kill(chaos, "worker", enough=16)
+    await kill(chaos, "scheduler")
+    table = chaos.figures.table()
+    assert table["kills"] == 2
+    assert table["kills at another moment than wanted"] == 1
+    assert table["kills with 16 and more running"] == 0
+
+
+@pytest.mark.anyio
+async def test_the_soak_counts_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(harness.__file__).parents[2] / "bench")
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    soak = importlib.import_module("soak")
+    run = soak.Soak(None, seed=1)
+    run._events = [(1, "/dev/shm filled", run._fill_shared_memory)]
+    run._rng = SimpleNamespace(exponential=lambda _: 0.0, choice=lambda *_, **__: 0)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1 << 30, f_frsize=4096))
+    await run.run(1e-4)
+    assert run.counts.keys() == {"/dev/shm filled, not possible here"}
