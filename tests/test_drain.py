@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -129,6 +131,25 @@ async def test_a_shutdown_ends_a_drain(make_llm: Callable[..., AsyncLLM]) -> Non
     assert answers == [False]
     with pytest.raises((EngineShutdownError, EngineDeadError)):
         await last_of(stream)
+
+
+async def test_a_scheduler_that_does_not_answer_holds_nobody_up(
+    make_llm: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actorllm.engine.STOP_TIMEOUT_S", 0.1)
+    llm = make_llm(topology="process", heartbeat_timeout_s=120.0)
+    stream = llm.generate(PROMPT, ENDLESS)
+    await stream.__anext__()
+    pid = llm._engine.pids["scheduler"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with anyio.fail_after(60):
+            assert await llm.drain(0.05) is False
+        assert not stream.has_ended
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert llm._engine.pids["scheduler"] == pid
+    assert (await last_of(stream)).outputs[0].finish_reason == "abort"
 
 
 async def test_who_drains_may_give_up(make_llm: Callable[..., AsyncLLM]) -> None:
