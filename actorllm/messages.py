@@ -153,7 +153,10 @@ def sequences_of(submit: Submit) -> list[Submit]:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Abort:
-    """Forget these requests and free their blocks. Unknown rids are ignored: they ended meanwhile."""
+    """Forget these requests and free their blocks. Unknown rids are ignored: they ended meanwhile.
+
+    Of none: over a link that is not the first, all requests of before have been submitted again.
+    """
 
     rids: I32
 

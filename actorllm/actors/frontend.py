@@ -37,7 +37,7 @@ from actorllm.errors import (
     WouldBlock,
 )
 from actorllm.logprobs import LogprobSpan, spans_of
-from actorllm.messages import DRAINING, OVERLOADED, Abort, Message, Outputs, RequestEnd, Submit, sequences_of
+from actorllm.messages import DRAINING, NO_I32, OVERLOADED, Abort, Message, Outputs, RequestEnd, Submit, sequences_of
 from actorllm.request import Logprob
 
 logger = logging.getLogger(__name__)
@@ -315,6 +315,8 @@ class FrontendActor(Actor):
             self._unsent.append(submit)
             if entry.is_aborted:
                 self._unsent.append(Abort(rids=np.array([submit.rid], np.int32)))
+        if link.generation > 1:
+            self._unsent.append(Abort(rids=NO_I32))  # that was all
         if self._interrupted:
             self._num_resubmitted += len(self._journal)
             logger.info("linked to %s again; %d requests go on", link.peer, len(self._journal))

@@ -209,6 +209,8 @@ class SchedulerActor(Actor):
         self._drained: anyio.Event | None = None
         self._idle: anyio.Event | None = None
         self._is_draining = False
+        self._resubmitting: set[int] = set()
+        """Frontends of the scheduler before that have not said that they have submitted everything again."""
         self._timeline: Timeline | None = None
         self._tokenizer: Tokenizer | None = None
         self._pacing = Pacing()
@@ -315,6 +317,8 @@ class SchedulerActor(Actor):
             self._num_frontends += 1
             self._outlets[number] = Outlet(number, link)
             self._frontend_of[link] = number
+            if link.generation > 1:
+                self._resubmitting.add(number)
             if link.peer.startswith(ATTACHED):
                 self._foreign.add(link)
                 if self._max_waiting_attached is not None:
@@ -329,6 +333,7 @@ class SchedulerActor(Actor):
             self._foreign.discard(link)
             del self._outlets[number]
             self._full.pop(number, None)
+            self._resubmitting.discard(number)
             self._inbox = deque(entry for entry in self._inbox if entry[0] != number)
             self.scheduler.abort_frontend(number, now())
             self._pacing.drop_frontend(number)
@@ -440,6 +445,8 @@ class SchedulerActor(Actor):
                 case Submit():
                     for sequence in sequences_of(message):
                         ends += self._submit(frontend, sequence)
+                case Abort() if not message.rids.size:
+                    self._resubmitting.discard(frontend)
                 case Abort():
                     ends += self.scheduler.abort([(frontend, rid) for rid in message.rids.tolist()], now())
                 case Unblock():
@@ -467,7 +474,8 @@ class SchedulerActor(Actor):
 
     def _submit(self, frontend: int, message: Submit) -> list[End]:
         key: Key = (frontend, message.rid)
-        if self._is_draining and self._outlets[frontend].link in self._foreign:
+        is_known = message.is_resumed or message.output.size  # to the scheduler before
+        if self._is_draining and not is_known and self._outlets[frontend].link in self._foreign:
             return [self._refusal_to_drain(frontend, message)]
         is_new = self.scheduler.sequence(key) is None
         end = self.scheduler.submit(frontend, message, now())
@@ -744,7 +752,9 @@ class SchedulerActor(Actor):
         return True
 
     def _tell_if_idle(self) -> None:
-        if self._idle is not None and self.scheduler.is_idle:
+        if self._idle is None or not self.scheduler.is_idle or self._resubmitting:
+            return
+        if not any(outlet.deferred for outlet in self._full.values()):
             self._idle.set()
             self._idle = None
 

@@ -17,8 +17,8 @@ from actorllm.actors.frontend import Delta, FrontendActor
 from actorllm.actors.scheduler import SchedulerActor
 from actorllm.clock import now
 from actorllm.config import EngineConfig
-from actorllm.errors import RequestFailedError, WouldBlock
-from actorllm.messages import Abort, LateInputs, Outputs, StepFailed, StepPlan, StepResult, Submit, Unblock
+from actorllm.errors import PeerLostError, PeerRestartedError, RequestFailedError, WouldBlock
+from actorllm.messages import NO_I32, Abort, LateInputs, Outputs, StepFailed, StepPlan, StepResult, Submit, Unblock
 from actorllm.scheduling.guard import GuardedPolicy
 from actorllm.scheduling.policy import Admit, KeyPolicy
 from tests.scheduling.conftest import ScriptedWorker, reference_stream
@@ -37,6 +37,7 @@ class FakeLink:
     def __init__(self, name: str, rank: int = 0, on_send: Callable[[Any], None] | None = None) -> None:
         self.name = self.peer = name
         self.rank = rank
+        self.generation = 1
         self.is_open = True
         self.is_full = False
         self.sent: list[Any] = []
@@ -516,6 +517,44 @@ async def test_a_request_that_cannot_be_made_ends_with_the_error() -> None:
         assert isinstance(consumer.error, expected)
         assert str(error) in str(consumer.error)
     assert frontend._journal == {}
+
+
+async def test_a_drain_after_a_death_waits_for_those_who_have_to_submit_again() -> None:
+    """What attached programs had belongs to what there is, and what they want now is new."""
+    frontend, _, first = make_frontend()
+    frontend.on_message(first, outputs(0, stream_of()[0]))  # type: ignore[arg-type]
+    first.lost = PeerRestartedError("killed")  # type: ignore[attr-defined]
+    frontend.on_peer_lost(first)  # type: ignore[arg-type]
+    second = FakeLink("scheduler")
+    second.generation = 2
+    async with running() as bench:
+        guest, idle_guest, late_guest, gone = (FakeLink(f"attached{number}") for number in range(1, 5))
+        guest.generation = idle_guest.generation = gone.generation = 2
+        for link in (guest, idle_guest, late_guest, gone):
+            bench.actor.on_link(link)  # type: ignore[arg-type]
+        answers: list[bool] = []
+
+        async def drain() -> None:
+            answers.append(await bench.actor.answer("drain", {}))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(drain)
+            await bench.settle()
+            assert answers == []
+            gone.lost = PeerLostError("it left")  # type: ignore[attr-defined]
+            bench.actor.on_peer_lost(gone)  # type: ignore[arg-type]
+            await bench.send(Abort(rids=NO_I32), idle_guest)
+            assert answers == []
+            frontend.on_link(second)  # type: ignore[arg-type]
+            for message in second.sent:
+                await bench.send(message, guest)
+            await bench.send(submit(9), guest)
+            assert answers == []
+            await bench.work()
+        assert answers == [True]
+        assert [end[1:4] for end in guest.sent[0].ends] == [["error", None, guest.sent[0].ends[0][3]]]
+        assert guest.sent[0].ends[0][-1] == {"kind": "draining"}
+        assert [t for o in guest.sent for t in o.tokens.tolist()] == stream_of()[1:]
 
 
 async def test_what_is_known_of_a_failed_request_comes_with_its_error() -> None:
