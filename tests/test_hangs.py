@@ -100,6 +100,19 @@ async def test_streams_go_on_over_a_process_that_was_stopped(build: Callable[...
     assert "stuck: the process was stopped for" in str(llm.health().actors[victim].last_failure)
 
 
+async def test_several_sequences_of_one_request_are_looked_after_as_well(build: Callable[..., AsyncLLM]) -> None:
+    """Nothing else is going on that would keep anybody awake."""
+    llm = build(on_failure="restart")
+    await llm.start()
+    stopped = llm._engine.pids["worker0"]
+    os.kill(stopped, signal.SIGSTOP)
+    params = SamplingParams(n=2, max_tokens=3, ignore_eos=True, detokenize=False, seed=3)
+    with anyio.fail_after(30):
+        *_, last = [output async for output in llm.generate({"prompt_token_ids": [1, 2]}, params)]
+    assert [len(sequence.token_ids) for sequence in last.outputs] == [3, 3]
+    assert llm._engine.pids["worker0"] != stopped
+
+
 class Endless(KeyPolicy):
     """Thinks about its third step for ever."""
 
