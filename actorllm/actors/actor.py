@@ -321,8 +321,8 @@ class Runner:
         link.open(self)
 
     def run(self) -> None:
-        """Setup is over: start the main loop."""
-        if not self._is_ending:
+        """Setup is over: start the main loop, unless it was started in an earlier attempt."""
+        if not self._is_ending and self._run_returned is None:
             self._run_returned = anyio.Event()
             self.actor.is_running = True
             self._tasks.start_soon(self._run)

@@ -281,7 +281,9 @@ class Supervisor:
         delay_s = self._counter.died("start", was_ready=False)
         if delay_s is None:
             return False
-        logger.error("%s while the engine started; it is tried again", death)
+        self._last_death = death
+        fields = {"event": "early death", "group": "start", "actors": (death.actor,)}
+        logger.error("%s while the engine started; it is tried again", death, extra=fields)
         await anyio.sleep(delay_s)
         return True
 
@@ -301,7 +303,7 @@ class Supervisor:
         children = list(self._children.values())
         await self._each(children, lambda child: child.configure(self.config))
         self._wiring.connect(*self._children)
-        await self._each(new, lambda child: child.run())
+        await self._each(children, lambda child: child.run())
 
     def _new_child(self, spec: ActorSpec) -> Child:
         child = self._make_child(spec, current_loop())

@@ -177,6 +177,24 @@ def test_a_process_that_is_killed_at_the_first_start_is_tried_again(make_tree: C
     assert engine.supervisor.config.total == 11  # type: ignore[attr-defined]
     assert engine.ask("ping") == "middle"
     echoes_work(engine)
+    assert engine.front.is_running
+    assert "echo0 was killed by signal 9" in str(engine.supervisor.health().last_failure)
+
+
+def test_an_actor_of_this_process_runs_once_however_often_the_start_is_tried(make_tree: Callable[..., Engine]) -> None:
+    engine = make_tree(EchoConfig(fail_at="kill"), renew=lambda config: replace(config, fail_at=""))
+    num_runs: list[None] = []
+    run = engine.front.run
+
+    async def counted() -> None:
+        num_runs.append(None)
+        await run()
+
+    engine.front.run = counted  # type: ignore[method-assign]
+    engine.thread.start(30)
+    engine.thread.call(engine.supervisor._children["front"].run).result(5)  # as if another one had died at this point
+    engine.ask("ping")
+    assert len(num_runs) == 1
 
 
 def test_and_not_for_ever(make_tree: Callable[..., Engine]) -> None:
