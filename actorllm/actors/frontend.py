@@ -521,7 +521,7 @@ class FrontendActor(Actor):
         while self._scheduler is None or not self._scheduler.is_open:
             if self._error is not None:
                 raise self._error
-            if not self._lost_at:
+            if not self.is_running and self._lost is None:
                 raise EngineShutdownError("the engine is not running")
             if self._linked is None:
                 self._linked = anyio.Event()

@@ -21,7 +21,7 @@ from actorllm.actors.restart import RestartLimits
 from actorllm.actors.scheduler import read_recording
 from actorllm.actors.topology import Topology, engine_topology
 from actorllm.config import EngineConfig
-from actorllm.errors import EngineDeadError, PeerRestartedError, RequestFailedError
+from actorllm.errors import EngineDeadError, EngineShutdownError, PeerRestartedError, RequestFailedError
 from actorllm.messages import Abort, LateInputs, Outputs, StepResult, Submit
 from tests.actors.scripted_worker import DEADLY, VOCAB
 from tests.actors.test_engine_actors import make_worker, plan_for
@@ -462,6 +462,30 @@ async def test_who_asks_while_the_scheduler_is_gone_asks_the_next_one() -> None:
         assert answers == []
         frontend.on_link(second)  # type: ignore[arg-type]
     assert (answers, asked) == ([42], ["second"])
+
+
+async def test_who_joins_while_the_scheduler_is_gone_asks_the_first_one_that_comes() -> None:
+    frontend, link = FrontendActor(), FakeLink("scheduler")
+    frontend._wakeup = HostLoop.current().waiter()
+
+    async def ask(link: Any, verb: str, timeout: float = 1.0, **arguments: Any) -> Any:
+        return link.name, verb
+
+    frontend.ask = ask  # type: ignore[method-assign]
+    with pytest.raises(EngineShutdownError, match="the engine is not running"):
+        await frontend.ask_scheduler("statistics")
+    frontend.is_running = True
+    answers: list[Any] = []
+
+    async def wait() -> None:
+        answers.append(await frontend.ask_scheduler("statistics"))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait)
+        await anyio.wait_all_tasks_blocked()
+        assert answers == []
+        frontend.on_link(link)  # type: ignore[arg-type]
+    assert answers == [("scheduler", "statistics")]
 
 
 async def test_an_engine_that_ends_after_all_ends_every_wait() -> None:
