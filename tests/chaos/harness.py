@@ -244,7 +244,7 @@ class Chaos:
             figures.aborted += 1
             return
         for index, (stream, reason) in enumerate(zip(request.streams, request.finish, strict=True)):
-            if reason not in ("stop", "length") or (reason == "length") != (len(stream) == params.max_tokens):
+            if reason not in ("stop", "length") or (reason == "length" and len(stream) != params.max_tokens):
                 figures.lost.append(f"request {request.number}.{index}: ended as {reason} after {len(stream)} tokens")
 
     # Violence ---------------------------------------------------------------------------------------------------------
