@@ -61,10 +61,13 @@ class Quarantine:
             return sequence not in self._suspects
         return self._trial is None or sequence in self._trial
 
-    def died(self, in_flight: Iterable[Sequence], waiting: Iterable[Sequence] = ()) -> list[Sequence]:
+    def died(
+        self, in_flight: Iterable[Sequence], waiting: Iterable[Sequence] = (), num_gone: int = 0
+    ) -> list[Sequence]:
         """The workers died with steps of these in flight. Returns who is found guilty; they are no longer here.
 
-        waiting: those who could run now, suspects or not.
+        waiting: those who could run now, suspects or not. num_gone: others that were in those steps and have ended
+        meanwhile. The workers may have died of them, so nobody was alone.
         """
         present = dict.fromkeys(in_flight)
         if not present:
@@ -80,7 +83,7 @@ class Quarantine:
                 self._suspects[sequence] = suspicion  # the last to be tried again
         guilty: list[Sequence] = []
         (alone, *others) = present
-        if not others and alone in self._suspects:
+        if not others and not num_gone and alone in self._suspects:
             self._suspects[alone].num_alone += 1
             if self._suspects[alone].num_alone >= MAX_ALONE:
                 del self._suspects[alone]

@@ -1304,7 +1304,8 @@ class Scheduler:
         self._num_failed += 1
         failed = voided[0]
         named = [*failed.rows.sequences, *(s for s, _ in failed.prefills)]
-        alive = [s for s in dict.fromkeys(named) if s.state is not State.FINISHED]
+        present = dict.fromkeys(named)
+        alive = [s for s in present if s.state is not State.FINISHED]
         known = {named[row] for row in rows.tolist() if 0 <= row < len(named)}
         at_fault = [s for s in alive if s in known]
         if not known:
@@ -1315,7 +1316,7 @@ class Scheduler:
             can_shrink = len(rest) > 1 or (failed.num_tokens > SMALL_CHUNK and not any(s.is_whole for s in rest))
             if is_out_of_memory and rest and can_shrink:
                 self._memory.shrink(len(alive), failed.num_tokens)
-            elif rest and (culprit := self._suspects.accuse(rest)) is not None:
+            elif rest and (culprit := self._suspects.accuse(rest, len(present) - len(rest))) is not None:
                 at_fault.append(culprit)
         self._restrict()
         ends = [self._end(sequence, "error", error=error) for sequence in at_fault]
@@ -1371,14 +1372,16 @@ class Scheduler:
         if self.kv.index is not None:
             _ = self.kv.num_free  # slots that were emptied give their blocks back first
             self.kv.index.reset()
-        named = [s for s in dict.fromkeys(named) if s.state is not State.FINISHED]
-        for sequence in named:
+        present = dict.fromkeys(named)
+        alive = [s for s in present if s.state is not State.FINISHED]
+        for sequence in alive:
             sequence.num_recoveries += 1
             if sequence not in self._interrupted:
                 self._interrupted.add(sequence)
                 sequence.interrupted = now
         reason = f"the workers died {MAX_ALONE} times while they ran this request alone; the last time {error}"
-        return [self._end(sequence, "error", error=reason) for sequence in self._quarantine.died(named, self._waiting)]
+        guilty = self._quarantine.died(alive, self._waiting, num_gone=len(present) - len(alive))
+        return [self._end(sequence, "error", error=reason) for sequence in guilty]
 
     def _recover(self, sequences: NDArray[Any]) -> None:
         """These had a token, for the first time since the workers died."""

@@ -5,7 +5,8 @@ step holds nobody but the group `on_trial`. A request that gets a token is acqui
 again; and who fails alone is at fault. One bad request among n costs about 2 log2(n) steps, every other one loses
 nothing but time, and new requests wait until it is over.
 
-Invariants: a request is in one group at most, no group is empty, and every failure ends a request or halves a group.
+Invariants: a request is in one group at most, no group is empty, and every failure ends a request, halves a group, or
+follows the end of somebody who was in the step.
 Owned by the scheduler.
 """
 
@@ -39,12 +40,15 @@ class Suspects:
         """Those who may be in steps now, if anybody is under suspicion."""
         return self._groups[-1] if self._groups else NOBODY
 
-    def accuse(self, named: Iterable[Sequence]) -> Sequence | None:
-        """A step with these requests failed. Returns the one at fault, or None: they are to be tried again."""
+    def accuse(self, named: Iterable[Sequence], num_gone: int = 0) -> Sequence | None:
+        """A step with these requests failed. Returns the one at fault, or None: they are to be tried again.
+
+        num_gone: others that were in the step and have ended meanwhile. It may have been them.
+        """
         accused = list(dict.fromkeys(named))
         for sequence in accused:
             self.acquit(sequence)
-        if len(accused) == 1:
+        if len(accused) == 1 and not num_gone:
             return accused[0]
         middle = (len(accused) + 1) // 2
         for half in (accused[middle:], accused[:middle]):

@@ -219,6 +219,50 @@ def test_failures_in_a_row_are_bounded_whatever_is_planned() -> None:
     expect_streams(engine, range(1, 5))
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("ends_by", ["abort", "deadline", "stop string"])
+@pytest.mark.parametrize("is_memory", [False, True])
+def test_who_was_beside_one_that_ended_meanwhile_is_not_at_fault(depth: int, ends_by: str, is_memory: bool) -> None:
+    """The step had two requests in it, and only one is left when it turns out to have failed."""
+
+    def fault(rows: list[tuple[list[int], int]], num_tokens: int) -> str | None:
+        error = "not enough memory" if is_memory else "poisoned"
+        return error if any(tokens[0] == 2 and len(tokens) == 7 for tokens, _ in rows) else None
+
+    engine = FailingEngine(fault, depth=depth, max_num_seqs=4, max_num_batched_tokens=80, num_blocks=128)
+    engine.submit(1, prompt_of(1), max_tokens=6, ignore_eos=True)
+    engine.submit(2, prompt_of(2), max_tokens=6, ignore_eos=True, deadline=100.0)
+    while not engine.has_failed:
+        engine.launch()
+        if len(engine.results) == depth and not engine.has_failed:
+            engine.complete()
+    scheduler = engine.scheduler
+    (sequence,) = [s for s in scheduler.running() if s.key[1] == 2]
+    match ends_by:
+        case "abort":
+            engine.abort(2)
+        case "deadline":
+            engine._ended(scheduler.expire(100.0))
+        case "stop string":
+            engine._ended(scheduler.finish([(sequence, "stop", "x")], engine.now))
+    while engine.results:
+        engine.complete()
+    engine.run()
+    expect_streams(engine, [1])
+    assert engine.ends[2].reason != "error"
+    assert scheduler.statistics().num_retrying == 0
+
+
+def test_who_is_tried_once_more_fails_when_it_is_alone() -> None:
+    engine = FailingEngine(poison(1), depth=1, max_num_seqs=4, max_num_batched_tokens=80, num_blocks=128)
+    submit_all(engine, 2)
+    engine.launch()
+    engine.abort(2)
+    engine.run()
+    assert engine.ends[1].error == "poisoned by [1]"
+    assert engine.scheduler.statistics().num_failed_steps == 2
+
+
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 

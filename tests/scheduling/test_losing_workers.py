@@ -115,6 +115,24 @@ def test_whoever_the_workers_die_of_fails_alone(build_engine: BuildEngine) -> No
     assert num_deaths <= 7
 
 
+def test_who_was_beside_one_that_ended_meanwhile_was_not_alone(build_engine: BuildEngine) -> None:
+    engine = build_engine(depth=1)
+    engine.submit(1, prompt_of(1))
+    for other in (11, 12, 13):
+        engine.submit(other, prompt_of(2))
+        plan = engine.launch()
+        assert plan is not None
+        if plan.new.size == 1:  # the first has been acquitted of nothing, and is tried alone: this one works
+            engine.complete()
+            plan = engine.launch()
+            assert plan is not None
+        engine.abort(other)
+        engine.lose_workers()
+    assert 1 not in engine.ends
+    engine.run()
+    assert engine.streams[1] == stream_of(1)
+
+
 def test_while_some_are_tried_nobody_else_starts(engine: Engine) -> None:
     submit_some(engine, 4)
     for _ in range(2):
