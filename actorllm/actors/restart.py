@@ -44,7 +44,7 @@ class RestartCounter:
         return 0.0 if deaths == 1 else min(self.limits.first_delay_s * 2.0 ** (deaths - 2), self.limits.max_delay_s)
 
     def progressed(self) -> None:
-        """A token was emitted."""
+        """A token was emitted, or the last death told more about the request that they die of."""
         self._deaths.clear()
 
     def explain(self, group: str) -> str:

@@ -66,6 +66,10 @@ RETRY_S = 0.005
 """How soon a send to a frontend whose link was full is tried again; in vain, it takes twice as long the next time."""
 MAX_RETRY_S = 0.1
 
+MAX_LOSSES_OF_SEARCH = 8
+"""Deaths of the workers in a row, without a token, up to which a search for the requests that they die of counts as progress
+when it gets narrower. Half a dozen such requests can be found so; where more are needed, it is not the requests."""
+
 SHORTEST_TIMER_S = 0.001
 """Who asks to be woken in the past is woken this often, and does not hold a core."""
 
@@ -202,6 +206,7 @@ class SchedulerActor(Actor):
         self._has_workers = False
         self._is_unproven = True
         """Nobody has had a token since the last death that this actor knows of; its own included."""
+        self._num_losses_in_a_row = 0
         self._num_workers = 1
         self._late_plans: deque[StepPlan] = deque()
         self._full: dict[int, Outlet] = {}
@@ -342,15 +347,18 @@ class SchedulerActor(Actor):
     def _lose_workers(self, link: Link) -> None:
         """What they had reported counts. All else goes on from its known tokens, with the next ones."""
         self._has_workers = False
-        self._is_unproven = True
         while self._results:
             self._take_result()
+        self._is_unproven = True
         self._acknowledged.clear()
         self._late_plans.clear()
         logger.info("the workers are lost (%s); %d steps in flight", link.lost, self.scheduler.num_in_flight)
         if self._timeline is not None:
             self._timeline.mark("workers lost", now(), reason=str(link.lost))
         self._send_ends(self.scheduler.lose_workers(str(link.lost), now()))
+        self._num_losses_in_a_row += 1
+        if self.scheduler.is_narrowing and self._num_losses_in_a_row <= MAX_LOSSES_OF_SEARCH:
+            self.report_progress()
         self.wake()
 
     def on_link_error(self, link: Link, error: BaseException) -> None:
@@ -424,6 +432,7 @@ class SchedulerActor(Actor):
         self._send(*self._render(events))  # while the next step runs; ends at stop strings before it is planned
         if self._is_unproven and events.tokens.size:
             self._is_unproven = False
+            self._num_losses_in_a_row = 0
             self.report_progress()
 
     def next_deadline(self) -> float | None:

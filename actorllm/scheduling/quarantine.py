@@ -1,14 +1,16 @@
 """`Quarantine`: finds the request that the workers die of, without making the others pay for it.
 
 Who was in a step in flight when the workers died, and has not had a token since, is a *suspect*. One death proves
-nothing (somebody killed the process): everyone goes on together, and a token acquits. When the workers die of suspects
-again, these are tried: only some of them may start, the others and everybody else wait, until each of them has had a
+nothing (somebody killed the process): everyone goes on together, and a token acquits. When the workers die again before
+that, suspects are tried: only some of them may start, the others and everybody else wait, until each of them has had a
 token, which acquits it, or the workers are dead once more, which makes them the last in the row. Whoever is acquitted
-goes on, until the next death. A request that ran all alone and killed the workers `MAX_ALONE` times fails. So n suspects
-cost about log2(n) deaths, and everybody else a few steps of waiting.
+goes on, until the next death. A request that ran all alone and killed the workers `MAX_ALONE` times fails; whoever ended
+while it was in flight beside it, was there. So one among n suspects costs about log2(n) deaths, and everybody else a few
+steps of waiting.
 
-Too many deaths in a row are the end of the engine (`actors.restart`). So the more there were, the fewer are tried at a
-time, and before it comes to that the trial rests until somebody beside the suspects has had a token.
+Too many deaths in a row are the end of the engine (`actors.restart`), unless the search gets narrower (`is_narrowing`). The
+more there were, the fewer are tried at a time, and before it comes to the end the trial rests until somebody beside the
+suspects has had a token. If the workers die meanwhile, those that ran are suspects, too.
 
 Pure. Asked by the Scheduler; of no cost while there is no suspect.
 """
@@ -47,6 +49,8 @@ class Quarantine:
         """Those that may run; None: everybody."""
         self._num_in_a_row = 0
         self._is_resting = False
+        self.is_narrowing = False
+        """Whether the last death brought the search further. With n suspects that is so for some n log2(n) deaths at most."""
 
     def __len__(self) -> int:
         return len(self._suspects)
@@ -70,11 +74,13 @@ class Quarantine:
         meanwhile. The workers may have died of them, so nobody was alone.
         """
         present = dict.fromkeys(in_flight)
+        self.is_narrowing = False
         if not present:
             return []
         self._num_in_a_row = self._num_in_a_row + 1 if self._suspects else 1
         again = [sequence for sequence in present if sequence in self._suspects]
-        if self._trial is None:
+        self.is_narrowing = bool(again) or (self._trial is None and self._num_in_a_row > 1)
+        if self._trial is None or not again:  # not again: they died without those that are tried
             self._suspect(present, first=again)
         else:  # those that were acquitted run beside the tried ones, and stay acquitted
             for sequence in again:
@@ -88,7 +94,7 @@ class Quarantine:
             if self._suspects[alone].num_alone >= MAX_ALONE:
                 del self._suspects[alone]
                 guilty.append(alone)
-        if again:
+        if self.is_narrowing:
             self._next_trial()
         if self._trial is not None and self._num_in_a_row >= MAX_IN_A_ROW:
             self._is_resting = any(s not in self._suspects and s not in guilty for s in waiting)

@@ -1383,6 +1383,11 @@ class Scheduler:
         guilty = self._quarantine.died(alive, self._waiting, num_gone=len(present) - len(alive))
         return [self._end(sequence, "error", error=reason) for sequence in guilty]
 
+    @property
+    def is_narrowing(self) -> bool:
+        """Whether the last death of the workers told more about whom they die of."""
+        return self._quarantine.is_narrowing
+
     def _recover(self, sequences: NDArray[Any]) -> None:
         """These had a token, for the first time since the workers died."""
         if self._quarantine:

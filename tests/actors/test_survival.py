@@ -222,6 +222,30 @@ async def test_a_deadly_request_fails_and_nobody_else(llm: AsyncLLM) -> None:
     assert llm.health().state == "running"
 
 
+async def test_several_deadly_requests_fail_and_nobody_else(llm: AsyncLLM) -> None:
+    """Although it takes more deaths in a row than the engine would outlive otherwise."""
+    bad = (0, 2, 3)
+    await llm.start()
+    ends: dict[int, Any] = {}
+
+    async def one(number: int) -> None:
+        try:
+            ends[number] = await tokens_of(llm, [5, DEADLY if number in bad else 6, 7 + number], seed=number)
+        except RequestFailedError as error:
+            ends[number] = error
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(4):
+            tasks.start_soon(one, number)
+    for number, end in ends.items():
+        if number in bad:
+            assert isinstance(end, RequestFailedError)
+        else:
+            assert end == reference_stream([5, 6, 7 + number], number, 30, VOCAB)
+    assert len(ends) == 4
+    assert llm.health().state == "running"
+
+
 async def test_where_there_are_only_deadly_requests_the_engine_ends(llm: AsyncLLM) -> None:
     """Nothing shows that the workers can do anything at all."""
     await llm.start()
@@ -234,11 +258,11 @@ async def test_where_there_are_only_deadly_requests_the_engine_ends(llm: AsyncLL
             errors.append(error)
 
     async with anyio.create_task_group() as tasks:
-        for number in range(4):
+        for number in range(16):
             tasks.start_soon(one, number)
-    assert len(errors) == 4
+    assert len(errors) == 16
     dead = [error for error in errors if isinstance(error, EngineDeadError)]
-    assert len(dead) >= 2
+    assert len(dead) >= 8
     assert str(dead[0]) == "worker0 was killed by signal 9 (SIGKILL)"
     assert llm.health().state == "dead"
     assert llm.errored
@@ -298,6 +322,26 @@ async def test_a_step_whose_late_inputs_never_come_is_left() -> None:
     assert len(second.sent) == 1
 
 
+async def test_so_many_deaths_in_a_row_are_for_the_sake_of_a_search() -> None:
+    """Whoever is found at fault is progress, until it is too many of them."""
+
+    def lose() -> None:
+        bench.workers.lost = PeerRestartedError("killed")  # type: ignore[attr-defined]
+        bench.actor.on_peer_lost(bench.workers)  # type: ignore[arg-type]
+        bench.actor.on_link(bench.workers)  # type: ignore[arg-type]
+
+    async with running() as bench:
+        counts = []
+        for number in range(1, 7):
+            await bench.send(submit_of(number, detokenize=False))
+            for _ in range(2):
+                lose()
+                await bench.settle()
+            assert bench.ends()[-1][:2] == [number, "error"]
+            counts.append(len(bench.progress))
+        assert counts == [1, 2, 3, 4, 4, 4]
+
+
 # A scheduler without workers ------------------------------------------------------------------------------------------
 
 
@@ -321,6 +365,7 @@ async def test_a_scheduler_goes_on_with_the_next_workers() -> None:
         await bench.settle()
         await bench.work_from(num_plans)
         assert bench.progress == [None, None]
+        assert bench.actor._num_losses_in_a_row == 0
         streams: dict[int, list[int]] = {1: [], 2: []}
         for outputs in bench.outputs:
             for rid, index, token in zip(outputs.rids, outputs.index, outputs.tokens, strict=True):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from actorllm.messages import StepFailed
 from actorllm.scheduling.recording import RecordedScheduler, replay
@@ -113,6 +114,59 @@ def test_whoever_the_workers_die_of_fails_alone(build_engine: BuildEngine) -> No
     assert engine.streams.pop(3) == []
     assert engine.streams == {rid: stream_of(rid) for rid in (1, 2, 4, 5, 6)}
     assert num_deaths <= 7
+
+
+MAX_IN_A_ROW = 5
+"""Deaths without a token or a narrower search that end an engine (`actors.restart`)."""
+
+
+@pytest.mark.parametrize("num_requests", [3, 4, 6, 10])
+@pytest.mark.parametrize("num_slots", [2, 4, 16])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_several_that_the_workers_die_of_are_found_before_the_engine_ends(
+    build_engine: BuildEngine, num_requests: int, num_slots: int, depth: int
+) -> None:
+    for killers in ({1, 2}, {1, 3}, {2, num_requests}, {1, 2, num_requests}):
+        engine = build_engine(max_num_seqs=num_slots, num_blocks=200, max_num_batched_tokens=32, depth=depth)
+        submit_some(engine, num_requests)
+        scheduler = engine.scheduler
+        num_in_a_row = num_tokens = num_deaths = 0
+        while not scheduler.is_idle:
+            while scheduler.has_room and engine.launch() is not None:
+                pass
+            assert engine.results, "somebody may run"
+            record = next(iter(scheduler.ledger))
+            named = {s.key[1] for s in (*record.rows.sequences, *(s for s, _ in record.prefills))}
+            if not named & killers:
+                engine.complete()
+                continue
+            if num_tokens != (num_tokens := sum(map(len, engine.streams.values()))):
+                num_in_a_row = 0
+            num_in_a_row += 1
+            num_deaths += 1
+            assert num_in_a_row < MAX_IN_A_ROW
+            engine.lose_workers()
+            if scheduler.is_narrowing:
+                num_in_a_row = 0
+        assert {rid for rid, end in engine.ends.items() if end.reason == "error"} == killers
+        for rid in range(1, num_requests + 1):
+            assert engine.streams[rid] == ([] if rid in killers else stream_of(rid))
+        assert num_deaths <= 4 + len(killers) * (2 + num_requests.bit_length())
+
+
+def test_two_that_never_were_under_suspicion_are_suspects_when_workers_die_of_them(build_engine: BuildEngine) -> None:
+    """While a trial rests for the sake of those that are not suspected, these are found as well."""
+    engine = build_engine(max_num_seqs=2, depth=1)
+    submit_some(engine, 4)
+    for _ in range(3):
+        engine.launch()
+        engine.lose_workers()
+    engine.launch()
+    assert {s.key[1] for s in engine.scheduler.running()} == {3, 4}, "the trial of the first two rests"
+    engine.lose_workers()
+    assert engine.scheduler.statistics().num_suspects == 4
+    engine.run()
+    assert engine.streams == {rid: stream_of(rid) for rid in range(1, 5)}
 
 
 def test_who_was_beside_one_that_ended_meanwhile_was_not_alone(build_engine: BuildEngine) -> None:

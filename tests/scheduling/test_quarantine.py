@@ -121,6 +121,41 @@ def test_who_ends_on_trial_makes_room_for_the_next() -> None:
     assert not quarantine
 
 
+def test_a_search_that_gets_narrower_says_so() -> None:
+    quarantine: Any = Quarantine()
+    quarantine.died(["a", "b", "c", "d"])
+    assert not quarantine.is_narrowing, "one death proves nothing"
+    for tried in (["a", "b", "c", "d"], ["a", "b"], ["c"], ["d"]):
+        quarantine.died(tried)
+        assert quarantine.is_narrowing
+    quarantine.died([])
+    assert not quarantine.is_narrowing, "nobody was running"
+
+
+def test_a_search_begins_also_when_others_ran_the_second_time() -> None:
+    quarantine: Any = Quarantine()
+    quarantine.died(["a", "b"])
+    assert not quarantine.is_trying
+    quarantine.died(["c", "d"])
+    assert quarantine.is_trying
+    assert quarantine.is_narrowing
+
+
+def test_a_death_alone_counts_whoever_it_was() -> None:
+    quarantine: Any = Quarantine()
+    quarantine.died(["a", "b"], "abx")
+    quarantine.died(["a", "b"], "abx")
+    quarantine.died(["a"], "abx")
+    assert quarantine.may_start("x"), "the trial rests"
+    assert not quarantine.may_start("b")
+    assert quarantine.died(["x"], "abx") == []
+    assert quarantine.may_start("b"), "there is nobody else"
+    quarantine.had_token(["b"])
+    assert quarantine.may_start("a")
+    assert quarantine.died(["a"], "ax") == ["a"]
+    assert quarantine.died(["x"], "x") == ["x"]
+
+
 def test_a_death_without_a_step_in_flight_is_nobodys_fault() -> None:
     quarantine = Quarantine()
     assert quarantine.died([]) == []
