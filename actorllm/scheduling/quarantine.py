@@ -10,7 +10,7 @@ steps of waiting.
 
 Too many deaths in a row are the end of the engine (`actors.restart`), unless the search gets narrower (`is_narrowing`). The
 more there were, the fewer are tried at a time, and before it comes to the end the trial rests until somebody beside the
-suspects has had a token. If the workers die meanwhile, those that ran are suspects, too.
+suspects has had a token, as long as anybody else may run. If the workers die meanwhile, those that ran are suspects, too.
 
 Pure. Asked by the Scheduler; of no cost while there is no suspect.
 """
@@ -60,6 +60,15 @@ class Quarantine:
         """Whether some may not start now."""
         return self._trial is not None
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether the suspects wait for somebody else to have a token."""
+        return self._is_resting
+
+    def end_rest(self) -> None:
+        """Nobody else can run: the trial goes on."""
+        self._is_resting = False
+
     def may_start(self, sequence: Sequence) -> bool:
         if self._is_resting:
             return sequence not in self._suspects
@@ -70,7 +79,7 @@ class Quarantine:
     ) -> list[Sequence]:
         """The workers died with steps of these in flight. Returns who is found guilty; they are no longer here.
 
-        waiting: those who could run now, suspects or not. num_gone: others that were in those steps and have ended
+        waiting: those who may run now, suspects or not. num_gone: others that were in those steps and have ended
         meanwhile. The workers may have died of them, so nobody was alone.
         """
         present = dict.fromkeys(in_flight)

@@ -512,12 +512,16 @@ class Scheduler:
             return None
         self.now = now
         plan = self._plan_step()
-        if plan is None and self._is_restricted and not len(self.ledger):
+        if plan is None and (self._is_restricted or self._quarantine.is_resting) and not len(self.ledger):
             plan = self._plan_unhindered()
         return plan
 
     def _plan_unhindered(self) -> StepPlan | None:
-        """Nobody of those who may run after failed steps can: whoever keeps room from them gives it back."""
+        """Nobody of those who may run can. After failed steps, whoever keeps room from them gives it back; and suspects
+        do not wait for others that may not start (`pause`)."""
+        self._quarantine.end_rest()
+        if not self._is_restricted:
+            return self._plan_step()
         held_back = [s for s in self.running() if s not in self._suspects.on_trial] if self._suspects else []
         for sequence in held_back:
             self._preempt(sequence)
@@ -1380,7 +1384,8 @@ class Scheduler:
                 self._interrupted.add(sequence)
                 sequence.interrupted = now
         reason = f"the workers died {MAX_ALONE} times while they ran this request alone; the last time {error}"
-        guilty = self._quarantine.died(alive, self._waiting, num_gone=len(present) - len(alive))
+        waiting = self._waiting if self.pause_state is PauseState.RUNNING else self._resuming
+        guilty = self._quarantine.died(alive, waiting, num_gone=len(present) - len(alive))
         return [self._end(sequence, "error", error=reason) for sequence in guilty]
 
     @property

@@ -214,6 +214,32 @@ def test_a_handed_over_request_has_started_before(engine: Engine) -> None:
     assert engine.streams[2] == stream_of(2)
 
 
+@pytest.mark.parametrize("num_before", [0, 1, 2, 3])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_suspects_finish_under_a_pause_that_keeps_everybody_else_waiting(
+    build_engine: BuildEngine, num_before: int, depth: int
+) -> None:
+    """The trial rests for those that are not suspected, but not while these may not start."""
+    engine = build_engine(depth=depth)
+    submit_some(engine, 3)
+    engine.launch()
+    for number in range(3):
+        if number == num_before:
+            engine.scheduler.pause("wait", engine.now)
+        if number == 2:
+            engine.submit(9, prompt_of(9))
+        engine.lose_workers()
+        if number == 2 and num_before == 3:
+            engine.scheduler.pause("wait", engine.now)
+        assert engine.launch() is not None
+    engine.run()
+    assert engine.scheduler.is_drained
+    assert engine.streams == {rid: stream_of(rid) for rid in (1, 2, 3)} | {9: []}
+    engine.scheduler.resume(engine.now)
+    engine.run()
+    assert engine.streams == {rid: stream_of(rid) for rid in (1, 2, 3, 9)}
+
+
 def test_a_recording_replays_it() -> None:
     entries: list[Any] = []
     limits = make_scheduler().limits
