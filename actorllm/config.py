@@ -144,6 +144,8 @@ class EngineConfig:
     """A worker whose step takes longer is stuck and is killed. None: learnt, at least half a minute (`actors.vigil`)."""
     heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
     """So is a process that is stopped, or whose loop does not turn outside of a step, for so long."""
+    restart_timeout_s: float | None = None
+    """So is one that was started again and is not ready by then. None: ten times the first start, at least 5 minutes."""
 
     def resolved(self, num_blocks: int) -> EngineConfig:
         """The same engine with the number of KV blocks that every rank can hold.
@@ -249,6 +251,7 @@ class EngineConfig:
             on_failure=_choice("on_failure", given["on_failure"], ("restart", "raise")),
             step_timeout_s=None if given["step_timeout_s"] is None else _seconds("step_timeout_s", given, 0.05),
             heartbeat_timeout_s=_seconds("heartbeat_timeout_s", given, MIN_HEARTBEAT_TIMEOUT_S),
+            restart_timeout_s=None if given["restart_timeout_s"] is None else _seconds("restart_timeout_s", given, 1.0),
         )
 
 
@@ -286,6 +289,7 @@ ARGUMENTS: dict[str, Any] = {
     "num_threads": None,
     "step_timeout_s": None,
     "heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S,
+    "restart_timeout_s": None,
     "record": None,
     "on_failure": "restart",
     "standby_worker": False,

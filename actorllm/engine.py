@@ -191,6 +191,7 @@ class Engine:
             standby="workers" if self.config.standby_worker else None,
             heartbeat_timeout_s=self.config.heartbeat_timeout_s,
             step_timeout_s=self.config.step_timeout_s,
+            restart_timeout_s=self.config.restart_timeout_s,
         )
 
     def _new_service(self) -> Service:

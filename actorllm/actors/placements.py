@@ -29,7 +29,7 @@ from actorllm.actors.child import receive_frame, send_frame
 from actorllm.actors.death import ActorDeath
 from actorllm.actors.engine_thread import AsyncioLoop, LoopThread
 from actorllm.actors.link import Link, LinkInfo, open_ring
-from actorllm.actors.pulse import Pulse, Sign, is_stopped
+from actorllm.actors.pulse import STARTING, Pulse, Sign, is_stopped
 from actorllm.actors.stderr_pipe import StderrPipe
 from actorllm.actors.topology import ActorSpec, load, path_of
 from actorllm.errors import ActorLLMError, EngineShutdownError, EngineStartError
@@ -352,6 +352,7 @@ class ProcessChild(RemoteChild):
         finally:
             os.close(fd)
         facts: dict[str, Any] = (await self._report("started"))["facts"]
+        self.phase = "started"
         return facts
 
     def _send_start(self, config: Any, pulse: int) -> None:
@@ -384,11 +385,18 @@ class ProcessChild(RemoteChild):
         if self._process is not None:
             self._process.kill()  # knows when the process was reaped: never hits a stranger of the same pid
 
-    def sign(self) -> Sign | None:
-        """What it shows of itself now; None: nothing yet, or nothing any more."""
-        if self._pulse is None or self.pid is None or self.gone.is_set():
+    @property
+    def is_alive(self) -> bool:
+        """There is a process, whatever it is at."""
+        return self.pid is not None and not self.gone.is_set()
+
+    def sign(self, start_budget_s: float) -> Sign | None:
+        """What it shows of itself now, None: nothing any more. start_budget_s: for as long as it is not running."""
+        if self.pid is None or self.gone.is_set():
             return None
-        return self._pulse.read(is_stopped=is_stopped(self.pid))
+        if self._pulse is None or self.phase not in ("started", "configured", "running"):
+            return Sign(0, 0, STARTING, start_budget_s, is_stopped(self.pid))
+        return self._pulse.read(is_stopped=is_stopped(self.pid))  # its loop turns, also while it waits for the others
 
     def kill_stuck(self, reason: str) -> None:
         """It does not go on. A stopped process is killed at once, any other writes down first where it is."""
@@ -480,7 +488,8 @@ class ProcessChild(RemoteChild):
             exit_code=code if code >= 0 else None,
             signal=-code if code < 0 else None,
             failure=self.failure,
-            reason=self._kill_reason if code == -signal.SIGKILL else None,
+            # One that has just begun dies of being asked where it is.
+            reason=self._kill_reason if code in (-signal.SIGKILL, -child_program.DUMP_SIGNAL) else None,
             last_words=self._stderr.last_lines(),
         )
         self.phase = "dead"

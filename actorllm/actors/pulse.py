@@ -26,6 +26,8 @@ WORD = 8 * 8
 
 WITHOUT_NUMBER = (1 << 63) - 1
 """In STEP: something other than a step keeps the loop from turning."""
+STARTING = WITHOUT_NUMBER - 1
+"""As STEP of a process that is not running yet, which writes no pulse: until then its start is what it is at."""
 
 
 @dataclass(frozen=True, slots=True)

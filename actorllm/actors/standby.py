@@ -16,6 +16,7 @@ from anyio.abc import TaskGroup
 from actorllm.actors.death import ActorDeath
 from actorllm.actors.engine_thread import current_loop
 from actorllm.actors.placements import Child, ProcessChild
+from actorllm.actors.pulse import is_stopped
 from actorllm.actors.topology import ActorSpec
 from actorllm.errors import ActorLLMError
 
@@ -35,6 +36,11 @@ class Standby:
         self._num_deaths = 0
 
     @property
+    def parked(self) -> tuple[ProcessChild, ...]:
+        """Those that nobody has taken."""
+        return tuple(self._parked)
+
+    @property
     def num_parked(self) -> int:
         return len(self._parked)
 
@@ -47,7 +53,10 @@ class Standby:
     def take(self, spec: ActorSpec) -> ProcessChild | None:
         """One that can become this actor; from now on it is the caller's."""
         for child in self._parked:
-            if child.spec is spec:
+            if child.spec is spec and child.pid is not None:
+                if is_stopped(child.pid):
+                    child.kill()
+                    return None
                 self._parked.remove(child)
                 return child
         return None

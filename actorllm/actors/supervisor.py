@@ -55,6 +55,10 @@ logger = logging.getLogger(__name__)
 
 KILL_TIMEOUT_S = 5.0
 """How long the kernel may take to end a killed process."""
+MIN_RESTART_TIMEOUT_S = 300.0
+"""No process that was started again is stuck before, however quick the first start was."""
+RESTART_MULTIPLE = 10.0
+"""So many times what the first start took."""
 
 
 class Config(Protocol):
@@ -77,7 +81,8 @@ class Supervisor:
     on_death: hears of the death that ends the engine, before everything is stopped. actors: owner-placed actors that
     exist already, by name. restarts: None: the first death is the end. renew: what the configuration is changed to before
     processes are started once more. standby: the group for which as many processes are kept parked as it has actors.
-    heartbeat_timeout_s, step_timeout_s: when a process that does not go on is killed (`watch`).
+    heartbeat_timeout_s, step_timeout_s: when a process that does not go on is killed (`watch`). restart_timeout_s: when
+    one that was started again and is not ready; None: after many times what the first start took.
     """
 
     def __init__(
@@ -94,6 +99,7 @@ class Supervisor:
         standby: str | None = None,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         step_timeout_s: float | None = None,
+        restart_timeout_s: float | None = None,
     ) -> None:
         self.topology = topology
         self.config = config
@@ -107,7 +113,8 @@ class Supervisor:
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = STOP_TIMEOUT_S
         self._children: dict[str, Child] = {}
-        self._watch = Watch(self._children, heartbeat_timeout_s, step_timeout_s)
+        self._watch = Watch(self._children, heartbeat_timeout_s, step_timeout_s, self._all_parked)
+        self._restart_timeout_s = restart_timeout_s
         self._wiring = Wiring(self._children, topology.links)
         self._counter = None if restarts is None else RestartCounter(restarts)
         self._groups = groups_of(topology) if restarts is not None else {}
@@ -140,9 +147,12 @@ class Supervisor:
         failure: Exception | None = None
         async with anyio.create_task_group() as self._tasks:
             try:
+                self._tasks.start_soon(self._watch.run)
+                began = now()
                 await self._start()
                 self._phase = "running"
-                self._tasks.start_soon(self._watch.run)
+                learnt_s = max(MIN_RESTART_TIMEOUT_S, RESTART_MULTIPLE * (now() - began))
+                self._watch.start_budget_s = learnt_s if self._restart_timeout_s is None else self._restart_timeout_s
                 on_ready()
                 if self._standby_group is not None:
                     self._standby = Standby(self._tasks, self.config)
@@ -297,6 +307,7 @@ class Supervisor:
                 await child.spawn(self._tasks, self.config)
                 self._children[spec.name] = child
                 new.append(child)
+                self._watch.wake()
         facts = await self._each(new, lambda child: child.start(self.config))
         if self._resolve is not None:
             self.config = self._resolve(self.config, facts)
@@ -309,7 +320,12 @@ class Supervisor:
         child = self._make_child(spec, current_loop())
         child.on_broken = self._on_broken
         child.on_progress = self._on_progress
+        if isinstance(child, OwnerChild):
+            child.runner.actor.on_work = self._watch.wake
         return child
+
+    def _all_parked(self) -> tuple[ProcessChild, ...]:
+        return () if self._standby is None else self._standby.parked
 
     def _parked(self, spec: ActorSpec) -> Child | None:
         """A process that is nearly ready to be this actor, if there is one."""
@@ -444,6 +460,7 @@ class Supervisor:
                     children.append(child)
                     if child.phase == "new":
                         await child.spawn(self._tasks, self.config)
+                    self._watch.wake()
                 await self._each(children, lambda child: child.start(self.config))
                 await self._each(children, lambda child: child.configure(self.config))
                 self._wiring.connect(*group.names)

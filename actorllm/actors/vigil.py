@@ -5,6 +5,7 @@ processes by looking at their signs of life (`pulse`) now and then:
 
     a process is stopped                 for heartbeat_timeout_s, whatever it is at
     a step takes longer than its budget  its loop cannot turn meanwhile, so nothing else can be asked of it
+    so does its start                    after a restart; how long the first may take is for the one who waits for it
     outside of a step, the loop stands   for heartbeat_timeout_s: a policy that never returns, a deadlock
 
 Time counts as it was *observed*: between two looks that are far apart, because the one who looks was himself stopped (or
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from actorllm.actors.pulse import WITHOUT_NUMBER, Sign
+from actorllm.actors.pulse import STARTING, WITHOUT_NUMBER, Sign
 
 MIN_BUDGET_S = 30.0
 """No step is stuck before, however fast others were: the machine may have something better to do for a while."""
@@ -117,7 +118,7 @@ class Vigil:
         has_moved = sign.beats != last.beats or sign.num_steps != last.num_steps
         watched.still_s = 0.0 if has_moved or sign.step else watched.still_s + passed
         watched.stopped_s = watched.stopped_s + passed if sign.is_stopped and last.is_stopped else 0.0
-        what = "a control" if sign.step == WITHOUT_NUMBER else f"step {sign.step}"
+        what = {WITHOUT_NUMBER: "a control", STARTING: "its start"}.get(sign.step, f"step {sign.step}")
         if watched.stopped_s > self._timeout_s:
             during = f" during {what}" if sign.step else ""
             return f"the process was stopped for {watched.stopped_s:.1f} s{during}, limit {self._timeout_s:g} s"

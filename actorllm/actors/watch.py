@@ -1,15 +1,16 @@
-"""`Watch`: looks after the processes of an engine while there is work, and kills those that are stuck.
+"""`Watch`: looks after the processes of an engine while they start or have work, and kills those that are stuck.
 
 Runs on the engine thread's loop. There is work while an actor of this process says so (`Actor.has_work`: requests that
-have not ended) or a visitor is attached; without any nothing is looked at and nothing wakes up. What it sees it gives to
-the `Vigil`, and who is stuck gets a moment to write down where (the stacks go to its stderr, whose last lines are part of
-the error) and SIGKILL. From there on it is a death like any other. Owned by the supervisor.
+have not ended) or a visitor is attached; with no work and nobody who starts, nothing is looked at and nothing wakes up.
+What it sees it gives to the `Vigil`, and who is stuck gets a moment to write down where (the stacks go to its stderr,
+whose last lines are part of the error) and SIGKILL. From there on it is a death like any other. Owned by the supervisor.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 
 import anyio
 
@@ -24,27 +25,31 @@ LOOKS_PER_TIMEOUT = 8
 
 
 class Watch:
-    """children: the supervisor's, by name; whoever is there when it looks is watched."""
+    """children: the supervisor's, by name; whoever is there when it looks is watched. parked: processes beside them."""
 
-    def __init__(self, children: Mapping[str, Child], heartbeat_timeout_s: float, step_timeout_s: float | None) -> None:
+    def __init__(
+        self,
+        children: Mapping[str, Child],
+        heartbeat_timeout_s: float,
+        step_timeout_s: float | None,
+        parked: Callable[[], Iterable[ProcessChild]] = tuple,
+    ) -> None:
         shortest = min(heartbeat_timeout_s, step_timeout_s or heartbeat_timeout_s)
         self._interval_s = min(shortest / LOOKS_PER_TIMEOUT, MAX_INTERVAL_S)
         self._vigil = Vigil(heartbeat_timeout_s, self._interval_s)
         self._children = children
+        self._parked = parked
         self._has_come: anyio.Event | None = None  # while it waits for work
+        self.start_budget_s = math.inf
+        """How long a process may take to get ready."""
 
     def wake(self) -> None:
-        """There may be work. On the loop."""
+        """There may be work, or a process that starts. On the loop."""
         if self._has_come is not None:
             self._has_come.set()
 
     async def run(self) -> None:
-        """For as long as the engine runs."""
-        for child in self._children.values():
-            if isinstance(child, OwnerChild):
-                child.runner.actor.on_work = self.wake
-        if not any(isinstance(child, ProcessChild) for child in self._children.values()):
-            return  # what hangs in a thread cannot be killed
+        """For as long as the engine lives."""
         while True:
             if self._is_needed():
                 self._look()
@@ -55,6 +60,11 @@ class Watch:
                 await self._has_come.wait()
 
     def _is_needed(self) -> bool:
+        processes = [child for child in self._children.values() if isinstance(child, ProcessChild) and child.is_alive]
+        if any(child.phase != "running" for child in processes):
+            return True
+        if not processes:
+            return False  # what hangs in a thread cannot be killed; and who is spawned next wakes it
         for child in self._children.values():
             if isinstance(child, OwnerChild):
                 if child.runner.actor.has_work:
@@ -67,8 +77,10 @@ class Watch:
         processes = {
             f"{name} {child.pid}": child
             for name, child in self._children.items()
-            if isinstance(child, ProcessChild) and child.phase == "running"
+            if isinstance(child, ProcessChild) and child.is_alive
         }
-        signs = {key: sign for key, child in processes.items() if (sign := child.sign()) is not None}
+        parked = {f"parked {child.pid}": child for child in self._parked()}
+        signs = {key: sign for key, child in processes.items() if (sign := child.sign(self.start_budget_s)) is not None}
+        signs |= {key: sign for key, child in parked.items() if (sign := child.sign(math.inf)) is not None}
         for verdict in self._vigil.look(now(), signs):
-            processes[verdict.actor].kill_stuck(verdict.reason)
+            (processes | parked)[verdict.actor].kill_stuck(verdict.reason)

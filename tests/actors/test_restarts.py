@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from actorllm.actors.echo import EchoConfig
+from actorllm.actors.pulse import is_stopped
 from actorllm.actors.restart import RestartLimits
 from actorllm.actors.topology import Topology
 from actorllm.errors import EngineDeadError, EngineStartError, PeerLostError, PeerRestartedError
@@ -209,6 +210,60 @@ def test_an_error_at_the_first_start_is_not_tried_again(make_tree: Callable[...,
     with pytest.raises(EngineStartError, match="told to fail"):
         engine.thread.start(30)
     assert attempts == []
+
+
+def test_a_process_that_is_stopped_before_it_is_ready_again(make_tree: Callable[..., Engine]) -> None:
+    tree = make_tree(heartbeat_timeout_s=0.4)
+    tree.thread.start(30)
+    before = tree.supervisor.pids["middle"]
+    os.kill(before, signal.SIGKILL)
+    assert wait_until(lambda: tree.supervisor.pids.get("middle", before) != before)
+    second = tree.supervisor.pids["middle"]
+    os.kill(second, signal.SIGSTOP)
+    assert wait_until(lambda: restarts_of(tree)["middle"] == 1)
+    assert tree.supervisor.pids["middle"] not in (before, second)
+    failure = tree.supervisor.health().actors["middle"].last_failure
+    assert "was killed because it was stuck: the process was stopped for 0." in str(failure)
+    assert "during its start, limit 0.4 s" in str(failure)
+    assert tree.ask("ping") == "middle"
+
+
+def test_a_process_that_is_stopped_at_the_first_start(make_tree: Callable[..., Engine]) -> None:
+    tree = make_tree(heartbeat_timeout_s=0.4)
+    started = tree.thread.start_nowait()
+    assert wait_until(lambda: "echo1" in tree.supervisor.pids)
+    os.kill(tree.supervisor.pids["echo1"], signal.SIGSTOP)
+    started.result(30)
+    assert "echo1 was killed because it was stuck" in str(tree.supervisor.health().last_failure)
+    echoes_work(tree)
+
+
+def test_a_process_that_takes_too_long_to_get_ready_again(make_tree: Callable[..., Engine]) -> None:
+    limits = replace(QUICK, max_early_deaths=1)
+    tree = make_tree(renew=lambda config: replace(config, fail_at="hang"), restarts=limits, restart_timeout_s=3.0)
+    tree.thread.start(30)
+    os.kill(tree.supervisor.pids["echo1"], signal.SIGKILL)
+    assert tree.died.wait(20)
+    tree.thread.stop()
+    with pytest.raises(
+        EngineDeadError, match=r"echo0 was killed because it was stuck: its start ran for .* deadline 3 s"
+    ):
+        raise tree.supervisor.failure
+
+
+def test_a_parked_process_that_is_stopped_is_not_taken(make_tree: Callable[..., Engine]) -> None:
+    tree = make_tree(standby="echoes", heartbeat_timeout_s=0.4)
+    tree.thread.start(30)
+    assert wait_until(lambda: tree.supervisor.statistics()["num_parked"] == 2)
+    standby = tree.supervisor._standby
+    assert standby is not None
+    pid_of = {child.spec.name: child.pid for child in standby.parked}
+    os.kill(pid_of["echo1"] or 0, signal.SIGSTOP)
+    assert wait_until(lambda: is_stopped(pid_of["echo1"] or 0))
+    kill(tree, "echo0")
+    assert tree.supervisor.pids["echo0"] == pid_of["echo0"]
+    assert tree.supervisor.pids["echo1"] != pid_of["echo1"]
+    echoes_work(tree)
 
 
 def test_stopped_in_the_middle_of_a_restart(tree: Engine) -> None:
