@@ -121,6 +121,8 @@ class JournalEntry:
     """How often its scheduler died."""
     recovery_s: float = 0.0
     """What it waited for its next output after that, in all."""
+    lost_at: float = 0.0
+    """When the scheduler died that it is waiting to hear from again."""
 
 
 class FrontendActor(Actor):
@@ -333,13 +335,13 @@ class FrontendActor(Actor):
             self._scheduler = None
         lost = self._lost = link.lost
         if isinstance(lost, PeerRestartedError):
-            if not self._interrupted:
-                self._lost_at = now()
+            self._lost_at = now()
             self.num_recoveries += 1
             self._unsent.clear()  # the journal has it all
             for rid, entry in self._journal.items():
                 if rid not in self._interrupted:
                     entry.num_recoveries += 1
+                    entry.lost_at = self._lost_at
                     self._interrupted.add(rid)
             return
         self.fail_all(
@@ -428,11 +430,12 @@ class FrontendActor(Actor):
 
     def _recover(self, rids: list[int]) -> None:
         """Of these something has come, for the first time since their scheduler died."""
-        waited = now() - self._lost_at
         self._interrupted.intersection_update(self._journal)
         for rid in self._interrupted.intersection(rids):
             self._interrupted.discard(rid)
-            self._journal[rid].recovery_s += waited
+            entry = self._journal[rid]
+            waited = now() - entry.lost_at
+            entry.recovery_s += waited
             self.max_recovery_s = max(self.max_recovery_s, waited)
 
     def _logprobs_by_row(self, outputs: Outputs) -> dict[int, list[tuple[LogprobSpan, list[dict[int, Logprob]]]]]:

@@ -15,6 +15,7 @@ import pytest
 
 import actorllm.engine
 from actorllm import AsyncLLM, RequestOutputKind, SamplingParams
+from actorllm.actors import frontend as frontend_module
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.frontend import Delta, FrontendActor
 from actorllm.actors.restart import RestartLimits
@@ -507,6 +508,28 @@ async def test_who_asks_while_the_scheduler_is_gone_asks_the_next_one() -> None:
         assert answers == []
         frontend.on_link(second)  # type: ignore[arg-type]
     assert (answers, asked) == ([42], ["second"])
+
+
+async def test_every_request_waited_since_its_own_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is served between two deaths, and one that waits for a slot is not."""
+    clock = 100.0
+    monkeypatch.setattr(frontend_module, "now", lambda: clock)
+    frontend, served, waiting = FrontendActor(), Caller(), Caller()
+    rids = [submit(frontend, caller, [1]) for caller in (served, waiting)]
+    for number in range(2):
+        link = FakeLink("scheduler")
+        frontend.on_link(link)  # type: ignore[arg-type]
+        link.is_open = False
+        link.lost = PeerRestartedError("killed")  # type: ignore[attr-defined]
+        frontend.on_peer_lost(link)  # type: ignore[arg-type]
+        clock += 1
+        frontend.on_message(link, outputs_of(rids[0], number, 7))  # type: ignore[arg-type]
+        clock += 30
+    for rid, index in zip(rids, (2, 0), strict=True):
+        frontend.on_message(link, outputs_of(rid, index, 7, ends=[END]))  # type: ignore[arg-type]
+    ends = [caller.deltas[-1].end for caller in (served, waiting)]
+    assert [(end.num_recoveries, end.recovery_s) for end in ends if end is not None] == [(2, 2.0), (1, 62.0)]
+    assert frontend.max_recovery_s == 62.0
 
 
 async def test_who_joins_while_the_scheduler_is_gone_asks_the_first_one_that_comes() -> None:
