@@ -14,7 +14,8 @@ class ActorHealth:
     """One actor."""
 
     state: str
-    """running; restarting; new, spawned, starting, started, configuring or configured on the way there; failed, ended or dead."""
+    """running; restarting; new, spawned, starting, started, configuring or configured on the way there; parked, to replace
+    another one; failed, ended or dead."""
     pid: int | None
     """None: it has no process of its own, or that is gone."""
     generation: int

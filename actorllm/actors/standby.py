@@ -87,5 +87,6 @@ class Standby:
         if child in self._parked:
             self._parked.remove(child)
             self._num_deaths += 1
-            logger.warning("parked for %s", death)
+            fields = {"event": "parked death", "actors": (death.actor,)}
+            logger.warning("parked for %s", death, extra=fields)
             self.fill([child.spec])

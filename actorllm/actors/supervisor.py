@@ -135,9 +135,10 @@ class Supervisor:
 
     @property
     def pids(self) -> dict[str, int]:
-        """The processes that live, by actor. From any thread."""
-        children = [child for child in list(self._children.values()) if isinstance(child, ProcessChild)]
-        return {child.spec.name: child.pid for child in children if child.pid is not None and not child.gone.is_set()}
+        """The processes that live, by actor; "parked worker0" is to become it. From any thread."""
+        named = {name: child for name, child in list(self._children.items()) if isinstance(child, ProcessChild)}
+        named |= self._parked_by_name()
+        return {name: child.pid for name, child in named.items() if child.pid is not None and child.is_alive}
 
     async def run(self, on_ready: Callable[[], object]) -> None:
         """The engine's whole life (see `engine_thread.Service`)."""
@@ -176,7 +177,7 @@ class Supervisor:
             self._over.set()
 
     def kill(self) -> None:
-        for child in list(self._children.values()):
+        for child in (*list(self._children.values()), *self._all_parked()):
             child.kill()
 
     def relink(self, *names: str) -> None:
@@ -220,7 +221,10 @@ class Supervisor:
         """From any thread, at any time."""
         return EngineHealth(
             self._state,
-            {name: self._health_of(name, child) for name, child in list(self._children.items())},
+            {
+                name: self._health_of(name, child)
+                for name, child in (*list(self._children.items()), *self._parked_by_name().items())
+            },
             len(self._recoveries_s),
             sum(self._recoveries_s),
             None if self._last_death is None else str(self._last_death),
@@ -326,6 +330,9 @@ class Supervisor:
 
     def _all_parked(self) -> tuple[ProcessChild, ...]:
         return () if self._standby is None else self._standby.parked
+
+    def _parked_by_name(self) -> dict[str, ProcessChild]:
+        return {f"parked {child.spec.name}": child for child in self._all_parked()}
 
     def _parked(self, spec: ActorSpec) -> Child | None:
         """A process that is nearly ready to be this actor, if there is one."""
@@ -495,12 +502,13 @@ class Supervisor:
         if self._over.is_set():
             return
         self._last_death = death
-        logger.error("%s%s", death, f"; {reason}, and the engine ends" if reason else "")
+        group = self._groups.get(death.actor)
+        fields = {"event": "end", "actors": (death.actor,)} if group is None else group.log_fields("end")
+        logger.error("%s%s", death, f"; {reason}, and the engine ends" if reason else "", extra=fields)
         self.failure = death.to_error()
         if reason:
             self.failure.add_note(f"The engine was not restarted: {reason}.")
         try:
-            group = self._groups.get(death.actor)
             self._wiring.lose(group.names if group is not None else (death.actor,), self.failure)
             if self._on_death is not None:
                 self._on_death(death)

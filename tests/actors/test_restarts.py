@@ -129,7 +129,9 @@ def test_everybody_at_once(tree: Engine) -> None:
     assert health.actors["front"].num_restarts == 0
 
 
-def test_too_many_deaths_in_a_row_are_the_end(make_tree: Callable[..., Engine]) -> None:
+def test_too_many_deaths_in_a_row_are_the_end(
+    make_tree: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
     tree = make_tree(restarts=replace(QUICK, max_deaths=3))
     tree.thread.start(30)
     kill(tree, "middle")
@@ -148,6 +150,8 @@ def test_too_many_deaths_in_a_row_are_the_end(make_tree: Callable[..., Engine]) 
     ]
     assert not isinstance(tree.front.lost[-1].lost, PeerLostError), "it will not come back"
     assert tree.supervisor.health().state == "dead"
+    (last,) = [vars(record) for record in caplog.records if vars(record).get("event") == "end"]
+    assert (last["group"], last["actors"], last["num_restarts"]) == ("middle", ("middle",), 3)
 
 
 def test_who_does_not_get_ready_again_ends_it_with_its_own_error(make_tree: Callable[..., Engine]) -> None:
@@ -255,11 +259,12 @@ def test_a_parked_process_that_is_stopped_is_not_taken(make_tree: Callable[..., 
     tree = make_tree(standby="echoes", heartbeat_timeout_s=0.4)
     tree.thread.start(30)
     assert wait_until(lambda: tree.supervisor.statistics()["num_parked"] == 2)
-    standby = tree.supervisor._standby
-    assert standby is not None
-    pid_of = {child.spec.name: child.pid for child in standby.parked}
-    os.kill(pid_of["echo1"] or 0, signal.SIGSTOP)
-    assert wait_until(lambda: is_stopped(pid_of["echo1"] or 0))
+    health = tree.supervisor.health()
+    assert [health.actors[f"parked echo{rank}"].state for rank in range(2)] == ["parked", "parked"]
+    pid_of = {f"echo{rank}": tree.supervisor.pids[f"parked echo{rank}"] for rank in range(2)}
+    assert health.actors["parked echo1"].pid == pid_of["echo1"]
+    os.kill(pid_of["echo1"], signal.SIGSTOP)
+    assert wait_until(lambda: is_stopped(pid_of["echo1"]))
     kill(tree, "echo0")
     assert tree.supervisor.pids["echo0"] == pid_of["echo0"]
     assert tree.supervisor.pids["echo1"] != pid_of["echo1"]
