@@ -21,6 +21,7 @@ told, `on_death` hears, everything is stopped. Callers: the front doors, through
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -59,6 +60,16 @@ MIN_RESTART_TIMEOUT_S = 300.0
 """No process that was started again is stuck before, however quick the first start was."""
 RESTART_MULTIPLE = 10.0
 """So many times what the first start took."""
+
+SHORTAGES = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
+"""Why rings cannot be made at the moment, and perhaps in the next."""
+FIRST_LINK_DELAY_S = 0.02
+MAX_LINK_DELAY_S = 1.0
+"""How soon it is tried again, from the first delay to the longest."""
+GUEST_PATIENCE_S = 5.0
+"""So long everybody waits for the links of attached programs as well; whose cannot be made then is dropped."""
+LINK_PATIENCE_S = 60.0
+"""A shortage that lasts longer counts as a death before ready."""
 
 
 class Config(Protocol):
@@ -470,7 +481,7 @@ class Supervisor:
                     self._watch.wake()
                 await self._each(children, lambda child: child.start(self.config))
                 await self._each(children, lambda child: child.configure(self.config))
-                self._wiring.connect(*group.names)
+                await self._link(group)
                 await self._each(children, lambda child: child.run())
             except Exception as error:
                 reported = [c for c in children if isinstance(c, ProcessChild) and c.failure is not None]
@@ -484,6 +495,36 @@ class Supervisor:
         if failure is not None:
             group.note(failure)
         return group.death or failure
+
+    async def _link(self, group: Group) -> None:
+        """A shortage of memory or descriptors may pass, and the processes are good: they wait. A guest does not hold up
+        all others for ever."""
+        began, delay_s = now(), FIRST_LINK_DELAY_S
+        while True:
+            peers = self._wiring.peers_of(group.names)
+            guests = [name for name in peers if self._children[name].spec.placement == "attached"]
+            is_late = now() - began > GUEST_PATIENCE_S
+            try:
+                self._wiring.connect(*group.names, without=guests if is_late else ())
+                break
+            except OSError as error:
+                if error.errno not in SHORTAGES or now() - began > LINK_PATIENCE_S:
+                    raise
+                fields = group.log_fields("shortage", seconds=now() - began)
+                logger.warning("%s ready, and cannot be linked yet: %s", group, error, extra=fields)
+            await anyio.sleep(delay_s)
+            delay_s = min(2 * delay_s, MAX_LINK_DELAY_S)
+        for guest in guests if is_late else ():
+            self._link_guest(guest)
+
+    def _link_guest(self, name: str) -> None:
+        try:
+            self._wiring.connect(name)
+        except OSError as error:
+            logger.error("%s is dropped: it cannot be linked: %s", name, error)
+            child = self._children[name]
+            child.lose("", 0, EngineDeadError(f"there were no means for another link: {error}"))
+            child.close()
 
     @staticmethod
     async def _clear_away(children: list[Child]) -> None:

@@ -14,7 +14,7 @@ from actorllm.actors.link import connect_in_memory
 from actorllm.actors.placements import Child, LocalChild
 from actorllm.actors.topology import LinkSpec
 from actorllm.errors import ActorLLMError
-from actorllm.ring.channel import create_link
+from actorllm.ring.channel import LinkEnds, create_link
 
 
 class Wiring:
@@ -35,10 +35,18 @@ class Wiring:
         self._links[link.name] = link
         self._make_if_ready(link)
 
-    def connect(self, *names: str) -> None:
-        """Make every link of these actors whose ends are all there. Raises as `add`."""
-        for link in self._of(names):
-            self._make_if_ready(link)
+    def connect(self, *names: str, without: Iterable[str] = ()) -> None:
+        """Make every link of these actors whose ends are all there, but for those of others; all or none.
+
+        Raises as `add`.
+        """
+        others = set(without)
+        self._make_if_ready(*(link for link in self._of(names) if not others & set(link.ends)))
+
+    def peers_of(self, names: Iterable[str]) -> set[str]:
+        """Who is at the other ends of their links."""
+        wanted = set(names)
+        return {end for link in self._of(wanted) for end in link.ends} - wanted
 
     def lose(self, names: Iterable[str], error: ActorLLMError) -> None:
         """These actors are dead: the other ends of their links hear it."""
@@ -74,18 +82,36 @@ class Wiring:
             if child is not None and child.is_linkable:  # who is being started again has not heard of the link yet
                 child.lose(link.name, generation, error)
 
-    def _make_if_ready(self, link: LinkSpec) -> None:
+    def _make_if_ready(self, *links: LinkSpec) -> None:
+        """All of those whose ends are there (whoever is late makes the others), or none when one cannot be made."""
+        ready = [link for link in links if all(self._children[name].is_linkable for name in link.ends)]
+        made: list[LinkEnds | None] = []
+        try:
+            made.extend(self._rings(link) for link in ready)
+        except BaseException:
+            for rings in filter(None, made):
+                for ring_end in (rings.hub, *rings.spokes):
+                    ring_end.close()
+            raise
+        for link, ends in zip(ready, made, strict=True):
+            self._install(link, ends)
+
+    def _rings(self, link: LinkSpec) -> LinkEnds | None:
+        """Of its next generation. None: it needs none."""
+        if all(isinstance(self._children[name], LocalChild) for name in link.ends):
+            return None
+        generation = self._generations.get(link.name, 0) + 1
+        return create_link(link.capacity_down, link.capacity_up, len(link.spokes), generation)
+
+    def _install(self, link: LinkSpec, made: LinkEnds | None) -> None:
         children = [self._children[name] for name in link.ends]
-        if not all(child.is_linkable for child in children):
-            return  # whoever is late makes it
         generation = self._generations[link.name] = self._generations.get(link.name, 0) + 1
         infos = link.infos({child.spec.name: child.spec.rank for child in children}, generation)
-        if all(isinstance(child, LocalChild) for child in children):
+        if made is None:
             for child, end in zip(children, connect_in_memory(infos), strict=True):
                 assert isinstance(child, LocalChild)
                 child.install(end)
             return
-        made = create_link(link.capacity_down, link.capacity_up, len(link.spokes), generation)
         ring_ends = deque((made.hub, *made.spokes))
         try:
             for child, info in zip(children, infos, strict=True):

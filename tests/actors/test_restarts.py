@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from actorllm.actors import supervisor, wiring
 from actorllm.actors.echo import EchoConfig
+from actorllm.actors.placements import RemoteChild
 from actorllm.actors.pulse import is_stopped
 from actorllm.actors.restart import RestartLimits
-from actorllm.actors.topology import Topology
-from actorllm.errors import EngineDeadError, EngineStartError, PeerLostError, PeerRestartedError
+from actorllm.actors.topology import ActorSpec, LinkSpec, Topology
+from actorllm.errors import EngineDeadError, EngineStartError, PeerLostError, PeerRestartedError, SharedMemoryError
 from actorllm.messages import StepPlan
+from actorllm.ring.channel import create_link
 from tests.actors.conftest import Engine, echo_topology
 
 QUICK = RestartLimits(first_delay_s=0.01)
@@ -174,6 +178,68 @@ def test_killed_again_before_it_was_ready(tree: Engine) -> None:
     assert wait_until(lambda: restarts_of(tree)["middle"] == 1)
     assert tree.supervisor.pids["middle"] not in (before, second)
     assert tree.ask("ping") == "middle"
+
+
+class Shortage:
+    """No rings can be made for so many attempts, or as long as one of these is to have one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_failures: int) -> None:
+        self.num_failures = num_failures
+        self.sizes: set[int] = set()
+        monkeypatch.setattr(wiring, "create_link", self.create)
+
+    def create(self, *arguments: Any) -> Any:
+        if self.num_failures > 0 or arguments[0] in self.sizes:
+            self.num_failures -= 1
+            raise SharedMemoryError(errno.ENOSPC, "full")
+        return create_link(*arguments)
+
+
+def test_a_shortage_of_memory_is_waited_for(tree: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that was loaded is good, and is not thrown away for it."""
+    monkeypatch.setattr(supervisor, "MAX_LINK_DELAY_S", 0.02)
+    Shortage(monkeypatch, 10)
+    kill(tree, "echo0")
+    assert tree.supervisor._counter is not None
+    assert tree.supervisor._counter._deaths == {"echoes": 1}
+    echoes_work(tree)
+
+
+def test_who_attached_and_cannot_be_linked_again_is_dropped(tree: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Guest(RemoteChild):
+        told: ClassVar[list[tuple[str, str]]] = []
+
+        def _send(self, op: str, fds: tuple[int, ...] = (), **fields: Any) -> None:
+            self.told.append((op, fields.get("type_name", "")))
+
+        def close(self) -> None:
+            self.gone.set()
+            tree.supervisor.dismiss(self.spec.name, PeerLostError("it is gone"))
+
+        def kill(self) -> None: ...
+
+        async def spawn(self, tasks: Any, config: Any) -> None: ...
+
+        async def start(self, config: Any) -> dict[str, Any]:
+            return {}
+
+        async def configure(self, config: Any) -> None: ...
+
+        async def run(self) -> None: ...
+
+        def request_stop(self) -> None: ...
+
+    guest = Guest(ActorSpec("guest", "", placement="attached"), lambda *_: None)
+    guest.phase = "running"
+    link = replace(LinkSpec.pair("middle", "guest"), capacity_down=1 << 16)
+    tree.thread.call(tree.supervisor.admit, guest, link).result(5)
+    assert guest.told == [("link", "")]
+    monkeypatch.setattr(supervisor, "GUEST_PATIENCE_S", 0.05)
+    Shortage(monkeypatch, 0).sizes.add(1 << 16)
+    kill(tree, "middle")
+    assert guest.told == [("link", ""), ("lost", "PeerRestartedError"), ("lost", "EngineDeadError")]
+    assert tree.ask("ping") == "middle"
+    assert "guest" not in tree.supervisor.health().actors
 
 
 def test_a_process_that_is_killed_at_the_first_start_is_tried_again(make_tree: Callable[..., Engine]) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
 
+from actorllm.actors import wiring
 from actorllm.actors.placements import Child
 from actorllm.actors.topology import ActorSpec, LinkSpec
 from actorllm.actors.wiring import Wiring
-from actorllm.errors import PeerRestartedError
+from actorllm.errors import PeerRestartedError, SharedMemoryError
+from actorllm.ring.channel import create_link
 
 
 @dataclass
@@ -33,6 +36,33 @@ class Noting:
 @pytest.fixture
 def children() -> dict[str, Noting]:
     return {name: Noting(ActorSpec(name, "nowhere:Nobody", 0, "process")) for name in ("scheduler", "worker0")}
+
+
+def test_all_links_of_an_actor_are_made_or_none(children: dict[str, Noting], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who tries again finds everything as it was."""
+    children["frontend"] = Noting(ActorSpec("frontend", "nowhere:Nobody", 0, "process"))
+    links = [LinkSpec.pair("frontend", "scheduler"), LinkSpec.broadcast("steps", "scheduler", ["worker0"])]
+    tree = Wiring(cast(dict[str, Child], children), links)
+    is_full = True
+
+    def create(*arguments: Any) -> Any:
+        if is_full and made:
+            raise SharedMemoryError(errno.ENOSPC, "full")
+        made.append(create_link(*arguments))
+        return made[-1]
+
+    made: list[Any] = []
+    monkeypatch.setattr(wiring, "create_link", create)
+    with pytest.raises(SharedMemoryError, match="full"):
+        tree.connect("scheduler")
+    assert [child.installed for child in children.values()] == [[], [], []]
+    assert tree.generations == {}
+    tree.connect("scheduler", without=["worker0", "frontend"])
+    assert tree.generations == {}
+    is_full = False
+    tree.connect("scheduler")
+    assert [child.installed for child in children.values()] == [[1, 1], [1], [1]]
+    assert tree.peers_of(["scheduler"]) == {"worker0", "frontend"}
 
 
 def test_who_is_being_started_again_hears_nothing_of_links_that_it_never_had(children: dict[str, Noting]) -> None:
