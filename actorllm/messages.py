@@ -402,6 +402,13 @@ class RequestEnd:
     """Of an error that is more than its message: its "kind", and what goes with that."""
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PauseChanged:
+    """Somebody paused generation (mode as in `scheduling.pause`) or resumed it (None): the next scheduler is to know it."""
+
+    mode: str | None = None
+
+
 # Between any two actors -----------------------------------------------------------------------------------------------
 
 
@@ -425,7 +432,7 @@ class Reply:
 
 ToScheduler: TypeAlias = Submit | Abort | Unblock | StepResult | StepFailed | Ask | Reply
 ToWorker: TypeAlias = StepPlan | LateInputs | Ask
-ToFrontend: TypeAlias = Outputs | Ask | Reply
+ToFrontend: TypeAlias = Outputs | PauseChanged | Ask | Reply
 Message: TypeAlias = ToScheduler | ToWorker | ToFrontend
 
 KINDS: dict[int, type[Any]] = {
@@ -439,6 +446,7 @@ KINDS: dict[int, type[Any]] = {
     8: Outputs,
     9: Ask,
     10: Reply,
+    11: PauseChanged,
 }
 """The numbers are part of the wire format: a number is never used again for something else."""
 

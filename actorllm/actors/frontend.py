@@ -37,7 +37,18 @@ from actorllm.errors import (
     WouldBlock,
 )
 from actorllm.logprobs import LogprobSpan, spans_of
-from actorllm.messages import DRAINING, NO_I32, OVERLOADED, Abort, Message, Outputs, RequestEnd, Submit, sequences_of
+from actorllm.messages import (
+    DRAINING,
+    NO_I32,
+    OVERLOADED,
+    Abort,
+    Message,
+    Outputs,
+    PauseChanged,
+    RequestEnd,
+    Submit,
+    sequences_of,
+)
 from actorllm.request import Logprob
 
 logger = logging.getLogger(__name__)
@@ -300,7 +311,7 @@ class FrontendActor(Actor):
             if self._pause_mode is not None:
                 # What "abort" had to end has ended; whoever was about to say so, says it again (`ask_scheduler`).
                 mode = "wait" if self._pause_mode == "wait" else "keep"
-                await self.ask(link, "pause_generation", math.inf, mode=mode, clear_cache=False)
+                await self.ask(link, "pause_generation", math.inf, mode=mode, clear_cache=False, is_restored=True)
         except PeerLostError:
             return  # it died as well, and the next one will be told
         if link.is_open:
@@ -358,6 +369,8 @@ class FrontendActor(Actor):
         match message:
             case Outputs():
                 self._apply(message)
+            case PauseChanged():
+                self._pause_mode = message.mode
             case _:
                 super().on_message(link, message)
 

@@ -12,7 +12,7 @@ from collections import deque
 
 from actorllm.actors.link import Link
 from actorllm.errors import WouldBlock
-from actorllm.messages import Abort, Outputs, Submit, Unblock
+from actorllm.messages import Abort, Outputs, PauseChanged, Submit, Unblock
 
 
 class Outlet:
@@ -24,11 +24,11 @@ class Outlet:
         self.number = number
         """Of the frontend: what the keys of its requests begin with."""
         self.link = link
-        self.unsent: deque[Outputs] = deque()
+        self.unsent: deque[Outputs | PauseChanged] = deque()
         self.deferred: list[Submit | Abort | Unblock] = []
         """Submissions that came while outputs wait, and what came after them about requests."""
 
-    def send(self, outputs: Outputs) -> bool:
+    def send(self, outputs: Outputs | PauseChanged) -> bool:
         """Send, or hold behind what is held; False when it is held. TransportError: the link must be dropped."""
         self.unsent.append(outputs)
         return self.flush()

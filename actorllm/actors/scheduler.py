@@ -41,6 +41,7 @@ from actorllm.messages import (
     LateInputs,
     Message,
     Outputs,
+    PauseChanged,
     StepFailed,
     StepPlan,
     StepResult,
@@ -214,6 +215,8 @@ class SchedulerActor(Actor):
         self._drained: anyio.Event | None = None
         self._idle: anyio.Event | None = None
         self._is_draining = False
+        self._pause_mode: str | None = None
+        self._has_heard_of_pauses = False
         self._resubmitting: set[int] = set()
         """Frontends of the scheduler before that have not said that they have submitted everything again."""
         self._timeline: Timeline | None = None
@@ -322,6 +325,8 @@ class SchedulerActor(Actor):
             self._num_frontends += 1
             self._outlets[number] = Outlet(number, link)
             self._frontend_of[link] = number
+            if self.scheduler.pause_state is not PauseState.RUNNING:
+                self._send_to(self._outlets[number], PauseChanged(mode=self._pause_mode))
             if link.generation > 1:
                 self._resubmitting.add(number)
             if link.peer.startswith(ATTACHED):
@@ -663,7 +668,7 @@ class SchedulerActor(Actor):
         if self._timeline is not None and (rows_of or self._pacing):
             self._timeline.rendered(began, rendered, now(), sum(len(rows.rids) for rows in rows_of.values()))
 
-    def _send_to(self, outlet: Outlet, outputs: Outputs) -> None:
+    def _send_to(self, outlet: Outlet, outputs: Outputs | PauseChanged) -> None:
         try:
             if not outlet.send(outputs) and outlet.number not in self._full:
                 logger.warning("%s does not take its outputs; they are held", outlet.link.peer)
@@ -697,9 +702,12 @@ class SchedulerActor(Actor):
                 self.wake()
                 return True
             case "pause_generation":
+                if arguments.get("is_restored") and self._has_heard_of_pauses:
+                    return True  # from somebody who knows it better: what was before this scheduler is over
                 return self._pause(arguments["mode"], bool(arguments["clear_cache"]))
             case "resume_generation":
                 self.scheduler.resume(now())
+                self._tell_pause(None)
                 self._tell_if_drained()
                 self.wake()
                 return True
@@ -731,10 +739,18 @@ class SchedulerActor(Actor):
     def _pause(self, mode: str, clear_cache: bool) -> Awaitable[bool]:
         self.take_inbox()  # what was sent before is from before
         self._send_ends(self.scheduler.pause(mode, now()))
+        self._tell_pause(mode)
         if self._drained is None:
             self._drained = anyio.Event()
         self.wake()
         return self._finish_pause(self._drained, clear_cache)
+
+    def _tell_pause(self, mode: str | None) -> None:
+        """Every frontend can tell the next scheduler, whoever it was that paused or resumed."""
+        self._has_heard_of_pauses = True
+        self._pause_mode = mode
+        for outlet in list(self._outlets.values()):
+            self._send_to(outlet, PauseChanged(mode=mode))
 
     async def _finish_pause(self, drained: anyio.Event, clear_cache: bool) -> bool:
         """Wait until nothing is going on. False: generation was resumed before that."""

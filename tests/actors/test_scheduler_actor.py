@@ -557,6 +557,32 @@ async def test_a_drain_after_a_death_waits_for_those_who_have_to_submit_again() 
         assert [t for o in guest.sent for t in o.tokens.tolist()] == stream_of()[1:]
 
 
+async def test_every_frontend_knows_the_last_pause_of_all() -> None:
+    """Whoever paused, and whoever resumed: no scheduler is paused because of what one of them remembers."""
+    async with running() as bench:
+        other = FakeLink("attached1")
+        bench.actor.on_link(other)  # type: ignore[arg-type]
+        await bench.actor.answer("pause_generation", {"mode": "keep", "clear_cache": False})
+        late = FakeLink("attached2")
+        bench.actor.on_link(late)  # type: ignore[arg-type]
+        assert bench.actor.answer("resume_generation", {})
+        for link in (bench.frontend, other, late):
+            assert [message.mode for message in link.sent] == ["keep", None]
+        assert bench.actor.answer("pause_generation", {"mode": "keep", "clear_cache": False, "is_restored": True})
+        assert not bench.actor.answer("is_paused", {}), "it has been resumed since"
+        frontend, _, first = make_frontend()
+        for message in other.sent:
+            frontend.on_message(first, message)  # type: ignore[arg-type]
+        first.lost = PeerRestartedError("killed")  # type: ignore[attr-defined]
+        frontend.on_peer_lost(first)  # type: ignore[arg-type]
+        frontend.on_message(first, other.sent[0])  # type: ignore[arg-type]
+        assert frontend._pause_mode == "keep"
+    async with running() as bench:  # the next one
+        arguments = {"mode": "keep", "clear_cache": False, "is_restored": True}
+        await bench.actor.answer("pause_generation", arguments)
+        assert bench.actor.answer("is_paused", {})
+
+
 async def test_what_is_known_of_a_failed_request_comes_with_its_error() -> None:
     async with running() as bench:
         await bench.send(submit(1))
