@@ -323,10 +323,11 @@ async def test_abort_delivers_what_there_is(any_llm: AsyncLLM) -> None:
     await becomes_idle(any_llm)
 
 
-async def test_abort_before_the_first_token(any_llm: AsyncLLM) -> None:
+async def test_abort_before_the_first_output_is_taken(any_llm: AsyncLLM) -> None:
+    """On a busy machine a token may be faster than the abort."""
     stream = any_llm.generate(PROMPT, endless(), request_id="x")
     await any_llm.abort(["x", "never heard of"])
-    (output,) = await outputs_of(stream)
+    *_, output = await outputs_of(stream)
     assert output.outputs[0].finish_reason == "abort"
     await becomes_idle(any_llm)
 
