@@ -1,0 +1,118 @@
+"""How sure an attainment is: bootstrap bands over seeds and requests.
+
+Requests that come together fare together, so what is drawn anew is not single requests but the blocks of consecutive ones
+into which every point is cut (`record.NUM_BLOCKS`); and first, the seeds. The draws are the same for all points with the
+same number of seeds: with common random numbers, differences between two variants are sharper than their bands.
+
+A band is never narrower than independent requests would make it (Wilson 1927): a hundred good ones out of a hundred leave
+room for a bad one, which no drawing from them shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actorllm.messages import F64
+from actorllm.slo.objective import Reading
+from actorllm.slo.workload import seed_stream
+
+Who = Literal["worst", "overall"]
+WHO: tuple[Who, ...] = ("worst", "overall")
+NUM_DRAWS = 1000
+CONFIDENCE = 0.95
+
+Blocks = Mapping[str, Any]
+"""Of a point: n, tpot and deadline, each [num_blocks][num_classes]: how many requests, and how many of them were good."""
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    value: float
+    low: float
+    high: float
+
+    def scaled(self, factor: float) -> Band:
+        return Band(self.value * factor, self.low * factor, self.high * factor)
+
+
+def attainment_of(num: F64, good: F64, who: Who) -> F64:
+    """[..., num_classes] counts to shares: of all requests, or of the class that is worst off."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        if who == "overall":
+            found: F64 = good.sum(axis=-1) / num.sum(axis=-1)
+        else:
+            found = np.where(num > 0, good / num, np.inf).min(axis=-1)
+    return found
+
+
+def _counts(points: Sequence[Blocks], reading: Reading) -> tuple[F64, F64]:
+    """[num_seeds, num_blocks, num_classes] of all and of good requests."""
+    return np.array([p["n"] for p in points], float), np.array([p[reading] for p in points], float)
+
+
+def drawn(points: Sequence[Blocks], reading: Reading, who: Who, num_draws: int = NUM_DRAWS) -> F64:
+    """[num_draws] attainments of as many seeds and blocks, drawn with replacement. points: one for each seed."""
+    num, good = _counts(points, reading)
+    num_seeds, num_blocks, _ = num.shape
+    seeds, blocks = _draws(num_seeds, num_blocks, num_draws)
+    return attainment_of(
+        num[seeds[:, :, None], blocks].sum(axis=(1, 2)), good[seeds[:, :, None], blocks].sum(axis=(1, 2)), who
+    )
+
+
+def _draws(num_seeds: int, num_blocks: int, num_draws: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    rng = seed_stream(0, "bootstrap")
+    return (
+        rng.integers(0, num_seeds, (num_draws, num_seeds)),
+        rng.integers(0, num_blocks, (num_draws, num_seeds, num_blocks)),
+    )
+
+
+def attainment_band(points: Sequence[Blocks], reading: Reading, who: Who, confidence: float = CONFIDENCE) -> Band:
+    """points: one for each seed, of one variant at one rate."""
+    num, good = (counts.sum(axis=(0, 1)) for counts in _counts(points, reading))
+    value = float(attainment_of(num, good, who))
+    low, high = np.quantile(drawn(points, reading, who), ((1 - confidence) / 2, (1 + confidence) / 2)).tolist()
+    if who == "overall":
+        size = float(num.sum())
+    else:
+        shares = np.where(num > 0, good / np.maximum(num, 1), np.inf)
+        size = float(num[int(shares.argmin())])
+    floor, ceiling = wilson(value, size, confidence)
+    return Band(value, min(low, floor), max(high, ceiling))
+
+
+def wilson(share: float, size: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """The interval of Wilson (1927) for a share of so many independent trials."""
+    if not size:
+        return 0.0, 1.0
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    centre = (share + z * z / (2 * size)) / (1 + z * z / size)
+    half = z / (1 + z * z / size) * math.sqrt(share * (1 - share) / size + z * z / (4 * size * size))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def crossing(rates: F64, attained: F64, target: float) -> F64:
+    """[...]: the highest rate at which the target is reached; attained: [..., num_rates], rates increasing.
+
+    What a rate attains counts as no more than what the one before it does, and between two rates the attainment lies on a
+    straight line. 0: not even the lowest rate reaches it; the highest rate: all do.
+    """
+    envelope = np.minimum.accumulate(attained, axis=-1)
+    reached = envelope >= target
+    num = reached.sum(axis=-1)
+    at = np.clip(num - 1, 0, rates.size - 1)
+    after = np.minimum(at + 1, rates.size - 1)
+    above = np.take_along_axis(envelope, at[..., None], -1)[..., 0]
+    below = np.take_along_axis(envelope, after[..., None], -1)[..., 0]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        share = np.where(above > below, (above - target) / (above - below), 0.0)
+    found: F64 = np.where(num == 0, 0.0, rates[at] + np.clip(share, 0, 1) * (rates[after] - rates[at]))
+    return found

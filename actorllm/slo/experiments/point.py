@@ -1,0 +1,413 @@
+"""`Scenario`, `Variant` and `Point`: one simulated run of an experiment, told in full by values that go into JSON.
+
+    scenario   what all runs have in common: workload, classes, step times, engine
+    variant    what is compared: a policy, its knobs, how many tokens a step may hold, an admission policy
+    point      a variant at one rate, with one seed and objectives scaled by one factor
+
+So a point can be handed to another process, and its key (a hash over all of this, the bytes of the files that it names and
+those of a policy of the user's own) says whether a result that is there already is its result. The same seed gives every
+variant and every rate the same requests: the same window of the trace, the same lengths, the same classes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actorllm.errors import ConfigError, nearest_name
+from actorllm.scheduling.policy import KeyPlanner, KeyPolicy, PlanPolicy, load_policy, policy_path
+from actorllm.scheduling.scheduler import Scheduler
+from actorllm.slo.cost_model import PRESETS, StepModel, load_model
+from actorllm.slo.objective import RequestClass
+from actorllm.slo.routing import ROUTERS
+from actorllm.slo.simulator import EngineShape, Run, simulate
+from actorllm.slo.traces import SAMPLE, load_trace
+from actorllm.slo.workload import (
+    Workload,
+    assign_classes,
+    assign_tenants,
+    bursty_arrivals,
+    constant_arrivals,
+    gamma_arrivals,
+    parse_mix,
+    poisson_arrivals,
+    seed_stream,
+    synthetic,
+)
+
+FORMAT = 1
+"""Of a point's key: changes when the same values come to mean something else."""
+
+MIX = "ls:0.5:ttft=0.5+p/4000,tpot=0.05 be:0.5:e2e=120"
+ARRIVALS = ("trace", "poisson", "gamma", "bursty", "constant")
+SHAPE = EngineShape(num_blocks=25_000, max_num_batched_tokens=512, enable_prefix_caching=False)
+MODULES = ("cost_model", "metrics", "objective", "routing", "simulator", "timeline", "traces", "workload")
+Knob = bool | int | float | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """What all points of an experiment have in common."""
+
+    workload: str = "sample"
+    """`sample` (bundled), `synthetic` (conversations), or the path of a trace."""
+    num_requests: int = 2000
+    """A trace is repeated as often as need be; every seed begins somewhere else in it."""
+    arrivals: str = "trace"
+    """`trace`: its own, stretched to the rate; or poisson, gamma:CV, bursty, constant."""
+    mix: str | None = MIX
+    """Classes and objectives, as `workload.parse_mix` reads them; None: those of the trace."""
+    tenants: tuple[float, ...] = ()
+    """Shares of the tenants; none: there are no tenants."""
+    model: str = "a100-llama-3-8b"
+    """Step times: a preset, or a file that `actorllm calibrate` wrote."""
+    shape: EngineShape = SHAPE
+    num_replicas: int = 1
+    router: str = "round-robin"
+    view_interval_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.num_requests < 1:
+            raise ConfigError(f"num_requests={self.num_requests} must be at least 1")
+        if self.num_replicas < 1:
+            raise ConfigError(f"num_replicas={self.num_replicas} must be at least 1")
+        kind, _, cv = self.arrivals.partition(":")
+        if kind not in ARRIVALS:
+            raise ConfigError(f"arrivals={self.arrivals!r} is not known{nearest_name(kind, ARRIVALS)}")
+        if (kind == "gamma") != bool(cv):
+            raise ConfigError(f"arrivals={self.arrivals!r}: gamma needs its coefficient of variation, as in gamma:2")
+        if kind == "gamma":
+            _float("arrivals", cv)
+        if kind == "trace" and self.workload == "synthetic":
+            object.__setattr__(self, "arrivals", "poisson")
+        if self.router not in ROUTERS:
+            raise ConfigError(f"router={self.router!r} is not known{nearest_name(self.router, ROUTERS)}")
+        if self.workload not in ("sample", "synthetic") and not Path(self.workload).exists():
+            raise ConfigError(f"workload={self.workload!r} is neither sample nor synthetic nor the path of a trace")
+        if self.model not in PRESETS:
+            load_model(self.model)
+        if self.mix is not None:
+            parse_mix(self.mix)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Scenario:
+        values = _known(cls, given)
+        values["shape"] = EngineShape(**_known(EngineShape, values["shape"]))
+        values["tenants"] = tuple(values["tenants"])
+        return cls(**values)
+
+    @property
+    def digest(self) -> str:
+        """Of its values and of the files that they name."""
+        named = [self.model] if self.model not in PRESETS else []
+        named += [self.workload] if self.workload not in ("sample", "synthetic") else []
+        return _hash({"format": FORMAT, "files": [_file_digest(name) for name in named]} | self.to_dict())
+
+    def describe(self) -> str:
+        """In a line, for people."""
+        replicas = f", {self.num_replicas} replicas behind {self.router}" if self.num_replicas > 1 else ""
+        return f"{self.num_requests} requests of {Path(self.workload).name}, {self.arrivals} arrivals, {self.model}{replicas}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A policy with what is changed of it. `parse` reads `policy,knob=value,...@tokens+admission`."""
+
+    policy: str
+    knobs: tuple[tuple[str, Knob], ...] = ()
+    """Class attributes of the policy. `step_time=model` hands the scenario's step-time model to its constructor."""
+    tokens: int | None = None
+    """max_num_batched_tokens instead of the scenario's: the chunk size of policies that have no dynamic one."""
+    admission: str | None = None
+    """The admission policy, as `admission_policy=` of the engine."""
+    label: str = ""
+    """What it is called in tables; if not given, as it is written."""
+
+    def __post_init__(self) -> None:
+        if not self.label:
+            object.__setattr__(self, "label", self.text)
+        if self.tokens is not None and self.tokens < 1:
+            raise ConfigError(f"variant {self.label!r}: {self.tokens} tokens per step must be at least 1")
+        self.build_policy(None)  # what is wrong with it is told before anything runs
+
+    @property
+    def text(self) -> str:
+        knobs = "".join(f",{name}={value}" for name, value in self.knobs)
+        tokens = "" if self.tokens is None else f"@{self.tokens}"
+        return f"{self.policy}{knobs}{tokens}" + ("" if self.admission is None else f"+{self.admission}")
+
+    @classmethod
+    def parse(cls, text: str, label: str = "") -> Variant:
+        """`fcfs@512`, `qoserve,anchor=first,alpha=0.0005@2048`, `edf+past-future`, `my_module:MyPolicy`."""
+        rest, plus, admission = text.partition("+")
+        policy_and_knobs, at, tokens = rest.partition("@")
+        policy, *settings = policy_and_knobs.split(",")
+        if at and not tokens.isdigit():
+            raise ConfigError(f"variant {text!r}: {tokens!r} is no number of tokens")
+        knobs: list[tuple[str, Knob]] = []
+        for setting in settings:
+            name, equals, value = setting.partition("=")
+            if not equals:
+                raise ConfigError(f"variant {text!r}: {setting!r} must be knob=value")
+            knobs.append((name, _typed(policy, name, value)))
+        return cls(
+            policy=policy,
+            knobs=tuple(knobs),
+            tokens=int(tokens) if at else None,
+            admission=admission if plus else None,
+            label=label,
+        )
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Variant:
+        values = _known(cls, given)
+        values["knobs"] = tuple((name, value) for name, value in values.get("knobs", ()))
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def build_policy(self, model: StepModel | None) -> PlanPolicy:
+        """A fresh one. Raises ConfigError naming what is wrong with it."""
+        if not self.knobs:
+            return load_policy(self.policy)
+        cls = _class_of(self.policy)
+        arguments: dict[str, Any] = {}
+        changed: dict[str, Knob] = {}
+        for name, value in self.knobs:
+            if name == "step_time" and value == "model":
+                arguments["step_time"] = model
+            else:
+                _knob(self.policy, cls, name)
+                changed[name] = value
+        policy = type(cls.__name__, (cls,), changed)(**arguments)
+        return KeyPlanner(policy) if isinstance(policy, KeyPolicy) else policy
+
+    @property
+    def digest(self) -> str:
+        """Of its values (not of its label), and of the source of a policy of the user's own."""
+        path = policy_path(self.policy)
+        module = path.partition(":")[0] if ":" in path else ""
+        source = None if not module or module.startswith("actorllm.") else _source_digest(module)
+        values = {name: value for name, value in self.to_dict().items() if name != "label"}
+        return _hash(values | {"path": path, "source": source})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One run."""
+
+    scenario: Scenario
+    variant: Variant
+    rate: float
+    """Requests per second, of all replicas together."""
+    seed: int = 0
+    scale: float = 1.0
+    """Every objective so many times as loose; the policy sees the scaled ones."""
+
+    def __post_init__(self) -> None:
+        if not self.rate > 0 or not self.scale > 0:
+            raise ConfigError(f"rate={self.rate} and scale={self.scale} must be positive")
+
+    @property
+    def key(self) -> str:
+        """Equal for equal results."""
+        return _hash([self.scenario.digest, self.variant.digest, float(self.rate), self.seed, float(self.scale)])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "scenario": self.scenario.to_dict(),
+            "variant": self.variant.to_dict(),
+            "rate": self.rate,
+            "seed": self.seed,
+            "scale": self.scale,
+        }
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Point:
+        values = _known(cls, given)
+        values["scenario"] = Scenario.from_dict(values["scenario"])
+        values["variant"] = Variant.from_dict(values["variant"])
+        return cls(**values)
+
+    def __str__(self) -> str:
+        scale = "" if self.scale == 1 else f", objectives x {self.scale:g}"
+        return f"{self.variant.label} at {self.rate:.3g} requests/s, seed {self.seed}{scale}"
+
+    @property
+    def shape(self) -> EngineShape:
+        changes: dict[str, Any] = {}
+        if self.variant.tokens is not None:
+            changes["max_num_batched_tokens"] = self.variant.tokens
+        if self.variant.admission is not None:
+            changes["admission"] = self.variant.admission
+        return replace(self.scenario.shape, **changes)
+
+    def workload(self) -> Workload:
+        """Its requests: of the same seed the same ones, whatever the variant and the rate."""
+        scenario, seed = self.scenario, self.seed
+        num = scenario.num_requests
+        if scenario.workload == "synthetic":
+            workload = synthetic(num, 1.0, seed=seed)
+        else:
+            workload = _window(_trace(scenario.workload), num, seed)
+        if scenario.arrivals != "trace":
+            workload = replace(workload, arrival=_arrivals(scenario.arrivals, num, seed))
+        workload = workload.fitting(scenario.shape.max_model_len)
+        if not len(workload):
+            raise ConfigError(
+                f"no request of {scenario.workload!r} fits into max_model_len={scenario.shape.max_model_len}"
+            )
+        if len(workload) > 1:
+            workload = workload.at_rate(self.rate)
+        if scenario.mix is not None:
+            workload = assign_classes(workload, parse_mix(scenario.mix), seed)
+        if scenario.tenants:
+            workload = assign_tenants(workload, scenario.tenants, seed)
+        if self.scale != 1:
+            workload = replace(workload, classes=tuple(_scaled(kind, self.scale) for kind in workload.classes))
+        return workload
+
+    def run(self, make_scheduler: Callable[[int, PlanPolicy], Scheduler] | None = None) -> Run:
+        """Simulate it; the same point gives the same run. make_scheduler: as in `simulate`."""
+        scenario = self.scenario
+        model = load_model(scenario.model)
+        return simulate(
+            self.workload(),
+            self.shape,
+            model,
+            policy=lambda: self.variant.build_policy(model),
+            num_replicas=scenario.num_replicas,
+            router=scenario.router,
+            view_interval_s=scenario.view_interval_s,
+            seed=self.seed,
+            make_scheduler=make_scheduler,
+        )
+
+
+def _scaled(kind: RequestClass, factor: float) -> RequestClass:
+    return kind if kind.slo is None else replace(kind, slo=kind.slo.scaled(factor))
+
+
+@lru_cache(maxsize=4)
+def _trace(name: str) -> Workload:
+    return load_trace(str(SAMPLE) if name == "sample" else name).workload
+
+
+def _window(trace: Workload, num: int, seed: int) -> Workload:
+    """So many requests of a trace in their order, from a place that the seed chooses; after its end it begins again."""
+    first = int(seed_stream(seed, "window").integers(len(trace)))
+    found = trace.repeated(first + num)
+    found = found.select(np.arange(first, first + num))
+    return replace(found, arrival=found.arrival - found.arrival[0], name=trace.name)
+
+
+def _arrivals(text: str, num: int, seed: int) -> Any:
+    kind, _, cv = text.partition(":")
+    match kind:
+        case "poisson":
+            return poisson_arrivals(num, 1.0, seed)
+        case "gamma":
+            return gamma_arrivals(num, 1.0, _float("arrivals", cv), seed)
+        case "bursty":
+            return bursty_arrivals(num, 1.0, seed=seed)
+        case _:
+            return constant_arrivals(num, 1.0)
+
+
+# Knobs -------------------------------------------------------------------------------------------------------------------
+
+
+def _class_of(policy: str) -> type[Any]:
+    found = load_policy(policy)
+    return type(found.policy) if isinstance(found, KeyPlanner) else type(found)
+
+
+def _knob(policy: str, cls: type[Any], name: str) -> Any:
+    known = [n for n in dir(cls) if not n.startswith("_") and isinstance(getattr(cls, n), bool | int | float | str)]
+    if name not in known:
+        there = ", ".join(n for n in known if n != "name") or "none"
+        raise ConfigError(f"policy {policy!r} has no knob {name!r}{nearest_name(name, known)}; it has {there}")
+    return getattr(cls, name)
+
+
+def _typed(policy: str, name: str, text: str) -> Knob:
+    """A value as the class attribute of that name has it."""
+    if name == "step_time":
+        if text != "model":
+            raise ConfigError(f"policy {policy!r}: step_time={text!r} must be model: the scenario's step-time model")
+        return text
+    old = _knob(policy, _class_of(policy), name)
+    if isinstance(old, bool):
+        words = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+        if text.lower() not in words:
+            raise ConfigError(f"policy {policy!r}: {name}={text!r} must be on or off")
+        return words[text.lower()]
+    if isinstance(old, int) and text.lstrip("-").isdigit():
+        return int(text)
+    return _float(f"policy {policy!r}: {name}", text) if isinstance(old, int | float) else text
+
+
+def _float(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} must be a number") from None
+
+
+# Hashes ------------------------------------------------------------------------------------------------------------------
+
+
+def _known(cls: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    names = [f.name for f in fields(cls)]
+    for name in given:
+        if name not in names:
+            raise ConfigError(f"{cls.__name__}: {name!r} is not known{nearest_name(name, names)}")
+    return dict(given)
+
+
+def _hash(values: Any) -> str:
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@lru_cache
+def _file_digest(name: str) -> str:
+    path = Path(name)
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@lru_cache
+def _source_digest(module: str) -> str | None:
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    return _file_digest(spec.origin) if spec is not None and spec.origin and Path(spec.origin).is_file() else None
+
+
+@lru_cache
+def code_digest() -> str:
+    """Of the code that a result depends on: scheduler, policies, KV tables and simulator."""
+    package = Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    folders = [sorted((package / folder).rglob("*.py")) for folder in ("scheduling", "kvcache")]
+    own = [package / "slo" / f"{name}.py" for name in MODULES]
+    for file in [file for folder in folders for file in folder] + own:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,89 @@
+"""What is kept of a point: its figures, the counts that bands are made of, where good and bad requests are, a verdict."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actorllm.slo.experiments.point import Point, code_digest
+from actorllm.slo.experiments.stationarity import judge
+from actorllm.slo.metrics import evaluate, good_by_class
+from actorllm.slo.objective import READINGS
+from actorllm.slo.simulator import Run
+from actorllm.slo.timeline import RunTimeline
+from actorllm.slo.workload import Workload
+
+NUM_BLOCKS = 20
+"""Of consecutive requests, in which good ones are counted."""
+
+PROMPT_EDGES = (0, 256, 512, 1024, 2048, 4096, 8192)
+OUTPUT_EDGES = (0, 16, 32, 64, 128, 256, 512, 1024)
+"""Of the table of attainment by lengths; the last range is open."""
+
+
+def record_of(point: Point, run: Run) -> dict[str, Any]:
+    """As it stands in the results file. Of the same point always the same."""
+    record = {
+        "key": point.key,
+        "scenario": point.scenario.digest,
+        "variant": point.variant.to_dict(),
+        "rate": point.rate,
+        "seed": point.seed,
+        "scale": point.scale,
+        "code": code_digest(),
+        **figures_of(run.timeline, run.workload),
+        "num_steps": run.num_steps,
+        "warnings": list(run.warnings),
+    }
+    plain: dict[str, Any] = json.loads(
+        json.dumps(record)
+    )  # equal whether it comes from another process or from this one
+    return plain
+
+
+def figures_of(timeline: RunTimeline, workload: Workload) -> dict[str, Any]:
+    """Of any run, simulated or live."""
+    metrics = evaluate(
+        timeline,
+        workload.classes,
+        workload.class_ids,
+        tenants=workload.tenant_ids,
+        with_fluidity=len(timeline) <= 20_000,
+    )
+    good = {reading: good_by_class(timeline, workload.class_ids, workload.classes, reading) for reading in READINGS}
+    return {
+        "classes": [kind.name for kind in workload.classes],
+        "summary": metrics.to_dict(),
+        "blocks": _blocks(workload, good),
+        "lengths": _lengths(workload, good),
+        "stationarity": judge(timeline, workload.classes).to_dict(),
+    }
+
+
+def _blocks(workload: Workload, good: dict[Any, NDArray[np.bool_]]) -> dict[str, Any]:
+    num, num_classes = len(workload), len(workload.classes)
+    block = np.arange(num) * NUM_BLOCKS // max(num, 1)
+    cell = block * num_classes + workload.class_ids
+
+    def count(rows: NDArray[np.bool_]) -> list[list[int]]:
+        counts = np.bincount(cell[rows], minlength=NUM_BLOCKS * num_classes)
+        table: list[list[int]] = counts.reshape(NUM_BLOCKS, num_classes).tolist()
+        return table
+
+    return {"n": count(np.ones(num, np.bool_))} | {reading: count(rows) for reading, rows in good.items()}
+
+
+def _lengths(workload: Workload, good: dict[Any, NDArray[np.bool_]]) -> dict[str, Any]:
+    prompt = np.searchsorted(PROMPT_EDGES, workload.num_prompt, side="right") - 1
+    output = np.searchsorted(OUTPUT_EDGES, workload.num_output, side="right") - 1
+    cell = prompt * len(OUTPUT_EDGES) + output
+
+    def count(rows: NDArray[np.bool_]) -> list[list[int]]:
+        counts = np.bincount(cell[rows], minlength=len(PROMPT_EDGES) * len(OUTPUT_EDGES))
+        table: list[list[int]] = counts.reshape(len(PROMPT_EDGES), len(OUTPUT_EDGES)).tolist()
+        return table
+
+    return {"n": count(np.ones(len(workload), np.bool_))} | {reading: count(rows) for reading, rows in good.items()}

@@ -1,0 +1,130 @@
+"""Whether a run shows what its rate does in the long run, or only how long a queue takes to build up.
+
+A run that is shorter than its promises can "sustain" any rate: whoever is promised two minutes waits in a backlog that the
+end of the run dissolves. So every point carries a verdict on the backlog while requests arrive (not on what is left to be
+drained afterwards):
+
+    growing      requests, or the tokens that they stand for, pile up: the rate is more than the engine can take
+    short        nothing piles up that can be seen, but the run lasts too little to see it
+    stationary   neither
+
+The slope of the backlog over time is fitted to means of batches, without the first fifth; its standard error counts only as
+many batches as are independent of each other by their first autocorrelation. It must be both significant and material.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from actorllm.messages import F64
+from actorllm.slo.objective import RequestClass
+from actorllm.slo.timeline import RunTimeline
+
+Verdict = Literal["stationary", "growing", "short"]
+NUM_BATCHES = 25
+SAMPLES_PER_BATCH = 40
+WARM_UP = 0.2
+MIN_SCORE = 2.5
+"""Standard errors by which the slope must be above 0."""
+MAX_SCORE = 100.0
+MIN_DRIFT = 0.02
+"""Share of the arriving work that must be left undone for a growth to matter."""
+MIN_REQUESTS = 100
+MIN_PROMISES = 4.0
+"""A run must be so many times as long as the longest promise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stationarity:
+    """The verdict with its reason."""
+
+    verdict: Verdict
+    message: str
+    drift: float
+    """By how much of what arrives the backlog grows: 0.1 means that a tenth of the work is not done in time."""
+    score: float
+    """How many standard errors that is above 0."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def backlog(timeline: RunTimeline, times: F64, weights: F64 | None = None) -> F64:
+    """How many requests (or how much of their weight) had arrived and not ended by each of these times."""
+    weights = np.ones(len(timeline)) if weights is None else weights
+    ends = np.where(np.isfinite(timeline.end), timeline.end, np.inf)
+    order = np.argsort(ends, kind="stable")
+    arrived = np.concatenate(([0.0], np.cumsum(weights)))[np.searchsorted(timeline.arrival, times, side="right")]
+    ended = np.concatenate(([0.0], np.cumsum(weights[order])))[np.searchsorted(ends[order], times, side="right")]
+    found: F64 = arrived - ended
+    return found
+
+
+def judge(timeline: RunTimeline, classes: tuple[RequestClass, ...] = ()) -> Stationarity:
+    """The verdict on a run; classes: for the length of what they are promised."""
+    num = len(timeline)
+    if num < MIN_REQUESTS:
+        return Stationarity("short", f"{num} requests are too few to tell; {MIN_REQUESTS} are needed", 0.0, 0.0)
+    first, last = float(timeline.arrival[0]), float(timeline.arrival[-1])
+    span = last - first
+    if span <= 0:
+        return Stationarity("short", "all requests arrive at once", 0.0, 0.0)
+    edges = np.linspace(first + WARM_UP * span, last, NUM_BATCHES * SAMPLES_PER_BATCH + 1)
+    times = (edges[1:] + edges[:-1]) / 2
+    tokens = (timeline.num_prompt + np.maximum(timeline.num_output, 1)).astype(np.float64)
+    found: list[tuple[float, float, float, str]] = []
+    for weights, label in ((np.ones(num), "requests"), (tokens, "tokens")):
+        level = backlog(timeline, times, weights)
+        means = level.reshape(NUM_BATCHES, SAMPLES_PER_BATCH).mean(axis=1)
+        slope, score = _slope(means)
+        grown = slope * NUM_BATCHES
+        arrived = float(weights[timeline.arrival >= edges[0]].sum())
+        found.append((score, grown / arrived if arrived else 0.0, grown, label))
+    growing = [one for one in found if one[0] >= MIN_SCORE and one[1] >= MIN_DRIFT]
+    if growing:
+        score, drift, grown, label = max(growing, key=lambda one: one[1])
+        message = (
+            f"the backlog grew by {grown:,.0f} {label} while requests came, {drift:.0%} of what arrived: more than the engine "
+            f"can take; what this run shows depends on how long it is"
+        )
+        return Stationarity("growing", message, drift, score)
+    score, drift, _, _ = max(found, key=lambda one: one[1])
+    longest, whose = _longest_promise(classes, float(np.quantile(timeline.num_prompt, 0.99)))
+    if span < MIN_PROMISES * longest:
+        message = (
+            f"requests came for {span:.0f} s, {span / longest:.1f} times the {longest:.0f} s that {whose} is promised: a backlog "
+            f"may go unseen; use more requests"
+        )
+        return Stationarity("short", message, drift, score)
+    return Stationarity("stationary", "nothing piled up", drift, score)
+
+
+def _slope(means: F64) -> tuple[float, float]:
+    """Growth per batch, and how many standard errors that is above 0."""
+    num = means.size
+    at = np.arange(num) - (num - 1) / 2
+    slope = float((at * means).sum() / (at**2).sum())
+    rest = means - means.mean() - slope * at
+    variance = float((rest**2).sum())
+    if variance <= 1e-18:
+        return slope, math.copysign(MAX_SCORE, slope) if abs(slope) > 1e-12 else 0.0
+    correlation = max(0.0, float((rest[1:] * rest[:-1]).sum()) / variance)
+    num_independent = max(3.0, num * (1 - correlation) / (1 + correlation))
+    error = math.sqrt(variance / (num_independent - 2) / float((at**2).sum()))
+    return slope, max(-MAX_SCORE, min(MAX_SCORE, slope / error))
+
+
+def _longest_promise(classes: tuple[RequestClass, ...], num_prompt: float) -> tuple[float, str]:
+    longest, whose = 0.0, ""
+    for kind in classes:
+        if kind.slo is None:
+            continue
+        promises = [kind.slo.e2e or 0.0]
+        promises += [kind.slo.ttft + kind.slo.ttft_per_prompt_token * num_prompt] if kind.slo.ttft is not None else []
+        if max(promises) > longest:
+            longest, whose = max(promises), kind.name
+    return longest, whose

@@ -1,0 +1,124 @@
+"""`Store`: the results file. One JSON object a line, appended in one write, so that a kill leaves whole lines and at most a
+part of the last one, which is dropped when the file is opened again.
+
+    {"scenario": hash, "values": {...}, "stamp": {...}}     before the first point of a scenario
+    {"key": hash, "scenario": hash, ...}                     a point (`record.record_of`)
+
+Points of other scenarios, or made by other code, stay where they are and are told of.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from actorllm.errors import ConfigError
+from actorllm.slo.experiments.point import Scenario, code_digest
+from actorllm.slo.experiments.stamp import stamp
+
+
+class Store:
+    """path None: results are kept in memory only."""
+
+    def __init__(self, path: str | Path | None) -> None:
+        self.path = None if path is None else Path(path)
+        self.records: dict[str, dict[str, Any]] = {}
+        self.scenarios: dict[str, dict[str, Any]] = {}
+        """Values and stamp by hash, in the order of the file."""
+        self.num_dropped = 0
+        """Broken lines."""
+        self._fd: int | None = None
+        if self.path is not None and self.path.exists():
+            self._read(self.path)
+
+    def _read(self, path: Path) -> None:
+        data = path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            self.num_dropped += 1
+            os.truncate(path, whole)  # the write that a kill cut short
+        for number, line in enumerate(data[:whole].split(b"\n")[:-1], 1):
+            try:
+                given = json.loads(line)
+                if "values" in given:
+                    self.scenarios[given["scenario"]] = given
+                else:
+                    self.records[given["key"]] = given
+            except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+                if number == 1:
+                    raise ConfigError(
+                        f"{str(path)!r} holds no results of a sweep: its first line is no such object; name another file"
+                    ) from error
+                self.num_dropped += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def begin(self, scenario: Scenario) -> list[str]:
+        """Points of this scenario will come. Returns what is to be said of those that are there already."""
+        digest = scenario.digest
+        told = []
+        mine = [record for record in self.records.values() if record["scenario"] == digest]
+        others = len(self.records) - len(mine)
+        if others:
+            told.append(
+                f"{self.path}: {others} points of other configurations than this one ({digest}) are there and stay unused"
+            )
+        stale = sum(record["code"] != code_digest() for record in mine)
+        if stale:
+            told.append(
+                f"{self.path}: {stale} points were made by other code than this ({code_digest()}): name another file to "
+                f"make them anew"
+            )
+        if self.num_dropped:
+            told.append(f"{self.path}: {self.num_dropped} broken lines were dropped")
+        if digest not in self.scenarios:
+            line = {"scenario": digest, "values": scenario.to_dict(), "stamp": stamp()}
+            self.scenarios[digest] = line
+            self._append(line)
+        return told
+
+    def add(self, record: dict[str, Any]) -> None:
+        self.records[record["key"]] = record
+        self._append(record)
+
+    def _append(self, line: dict[str, Any]) -> None:
+        if self.path is None:
+            return
+        if self._fd is None:
+            try:
+                self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            except OSError as error:
+                raise ConfigError(f"results file {str(self.path)!r} cannot be written: {error.strerror}") from error
+        data = (json.dumps(line, separators=(",", ":")) + "\n").encode()
+        if os.write(self._fd, data) < len(data):
+            raise ConfigError(f"results file {str(self.path)!r}: no space is left; the sweep can be resumed")
+
+
+def read_results(
+    path: str | Path, scenario: str | None = None
+) -> tuple[Scenario, list[dict[str, Any]], dict[str, Any]]:
+    """A scenario of a results file (its hash, or the beginning of it; None: the last one), its points and its stamp."""
+    if not Path(path).exists():
+        raise ConfigError(f"there is no results file {str(path)!r}; `actorllm sweep --results {path}` makes one")
+    store = Store(path)
+    names = [name for name in store.scenarios if name.startswith(scenario or "")]
+    if not names:
+        there = ", ".join(store.scenarios) or "none"
+        raise ConfigError(f"{str(path)!r} has no scenario {scenario!r}; there is {there}")
+    line = store.scenarios[names[-1]]
+    records = [record for record in store.records.values() if record["scenario"] == names[-1]]
+    return Scenario.from_dict(line["values"]), records, line["stamp"]

@@ -1,0 +1,341 @@
+"""`Sweep`: a grid of points, and searches for the highest rates, over all cores; and what comes out of it.
+
+    sweep = Sweep(Scenario(num_requests=2000), [Variant.parse("fcfs@512"), Variant.parse("edf@512")], seeds=(0, 1, 2))
+    results = sweep.run(rates=(2, 3, 4), targets=(0.99, 0.9), store="results.jsonl")
+    results.band("edf@512", 3.0, "deadline", "worst")           # Band(value, low, high)
+    results.max_rate("edf@512", 0.99, "deadline", "worst")      # MaxRate(rate, low, high, ...)
+
+What comes out depends on the arguments only: not on the number of processes, nor on what a results file held before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from actorllm.errors import ConfigError
+from actorllm.slo.experiments.bands import WHO, Band, Who, attainment_band, attainment_of, crossing, drawn
+from actorllm.slo.experiments.point import Point, Scenario, Variant
+from actorllm.slo.experiments.pool import PointError, Pool
+from actorllm.slo.experiments.search import Ladder, search
+from actorllm.slo.experiments.stamp import stamp
+from actorllm.slo.experiments.store import Store
+from actorllm.slo.objective import READINGS, Reading
+
+Record = dict[str, Any]
+TARGETS = (0.99, 0.9, 0.5)
+
+
+class Progress(Protocol):
+    """Is told of every point: how many are done, how many are asked for so far, and which one it was."""
+
+    def __call__(self, num_done: int, num_known: int, point: Point) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MaxRate:
+    """The highest rate at which a target is attained."""
+
+    rate: float
+    """Requests per second; where the attainment crosses the target between two rates that were simulated."""
+    low: float
+    high: float
+    """Its bootstrap band."""
+    is_bounded: bool
+    """Whether a rate above it was tried and failed; if not, the truth may lie above."""
+    verdict: str
+    """Stationarity of the highest rate simulated that attains the target: the worst of the seeds."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Results:
+    """Points by variant, rate, seed and scale, and what they say together."""
+
+    scenario: Scenario
+    variants: tuple[Variant, ...]
+    seeds: tuple[int, ...]
+    records: tuple[Record, ...]
+    failures: tuple[PointError, ...] = ()
+    notes: tuple[str, ...] = ()
+    stamp: dict[str, Any] = field(default_factory=stamp)
+
+    @classmethod
+    def of_records(cls, scenario: Scenario, records: Iterable[Record], stamp: dict[str, Any]) -> Results:
+        """From a results file: every variant and seed that is there."""
+        found = sorted(records, key=lambda r: (r["variant"]["label"], r["rate"], r["scale"], r["seed"]))
+        variants = {r["variant"]["label"]: Variant.from_dict(r["variant"]) for r in found}
+        seeds = tuple(sorted({r["seed"] for r in found}))
+        return cls(scenario, tuple(variants.values()), seeds, tuple(found), stamp=stamp)
+
+    def labels(self) -> list[str]:
+        return [variant.label for variant in self.variants]
+
+    def points(self, label: str, rate: float, scale: float = 1.0) -> list[Record]:
+        """Of every seed, in their order."""
+        found = [
+            r for r in self.records if r["variant"]["label"] == label and r["rate"] == rate and r["scale"] == scale
+        ]
+        return sorted(found, key=lambda r: r["seed"])
+
+    def rates(self, label: str, scale: float = 1.0) -> list[float]:
+        """Those that every seed was simulated at."""
+        seeds: dict[float, set[int]] = {}
+        for r in self.records:
+            if r["variant"]["label"] == label and r["scale"] == scale:
+                seeds.setdefault(r["rate"], set()).add(r["seed"])
+        most = max(map(len, seeds.values()), default=0)
+        return sorted(rate for rate, there in seeds.items() if len(there) == most)
+
+    def scales(self, label: str, rate: float) -> list[float]:
+        return sorted({r["scale"] for r in self.records if r["variant"]["label"] == label and r["rate"] == rate})
+
+    def band(self, label: str, rate: float, reading: Reading, who: Who = "worst", scale: float = 1.0) -> Band:
+        """Attainment with its band. Raises ConfigError when nothing was simulated there."""
+        points = self.points(label, rate, scale)
+        if not points:
+            raise ConfigError(f"{label!r} was not simulated at {rate:g} requests/s with objectives x {scale:g}")
+        return attainment_band([r["blocks"] for r in points], reading, who)
+
+    def goodput(self, label: str, rate: float, reading: Reading) -> Band:
+        """Good requests per second: the share of all requests that are good, times the rate."""
+        return self.band(label, rate, reading, "overall").scaled(rate)
+
+    def verdict(self, label: str, rate: float, scale: float = 1.0) -> tuple[str, str]:
+        """Stationarity of the seed that is worst, and why."""
+        order = ("growing", "short", "stationary")
+        found = [r["stationarity"] for r in self.points(label, rate, scale)]
+        worst = min(found, key=lambda s: order.index(s["verdict"]))
+        return worst["verdict"], worst["message"]
+
+    def max_rate(self, label: str, target: float, reading: Reading, who: Who = "worst") -> MaxRate | None:
+        """From every rate that was simulated; None: not even the lowest attains the target."""
+        rates = self.rates(label)
+        if not rates:
+            return None
+        points = [[r["blocks"] for r in self.points(label, rate)] for rate in rates]
+        value = np.array([_pooled(blocks, reading, who) for blocks in points])
+        found = float(crossing(np.array(rates), value, target))
+        if not found:
+            return None
+        draws = crossing(np.array(rates), np.stack([drawn(p, reading, who) for p in points], axis=-1), target)
+        low, high = np.quantile(draws, (0.025, 0.975)).tolist()
+        num_reached = int((np.minimum.accumulate(value) >= target).sum())
+        verdict, _ = self.verdict(label, rates[num_reached - 1])
+        return MaxRate(found, min(low, found), max(high, found), num_reached < len(rates), verdict)
+
+
+def _pooled(blocks: Sequence[Record], reading: Reading, who: Who) -> float:
+    num = np.array([b["n"] for b in blocks], float).sum(axis=(0, 1))
+    good = np.array([b[reading] for b in blocks], float).sum(axis=(0, 1))
+    return float(attainment_of(num, good, who))
+
+
+Batch = Generator[list[Point], list[Record], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What is to be simulated."""
+
+    scenario: Scenario
+    variants: Sequence[Variant]
+    seeds: Sequence[int] = (0, 1, 2)
+
+    def __post_init__(self) -> None:
+        if not self.variants or not self.seeds:
+            raise ConfigError("a sweep needs at least one policy and one seed")
+        labels = [variant.label for variant in self.variants]
+        for label in labels:
+            if labels.count(label) > 1:
+                raise ConfigError(f"two policies of the sweep are called {label!r}")
+
+    def run(
+        self,
+        *,
+        rates: Sequence[float] = (),
+        scales: Sequence[float] = (1.0,),
+        scale_rates: Sequence[float] | None = None,
+        targets: Sequence[float] = (),
+        readings: Sequence[Reading] = READINGS,
+        who: Sequence[Who] = WHO,
+        ladder: Ladder | None = None,
+        store: str | Path | None = None,
+        num_processes: int | None = None,
+        on_progress: Progress | None = None,
+    ) -> Results:
+        """The grid rates x scales, and searches for the highest rate at every target, reading and who.
+
+        scales other than 1 are simulated at scale_rates (None: at all rates). ladder: where searches begin and how fine
+        they are; None: at the middle one of the rates. store: a file that is added to; what it has of these points is not
+        simulated again. num_processes: None: as many as there are cores; 0: none but this one.
+
+        A point that fails (a policy that raises) ends the other points of its variant, which are left out, and is told in
+        `failures`. Ctrl-C: everything that is done is in the store.
+        """
+        for target in targets:
+            if not 0 < target <= 1:
+                raise ConfigError(f"target={target!r} must be a share between 0 and 1, such as 0.99")
+        if targets and ladder is None:
+            if not rates:
+                raise ConfigError("a search needs a ladder, or rates to begin from")
+            ladder = Ladder(sorted(rates)[len(rates) // 2])
+        wanted = [(target, r, w) for target in sorted(targets) for r in readings for w in who]
+        jobs: list[tuple[Variant, Batch]] = []
+        for variant in self.variants:
+            grid = self._grid(variant, rates, scales, scale_rates)
+            if grid:
+                jobs.append((variant, _all_at_once(grid)))
+            if ladder is not None and wanted:
+                jobs.append((variant, self._searches(variant, ladder, wanted)))
+        with ExitStack() as stack:
+            kept = stack.enter_context(Store(store))
+            notes = kept.begin(self.scenario)
+            pool = stack.enter_context(Pool(num_processes))
+            records, failures = _drive(jobs, kept, pool, on_progress)
+        ordered = sorted(records, key=lambda r: (r["variant"]["label"], r["rate"], r["scale"], r["seed"]))
+        return Results(
+            self.scenario, tuple(self.variants), tuple(self.seeds), tuple(ordered), tuple(failures), tuple(notes)
+        )
+
+    def _point(self, variant: Variant, rate: float, seed: int, scale: float = 1.0) -> Point:
+        return Point(scenario=self.scenario, variant=variant, rate=rate, seed=seed, scale=scale)
+
+    def _grid(
+        self,
+        variant: Variant,
+        rates: Sequence[float],
+        scales: Sequence[float],
+        scale_rates: Sequence[float] | None,
+    ) -> list[Point]:
+        pairs = [(rate, 1.0) for rate in rates]
+        pairs += [(rate, s) for rate in (rates if scale_rates is None else scale_rates) for s in scales if s != 1]
+        return [self._point(variant, rate, seed, scale) for rate, scale in pairs for seed in self.seeds]
+
+    def _searches(self, variant: Variant, ladder: Ladder, wanted: Sequence[tuple[float, Reading, Who]]) -> Batch:
+        """One after the other, each with what the ones before it have found."""
+        blocks: dict[int, list[Any]] = {}
+        for target, reading, who in wanted:
+            known = {rung: _pooled(found, reading, who) for rung, found in blocks.items()}
+            steps = search(ladder, target, known)
+            try:
+                rung = next(steps)
+                while True:
+                    if rung not in blocks:
+                        points = [self._point(variant, ladder.rate(rung), seed) for seed in self.seeds]
+                        blocks[rung] = [record["blocks"] for record in (yield points)]
+                    known[rung] = _pooled(blocks[rung], reading, who)
+                    rung = steps.send(known[rung])
+            except StopIteration:
+                continue
+
+
+def _all_at_once(points: list[Point]) -> Batch:
+    yield points
+
+
+class _Job:
+    """A generator of batches, and what it waits for."""
+
+    def __init__(self, variant: Variant, batches: Batch) -> None:
+        self.variant = variant
+        self.batches = batches
+        self.wanted: list[Point] = []
+        self.missing: set[str] = set()
+
+
+def _drive(
+    jobs: Sequence[tuple[Variant, Batch]], store: Store, pool: Pool, on_progress: Progress | None
+) -> tuple[list[Record], list[PointError]]:
+    """Run generators side by side; their points go through the pool, each of them once."""
+    records: dict[str, Record] = {}
+    failures: list[PointError] = []
+    failed: set[str] = set()
+    under_way: set[str] = set()
+    waiting: list[_Job] = []
+    num_done = num_known = 0
+
+    def go_on(job: _Job, got: list[Record] | None) -> None:
+        """Hand a job what it waited for, until it wants what is not there."""
+        nonlocal num_known
+        while True:
+            try:
+                job.wanted = next(job.batches) if got is None else job.batches.send(got)
+            except StopIteration:
+                return
+            job.missing = set()
+            for point in job.wanted:
+                key = point.key
+                if key in records:
+                    continue
+                if key in store.records:
+                    records[key] = _labelled(store.records[key], point)
+                    continue
+                job.missing.add(key)
+                if key not in under_way:
+                    under_way.add(key)
+                    num_known += 1
+                    pool.submit(point)
+            if job.missing:
+                waiting.append(job)
+                return
+            got = [records[point.key] for point in job.wanted]
+
+    for variant, batches in jobs:
+        go_on(_Job(variant, batches), None)
+    while under_way:
+        point, found = pool.next_done()
+        key = point.key
+        under_way.discard(key)
+        num_done += 1
+        if isinstance(found, PointError):
+            if point.variant.label not in failed:
+                failed.add(point.variant.label)
+                failures.append(found)
+        else:
+            records[key] = found
+            store.add(found)
+        if on_progress is not None:
+            on_progress(num_done, num_known, point)
+        for job in list(waiting):
+            job.missing.discard(key)
+            if job.variant.label in failed:
+                waiting.remove(job)
+                job.batches.close()
+            elif not job.missing:
+                waiting.remove(job)
+                go_on(job, [records[point.key] for point in job.wanted])
+    return list(records.values()), failures
+
+
+def _labelled(record: Record, point: Point) -> Record:
+    """A label is no part of the key: what is found under another one is called as it is called now."""
+    return record | {"variant": point.variant.to_dict()}
+
+
+def ratio_band(
+    one: Results, label: str, other: str, target: float, reading: Reading, who: Who = "worst"
+) -> Band | None:
+    """How many times the maximum rate of `other` that of `label` is, with the draws of the one paired with the other's."""
+    found = []
+    for name in (label, other):
+        rates = one.rates(name)
+        if not rates:
+            return None
+        points = [[r["blocks"] for r in one.points(name, rate)] for rate in rates]
+        value = np.array([_pooled(blocks, reading, who) for blocks in points])
+        draws = np.stack([drawn(p, reading, who) for p in points], axis=-1)
+        found.append((float(crossing(np.array(rates), value, target)), crossing(np.array(rates), draws, target)))
+    (value_a, draws_a), (value_b, draws_b) = found
+    if not value_a or not value_b:
+        return None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = draws_a / draws_b
+    ratios = ratios[np.isfinite(ratios)]
+    low, high = np.quantile(ratios, (0.025, 0.975)).tolist() if ratios.size else (math.nan, math.nan)
+    return Band(value_a / value_b, low, high)

@@ -1,0 +1,55 @@
+"""Bands: how often they hold what they should, and what they are when nothing went wrong."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from actorllm.slo.experiments.bands import attainment_band, crossing, wilson
+
+
+def point(rng: np.random.Generator, shares: tuple[float, ...], *, burst: float = 0.0) -> dict[str, list[list[int]]]:
+    """20 blocks of 50 requests of each class; with bursts, blocks differ in how good their requests are."""
+    num = np.full((20, len(shares)), 50)
+    wobble = rng.normal(0, burst, (20, 1))
+    good = rng.binomial(num, np.clip(np.array(shares) + wobble, 0, 1))
+    return {"n": num.tolist(), "tpot": good.tolist(), "deadline": num.tolist()}
+
+
+@pytest.mark.parametrize(("shares", "burst"), [((0.9,), 0.0), ((0.9,), 0.08), ((0.8, 0.97), 0.05)])
+def test_bands_cover_the_truth(shares: tuple[float, ...], burst: float) -> None:
+    rng = np.random.default_rng(5)
+    hits = 0
+    for _ in range(100):
+        band = attainment_band([point(rng, shares, burst=burst) for _ in range(4)], "tpot", "worst")
+        assert band.low <= band.value <= band.high
+        hits += band.low <= min(shares) <= band.high
+    assert hits >= 90, "95 % of them should; four seeds are few"
+
+
+def test_bands_are_no_wider_than_need_be() -> None:
+    rng = np.random.default_rng(6)
+    band = attainment_band([point(rng, (0.9,)) for _ in range(4)], "tpot", "worst")
+    assert band.high - band.low < 3 * 2 * 1.96 * np.sqrt(0.9 * 0.1 / 4000)
+
+
+def test_all_good_is_not_certain() -> None:
+    rng = np.random.default_rng(7)
+    band = attainment_band([point(rng, (0.9,))], "deadline", "overall")
+    assert (band.value, band.high) == (1.0, 1.0)
+    assert band.low == pytest.approx(wilson(1.0, 1000)[0])
+    assert 0.99 < band.low < 1.0
+
+
+def test_the_worst_class_is_that_of_each_draw() -> None:
+    rng = np.random.default_rng(8)
+    points = [point(rng, (0.7, 0.95)) for _ in range(3)]
+    assert attainment_band(points, "tpot", "worst").value < 0.75
+    assert attainment_band(points, "tpot", "overall").value > 0.8
+
+
+def test_where_a_curve_crosses_a_target() -> None:
+    rates = np.array([1.0, 2.0, 4.0])
+    curves = np.array([[1.0, 0.9, 0.5], [0.8, 0.7, 0.6], [1.0, 1.0, 1.0], [1.0, 0.5, 0.95]])
+    assert crossing(rates, curves, 0.9).tolist() == pytest.approx([2.0, 0.0, 4.0, 1.2])
+    assert crossing(rates, curves[:1], 0.7).tolist() == pytest.approx([3.0])

@@ -1,0 +1,70 @@
+"""The verdict, on queues with one server that are built by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from actorllm.slo.experiments.stationarity import backlog, judge
+from actorllm.slo.objective import SLO, RequestClass
+from actorllm.slo.timeline import RunTimeline, timeline_of_streams
+
+
+def one_server(utilization: float, num: int, seed: int, *, cv: float = 1.0) -> RunTimeline:
+    """Requests that are served one after the other, each for a second."""
+    rng = np.random.default_rng(seed)
+    shape = cv**-2
+    arrival = np.cumsum(rng.gamma(shape, 1 / shape, num)) / utilization
+    ends = np.empty(num)
+    free = 0.0
+    for row, at in enumerate(arrival.tolist()):
+        free = max(free, at) + 1.0
+        ends[row] = free
+    return timeline_of_streams(arrival, np.full(num, 10, np.int32), [np.array([end]) for end in ends.tolist()])
+
+
+@pytest.mark.parametrize("cv", [1.0, 3.0])
+def test_a_server_that_keeps_up_is_stationary(cv: float) -> None:
+    verdicts = [judge(one_server(0.7, 2000, seed, cv=cv)).verdict for seed in range(30)]
+    assert verdicts.count("stationary") >= 27, "one in a hundred would be a growth by chance; bursts allow a few more"
+
+
+@pytest.mark.parametrize("utilization", [1.15, 1.5, 3.0])
+def test_a_server_that_falls_behind_is_found(utilization: float) -> None:
+    for seed in range(20):
+        found = judge(one_server(utilization, 2000, seed))
+        assert found.verdict == "growing"
+        assert found.drift == pytest.approx(1 - 1 / utilization, abs=0.08)
+        assert "of what arrived: more than the engine can take" in found.message
+
+
+def test_growth_that_only_tokens_show_is_found() -> None:
+    """Short requests overtake long ones, which wait for ever: few requests, many tokens."""
+    num = 1000
+    arrival = np.arange(num, dtype=float)
+    is_long = np.arange(num) % 50 == 49
+    ends = np.where(is_long, 1e6, arrival + 0.5)
+    timeline = timeline_of_streams(arrival, np.where(is_long, 8000, 50).astype(np.int32), [np.array([e]) for e in ends])
+    found = judge(timeline)
+    assert found.verdict == "growing"
+    assert "tokens" in found.message
+
+
+def test_a_run_shorter_than_its_promises_proves_nothing() -> None:
+    timeline = one_server(0.7, 300, 1)
+    assert judge(timeline, (RequestClass("be", SLO(e2e=60.0)),)).verdict == "stationary"
+    found = judge(timeline, (RequestClass("be", SLO(e2e=600.0)), RequestClass("ls", SLO(0.5, 0.05))))
+    assert found.verdict == "short"
+    assert "the 600 s that be is promised" in found.message
+    assert judge(one_server(0.7, 50, 1)).message == "50 requests are too few to tell; 100 are needed"
+
+
+def test_backlog_counts_who_is_there() -> None:
+    timeline = timeline_of_streams(
+        np.array([0.0, 1.0, 2.0]),
+        np.array([5, 7, 9], np.int32),
+        [np.array([3.0]), np.array([1.5]), np.zeros(0)],
+    )
+    times = np.array([0.0, 1.0, 1.5, 2.5, 99.0])
+    assert backlog(timeline, times).tolist() == [1, 2, 1, 2, 1]
+    assert backlog(timeline, times, np.array([5.0, 7.0, 9.0])).tolist() == [5, 12, 5, 14, 9]

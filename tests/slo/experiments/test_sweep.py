@@ -1,0 +1,261 @@
+"""Sweeps: the same whatever the number of processes, resumed after a kill, and one bad policy spoils only itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actorllm.errors import ConfigError
+from actorllm.scheduling.policies.edf import Edf
+from actorllm.scheduling.policy import KeyPolicy, View
+from actorllm.scheduling.sequence import Sequence
+from actorllm.slo.experiments import Point, Results, Scenario, Sweep, Variant, ratio_band, read_results
+from actorllm.slo.experiments.record import record_of
+
+SCENARIO = Scenario(workload="synthetic", num_requests=60)
+FCFS, EDF = Variant.parse("fcfs@512"), Variant.parse("edf@512")
+
+
+class Raises(KeyPolicy):
+    """After a while."""
+
+    def key(self, sequence: Sequence, view: View) -> tuple[float]:
+        if sequence.arrival_index == 20:
+            raise ZeroDivisionError("no such luck")
+        return (sequence.arrival,)
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    return Sweep(SCENARIO, [FCFS, EDF], (0, 1)).run(
+        rates=(2.0, 4.0), scales=(1.0, 0.5), scale_rates=(4.0,), targets=(0.9,), who=("worst",), num_processes=0
+    )
+
+
+def test_processes_change_nothing(results: Results) -> None:
+    other = Sweep(SCENARIO, [FCFS, EDF], (0, 1)).run(
+        rates=(2.0, 4.0), scales=(1.0, 0.5), scale_rates=(4.0,), targets=(0.9,), who=("worst",), num_processes=2
+    )
+    assert json.dumps(results.records) == json.dumps(other.records)
+
+
+def test_a_point_is_golden(results: Results) -> None:
+    """Of this seed, on every machine. Changes when the scheduler or the draws change, and should change then only."""
+    summary = results.points("edf@512", 4.0)[0]["summary"]
+    assert summary["completed"] == 60
+    assert summary["total_output_tokens"] == 10607
+    assert summary["mean_ttft_ms"] == pytest.approx(296.5412, rel=1e-5)
+    assert summary["p99_tpot_ms"] == pytest.approx(37.2731, rel=1e-5)
+
+
+def test_seeds_give_other_requests_and_rates_the_same_ones() -> None:
+    def workload(rate: float, seed: int, variant: Variant = FCFS) -> Any:
+        return Point(scenario=Scenario(num_requests=90), variant=variant, rate=rate, seed=seed).workload()
+
+    one, faster, other, edf = workload(1.0, 0), workload(3.0, 0), workload(1.0, 1), workload(1.0, 0, EDF)
+    assert one.num_prompt.tolist() == faster.num_prompt.tolist() == edf.num_prompt.tolist()
+    assert one.class_ids.tolist() == faster.class_ids.tolist()
+    assert one.arrival == pytest.approx(3 * faster.arrival)
+    assert one.rate == pytest.approx(1.0)
+    assert one.num_prompt.tolist() != other.num_prompt.tolist()
+    assert one.arrival[:9].tolist() != other.arrival[:9].tolist()
+
+
+def test_a_scaled_objective_is_what_the_policy_sees(results: Results) -> None:
+    assert results.scales("edf@512", 4.0) == [0.5, 1.0]
+    strict, plain = (results.band("edf@512", 4.0, "deadline", "overall", scale).value for scale in (0.5, 1.0))
+    assert strict < plain
+    point = Point(scenario=SCENARIO, variant=EDF, rate=4.0, scale=0.5)
+    assert [kind.slo.tpot for kind in point.workload().classes if kind.slo is not None] == [0.025, None]
+
+
+def test_a_search_brackets_its_target(results: Results) -> None:
+    found = results.max_rate("fcfs@512", 0.9, "deadline", "worst")
+    assert found is not None
+    assert found.is_bounded
+    assert found.low <= found.rate <= found.high
+    around = sorted(results.rates("fcfs@512"), key=lambda rate: abs(rate - found.rate))[:2]
+    assert max(around) / min(around) <= 1.031
+    attained = [results.band("fcfs@512", rate, "deadline", "worst").value for rate in sorted(around)]
+    assert attained[0] >= 0.9 > attained[1]
+    ratio = ratio_band(results, "edf@512", "fcfs@512", 0.9, "deadline")
+    assert ratio is not None
+    assert ratio.low <= ratio.value <= ratio.high
+
+
+def test_the_table_by_lengths_and_the_blocks_count_every_request_once(results: Results) -> None:
+    for record in results.records:
+        for key in ("n", "tpot", "deadline"):
+            assert sum(map(sum, record["lengths"][key])) == sum(map(sum, record["blocks"][key]))
+        assert sum(map(sum, record["blocks"]["n"])) == 60
+        overall = record["summary"]["actorllm_overall"]["attainment"]["tpot"]
+        assert sum(map(sum, record["blocks"]["tpot"])) == pytest.approx(60 * overall)
+
+
+# The results file --------------------------------------------------------------------------------------------------------
+
+
+SCRIPT = """
+import sys, os, signal
+from actorllm.slo.experiments import Scenario, Sweep, Variant
+def stop(num_done, num_known, point):
+    print(num_done, num_known, flush=True)
+    if num_done == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+Sweep(Scenario(workload="synthetic", num_requests=60), [Variant.parse("fcfs@512"), Variant.parse("edf@512")], (0, 1)).run(
+    rates=(2.0, 4.0), store=sys.argv[1], num_processes=int(sys.argv[3]), on_progress=stop)
+"""
+
+
+def sweep_in_a_process(path: Path, kill_after: int, num_processes: int) -> list[str]:
+    arguments = [sys.executable, "-c", SCRIPT, str(path), str(kill_after), str(num_processes)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(arguments, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == (-9 if kill_after else 0), done.stderr
+    return done.stdout.split("\n")[:-1]
+
+
+def test_a_sweep_goes_on_after_a_kill(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    assert sweep_in_a_process(path, 3, 0)[-1] == "3 8"
+    whole = path.read_bytes()
+    assert whole.count(b"\n") == 4, "the scenario and three points"
+    path.write_bytes(whole[:-200])  # and the last write was cut short
+    assert sweep_in_a_process(path, 0, 0)[-1] == "6 6"
+    assert sweep_in_a_process(path, 0, 0) == []
+    scenario, records, stamp = read_results(path)
+    assert scenario == SCENARIO
+    assert stamp["versions"]["numpy"]
+    fresh = Sweep(SCENARIO, [FCFS, EDF], (0, 1)).run(rates=(2.0, 4.0), num_processes=0)
+    found = Results.of_records(scenario, records, stamp)
+    assert json.dumps(found.records, sort_keys=True) == json.dumps(fresh.records[::1], sort_keys=True)
+
+
+def test_another_configuration_in_the_same_file_is_told_and_not_mixed(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    small = Scenario(workload="synthetic", num_requests=30)
+    assert Sweep(small, [FCFS], (0,)).run(rates=(2.0,), store=path, num_processes=0).notes == ()
+    other = Scenario(workload="synthetic", num_requests=31)
+    found = Sweep(other, [FCFS], (0,)).run(rates=(2.0,), store=path, num_processes=0)
+    assert len(found.records) == 1
+    (note,) = found.notes
+    assert f"1 points of other configurations than this one ({other.digest})" in note
+    assert read_results(path)[0] == other
+    assert read_results(path, small.digest[:8])[0] == small
+    with pytest.raises(ConfigError, match="has no scenario 'zz'; there is"):
+        read_results(path, "zz")
+
+
+def test_points_of_other_code_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "results.jsonl"
+    sweep = Sweep(Scenario(workload="synthetic", num_requests=30), [FCFS], (0,))
+    sweep.run(rates=(2.0,), store=path, num_processes=0)
+    monkeypatch.setattr("actorllm.slo.experiments.store.code_digest", lambda: "another")
+    (note,) = sweep.run(rates=(2.0,), store=path, num_processes=0).notes
+    assert "1 points were made by other code than this (another)" in note
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("dear diary\n")
+    with pytest.raises(ConfigError, match="holds no results of a sweep"):
+        Sweep(SCENARIO, [FCFS]).run(rates=(2.0,), store=path, num_processes=0)
+    assert path.read_text() == "dear diary\n"
+    with pytest.raises(ConfigError, match="there is no results file"):
+        read_results(tmp_path / "nothing.jsonl")
+
+
+def test_a_label_is_only_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    small = Scenario(workload="synthetic", num_requests=30)
+    Sweep(small, [FCFS], (0,)).run(rates=(2.0,), store=path, num_processes=0)
+    named = Sweep(small, [Variant.parse("fcfs@512", "baseline")], (0,))
+    found = named.run(rates=(2.0,), store=path, num_processes=0, on_progress=lambda *_: pytest.fail("simulated again"))
+    assert found.band("baseline", 2.0, "tpot").value > 0
+
+
+# What is wrong -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_processes", [0, 1])
+def test_a_policy_that_raises_ends_its_own_points_only(num_processes: int) -> None:
+    bad = Variant(policy=f"{__name__}:Raises", label="bad")
+    found = Sweep(SCENARIO, [bad, FCFS], (0, 1)).run(
+        rates=(2.0,), targets=(0.5,), who=("worst",), readings=("tpot",), num_processes=num_processes
+    )
+    assert found.labels() == ["bad", "fcfs@512"]
+    assert found.rates("bad") == []
+    assert found.max_rate("bad", 0.5, "tpot") is None
+    assert found.max_rate("fcfs@512", 0.5, "tpot") is not None
+    (failure,) = found.failures
+    assert "bad at 2 requests/s" in str(failure)
+    assert "no such luck" in str(failure)
+
+
+def test_knobs_are_those_of_the_policy() -> None:
+    variant = Variant.parse("qoserve,anchor=first,alpha=0.0005,relegates=off,step_time=model@2048")
+    assert variant.knobs == (("anchor", "first"), ("alpha", 0.0005), ("relegates", False), ("step_time", "model"))
+    assert variant.text == "qoserve,anchor=first,alpha=0.0005,relegates=False,step_time=model@2048"
+    assert variant.tokens == 2048
+    built: Any = variant.build_policy(None)
+    assert (built.policy.anchor, built.policy.alpha, built.policy.relegates) == ("first", 0.0005, False)
+    assert Variant.from_dict(json.loads(json.dumps(variant.to_dict()))) == variant
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fcsf", "no scheduling policy 'fcsf'.*fcfs"),
+        ("edf@many", "'many' is no number of tokens"),
+        ("qoserve,alhpa=1", "no knob 'alhpa'.*alpha"),
+        ("qoserve,alpha=x", "alpha='x' must be a number"),
+        ("qoserve,relegates=maybe", "must be on or off"),
+        ("qoserve,alpha", "must be knob=value"),
+        ("qoserve,step_time=7", "must be model"),
+        ("edf@0", "0 tokens per step"),
+    ],
+)
+def test_a_variant_that_cannot_be_is_told_at_once(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Variant.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"workload": "nowhere.csv"}, "neither sample nor synthetic nor the path"),
+        ({"arrivals": "gama"}, "arrivals='gama'.*gamma"),
+        ({"arrivals": "gamma"}, "needs its coefficient"),
+        ({"num_requests": 0}, "num_requests=0"),
+        ({"router": "rond-robin"}, "router='rond-robin'.*round-robin"),
+        ({"model": "a100"}, "no step-time preset 'a100'"),
+    ],
+)
+def test_a_scenario_that_cannot_be_is_told_at_once(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Scenario(**values)
+
+
+def test_a_class_of_the_program_itself_is_for_this_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "Mine", Edf, raising=False)
+    sweep = Sweep(SCENARIO, [Variant(policy="__main__:Mine")], (0,))
+    with pytest.raises(ConfigError, match="put it into a module of its own, or use num_processes=0"):
+        sweep.run(rates=(2.0,), num_processes=1)
+    assert len(sweep.run(rates=(2.0,), num_processes=0).records) == 1
+
+
+def test_two_variants_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="two policies of the sweep are called 'fcfs@512'"):
+        Sweep(SCENARIO, [FCFS, FCFS])
+
+
+def test_a_record_is_of_its_point_alone() -> None:
+    point = Point(scenario=SCENARIO, variant=FCFS, rate=2.0)
+    assert json.dumps(record_of(point, point.run())) == json.dumps(record_of(point, point.run()))
+    assert Point.from_dict(json.loads(json.dumps(point.to_dict()))) == point
