@@ -51,11 +51,12 @@ from actorllm.messages import (
     sequences_of,
 )
 from actorllm.ring.codec import encode
+from actorllm.scheduling.events import NOTHING, End, Events
 from actorllm.scheduling.guard import FALLBACK, GuardedPolicy
 from actorllm.scheduling.pause import PauseState
 from actorllm.scheduling.policy import POLICIES, PlanPolicy, load_policy
 from actorllm.scheduling.recording import Entry, RecordedScheduler
-from actorllm.scheduling.scheduler import NOTHING, End, Events, Scheduler
+from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key, Sequence
 from actorllm.text.request_text import RequestText
 from actorllm.text.token_text import LogprobText, TokenText

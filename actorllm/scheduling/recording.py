@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 
 from actorllm.messages import StepFailed, StepPlan, StepResult, Submit
 from actorllm.request import FinishReason
-from actorllm.scheduling.scheduler import End, Events, Scheduler
+from actorllm.scheduling.events import End, Events
+from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key, Sequence
 
 Entry: TypeAlias = tuple[str, float, Any]

@@ -31,21 +31,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.embeds import EMBEDDED, MAX_STEP_BYTES, rows_between, wrong_rows
-from actorllm.kvcache.manager import KVCacheManager, KVCacheStatistics
+from actorllm.kvcache.manager import KVCacheManager
 from actorllm.kvcache.prefix_index import HASH_BYTES, continue_hashes, extra_key, first_digest
 from actorllm.logprobs import LogprobSpan, spans_of
-from actorllm.messages import DEADLINE_PASSED, I32, NO_I32, U8, StepFailed, StepPlan, StepResult, Submit, no_i32
+from actorllm.messages import DEADLINE_PASSED, I32, NO_I32, U8, StepFailed, StepPlan, StepResult, Submit
 from actorllm.request import FinishReason
 from actorllm.rules import SamplingRules
 from actorllm.scheduling.admission import Admission
 from actorllm.scheduling.batch import ONE, Batch, Rows
+from actorllm.scheduling.events import NOTHING, End, Events
 from actorllm.scheduling.expiry import Expiry
 from actorllm.scheduling.forks import Followers
 from actorllm.scheduling.ledger import Ledger, StepRecord
@@ -56,6 +57,7 @@ from actorllm.scheduling.policy import Limits, PlanPolicy, StepDone
 from actorllm.scheduling.quarantine import MAX_ALONE, Quarantine
 from actorllm.scheduling.repetition import RepetitionWatch
 from actorllm.scheduling.sequence import Key, Sequence, State
+from actorllm.scheduling.statistics import PrefixCacheStatistics, SchedulerStatistics
 from actorllm.scheduling.suspects import MAX_FAILURES, Suspects
 
 REPETITION_DETECTED = "repetition_detected"
@@ -67,38 +69,6 @@ MAX_ROW_LOGPROBS = 1 << 22
 """Of sampled tokens in one step. Who would exceed it is not admitted beside others: a result is one message."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class End:
-    """A request ended."""
-
-    sequence: Sequence
-    reason: FinishReason
-    stop_reason: int | str | None = None
-    error: str | None = None
-    details: dict[str, Any] | None = None
-    """As in `messages.RequestEnd`."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Events:
-    """What a result changed, one row per request that got something.
-
-    sequences[i] got tokens (its share of `tokens`: one, or counts[i]), the first of them with output index index[i].
-    ends are in no particular order and may name requests without a row. vectors belong to vector_rows. logprobs: of those
-    that asked, of their tokens here or of parts of their prompts.
-    """
-
-    sequences: NDArray[Any]
-    tokens: I32
-    index: I32
-    counts: I32 = field(default_factory=no_i32)
-    ends: tuple[End, ...] = ()
-    vectors: tuple[tuple[Sequence, NDArray[np.float32]], ...] = ()
-    logprobs: tuple[tuple[Sequence, LogprobSpan], ...] = ()
-    cached: tuple[Sequence, ...] = ()
-    """Those whose first token is here and part of whose prompt was found in the prefix cache."""
-
-
 def _no_choice(sequence: Sequence) -> str:
     """Why a row had no token to choose."""
     rules, error = sequence.rules, "the model's logits are not finite"
@@ -107,74 +77,6 @@ def _no_choice(sequence: Sequence) -> str:
     if sequence.submit.min_tokens:
         return f"{error}, or every token is one that min_tokens={sequence.submit.min_tokens} keeps away"
     return error
-
-
-NOTHING = Events(np.empty(0, object), NO_I32, NO_I32)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixCacheStatistics:
-    """Counted at admission, in tokens; a request that is admitted again after a preemption counts apart, as in vLLM.
-
-    Forks are not counted: nobody looks for a prompt that a sibling has just computed.
-    """
-
-    requests: int
-    queries: int
-    """Known tokens of requests that were looked up."""
-    hits: int
-    """Those of them that were found."""
-    preempted_requests: int
-    preempted_queries: int
-    preempted_hits: int
-    num_resets: int
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStatistics:
-    """Counters since the start, and what is there now."""
-
-    num_running: int
-    num_waiting: int
-    num_blocked: int
-    num_in_flight: int
-    num_steps: int
-    num_output_tokens: int
-    num_prefill_tokens: int
-    num_forks: int
-    """Requests that took a sibling's prompt over instead of computing it."""
-    num_preemptions: int
-    num_wasted_tokens: int
-    """Sampled for a request that had ended or lost its slot for good by then."""
-    num_dropped_results: int
-    """Results of steps that were not the next one due."""
-    num_failed_steps: int
-    num_worker_losses: int
-    num_recovered: int
-    """Times that a request had its next token after the workers that computed it had died."""
-    recovery_s: float
-    """What they waited for it, added up."""
-    num_suspects: int
-    """Requests that the workers may have died of."""
-    num_retrying: int
-    """Requests of failed steps that are tried again in small groups, to find the one at fault."""
-    num_memory_failures: int
-    """Failed steps that had run out of memory; smaller ones took their place."""
-    num_corrupted_requests: int
-    """That ended because the model's states or logits were not finite."""
-    num_nonfinite: int
-    """Values that were not finite, of all of them together."""
-    num_refused_decisions: int
-    """Parts of a policy's decisions that did not fit and were left out."""
-    num_waiting_tokens: int
-    """Of the prompts of requests that have not started."""
-    num_overloaded: int
-    """Sequences that were refused because too much was waiting."""
-    blocked_on: dict[str, int]
-    pause_state: str
-    kv: KVCacheStatistics
-    prefix_cache: PrefixCacheStatistics | None
-    """None: there is none."""
 
 
 class Scheduler:

@@ -33,12 +33,14 @@ from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.messages import F64, I32, I64, NO_I32, NO_U8, StepFailed, StepPlan, StepResult, Submit
 from actorllm.scheduling.batch import Rows
+from actorllm.scheduling.events import End
 from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.policy import PlanPolicy, load_policy
 from actorllm.scheduling.recording import Entry
-from actorllm.scheduling.scheduler import End, Scheduler, SchedulerStatistics
+from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key
 from actorllm.scheduling.sequence import Sequence as Request
+from actorllm.scheduling.statistics import SchedulerStatistics
 from actorllm.slo.cost_model import StepModel, unattainable
 from actorllm.slo.metrics import RunMetrics, evaluate
 from actorllm.slo.routing import ReplicaView, Router, make_router

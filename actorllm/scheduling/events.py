@@ -1,0 +1,49 @@
+"""`Events` and `End`: what a call of the scheduler changed, for whoever tells the requests of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actorllm.logprobs import LogprobSpan
+from actorllm.messages import I32, NO_I32, no_i32
+from actorllm.request import FinishReason
+from actorllm.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class End:
+    """A request ended."""
+
+    sequence: Sequence
+    reason: FinishReason
+    stop_reason: int | str | None = None
+    error: str | None = None
+    details: dict[str, Any] | None = None
+    """As in `messages.RequestEnd`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Events:
+    """What a result changed, one row per request that got something.
+
+    sequences[i] got tokens (its share of `tokens`: one, or counts[i]), the first of them with output index index[i].
+    ends are in no particular order and may name requests without a row. vectors belong to vector_rows. logprobs: of those
+    that asked, of their tokens here or of parts of their prompts.
+    """
+
+    sequences: NDArray[Any]
+    tokens: I32
+    index: I32
+    counts: I32 = field(default_factory=no_i32)
+    ends: tuple[End, ...] = ()
+    vectors: tuple[tuple[Sequence, NDArray[np.float32]], ...] = ()
+    logprobs: tuple[tuple[Sequence, LogprobSpan], ...] = ()
+    cached: tuple[Sequence, ...] = ()
+    """Those whose first token is here and part of whose prompt was found in the prefix cache."""
+
+
+NOTHING = Events(np.empty(0, object), NO_I32, NO_I32)

@@ -1,0 +1,72 @@
+"""`SchedulerStatistics`: what `Scheduler.statistics` tells. The counters are kept by those whose events they count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from actorllm.kvcache.manager import KVCacheStatistics
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCacheStatistics:
+    """Counted at admission, in tokens; a request that is admitted again after a preemption counts apart, as in vLLM.
+
+    Forks are not counted: nobody looks for a prompt that a sibling has just computed.
+    """
+
+    requests: int
+    queries: int
+    """Known tokens of requests that were looked up."""
+    hits: int
+    """Those of them that were found."""
+    preempted_requests: int
+    preempted_queries: int
+    preempted_hits: int
+    num_resets: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStatistics:
+    """Counters since the start, and what is there now."""
+
+    num_running: int
+    num_waiting: int
+    num_blocked: int
+    num_in_flight: int
+    num_steps: int
+    num_output_tokens: int
+    num_prefill_tokens: int
+    num_forks: int
+    """Requests that took a sibling's prompt over instead of computing it."""
+    num_preemptions: int
+    num_wasted_tokens: int
+    """Sampled for a request that had ended or lost its slot for good by then."""
+    num_dropped_results: int
+    """Results of steps that were not the next one due."""
+    num_failed_steps: int
+    num_worker_losses: int
+    num_recovered: int
+    """Times that a request had its next token after the workers that computed it had died."""
+    recovery_s: float
+    """What they waited for it, added up."""
+    num_suspects: int
+    """Requests that the workers may have died of."""
+    num_retrying: int
+    """Requests of failed steps that are tried again in small groups, to find the one at fault."""
+    num_memory_failures: int
+    """Failed steps that had run out of memory; smaller ones took their place."""
+    num_corrupted_requests: int
+    """That ended because the model's states or logits were not finite."""
+    num_nonfinite: int
+    """Values that were not finite, of all of them together."""
+    num_refused_decisions: int
+    """Parts of a policy's decisions that did not fit and were left out."""
+    num_waiting_tokens: int
+    """Of the prompts of requests that have not started."""
+    num_overloaded: int
+    """Sequences that were refused because too much was waiting."""
+    blocked_on: dict[str, int]
+    pause_state: str
+    kv: KVCacheStatistics
+    prefix_cache: PrefixCacheStatistics | None
+    """None: there is none."""
