@@ -58,10 +58,8 @@ from actorllm.scheduling.quarantine import MAX_ALONE, Quarantine
 from actorllm.scheduling.repetition import RepetitionWatch
 from actorllm.scheduling.sequence import Key, Sequence, State
 from actorllm.scheduling.statistics import PrefixCacheStatistics, SchedulerStatistics
+from actorllm.scheduling.stopping import Stopping
 from actorllm.scheduling.suspects import MAX_FAILURES, Suspects
-
-REPETITION_DETECTED = "repetition_detected"
-"""The stop_reason beside finish_reason "repetition", as in vLLM."""
 
 MAX_CHUNK_LOGPROBS = 1 << 16
 """Log-probabilities of one prompt in one step: a prompt that asks for more goes through in smaller chunks."""
@@ -144,6 +142,7 @@ class Scheduler:
         self.pause_state = PauseState.RUNNING
         self._blocked: set[Sequence] = set()
         self._followers = Followers()
+        self._stopping = Stopping(self._eos_ids, vocab_size)
         self._expiry = Expiry()
         self._admission = Admission(max_waiting_requests, max_waiting_tokens)
         self._preempted: list[Sequence] = []
@@ -153,11 +152,6 @@ class Scheduler:
         self._decode: Rows = self.batch.rows()
         self._computed: I32 = NO_I32
         self._growing: I32 = NO_I32
-        self._num_stopping = np.zeros(vocab_size, np.int32)  # how many requests alive end at this id
-        for token in self._eos_ids:
-            if token < vocab_size:
-                self._num_stopping[token] = 1 << 30
-        self._num_watched = 0  # requests alive that look out for repetitions
         self._embedding_bytes = embedding_bytes
         self._num_embedded = 0  # requests alive whose prompts have embeddings
         self._num_row_logprobs = 0  # that a step returns when every running request samples
@@ -229,7 +223,7 @@ class Scheduler:
         self._num_embedded += submit.prompt_embeds.size > 0
         self._expiry.add(sequence)
         self._admission.enter(sequence)
-        self._count_stops(sequence, 1)
+        self._stopping.add(sequence)
         if submit.blocked_on is not None:
             sequence.state = State.BLOCKED
             self._blocked.add(sequence)
@@ -248,7 +242,6 @@ class Scheduler:
         if rules.repetition is not None:
             room = sequence.limit - sequence.num_prompt
             sequence.watch = RepetitionWatch(*rules.repetition, room, sequence.submit.output)
-            self._num_watched += 1
 
     def _refusal(self, sequence: Sequence) -> str | None:
         """Why a request can never run. Frontends check the same before; this guards against those that do not."""
@@ -982,25 +975,12 @@ class Scheduler:
                 sequence.first_token = self.now
                 if sequence.num_cached_tokens:
                     cached.append(sequence)
-        may_end = self._num_stopping.take(tokens).astype(np.bool_) | (known >= rows.limits)
-        if self._num_watched:
-            may_end |= self._repeats(rows, tokens)
         ends = [
             end
-            for row in may_end.nonzero()[0].tolist()
+            for row in self._stopping.candidates(rows, tokens, known)
             if (end := self._stop(rows.sequences[row], int(tokens[row]), int(index[row]) + 1)) is not None
         ]
         return Events(rows.sequences, tokens, index, ends=tuple(ends), cached=tuple(cached))
-
-    @staticmethod
-    def _repeats(rows: Rows, tokens: I32) -> NDArray[np.bool_]:
-        """Which of the rows are in a loop with this token; those that look out for it are told of it."""
-        repeats = np.zeros(len(rows), np.bool_)
-        for row, (sequence, token) in enumerate(zip(rows.sequences.tolist(), tokens.tolist(), strict=True)):
-            if sequence.watch is not None:
-                sequence.watch.push(token)
-                repeats[row] = sequence.watch.is_repeating
-        return repeats
 
     def _append_rows(self, record: StepRecord, result: StepResult) -> Events:
         """The general case, row by row: rows that left, several tokens or none, vectors, logits that are not finite."""
@@ -1116,13 +1096,8 @@ class Scheduler:
 
     def _stop(self, sequence: Sequence, token: int, num_outputs: int) -> End | None:
         """End a request if this token, its num_outputs-th, is one to end at."""
-        if token in sequence.stop_ids and num_outputs > sequence.submit.min_tokens:
-            return self._end(sequence, "stop", None if token in sequence.silent_ids else token)
-        if sequence.submit.prompt.size + num_outputs >= sequence.limit:
-            return self._end(sequence, "length")
-        if sequence.watch is not None and sequence.watch.is_repeating and num_outputs >= sequence.submit.min_tokens:
-            return self._end(sequence, "repetition", REPETITION_DETECTED)
-        return None
+        end = self._stopping.end_of(sequence, token, num_outputs)
+        return None if end is None else self._end(sequence, *end)
 
     def finish(self, stops: Iterable[tuple[Sequence, FinishReason, int | str | None]], now: float) -> list[End]:
         """End requests at what the text layer found. Those that ended meanwhile are left alone."""
@@ -1173,21 +1148,14 @@ class Scheduler:
         self._expiry.discard(sequence)
         if sequence.scheduled is None:
             self._admission.leave(sequence)
-        self._num_watched -= sequence.watch is not None
+        self._stopping.discard(sequence)
         self._num_embedded -= sequence.submit.prompt_embeds.size > 0
-        if sequence.submit.stop_token_ids:
-            self._count_stops(sequence, -1)
         self.policy.on_end(sequence, self)
         if self._followers.leaders:
             self._followers.discard(sequence)
             for follower in self._followers.take(sequence):
                 self._wait(follower)
         return End(sequence, reason, stop_reason, error)
-
-    def _count_stops(self, sequence: Sequence, by: int) -> None:
-        for token in sequence.submit.stop_token_ids:
-            if 0 <= token < self._vocab_size:
-                self._num_stopping[token] += by
 
     def fail(self, failure: StepFailed, now: float) -> Events:
         """A step raised. It and the later steps in flight are void, since they ran on what it should have computed.
@@ -1504,13 +1472,6 @@ class Scheduler:
         self._admission.check_integrity([s for s in self._alive.values() if s.scheduled is None])
         running = [s.rules for s in self.running() if s.rules is not None]
         assert self._num_row_logprobs == sum(rules.num_logprobs + 1 for rules in running), "count of log-probabilities"
-        assert self._num_watched == sum(s.watch is not None for s in self._alive.values()), "count of watched requests"
         embedded = sum(s.submit.prompt_embeds.size > 0 for s in self._alive.values())
         assert self._num_embedded == embedded, "count of prompts with embeddings"
-        expected = np.zeros_like(self._num_stopping)
-        for token in self._eos_ids:
-            if token < self._vocab_size:
-                expected[token] = 1 << 30
-        for sequence in self._alive.values():
-            np.add.at(expected, [t for t in sequence.submit.stop_token_ids if t < self._vocab_size], 1)
-        assert (expected == self._num_stopping).all(), "counts of stop ids differ from the requests alive"
+        self._stopping.check_integrity(self._alive.values())

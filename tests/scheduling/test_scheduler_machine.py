@@ -31,6 +31,7 @@ from actorllm.scheduling.ledger import Ledger
 from actorllm.scheduling.plan import PlanBuilder
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import State
+from actorllm.scheduling.stopping import Stopping
 from tests.scheduling.conftest import EOS, SIBLING, Engine, reference_stream
 
 
@@ -293,8 +294,8 @@ def void_one_step_only(right: Any, ledger: Ledger, step: int) -> Any:
     return voided[:1]
 
 
-def ignore_min_tokens(right: Any, scheduler: Scheduler, sequence: Any, token: int, num_outputs: int) -> Any:
-    return right(scheduler, sequence, token, num_outputs + 1)
+def ignore_min_tokens(right: Any, stopping: Stopping, sequence: Any, token: int, num_outputs: int) -> Any:
+    return right(stopping, sequence, token, num_outputs + 1)
 
 
 def never_send_rows(right: Any, *arguments: Any) -> StepPlan:
@@ -364,7 +365,7 @@ MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
     (KVCacheManager, "read_token_ids", read_one_token_too_few),
     (KVCacheManager, "extend", swap_extended_blocks),
     (Ledger, "void", void_one_step_only),
-    (Scheduler, "_stop", ignore_min_tokens),
+    (Stopping, "end_of", ignore_min_tokens),
     (PlanBuilder, "build", never_send_rows),
     (Scheduler, "_publish_chunk", publish_a_block_too_many),
     (KVCacheManager, "share", take_over_without_a_reference),
