@@ -37,25 +37,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actorllm.embeds import EMBEDDED, MAX_STEP_BYTES, rows_between, wrong_rows
+from actorllm.embeds import MAX_STEP_BYTES, rows_between
 from actorllm.kvcache.manager import KVCacheManager
 from actorllm.kvcache.prefix_index import HASH_BYTES, continue_hashes, extra_key, first_digest
 from actorllm.logprobs import LogprobSpan, spans_of
 from actorllm.messages import DEADLINE_PASSED, I32, NO_I32, U8, StepFailed, StepPlan, StepResult, Submit
 from actorllm.request import FinishReason
-from actorllm.rules import SamplingRules
 from actorllm.scheduling.admission import Admission
 from actorllm.scheduling.batch import ONE, Batch, Rows
 from actorllm.scheduling.events import NOTHING, End, Events
 from actorllm.scheduling.expiry import Expiry
 from actorllm.scheduling.forks import Followers
+from actorllm.scheduling.intake import Intake
 from actorllm.scheduling.ledger import Ledger, StepRecord
 from actorllm.scheduling.memory_backoff import SMALL_CHUNK, MemoryBackoff
 from actorllm.scheduling.pause import PAUSE_MODES, PauseState
 from actorllm.scheduling.plan import PlanBuilder
 from actorllm.scheduling.policy import Limits, PlanPolicy, StepDone
 from actorllm.scheduling.quarantine import MAX_ALONE, Quarantine
-from actorllm.scheduling.repetition import RepetitionWatch
 from actorllm.scheduling.sequence import Key, Sequence, State
 from actorllm.scheduling.statistics import PrefixCacheStatistics, SchedulerStatistics
 from actorllm.scheduling.stopping import Stopping
@@ -129,7 +128,14 @@ class Scheduler:
         self.wake_at = math.inf
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_token_ids)
-        self._silent_ids = frozenset() if primary_eos_token_id is None else frozenset((primary_eos_token_id,))
+        self._intake = Intake(
+            self.limits,
+            block_size=block_size,
+            vocab_size=vocab_size,
+            eos_ids=self._eos_ids,
+            silent_ids=frozenset() if primary_eos_token_id is None else frozenset((primary_eos_token_id,)),
+            embedding_bytes=embedding_bytes,
+        )
         # Room kept per row: for the token that a step samples, and for what every step in flight may return beyond one.
         self._spare = spare
         self._ahead = 1 + spare
@@ -160,7 +166,6 @@ class Scheduler:
         self._num_losses = 0
         self._num_recovered = 0
         self._recovery_s = 0.0
-        self._arrivals = 0
         self._num_steps = 0
         self._num_output_tokens = 0
         self._num_prefill_tokens = 0
@@ -173,7 +178,6 @@ class Scheduler:
         self._num_nonfinite = 0
         self._num_refused = 0
         self._suspects = Suspects()
-        self._max_tokens = max_num_batched_tokens
         self._memory = MemoryBackoff(max_num_seqs, max_num_batched_tokens)
         self._is_restricted = False
         """After failed steps not everybody may run."""
@@ -188,22 +192,8 @@ class Scheduler:
         key = (frontend, submit.rid)
         if key in self._alive:
             return None
-        known = np.concatenate((submit.prompt, submit.output)) if submit.output.size else submit.prompt
-        # A pooled request ends where its first token would be.
-        limit = submit.prompt.size + submit.max_tokens if submit.pooling is None else known.size + 1
-        eos = frozenset() if submit.ignore_eos else self._eos_ids
-        sequence = Sequence(
-            key=key,
-            submit=submit,
-            arrival_index=self._arrivals,
-            known=known,
-            limit=min(limit, self.limits.max_model_len),
-            stop_ids=eos.union(submit.stop_token_ids),
-            silent_ids=eos & self._silent_ids,
-            queued=now,
-        )
-        self._arrivals += 1
-        if error := self._refusal(sequence):
+        sequence = self._intake.take(frontend, submit, now)
+        if error := self._intake.refusal(sequence):
             sequence.state = State.FINISHED
             return End(sequence, "error", error=error)
         if submit.deadline is not None and submit.deadline <= now:
@@ -213,11 +203,10 @@ class Scheduler:
             sequence.state = State.FINISHED
             return End(sequence, "error", error=refusal.message, details=refusal.details)
         if submit.rules is not None:
-            try:
-                self._take_rules(sequence, submit.rules)
-            except (TypeError, ValueError) as wrong:
+            error = self._intake.take_rules(sequence, submit.rules)
+            if error is not None:
                 sequence.state = State.FINISHED
-                return End(sequence, "error", error=f"its sampling rules cannot be used: {wrong}")
+                return End(sequence, "error", error=error)
         self._hash_known(sequence)
         self._alive[key] = sequence
         self._num_embedded += submit.prompt_embeds.size > 0
@@ -231,42 +220,6 @@ class Scheduler:
             self._wait(sequence)
         else:
             self._wait_or_follow(sequence)
-        return None
-
-    def _take_rules(self, sequence: Sequence, given: dict[str, Any]) -> None:
-        rules = SamplingRules.from_fields(given)
-        rules.check(self._vocab_size)
-        if rules.num_prompt_logprobs >= 0 and sequence.submit.prompt_embeds.size:
-            raise ValueError("there are no prompt_logprobs where the prompt has embeddings instead of token ids")
-        sequence.rules = rules
-        if rules.repetition is not None:
-            room = sequence.limit - sequence.num_prompt
-            sequence.watch = RepetitionWatch(*rules.repetition, room, sequence.submit.output)
-
-    def _refusal(self, sequence: Sequence) -> str | None:
-        """Why a request can never run. Frontends check the same before; this guards against those that do not."""
-        submit, size = sequence.submit, sequence.known.size
-        if not submit.prompt.size:
-            return "the prompt is empty"
-        if size + (submit.pooling is None) > self.limits.max_model_len:
-            return f"{size} tokens leave no room for output: max_model_len is {self.limits.max_model_len}"
-        if size >= sequence.limit and submit.pooling is None:
-            return f"max_tokens={submit.max_tokens} are emitted already"
-        lowest = int(sequence.known.min())
-        if submit.prompt_embeds.size:
-            if error := wrong_rows(submit, self._embedding_bytes):
-                return error
-            lowest -= EMBEDDED
-        if lowest < 0 or int(sequence.known.max()) >= self._vocab_size:
-            return f"a token id is outside the vocabulary of {self._vocab_size}"
-        num_hashes, num_full = submit.block_hashes.size / HASH_BYTES, submit.prompt.size // self.kv.block_size
-        if num_hashes and num_hashes != num_full:
-            return (
-                f"{submit.block_hashes.size} bytes of block hashes are not {HASH_BYTES} for each of {num_full} blocks"
-            )
-        always_free = self._max_tokens - self.limits.max_seqs + 1
-        if sequence.is_whole and size > always_free:
-            return f"the prompt must not be chunked, and a step has room for {always_free} of its {size} tokens at any time"
         return None
 
     def abort(self, keys: Iterable[Key], now: float) -> list[End]:
