@@ -37,11 +37,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actorllm.embeds import MAX_STEP_BYTES, rows_between
 from actorllm.kvcache.manager import KVCacheManager
 from actorllm.kvcache.prefix_index import HASH_BYTES, continue_hashes, extra_key, first_digest
 from actorllm.logprobs import LogprobSpan, spans_of
-from actorllm.messages import DEADLINE_PASSED, I32, NO_I32, U8, StepFailed, StepPlan, StepResult, Submit
+from actorllm.messages import DEADLINE_PASSED, I32, NO_I32, StepFailed, StepPlan, StepResult, Submit
 from actorllm.request import FinishReason
 from actorllm.scheduling.admission import Admission
 from actorllm.scheduling.batch import ONE, Batch, Rows
@@ -52,6 +51,7 @@ from actorllm.scheduling.intake import Intake
 from actorllm.scheduling.ledger import Ledger, StepRecord
 from actorllm.scheduling.memory_backoff import SMALL_CHUNK, MemoryBackoff
 from actorllm.scheduling.pause import PAUSE_MODES, PauseState
+from actorllm.scheduling.payload import Payload
 from actorllm.scheduling.plan import PlanBuilder
 from actorllm.scheduling.policy import Limits, PlanPolicy, StepDone
 from actorllm.scheduling.quarantine import MAX_ALONE, Quarantine
@@ -59,11 +59,6 @@ from actorllm.scheduling.sequence import Key, Sequence, State
 from actorllm.scheduling.statistics import PrefixCacheStatistics, SchedulerStatistics
 from actorllm.scheduling.stopping import Stopping
 from actorllm.scheduling.suspects import MAX_FAILURES, Suspects
-
-MAX_CHUNK_LOGPROBS = 1 << 16
-"""Log-probabilities of one prompt in one step: a prompt that asks for more goes through in smaller chunks."""
-MAX_ROW_LOGPROBS = 1 << 22
-"""Of sampled tokens in one step. Who would exceed it is not admitted beside others: a result is one message."""
 
 
 def _no_choice(sequence: Sequence) -> str:
@@ -149,6 +144,7 @@ class Scheduler:
         self._blocked: set[Sequence] = set()
         self._followers = Followers()
         self._stopping = Stopping(self._eos_ids, vocab_size)
+        self._payload = Payload(embedding_bytes)
         self._expiry = Expiry()
         self._admission = Admission(max_waiting_requests, max_waiting_tokens)
         self._preempted: list[Sequence] = []
@@ -158,9 +154,6 @@ class Scheduler:
         self._decode: Rows = self.batch.rows()
         self._computed: I32 = NO_I32
         self._growing: I32 = NO_I32
-        self._embedding_bytes = embedding_bytes
-        self._num_embedded = 0  # requests alive whose prompts have embeddings
-        self._num_row_logprobs = 0  # that a step returns when every running request samples
         self._quarantine = Quarantine()
         self._interrupted: set[Sequence] = set()  # their workers died, and they have had no token since
         self._num_losses = 0
@@ -209,10 +202,10 @@ class Scheduler:
                 return End(sequence, "error", error=error)
         self._hash_known(sequence)
         self._alive[key] = sequence
-        self._num_embedded += submit.prompt_embeds.size > 0
         self._expiry.add(sequence)
         self._admission.enter(sequence)
         self._stopping.add(sequence)
+        self._payload.add(sequence)
         if submit.blocked_on is not None:
             sequence.state = State.BLOCKED
             self._blocked.add(sequence)
@@ -427,8 +420,8 @@ class Scheduler:
         step = self.ledger.next_step
         actions = self.kv.take_actions()
         plan = self._builder.build(step, rows, extended, actions, prefill, late)
-        if prefill and self._num_embedded:
-            plan = replace(plan, embeds=self._embeds_of(prefill))
+        if prefill and self._payload.num_embedded:
+            plan = replace(plan, embeds=self._payload.embeds_of(prefill, batch))
         if forks:
             prefill = prefill + [(fork, fork.num_prompt) for fork in forks]
         self.ledger.launch(StepRecord(step, sampling, num_decode, tuple(prefill), num_tokens, self.now, actions[0]))
@@ -486,7 +479,7 @@ class Scheduler:
         started: list[tuple[Sequence, int]] = []  # with how many blocks each needs
         shared: dict[int, I32] = {}
         free_blocks = self.kv.num_free
-        embeds_room = MAX_STEP_BYTES // self._embedding_bytes if self._num_embedded else 0
+        embeds_room = self._payload.embeds_room()
         seen: set[Sequence] = set()
         is_running = self.pause_state is PauseState.RUNNING
         is_choosy = not is_running or self._is_restricted or self._quarantine.is_trying
@@ -504,8 +497,8 @@ class Scheduler:
                 continue
             remaining = self._remaining_if_any(sequence)
             if sequence.rules is not None:
-                size = self._chunk_with_logprobs(sequence, size)
-            has_embeds = self._num_embedded and sequence.submit.prompt_embeds.size
+                size = self._payload.chunk(sequence, size)
+            has_embeds = self._payload.num_embedded and sequence.submit.prompt_embeds.size
             if has_embeds:
                 size = min(size, embeds_room)
             wanted, size = size, min(size, remaining, self.limits.max_tokens - num_tokens)
@@ -518,7 +511,7 @@ class Scheduler:
             if is_waiting:
                 num_blocks = sequence.num_needed_blocks
                 taken = num_blocks - self._num_held(sequence) if sequence.hits.size else num_blocks
-                if not batch.num_free_slots or taken > free_blocks or not self._has_logprob_room(sequence):
+                if not batch.num_free_slots or taken > free_blocks or not self._payload.has_row_room(sequence):
                     self._num_refused += 1
                     self.policy.on_refusal(sequence, self)
                     continue
@@ -560,7 +553,7 @@ class Scheduler:
         for fork in followers:
             num_blocks = kv.blocks_for(min(num_prompt + self._ahead, fork.limit + self._spare))
             taken = num_blocks - num_prompt // kv.block_size
-            fits = len(forks) < num_slots and taken <= num_free and self._has_logprob_room(fork)
+            fits = len(forks) < num_slots and taken <= num_free and self._payload.has_row_room(fork)
             if not fits or not self.may_start(fork) or not self.policy.may_fork(fork, self):
                 self._wait(fork)
                 continue
@@ -597,26 +590,7 @@ class Scheduler:
         fork.can_publish &= leader.can_publish  # not if a reset came meanwhile
         slot = self.batch.occupy(fork)
         self.batch.num_computed[slot] = fork.num_prompt
-        if fork.rules is not None:
-            self._num_row_logprobs += fork.rules.num_logprobs + 1
-
-    def _chunk_with_logprobs(self, sequence: Sequence, size: int) -> int:
-        """So much of a chunk that the log-probabilities it returns are not too many for one message."""
-        rules = sequence.rules
-        if rules is None or not sequence.wants_prompt_logprobs or sequence.is_whole:
-            return size
-        return min(size, max(1, MAX_CHUNK_LOGPROBS // (rules.num_prompt_logprobs + 1)))
-
-    def _embeds_of(self, prefill: list[tuple[Sequence, int]]) -> U8:
-        """The rows of these chunks that have an embedding; `num_computed` counts the chunks already."""
-        ends = [(sequence, int(self.batch.num_computed[sequence.slot]), size) for sequence, size in prefill]
-        return np.concatenate([rows_between(s.submit, end - n, end, self._embedding_bytes) for s, end, n in ends])
-
-    def _has_logprob_room(self, sequence: Sequence) -> bool:
-        rules = sequence.rules
-        if rules is None or not self._num_row_logprobs:
-            return True
-        return self._num_row_logprobs + rules.num_logprobs + 1 <= MAX_ROW_LOGPROBS
+        self._payload.enter_slot(fork)
 
     def _remaining_if_any(self, sequence: Sequence) -> int:
         """How many tokens of its prompt a request has left to compute, whether it has a slot or waits for one."""
@@ -640,8 +614,7 @@ class Scheduler:
             sequence.num_cached_tokens = sequence.num_done
         self.batch.occupy(sequence)
         self._prefilling[sequence] = None
-        if sequence.rules is not None:
-            self._num_row_logprobs += sequence.rules.num_logprobs + 1
+        self._payload.enter_slot(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take slot and blocks; the request is computed again from its known tokens, and the token in flight is kept."""
@@ -789,8 +762,7 @@ class Scheduler:
         if slot < 0:
             return
         self._prefilling.pop(sequence, None)
-        if sequence.rules is not None:
-            self._num_row_logprobs -= sequence.rules.num_logprobs + 1
+        self._payload.leave_slot(sequence)
         self.kv.empty(slot, zero=zero)
         self.batch.vacate(slot)
         self._builder.free(slot)
@@ -1102,7 +1074,7 @@ class Scheduler:
         if sequence.scheduled is None:
             self._admission.leave(sequence)
         self._stopping.discard(sequence)
-        self._num_embedded -= sequence.submit.prompt_embeds.size > 0
+        self._payload.discard(sequence)
         self.policy.on_end(sequence, self)
         if self._followers.leaders:
             self._followers.discard(sequence)
@@ -1423,8 +1395,5 @@ class Scheduler:
         with_deadline = sum(s.submit.deadline is not None for s in self._alive.values())
         assert self._expiry.num_alive == with_deadline, "count of deadlines"
         self._admission.check_integrity([s for s in self._alive.values() if s.scheduled is None])
-        running = [s.rules for s in self.running() if s.rules is not None]
-        assert self._num_row_logprobs == sum(rules.num_logprobs + 1 for rules in running), "count of log-probabilities"
-        embedded = sum(s.submit.prompt_embeds.size > 0 for s in self._alive.values())
-        assert self._num_embedded == embedded, "count of prompts with embeddings"
         self._stopping.check_integrity(self._alive.values())
+        self._payload.check_integrity(self._alive.values())

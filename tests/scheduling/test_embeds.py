@@ -11,7 +11,7 @@ import pytest
 from actorllm.embeds import EMBEDDED
 from actorllm.messages import StepFailed, StepPlan, StepResult
 from actorllm.rules import SamplingRules
-from actorllm.scheduling import scheduler
+from actorllm.scheduling import payload
 from tests.scheduling.conftest import Engine, make_scheduler, make_submit, reference_stream
 
 ROW = 4
@@ -81,11 +81,11 @@ def test_rows_come_with_their_chunks(depth: int, num_blocks: int) -> None:
     for rid, prompt in PROMPTS.items():
         assert engine.streams[rid] == reference_stream(prompt, rid, 16)
     assert (engine.scheduler.statistics().num_preemptions > 0) or num_blocks == 40
-    assert engine.scheduler._num_embedded == 0
+    assert engine.scheduler._payload.num_embedded == 0
 
 
 def test_a_plan_carries_only_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MAX_STEP_BYTES", 5 * ROW)
+    monkeypatch.setattr(payload, "MAX_STEP_BYTES", 5 * ROW)
     checking = Checking(max_num_batched_tokens=16)
     for rid, prompt in PROMPTS.items():
         checking.submit(rid, prompt, ignore_eos=True, block_hashes=np.zeros(0, np.uint8))

@@ -11,7 +11,7 @@ import pytest
 from actorllm.logprobs import LogprobSpan, columns_of, spans_of
 from actorllm.messages import StepFailed, StepPlan, StepResult
 from actorllm.rules import SamplingRules, decode_rules
-from actorllm.scheduling import scheduler
+from actorllm.scheduling import payload
 from tests.scheduling.conftest import Engine, reference_stream
 
 PROMPT = list(range(1, 31))
@@ -110,7 +110,7 @@ def test_a_failed_step_gives_its_part_again() -> None:
 
 
 def test_large_parts_of_a_prompt_come_in_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MAX_CHUNK_LOGPROBS", 12)
+    monkeypatch.setattr(payload, "MAX_CHUNK_LOGPROBS", 12)
     reporting = Reporting()
     engine = reporting.engine
     engine.submit(1, PROMPT, rules=RULES, ignore_eos=True)
@@ -125,7 +125,7 @@ def test_large_parts_of_a_prompt_come_in_small_chunks(monkeypatch: pytest.Monkey
 
 
 def test_too_many_log_probabilities_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MAX_ROW_LOGPROBS", 50)
+    monkeypatch.setattr(payload, "MAX_ROW_LOGPROBS", 50)
     engine = Engine()
     rules = SamplingRules(num_logprobs=40).to_fields()
     for rid in (1, 2):
