@@ -17,11 +17,6 @@ Terms. A token is *known* when its id is here; a decode row runs one token ahead
 computed by the next one before its id is known. `num_computed` counts KV computed or in flight, `num_known` known ids.
 Sequences of one prompt: the first computes it, and the others are *forks* that take it over (`forks`).
 
-Prefix caching. Blocks are published when the step that computed them is reported: those of a prompt chunk by chunk, those
-of output when the request ends or is preempted. Nothing is published of a step that failed, of tokens without known ids,
-or of a request whose logits are not finite: what it had published before is forgotten, and whoever took it over meanwhile,
-in a step that is in flight, is computed again.
-
 Failed steps. Nothing of them counts, nor of the later ones in flight: everybody who runs is computed again from his known
 tokens. Whose fault it was is found by trying smaller and smaller groups (`suspects`), and a step that ran out of memory is
 followed by smaller ones (`memory_backoff`).
@@ -38,7 +33,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.kvcache.manager import KVCacheManager
-from actorllm.kvcache.prefix_index import HASH_BYTES, continue_hashes, extra_key, first_digest
 from actorllm.logprobs import LogprobSpan, spans_of
 from actorllm.messages import DEADLINE_PASSED, I32, NO_I32, StepFailed, StepPlan, StepResult, Submit
 from actorllm.request import FinishReason
@@ -54,9 +48,10 @@ from actorllm.scheduling.pause import PAUSE_MODES, PauseState
 from actorllm.scheduling.payload import Payload
 from actorllm.scheduling.plan import PlanBuilder
 from actorllm.scheduling.policy import Limits, PlanPolicy, StepDone
+from actorllm.scheduling.prefix_cache import PrefixCache
 from actorllm.scheduling.quarantine import MAX_ALONE, Quarantine
 from actorllm.scheduling.sequence import Key, Sequence, State
-from actorllm.scheduling.statistics import PrefixCacheStatistics, SchedulerStatistics
+from actorllm.scheduling.statistics import SchedulerStatistics
 from actorllm.scheduling.stopping import Stopping
 from actorllm.scheduling.suspects import MAX_FAILURES, Suspects
 
@@ -119,6 +114,7 @@ class Scheduler:
         self.batch = Batch(max_num_seqs)
         self.kv = KVCacheManager(num_blocks, block_size, max_num_seqs, max_model_len + spare, enable_prefix_caching)
         self.ledger = Ledger(depth)
+        self._cache = PrefixCache(self.kv, self.batch, self.ledger, spare)
         self.policy = policy
         self.wake_at = math.inf
         self._vocab_size = vocab_size
@@ -174,8 +170,6 @@ class Scheduler:
         self._memory = MemoryBackoff(max_num_seqs, max_num_batched_tokens)
         self._is_restricted = False
         """After failed steps not everybody may run."""
-        self._looked_up = [0, 0, 0]  # requests, queries, hits
-        self._looked_up_again = [0, 0, 0]
 
     # Requests come and go ---------------------------------------------------------------------------------------------
 
@@ -200,7 +194,7 @@ class Scheduler:
             if error is not None:
                 sequence.state = State.FINISHED
                 return End(sequence, "error", error=error)
-        self._hash_known(sequence)
+        self._cache.hash_known(sequence)
         self._alive[key] = sequence
         self._expiry.add(sequence)
         self._admission.enter(sequence)
@@ -510,7 +504,7 @@ class Scheduler:
                 continue
             if is_waiting:
                 num_blocks = sequence.num_needed_blocks
-                taken = num_blocks - self._num_held(sequence) if sequence.hits.size else num_blocks
+                taken = num_blocks - self._cache.num_held(sequence) if sequence.hits.size else num_blocks
                 if not batch.num_free_slots or taken > free_blocks or not self._payload.has_row_room(sequence):
                     self._num_refused += 1
                     self.policy.on_refusal(sequence, self)
@@ -601,13 +595,7 @@ class Scheduler:
         self._waiting.discard(sequence)
         self._resuming.discard(sequence)
         sequence.state = State.RUNNING
-        sequence.num_published = sequence.hits.size
-        sequence.num_done = sequence.num_published * self.kv.block_size
-        if sequence.can_publish and not sequence.submit.skip_reading_prefix_cache:
-            counts = self._looked_up_again if sequence.num_preemptions else self._looked_up
-            counts[0] += 1
-            counts[1] += sequence.known.size
-            counts[2] += sequence.num_done
+        self._cache.take_over(sequence)
         if sequence.scheduled is None:
             self._admission.leave(sequence)
             sequence.scheduled = self.now
@@ -620,7 +608,7 @@ class Scheduler:
         """Take slot and blocks; the request is computed again from its known tokens, and the token in flight is kept."""
         self._num_preemptions += 1
         sequence.num_preemptions += 1
-        self._publish_known(sequence)
+        self._cache.publish_known(sequence)
         sequence.last_step = self.ledger.last_step_naming(sequence)
         self._leave_slot(sequence)
         sequence.state = State.PREEMPTED
@@ -639,123 +627,16 @@ class Scheduler:
                     self._resuming.add(sequence)
                     self._wait(sequence)
 
-    # The prefix cache -------------------------------------------------------------------------------------------------
-
-    def _hash_known(self, sequence: Sequence) -> None:
-        """Hashes of all its full blocks of known tokens, as far as it came with the first of them."""
-        submit, size = sequence.submit, self.kv.block_size
-        if self.kv.index is None or (not submit.block_hashes.size and submit.prompt.size >= size):
-            return
-        sequence.can_publish = True
-        hashes = sequence.hashes or submit.block_hashes.tobytes()
-        done = len(hashes) // HASH_BYTES * size
-        if sequence.known.size - done >= size:
-            digest = hashes[-HASH_BYTES:] or first_digest(extra_key(submit.cache_salt, submit.adapter_id))
-            hashes += continue_hashes(digest, sequence.known[done:], size)
-        sequence.hashes = hashes
-
-    def _look_up(self, sequence: Sequence) -> None:
-        """Find what is cached of a waiting request, and what its admission takes; again only when that may have changed.
-
-        At least one token is left to compute: its logits are needed.
-        """
-        index, num_known = self.kv.index, sequence.known.size
-        version = 0 if index is None else index.version
-        if sequence.looked_up == version:
-            return
-        sequence.looked_up = version
-        sequence.num_remaining = num_known
-        sequence.num_needed_blocks = self.kv.blocks_for(min(num_known + self._ahead, sequence.limit + self._spare))
-        if index is None or not sequence.hashes or sequence.submit.skip_reading_prefix_cache or sequence.is_whole:
-            return
-        most = min(len(sequence.hashes) // HASH_BYTES, (num_known - 1) // self.kv.block_size)
-        sequence.hits = hits = index.find(sequence.hashes, most)
-        if hits.size:
-            sequence.num_remaining -= hits.size * self.kv.block_size
-
-    def _num_reported(self, sequence: Sequence) -> int:
-        """How many tokens of a request in a slot have KV that a step has reported as computed."""
-        if sequence.num_done < sequence.known.size:
-            return sequence.num_done
-        return self.batch.num_known.item(sequence.slot) - 1  # the last one is computed by the step that is in flight
-
-    def _publish_chunk(self, sequence: Sequence, num_tokens: int) -> None:
-        """A step that computed so many tokens of a request's known ones is reported."""
-        sequence.num_done += num_tokens
-        num_blocks = min(sequence.num_done // self.kv.block_size, len(sequence.hashes) // HASH_BYTES)
-        if num_blocks > sequence.num_published:
-            sequence.run = self.kv.publish(sequence.slot, sequence.hashes, num_blocks)
-            sequence.num_published = num_blocks
-
-    def _publish_rest(self, sequence: Sequence) -> None:
-        """A request ends: what it computed since its admission can be found from now on."""
-        size = self.kv.block_size
-        num_blocks = self._num_reported(sequence) // size
-        if num_blocks <= sequence.num_published or self.batch.is_simulated.item(sequence.slot):
-            return
-        num_hashed = len(sequence.hashes) // HASH_BYTES
-        if num_hashed and num_hashed == sequence.num_published:
-            known = sequence.known[num_hashed * size :].copy()
-            self.kv.publish_output(sequence.slot, sequence.hashes, num_blocks, known, sequence.run)
-            return
-        sequence.known = self._known_tokens(sequence)
-        self._hash_known(sequence)
-        self.kv.publish(sequence.slot, sequence.hashes, num_blocks)
-
-    def _publish_known(self, sequence: Sequence) -> None:
-        """A request leaves its slot and comes back: it will look for what it has computed."""
-        num_blocks = self._num_reported(sequence) // self.kv.block_size
-        sequence.known = self._known_tokens(sequence)
-        sequence.hits, sequence.looked_up = NO_I32, -1
-        if self.batch.is_simulated[sequence.slot]:
-            sequence.can_publish = False
-            return
-        is_valid = sequence.can_publish
-        self._hash_known(sequence)  # from here on it may publish again, if a reset had forbidden it
-        if is_valid and num_blocks > sequence.num_published:
-            self.kv.publish(sequence.slot, sequence.hashes, num_blocks)
-
-    def _forget(self, sequence: Sequence) -> bool:
-        """The KV of a request is not what it should be: nobody finds it any more.
-
-        Returns whether a step in flight may have taken it over after the worker had cleared it.
-        """
-        if self.kv.index is None or not sequence.hashes:
-            return False
-        self.kv.index.forget(sequence.hashes)
-        if sequence.slot >= 0:
-            self.kv.index.drop(self.kv.tables[0, sequence.slot, : self.kv.num_blocks[sequence.slot]])
-        first = sequence.hashes[:HASH_BYTES]
-        return any(
-            other is not sequence and other.num_done and other.hashes.startswith(first)
-            for record in self.ledger
-            for other, _ in record.prefills
-        )
-
     def reset_prefix_cache(self, now: float, reset_running_requests: bool = False) -> None:
         """Forget everything that is cached. Running requests keep their blocks, and leave nothing behind.
 
         reset_running_requests: they are preempted as well, and computed again from their first token.
         """
         self.now = now
-        if self.kv.index is not None:
-            _ = self.kv.num_free  # slots that were emptied give their blocks back first
-            self.kv.index.reset()
-            for sequence in self.running():
-                sequence.can_publish = False
+        self._cache.reset(self.running())
         if reset_running_requests:
             for sequence in self.running():
                 self._preempt(sequence)
-
-    def _known_tokens(self, sequence: Sequence) -> I32:
-        """All known ids of a request: those it was admitted with, and those sampled since."""
-        if sequence.slot < 0:
-            return sequence.known
-        num_known = int(self.batch.num_known[sequence.slot])
-        if num_known == sequence.known.size:
-            return sequence.known
-        sampled = self.kv.read_token_ids(sequence.slot, sequence.known.size, num_known)
-        return np.concatenate((sequence.known, sampled))
 
     def _leave_slot(self, sequence: Sequence, *, zero: bool = False) -> None:
         slot = sequence.slot
@@ -786,9 +667,8 @@ class Scheduler:
         if error is not None:
             return self._void([record, *self._void_later(record.step)], error, NO_I32)
         bad_prompts = () if result.nonfinite_prefills is NO_I32 else set(result.nonfinite_prefills.tolist())
-        for row, (sequence, num_tokens) in enumerate(record.prefills):
-            if sequence.can_publish and sequence.slot >= 0 and row not in bad_prompts:
-                self._publish_chunk(sequence, num_tokens)
+        if record.prefills:
+            self._cache.publish_prefills(record.prefills, bad_prompts)
         rows = record.rows
         plain = not (result.counts.size or result.nonfinite_rows.size or result.vector_rows.size or self._tokenless)
         if plain and not np.count_nonzero(self.batch.generation[rows.index] != rows.generations):
@@ -928,7 +808,7 @@ class Scheduler:
             slot = int(rows.slots[row])
             is_here = int(batch.generation[slot]) == int(rows.generations[row])
             if row in bad:
-                is_tainted |= self._forget(sequence)
+                is_tainted |= self._cache.forget(sequence)
             if not is_here and sequence.state is not State.PREEMPTED:
                 continue  # ended meanwhile; the token was counted as wasted then
             if row in bad:
@@ -989,7 +869,7 @@ class Scheduler:
         is_tainted = False
         for row in rows:
             sequence, num_tokens = record.prefills[row]
-            is_tainted |= self._forget(sequence)
+            is_tainted |= self._cache.forget(sequence)
             if sequence.state is not State.FINISHED:
                 ends.append(self._end_corrupted(sequence, num_tokens))
         if is_tainted:
@@ -1050,7 +930,7 @@ class Scheduler:
             sequence.num_wasted_tokens += wasted
             self._num_wasted += wasted
             if sequence.can_publish and reason != "error":
-                self._publish_rest(sequence)
+                self._cache.publish_rest(sequence)
             self._leave_slot(sequence, zero=zero)
         elif sequence.state is State.PREEMPTED:
             wasted = sum(any(s is sequence for s in record.rows.sequences) for record in self.ledger)
@@ -1168,9 +1048,7 @@ class Scheduler:
             self._preempt(sequence)
         self._builder.forget_worker()
         self._readmit_preempted()
-        if self.kv.index is not None:
-            _ = self.kv.num_free  # slots that were emptied give their blocks back first
-            self.kv.index.reset()
+        self._cache.reset(())
         present = dict.fromkeys(named)
         alive = [s for s in present if s.state is not State.FINISHED]
         for sequence in alive:
@@ -1271,15 +1149,7 @@ class Scheduler:
         return len(self.ledger)
 
     def admission_blocks(self, sequence: Sequence) -> int:
-        self._look_up(sequence)
-        if sequence.hits.size:
-            return sequence.num_needed_blocks - self._num_held(sequence)
-        return sequence.num_needed_blocks
-
-    def _num_held(self, sequence: Sequence) -> int:
-        """How many of the blocks that a waiting request would take over are held by others."""
-        _ = self.kv.num_free  # slots that were emptied give their blocks back first
-        return self.kv.pool.num_referenced(sequence.hits)
+        return self._cache.admission_blocks(sequence)
 
     def fork_room(self, sequence: Sequence) -> tuple[int, int]:
         count = self._followers.count(sequence) if self._followers.leaders else 0
@@ -1291,7 +1161,7 @@ class Scheduler:
 
     def remaining(self, sequence: Sequence) -> int:
         if sequence.slot < 0:
-            self._look_up(sequence)
+            self._cache.look_up(sequence)
             return sequence.num_remaining
         return self.batch.num_known.item(sequence.slot) - self.batch.num_computed.item(sequence.slot)
 
@@ -1336,22 +1206,7 @@ class Scheduler:
             blocked_on=blocked_on,
             pause_state=self.pause_state.value,
             kv=self.kv.statistics(),
-            prefix_cache=self._prefix_cache_statistics(),
-        )
-
-    def _prefix_cache_statistics(self) -> PrefixCacheStatistics | None:
-        if self.kv.index is None:
-            return None
-        requests, queries, hits = self._looked_up
-        again_requests, again_queries, again_hits = self._looked_up_again
-        return PrefixCacheStatistics(
-            requests=requests,
-            queries=queries,
-            hits=hits,
-            preempted_requests=again_requests,
-            preempted_queries=again_queries,
-            preempted_hits=again_hits,
-            num_resets=self.kv.index.statistics().num_resets,
+            prefix_cache=self._cache.statistics(),
         )
 
     def check_integrity(self) -> None:

@@ -29,6 +29,7 @@ from actorllm.scheduling.batch import Batch
 from actorllm.scheduling.forks import Followers
 from actorllm.scheduling.ledger import Ledger
 from actorllm.scheduling.plan import PlanBuilder
+from actorllm.scheduling.prefix_cache import PrefixCache
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import State
 from actorllm.scheduling.stopping import Stopping
@@ -305,9 +306,9 @@ def never_send_rows(right: Any, *arguments: Any) -> StepPlan:
     return plan
 
 
-def publish_a_block_too_many(right: Any, scheduler: Scheduler, sequence: Any, num_tokens: int) -> None:
+def publish_a_block_too_many(right: Any, cache: PrefixCache, sequence: Any, num_tokens: int) -> None:
     sequence.num_done += 4
-    right(scheduler, sequence, num_tokens)
+    right(cache, sequence, num_tokens)
     sequence.num_done -= 4
 
 
@@ -322,8 +323,8 @@ def keep_the_cache_of_the_dead(right: Any, scheduler: Scheduler, error: str, now
     return ends
 
 
-def count_free_hits_as_held(right: Any, scheduler: Scheduler, sequence: Any) -> int:
-    right(scheduler, sequence)
+def count_free_hits_as_held(right: Any, cache: PrefixCache, sequence: Any) -> int:
+    right(cache, sequence)
     return int(sequence.hits.size)
 
 
@@ -367,10 +368,10 @@ MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
     (Ledger, "void", void_one_step_only),
     (Stopping, "end_of", ignore_min_tokens),
     (PlanBuilder, "build", never_send_rows),
-    (Scheduler, "_publish_chunk", publish_a_block_too_many),
+    (PrefixCache, "publish_chunk", publish_a_block_too_many),
     (KVCacheManager, "share", take_over_without_a_reference),
     (Scheduler, "lose_workers", keep_the_cache_of_the_dead),
-    (Scheduler, "_num_held", count_free_hits_as_held),
+    (PrefixCache, "num_held", count_free_hits_as_held),
     (KVCacheManager, "fork", copy_at_once),
     (KVCacheManager, "fork", never_copy),
     (Scheduler, "_leader_of", follow_anybody),

@@ -1,0 +1,202 @@
+"""`PrefixCache`: what requests find of each other's KV, and when what they compute may be found.
+
+The scheduler's side of prefix caching: which blocks of a request are hashed, looked up, published and forgotten, and when.
+Which hash is which block, the tree of them and their eviction are `kvcache.prefix_index`.
+
+A block is published when the step that computed it is reported: those of a prompt chunk by chunk, those of output when the
+request ends or is preempted. Nothing is published of a step that failed, of tokens without known ids, or of a request whose
+logits are not finite: what it had published before is forgotten, and whoever took it over meanwhile, in a step that is in
+flight, is computed again.
+
+Invariants: `Sequence.num_published` of its first blocks are in the index or were found there; `can_publish` is false from a
+reset until the next time that it looks. What a look-up found (`hits`, `num_remaining`, `num_needed_blocks`) is of the version
+of the index in `looked_up`. Used by Scheduler; without an index only the sizes are left of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import numpy as np
+
+from actorllm.kvcache.manager import KVCacheManager
+from actorllm.kvcache.prefix_index import HASH_BYTES, continue_hashes, extra_key, first_digest
+from actorllm.messages import I32, NO_I32
+from actorllm.scheduling.batch import Batch
+from actorllm.scheduling.ledger import Ledger
+from actorllm.scheduling.sequence import Sequence
+from actorllm.scheduling.statistics import PrefixCacheStatistics
+
+
+class PrefixCache:
+    """spare: tokens that a row needs room for beyond the one that a step samples."""
+
+    def __init__(self, kv: KVCacheManager, batch: Batch, ledger: Ledger, spare: int) -> None:
+        self._kv = kv
+        self._batch = batch
+        self._ledger = ledger
+        self._spare = spare
+        self._looked_up = [0, 0, 0]  # requests, queries, hits
+        self._looked_up_again = [0, 0, 0]
+
+    # Finding ----------------------------------------------------------------------------------------------------------
+
+    def hash_known(self, sequence: Sequence) -> None:
+        """Hashes of all its full blocks of known tokens, as far as it came with the first of them."""
+        submit, size = sequence.submit, self._kv.block_size
+        if self._kv.index is None or (not submit.block_hashes.size and submit.prompt.size >= size):
+            return
+        sequence.can_publish = True
+        hashes = sequence.hashes or submit.block_hashes.tobytes()
+        done = len(hashes) // HASH_BYTES * size
+        if sequence.known.size - done >= size:
+            digest = hashes[-HASH_BYTES:] or first_digest(extra_key(submit.cache_salt, submit.adapter_id))
+            hashes += continue_hashes(digest, sequence.known[done:], size)
+        sequence.hashes = hashes
+
+    def look_up(self, sequence: Sequence) -> None:
+        """Find what is cached of a waiting request, and what its admission takes; again only when that may have changed.
+
+        At least one token is left to compute: its logits are needed.
+        """
+        index, num_known = self._kv.index, sequence.known.size
+        version = 0 if index is None else index.version
+        if sequence.looked_up == version:
+            return
+        sequence.looked_up = version
+        sequence.num_remaining = num_known
+        most_tokens = min(num_known + 1 + self._spare, sequence.limit + self._spare)
+        sequence.num_needed_blocks = self._kv.blocks_for(most_tokens)
+        if index is None or not sequence.hashes or sequence.submit.skip_reading_prefix_cache or sequence.is_whole:
+            return
+        most = min(len(sequence.hashes) // HASH_BYTES, (num_known - 1) // self._kv.block_size)
+        sequence.hits = hits = index.find(sequence.hashes, most)
+        if hits.size:
+            sequence.num_remaining -= hits.size * self._kv.block_size
+
+    def admission_blocks(self, sequence: Sequence) -> int:
+        """How many free blocks a waiting request takes: without those of its hits that others hold."""
+        self.look_up(sequence)
+        if sequence.hits.size:
+            return sequence.num_needed_blocks - self.num_held(sequence)
+        return sequence.num_needed_blocks
+
+    def num_held(self, sequence: Sequence) -> int:
+        """How many of the blocks that a waiting request would take over are held by others."""
+        _ = self._kv.num_free  # slots that were emptied give their blocks back first
+        return self._kv.pool.num_referenced(sequence.hits)
+
+    def take_over(self, sequence: Sequence) -> None:
+        """A request starts, with what it found."""
+        sequence.num_published = sequence.hits.size
+        sequence.num_done = sequence.num_published * self._kv.block_size
+        if sequence.can_publish and not sequence.submit.skip_reading_prefix_cache:
+            counts = self._looked_up_again if sequence.num_preemptions else self._looked_up
+            counts[0] += 1
+            counts[1] += sequence.known.size
+            counts[2] += sequence.num_done
+
+    # Publishing -------------------------------------------------------------------------------------------------------
+
+    def publish_prefills(self, prefills: Iterable[tuple[Sequence, int]], besides: Collection[int]) -> None:
+        """A step is reported that computed these chunks; besides: not those at these positions."""
+        for row, (sequence, num_tokens) in enumerate(prefills):
+            if sequence.can_publish and sequence.slot >= 0 and row not in besides:
+                self.publish_chunk(sequence, num_tokens)
+
+    def publish_chunk(self, sequence: Sequence, num_tokens: int) -> None:
+        """A step that computed so many tokens of a request's known ones is reported."""
+        sequence.num_done += num_tokens
+        num_blocks = min(sequence.num_done // self._kv.block_size, len(sequence.hashes) // HASH_BYTES)
+        if num_blocks > sequence.num_published:
+            sequence.run = self._kv.publish(sequence.slot, sequence.hashes, num_blocks)
+            sequence.num_published = num_blocks
+
+    def publish_rest(self, sequence: Sequence) -> None:
+        """A request ends: what it computed since its admission can be found from now on."""
+        size = self._kv.block_size
+        num_blocks = self._num_reported(sequence) // size
+        if num_blocks <= sequence.num_published or self._batch.is_simulated.item(sequence.slot):
+            return
+        num_hashed = len(sequence.hashes) // HASH_BYTES
+        if num_hashed and num_hashed == sequence.num_published:
+            known = sequence.known[num_hashed * size :].copy()
+            self._kv.publish_output(sequence.slot, sequence.hashes, num_blocks, known, sequence.run)
+            return
+        sequence.known = self._known_tokens(sequence)
+        self.hash_known(sequence)
+        self._kv.publish(sequence.slot, sequence.hashes, num_blocks)
+
+    def publish_known(self, sequence: Sequence) -> None:
+        """A request leaves its slot and comes back: it will look for what it has computed, by all its known tokens."""
+        num_blocks = self._num_reported(sequence) // self._kv.block_size
+        sequence.known = self._known_tokens(sequence)
+        sequence.hits, sequence.looked_up = NO_I32, -1
+        if self._batch.is_simulated[sequence.slot]:
+            sequence.can_publish = False
+            return
+        is_valid = sequence.can_publish
+        self.hash_known(sequence)  # from here on it may publish again, if a reset had forbidden it
+        if is_valid and num_blocks > sequence.num_published:
+            self._kv.publish(sequence.slot, sequence.hashes, num_blocks)
+
+    def _num_reported(self, sequence: Sequence) -> int:
+        """How many tokens of a request in a slot have KV that a step has reported as computed."""
+        if sequence.num_done < sequence.known.size:
+            return sequence.num_done
+        return self._batch.num_known.item(sequence.slot) - 1  # the last one is computed by the step that is in flight
+
+    def _known_tokens(self, sequence: Sequence) -> I32:
+        """All known ids of a request: those it was admitted with, and those sampled since."""
+        if sequence.slot < 0:
+            return sequence.known
+        num_known = int(self._batch.num_known[sequence.slot])
+        if num_known == sequence.known.size:
+            return sequence.known
+        sampled = self._kv.read_token_ids(sequence.slot, sequence.known.size, num_known)
+        return np.concatenate((sequence.known, sampled))
+
+    # Forgetting -------------------------------------------------------------------------------------------------------
+
+    def forget(self, sequence: Sequence) -> bool:
+        """The KV of a request is not what it should be: nobody finds it any more.
+
+        Returns whether a step in flight may have taken it over after the worker had cleared it.
+        """
+        index = self._kv.index
+        if index is None or not sequence.hashes:
+            return False
+        index.forget(sequence.hashes)
+        if sequence.slot >= 0:
+            index.drop(self._kv.tables[0, sequence.slot, : self._kv.num_blocks[sequence.slot]])
+        first = sequence.hashes[:HASH_BYTES]
+        return any(
+            other is not sequence and other.num_done and other.hashes.startswith(first)
+            for record in self._ledger
+            for other, _ in record.prefills
+        )
+
+    def reset(self, running: Iterable[Sequence]) -> None:
+        """Forget everything. Those that run keep their blocks, and leave nothing behind."""
+        if self._kv.index is None:
+            return
+        _ = self._kv.num_free  # slots that were emptied give their blocks back first
+        self._kv.index.reset()
+        for sequence in running:
+            sequence.can_publish = False
+
+    def statistics(self) -> PrefixCacheStatistics | None:
+        """None: there is no prefix cache."""
+        if self._kv.index is None:
+            return None
+        requests, queries, hits = self._looked_up
+        again_requests, again_queries, again_hits = self._looked_up_again
+        return PrefixCacheStatistics(
+            requests=requests,
+            queries=queries,
+            hits=hits,
+            preempted_requests=again_requests,
+            preempted_queries=again_queries,
+            preempted_hits=again_hits,
+            num_resets=self._kv.index.statistics().num_resets,
+        )
