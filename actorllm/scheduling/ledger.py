@@ -30,6 +30,11 @@ class StepRecord:
     zeroed: I32 = field(default_factory=no_i32)
     """The blocks that its plan has cleared first."""
 
+    @property
+    def named(self) -> list[Sequence]:
+        """Everybody who is in the step, those that sample first; twice, who samples and prefills."""
+        return [*self.rows.sequences, *(sequence for sequence, _ in self.prefills)]
+
 
 class Ledger:
     """Steps in flight, oldest first, at most `depth` of them."""

@@ -97,9 +97,13 @@ class View(Protocol):
     """What a policy may look at. Nothing here is rebuilt per step, and nothing may be changed."""
 
     now: float
-    limits: Limits
     batch: Batch
     kv: KVCacheManager
+
+    @property
+    def limits(self) -> Limits:
+        """Those that hold now."""
+        ...
 
     @property
     def decode_slots(self) -> I32:

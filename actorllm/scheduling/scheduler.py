@@ -16,10 +16,6 @@ decode step touches numpy columns only; Python runs per request at arrival, admi
 Terms. A token is *known* when its id is here; a decode row runs one token ahead: the token sampled by a step in flight is
 computed by the next one before its id is known. `num_computed` counts KV computed or in flight, `num_known` known ids.
 Sequences of one prompt: the first computes it, and the others are *forks* that take it over (`forks`).
-
-Failed steps. Nothing of them counts, nor of the later ones in flight: everybody who runs is computed again from his known
-tokens. Whose fault it was is found by trying smaller and smaller groups (`suspects`), and a step that ran out of memory is
-followed by smaller ones (`memory_backoff`).
 """
 
 from __future__ import annotations
@@ -27,7 +23,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,20 +35,18 @@ from actorllm.scheduling.admission import Admission
 from actorllm.scheduling.batch import ONE, Batch, Rows
 from actorllm.scheduling.events import NOTHING, End, Events
 from actorllm.scheduling.expiry import Expiry
+from actorllm.scheduling.faults import KILLED, Faults
 from actorllm.scheduling.forks import Followers
 from actorllm.scheduling.intake import Intake
 from actorllm.scheduling.ledger import Ledger, StepRecord
-from actorllm.scheduling.memory_backoff import SMALL_CHUNK, MemoryBackoff
 from actorllm.scheduling.pause import PAUSE_MODES, PauseState
 from actorllm.scheduling.payload import Payload
 from actorllm.scheduling.plan import PlanBuilder
 from actorllm.scheduling.policy import Limits, PlanPolicy, StepDone
 from actorllm.scheduling.prefix_cache import PrefixCache
-from actorllm.scheduling.quarantine import MAX_ALONE, Quarantine
 from actorllm.scheduling.sequence import Key, Sequence, State
 from actorllm.scheduling.statistics import SchedulerStatistics
 from actorllm.scheduling.stopping import Stopping
-from actorllm.scheduling.suspects import MAX_FAILURES, Suspects
 
 
 def _no_choice(sequence: Sequence) -> str:
@@ -103,7 +96,7 @@ class Scheduler:
                 f"num_lookahead_tokens={num_lookahead_tokens} x depth={depth} must be less than block_size={block_size}"
             )
         self.now = 0.0
-        self.limits = Limits(
+        limits = Limits(
             max_num_batched_tokens,
             max_num_seqs,
             max_model_len,
@@ -114,13 +107,14 @@ class Scheduler:
         self.batch = Batch(max_num_seqs)
         self.kv = KVCacheManager(num_blocks, block_size, max_num_seqs, max_model_len + spare, enable_prefix_caching)
         self.ledger = Ledger(depth)
+        self._faults = Faults(limits, self.batch)
         self._cache = PrefixCache(self.kv, self.batch, self.ledger, spare)
         self.policy = policy
         self.wake_at = math.inf
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_token_ids)
         self._intake = Intake(
-            self.limits,
+            limits,
             block_size=block_size,
             vocab_size=vocab_size,
             eos_ids=self._eos_ids,
@@ -150,11 +144,6 @@ class Scheduler:
         self._decode: Rows = self.batch.rows()
         self._computed: I32 = NO_I32
         self._growing: I32 = NO_I32
-        self._quarantine = Quarantine()
-        self._interrupted: set[Sequence] = set()  # their workers died, and they have had no token since
-        self._num_losses = 0
-        self._num_recovered = 0
-        self._recovery_s = 0.0
         self._num_steps = 0
         self._num_output_tokens = 0
         self._num_prefill_tokens = 0
@@ -162,14 +151,9 @@ class Scheduler:
         self._num_preemptions = 0
         self._num_wasted = 0
         self._num_dropped = 0
-        self._num_failed = 0
         self._num_corrupted = 0
         self._num_nonfinite = 0
         self._num_refused = 0
-        self._suspects = Suspects()
-        self._memory = MemoryBackoff(max_num_seqs, max_num_batched_tokens)
-        self._is_restricted = False
-        """After failed steps not everybody may run."""
 
     # Requests come and go ---------------------------------------------------------------------------------------------
 
@@ -282,22 +266,9 @@ class Scheduler:
         return is_idle or self.pause_state is PauseState.NOTHING
 
     def may_start(self, sequence: Sequence) -> bool:
-        if self._quarantine.is_trying and not self._quarantine.may_start(sequence):
-            return False
-        if self._is_restricted and not self._may_run(sequence):
+        if self._faults.is_choosy and not self._faults.may_start(sequence):
             return False
         return self.pause_state is PauseState.RUNNING or sequence in self._resuming
-
-    def _restrict(self) -> None:
-        """After a change of who may run."""
-        self._is_restricted = bool(self._suspects) or self._memory.is_active
-        if self.limits.max_tokens != self._memory.max_tokens:
-            self.limits = replace(self.limits, max_tokens=self._memory.max_tokens)
-
-    def _may_run(self, sequence: Sequence) -> bool:
-        if self._suspects and sequence not in self._suspects.on_trial:
-            return False
-        return self.limits.max_seqs - self.batch.num_free_slots < self._memory.max_seqs
 
     def _wait(self, sequence: Sequence) -> None:
         sequence.state = State.WAITING
@@ -347,24 +318,22 @@ class Scheduler:
             return None
         self.now = now
         plan = self._plan_step()
-        if plan is None and (self._is_restricted or self._quarantine.is_resting) and not len(self.ledger):
+        if plan is None and self._faults.is_holding_back and not len(self.ledger):
             plan = self._plan_unhindered()
         return plan
 
     def _plan_unhindered(self) -> StepPlan | None:
         """Nobody of those who may run can. After failed steps, whoever keeps room from them gives it back; and suspects
         do not wait for others that may not start (`pause`)."""
-        self._quarantine.end_rest()
-        if not self._is_restricted:
+        self._faults.end_rest()
+        if not self._faults.is_restricted:
             return self._plan_step()
-        held_back = [s for s in self.running() if s not in self._suspects.on_trial] if self._suspects else []
+        held_back = self._faults.held_back(self.running())
         for sequence in held_back:
             self._preempt(sequence)
         plan = self._plan_step() if held_back else None
         if plan is None and self.wake_at == math.inf:
-            self._suspects.clear()
-            self._memory.lift()
-            self._restrict()
+            self._faults.forgive()
             plan = self._plan_step()
         return plan
 
@@ -378,8 +347,9 @@ class Scheduler:
                 self._preempt(victim)
         rows = self._decode
         wanted = self._wanted_slots(decision.decode)
-        if self._is_restricted and self._suspects:
-            wanted = self._slots_on_trial(self._decode.slots if wanted is None else wanted)
+        if self._faults.is_restricted:
+            on_trial = self._faults.slots_on_trial(self._decode.slots if wanted is None else wanted)
+            wanted = wanted if on_trial is None else on_trial
         if decision.preempt or wanted is not None:
             rows = self._choose_decode_rows(wanted)
         while self._growing.size > self.kv.num_free:
@@ -441,11 +411,6 @@ class Scheduler:
             return None
         return self._decode.slots[mask]
 
-    def _slots_on_trial(self, slots: I32) -> I32:
-        """Those of the slots whose requests may be in a step while others are under suspicion."""
-        on_trial = self._suspects.on_trial
-        return np.array([slot for slot in slots.tolist() if self.batch.sequences[slot] in on_trial], np.int32)
-
     def _choose_decode_rows(self, wanted: I32 | None) -> Rows:
         """The decode rows again after preemptions, and only those that the policy wants."""
         self._find_decode_rows()
@@ -476,7 +441,7 @@ class Scheduler:
         embeds_room = self._payload.embeds_room()
         seen: set[Sequence] = set()
         is_running = self.pause_state is PauseState.RUNNING
-        is_choosy = not is_running or self._is_restricted or self._quarantine.is_trying
+        is_choosy = not is_running or self._faults.is_choosy
         for sequence, size in chunks:
             if sequence in seen:
                 self._num_refused += 1
@@ -677,12 +642,10 @@ class Scheduler:
             events = self._append_rows(record, result)
         if bad_prompts:
             events = replace(events, ends=(*events.ends, *self._end_bad_prompts(record, sorted(bad_prompts))))
-        if self._interrupted or self._quarantine:
-            self._recover(events.sequences)
+        if self._faults.is_any:
+            self._faults.on_good_step(events.sequences, now)
         if spans:
             events = replace(events, logprobs=self._logprobs(record, spans, events))
-        if self._is_restricted:
-            self._on_good_step(events)
         self._readmit_preempted()
         self.policy.on_step(
             StepDone(
@@ -938,12 +901,7 @@ class Scheduler:
             self._num_wasted += wasted
             self._preempted.remove(sequence)
         self._tokenless.discard(sequence)
-        self._interrupted.discard(sequence)
-        if self._quarantine:
-            self._quarantine.acquit([sequence])
-        if self._is_restricted:
-            self._suspects.acquit(sequence)
-            self._restrict()
+        self._faults.discard(sequence)
         self._waiting.discard(sequence)
         self._resuming.discard(sequence)
         self._blocked.discard(sequence)
@@ -980,24 +938,7 @@ class Scheduler:
         return self.ledger.void(step + 1)
 
     def _void(self, voided: list[StepRecord], error: str, rows: I32, is_out_of_memory: bool = False) -> Events:
-        self._num_failed += 1
-        failed = voided[0]
-        named = [*failed.rows.sequences, *(s for s, _ in failed.prefills)]
-        present = dict.fromkeys(named)
-        alive = [s for s in present if s.state is not State.FINISHED]
-        known = {named[row] for row in rows.tolist() if 0 <= row < len(named)}
-        at_fault = [s for s in alive if s in known]
-        if not known:
-            for sequence in alive:
-                sequence.num_failures += 1
-            at_fault = [s for s in alive if s.num_failures > MAX_FAILURES]
-            rest = [s for s in alive if s.num_failures <= MAX_FAILURES]
-            can_shrink = len(rest) > 1 or (failed.num_tokens > SMALL_CHUNK and not any(s.is_whole for s in rest))
-            if is_out_of_memory and rest and can_shrink:
-                self._memory.shrink(len(alive), failed.num_tokens)
-            elif rest and (culprit := self._suspects.accuse(rest, len(present) - len(rest))) is not None:
-                at_fault.append(culprit)
-        self._restrict()
+        at_fault = self._faults.on_failed_step(voided[0], rows, is_out_of_memory)
         ends = [self._end(sequence, "error", error=error) for sequence in at_fault]
         self._compute_again(voided)
         return Events(NOTHING.sequences, NO_I32, NO_I32, ends=tuple(ends))
@@ -1012,15 +953,6 @@ class Scheduler:
             if record.zeroed.size:
                 self.kv.zero(record.zeroed)
         self._restart()
-
-    def _on_good_step(self, events: Events) -> None:
-        """A step went through while not everybody may run."""
-        for sequence in events.sequences:
-            sequence.num_failures = 0
-            self._suspects.acquit(sequence)
-        if self._memory.is_active:
-            self._memory.on_good_step()
-        self._restrict()
 
     def _restart(self) -> None:
         """Every request goes on from its known tokens, after steps in flight were voided."""
@@ -1037,44 +969,20 @@ class Scheduler:
         """
         self.now = now
         self.wake_at = math.inf
-        self._num_losses += 1
         in_flight = [*self.ledger]
-        named = [s for record in in_flight for s in (*record.rows.sequences, *(p for p, _ in record.prefills))]
         if in_flight:
             self.ledger.void(in_flight[0].step)
-        self._suspects.clear()  # from here on the quarantine says who is tried, and nobody else
-        self._restrict()
-        for sequence in self.running():
-            self._preempt(sequence)
-        self._builder.forget_worker()
-        self._readmit_preempted()
+        self._faults.on_loss()
+        self._restart()
         self._cache.reset(())
-        present = dict.fromkeys(named)
-        alive = [s for s in present if s.state is not State.FINISHED]
-        for sequence in alive:
-            sequence.num_recoveries += 1
-            if sequence not in self._interrupted:
-                self._interrupted.add(sequence)
-                sequence.interrupted = now
-        reason = f"the workers died {MAX_ALONE} times while they ran this request alone; the last time {error}"
         waiting = self._waiting if self.pause_state is PauseState.RUNNING else self._resuming
-        guilty = self._quarantine.died(alive, waiting, num_gone=len(present) - len(alive))
-        return [self._end(sequence, "error", error=reason) for sequence in guilty]
+        guilty = self._faults.whom_they_died_of(in_flight, waiting, now)
+        return [self._end(sequence, "error", error=KILLED + error) for sequence in guilty]
 
     @property
     def is_narrowing(self) -> bool:
         """Whether the last death of the workers told more about whom they die of."""
-        return self._quarantine.is_narrowing
-
-    def _recover(self, sequences: NDArray[Any]) -> None:
-        """These had a token, for the first time since the workers died."""
-        if self._quarantine:
-            self._quarantine.had_token(sequences)
-        for sequence in self._interrupted.intersection(sequences):
-            self._interrupted.discard(sequence)
-            sequence.recovery_s += self.now - sequence.interrupted
-            self._recovery_s += self.now - sequence.interrupted
-            self._num_recovered += 1
+        return self._faults.is_narrowing
 
     # Simulation -------------------------------------------------------------------------------------------------------
 
@@ -1089,7 +997,7 @@ class Scheduler:
         self.now = now
         if self._prefilling or self._waiting or self._preempted or self._tokenless or not self.has_room:
             return 0
-        if self.kv.has_copies or self._interrupted or self._quarantine or self._is_restricted:
+        if self.kv.has_copies or self._faults.is_any:
             return 0
         batch, kv, rows = self.batch, self.kv, self.batch.rows()
         slots, index = rows.slots, rows.index
@@ -1119,6 +1027,10 @@ class Scheduler:
     # What policies and people may look at -----------------------------------------------------------------------------
 
     @property
+    def limits(self) -> Limits:
+        return self._faults.limits
+
+    @property
     def decode_slots(self) -> I32:
         return self._decode.slots
 
@@ -1137,11 +1049,8 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         waiting = self._waiting if self.pause_state is PauseState.RUNNING else self._resuming
-        if self._is_restricted:
-            if self.limits.max_seqs - self.batch.num_free_slots >= self._memory.max_seqs:
-                return 0
-            if self._suspects:
-                return sum(sequence in waiting for sequence in self._suspects.on_trial)
+        if self._faults.is_restricted:
+            return self._faults.num_startable(waiting)
         return len(waiting)
 
     @property
@@ -1191,13 +1100,13 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             num_wasted_tokens=self._num_wasted,
             num_dropped_results=self._num_dropped,
-            num_failed_steps=self._num_failed,
-            num_worker_losses=self._num_losses,
-            num_recovered=self._num_recovered,
-            recovery_s=self._recovery_s,
-            num_suspects=len(self._quarantine),
-            num_retrying=len(self._suspects),
-            num_memory_failures=self._memory.num_failures,
+            num_failed_steps=self._faults.num_failed_steps,
+            num_worker_losses=self._faults.num_losses,
+            num_recovered=self._faults.num_recovered,
+            recovery_s=self._faults.recovery_s,
+            num_suspects=self._faults.num_suspects,
+            num_retrying=self._faults.num_retrying,
+            num_memory_failures=self._faults.num_memory_failures,
             num_corrupted_requests=self._num_corrupted,
             num_nonfinite=self._num_nonfinite,
             num_refused_decisions=self._num_refused,
