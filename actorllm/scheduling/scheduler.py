@@ -36,7 +36,6 @@ from actorllm.scheduling.batch import ONE, Batch, Rows
 from actorllm.scheduling.events import NOTHING, End, Events
 from actorllm.scheduling.expiry import Expiry
 from actorllm.scheduling.faults import KILLED, Faults
-from actorllm.scheduling.forks import Followers
 from actorllm.scheduling.intake import Intake
 from actorllm.scheduling.ledger import Ledger, StepRecord
 from actorllm.scheduling.pause import PAUSE_MODES, PauseState
@@ -44,6 +43,7 @@ from actorllm.scheduling.payload import Payload
 from actorllm.scheduling.plan import PlanBuilder
 from actorllm.scheduling.policy import Limits, PlanPolicy, StepDone
 from actorllm.scheduling.prefix_cache import PrefixCache
+from actorllm.scheduling.roster import Roster
 from actorllm.scheduling.sequence import Key, Sequence, State
 from actorllm.scheduling.statistics import SchedulerStatistics
 from actorllm.scheduling.stopping import Stopping
@@ -126,21 +126,25 @@ class Scheduler:
         self._ahead = 1 + spare
         self._reach: I32 = np.array(1 + self._ahead, np.int32)
         self._builder = PlanBuilder(self._eos_ids)
-        self._alive: dict[Key, Sequence] = {}
-        self._waiting: set[Sequence] = set()
-        self._resuming: set[Sequence] = set()
-        """Those of the waiting that had started before: they were preempted, or handed over."""
         self.pause_state = PauseState.RUNNING
-        self._blocked: set[Sequence] = set()
-        self._followers = Followers()
         self._stopping = Stopping(self._eos_ids, vocab_size)
         self._payload = Payload(embedding_bytes)
         self._expiry = Expiry()
         self._admission = Admission(max_waiting_requests, max_waiting_tokens)
-        self._preempted: list[Sequence] = []
-        self._displaced: set[Sequence] = set()
-        self._tokenless: set[Sequence] = set()
-        self._prefilling: dict[Sequence, None] = {}
+        self._roster = Roster(
+            self,
+            policy,
+            batch=self.batch,
+            kv=self.kv,
+            ledger=self.ledger,
+            builder=self._builder,
+            cache=self._cache,
+            faults=self._faults,
+            stopping=self._stopping,
+            payload=self._payload,
+            expiry=self._expiry,
+            admission=self._admission,
+        )
         self._decode: Rows = self.batch.rows()
         self._computed: I32 = NO_I32
         self._growing: I32 = NO_I32
@@ -148,8 +152,6 @@ class Scheduler:
         self._num_output_tokens = 0
         self._num_prefill_tokens = 0
         self._num_forks = 0
-        self._num_preemptions = 0
-        self._num_wasted = 0
         self._num_dropped = 0
         self._num_corrupted = 0
         self._num_nonfinite = 0
@@ -161,7 +163,7 @@ class Scheduler:
         """Take a request; an End says why it is not taken. A request that is alive already is left alone."""
         self.now = now
         key = (frontend, submit.rid)
-        if key in self._alive:
+        if key in self._roster.alive:
             return None
         sequence = self._intake.take(frontend, submit, now)
         if error := self._intake.refusal(sequence):
@@ -178,17 +180,11 @@ class Scheduler:
             if error is not None:
                 sequence.state = State.FINISHED
                 return End(sequence, "error", error=error)
-        self._cache.hash_known(sequence)
-        self._alive[key] = sequence
-        self._expiry.add(sequence)
-        self._admission.enter(sequence)
-        self._stopping.add(sequence)
-        self._payload.add(sequence)
+        self._roster.enter(sequence)
         if submit.blocked_on is not None:
-            sequence.state = State.BLOCKED
-            self._blocked.add(sequence)
+            self._roster.block(sequence)
         elif submit.fork_of is None:
-            self._wait(sequence)
+            self._roster.wait(sequence)
         else:
             self._wait_or_follow(sequence)
         return None
@@ -198,18 +194,18 @@ class Scheduler:
         self.now = now
         ends = []
         for key in keys:
-            sequence = self._alive.get(key)
+            sequence = self._roster.alive.get(key)
             if sequence is not None:
-                ends.append(self._end(sequence, "abort"))
+                ends.append(self._roster.end(sequence, "abort"))
         return ends
 
     def abort_all(self, now: float) -> list[End]:
         """End every request."""
-        return self.abort(list(self._alive), now)
+        return self.abort(list(self._roster.alive), now)
 
     def abort_frontend(self, frontend: int, now: float) -> list[End]:
         """A frontend is gone: so are its requests."""
-        ends = self.abort([key for key in self._alive if key[0] == frontend], now)
+        ends = self.abort([key for key in self._roster.alive if key[0] == frontend], now)
         self._admission.forget_frontend(frontend)
         return ends
 
@@ -225,17 +221,17 @@ class Scheduler:
     def expire(self, now: float) -> list[End]:
         """End the requests whose deadline has passed, wherever they are. Blocks are free at once."""
         self.now = now
-        return [self._end(sequence, "abort", DEADLINE_PASSED) for sequence in self._expiry.take_due(now)]
+        return [self._roster.end(sequence, "abort", DEADLINE_PASSED) for sequence in self._expiry.take_due(now)]
 
     def unblock(self, key: Key, error: str | None, now: float) -> End | None:
         """What a blocked request waited for is there, or (error) will never be."""
         self.now = now
-        sequence = self._alive.get(key)
+        sequence = self._roster.alive.get(key)
         if sequence is None or sequence.state is not State.BLOCKED:
             return None
         if error is not None:
-            return self._end(sequence, "error", error=error)
-        self._blocked.discard(sequence)
+            return self._roster.end(sequence, "error", error=error)
+        self._roster.blocked.discard(sequence)
         self._wait_or_follow(sequence)
         return None
 
@@ -255,45 +251,41 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """There is no request."""
-        return not self._alive
+        return not self._roster.alive
 
     @property
     def is_drained(self) -> bool:
         """Paused, and nothing is going on any more."""
         if self.pause_state is PauseState.RUNNING or len(self.ledger):
             return False
-        is_idle = self.batch.num_free_slots == self.limits.max_seqs and not self._preempted and not self._resuming
+        is_idle = (
+            self.batch.num_free_slots == self.limits.max_seqs
+            and not self._roster.preempted
+            and not self._roster.resuming
+        )
         return is_idle or self.pause_state is PauseState.NOTHING
 
     def may_start(self, sequence: Sequence) -> bool:
         if self._faults.is_choosy and not self._faults.may_start(sequence):
             return False
-        return self.pause_state is PauseState.RUNNING or sequence in self._resuming
-
-    def _wait(self, sequence: Sequence) -> None:
-        sequence.state = State.WAITING
-        self._waiting.add(sequence)
-        if sequence.submit.output.size:
-            self._resuming.add(sequence)  # it had started under another scheduler
-        self.policy.on_arrival(sequence, self)
+        return self.pause_state is PauseState.RUNNING or sequence in self._roster.resuming
 
     def _wait_or_follow(self, sequence: Sequence) -> None:
         leader = None if sequence.submit.fork_of is None else self._leader_of(sequence)
         if leader is None:
-            self._wait(sequence)
+            self._roster.wait(sequence)
         else:
-            sequence.state = State.FOLLOWING
-            self._followers.add(sequence, leader)
+            self._roster.follow(sequence, leader)
 
     def _leader_of(self, sequence: Sequence) -> Sequence | None:
         """Who will compute the prompt of a new request as well as its own; None: the request itself."""
         submit = sequence.submit
-        leader = self._alive.get((sequence.key[0], submit.fork_of or 0))
+        leader = self._roster.alive.get((sequence.key[0], submit.fork_of or 0))
         if leader is None or leader is sequence or not hasattr(self.policy, "may_fork"):
             return None
-        if self._followers.has_any(sequence):
+        if self._roster.followers.has_any(sequence):
             return None  # it was blocked when they came
-        if leader.state not in (State.BLOCKED, State.WAITING) and leader not in self._prefilling:
+        if leader.state not in (State.BLOCKED, State.WAITING) and leader not in self._roster.prefilling:
             return None  # its prompt is computed, or it follows somebody itself
         if sequence.known.size > sequence.num_prompt or leader.known.size > leader.num_prompt:
             return None
@@ -310,7 +302,7 @@ class Scheduler:
     @property
     def has_room(self) -> bool:
         """Whether a step may be planned now. Whether there is one to plan, only `schedule` tells."""
-        return self.ledger.has_room and bool(self._alive) and self.pause_state is not PauseState.NOTHING
+        return self.ledger.has_room and bool(self._roster.alive) and self.pause_state is not PauseState.NOTHING
 
     def schedule(self, now: float) -> StepPlan | None:
         """Plan and record the next step; None when there is nothing to compute."""
@@ -330,7 +322,7 @@ class Scheduler:
             return self._plan_step()
         held_back = self._faults.held_back(self.running())
         for sequence in held_back:
-            self._preempt(sequence)
+            self._roster.preempt(sequence)
         plan = self._plan_step() if held_back else None
         if plan is None and self.wake_at == math.inf:
             self._faults.forgive()
@@ -341,10 +333,10 @@ class Scheduler:
         self._find_decode_rows()
         decision = self.policy.plan(self)
         self.wake_at = decision.wake_at
-        self._displaced.clear()
+        self._roster.displaced.clear()
         for victim in decision.preempt:
             if victim.state is State.RUNNING:
-                self._preempt(victim)
+                self._roster.preempt(victim)
         rows = self._decode
         wanted = self._wanted_slots(decision.decode)
         if self._faults.is_restricted:
@@ -353,7 +345,7 @@ class Scheduler:
         if decision.preempt or wanted is not None:
             rows = self._choose_decode_rows(wanted)
         while self._growing.size > self.kv.num_free:
-            self._preempt(self._victim_of_need())
+            self._roster.preempt(self._victim_of_need())
             rows = self._choose_decode_rows(wanted)
         extended = (self._growing, self.kv.extend(self._growing)) if self._growing.size else (NO_I32, NO_I32)
         batch = self.batch
@@ -369,7 +361,7 @@ class Scheduler:
             num_tokens += num_prefill_tokens
             self._num_prefill_tokens += num_prefill_tokens
             if completed:
-                if self._followers.leaders:
+                if self._roster.followers.leaders:
                     forks = self._fork(completed)
                     completed += [fork.slot for fork in forks]
                 joining = batch.start_decoding(completed)
@@ -377,7 +369,7 @@ class Scheduler:
                 computed = batch.num_computed[sampling.index]
         for slot in sampling.slots[computed >= sampling.limits - ONE].tolist():
             batch.stop_decoding(slot)  # the last token it may have is in flight now
-        self._admission.num_left = self._admission.num_requests - len(self._blocked)
+        self._admission.num_left = self._admission.num_requests - len(self._roster.blocked)
         if not num_tokens:
             return None
         late = sampling.slots[batch.is_late[sampling.index]] if batch.num_late else NO_I32
@@ -448,7 +440,7 @@ class Scheduler:
                 continue
             seen.add(sequence)
             is_waiting = sequence.state is State.WAITING
-            if is_waiting and sequence in self._displaced:  # it lost its slot after the decision was made
+            if is_waiting and sequence in self._roster.displaced:  # it lost its slot after the decision was made
                 continue
             if is_waiting and is_choosy and not self.may_start(sequence):
                 self._num_refused += 1
@@ -475,7 +467,7 @@ class Scheduler:
                     self.policy.on_refusal(sequence, self)
                     continue
                 free_blocks -= taken
-                self._start(sequence)
+                self._roster.start(sequence)
                 started.append((sequence, num_blocks))
                 if sequence.hits.size:
                     self.kv.share(sequence.hits)
@@ -488,7 +480,7 @@ class Scheduler:
             batch.num_computed[slot] += size
             if size == remaining:
                 completed.append(slot)
-                del self._prefilling[sequence]
+                del self._roster.prefilling[sequence]
         if started:
             self._builder.add(started, self.kv.fill([(s.slot, num_blocks) for s, num_blocks in started], shared))
             for sequence, _ in started:
@@ -500,7 +492,7 @@ class Scheduler:
         forks: list[Sequence] = []
         for source in completed:
             leader: Sequence = self.batch.sequences[source]
-            followers = self._followers.take(leader)
+            followers = self._roster.followers.take(leader)
             if followers:
                 forks += self._fork_one(leader, followers)
         return forks
@@ -514,10 +506,10 @@ class Scheduler:
             taken = num_blocks - num_prompt // kv.block_size
             fits = len(forks) < num_slots and taken <= num_free and self._payload.has_row_room(fork)
             if not fits or not self.may_start(fork) or not self.policy.may_fork(fork, self):
-                self._wait(fork)
+                self._roster.wait(fork)
                 continue
             num_free -= taken
-            self._start_fork(fork, leader)
+            self._roster.start_fork(fork, leader)
             self._builder.fork(fork, num_blocks, kv.fork(leader.slot, num_prompt, fork.slot, num_blocks), leader.slot)
             forks.append(fork)
             self.policy.on_fork(fork, self)
@@ -529,9 +521,9 @@ class Scheduler:
 
         Those who come before it and wait are left theirs, and whoever lost his and will wait for them again.
         """
-        num_slots = self.batch.num_free_slots - len(self._preempted)
+        num_slots = self.batch.num_free_slots - len(self._roster.preempted)
         num_blocks = self.kv.num_free - self.limits.headroom_blocks
-        num_blocks -= sum(self.admission_blocks(other) for other in self._preempted)
+        num_blocks -= sum(self.admission_blocks(other) for other in self._roster.preempted)
         for other in self.policy.ahead_of(last, self):
             if num_slots <= 0 or num_blocks <= 0:
                 break
@@ -539,58 +531,9 @@ class Scheduler:
             num_blocks -= self.admission_blocks(other)
         return num_slots, num_blocks
 
-    def _start_fork(self, fork: Sequence, leader: Sequence) -> None:
-        """It gets a slot. Its prompt is computed when that of its leader is, and published when that is reported."""
-        fork.state = State.RUNNING
-        if fork.scheduled is None:
-            self._admission.leave(fork)
-        fork.scheduled = self.now
-        fork.num_cached_tokens = leader.num_cached_tokens
-        fork.can_publish &= leader.can_publish  # not if a reset came meanwhile
-        slot = self.batch.occupy(fork)
-        self.batch.num_computed[slot] = fork.num_prompt
-        self._payload.enter_slot(fork)
-
     def _remaining_if_any(self, sequence: Sequence) -> int:
         """How many tokens of its prompt a request has left to compute, whether it has a slot or waits for one."""
-        return self.remaining(sequence) if sequence.state is State.WAITING or sequence in self._prefilling else 0
-
-    def _start(self, sequence: Sequence) -> None:
-        """A waiting request gets a slot. Its blocks follow: all that start in one step are filled together."""
-        self._waiting.discard(sequence)
-        self._resuming.discard(sequence)
-        sequence.state = State.RUNNING
-        self._cache.take_over(sequence)
-        if sequence.scheduled is None:
-            self._admission.leave(sequence)
-            sequence.scheduled = self.now
-            sequence.num_cached_tokens = sequence.num_done
-        self.batch.occupy(sequence)
-        self._prefilling[sequence] = None
-        self._payload.enter_slot(sequence)
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Take slot and blocks; the request is computed again from its known tokens, and the token in flight is kept."""
-        self._num_preemptions += 1
-        sequence.num_preemptions += 1
-        self._cache.publish_known(sequence)
-        sequence.last_step = self.ledger.last_step_naming(sequence)
-        self._leave_slot(sequence)
-        sequence.state = State.PREEMPTED
-        self._displaced.add(sequence)
-        self._preempted.append(sequence)
-        self._readmit_preempted()
-
-    def _readmit_preempted(self) -> None:
-        """Preempted requests wait again once no step in flight names them."""
-        if self._preempted:
-            done = self.ledger.last_done
-            ready = [s for s in self._preempted if s.last_step <= done]
-            if ready:
-                self._preempted = [s for s in self._preempted if s.last_step > done]
-                for sequence in ready:
-                    self._resuming.add(sequence)
-                    self._wait(sequence)
+        return self.remaining(sequence) if sequence.state is State.WAITING or sequence in self._roster.prefilling else 0
 
     def reset_prefix_cache(self, now: float, reset_running_requests: bool = False) -> None:
         """Forget everything that is cached. Running requests keep their blocks, and leave nothing behind.
@@ -600,18 +543,7 @@ class Scheduler:
         self.now = now
         self._cache.reset(self.running())
         if reset_running_requests:
-            for sequence in self.running():
-                self._preempt(sequence)
-
-    def _leave_slot(self, sequence: Sequence, *, zero: bool = False) -> None:
-        slot = sequence.slot
-        if slot < 0:
-            return
-        self._prefilling.pop(sequence, None)
-        self._payload.leave_slot(sequence)
-        self.kv.empty(slot, zero=zero)
-        self.batch.vacate(slot)
-        self._builder.free(slot)
+            self._roster.preempt_all()
 
     # Results ----------------------------------------------------------------------------------------------------------
 
@@ -635,7 +567,9 @@ class Scheduler:
         if record.prefills:
             self._cache.publish_prefills(record.prefills, bad_prompts)
         rows = record.rows
-        plain = not (result.counts.size or result.nonfinite_rows.size or result.vector_rows.size or self._tokenless)
+        plain = not (
+            result.counts.size or result.nonfinite_rows.size or result.vector_rows.size or self._roster.tokenless
+        )
         if plain and not np.count_nonzero(self.batch.generation[rows.index] != rows.generations):
             events = self._append_column(record, result.tokens)
         else:
@@ -646,7 +580,7 @@ class Scheduler:
             self._faults.on_good_step(events.sequences, now)
         if spans:
             events = replace(events, logprobs=self._logprobs(record, spans, events))
-        self._readmit_preempted()
+        self._roster.readmit()
         self.policy.on_step(
             StepDone(
                 result.step,
@@ -779,7 +713,7 @@ class Scheduler:
                 continue
             if row in vectors:
                 pooled.append((sequence, vectors[row]))
-                ends.append(self._end(sequence, "stop"))
+                ends.append(self._roster.end(sequence, "stop"))
                 continue
             start = self._append(sequence, tokens, slot if is_here else -1)
             for position, token in enumerate(tokens.tolist()):
@@ -795,14 +729,14 @@ class Scheduler:
                     sequence.first_token = self.now
                     if sequence.num_cached_tokens:
                         cached.append(sequence)
-                    self._tokenless.discard(sequence)
+                    self._roster.tokenless.discard(sequence)
                 elif sequence.state is not State.FINISHED:
-                    self._tokenless.add(sequence)
+                    self._roster.tokenless.add(sequence)
             self._num_output_tokens += tokens.size
             if tokens.size:
                 got.append((sequence, tokens, start))
         if is_tainted:
-            self._compute_again(self._void_later(record.step))
+            self._roster.compute_again(self._void_later(record.step))
         sequences = np.empty(len(got), object)
         sequences[:] = [s for s, _, _ in got]
         all_counts = np.array([t.size for _, t, _ in got], np.int32)
@@ -821,7 +755,7 @@ class Scheduler:
         sequence.num_nonfinite += num_nonfinite
         self._num_nonfinite += num_nonfinite
         self._num_corrupted += num_nonfinite > 0
-        return self._end(sequence, "error", error=_no_choice(sequence), zero=True)
+        return self._roster.end(sequence, "error", error=_no_choice(sequence), zero=True)
 
     def _end_bad_prompts(self, record: StepRecord, rows: list[int]) -> list[End]:
         """Prompts that the worker cleared since their states are not finite; who was to sample has ended already.
@@ -836,7 +770,7 @@ class Scheduler:
             if sequence.state is not State.FINISHED:
                 ends.append(self._end_corrupted(sequence, num_tokens))
         if is_tainted:
-            self._compute_again(self._void_later(record.step))
+            self._roster.compute_again(self._void_later(record.step))
         return ends
 
     def _append(self, sequence: Sequence, tokens: I32, slot: int) -> int:
@@ -865,60 +799,16 @@ class Scheduler:
     def _stop(self, sequence: Sequence, token: int, num_outputs: int) -> End | None:
         """End a request if this token, its num_outputs-th, is one to end at."""
         end = self._stopping.end_of(sequence, token, num_outputs)
-        return None if end is None else self._end(sequence, *end)
+        return None if end is None else self._roster.end(sequence, *end)
 
     def finish(self, stops: Iterable[tuple[Sequence, FinishReason, int | str | None]], now: float) -> list[End]:
         """End requests at what the text layer found. Those that ended meanwhile are left alone."""
         self.now = now
         return [
-            self._end(sequence, reason, stop_reason)
+            self._roster.end(sequence, reason, stop_reason)
             for sequence, reason, stop_reason in stops
             if sequence.state is not State.FINISHED
         ]
-
-    def _end(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        stop_reason: int | str | None = None,
-        *,
-        error: str | None = None,
-        zero: bool = False,
-    ) -> End:
-        slot = sequence.slot
-        if slot >= 0:
-            # What steps in flight sample for it will have been computed in vain.
-            is_sampling = sequence not in self._prefilling and sequence.submit.pooling is None
-            wasted = self.batch.num_computed.item(slot) + 1 - self.batch.num_known.item(slot) if is_sampling else 0
-            sequence.num_wasted_tokens += wasted
-            self._num_wasted += wasted
-            if sequence.can_publish and reason != "error":
-                self._cache.publish_rest(sequence)
-            self._leave_slot(sequence, zero=zero)
-        elif sequence.state is State.PREEMPTED:
-            wasted = sum(any(s is sequence for s in record.rows.sequences) for record in self.ledger)
-            sequence.num_wasted_tokens += wasted
-            self._num_wasted += wasted
-            self._preempted.remove(sequence)
-        self._tokenless.discard(sequence)
-        self._faults.discard(sequence)
-        self._waiting.discard(sequence)
-        self._resuming.discard(sequence)
-        self._blocked.discard(sequence)
-        sequence.state = State.FINISHED
-        sequence.last_token = self.now if sequence.first_token is not None else None
-        del self._alive[sequence.key]
-        self._expiry.discard(sequence)
-        if sequence.scheduled is None:
-            self._admission.leave(sequence)
-        self._stopping.discard(sequence)
-        self._payload.discard(sequence)
-        self.policy.on_end(sequence, self)
-        if self._followers.leaders:
-            self._followers.discard(sequence)
-            for follower in self._followers.take(sequence):
-                self._wait(follower)
-        return End(sequence, reason, stop_reason, error)
 
     def fail(self, failure: StepFailed, now: float) -> Events:
         """A step raised. It and the later steps in flight are void, since they ran on what it should have computed.
@@ -939,27 +829,9 @@ class Scheduler:
 
     def _void(self, voided: list[StepRecord], error: str, rows: I32, is_out_of_memory: bool = False) -> Events:
         at_fault = self._faults.on_failed_step(voided[0], rows, is_out_of_memory)
-        ends = [self._end(sequence, "error", error=error) for sequence in at_fault]
-        self._compute_again(voided)
+        ends = [self._roster.end(sequence, "error", error=error) for sequence in at_fault]
+        self._roster.compute_again(voided)
         return Events(NOTHING.sequences, NO_I32, NO_I32, ends=tuple(ends))
-
-    def _compute_again(self, voided: list[StepRecord]) -> None:
-        """These steps do not count, and may not even have been begun.
-
-        Blocks that they were to clear are cleared once more: nothing valid has been written there since. Copies were for
-        the sake of requests that are computed again from their tokens.
-        """
-        for record in voided:
-            if record.zeroed.size:
-                self.kv.zero(record.zeroed)
-        self._restart()
-
-    def _restart(self) -> None:
-        """Every request goes on from its known tokens, after steps in flight were voided."""
-        for sequence in self.running():
-            self._preempt(sequence)
-        self._builder.forget_worker()
-        self._readmit_preempted()
 
     def lose_workers(self, error: str, now: float) -> list[End]:
         """The workers died, and with them the KV; others will come, of whom nothing is known.
@@ -973,11 +845,11 @@ class Scheduler:
         if in_flight:
             self.ledger.void(in_flight[0].step)
         self._faults.on_loss()
-        self._restart()
+        self._roster.restart()
         self._cache.reset(())
-        waiting = self._waiting if self.pause_state is PauseState.RUNNING else self._resuming
+        waiting = self._roster.waiting if self.pause_state is PauseState.RUNNING else self._roster.resuming
         guilty = self._faults.whom_they_died_of(in_flight, waiting, now)
-        return [self._end(sequence, "error", error=KILLED + error) for sequence in guilty]
+        return [self._roster.end(sequence, "error", error=KILLED + error) for sequence in guilty]
 
     @property
     def is_narrowing(self) -> bool:
@@ -995,7 +867,13 @@ class Scheduler:
         sampled tokens are not simulated.
         """
         self.now = now
-        if self._prefilling or self._waiting or self._preempted or self._tokenless or not self.has_room:
+        if (
+            self._roster.prefilling
+            or self._roster.waiting
+            or self._roster.preempted
+            or self._roster.tokenless
+            or not self.has_room
+        ):
             return 0
         if self.kv.has_copies or self._faults.is_any:
             return 0
@@ -1044,11 +922,11 @@ class Scheduler:
 
     @property
     def prefilling(self) -> dict[Sequence, None]:
-        return self._prefilling
+        return self._roster.prefilling
 
     @property
     def num_waiting(self) -> int:
-        waiting = self._waiting if self.pause_state is PauseState.RUNNING else self._resuming
+        waiting = self._roster.waiting if self.pause_state is PauseState.RUNNING else self._roster.resuming
         if self._faults.is_restricted:
             return self._faults.num_startable(waiting)
         return len(waiting)
@@ -1061,7 +939,7 @@ class Scheduler:
         return self._cache.admission_blocks(sequence)
 
     def fork_room(self, sequence: Sequence) -> tuple[int, int]:
-        count = self._followers.count(sequence) if self._followers.leaders else 0
+        count = self._roster.followers.count(sequence) if self._roster.followers.leaders else 0
         if not count:
             return 0, 0
         # What lies behind the full blocks of the prompt, each has for itself.
@@ -1075,30 +953,26 @@ class Scheduler:
         return self.batch.num_known.item(sequence.slot) - self.batch.num_computed.item(sequence.slot)
 
     def running(self) -> list[Sequence]:
-        return [s for s in self.batch.sequences.tolist() if s is not None]
+        return self._roster.running()
 
     def waiting(self) -> list[Sequence]:
-        return sorted(self._waiting, key=lambda sequence: sequence.arrival_index)
+        return sorted(self._roster.waiting, key=lambda sequence: sequence.arrival_index)
 
     def sequence(self, key: Key) -> Sequence | None:
-        return self._alive.get(key)
+        return self._roster.alive.get(key)
 
     def statistics(self) -> SchedulerStatistics:
-        blocked_on: dict[str, int] = {}
-        for sequence in self._blocked:
-            reason = str(sequence.submit.blocked_on)
-            blocked_on[reason] = blocked_on.get(reason, 0) + 1
         return SchedulerStatistics(
             num_running=self.limits.max_seqs - self.batch.num_free_slots,
-            num_waiting=len(self._waiting) + len(self._preempted) + len(self._followers.leaders),
-            num_blocked=len(self._blocked),
+            num_waiting=len(self._roster.waiting) + len(self._roster.preempted) + len(self._roster.followers.leaders),
+            num_blocked=len(self._roster.blocked),
             num_in_flight=len(self.ledger),
             num_steps=self._num_steps,
             num_output_tokens=self._num_output_tokens,
             num_prefill_tokens=self._num_prefill_tokens,
             num_forks=self._num_forks,
-            num_preemptions=self._num_preemptions,
-            num_wasted_tokens=self._num_wasted,
+            num_preemptions=self._roster.num_preemptions,
+            num_wasted_tokens=self._roster.num_wasted,
             num_dropped_results=self._num_dropped,
             num_failed_steps=self._faults.num_failed_steps,
             num_worker_losses=self._faults.num_losses,
@@ -1112,7 +986,7 @@ class Scheduler:
             num_refused_decisions=self._num_refused,
             num_waiting_tokens=self._admission.num_tokens,
             num_overloaded=self._admission.num_refused,
-            blocked_on=blocked_on,
+            blocked_on=self._roster.blocked_on(),
             pause_state=self.pause_state.value,
             kv=self.kv.statistics(),
             prefix_cache=self._cache.statistics(),
@@ -1122,30 +996,17 @@ class Scheduler:
         """AssertionError when the parts contradict each other."""
         self.batch.check_integrity()
         self.kv.check_integrity()
-        self._followers.check_integrity()
+        self._roster.check_integrity()
         batch = self.batch
-        for sequence in self._alive.values():
-            is_running = sequence.state is State.RUNNING
-            assert (sequence.slot >= 0) == is_running, f"{sequence.key} is {sequence.state} in slot {sequence.slot}"
-            assert (sequence in self._waiting) == (sequence.state is State.WAITING), f"{sequence.key} waits or not"
-            assert (sequence in self._blocked) == (sequence.state is State.BLOCKED), f"{sequence.key} is blocked or not"
-            is_following = sequence in self._followers.leaders
-            assert is_following == (sequence.state is State.FOLLOWING), f"{sequence.key} follows or not"
-            was_started = sequence.num_preemptions > 0 or sequence.submit.output.size > 0
-            is_resuming = sequence.state is State.WAITING and was_started
-            assert (sequence in self._resuming) == is_resuming, f"{sequence.key} comes back or not"
-            assert (sequence in self._preempted) == (sequence.state is State.PREEMPTED), f"{sequence.key} preempted"
         for slot, sequence in enumerate(batch.sequences):
             if sequence is None:
-                assert self.kv.num_blocks[slot] == 0, f"free slot {slot} holds blocks"
                 continue
-            assert self._alive.get(sequence.key) is sequence, f"slot {slot} holds a request that ended"
             known, computed = int(batch.num_known[slot]), int(batch.num_computed[slot])
             in_flight = sum(
                 int(((r.rows.slots == slot) & (r.rows.generations == batch.generation[slot])).sum())
                 for r in self.ledger
             )
-            if sequence in self._prefilling:
+            if sequence in self._roster.prefilling:
                 assert computed < known, f"slot {slot} prefills and has nothing left"
                 assert in_flight == 0, f"slot {slot} prefills and samples"
             else:
@@ -1156,8 +1017,3 @@ class Scheduler:
             assert known <= self.kv.capacity[slot], f"slot {slot} knows more tokens than its blocks hold"
             is_pooled = sequence.submit.pooling is not None  # its prompt may be as long as the model allows
             assert known < sequence.limit or in_flight == 0 or is_pooled, f"slot {slot} is beyond its limit"
-        with_deadline = sum(s.submit.deadline is not None for s in self._alive.values())
-        assert self._expiry.num_alive == with_deadline, "count of deadlines"
-        self._admission.check_integrity([s for s in self._alive.values() if s.scheduled is None])
-        self._stopping.check_integrity(self._alive.values())
-        self._payload.check_integrity(self._alive.values())

@@ -344,7 +344,7 @@ def never_copy(right: Any, kv: KVCacheManager, *arguments: Any) -> I32:
 
 
 def follow_anybody(right: Any, scheduler: Scheduler, sequence: Any) -> Any:
-    leader = scheduler._alive.get((0, sequence.submit.fork_of))
+    leader = scheduler._roster.alive.get((0, sequence.submit.fork_of))
     is_good = leader is not None and leader.state is State.WAITING and leader.known.size == leader.num_prompt
     return leader if is_good else right(scheduler, sequence)
 
