@@ -1,4 +1,4 @@
-"""`Followers`: requests that wait for a sibling to compute the prompt they share.
+"""`Forks`: requests that take over the prompt of a sibling instead of computing it.
 
 A request with n > 1 is several requests with one prompt. The first, the *leader*, goes through the policy like any other. Its
 siblings follow it, unseen by the policy, until the step that computes the end of its prompt: who finds a slot and blocks then
@@ -7,56 +7,120 @@ logits. Whoever does not fit waits from then on like any other request, and so d
 
 Until then a policy by keys keeps slots and blocks for them from whoever comes behind the leader (`View.fork_room`).
 
-A preempted leader keeps its followers: it comes back, and has its prompt still to compute. Owned by the scheduler.
+A preempted leader keeps its followers: it comes back, and has its prompt still to compute. Owned by the
+scheduler; who follows whom is in `followers`.
 """
 
 from __future__ import annotations
 
+import numpy as np
+
+from actorllm.scheduling.payload import Payload
+from actorllm.scheduling.plan import PlanBuilder
+from actorllm.scheduling.policy import PlanPolicy, View
+from actorllm.scheduling.roster import Roster
 from actorllm.scheduling.sequence import Sequence, State
 
 
-class Followers:
-    """Who follows whom, in the order of arrival."""
+class Forks:
+    """Who follows whom, and what becomes of them when the prompt they share is computed.
 
-    def __init__(self) -> None:
-        self.leaders: dict[Sequence, Sequence] = {}
-        """Of everybody who follows; empty as long as nobody has siblings."""
-        self._followers: dict[Sequence, dict[Sequence, None]] = {}
+    spare: tokens that a row needs room for beyond the one that a step samples.
+    """
 
-    def has_any(self, leader: Sequence) -> bool:
-        return leader in self._followers
+    def __init__(
+        self, view: View, policy: PlanPolicy, roster: Roster, builder: PlanBuilder, payload: Payload, spare: int
+    ) -> None:
+        self.num_forks = 0
+        self._view = view
+        self._policy = policy
+        self._roster = roster
+        self._builder = builder
+        self._payload = payload
+        self._spare = spare
 
-    def count(self, leader: Sequence) -> int:
-        """How many follow this one."""
-        return len(self._followers.get(leader, ()))
+    def wait_or_follow(self, sequence: Sequence) -> None:
+        """A request waits from now on: for a slot, or for a sibling."""
+        leader = None if sequence.submit.fork_of is None else self.leader_of(sequence)
+        if leader is None:
+            self._roster.wait(sequence)
+        else:
+            self._roster.follow(sequence, leader)
 
-    def add(self, sequence: Sequence, leader: Sequence) -> None:
-        self.leaders[sequence] = leader
-        self._followers.setdefault(leader, {})[sequence] = None
+    def leader_of(self, sequence: Sequence) -> Sequence | None:
+        """Who will compute the prompt of a new request as well as its own; None: the request itself."""
+        submit, roster = sequence.submit, self._roster
+        leader = roster.alive.get((sequence.key[0], submit.fork_of or 0))
+        if leader is None or leader is sequence or not hasattr(self._policy, "may_fork"):
+            return None
+        if roster.followers.has_any(sequence):
+            return None  # it was blocked when they came
+        if leader.state not in (State.BLOCKED, State.WAITING) and leader not in roster.prefilling:
+            return None  # its prompt is computed, or it follows somebody itself
+        if sequence.known.size > sequence.num_prompt or leader.known.size > leader.num_prompt:
+            return None
+        other = leader.submit
+        if submit.pooling is not None or other.pooling is not None or sequence.wants_prompt_logprobs:
+            return None  # there is no row of logits to share, or the prompt itself has something to tell
+        is_same = submit.adapter_id == other.adapter_id and submit.cache_salt == other.cache_salt
+        for mine, others in ((submit.prompt, other.prompt), (submit.prompt_embeds, other.prompt_embeds)):
+            is_same = is_same and (mine is others or np.array_equal(mine, others))
+        return leader if is_same else None
 
-    def discard(self, sequence: Sequence) -> None:
-        """It follows nobody any more, if it did."""
-        leader = self.leaders.pop(sequence, None)
-        if leader is not None:
-            del self._followers[leader][sequence]
-            if not self._followers[leader]:
-                del self._followers[leader]
+    def room_of(self, leader: Sequence) -> tuple[int, int]:
+        """Slots and blocks that those take who follow this one."""
+        count = self._roster.followers.count(leader) if self._roster.followers.leaders else 0
+        if not count:
+            return 0, 0
+        # What lies behind the full blocks of the prompt, each has for itself.
+        kv = self._view.kv
+        num_blocks = kv.blocks_for(leader.num_prompt + 1 + self._spare) - leader.num_prompt // kv.block_size
+        return count, count * num_blocks
 
-    def take(self, leader: Sequence) -> list[Sequence]:
-        """Everybody who follows this one, and does no longer."""
-        taken = list(self._followers.pop(leader, ()))
-        for sequence in taken:
-            del self.leaders[sequence]
-        return taken
+    def fork(self, completed: list[int]) -> list[Sequence]:
+        """Whoever follows one of the prompts that end in this step (their slots) gets a slot if it fits, or waits for one.
 
-    def check_integrity(self) -> None:
-        """AssertionError when an invariant of the module docstring does not hold."""
-        for leader, followers in self._followers.items():
-            assert followers, f"{leader.key} is said to have followers"
-            assert leader not in self.leaders, f"{leader.key} leads and follows"
-            assert leader.state is not State.FINISHED, f"{leader.key} has ended and has followers"
-            assert leader.known.size == leader.num_prompt, f"{leader.key} has output, and followers still"
-            for sequence in followers:
-                assert self.leaders[sequence] is leader, f"{sequence.key} does not know whom it follows"
-                assert sequence.state is State.FOLLOWING, f"{sequence.key} follows and is {sequence.state}"
-        assert sum(map(len, self._followers.values())) == len(self.leaders), "count of followers"
+        Returns the forks.
+        """
+        forks: list[Sequence] = []
+        for source in completed:
+            leader: Sequence = self._view.batch.sequences[source]
+            followers = self._roster.followers.take(leader)
+            if followers:
+                forks += self._fork_one(leader, followers)
+        self.num_forks += len(forks)
+        return forks
+
+    def _fork_one(self, leader: Sequence, followers: list[Sequence]) -> list[Sequence]:
+        num_prompt, kv, view = leader.num_prompt, self._view.kv, self._view
+        num_slots, num_free = self._room(followers[-1])
+        forks: list[Sequence] = []
+        for fork in followers:
+            num_blocks = kv.blocks_for(min(num_prompt + 1 + self._spare, fork.limit + self._spare))
+            taken = num_blocks - num_prompt // kv.block_size
+            fits = len(forks) < num_slots and taken <= num_free and self._payload.has_row_room(fork)
+            if not fits or not view.may_start(fork) or not self._policy.may_fork(fork, view):
+                self._roster.wait(fork)
+                continue
+            num_free -= taken
+            self._roster.start_fork(fork, leader)
+            self._builder.fork(fork, num_blocks, kv.fork(leader.slot, num_prompt, fork.slot, num_blocks), leader.slot)
+            forks.append(fork)
+            self._policy.on_fork(fork, view)
+        return forks
+
+    def _room(self, last: Sequence) -> tuple[int, int]:
+        """Slots and blocks that nobody has a better claim to than these forks; `last` is the last of them to have come.
+
+        Those who come before it and wait are left theirs, and whoever lost his and will wait for them again.
+        """
+        view, preempted = self._view, self._roster.preempted
+        num_slots = view.batch.num_free_slots - len(preempted)
+        num_blocks = view.kv.num_free - view.limits.headroom_blocks
+        num_blocks -= sum(view.admission_blocks(other) for other in preempted)
+        for other in self._policy.ahead_of(last, view):
+            if num_slots <= 0 or num_blocks <= 0:
+                break
+            num_slots -= 1
+            num_blocks -= view.admission_blocks(other)
+        return num_slots, num_blocks

@@ -20,7 +20,7 @@ from actorllm.scheduling.batch import Batch
 from actorllm.scheduling.events import End
 from actorllm.scheduling.expiry import Expiry
 from actorllm.scheduling.faults import Faults
-from actorllm.scheduling.forks import Followers
+from actorllm.scheduling.followers import Followers
 from actorllm.scheduling.ledger import Ledger, StepRecord
 from actorllm.scheduling.payload import Payload
 from actorllm.scheduling.plan import PlanBuilder

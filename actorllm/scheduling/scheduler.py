@@ -36,6 +36,7 @@ from actorllm.scheduling.batch import ONE, Batch, Rows
 from actorllm.scheduling.events import NOTHING, End, Events
 from actorllm.scheduling.expiry import Expiry
 from actorllm.scheduling.faults import KILLED, Faults
+from actorllm.scheduling.forks import Forks
 from actorllm.scheduling.intake import Intake
 from actorllm.scheduling.ledger import Ledger, StepRecord
 from actorllm.scheduling.pause import PAUSE_MODES, PauseState
@@ -145,13 +146,13 @@ class Scheduler:
             expiry=self._expiry,
             admission=self._admission,
         )
+        self._forks = Forks(self, policy, self._roster, self._builder, self._payload, spare)
         self._decode: Rows = self.batch.rows()
         self._computed: I32 = NO_I32
         self._growing: I32 = NO_I32
         self._num_steps = 0
         self._num_output_tokens = 0
         self._num_prefill_tokens = 0
-        self._num_forks = 0
         self._num_dropped = 0
         self._num_corrupted = 0
         self._num_nonfinite = 0
@@ -186,7 +187,7 @@ class Scheduler:
         elif submit.fork_of is None:
             self._roster.wait(sequence)
         else:
-            self._wait_or_follow(sequence)
+            self._forks.wait_or_follow(sequence)
         return None
 
     def abort(self, keys: Iterable[Key], now: float) -> list[End]:
@@ -232,7 +233,7 @@ class Scheduler:
         if error is not None:
             return self._roster.end(sequence, "error", error=error)
         self._roster.blocked.discard(sequence)
-        self._wait_or_follow(sequence)
+        self._forks.wait_or_follow(sequence)
         return None
 
     def pause(self, mode: str, now: float) -> list[End]:
@@ -269,33 +270,6 @@ class Scheduler:
         if self._faults.is_choosy and not self._faults.may_start(sequence):
             return False
         return self.pause_state is PauseState.RUNNING or sequence in self._roster.resuming
-
-    def _wait_or_follow(self, sequence: Sequence) -> None:
-        leader = None if sequence.submit.fork_of is None else self._leader_of(sequence)
-        if leader is None:
-            self._roster.wait(sequence)
-        else:
-            self._roster.follow(sequence, leader)
-
-    def _leader_of(self, sequence: Sequence) -> Sequence | None:
-        """Who will compute the prompt of a new request as well as its own; None: the request itself."""
-        submit = sequence.submit
-        leader = self._roster.alive.get((sequence.key[0], submit.fork_of or 0))
-        if leader is None or leader is sequence or not hasattr(self.policy, "may_fork"):
-            return None
-        if self._roster.followers.has_any(sequence):
-            return None  # it was blocked when they came
-        if leader.state not in (State.BLOCKED, State.WAITING) and leader not in self._roster.prefilling:
-            return None  # its prompt is computed, or it follows somebody itself
-        if sequence.known.size > sequence.num_prompt or leader.known.size > leader.num_prompt:
-            return None
-        other = leader.submit
-        if submit.pooling is not None or other.pooling is not None or sequence.wants_prompt_logprobs:
-            return None  # there is no row of logits to share, or the prompt itself has something to tell
-        is_same = submit.adapter_id == other.adapter_id and submit.cache_salt == other.cache_salt
-        for mine, others in ((submit.prompt, other.prompt), (submit.prompt_embeds, other.prompt_embeds)):
-            is_same = is_same and (mine is others or np.array_equal(mine, others))
-        return leader if is_same else None
 
     # Planning ---------------------------------------------------------------------------------------------------------
 
@@ -362,7 +336,7 @@ class Scheduler:
             self._num_prefill_tokens += num_prefill_tokens
             if completed:
                 if self._roster.followers.leaders:
-                    forks = self._fork(completed)
+                    forks = self._forks.fork(completed)
                     completed += [fork.slot for fork in forks]
                 joining = batch.start_decoding(completed)
                 sampling = batch.rows() if rows is self._decode else rows.joined(joining)
@@ -486,50 +460,6 @@ class Scheduler:
             for sequence, _ in started:
                 self.policy.on_admit(sequence, self)
         return accepted, completed
-
-    def _fork(self, completed: list[int]) -> list[Sequence]:
-        """Whoever follows one of the prompts that end in this step gets a slot if it fits, and waits for one if not."""
-        forks: list[Sequence] = []
-        for source in completed:
-            leader: Sequence = self.batch.sequences[source]
-            followers = self._roster.followers.take(leader)
-            if followers:
-                forks += self._fork_one(leader, followers)
-        return forks
-
-    def _fork_one(self, leader: Sequence, followers: list[Sequence]) -> list[Sequence]:
-        num_prompt, kv = leader.num_prompt, self.kv
-        num_slots, num_free = self._room_for_forks(followers[-1])
-        forks: list[Sequence] = []
-        for fork in followers:
-            num_blocks = kv.blocks_for(min(num_prompt + self._ahead, fork.limit + self._spare))
-            taken = num_blocks - num_prompt // kv.block_size
-            fits = len(forks) < num_slots and taken <= num_free and self._payload.has_row_room(fork)
-            if not fits or not self.may_start(fork) or not self.policy.may_fork(fork, self):
-                self._roster.wait(fork)
-                continue
-            num_free -= taken
-            self._roster.start_fork(fork, leader)
-            self._builder.fork(fork, num_blocks, kv.fork(leader.slot, num_prompt, fork.slot, num_blocks), leader.slot)
-            forks.append(fork)
-            self.policy.on_fork(fork, self)
-        self._num_forks += len(forks)
-        return forks
-
-    def _room_for_forks(self, last: Sequence) -> tuple[int, int]:
-        """Slots and blocks that nobody has a better claim to than these forks; `last` is the last of them to have come.
-
-        Those who come before it and wait are left theirs, and whoever lost his and will wait for them again.
-        """
-        num_slots = self.batch.num_free_slots - len(self._roster.preempted)
-        num_blocks = self.kv.num_free - self.limits.headroom_blocks
-        num_blocks -= sum(self.admission_blocks(other) for other in self._roster.preempted)
-        for other in self.policy.ahead_of(last, self):
-            if num_slots <= 0 or num_blocks <= 0:
-                break
-            num_slots -= 1
-            num_blocks -= self.admission_blocks(other)
-        return num_slots, num_blocks
 
     def _remaining_if_any(self, sequence: Sequence) -> int:
         """How many tokens of its prompt a request has left to compute, whether it has a slot or waits for one."""
@@ -939,12 +869,7 @@ class Scheduler:
         return self._cache.admission_blocks(sequence)
 
     def fork_room(self, sequence: Sequence) -> tuple[int, int]:
-        count = self._roster.followers.count(sequence) if self._roster.followers.leaders else 0
-        if not count:
-            return 0, 0
-        # What lies behind the full blocks of the prompt, each has for itself.
-        num_blocks = self.kv.blocks_for(sequence.num_prompt + self._ahead) - sequence.num_prompt // self.kv.block_size
-        return count, count * num_blocks
+        return self._forks.room_of(sequence)
 
     def remaining(self, sequence: Sequence) -> int:
         if sequence.slot < 0:
@@ -970,7 +895,7 @@ class Scheduler:
             num_steps=self._num_steps,
             num_output_tokens=self._num_output_tokens,
             num_prefill_tokens=self._num_prefill_tokens,
-            num_forks=self._num_forks,
+            num_forks=self._forks.num_forks,
             num_preemptions=self._roster.num_preemptions,
             num_wasted_tokens=self._roster.num_wasted,
             num_dropped_results=self._num_dropped,

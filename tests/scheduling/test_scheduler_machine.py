@@ -26,7 +26,8 @@ from actorllm.kvcache.block_pool import BlockPool
 from actorllm.kvcache.manager import KVCacheManager
 from actorllm.messages import I32, StepFailed, StepPlan, StepResult
 from actorllm.scheduling.batch import Batch
-from actorllm.scheduling.forks import Followers
+from actorllm.scheduling.followers import Followers
+from actorllm.scheduling.forks import Forks
 from actorllm.scheduling.ledger import Ledger
 from actorllm.scheduling.plan import PlanBuilder
 from actorllm.scheduling.prefix_cache import PrefixCache
@@ -343,13 +344,13 @@ def never_copy(right: Any, kv: KVCacheManager, *arguments: Any) -> I32:
     return blocks
 
 
-def follow_anybody(right: Any, scheduler: Scheduler, sequence: Any) -> Any:
-    leader = scheduler._roster.alive.get((0, sequence.submit.fork_of))
+def follow_anybody(right: Any, forks: Forks, sequence: Any) -> Any:
+    leader = forks._roster.alive.get((0, sequence.submit.fork_of))
     is_good = leader is not None and leader.state is State.WAITING and leader.known.size == leader.num_prompt
-    return leader if is_good else right(scheduler, sequence)
+    return leader if is_good else right(forks, sequence)
 
 
-def take_more_than_there_is(right: Any, scheduler: Scheduler, last: Any) -> tuple[int, int]:
+def take_more_than_there_is(right: Any, forks: Forks, last: Any) -> tuple[int, int]:
     return 100, 100
 
 
@@ -374,8 +375,8 @@ MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
     (PrefixCache, "num_held", count_free_hits_as_held),
     (KVCacheManager, "fork", copy_at_once),
     (KVCacheManager, "fork", never_copy),
-    (Scheduler, "_leader_of", follow_anybody),
-    (Scheduler, "_room_for_forks", take_more_than_there_is),
+    (Forks, "leader_of", follow_anybody),
+    (Forks, "_room", take_more_than_there_is),
     (Followers, "take", lose_the_followers),
 ]
 

@@ -1,0 +1,52 @@
+"""`Followers`: who waits for a sibling to compute the prompt they share (see `forks`). Owned by the roster."""
+
+from __future__ import annotations
+
+from actorllm.scheduling.sequence import Sequence, State
+
+
+class Followers:
+    """Who follows whom, in the order of arrival."""
+
+    def __init__(self) -> None:
+        self.leaders: dict[Sequence, Sequence] = {}
+        """Of everybody who follows; empty as long as nobody has siblings."""
+        self._followers: dict[Sequence, dict[Sequence, None]] = {}
+
+    def has_any(self, leader: Sequence) -> bool:
+        return leader in self._followers
+
+    def count(self, leader: Sequence) -> int:
+        """How many follow this one."""
+        return len(self._followers.get(leader, ()))
+
+    def add(self, sequence: Sequence, leader: Sequence) -> None:
+        self.leaders[sequence] = leader
+        self._followers.setdefault(leader, {})[sequence] = None
+
+    def discard(self, sequence: Sequence) -> None:
+        """It follows nobody any more, if it did."""
+        leader = self.leaders.pop(sequence, None)
+        if leader is not None:
+            del self._followers[leader][sequence]
+            if not self._followers[leader]:
+                del self._followers[leader]
+
+    def take(self, leader: Sequence) -> list[Sequence]:
+        """Everybody who follows this one, and does no longer."""
+        taken = list(self._followers.pop(leader, ()))
+        for sequence in taken:
+            del self.leaders[sequence]
+        return taken
+
+    def check_integrity(self) -> None:
+        """AssertionError when an invariant of the module docstring does not hold."""
+        for leader, followers in self._followers.items():
+            assert followers, f"{leader.key} is said to have followers"
+            assert leader not in self.leaders, f"{leader.key} leads and follows"
+            assert leader.state is not State.FINISHED, f"{leader.key} has ended and has followers"
+            assert leader.known.size == leader.num_prompt, f"{leader.key} has output, and followers still"
+            for sequence in followers:
+                assert self.leaders[sequence] is leader, f"{sequence.key} does not know whom it follows"
+                assert sequence.state is State.FOLLOWING, f"{sequence.key} follows and is {sequence.state}"
+        assert sum(map(len, self._followers.values())) == len(self.leaders), "count of followers"
