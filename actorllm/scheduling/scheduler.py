@@ -28,7 +28,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.kvcache.manager import KVCacheManager
-from actorllm.logprobs import LogprobSpan, spans_of
 from actorllm.messages import DEADLINE_PASSED, I32, NO_I32, StepFailed, StepPlan, StepResult, Submit
 from actorllm.request import FinishReason
 from actorllm.scheduling.admission import Admission
@@ -44,20 +43,11 @@ from actorllm.scheduling.payload import Payload
 from actorllm.scheduling.plan import PlanBuilder
 from actorllm.scheduling.policy import Limits, PlanPolicy, StepDone
 from actorllm.scheduling.prefix_cache import PrefixCache
+from actorllm.scheduling.results import Results
 from actorllm.scheduling.roster import Roster
 from actorllm.scheduling.sequence import Key, Sequence, State
 from actorllm.scheduling.statistics import SchedulerStatistics
 from actorllm.scheduling.stopping import Stopping
-
-
-def _no_choice(sequence: Sequence) -> str:
-    """Why a row had no token to choose."""
-    rules, error = sequence.rules, "the model's logits are not finite"
-    if rules is not None and (rules.allowed_ids or rules.bad_words):
-        return f"{error}, or allowed_token_ids, bad_words and min_tokens together leave no token to choose"
-    if sequence.submit.min_tokens:
-        return f"{error}, or every token is one that min_tokens={sequence.submit.min_tokens} keeps away"
-    return error
 
 
 class Scheduler:
@@ -112,7 +102,6 @@ class Scheduler:
         self._cache = PrefixCache(self.kv, self.batch, self.ledger, spare)
         self.policy = policy
         self.wake_at = math.inf
-        self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_token_ids)
         self._intake = Intake(
             limits,
@@ -147,15 +136,22 @@ class Scheduler:
             admission=self._admission,
         )
         self._forks = Forks(self, policy, self._roster, self._builder, self._payload, spare)
+        self._results = Results(
+            self,
+            vocab_size=vocab_size,
+            batch=self.batch,
+            kv=self.kv,
+            ledger=self.ledger,
+            roster=self._roster,
+            cache=self._cache,
+            stopping=self._stopping,
+        )
         self._decode: Rows = self.batch.rows()
         self._computed: I32 = NO_I32
         self._growing: I32 = NO_I32
         self._num_steps = 0
-        self._num_output_tokens = 0
         self._num_prefill_tokens = 0
         self._num_dropped = 0
-        self._num_corrupted = 0
-        self._num_nonfinite = 0
         self._num_refused = 0
 
     # Requests come and go ---------------------------------------------------------------------------------------------
@@ -487,34 +483,17 @@ class Scheduler:
         if record is None:
             self._num_dropped += 1
             return NOTHING
-        error = self._contradiction(result, record)
-        spans: list[LogprobSpan] = []
-        if result.logprob_spans.size and error is None:
-            error, spans = self._logprob_spans(result, record)
+        error, spans = self._results.check(result, record)
         if error is not None:
-            return self._void([record, *self._void_later(record.step)], error, NO_I32)
-        bad_prompts = () if result.nonfinite_prefills is NO_I32 else set(result.nonfinite_prefills.tolist())
-        if record.prefills:
-            self._cache.publish_prefills(record.prefills, bad_prompts)
-        rows = record.rows
-        plain = not (
-            result.counts.size or result.nonfinite_rows.size or result.vector_rows.size or self._roster.tokenless
-        )
-        if plain and not np.count_nonzero(self.batch.generation[rows.index] != rows.generations):
-            events = self._append_column(record, result.tokens)
-        else:
-            events = self._append_rows(record, result)
-        if bad_prompts:
-            events = replace(events, ends=(*events.ends, *self._end_bad_prompts(record, sorted(bad_prompts))))
+            return self._void([record, *self.ledger.void(record.step + 1)], error, NO_I32)
+        events = self._results.apply(result, record, spans)
         if self._faults.is_any:
             self._faults.on_good_step(events.sequences, now)
-        if spans:
-            events = replace(events, logprobs=self._logprobs(record, spans, events))
         self._roster.readmit()
         self.policy.on_step(
             StepDone(
                 result.step,
-                rows.slots,
+                record.rows.slots,
                 record.num_tokens - record.num_decode,
                 record.launched,
                 result.started,
@@ -523,213 +502,6 @@ class Scheduler:
             self,
         )
         return events
-
-    def _contradiction(self, result: StepResult, record: StepRecord) -> str | None:
-        num_rows = len(record.rows)
-        expected = num_rows
-        if result.counts.size:
-            if result.counts.size != num_rows or int(result.counts.min()) < 0:
-                return f"step {result.step}: counts of {result.counts.size} rows for a plan of {num_rows}"
-            expected = int(result.counts.sum())
-        if result.tokens.size != expected:
-            return f"step {result.step}: {result.tokens.size} tokens for a plan of {expected}"
-        tokens = result.tokens
-        if result.nonfinite_rows.size and not result.counts.size:
-            tokens = np.delete(tokens, result.nonfinite_rows[result.nonfinite_rows < num_rows])  # those are void
-        if tokens.size and int(tokens.view(np.uint32).max()) >= self._vocab_size:  # a negative id is a very large one
-            return f"step {result.step}: a token id outside the vocabulary of {self._vocab_size}"
-        for rows in (result.nonfinite_rows, result.vector_rows):
-            if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
-                return f"step {result.step}: row {rows.tolist()} of a plan of {num_rows}"
-        if result.vector_rows.size and result.vectors.size % result.vector_rows.size:
-            return f"step {result.step}: {result.vectors.size} numbers for {result.vector_rows.size} vectors"
-        if (
-            result.nonfinite_prefills is not NO_I32 or result.nonfinite_counts is not NO_I32
-        ):  # what unpack makes of none
-            return self._wrong_nonfinite(result, record)
-        return None
-
-    @staticmethod
-    def _wrong_nonfinite(result: StepResult, record: StepRecord) -> str | None:
-        bad = result.nonfinite_prefills
-        if bad.size and not 0 <= int(bad.min()) <= int(bad.max()) < len(record.prefills):
-            return f"step {result.step}: prefill rows {bad.tolist()} of a plan of {len(record.prefills)}"
-        if result.nonfinite_counts.size not in (0, result.nonfinite_rows.size):
-            return f"step {result.step}: {result.nonfinite_counts.size} counts of {result.nonfinite_rows.size} rows"
-        return None
-
-    @staticmethod
-    def _logprob_spans(result: StepResult, record: StepRecord) -> tuple[str | None, list[LogprobSpan]]:
-        """What is wrong with the log-probabilities of a result, and the spans of them."""
-        try:
-            spans = spans_of(result)
-        except ValueError as wrong:
-            return f"step {result.step}: {wrong}", []
-        for span in spans:
-            if span.row >= (len(record.prefills) if span.is_prompt else len(record.rows)):
-                return f"step {result.step}: logprobs of row {span.row} are not in the plan", []
-        return None, spans
-
-    @staticmethod
-    def _logprobs(
-        record: StepRecord, spans: list[LogprobSpan], events: Events
-    ) -> tuple[tuple[Sequence, LogprobSpan], ...]:
-        """Those of the tokens that count, and those of prompts that nobody had yet (after a preemption some had)."""
-        got = set(events.sequences)
-        found: list[tuple[Sequence, LogprobSpan]] = []
-        for span in spans:
-            if not span.is_prompt:
-                sequence: Sequence = record.rows.sequences[span.row]
-                if sequence in got:
-                    found.append((sequence, span))
-                continue
-            sequence = record.prefills[span.row][0]
-            if sequence.state is State.FINISHED and sequence not in got:
-                continue
-            num_had = sequence.num_prompt_logprobs + 1 - span.position
-            if 0 <= num_had < span.ranks.size:
-                sequence.num_prompt_logprobs += span.ranks.size - num_had
-                found.append((sequence, span.part(num_had)))
-        return tuple(found)
-
-    def _append_column(self, record: StepRecord, tokens: I32) -> Events:
-        """The steady case: every row is still there and got one token."""
-        batch, rows = self.batch, record.rows
-        known = batch.num_known[rows.index]
-        self.kv.write_token_ids(rows.index, known, tokens)
-        index = known - batch.num_prompt[rows.index]
-        known += ONE
-        batch.num_known[rows.index] = known
-        self._num_output_tokens += tokens.size
-        cached: list[Sequence] = []
-        for sequence in rows.sequences[record.num_decode :]:
-            if sequence.first_token is None:
-                sequence.first_token = self.now
-                if sequence.num_cached_tokens:
-                    cached.append(sequence)
-        ends = [
-            end
-            for row in self._stopping.candidates(rows, tokens, known)
-            if (end := self._stop(rows.sequences[row], int(tokens[row]), int(index[row]) + 1)) is not None
-        ]
-        return Events(rows.sequences, tokens, index, ends=tuple(ends), cached=tuple(cached))
-
-    def _append_rows(self, record: StepRecord, result: StepResult) -> Events:
-        """The general case, row by row: rows that left, several tokens or none, vectors, logits that are not finite."""
-        batch, rows = self.batch, record.rows
-        counts = result.counts if result.counts.size else np.ones(len(rows), np.int32)
-        first = np.cumsum(counts) - counts
-        counted = result.nonfinite_counts.tolist() or [1] * result.nonfinite_rows.size
-        bad = dict(zip(result.nonfinite_rows.tolist(), counted, strict=True))
-        width = result.vectors.size // max(1, result.vector_rows.size)
-        vectors = {
-            row: result.vectors[i * width : (i + 1) * width] for i, row in enumerate(result.vector_rows.tolist())
-        }
-        got: list[tuple[Sequence, I32, int]] = []
-        ends: list[End] = []
-        pooled: list[tuple[Sequence, NDArray[np.float32]]] = []
-        cached: list[Sequence] = []
-        is_tainted = False
-        for row, sequence in enumerate(rows.sequences):
-            tokens = result.tokens[first[row] : first[row] + counts[row]]
-            slot = int(rows.slots[row])
-            is_here = int(batch.generation[slot]) == int(rows.generations[row])
-            if row in bad:
-                is_tainted |= self._cache.forget(sequence)
-            if not is_here and sequence.state is not State.PREEMPTED:
-                continue  # ended meanwhile; the token was counted as wasted then
-            if row in bad:
-                ends.append(self._end_corrupted(sequence, bad[row]))
-                continue
-            if row in vectors:
-                pooled.append((sequence, vectors[row]))
-                ends.append(self._roster.end(sequence, "stop"))
-                continue
-            start = self._append(sequence, tokens, slot if is_here else -1)
-            for position, token in enumerate(tokens.tolist()):
-                if sequence.watch is not None:
-                    sequence.watch.push(token)
-                end = self._stop(sequence, token, start + position + 1)
-                if end is not None:
-                    tokens = tokens[: position + 1]
-                    ends.append(end)
-                    break
-            if sequence.first_token is None:
-                if tokens.size:
-                    sequence.first_token = self.now
-                    if sequence.num_cached_tokens:
-                        cached.append(sequence)
-                    self._roster.tokenless.discard(sequence)
-                elif sequence.state is not State.FINISHED:
-                    self._roster.tokenless.add(sequence)
-            self._num_output_tokens += tokens.size
-            if tokens.size:
-                got.append((sequence, tokens, start))
-        if is_tainted:
-            self._roster.compute_again(self._void_later(record.step))
-        sequences = np.empty(len(got), object)
-        sequences[:] = [s for s, _, _ in got]
-        all_counts = np.array([t.size for _, t, _ in got], np.int32)
-        return Events(
-            sequences,
-            np.concatenate([t for _, t, _ in got]) if got else NO_I32,
-            np.array([i for _, _, i in got], np.int32),
-            NO_I32 if (all_counts == 1).all() else all_counts,
-            tuple(ends),
-            tuple(pooled),
-            cached=tuple(cached),
-        )
-
-    def _end_corrupted(self, sequence: Sequence, num_nonfinite: int) -> End:
-        """A request has no token to choose. num_nonfinite: values of its logits, 0 if its rules left nothing."""
-        sequence.num_nonfinite += num_nonfinite
-        self._num_nonfinite += num_nonfinite
-        self._num_corrupted += num_nonfinite > 0
-        return self._roster.end(sequence, "error", error=_no_choice(sequence), zero=True)
-
-    def _end_bad_prompts(self, record: StepRecord, rows: list[int]) -> list[End]:
-        """Prompts that the worker cleared since their states are not finite; who was to sample has ended already.
-
-        Also of those that left their slot meanwhile: what they had published before is cleared with the rest.
-        """
-        ends: list[End] = []
-        is_tainted = False
-        for row in rows:
-            sequence, num_tokens = record.prefills[row]
-            is_tainted |= self._cache.forget(sequence)
-            if sequence.state is not State.FINISHED:
-                ends.append(self._end_corrupted(sequence, num_tokens))
-        if is_tainted:
-            self._roster.compute_again(self._void_later(record.step))
-        return ends
-
-    def _append(self, sequence: Sequence, tokens: I32, slot: int) -> int:
-        """Add tokens to a request in a slot, or (slot -1) to a preempted one. Returns the first one's output index."""
-        if slot < 0:
-            start = sequence.known.size - sequence.num_prompt
-            sequence.known = np.concatenate((sequence.known, tokens))
-            sequence.looked_up = -1
-            return start
-        batch = self.batch
-        known = int(batch.num_known[slot])
-        room = sequence.limit - known
-        for position, token in enumerate(tokens[:room].tolist(), known):
-            block = self.kv.tables[0, slot, position // self.kv.block_size]
-            self.kv.token_ids[block, position % self.kv.block_size] = token
-        batch.num_known[slot] = known + min(tokens.size, room)
-        # The step was planned for one token. More of them have their KV already (they were computed as drafts);
-        # without any, the last known token has to be computed again.
-        batch.num_computed[slot] += tokens.size - 1
-        if batch.num_computed[slot] + 1 >= sequence.limit:
-            batch.stop_decoding(slot)
-        elif not batch.is_decoding[slot]:
-            batch.start_decoding([slot])
-        return known - sequence.num_prompt
-
-    def _stop(self, sequence: Sequence, token: int, num_outputs: int) -> End | None:
-        """End a request if this token, its num_outputs-th, is one to end at."""
-        end = self._stopping.end_of(sequence, token, num_outputs)
-        return None if end is None else self._roster.end(sequence, *end)
 
     def finish(self, stops: Iterable[tuple[Sequence, FinishReason, int | str | None]], now: float) -> list[End]:
         """End requests at what the text layer found. Those that ended meanwhile are left alone."""
@@ -753,9 +525,6 @@ class Scheduler:
             self._num_dropped += 1
             return NOTHING
         return self._void(voided, failure.error, failure.rows, failure.is_out_of_memory)
-
-    def _void_later(self, step: int) -> list[StepRecord]:
-        return self.ledger.void(step + 1)
 
     def _void(self, voided: list[StepRecord], error: str, rows: I32, is_out_of_memory: bool = False) -> Events:
         at_fault = self._faults.on_failed_step(voided[0], rows, is_out_of_memory)
@@ -828,7 +597,7 @@ class Scheduler:
         batch.num_known[index] += steps
         batch.is_simulated[index] = True
         self._num_steps += steps
-        self._num_output_tokens += steps * slots.size
+        self._results.num_output_tokens += steps * slots.size
         self.ledger.skip(steps)
         return steps
 
@@ -893,7 +662,7 @@ class Scheduler:
             num_blocked=len(self._roster.blocked),
             num_in_flight=len(self.ledger),
             num_steps=self._num_steps,
-            num_output_tokens=self._num_output_tokens,
+            num_output_tokens=self._results.num_output_tokens,
             num_prefill_tokens=self._num_prefill_tokens,
             num_forks=self._forks.num_forks,
             num_preemptions=self._roster.num_preemptions,
@@ -906,8 +675,8 @@ class Scheduler:
             num_suspects=self._faults.num_suspects,
             num_retrying=self._faults.num_retrying,
             num_memory_failures=self._faults.num_memory_failures,
-            num_corrupted_requests=self._num_corrupted,
-            num_nonfinite=self._num_nonfinite,
+            num_corrupted_requests=self._results.num_corrupted,
+            num_nonfinite=self._results.num_nonfinite,
             num_refused_decisions=self._num_refused,
             num_waiting_tokens=self._admission.num_tokens,
             num_overloaded=self._admission.num_refused,

@@ -31,6 +31,7 @@ from actorllm.scheduling.forks import Forks
 from actorllm.scheduling.ledger import Ledger
 from actorllm.scheduling.plan import PlanBuilder
 from actorllm.scheduling.prefix_cache import PrefixCache
+from actorllm.scheduling.results import Results
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import State
 from actorllm.scheduling.stopping import Stopping
@@ -273,9 +274,9 @@ def forget_to_free(right: Any, builder: PlanBuilder, slot: int) -> None:
         right(builder, slot)
 
 
-def forget_the_displaced_token(right: Any, scheduler: Scheduler, sequence: Any, tokens: I32, slot: int) -> int:
+def forget_the_displaced_token(right: Any, results: Results, sequence: Any, tokens: I32, slot: int) -> int:
     known = sequence.known
-    start: int = right(scheduler, sequence, tokens, slot)
+    start: int = right(results, sequence, tokens, slot)
     if slot < 0:
         sequence.known = known
     return start
@@ -363,7 +364,7 @@ MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
     (BlockPool, "release", leak_a_block),
     (Batch, "vacate", keep_the_generation),
     (PlanBuilder, "free", forget_to_free),
-    (Scheduler, "_append", forget_the_displaced_token),
+    (Results, "_append", forget_the_displaced_token),
     (KVCacheManager, "read_token_ids", read_one_token_too_few),
     (KVCacheManager, "extend", swap_extended_blocks),
     (Ledger, "void", void_one_step_only),

@@ -1,0 +1,305 @@
+"""`Results`: what a reported step is worth to its requests.
+
+Owns how tokens get to where they belong: to the column of known tokens and the paged ids in the steady case, row by row where
+rows left meanwhile, got several tokens or none, or have logits that are not finite. A result is held against the record of its
+step first: one that contradicts its plan changes nothing. Used by `Scheduler.update`.
+
+A row that left its slot keeps its token if it was preempted, and loses it if it ended. Whoever has logits or states that are
+not finite ends, what he had published is forgotten, and if somebody in a later step in flight may have taken that over, the
+later steps are computed again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actorllm.kvcache.manager import KVCacheManager
+from actorllm.logprobs import LogprobSpan, spans_of
+from actorllm.messages import I32, NO_I32, StepResult
+from actorllm.scheduling.batch import ONE, Batch
+from actorllm.scheduling.events import End, Events
+from actorllm.scheduling.ledger import Ledger, StepRecord
+from actorllm.scheduling.policy import View
+from actorllm.scheduling.prefix_cache import PrefixCache
+from actorllm.scheduling.roster import Roster
+from actorllm.scheduling.sequence import Sequence, State
+from actorllm.scheduling.stopping import Stopping
+
+NO_SPANS: list[LogprobSpan] = []
+"""Of most results. Never changed."""
+
+
+class Results:
+    """Applies them, in launch order."""
+
+    def __init__(
+        self,
+        view: View,
+        *,
+        vocab_size: int,
+        batch: Batch,
+        kv: KVCacheManager,
+        ledger: Ledger,
+        roster: Roster,
+        cache: PrefixCache,
+        stopping: Stopping,
+    ) -> None:
+        self.num_output_tokens = 0
+        self.num_corrupted = 0
+        """Requests that ended because their states or logits were not finite."""
+        self.num_nonfinite = 0
+        """Values of all of them together."""
+        self._view = view
+        self._vocab_size = vocab_size
+        self._batch = batch
+        self._kv = kv
+        self._ledger = ledger
+        self._roster = roster
+        self._cache = cache
+        self._stopping = stopping
+
+    def check(self, result: StepResult, record: StepRecord) -> tuple[str | None, list[LogprobSpan]]:
+        """Why a result cannot be that of its plan, or None; and the log-probabilities that it has."""
+        error = self._contradiction(result, record)
+        if error is None and result.logprob_spans.size:
+            return self._logprob_spans(result, record)
+        return error, NO_SPANS
+
+    def apply(self, result: StepResult, record: StepRecord, spans: list[LogprobSpan]) -> Events:
+        """Publish what the step computed, append what it sampled, and end whoever ends with it."""
+        bad_prompts = () if result.nonfinite_prefills is NO_I32 else set(result.nonfinite_prefills.tolist())
+        if record.prefills:
+            self._cache.publish_prefills(record.prefills, bad_prompts)
+        rows = record.rows
+        plain = not (
+            result.counts.size or result.nonfinite_rows.size or result.vector_rows.size or self._roster.tokenless
+        )
+        if plain and not np.count_nonzero(self._batch.generation[rows.index] != rows.generations):
+            events = self._append_column(record, result.tokens)
+        else:
+            events = self._append_rows(record, result)
+        if bad_prompts:
+            events = replace(events, ends=(*events.ends, *self._end_bad_prompts(record, sorted(bad_prompts))))
+        if spans:
+            events = replace(events, logprobs=self._logprobs(record, spans, events))
+        return events
+
+    def _contradiction(self, result: StepResult, record: StepRecord) -> str | None:
+        num_rows = len(record.rows)
+        expected = num_rows
+        if result.counts.size:
+            if result.counts.size != num_rows or int(result.counts.min()) < 0:
+                return f"step {result.step}: counts of {result.counts.size} rows for a plan of {num_rows}"
+            expected = int(result.counts.sum())
+        if result.tokens.size != expected:
+            return f"step {result.step}: {result.tokens.size} tokens for a plan of {expected}"
+        tokens = result.tokens
+        if result.nonfinite_rows.size and not result.counts.size:
+            tokens = np.delete(tokens, result.nonfinite_rows[result.nonfinite_rows < num_rows])  # those are void
+        if tokens.size and int(tokens.view(np.uint32).max()) >= self._vocab_size:  # a negative id is a very large one
+            return f"step {result.step}: a token id outside the vocabulary of {self._vocab_size}"
+        for rows in (result.nonfinite_rows, result.vector_rows):
+            if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
+                return f"step {result.step}: row {rows.tolist()} of a plan of {num_rows}"
+        if result.vector_rows.size and result.vectors.size % result.vector_rows.size:
+            return f"step {result.step}: {result.vectors.size} numbers for {result.vector_rows.size} vectors"
+        if (
+            result.nonfinite_prefills is not NO_I32 or result.nonfinite_counts is not NO_I32
+        ):  # what unpack makes of none
+            return self._wrong_nonfinite(result, record)
+        return None
+
+    @staticmethod
+    def _wrong_nonfinite(result: StepResult, record: StepRecord) -> str | None:
+        bad = result.nonfinite_prefills
+        if bad.size and not 0 <= int(bad.min()) <= int(bad.max()) < len(record.prefills):
+            return f"step {result.step}: prefill rows {bad.tolist()} of a plan of {len(record.prefills)}"
+        if result.nonfinite_counts.size not in (0, result.nonfinite_rows.size):
+            return f"step {result.step}: {result.nonfinite_counts.size} counts of {result.nonfinite_rows.size} rows"
+        return None
+
+    @staticmethod
+    def _logprob_spans(result: StepResult, record: StepRecord) -> tuple[str | None, list[LogprobSpan]]:
+        """What is wrong with the log-probabilities of a result, and the spans of them."""
+        try:
+            spans = spans_of(result)
+        except ValueError as wrong:
+            return f"step {result.step}: {wrong}", []
+        for span in spans:
+            if span.row >= (len(record.prefills) if span.is_prompt else len(record.rows)):
+                return f"step {result.step}: logprobs of row {span.row} are not in the plan", []
+        return None, spans
+
+    @staticmethod
+    def _logprobs(
+        record: StepRecord, spans: list[LogprobSpan], events: Events
+    ) -> tuple[tuple[Sequence, LogprobSpan], ...]:
+        """Those of the tokens that count, and those of prompts that nobody had yet (after a preemption some had)."""
+        got = set(events.sequences)
+        found: list[tuple[Sequence, LogprobSpan]] = []
+        for span in spans:
+            if not span.is_prompt:
+                sequence: Sequence = record.rows.sequences[span.row]
+                if sequence in got:
+                    found.append((sequence, span))
+                continue
+            sequence = record.prefills[span.row][0]
+            if sequence.state is State.FINISHED and sequence not in got:
+                continue
+            num_had = sequence.num_prompt_logprobs + 1 - span.position
+            if 0 <= num_had < span.ranks.size:
+                sequence.num_prompt_logprobs += span.ranks.size - num_had
+                found.append((sequence, span.part(num_had)))
+        return tuple(found)
+
+    def _append_column(self, record: StepRecord, tokens: I32) -> Events:
+        """The steady case: every row is still there and got one token."""
+        batch, rows = self._batch, record.rows
+        known = batch.num_known[rows.index]
+        self._kv.write_token_ids(rows.index, known, tokens)
+        index = known - batch.num_prompt[rows.index]
+        known += ONE
+        batch.num_known[rows.index] = known
+        self.num_output_tokens += tokens.size
+        cached: list[Sequence] = []
+        for sequence in rows.sequences[record.num_decode :]:
+            if sequence.first_token is None:
+                sequence.first_token = self._view.now
+                if sequence.num_cached_tokens:
+                    cached.append(sequence)
+        ends = [
+            end
+            for row in self._stopping.candidates(rows, tokens, known)
+            if (end := self._stop(rows.sequences[row], int(tokens[row]), int(index[row]) + 1)) is not None
+        ]
+        return Events(rows.sequences, tokens, index, ends=tuple(ends), cached=tuple(cached))
+
+    def _append_rows(self, record: StepRecord, result: StepResult) -> Events:
+        """The general case, row by row: rows that left, several tokens or none, vectors, logits that are not finite."""
+        batch, rows = self._batch, record.rows
+        counts = result.counts if result.counts.size else np.ones(len(rows), np.int32)
+        first = np.cumsum(counts) - counts
+        counted = result.nonfinite_counts.tolist() or [1] * result.nonfinite_rows.size
+        bad = dict(zip(result.nonfinite_rows.tolist(), counted, strict=True))
+        width = result.vectors.size // max(1, result.vector_rows.size)
+        vectors = {
+            row: result.vectors[i * width : (i + 1) * width] for i, row in enumerate(result.vector_rows.tolist())
+        }
+        got: list[tuple[Sequence, I32, int]] = []
+        ends: list[End] = []
+        pooled: list[tuple[Sequence, NDArray[np.float32]]] = []
+        cached: list[Sequence] = []
+        is_tainted = False
+        for row, sequence in enumerate(rows.sequences):
+            tokens = result.tokens[first[row] : first[row] + counts[row]]
+            slot = int(rows.slots[row])
+            is_here = int(batch.generation[slot]) == int(rows.generations[row])
+            if row in bad:
+                is_tainted |= self._cache.forget(sequence)
+            if not is_here and sequence.state is not State.PREEMPTED:
+                continue  # ended meanwhile; the token was counted as wasted then
+            if row in bad:
+                ends.append(self._end_corrupted(sequence, bad[row]))
+                continue
+            if row in vectors:
+                pooled.append((sequence, vectors[row]))
+                ends.append(self._roster.end(sequence, "stop"))
+                continue
+            start = self._append(sequence, tokens, slot if is_here else -1)
+            for position, token in enumerate(tokens.tolist()):
+                if sequence.watch is not None:
+                    sequence.watch.push(token)
+                end = self._stop(sequence, token, start + position + 1)
+                if end is not None:
+                    tokens = tokens[: position + 1]
+                    ends.append(end)
+                    break
+            if sequence.first_token is None:
+                if tokens.size:
+                    sequence.first_token = self._view.now
+                    if sequence.num_cached_tokens:
+                        cached.append(sequence)
+                    self._roster.tokenless.discard(sequence)
+                elif sequence.state is not State.FINISHED:
+                    self._roster.tokenless.add(sequence)
+            self.num_output_tokens += tokens.size
+            if tokens.size:
+                got.append((sequence, tokens, start))
+        if is_tainted:
+            self._roster.compute_again(self._ledger.void(record.step + 1))
+        sequences = np.empty(len(got), object)
+        sequences[:] = [s for s, _, _ in got]
+        all_counts = np.array([t.size for _, t, _ in got], np.int32)
+        return Events(
+            sequences,
+            np.concatenate([t for _, t, _ in got]) if got else NO_I32,
+            np.array([i for _, _, i in got], np.int32),
+            NO_I32 if (all_counts == 1).all() else all_counts,
+            tuple(ends),
+            tuple(pooled),
+            cached=tuple(cached),
+        )
+
+    def _end_corrupted(self, sequence: Sequence, num_nonfinite: int) -> End:
+        """A request has no token to choose. num_nonfinite: values of its logits, 0 if its rules left nothing."""
+        sequence.num_nonfinite += num_nonfinite
+        self.num_nonfinite += num_nonfinite
+        self.num_corrupted += num_nonfinite > 0
+        return self._roster.end(sequence, "error", error=_no_choice(sequence), zero=True)
+
+    def _end_bad_prompts(self, record: StepRecord, rows: list[int]) -> list[End]:
+        """Prompts that the worker cleared since their states are not finite; who was to sample has ended already.
+
+        Also of those that left their slot meanwhile: what they had published before is cleared with the rest.
+        """
+        ends: list[End] = []
+        is_tainted = False
+        for row in rows:
+            sequence, num_tokens = record.prefills[row]
+            is_tainted |= self._cache.forget(sequence)
+            if sequence.state is not State.FINISHED:
+                ends.append(self._end_corrupted(sequence, num_tokens))
+        if is_tainted:
+            self._roster.compute_again(self._ledger.void(record.step + 1))
+        return ends
+
+    def _append(self, sequence: Sequence, tokens: I32, slot: int) -> int:
+        """Add tokens to a request in a slot, or (slot -1) to a preempted one. Returns the first one's output index."""
+        if slot < 0:
+            start = sequence.known.size - sequence.num_prompt
+            sequence.known = np.concatenate((sequence.known, tokens))
+            sequence.looked_up = -1
+            return start
+        batch = self._batch
+        known = int(batch.num_known[slot])
+        room = sequence.limit - known
+        for position, token in enumerate(tokens[:room].tolist(), known):
+            block = self._kv.tables[0, slot, position // self._kv.block_size]
+            self._kv.token_ids[block, position % self._kv.block_size] = token
+        batch.num_known[slot] = known + min(tokens.size, room)
+        # The step was planned for one token. More of them have their KV already (they were computed as drafts);
+        # without any, the last known token has to be computed again.
+        batch.num_computed[slot] += tokens.size - 1
+        if batch.num_computed[slot] + 1 >= sequence.limit:
+            batch.stop_decoding(slot)
+        elif not batch.is_decoding[slot]:
+            batch.start_decoding([slot])
+        return known - sequence.num_prompt
+
+    def _stop(self, sequence: Sequence, token: int, num_outputs: int) -> End | None:
+        """End a request if this token, its num_outputs-th, is one to end at."""
+        end = self._stopping.end_of(sequence, token, num_outputs)
+        return None if end is None else self._roster.end(sequence, *end)
+
+
+def _no_choice(sequence: Sequence) -> str:
+    """Why a row had no token to choose."""
+    rules, error = sequence.rules, "the model's logits are not finite"
+    if rules is not None and (rules.allowed_ids or rules.bad_words):
+        return f"{error}, or allowed_token_ids, bad_words and min_tokens together leave no token to choose"
+    if sequence.submit.min_tokens:
+        return f"{error}, or every token is one that min_tokens={sequence.submit.min_tokens} keeps away"
+    return error
