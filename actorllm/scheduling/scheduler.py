@@ -31,7 +31,8 @@ from actorllm.kvcache.manager import KVCacheManager
 from actorllm.messages import DEADLINE_PASSED, I32, NO_I32, StepFailed, StepPlan, StepResult, Submit
 from actorllm.request import FinishReason
 from actorllm.scheduling.admission import Admission
-from actorllm.scheduling.batch import ONE, Batch, Rows
+from actorllm.scheduling.batch import ONE, Batch
+from actorllm.scheduling.decode_rows import DecodeRows
 from actorllm.scheduling.events import NOTHING, End, Events
 from actorllm.scheduling.expiry import Expiry
 from actorllm.scheduling.faults import KILLED, Faults
@@ -77,6 +78,7 @@ class Scheduler:
     ) -> None:
         """eos_token_ids: what ends a text; all but the primary one, the tokenizer's own, are told as the stop_reason.
         embedding_bytes: of each position of a prompt that is given as an embedding; 0: none is."""
+        # Room kept per row, beyond the token that a step samples: for what every step in flight may return beyond one.
         spare = num_lookahead_tokens * depth
         if num_blocks * block_size < max_model_len + spare:
             raise ValueError(
@@ -111,10 +113,7 @@ class Scheduler:
             silent_ids=frozenset() if primary_eos_token_id is None else frozenset((primary_eos_token_id,)),
             embedding_bytes=embedding_bytes,
         )
-        # Room kept per row: for the token that a step samples, and for what every step in flight may return beyond one.
-        self._spare = spare
-        self._ahead = 1 + spare
-        self._reach: I32 = np.array(1 + self._ahead, np.int32)
+        self._ahead = 1 + spare  # tokens behind the computed ones that a row has room for
         self._builder = PlanBuilder(self._eos_ids)
         self.pause_state = PauseState.RUNNING
         self._stopping = Stopping(self._eos_ids, vocab_size)
@@ -146,9 +145,7 @@ class Scheduler:
             cache=self._cache,
             stopping=self._stopping,
         )
-        self._decode: Rows = self.batch.rows()
-        self._computed: I32 = NO_I32
-        self._growing: I32 = NO_I32
+        self._decode = DecodeRows(self.batch, self.kv, spare)
         self._num_steps = 0
         self._num_prefill_tokens = 0
         self._num_dropped = 0
@@ -163,20 +160,10 @@ class Scheduler:
         if key in self._roster.alive:
             return None
         sequence = self._intake.take(frontend, submit, now)
-        if error := self._intake.refusal(sequence):
+        refused = self._refusal(sequence, now)
+        if refused is not None:
             sequence.state = State.FINISHED
-            return End(sequence, "error", error=error)
-        if submit.deadline is not None and submit.deadline <= now:
-            sequence.state = State.FINISHED
-            return End(sequence, "abort", DEADLINE_PASSED)
-        if refusal := self._admission.refusal(frontend, submit, self.batch.num_free_slots):
-            sequence.state = State.FINISHED
-            return End(sequence, "error", error=refusal.message, details=refusal.details)
-        if submit.rules is not None:
-            error = self._intake.take_rules(sequence, submit.rules)
-            if error is not None:
-                sequence.state = State.FINISHED
-                return End(sequence, "error", error=error)
+            return refused
         self._roster.enter(sequence)
         if submit.blocked_on is not None:
             self._roster.block(sequence)
@@ -184,6 +171,18 @@ class Scheduler:
             self._roster.wait(sequence)
         else:
             self._forks.wait_or_follow(sequence)
+        return None
+
+    def _refusal(self, sequence: Sequence, now: float) -> End | None:
+        submit = sequence.submit
+        if error := self._intake.refusal(sequence):
+            return End(sequence, "error", error=error)
+        if submit.deadline is not None and submit.deadline <= now:
+            return End(sequence, "abort", DEADLINE_PASSED)
+        if refusal := self._admission.refusal(sequence.key[0], submit, self.batch.num_free_slots):
+            return End(sequence, "error", error=refusal.message, details=refusal.details)
+        if submit.rules is not None and (error := self._intake.take_rules(sequence, submit.rules)):
+            return End(sequence, "error", error=error)
         return None
 
     def abort(self, keys: Iterable[Key], now: float) -> list[End]:
@@ -245,6 +244,16 @@ class Scheduler:
         self.now = now
         self.pause_state = PauseState.RUNNING
 
+    def reset_prefix_cache(self, now: float, reset_running_requests: bool = False) -> None:
+        """Forget everything that is cached. Running requests keep their blocks, and leave nothing behind.
+
+        reset_running_requests: they are preempted as well, and computed again from their first token.
+        """
+        self.now = now
+        self._cache.reset(self.running())
+        if reset_running_requests:
+            self._roster.preempt_all()
+
     @property
     def is_idle(self) -> bool:
         """There is no request."""
@@ -300,26 +309,26 @@ class Scheduler:
         return plan
 
     def _plan_step(self) -> StepPlan | None:
-        self._find_decode_rows()
+        batch, decode = self.batch, self._decode
+        decode.find()
         decision = self.policy.plan(self)
         self.wake_at = decision.wake_at
         self._roster.displaced.clear()
         for victim in decision.preempt:
             if victim.state is State.RUNNING:
                 self._roster.preempt(victim)
-        rows = self._decode
+        rows = decode.rows
         wanted = self._wanted_slots(decision.decode)
         if self._faults.is_restricted:
-            on_trial = self._faults.slots_on_trial(self._decode.slots if wanted is None else wanted)
+            on_trial = self._faults.slots_on_trial(decode.rows.slots if wanted is None else wanted)
             wanted = wanted if on_trial is None else on_trial
         if decision.preempt or wanted is not None:
-            rows = self._choose_decode_rows(wanted)
-        while self._growing.size > self.kv.num_free:
+            rows = decode.choose(wanted)
+        while decode.growing.size > self.kv.num_free:
             self._roster.preempt(self._victim_of_need())
-            rows = self._choose_decode_rows(wanted)
-        extended = (self._growing, self.kv.extend(self._growing)) if self._growing.size else (NO_I32, NO_I32)
-        batch = self.batch
-        computed = (self._computed if rows is self._decode else batch.num_computed[rows.index]) + ONE
+            rows = decode.choose(wanted)
+        extended = (decode.growing, self.kv.extend(decode.growing)) if decode.growing.size else (NO_I32, NO_I32)
+        computed = (decode.computed if rows is decode.rows else batch.num_computed[rows.index]) + ONE
         batch.num_computed[rows.index] = computed
         num_decode = num_tokens = len(rows)
         prefill: list[tuple[Sequence, int]] = []
@@ -335,7 +344,7 @@ class Scheduler:
                     forks = self._forks.fork(completed)
                     completed += [fork.slot for fork in forks]
                 joining = batch.start_decoding(completed)
-                sampling = batch.rows() if rows is self._decode else rows.joined(joining)
+                sampling = batch.rows() if rows is decode.rows else rows.joined(joining)
                 computed = batch.num_computed[sampling.index]
         for slot in sampling.slots[computed >= sampling.limits - ONE].tolist():
             batch.stop_decoding(slot)  # the last token it may have is in flight now
@@ -354,33 +363,14 @@ class Scheduler:
         self._num_steps += 1
         return plan
 
-    def _find_decode_rows(self) -> None:
-        """The decode rows of this step, and those of them whose next token needs another block."""
-        batch = self.batch
-        self._decode = rows = batch.rows()
-        # Room for the token computed now, the one it samples, and what the result may carry beyond that.
-        self._computed = batch.num_computed[rows.index]
-        most = rows.limits + self._spare if self._spare else rows.limits
-        needed = np.minimum(self._computed + self._reach, most)
-        self._growing = rows.slots[needed > self.kv.capacity[rows.index]]
-
     def _wanted_slots(self, mask: NDArray[np.bool_] | None) -> I32 | None:
         """The decode slots that a policy's mask selects; None: all."""
         if mask is None:
             return None
-        if mask.shape != (len(self._decode),) or mask.dtype != np.bool_:
+        if mask.shape != (len(self._decode.rows),) or mask.dtype != np.bool_:
             self._num_refused += 1
             return None
-        return self._decode.slots[mask]
-
-    def _choose_decode_rows(self, wanted: I32 | None) -> Rows:
-        """The decode rows again after preemptions, and only those that the policy wants."""
-        self._find_decode_rows()
-        if wanted is None:
-            return self._decode
-        wanted = wanted[self.batch.is_decoding[wanted]]
-        self._growing = self._growing[np.isin(self._growing, wanted)]
-        return self.batch.select(wanted.tolist())
+        return self._decode.rows.slots[mask]
 
     def _victim_of_need(self) -> Sequence:
         """Who must give blocks back although the decision did not say so; the latest arrival if the policy has no answer."""
@@ -460,16 +450,6 @@ class Scheduler:
     def _remaining_if_any(self, sequence: Sequence) -> int:
         """How many tokens of its prompt a request has left to compute, whether it has a slot or waits for one."""
         return self.remaining(sequence) if sequence.state is State.WAITING or sequence in self._roster.prefilling else 0
-
-    def reset_prefix_cache(self, now: float, reset_running_requests: bool = False) -> None:
-        """Forget everything that is cached. Running requests keep their blocks, and leave nothing behind.
-
-        reset_running_requests: they are preempted as well, and computed again from their first token.
-        """
-        self.now = now
-        self._cache.reset(self.running())
-        if reset_running_requests:
-            self._roster.preempt_all()
 
     # Results ----------------------------------------------------------------------------------------------------------
 
@@ -609,15 +589,15 @@ class Scheduler:
 
     @property
     def decode_slots(self) -> I32:
-        return self._decode.slots
+        return self._decode.rows.slots
 
     @property
     def num_growing(self) -> int:
-        return self._growing.size
+        return self._decode.growing.size
 
     @property
     def growing_slots(self) -> I32:
-        return self._growing
+        return self._decode.growing
 
     @property
     def prefilling(self) -> dict[Sequence, None]:

@@ -325,7 +325,10 @@ async def test_the_configuration_reaches_the_scheduler() -> None:
     config = dataclasses.replace(
         bench.config, scheduler=dataclasses.replace(bench.config.scheduler, num_lookahead_tokens=3)
     )
-    assert bench.actor._build(config)._spare == 3
+    built, without = bench.actor._build(config), bench.actor._build(bench.config)
+    assert built.kv.max_blocks_per_slot == without.kv.max_blocks_per_slot + 1, (
+        "no room for more than one token of a step"
+    )
 
 
 async def test_a_stop_string_in_the_last_allowed_token_decides() -> None:

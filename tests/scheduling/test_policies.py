@@ -237,7 +237,7 @@ def test_deadlines_of_tokens_have_two_anchors(build_engine: BuildEngine) -> None
         result = engine.results[0]
         engine.results[0] = type(result)(step=result.step, tokens=result.tokens, started=1.0, ended=2.0)
         engine.complete()
-        engine.scheduler._find_decode_rows()
+        engine.scheduler._decode.find()
         due[anchor] = policy.deadlines.next_due(engine.scheduler).tolist()
     assert due["slo"] == [5.5, 2.5, float("inf"), 2.5], "a first token that was late starts the clock anew"
     assert due["first"] == [2.5, 2.5, float("inf"), 2.5]
