@@ -6,8 +6,7 @@ after deaths the few who are tried (`quarantine`). Owns these three, the limits 
 since the workers died. The Scheduler voids the steps, computes everybody again and ends who is found guilty here.
 
 Invariants: the suspects of failed steps are forgotten when the workers die; from there on the quarantine alone says who is
-tried. `is_restricted` is true while there are suspects or smaller limits. Costs two comparisons per step while nothing went
-wrong.
+tried. `is_restricted` is true while there are suspects or smaller limits. Costs three look-ups per step while nothing went wrong.
 """
 
 from __future__ import annotations

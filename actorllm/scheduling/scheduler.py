@@ -13,6 +13,12 @@
 Pure: the same calls with the same arguments give the same plans (`recording` shows it). Cost follows change: a steady
 decode step touches numpy columns only; Python runs per request at arrival, admission, preemption and end.
 
+Parts, each with its own state and invariants: `Intake` makes a sequence of a Submit; `Roster` has every request alive and moves
+it from state to state; `Batch` and `KVCacheManager` are the slots, by column; `DecodeRows`, `PlanBuilder` and `Ledger` are the
+step being planned, its plan, and the steps in flight; `Results` applies what comes back, `Stopping` says who ends with it. Aside
+stand `PrefixCache`, `Forks`, `Payload` (log-probabilities, embeddings), `Faults` (failed steps, dead workers), `Expiry` and
+`Admission`.
+
 Terms. A token is *known* when its id is here; a decode row runs one token ahead: the token sampled by a step in flight is
 computed by the next one before its id is known. `num_computed` counts KV computed or in flight, `num_known` known ids.
 Sequences of one prompt: the first computes it, and the others are *forks* that take it over (`forks`).
@@ -97,34 +103,37 @@ class Scheduler:
             max_num_partial_prefills,
             int(watermark * num_blocks),
         )
-        self.batch = Batch(max_num_seqs)
-        self.kv = KVCacheManager(num_blocks, block_size, max_num_seqs, max_model_len + spare, enable_prefix_caching)
-        self.ledger = Ledger(depth)
-        self._faults = Faults(limits, self.batch)
-        self._cache = PrefixCache(self.kv, self.batch, self.ledger, spare)
-        self.policy = policy
+        eos_ids = frozenset(eos_token_ids)
+        self.pause_state = PauseState.RUNNING
         self.wake_at = math.inf
-        self._eos_ids = frozenset(eos_token_ids)
+        self._policy = policy
+        self.batch = batch = Batch(max_num_seqs)
+        self.kv = kv = KVCacheManager(
+            num_blocks, block_size, max_num_seqs, max_model_len + spare, enable_prefix_caching
+        )
+        self.ledger = Ledger(depth)
+        self._ahead = 1 + spare  # tokens behind the computed ones that a row has room for
+        self._decode = DecodeRows(batch, kv, spare)
+        self._builder = PlanBuilder(eos_ids)
+        self._cache = PrefixCache(kv, batch, self.ledger, spare)
+        self._faults = Faults(limits, batch)
+        self._stopping = Stopping(eos_ids, vocab_size)
+        self._payload = Payload(embedding_bytes)
+        self._expiry = Expiry()
+        self._admission = Admission(max_waiting_requests, max_waiting_tokens)
         self._intake = Intake(
             limits,
             block_size=block_size,
             vocab_size=vocab_size,
-            eos_ids=self._eos_ids,
+            eos_ids=eos_ids,
             silent_ids=frozenset() if primary_eos_token_id is None else frozenset((primary_eos_token_id,)),
             embedding_bytes=embedding_bytes,
         )
-        self._ahead = 1 + spare  # tokens behind the computed ones that a row has room for
-        self._builder = PlanBuilder(self._eos_ids)
-        self.pause_state = PauseState.RUNNING
-        self._stopping = Stopping(self._eos_ids, vocab_size)
-        self._payload = Payload(embedding_bytes)
-        self._expiry = Expiry()
-        self._admission = Admission(max_waiting_requests, max_waiting_tokens)
         self._roster = Roster(
             self,
             policy,
-            batch=self.batch,
-            kv=self.kv,
+            batch=batch,
+            kv=kv,
             ledger=self.ledger,
             builder=self._builder,
             cache=self._cache,
@@ -134,18 +143,18 @@ class Scheduler:
             expiry=self._expiry,
             admission=self._admission,
         )
+        self.prefilling = self._roster.prefilling
         self._forks = Forks(self, policy, self._roster, self._builder, self._payload, spare)
         self._results = Results(
             self,
             vocab_size=vocab_size,
-            batch=self.batch,
-            kv=self.kv,
+            batch=batch,
+            kv=kv,
             ledger=self.ledger,
             roster=self._roster,
             cache=self._cache,
             stopping=self._stopping,
         )
-        self._decode = DecodeRows(self.batch, self.kv, spare)
         self._num_steps = 0
         self._num_prefill_tokens = 0
         self._num_dropped = 0
@@ -311,7 +320,7 @@ class Scheduler:
     def _plan_step(self) -> StepPlan | None:
         batch, decode = self.batch, self._decode
         decode.find()
-        decision = self.policy.plan(self)
+        decision = self._policy.plan(self)
         self.wake_at = decision.wake_at
         self._roster.displaced.clear()
         for victim in decision.preempt:
@@ -374,7 +383,7 @@ class Scheduler:
 
     def _victim_of_need(self) -> Sequence:
         """Who must give blocks back although the decision did not say so; the latest arrival if the policy has no answer."""
-        victim = self.policy.victim(self)
+        victim = self._policy.victim(self)
         if victim is None or victim.state is not State.RUNNING:
             self._num_refused += 1
             victim = max(self.running(), key=lambda s: s.arrival_index)
@@ -391,6 +400,7 @@ class Scheduler:
         shared: dict[int, I32] = {}
         free_blocks = self.kv.num_free
         embeds_room = self._payload.embeds_room()
+        max_tokens = self.limits.max_tokens
         seen: set[Sequence] = set()
         is_running = self.pause_state is PauseState.RUNNING
         is_choosy = not is_running or self._faults.is_choosy
@@ -404,7 +414,7 @@ class Scheduler:
                 continue
             if is_waiting and is_choosy and not self.may_start(sequence):
                 self._num_refused += 1
-                self.policy.on_refusal(sequence, self)
+                self._policy.on_refusal(sequence, self)
                 continue
             remaining = self._remaining_if_any(sequence)
             if sequence.rules is not None:
@@ -412,19 +422,19 @@ class Scheduler:
             has_embeds = self._payload.num_embedded and sequence.submit.prompt_embeds.size
             if has_embeds:
                 size = min(size, embeds_room)
-            wanted, size = size, min(size, remaining, self.limits.max_tokens - num_tokens)
+            wanted, size = size, min(size, remaining, max_tokens - num_tokens)
             self._num_refused += size < wanted
             if size <= 0 or (size < remaining and sequence.is_whole):
                 if is_waiting:  # with a slot and no token it would run without being in any plan
                     self._num_refused += size == wanted
-                    self.policy.on_refusal(sequence, self)
+                    self._policy.on_refusal(sequence, self)
                 continue
             if is_waiting:
                 num_blocks = sequence.num_needed_blocks
                 taken = num_blocks - self._cache.num_held(sequence) if sequence.hits.size else num_blocks
                 if not batch.num_free_slots or taken > free_blocks or not self._payload.has_row_room(sequence):
                     self._num_refused += 1
-                    self.policy.on_refusal(sequence, self)
+                    self._policy.on_refusal(sequence, self)
                     continue
                 free_blocks -= taken
                 self._roster.start(sequence)
@@ -440,16 +450,16 @@ class Scheduler:
             batch.num_computed[slot] += size
             if size == remaining:
                 completed.append(slot)
-                del self._roster.prefilling[sequence]
+                del self.prefilling[sequence]
         if started:
             self._builder.add(started, self.kv.fill([(s.slot, num_blocks) for s, num_blocks in started], shared))
             for sequence, _ in started:
-                self.policy.on_admit(sequence, self)
+                self._policy.on_admit(sequence, self)
         return accepted, completed
 
     def _remaining_if_any(self, sequence: Sequence) -> int:
         """How many tokens of its prompt a request has left to compute, whether it has a slot or waits for one."""
-        return self.remaining(sequence) if sequence.state is State.WAITING or sequence in self._roster.prefilling else 0
+        return self.remaining(sequence) if sequence.state is State.WAITING or sequence in self.prefilling else 0
 
     # Results ----------------------------------------------------------------------------------------------------------
 
@@ -470,7 +480,7 @@ class Scheduler:
         if self._faults.is_any:
             self._faults.on_good_step(events.sequences, now)
         self._roster.readmit()
-        self.policy.on_step(
+        self._policy.on_step(
             StepDone(
                 result.step,
                 record.rows.slots,
@@ -547,7 +557,7 @@ class Scheduler:
         """
         self.now = now
         if (
-            self._roster.prefilling
+            self.prefilling
             or self._roster.waiting
             or self._roster.preempted
             or self._roster.tokenless
@@ -558,7 +568,7 @@ class Scheduler:
             return 0
         batch, kv, rows = self.batch, self.kv, self.batch.rows()
         slots, index = rows.slots, rows.index
-        if not slots.size or not getattr(self.policy, "ignores_decode_steps", False):
+        if not slots.size or not getattr(self._policy, "ignores_decode_steps", False):
             return 0
         if any(record.prefills or record.rows is not rows for record in self.ledger):
             return 0
@@ -584,6 +594,11 @@ class Scheduler:
     # What policies and people may look at -----------------------------------------------------------------------------
 
     @property
+    def policy(self) -> PlanPolicy:
+        """The one it was built with: requests are announced to it from the first one on."""
+        return self._policy
+
+    @property
     def limits(self) -> Limits:
         return self._faults.limits
 
@@ -598,10 +613,6 @@ class Scheduler:
     @property
     def growing_slots(self) -> I32:
         return self._decode.growing
-
-    @property
-    def prefilling(self) -> dict[Sequence, None]:
-        return self._roster.prefilling
 
     @property
     def num_waiting(self) -> int:
@@ -680,7 +691,7 @@ class Scheduler:
                 int(((r.rows.slots == slot) & (r.rows.generations == batch.generation[slot])).sum())
                 for r in self.ledger
             )
-            if sequence in self._roster.prefilling:
+            if sequence in self.prefilling:
                 assert computed < known, f"slot {slot} prefills and has nothing left"
                 assert in_flight == 0, f"slot {slot} prefills and samples"
             else:

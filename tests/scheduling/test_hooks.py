@@ -15,6 +15,7 @@ from actorllm.scheduling.policy import Admit, Decision, KeyPlanner, KeyPolicy, S
 from actorllm.scheduling.recording import RecordedScheduler, replay
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import State
+from tests.scheduling.conftest import Engine
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -550,7 +551,7 @@ def test_a_request_ended_while_it_waits_for_its_token_counts_it(build_engine: Ca
     engine.run()
 
 
-def test_a_planner_may_change_the_decisions_that_it_builds_on(engine: Any, reference: Callable[..., list[int]]) -> None:
+def test_a_planner_may_change_the_decisions_that_it_builds_on(reference: Callable[..., list[int]]) -> None:
     class Pausing(KeyPlanner):
         """Holds slot 0 back once, in a step in which nothing else happens."""
 
@@ -564,7 +565,8 @@ def test_a_planner_may_change_the_decisions_that_it_builds_on(engine: Any, refer
                 decision.wake_at = 7.0
             return decision
 
-    engine.scheduler.policy = policy = Pausing(KeyPolicy())
+    policy = Pausing(KeyPolicy())
+    engine = Engine(policy=policy)
     engine.submit(1, [1], max_tokens=6, ignore_eos=True)
     engine.submit(2, [2], max_tokens=6, ignore_eos=True)
     engine.run()
