@@ -14,6 +14,7 @@ import numpy as np
 
 from actorllm.embeds import MAX_STEP_BYTES, rows_between
 from actorllm.messages import U8
+from actorllm.rules import SamplingRules
 from actorllm.scheduling.batch import Batch
 from actorllm.scheduling.sequence import Sequence
 
@@ -41,13 +42,13 @@ class Payload:
         """It has ended."""
         self.num_embedded -= sequence.submit.prompt_embeds.size > 0
 
-    def enter_slot(self, sequence: Sequence) -> None:
-        if sequence.rules is not None:
-            self._num_row_logprobs += sequence.rules.num_logprobs + 1
+    def enter_slot(self, rules: SamplingRules) -> None:
+        """A request with these got a slot."""
+        self._num_row_logprobs += rules.num_logprobs + 1
 
-    def leave_slot(self, sequence: Sequence) -> None:
-        if sequence.rules is not None:
-            self._num_row_logprobs -= sequence.rules.num_logprobs + 1
+    def leave_slot(self, rules: SamplingRules) -> None:
+        """It left it."""
+        self._num_row_logprobs -= rules.num_logprobs + 1
 
     def has_row_room(self, sequence: Sequence) -> bool:
         """Whether the log-probabilities of its tokens fit beside those of the others."""

@@ -119,7 +119,8 @@ class Roster:
             sequence.num_cached_tokens = sequence.num_done
         self._batch.occupy(sequence)
         self.prefilling[sequence] = None
-        self._payload.enter_slot(sequence)
+        if sequence.rules is not None:
+            self._payload.enter_slot(sequence.rules)
 
     def start_fork(self, fork: Sequence, leader: Sequence) -> None:
         """It gets a slot. Its prompt is computed when that of its leader is, and published when that is reported."""
@@ -131,7 +132,8 @@ class Roster:
         fork.can_publish &= leader.can_publish  # not if a reset came meanwhile
         slot = self._batch.occupy(fork)
         self._batch.num_computed[slot] = fork.num_prompt
-        self._payload.enter_slot(fork)
+        if fork.rules is not None:
+            self._payload.enter_slot(fork.rules)
 
     # And out of it ----------------------------------------------------------------------------------------------------
 
@@ -228,7 +230,8 @@ class Roster:
     def _leave_slot(self, sequence: Sequence, *, zero: bool = False) -> None:
         slot = sequence.slot
         self.prefilling.pop(sequence, None)
-        self._payload.leave_slot(sequence)
+        if sequence.rules is not None:
+            self._payload.leave_slot(sequence.rules)
         self._kv.empty(slot, zero=zero)
         self._batch.vacate(slot)
         self._builder.free(slot)
