@@ -10,11 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from actorllm.config import BUNDLED_MODELS
+
 PROGRAMS = Path(__file__).parent / "vllm_programs"
 EXPECTED = {
     "quickstart": ["Prompt:    'Once upon a time'", "Prompt:    'The sun was'"],
     "offline_inference": ["length"],
     "engine": ["finished 0 1", "finished 1 1", "finished 2 2"],
+    "async_control": ["one: abort", "four: length", "paused: True abort", "resumed: False"],
+    "prompt_embeds": ["same text: 2"],
     "async_streaming": ["finished stream-example-1", "finished stream-example-3"],
     "beam_search": ["-"],
     "older_async": ["finished 0 True", "finished 1 True", "finished 2 True"],
@@ -29,10 +33,12 @@ def test_only_the_import_is_changed(tmp_path: Path, name: str) -> None:
     assert "vllm" not in re.sub("actorllm", "", changed)
     script = tmp_path / f"{name}.py"
     script.write_text(changed)
-    model = ["--model", "storyteller"] if name == "engine" else ["storyteller"]
+    # transformers reads it, too
+    model = str(BUNDLED_MODELS["storyteller"]) if name == "prompt_embeds" else "storyteller"
+    arguments = ["--model", model] if name == "engine" else [model]
     environment = os.environ | {"PYTHONPATH": str(PROGRAMS.parent.parent)}
     done = subprocess.run(
-        [sys.executable, script, *model], capture_output=True, text=True, timeout=120, check=False, env=environment
+        [sys.executable, script, *arguments], capture_output=True, text=True, timeout=120, check=False, env=environment
     )
     assert done.returncode == 0, done.stderr
     for words in EXPECTED[name]:

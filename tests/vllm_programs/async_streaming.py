@@ -3,7 +3,9 @@
 import asyncio
 import sys
 
-from vllm import AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
 
 
 async def stream_response(engine: AsyncLLM, prompt: str, request_id: str) -> None:
