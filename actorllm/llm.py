@@ -17,6 +17,7 @@ from actorllm.engine import AttachedEngine, Engine, Prompt, check_timeout
 from actorllm.engine_args import EngineArgs, check_idle_arguments
 from actorllm.errors import InvalidParameterError, InvalidPromptError
 from actorllm.health import EngineHealth
+from actorllm.llm_engine import LLMEngine
 from actorllm.request import RequestOutput, RequestOutputKind, SamplingParams, _integer
 from actorllm.stream import RequestStream
 from actorllm.text.chat import ContentFormat, Conversation, Message, is_batch
@@ -37,6 +38,7 @@ class LLM:
         self._hold = engine.new_hold()
         self._host: ThreadHost | None = None
         self._enqueued: list[RequestStream] = []
+        self._stepped: LLMEngine | None = None
         engine.start()
 
     @classmethod
@@ -59,6 +61,13 @@ class LLM:
     @property
     def model_config(self) -> ModelConfig:
         return self._engine.config.model
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The same engine, to be stepped by hand: its requests and those of `generate` do not see each other."""
+        if self._stepped is None:
+            self._stepped = LLMEngine._over(self._engine, self._hold)
+        return self._stepped
 
     def get_world_size(self, include_dp: bool = True) -> int:
         """How many ranks compute a step. include_dp changes nothing: there are no data-parallel ranks."""

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from actorllm.actors.engine_thread import ThreadHost, Waiter
 from actorllm.config import EngineConfig, ModelConfig
-from actorllm.engine import Engine, Prompt
+from actorllm.engine import Engine, Hold, Prompt
 from actorllm.engine_args import EngineArgs, check_idle_arguments
 from actorllm.errors import InvalidParameterError, RequestError
 from actorllm.request import CompletionOutput, RequestOutput, SamplingParams
@@ -29,12 +29,23 @@ class LLMEngine:
         self._open(EngineConfig.from_arguments(model, **arguments))
 
     def _open(self, config: EngineConfig) -> None:
-        self._engine = Engine(config, is_synchronous=True)
-        self._hold = self._engine.new_hold()
+        engine = Engine(config, is_synchronous=True)
+        self._adopt(engine, engine.new_hold())
+        engine.start()
+
+    @classmethod
+    def _over(cls, engine: Engine, hold: Hold) -> Self:
+        """Steps through an engine that another front door has started, and that lives as long as this `hold` of it."""
+        self = cls.__new__(cls)
+        self._adopt(engine, hold)
+        return self
+
+    def _adopt(self, engine: Engine, hold: Hold) -> None:
+        self._engine = engine
+        self._hold = hold
         self._host = ThreadHost()
         self._streams: dict[str, RequestStream] = {}
         self._ready: dict[str, None] = {}
-        self._engine.start()
 
     @classmethod
     def from_engine_args(

@@ -87,6 +87,18 @@ VLLM_PARAMETERS: dict[str, tuple[Any, ...]] = {
 }
 """Sampling parameters of vLLM that are accepted at these values, where they ask for what is done anyway."""
 
+VLLM_POSITIONS = (
+    *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "watermarking"),
+    *("top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens"),
+    *("logprobs", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids"),
+    *("flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
+    *("include_stop_str_in_output", "output_kind", "stream_interval", "skip_clone"),
+)
+"""What vLLM's `SamplingParams` takes by position, up to what is inside its engine."""
+
+MAX_OPTIONAL_BIAS = 100.0
+"""What `SamplingParams.from_optional` makes of a larger bias, as vLLM and OpenAI's API do."""
+
 
 VLLM_REQUEST_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "lora_request": (None,),
@@ -130,10 +142,13 @@ def _refuse_unless_idle(name: str, value: object, known: dict[str, tuple[Any, ..
     raise InvalidParameterError(f"{name}={_shown(value)} is not supported yet; leave it at {shown}")
 
 
-def names_unknown_parameters(idle: dict[str, tuple[Any, ...]]) -> Callable[[type[T]], type[T]]:
+def names_unknown_parameters(
+    idle: dict[str, tuple[Any, ...]], positions: tuple[str, ...] = ()
+) -> Callable[[type[T]], type[T]]:
     """Make a dataclass answer an unknown keyword with the nearest known one.
 
-    idle: further names that it takes, and the values at which they ask for nothing.
+    idle: further names that it takes, and the values at which they ask for nothing. positions: what arguments without a
+    name are, where the fields of the dataclass are to be named.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -142,6 +157,8 @@ def names_unknown_parameters(idle: dict[str, tuple[Any, ...]]) -> Callable[[type
 
         @functools.wraps(generated)
         def __init__(self: T, *args: Any, **kwargs: Any) -> None:
+            if args and positions:
+                args = _name(cls, args, positions, kwargs)
             for name in [name for name in kwargs if name not in names]:
                 if name not in idle:
                     nearest = nearest_name(name, [*names, *idle])
@@ -153,6 +170,19 @@ def names_unknown_parameters(idle: dict[str, tuple[Any, ...]]) -> Callable[[type
         return cls
 
     return decorate
+
+
+def _name(cls: type[Any], args: tuple[Any, ...], positions: tuple[str, ...], kwargs: dict[str, Any]) -> tuple[()]:
+    """Move arguments without a name into kwargs."""
+    if len(args) > len(positions):
+        raise InvalidParameterError(
+            f"{cls.__name__} takes {len(positions)} arguments without a name, not {len(args)}; name the others"
+        )
+    for name, value in zip(positions, args, strict=False):
+        if name in kwargs:
+            raise InvalidParameterError(f"{cls.__name__} got {name} twice: {_shown(value)}, and {_shown(kwargs[name])}")
+        kwargs[name] = value
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +216,7 @@ class RepetitionDetectionParams:
             )
 
 
-@names_unknown_parameters(VLLM_PARAMETERS)
+@names_unknown_parameters(VLLM_PARAMETERS, VLLM_POSITIONS)
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """How to choose the tokens of one request, and when to stop.
@@ -310,6 +340,21 @@ class SamplingParams:
         if self.logprobs is not None:
             return self.logprobs
         return len(self.logprob_token_ids) if self.logprob_token_ids else None
+
+    @staticmethod
+    def from_optional(**parameters: Any) -> SamplingParams:
+        """As the constructor, by name only, of what comes from a request in JSON.
+
+        None is the default of n, temperature, top_p and the penalties, too; biases are brought within -100 and 100.
+        """
+        for name in ("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p"):
+            if name in parameters and parameters[name] is None:
+                del parameters[name]
+        params = SamplingParams(**parameters)
+        params.logit_bias = params.logit_bias and {
+            token: min(MAX_OPTIONAL_BIAS, max(-MAX_OPTIONAL_BIAS, bias)) for token, bias in params.logit_bias.items()
+        }
+        return params
 
     def clone(self) -> SamplingParams:
         """A copy that shares nothing with this one."""

@@ -17,7 +17,7 @@ import pytest
 import actorllm
 from actorllm import AsyncLLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
 from actorllm.config import ARGUMENTS, VLLM_ARGUMENTS
-from actorllm.request import REQUEST_ARGUMENTS, VLLM_PARAMETERS, VLLM_REQUEST_ARGUMENTS
+from actorllm.request import REQUEST_ARGUMENTS, VLLM_PARAMETERS, VLLM_POSITIONS, VLLM_REQUEST_ARGUMENTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
 VLLM = json.loads(Path(__file__).with_name("vllm_names.json").read_text())
@@ -125,6 +125,12 @@ def test_methods_take_the_arguments_of_vllm_in_its_order(section: str, method: s
         assert name in kinds or is_extra, name
 
 
+def test_arguments_without_a_name_are_those_of_vllm() -> None:
+    """Up to the first that is inside its engine."""
+    theirs = VLLM["fields"]["SamplingParams"]
+    assert list(VLLM_POSITIONS) == theirs[: theirs.index("output_text_buffer_length")]
+
+
 def test_the_older_name_of_the_engine() -> None:
     assert public_names(AsyncLLMEngine) - public_names(AsyncLLM) == names("AsyncLLMEngine", are_there=True)
 
@@ -145,7 +151,7 @@ def test_parameters_that_are_accepted_at_values() -> None:
     assert notes("SamplingParams") == refused(VLLM_PARAMETERS)
     known = {*SamplingParams.__dataclass_fields__, *VLLM_PARAMETERS}
     others = names("SamplingParams", are_there=False) - known
-    for name in others - {"from_optional"}:
+    for name in others:
         with pytest.raises(actorllm.ActorLLMError, match="has no parameter"):
             SamplingParams(**{name: None})
 

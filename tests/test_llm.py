@@ -320,3 +320,23 @@ def test_profiles_nobody_asked_for(llm: LLM, tmp_path: Path) -> None:
             other.start_profile("../x")
         with pytest.raises(InvalidParameterError, match="max_iterations=3"):
             other.start_profile(max_iterations=3)
+
+
+def test_the_engine_within_is_stepped_beside_calls_of_generate(llm: LLM) -> None:
+    engine = llm.llm_engine
+    assert engine is llm.llm_engine
+    assert isinstance(engine, LLMEngine)
+    assert engine.model_config is llm.model_config
+    (whole,) = generate(llm, PROMPTS[0], short(8))
+    engine.add_request("stepped", PROMPTS[0], short(8))
+    (between,) = generate(llm, PROMPTS[1], short(3))
+    assert between.outputs[0].finish_reason == "length"
+    outputs: list[RequestOutput] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert [output.request_id for output in outputs] == ["stepped"] * len(outputs)
+    assert outputs[-1].outputs == whole.outputs
+    engine.add_request("bad", [1, 10**6], short(8))
+    (failed,) = engine.step()
+    assert failed.outputs[0].finish_reason == "error"
+    assert "1000000" in str(failed.outputs[0].stop_reason)

@@ -580,3 +580,38 @@ async def test_requests_of_every_kind_in_one_batch_keep_to_their_own(llm: AsyncL
         for number in range(len(variants)):
             tasks.start_soon(one, number)
     assert [together[number] for number in range(len(variants))] == alone
+
+
+def test_arguments_without_a_name_come_in_the_order_of_vllm() -> None:
+    params = SamplingParams(2, 0.1, 0.2, 1.3, 0.4, None, 0.5, 6, 0.07, 8, ["stop"])
+    assert params == SamplingParams(
+        n=2,
+        presence_penalty=0.1,
+        frequency_penalty=0.2,
+        repetition_penalty=1.3,
+        temperature=0.4,
+        top_p=0.5,
+        top_k=6,
+        min_p=0.07,
+        seed=8,
+        stop="stop",
+    )
+    with pytest.raises(InvalidParameterError, match="watermarking=True is not supported"):
+        SamplingParams(1, 0.0, 0.0, 1.0, 1.0, True)
+    with pytest.raises(InvalidParameterError, match="SamplingParams got n twice: 1, and 2"):
+        SamplingParams(1, n=2)
+    with pytest.raises(InvalidParameterError, match="takes 28 arguments without a name, not 29"):
+        SamplingParams(*[None] * 29)
+
+
+def test_from_optional_takes_none_for_defaults_and_brings_biases_within_bounds() -> None:
+    params = SamplingParams.from_optional(
+        n=None, temperature=None, top_p=None, presence_penalty=None, frequency_penalty=None, repetition_penalty=None
+    )
+    assert params == SamplingParams()
+    params = SamplingParams.from_optional(max_tokens=None, stop="x", logit_bias={"3": 400, 4: -101.0, 5: 1})
+    assert params == SamplingParams(max_tokens=None, stop="x", logit_bias={3: 100.0, 4: -100.0, 5: 1.0})
+    with pytest.raises(UnknownParameterError, match="did you mean 'temperature'"):
+        SamplingParams.from_optional(temprature=1.0)
+    with pytest.raises(InvalidParameterError, match="min_p=None"):
+        SamplingParams.from_optional(min_p=None)

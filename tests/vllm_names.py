@@ -80,6 +80,13 @@ def signatures(node: ast.ClassDef) -> dict[str, dict[str, list[str]]]:
     }
 
 
+def fields(node: ast.ClassDef) -> list[str]:
+    """In the order of the class, which is that of the constructor's arguments."""
+    return [
+        item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    ]
+
+
 def parameters(node: ast.ClassDef, methods: tuple[str, ...]) -> Iterator[str]:
     for item in node.body:
         if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and item.name in methods:
@@ -101,7 +108,12 @@ def main(root: Path) -> None:
     for table, found in engines.items():
         for file, cls in reversed(CLASSES[table]):
             found |= signatures(class_of(root / file, cls))
-    made = {"version": metadata.removesuffix(".dist-info").split("-")[1], "names": names, "signatures": engines}
+    made = {
+        "version": metadata.removesuffix(".dist-info").split("-")[1],
+        "names": names,
+        "signatures": engines,
+        "fields": {"SamplingParams": fields(class_of(root / "sampling_params.py", "SamplingParams"))},
+    }
     Path(__file__).with_suffix(".json").write_text(json.dumps(made, indent=1) + "\n")
 
 
