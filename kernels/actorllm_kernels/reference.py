@@ -111,3 +111,11 @@ def _gap(scores: torch.Tensor) -> float:
         return math.inf
     best = scores.topk(2).values
     return float(best[0] - best[1])
+
+
+# The layers, on any float type ------------------------------------------------------------------------------------------
+
+
+def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x²) + eps) * weight over the last dimension (Zhang and Sennrich, arXiv:1910.07467)."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight

@@ -1,0 +1,76 @@
+"""How each kernel is launched: block sizes, warps and stages, from a table that is checked in.
+
+Owns `configs.json`: kernel -> architecture ("sm_90", or "*" for all) -> shape class (or "*") -> keyword arguments of the
+launch. Names in capitals are the kernel's compile-time constants, the others (num_warps, num_stages) options of the
+compiler. Nothing is tuned at run time: the same shapes always run the same code, and a step never waits for a search.
+Called by the launchers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from importlib.resources import files
+from typing import TypeAlias
+
+import torch
+
+Config: TypeAlias = dict[str, int]
+Table: TypeAlias = dict[str, dict[str, dict[str, Config]]]
+
+_architecture: ContextVar[str] = ContextVar("architecture", default="sm_90")
+
+
+@cache
+def table() -> Table:
+    """The whole table; do not change it."""
+    loaded: Table = json.loads(files(__package__).joinpath("configs.json").read_text())
+    return loaded
+
+
+@contextmanager
+def target(architecture: str) -> Iterator[None]:
+    """Launches on tensors that are not on a GPU are configured as for this one: "sm_80" or "sm_90"."""
+    token = _architecture.set(architecture)
+    try:
+        yield
+    finally:
+        _architecture.reset(token)
+
+
+@cache
+def _capability(device: torch.device) -> str:
+    major, _ = torch.cuda.get_device_capability(device)
+    return "sm_90" if major >= 9 else "sm_80"
+
+
+def architecture_of(device: torch.device) -> str:
+    """ "sm_90" or "sm_80"."""
+    return _capability(device) if device.type == "cuda" else _architecture.get()
+
+
+def lookup(kernel: str, shape_class: str, device: torch.device) -> Config:
+    """The most special entry of the table. Raises KeyError with what was looked for."""
+    return _lookup(kernel, shape_class, architecture_of(device))
+
+
+def dependent(is_dependent: bool, device: torch.device) -> Config:
+    """Arguments of a launch that may begin before the kernel in front of it has ended, where the GPU can do that.
+
+    The kernel waits (`gdc_wait`) before it touches anything that another kernel writes.
+    """
+    pdl = is_dependent and architecture_of(device) != "sm_80"
+    return {"PDL": pdl, "launch_pdl": pdl}
+
+
+@cache
+def _lookup(kernel: str, shape_class: str, architecture: str) -> Config:
+    entries = table()[kernel]
+    for by_class in (entries.get(architecture, {}), entries.get("*", {})):
+        for name in (shape_class, "*"):
+            if name in by_class:
+                return {"enable_fp_fusion": True, **by_class[name]}
+    raise KeyError(f"no configuration of {kernel} for {architecture}, shape class {shape_class!r}")

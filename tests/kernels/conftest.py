@@ -1,0 +1,39 @@
+"""Kernel tests run in Triton's interpreter, on CPU tensors.
+
+`triton.jit` decides at import whether a function is to be interpreted, and whoever imported Triton first has decided for
+the whole process. So every jitted function in sight is exchanged for an interpreted one, for the length of a test.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+import actorllm_kernels
+
+KERNEL_MODULES = [
+    importlib.import_module(f"actorllm_kernels.{module.name}")
+    for module in pkgutil.iter_modules(actorllm_kernels.__path__)
+]
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = [tl, *(module for name, module in sys.modules.items() if name.startswith("triton.language.")), triton]
+    for module in [*modules, *KERNEL_MODULES]:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, JITFunction):
+                monkeypatch.setattr(module, name, InterpretedFunction(value.fn))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)

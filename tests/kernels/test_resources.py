@@ -1,0 +1,93 @@
+"""The compile gate: every shipped launch compiles for both architectures and takes what the checked-in table says.
+
+And the fence lint: what is launched as a dependent waits before it touches anything that another kernel writes.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+from typing import Any
+
+import pytest
+import triton
+
+from actorllm_kernels import resources
+from tests.kernels.conftest import KERNEL_MODULES
+
+
+@pytest.mark.timeout(400)
+def test_every_shipped_launch_takes_what_the_table_says() -> None:
+    path = resources.table_path()
+    if not path.exists():
+        pytest.skip(f"no resource table for Triton {triton.__version__}: python -m actorllm_kernels.resources --write")
+    expected, found = json.loads(path.read_text()), resources.measure_all()
+    assert not resources.violations(found)
+    different = [
+        f"{name} on {architecture}: {found[architecture].get(name)}, the table says {used}"
+        for architecture, launches in expected.items()
+        for name, used in launches.items()
+        if found[architecture].get(name) != used
+    ]
+    assert not different, "\n".join(different)
+    assert {a: set(launches) for a, launches in found.items()} == {a: set(launches) for a, launches in expected.items()}
+
+
+def _jitted() -> list[Any]:
+    """Function definitions with the decorator triton.jit, of all kernels."""
+    trees = (ast.parse(inspect.getsource(module)) for module in KERNEL_MODULES)
+    functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return [node for node in functions if any("triton.jit" in ast.unparse(d) for d in node.decorator_list)]
+
+
+DEPENDENTS = [node for node in _jitted() if any(argument.arg == "PDL" for argument in node.args.args)]
+CONSTANTS = ("weight", "bias", "cos", "sin")
+"""Parameters whose memory no kernel writes begin with one of these; they may be read before the wait."""
+
+
+def unfenced(node: ast.FunctionDef) -> list[str]:
+    """What a kernel does before it waits, and must not: statements that touch memory other than constant weights."""
+    early: list[str] = []
+    for statement in node.body:
+        text = ast.unparse(statement)
+        if isinstance(statement, ast.If) and ast.unparse(statement.test) == "PDL" and "gdc_wait()" in text:
+            return early
+        if isinstance(statement, ast.Return):
+            break
+        for call in (n for n in ast.walk(statement) if isinstance(n, ast.Call)):
+            name = ast.unparse(call.func)
+            if name.startswith("tl.atomic") or name == "tl.store":
+                early.append(text)
+            names = {n.id for n in ast.walk(call) if isinstance(n, ast.Name) and n.id.endswith("_ptr")}
+            if any(not pointer.startswith(CONSTANTS) for pointer in names) or (name == "tl.load" and not names):
+                early.append(text)
+        if any(isinstance(n, ast.Return) for n in ast.walk(statement)):
+            early.append(text)
+    return [*early, "it never waits"]
+
+
+def test_there_are_dependents() -> None:
+    assert DEPENDENTS
+
+
+@pytest.mark.parametrize("node", DEPENDENTS, ids=lambda node: node.name)
+def test_a_dependent_waits_before_it_touches_memory(node: ast.FunctionDef) -> None:
+    assert unfenced(node) == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "tl.load(x_ptr)\n    if PDL:\n        gdc_wait()",
+        "tl.store(weight_ptr, 1)\n    if PDL:\n        gdc_wait()",
+        "if tl.program_id(0) == 0:\n        if PDL:\n            gdc_wait()",
+        "if tl.program_id(0) == 0:\n        return\n    if PDL:\n        gdc_wait()",
+        "tl.load(weight_ptr)",
+        "x = x_ptr + 1\n    tl.load(x)\n    if PDL:\n        gdc_wait()",
+    ],
+)
+def test_the_lint_finds_what_is_not_fenced(body: str) -> None:
+    (node,) = ast.parse(f"def kernel(x_ptr, weight_ptr, PDL):\n    {body}\n").body
+    assert isinstance(node, ast.FunctionDef)
+    assert unfenced(node)
