@@ -119,3 +119,76 @@ def _gap(scores: torch.Tensor) -> float:
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last dimension (Zhang and Sennrich, arXiv:1910.07467)."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def qknorm_rope(
+    heads: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Query or key heads [num_tokens, num_heads, head_dim], normed and rotated; pairs are half a head apart.
+
+    cos, sin: [max_positions, head_dim / 2] (Su et al., arXiv:2104.09864).
+    """
+    if weight is not None:
+        heads = rmsnorm(heads, weight, eps)
+    first, second = heads.chunk(2, -1)
+    c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+    return torch.cat((first * c - second * s, second * c + first * s), -1)
+
+
+def write_pages(pages: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """Keys or values of tokens to their slots (block * block_size + offset; negative: nowhere).
+
+    pages: [num_blocks, num_kv_heads, block_size, head_dim]; rows: [num_tokens, num_kv_heads, head_dim].
+    """
+    size = pages.shape[2]
+    for slot, row in zip(slots.tolist(), rows, strict=True):
+        if slot >= 0:
+            pages[slot // size, :, slot % size] = row
+
+
+def activation_mul(x: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """activation(gate) * up, with the gate in the first half of the last dimension."""
+    gate, up = x.chunk(2, -1)
+    if activation == "silu":
+        return torch.nn.functional.silu(gate) * up
+    return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+def embed(ids: torch.Tensor, weight: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """Rows of the table; zeros where an id is outside of it."""
+    known = (ids >= 0) & (ids < len(weight))
+    return torch.where(known.unsqueeze(1), weight[torch.where(known, ids, 0)], 0) * scale
+
+
+# The cache and the step ---------------------------------------------------------------------------------------------------
+
+
+def copy_pages(pool: torch.Tensor, sources: list[int], targets: list[int]) -> torch.Tensor:
+    """pool [num_layers, num_blocks, ...] with the sources' contents at the targets."""
+    copied = pool.clone()
+    copied[:, targets] = pool[:, sources]
+    return copied
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """What one row of a decode step works on."""
+
+    id: int
+    position: int
+    kv_slot: int
+    seq_len: int
+
+
+def step_prep(slot: int, last_token: list[int], num_computed: list[int], table: list[list[int]], page: int) -> StepRow:
+    """The next token of a slot (-1: padding) at the next position; advances num_computed."""
+    if slot < 0:
+        return StepRow(0, 0, -1, 0)
+    position = num_computed[slot]
+    num_computed[slot] += 1
+    return StepRow(last_token[slot], position, table[slot][position // page] * page + position % page, position + 1)
