@@ -192,3 +192,54 @@ def step_prep(slot: int, last_token: list[int], num_computed: list[int], table: 
     position = num_computed[slot]
     num_computed[slot] += 1
     return StepRow(last_token[slot], position, table[slot][position // page] * page + position % page, position + 1)
+
+
+def plan_decode(
+    seq_lens: list[int], num_programs: int, num_kv_heads: int, q_len: int, window: int, tile: int, min_tiles: int
+) -> tuple[list[int], int]:
+    """Cumulative tiles of one head by row, from 0, and the tiles of one program."""
+    ends = [0]
+    for n in seq_lens:
+        first = max(0, n - q_len - window + 1) // tile if window else 0
+        ends.append(ends[-1] + -(-n // tile) - first)
+    return ends, max(min_tiles, -(-ends[-1] * num_kv_heads // num_programs))
+
+
+def gather_pages(pages: torch.Tensor, blocks: list[int], num_tokens: int) -> torch.Tensor:
+    """The first tokens of a sequence, [num_tokens, num_kv_heads, head_dim].
+
+    pages: [num_blocks, num_kv_heads, block_size, head_dim].
+    """
+    return pages[blocks].transpose(1, 2).flatten(0, 1)[:num_tokens]
+
+
+def attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The last tokens of one sequence over all of it: [num_new, num_heads, head_dim], as q.
+
+    keys, values: [num_tokens, num_kv_heads, head_dim]. window: how many keys a token sees, itself included (0: all).
+    softcap: scores become softcap * tanh(scores / softcap). sinks: [num_heads] logits that take part in the softmax only.
+    """
+    group = q.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    position = torch.arange(len(keys) - len(q), len(keys)).unsqueeze(1)
+    key = torch.arange(len(keys))
+    is_seen = key <= position
+    if window:
+        is_seen &= key > position - window
+    scores = scores.masked_fill(~is_seen, -math.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, len(q), 1)), 2)
+    weights = torch.softmax(scores, -1)[..., : len(keys)]
+    return torch.einsum("hqk,khd->qhd", weights, values)

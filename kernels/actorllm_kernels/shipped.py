@@ -11,8 +11,11 @@ from functools import partial
 
 import torch
 
+from actorllm_kernels.attn_combine import attn_combine
+from actorllm_kernels.attn_decode import attn_decode
 from actorllm_kernels.embed import embed
 from actorllm_kernels.kv_copy import launch_kv_copy
+from actorllm_kernels.plan_decode import plan_decode
 from actorllm_kernels.qknorm_rope_kv import qknorm_rope_kv
 from actorllm_kernels.rmsnorm import rmsnorm
 from actorllm_kernels.silu_mul import activation_mul
@@ -74,3 +77,60 @@ def _step_prep() -> None:
 
 
 SHIPPED["step_prep-pdl"] = _step_prep
+
+
+def _attn_decode(
+    num_rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    dim: int,
+    q_len: int = 1,
+    window: int = 0,
+    softcap: float = 0.0,
+    has_sinks: bool = False,
+    combine: bool = False,
+) -> None:
+    q, cache = _meta(num_rows * q_len, num_heads, dim), _meta(100, 2, num_kv_heads, PAGE, dim)
+    partials = _meta(2000, q_len * num_heads // num_kv_heads, dim, dtype=F32)
+    rows, ends, quota = _meta(num_rows, dtype=I32), _meta(num_rows + 1, dtype=I32), _meta(1, dtype=I32)
+    sinks = _meta(num_heads) if has_sinks else None
+    if combine:
+        attn_combine(q, partials, partials[..., 0], ends, quota, num_kv_heads, sinks=sinks, pdl=True)
+        return
+    attn_decode(
+        q,
+        cache[:, 0],
+        cache[:, 1],
+        rows,
+        _meta(600, 640, dtype=I32),
+        rows,
+        ends,
+        quota,
+        q,
+        partials,
+        partials[..., 0],
+        0.1,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        pdl=True,
+    )
+
+
+def _plan_decode(num_rows: int, window: int) -> None:
+    lengths, ends, quota = _meta(num_rows, dtype=I32), _meta(num_rows + 1, dtype=I32), _meta(1, dtype=I32)
+    plan_decode(lengths, ends, quota, 660, 8, window=window, pdl=True)
+
+
+SHIPPED["plan_decode-512-pdl"] = partial(_plan_decode, 512, 0)
+SHIPPED["plan_decode-512-window-pdl"] = partial(_plan_decode, 512, 4096)
+for shape in ((16, 8, 128), (32, 8, 128), (32, 8, 64), (12, 2, 128), (32, 8, 80), (32, 8, 96), (8, 4, 256)):
+    SHIPPED["attn_decode-256-" + "x".join(map(str, shape))] = partial(_attn_decode, 256, *shape)
+SHIPPED["attn_decode-512-32x8x128"] = partial(_attn_decode, 512, 32, 8, 128)
+SHIPPED["attn_decode-32-32x8x128-q4"] = partial(_attn_decode, 32, 32, 8, 128, 4)
+SHIPPED["attn_decode-32-28x4x128-q4"] = partial(_attn_decode, 32, 28, 4, 128, 4)
+SHIPPED["attn_decode-256-32x8x128-window"] = partial(_attn_decode, 256, 32, 8, 128, 1, 4096)
+SHIPPED["attn_decode-256-8x4x256-window-softcap"] = partial(_attn_decode, 256, 8, 4, 256, 1, 4096, 50.0)
+SHIPPED["attn_decode-256-64x8x64-window-sinks"] = partial(_attn_decode, 256, 64, 8, 64, 1, 128, 0.0, True)
+SHIPPED["attn_combine-32x8x128"] = partial(_attn_decode, 256, 32, 8, 128, combine=True)
+SHIPPED["attn_combine-64x8x64-sinks"] = partial(_attn_decode, 256, 64, 8, 64, has_sinks=True, combine=True)

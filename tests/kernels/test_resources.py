@@ -11,10 +11,17 @@ import json
 from typing import Any
 
 import pytest
+import torch
 import triton
 
-from actorllm_kernels import resources
+from actorllm_kernels import attn_decode, configs, resources
+from actorllm_kernels.shipped import SHIPPED
 from tests.kernels.conftest import KERNEL_MODULES
+
+
+@pytest.fixture(autouse=True)
+def interpreter() -> None:
+    """Not in this file: launches are recorded and compiled."""
 
 
 @pytest.mark.timeout(400)
@@ -91,3 +98,22 @@ def test_the_lint_finds_what_is_not_fenced(body: str) -> None:
     (node,) = ast.parse(f"def kernel(x_ptr, weight_ptr, PDL):\n    {body}\n").body
     assert isinstance(node, ast.FunctionDef)
     assert unfenced(node)
+
+
+@pytest.mark.parametrize("architecture", resources.ARCHITECTURES)
+def test_all_programs_of_decode_attention_are_resident_at_once(architecture: str) -> None:
+    """Otherwise those of a second wave would begin when the first have ended, and the even division was for nothing."""
+    shared_per_sm = {"sm_90": 228 * 1024, "sm_80": 164 * 1024}[architecture]
+    path = resources.table_path()
+    if not path.exists():
+        pytest.skip(f"no resource table for Triton {triton.__version__}")
+    table = json.loads(path.read_text())[architecture]
+    for name, case in ((n, c) for n, c in SHIPPED.items() if n.startswith("attn_decode")):
+        constants = resources.record_one(case, architecture).constants
+        used = table[name]
+        allocated = -(-used["registers"] // 8) * 8 * 32 * used["warps"]
+        fitting = min(65536 // allocated, shared_per_sm // (used["shared"] + 1024))
+        with configs.target(architecture):
+            shape_class = attn_decode.shape_class(constants["DIM"], constants["Q_LEN"] * constants["GROUP"])
+            config = configs.lookup("attn_decode", shape_class, torch.device("meta"))
+        assert config["PER_SM"] <= fitting, name

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from actorllm_kernels import reference
+from actorllm_kernels.attn_combine import attn_combine
+from actorllm_kernels.attn_decode import attn_decode
+from actorllm_kernels.plan_decode import plan_decode
+from tests.kernels.closeness import DTYPES, assert_close
+from tests.kernels.paged import Paged
+
+PAGE, TILE = 32, 16
+EDGES = [0, 1, PAGE - 1, PAGE, PAGE + 1, TILE, 3 * TILE + 5, 4 * PAGE, 4]
+
+
+def run(
+    seq_lens: list[int],
+    programs: int,
+    *,
+    group: int = 2,
+    num_kv_heads: int = 2,
+    dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    q_len: int = 1,
+    window: int = 0,
+    softcap: float = 0.0,
+    has_sinks: bool = False,
+) -> None:
+    cache = Paged.make(seq_lens, num_kv_heads, dim, PAGE, dtype)
+    num_rows, num_heads, scale = len(seq_lens), group * num_kv_heads, dim**-0.5
+    q = 2 * torch.randn(num_rows * q_len, num_heads, dim).to(dtype)
+    sinks = torch.randn(num_heads) if has_sinks else None
+    out = torch.full_like(q, torch.nan)
+    ends, quota = torch.zeros(num_rows + 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    partials = torch.full((2 * programs, q_len * group, dim), torch.nan)
+    partial_lse = torch.full((2 * programs, q_len * group), torch.nan)
+    plan_decode(cache.seq_lens, ends, quota, programs, num_kv_heads, q_len=q_len, window=window, tile=TILE)
+    attn_decode(
+        q,
+        cache.keys,
+        cache.values,
+        cache.rows,
+        cache.table,
+        cache.seq_lens,
+        ends,
+        quota,
+        out,
+        partials,
+        partial_lse,
+        scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        programs=programs,
+        tile=TILE,
+    )
+    attn_combine(out, partials, partial_lse, ends, quota, num_kv_heads, sinks=sinks)
+    for i, n in enumerate(seq_lens):
+        tokens = slice(i * q_len, (i + 1) * q_len)
+        if n == 0:
+            assert not out[tokens].any()
+            continue
+        expected = reference.attention(
+            q[tokens].double(),
+            *cache.sequence(i),
+            scale,
+            window=window,
+            softcap=softcap,
+            sinks=None if sinks is None else sinks.double(),
+        )
+        assert_close(out[tokens], expected)
+
+
+@pytest.mark.parametrize("programs", [1, 7, 40])
+def test_any_division_among_programs_gives_the_same(programs: int) -> None:
+    run(EDGES, programs)
+
+
+@pytest.mark.parametrize(
+    ("group", "dtype"), [*((group, torch.float32) for group in (1, 5, 7, 8)), *((4, dtype) for dtype in DTYPES)]
+)
+def test_groups(group: int, dtype: torch.dtype) -> None:
+    run([33, 70], 4, group=group, dtype=dtype)
+
+
+@pytest.mark.parametrize("dim", [80, 96, 128, 256])
+def test_head_sizes(dim: int) -> None:
+    run([33, 70], 4, dim=dim, num_kv_heads=1)
+
+
+@pytest.mark.parametrize(("q_len", "window", "softcap", "has_sinks"), [
+    (1, 0, 0.0, True),
+    (1, 0, 5.0, False),
+    (1, 20, 0.0, False),
+    (1, 1, 0.0, True),
+    (1, 64, 3.0, True),
+    (2, 0, 0.0, False),
+    (3, 0, 2.0, True),
+    (4, 0, 0.0, True),
+    (4, 17, 0.0, False),
+    (4, 33, 5.0, True),
+])  # fmt: skip
+@pytest.mark.parametrize("programs", [2, 7])
+def test_variants(q_len: int, window: int, softcap: float, has_sinks: bool, programs: int) -> None:
+    lens = [n for n in (0, 4, 17, 97) if n == 0 or n >= q_len]
+    run(lens, programs, q_len=q_len, window=window, softcap=softcap, has_sinks=has_sinks, group=3)
+
+
+def test_large_scores_stay_finite() -> None:
+    """A sequence in which some rows of a tile see nothing of a part must not turn into NaN."""
+    run([65, 66, 67], 5, q_len=4, window=2, group=2)
+
+
+@pytest.mark.parametrize(("num_programs", "num_kv_heads", "q_len", "window"), [
+    *itertools.product([1, 5, 100], [1, 3], [1], [0, 10]), (5, 2, 4, 10),
+])  # fmt: skip
+def test_the_plan_is_that_of_the_reference(num_programs: int, num_kv_heads: int, q_len: int, window: int) -> None:
+    seq_lens = [n for n in EDGES if n >= q_len or n == 0]
+    ends, quota = torch.full((len(seq_lens) + 1,), -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    plan_decode(
+        torch.tensor(seq_lens, dtype=torch.int32),
+        ends,
+        quota,
+        num_programs,
+        num_kv_heads,
+        q_len=q_len,
+        window=window,
+        tile=TILE,
+    )
+    expected = reference.plan_decode(seq_lens, num_programs, num_kv_heads, q_len, window, TILE, 2)
+    assert (ends.tolist(), quota.item()) == expected
+
+
+def test_a_block_must_be_whole_tiles() -> None:
+    q, pages = torch.zeros(1, 2, 64), torch.zeros(2, 1, 40, 64)
+    ids = torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="block_size=40 is no multiple of the tile of 64 keys"):
+        attn_decode(q, pages, pages, ids[0], ids, ids[0], ids[0], ids[0], q, q, q, 1.0)
