@@ -38,6 +38,10 @@ MAX_SHARED = {"sm_90": 227 * 1024, "sm_80": 163 * 1024}
 """Bytes of shared memory that one program may have."""
 MAX_REGISTERS = 255
 
+PIPELINED = ("attn_decode", "attn_prefill", "skinny_gemm", "lm_head")
+"""Kernels whose loops are nothing if their loads are not in flight before they are needed."""
+WARPGROUP = ("attn_prefill",)
+
 FOLDER = Path(__file__).parent / "resources"
 
 Resources = dict[str, int]
@@ -197,6 +201,12 @@ def violations(found: dict[str, dict[str, Resources]]) -> list[str]:
                 messages.append(f"{where} takes {used['registers']} registers")
             if used["shared"] > MAX_SHARED[architecture]:
                 messages.append(f"{where} takes {used['shared']} bytes of shared memory")
+            if name.startswith(PIPELINED) and not used.get("cp_async"):
+                messages.append(f"{where} does not load ahead")
+            if architecture == "sm_90" and name.startswith(WARPGROUP) and not used.get("wgmma"):
+                messages.append(f"{where} does not use the matrix units for large tiles")
+            if architecture == "sm_90" and "-pdl" in name and used.get("griddepcontrol") != 2:
+                messages.append(f"{where} is no dependent launch")
     return messages
 
 

@@ -13,6 +13,7 @@ import torch
 
 from actorllm_kernels.attn_combine import attn_combine
 from actorllm_kernels.attn_decode import attn_decode
+from actorllm_kernels.attn_prefill import attn_prefill
 from actorllm_kernels.embed import embed
 from actorllm_kernels.kv_copy import launch_kv_copy
 from actorllm_kernels.plan_decode import plan_decode
@@ -125,12 +126,29 @@ def _plan_decode(num_rows: int, window: int) -> None:
 SHIPPED["plan_decode-512-pdl"] = partial(_plan_decode, 512, 0)
 SHIPPED["plan_decode-512-window-pdl"] = partial(_plan_decode, 512, 4096)
 for shape in ((16, 8, 128), (32, 8, 128), (32, 8, 64), (12, 2, 128), (32, 8, 80), (32, 8, 96), (8, 4, 256)):
-    SHIPPED["attn_decode-256-" + "x".join(map(str, shape))] = partial(_attn_decode, 256, *shape)
-SHIPPED["attn_decode-512-32x8x128"] = partial(_attn_decode, 512, 32, 8, 128)
-SHIPPED["attn_decode-32-32x8x128-q4"] = partial(_attn_decode, 32, 32, 8, 128, 4)
-SHIPPED["attn_decode-32-28x4x128-q4"] = partial(_attn_decode, 32, 28, 4, 128, 4)
-SHIPPED["attn_decode-256-32x8x128-window"] = partial(_attn_decode, 256, 32, 8, 128, 1, 4096)
-SHIPPED["attn_decode-256-8x4x256-window-softcap"] = partial(_attn_decode, 256, 8, 4, 256, 1, 4096, 50.0)
-SHIPPED["attn_decode-256-64x8x64-window-sinks"] = partial(_attn_decode, 256, 64, 8, 64, 1, 128, 0.0, True)
-SHIPPED["attn_combine-32x8x128"] = partial(_attn_decode, 256, 32, 8, 128, combine=True)
-SHIPPED["attn_combine-64x8x64-sinks"] = partial(_attn_decode, 256, 64, 8, 64, has_sinks=True, combine=True)
+    SHIPPED[f"attn_decode-256-{'x'.join(map(str, shape))}-pdl"] = partial(_attn_decode, 256, *shape)
+SHIPPED["attn_decode-512-32x8x128-pdl"] = partial(_attn_decode, 512, 32, 8, 128)
+SHIPPED["attn_decode-32-32x8x128-q4-pdl"] = partial(_attn_decode, 32, 32, 8, 128, 4)
+SHIPPED["attn_decode-32-28x4x128-q4-pdl"] = partial(_attn_decode, 32, 28, 4, 128, 4)
+SHIPPED["attn_decode-256-32x8x128-window-pdl"] = partial(_attn_decode, 256, 32, 8, 128, 1, 4096)
+SHIPPED["attn_decode-256-8x4x256-window-softcap-pdl"] = partial(_attn_decode, 256, 8, 4, 256, 1, 4096, 50.0)
+SHIPPED["attn_decode-256-64x8x64-window-sinks-pdl"] = partial(_attn_decode, 256, 64, 8, 64, 1, 128, 0.0, True)
+SHIPPED["attn_combine-32x8x128-pdl"] = partial(_attn_decode, 256, 32, 8, 128, combine=True)
+SHIPPED["attn_combine-64x8x64-sinks-pdl"] = partial(_attn_decode, 256, 64, 8, 64, has_sinks=True, combine=True)
+
+
+def _attn_prefill(
+    num_heads: int, num_kv_heads: int, dim: int, window: int = 0, softcap: float = 0.0, has_sinks: bool = False
+) -> None:
+    q, cache, rows = _meta(1024, num_heads, dim), _meta(100, 2, num_kv_heads, PAGE, dim), _meta(3, dtype=I32)
+    table, tiles, sinks = _meta(600, 640, dtype=I32), _meta(32, 2, dtype=I32), _meta(num_heads) if has_sinks else None
+    attn_prefill(
+        q, cache[:, 0], cache[:, 1], rows, table, rows, rows, tiles, q, 0.1, window=window, softcap=softcap, sinks=sinks
+    )
+
+
+for shape in ((16, 8, 128), (32, 8, 128), (32, 8, 64), (12, 2, 128), (32, 8, 96), (8, 4, 256)):
+    SHIPPED[f"attn_prefill-{'x'.join(map(str, shape))}"] = partial(_attn_prefill, *shape)
+SHIPPED["attn_prefill-32x8x128-window"] = partial(_attn_prefill, 32, 8, 128, 4096)
+SHIPPED["attn_prefill-8x4x256-window-softcap"] = partial(_attn_prefill, 8, 4, 256, 4096, 50.0)
+SHIPPED["attn_prefill-64x8x64-window-sinks"] = partial(_attn_prefill, 64, 8, 64, 128, 0.0, True)

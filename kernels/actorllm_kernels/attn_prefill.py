@@ -1,0 +1,254 @@
+"""Attention of chunks of prompts over the paged cache (reference: `reference.attention`).
+
+The chunk's own keys and values are in the cache already. A program takes some tokens of one sequence with all query heads of
+one key-value head, 128 rows at best, so that the matrix units for large tiles are used; it walks the keys from the first
+that any of its tokens may see. Most tiles of keys are seen by all of them: only the tiles at the diagonal, and those at the
+left edge of a window, are masked. As in `attn_decode`, a tile lies within one block of the cache, and the cache is finite.
+
+The host cuts the step into tiles of queries (`query_tiles`), once for all layers: prefill is not in a graph.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+
+from actorllm_kernels.attn_decode import LOG2_E, LOWEST, capped
+from actorllm_kernels.configs import Config, lookup
+
+
+@triton.jit
+def attend(
+    acc,
+    total,
+    highest,
+    q,
+    position,
+    first,
+    last,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    key_stride,
+    value_stride,
+    scale_log2,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
+    """The sums of a softmax carried on over the tiles [first, last) of one head; the pointers are that head's."""
+    PER_PAGE: tl.constexpr = PAGE // TILE
+    n = tl.arange(0, TILE)
+    d = tl.arange(0, DIM_BLOCK)
+    in_head = d < DIM
+    for t in range(first, last):
+        block = tl.load(table_ptr + t // PER_PAGE).to(tl.int64)
+        inside = (t % PER_PAGE) * (TILE * DIM)
+        k_at = keys_ptr + block * key_stride + inside + n[None, :] * DIM + d[:, None]
+        v_at = values_ptr + block * value_stride + inside + n[:, None] * DIM + d[None, :]
+        if DIM == DIM_BLOCK:
+            k = tl.load(k_at)
+            v = tl.load(v_at)
+        else:
+            k = tl.load(k_at, mask=in_head[:, None], other=0.0)
+            v = tl.load(v_at, mask=in_head[None, :], other=0.0)
+        if UPCAST:
+            k = k.to(tl.float32)
+            v = v.to(tl.float32)
+        scores = capped(tl.dot(q, k, input_precision="ieee") * scale_log2, SOFTCAP)
+        if IS_MASKED:
+            key = t * TILE + n
+            is_seen = key[None, :] <= position[:, None]
+            if WINDOW > 0:
+                is_seen = is_seen & (key[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(is_seen, scores, LOWEST)
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        p = tl.exp2(scores - higher[:, None])
+        if IS_MASKED:
+            p = tl.where(is_seen, p, 0.0)  # of a row that has seen nothing, `higher` is LOWEST too
+        shrink = tl.exp2(highest - higher)
+        total = total * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        highest = higher
+    return acc, total, highest
+
+
+@triton.jit
+def attn_prefill_kernel(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    rows_ptr,
+    table_ptr,
+    seq_lens_ptr,
+    starts_ptr,
+    tiles_ptr,
+    weight_sinks_ptr,
+    out_ptr,
+    table_stride,
+    key_stride,
+    value_stride,
+    scale_log2,
+    NUM_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    NUM_Q: tl.constexpr = NUM_KV * GROUP
+    head = tl.program_id(1)
+    i = tl.load(tiles_ptr + 2 * tl.program_id(0))
+    start = tl.load(tiles_ptr + 2 * tl.program_id(0) + 1)
+    begin = tl.load(starts_ptr + i)
+    count = tl.load(starts_ptr + i + 1) - begin
+    history = tl.load(seq_lens_ptr + i) - count
+
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, DIM_BLOCK)
+    token = start + m // GROUP  # of the chunk
+    is_row = (m < TOKENS * GROUP) & (token < count)
+    in_head = d < DIM
+    heads = head * GROUP + m % GROUP
+    q_at = ((begin + token) * NUM_Q + heads).to(tl.int64)[:, None] * DIM + d[None, :]
+    q = tl.load(q_ptr + q_at, mask=is_row[:, None] & in_head[None, :], other=0.0)
+    if UPCAST:
+        q = q.to(tl.float32)
+
+    # Tiles of keys: from `left` on masked by the window, from `inner` on not at all, from `diagonal` on by the order.
+    end = tl.minimum(start + TOKENS, count)
+    last = (history + end + TILE - 1) // TILE
+    diagonal = (history + start + 1) // TILE
+    left = start * 0
+    inner = left
+    if WINDOW > 0:
+        left = tl.maximum(history + start - WINDOW + 1, 0) // TILE
+        inner = (tl.maximum(history + end - WINDOW, 0) + TILE - 1) // TILE
+        diagonal = tl.maximum(diagonal, left)
+        inner = tl.minimum(tl.maximum(inner, left), diagonal)
+
+    keys = keys_ptr + head * (PAGE * DIM)
+    values = values_ptr + head * (PAGE * DIM)
+    table = table_ptr + tl.load(rows_ptr + i).to(tl.int64) * table_stride
+    position = history + token
+    highest = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DIM_BLOCK], tl.float32)
+    if WINDOW > 0:
+        acc, total, highest = attend(
+            acc, total, highest, q, position, left, inner, keys, values, table, key_stride, value_stride, scale_log2,
+            DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, UPCAST, True,
+        )  # fmt: skip
+    acc, total, highest = attend(
+        acc, total, highest, q, position, inner, diagonal, keys, values, table, key_stride, value_stride, scale_log2,
+        DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, UPCAST, False,
+    )  # fmt: skip
+    acc, total, highest = attend(
+        acc, total, highest, q, position, diagonal, last, keys, values, table, key_stride, value_stride, scale_log2,
+        DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, UPCAST, True,
+    )  # fmt: skip
+    if HAS_SINKS:
+        sink = tl.load(weight_sinks_ptr + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+        higher = tl.maximum(highest, sink)
+        shrink = tl.exp2(highest - higher)
+        total = total * shrink + tl.exp2(sink - higher)
+        acc = acc * shrink[:, None]
+    y = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out_ptr + q_at, y.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & in_head[None, :])
+
+
+def _config(head_dim: int, device: torch.device) -> Config:
+    return lookup("attn_prefill", f"d{triton.next_power_of_2(head_dim)}", device)
+
+
+def tokens_per_tile(group: int, head_dim: int, device: torch.device) -> int:
+    """How many tokens one program takes, for `query_tiles`; group: query heads per key-value head."""
+    return _config(head_dim, device)["BLOCK_M"] // group
+
+
+def query_tiles(counts: NDArray[np.int32], seq_lens: NDArray[np.int32], tokens: int) -> NDArray[np.int32]:
+    """The step cut into pieces of so many tokens: (sequence, first token of its chunk), int32 [num_tiles, 2].
+
+    counts: tokens of every chunk; seq_lens: with the chunk. What reads most keys comes first, so that no long piece is left
+    over at the end.
+    """
+    num_tiles = -(-counts // tokens)
+    row = np.repeat(np.arange(len(counts)), num_tiles)
+    start = (np.arange(len(row)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tokens
+    order = np.argsort(-((seq_lens - counts)[row] + start), kind="stable")
+    tiles: NDArray[np.int32] = np.stack((row, start), 1)[order].astype(np.int32)
+    return tiles
+
+
+def attn_prefill(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: torch.Tensor,
+    table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor,
+    tiles: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    block_m: int | None = None,
+    tile: int | None = None,
+) -> None:
+    """q, out: [num_tokens, num_heads, head_dim], of which tokens [starts[i], starts[i + 1]) are the last of sequence i.
+
+    starts: int32 [num_rows + 1]; tiles: `query_tiles` for `tokens_per_tile`, on the device. The rest as in `attn_decode`;
+    block_m and tile are for tests.
+    """
+    _, num_heads, dim = q.shape
+    _, num_kv_heads, page, _ = keys.shape
+    config = dict(_config(dim, q.device))
+    if block_m is not None:
+        config["BLOCK_M"] = block_m
+    if tile is not None:
+        config["TILE"] = tile
+    if page % config["TILE"]:
+        raise ValueError(f"block_size={page} is no multiple of the tile of {config['TILE']} keys")
+    attn_prefill_kernel[(tiles.shape[0], num_kv_heads)](
+        q,
+        keys,
+        values,
+        rows,
+        table,
+        seq_lens,
+        starts,
+        tiles,
+        q if sinks is None else sinks,
+        out,
+        table.stride(0),
+        keys.stride(0),
+        values.stride(0),
+        scale * 1.4426950408889634,
+        NUM_KV=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        DIM=dim,
+        DIM_BLOCK=triton.next_power_of_2(dim),
+        PAGE=page,
+        WINDOW=window,
+        SOFTCAP=softcap,
+        HAS_SINKS=sinks is not None,
+        UPCAST=q.device.type == "cpu",
+        **config,
+    )

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from actorllm_kernels import reference
+from actorllm_kernels.attn_prefill import attn_prefill, query_tiles
+from tests.kernels.closeness import DTYPES, assert_close
+from tests.kernels.paged import Paged
+
+PAGE, TILE, BLOCK_M = 32, 16, 32
+CHUNKS = [(1, 1), (5, 5), (33, 33), (16, 48), (7, 71), (40, 41)]
+"""Tokens of the chunk, tokens of the sequence with it."""
+
+
+def run(
+    chunks: list[tuple[int, int]],
+    *,
+    group: int = 2,
+    num_kv_heads: int = 1,
+    dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    window: int = 0,
+    softcap: float = 0.0,
+    has_sinks: bool = False,
+    block_m: int = BLOCK_M,
+) -> None:
+    counts, seq_lens = (np.array(column, np.int32) for column in zip(*chunks, strict=True))
+    cache = Paged.make(seq_lens.tolist(), num_kv_heads, dim, PAGE, dtype)
+    num_heads, scale = group * num_kv_heads, dim**-0.5
+    q = 2 * torch.randn(int(counts.sum()), num_heads, dim).to(dtype)
+    sinks = torch.randn(num_heads) if has_sinks else None
+    out = torch.full_like(q, torch.nan)
+    starts = np.concatenate(([0], counts.cumsum())).astype(np.int32)
+    attn_prefill(
+        q,
+        cache.keys,
+        cache.values,
+        cache.rows,
+        cache.table,
+        cache.seq_lens,
+        torch.from_numpy(starts),
+        torch.from_numpy(query_tiles(counts, seq_lens, block_m // group)),
+        out,
+        scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        block_m=block_m,
+        tile=TILE,
+    )
+    for i in range(len(chunks)):
+        tokens = slice(starts[i], starts[i + 1])
+        expected = reference.attention(
+            q[tokens].double(),
+            *cache.sequence(i),
+            scale,
+            window=window,
+            softcap=softcap,
+            sinks=None if sinks is None else sinks.double(),
+        )
+        assert_close(out[tokens], expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chunks_with_and_without_history(dtype: torch.dtype) -> None:
+    run(CHUNKS, dtype=dtype)
+
+
+@pytest.mark.parametrize("group", [1, 3, 5, 7, 8])
+def test_groups(group: int) -> None:
+    run([(9, 40), (3, 3)], group=group, num_kv_heads=2)
+
+
+@pytest.mark.parametrize("dim", [80, 96, 128, 256])
+def test_head_sizes(dim: int) -> None:
+    run([(9, 40), (3, 3)], dim=dim)
+
+
+@pytest.mark.parametrize(("window", "softcap", "has_sinks"), [
+    (0, 0.0, True), (0, 5.0, False), (1, 0.0, False), (7, 0.0, True), (16, 0.0, False), (33, 3.0, True), (500, 0.0, False),
+])  # fmt: skip
+def test_variants(window: int, softcap: float, has_sinks: bool) -> None:
+    run(CHUNKS, window=window, softcap=softcap, has_sinks=has_sinks)
+
+
+def test_tiles_cover_every_token_once_and_the_longest_come_first() -> None:
+    counts, seq_lens = np.array([1, 10, 0, 8], np.int32), np.array([100, 10, 5, 9], np.int32)
+    tiles = query_tiles(counts, seq_lens, 4)
+    assert sorted(map(tuple, tiles.tolist())) == [(0, 0), (1, 0), (1, 4), (1, 8), (3, 0), (3, 4)]
+    assert tiles[0].tolist() == [0, 0]
+    assert tiles[1].tolist() == [1, 8]
+
+
+def test_a_block_must_be_whole_tiles() -> None:
+    q, pages = torch.zeros(1, 2, 64), torch.zeros(2, 1, 40, 64)
+    ids = torch.zeros(1, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="block_size=40 is no multiple of the tile of 64 keys"):
+        attn_prefill(q, pages, pages, ids[0], ids, ids[0], ids[0], ids, q, 1.0)
