@@ -159,6 +159,25 @@ def activation_mul(x: torch.Tensor, activation: str = "silu") -> torch.Tensor:
     return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
 
 
+def fused_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    activation: str = "",
+) -> torch.Tensor:
+    """x, normed if there is a norm, times weight [out_features, in_features], and what follows it."""
+    y = (x if norm is None else rmsnorm(x, norm, eps)) @ weight.T
+    if bias is not None:
+        y = y + bias
+    if activation:
+        y = activation_mul(y, activation)
+    return y if residual is None else y + residual
+
+
 def embed(ids: torch.Tensor, weight: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """Rows of the table; zeros where an id is outside of it."""
     known = (ids >= 0) & (ids < len(weight))

@@ -20,6 +20,7 @@ from actorllm_kernels.plan_decode import plan_decode
 from actorllm_kernels.qknorm_rope_kv import qknorm_rope_kv
 from actorllm_kernels.rmsnorm import rmsnorm
 from actorllm_kernels.silu_mul import activation_mul
+from actorllm_kernels.skinny_gemm import skinny_gemm
 from actorllm_kernels.step_prep import step_prep
 
 PAGE = 64
@@ -152,3 +153,35 @@ for shape in ((16, 8, 128), (32, 8, 128), (32, 8, 64), (12, 2, 128), (32, 8, 96)
 SHIPPED["attn_prefill-32x8x128-window"] = partial(_attn_prefill, 32, 8, 128, 4096)
 SHIPPED["attn_prefill-8x4x256-window-softcap"] = partial(_attn_prefill, 8, 4, 256, 4096, 50.0)
 SHIPPED["attn_prefill-64x8x64-window-sinks"] = partial(_attn_prefill, 64, 8, 64, 128, 0.0, True)
+
+
+def _skinny_gemm(num_rows: int, num_outputs: int, num_inputs: int, what: str) -> None:
+    x, y = _meta(num_rows, num_inputs), _meta(num_rows, num_outputs)
+    skinny_gemm(
+        x,
+        _meta(2 * num_outputs if "gated" in what else num_outputs, num_inputs),
+        y,
+        norm=_meta(num_inputs) if "norm" in what else None,
+        bias=_meta(num_outputs) if "bias" in what else None,
+        residual=y if "residual" in what else None,
+        activation="silu" if "gated" in what else "",
+        pdl=True,
+    )
+
+
+for rows, outputs, inputs, what in (
+    (16, 4096, 1024, "norm"),  # Qwen3-0.6B
+    (16, 1024, 2048, "residual"),
+    (16, 3072, 1024, "norm-gated"),
+    (16, 1024, 3072, "residual"),
+    (16, 2048, 1536, "norm-bias"),  # Qwen2.5-1.5B
+    (16, 1536, 8960, "residual"),
+    (16, 6144, 4096, "norm"),  # Llama-3.1-8B, and nearly Qwen3-8B
+    (32, 6144, 4096, "norm"),
+    (64, 6144, 4096, "norm"),
+    (16, 4096, 4096, "residual"),
+    (16, 14336, 4096, "norm-gated"),
+    (32, 14336, 4096, "norm-gated"),
+    (32, 4096, 14336, "residual"),
+):
+    SHIPPED[f"skinny_gemm-{rows}-{outputs}x{inputs}-{what}-pdl"] = partial(_skinny_gemm, rows, outputs, inputs, what)

@@ -28,9 +28,9 @@ KERNEL_MODULES = [
 
 
 @pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def interpreter(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     modules = [tl, *(module for name, module in sys.modules.items() if name.startswith("triton.language.")), triton]
-    for module in [*modules, *KERNEL_MODULES]:
+    for module in [*modules, *KERNEL_MODULES, request.module]:
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
                 monkeypatch.setattr(module, name, InterpretedFunction(value.fn))

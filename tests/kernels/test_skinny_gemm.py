@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from actorllm_kernels import reference
+from actorllm_kernels.skinny_gemm import is_skinny, skinny_gemm
+from tests.kernels.closeness import DTYPES, assert_close
+
+CPU = torch.device("cpu")
+
+
+def run(
+    num_rows: int,
+    num_outputs: int,
+    num_inputs: int,
+    what: str = "",
+    activation: str = "",
+    dtype: torch.dtype = DTYPES[0],
+) -> None:
+    outputs = 2 * num_outputs if activation else num_outputs
+    x, weight = (
+        torch.randn(num_rows, num_inputs).to(dtype),
+        (torch.randn(outputs, num_inputs) / num_inputs**0.5).to(dtype),
+    )
+    given = {
+        "norm": (1 + torch.randn(num_inputs) / 4).to(dtype),
+        "bias": torch.randn(outputs).to(dtype),
+        "residual": torch.randn(num_rows, num_outputs).to(dtype),
+    }
+    given = {name: tensor for name, tensor in given.items() if name in what}
+    wide = {name: tensor.double() for name, tensor in given.items()}
+    expected = reference.fused_linear(x.double(), weight.double(), activation=activation, **wide)
+    y = given.get("residual", torch.full((num_rows, num_outputs), torch.nan, dtype=dtype))
+    skinny_gemm(x, weight, y, activation=activation, **given)
+    assert_close(y, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("what", "activation"), [
+    ("", ""), ("norm", ""), ("norm bias", ""), ("residual", ""), ("norm bias residual", ""), ("norm", "silu"), ("bias", "gelu"),
+])  # fmt: skip
+def test_what_is_fused(what: str, activation: str, dtype: torch.dtype) -> None:
+    run(5, 40, 256, what, activation, dtype)
+
+
+@pytest.mark.parametrize("num_rows", [1, 17, 64])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(48, 128), (16, 96), (33, 200)])
+def test_shapes(num_rows: int, num_outputs: int, num_inputs: int) -> None:
+    run(num_rows, num_outputs, num_inputs, "norm")
+
+
+@pytest.mark.parametrize(("num_outputs", "activation"), [(2100, ""), (8200, ""), (2050, "gelu_tanh")])
+def test_every_width_of_the_table(num_outputs: int, activation: str) -> None:
+    run(2, num_outputs, 128, "norm residual", activation)
+
+
+def test_the_table_decides_up_to_how_many_rows() -> None:
+    assert is_skinny(1, 4096, False, CPU)
+    assert not is_skinny(65, 4096, False, CPU)
+
+
+def test_too_many_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="65 rows are too many for skinny_gemm, which takes 64"):
+        skinny_gemm(torch.zeros(65, 16), torch.zeros(16, 16), torch.zeros(65, 16))
+    with pytest.raises(ValueError, match="'relu' is none of silu, gelu, gelu_tanh"):
+        skinny_gemm(torch.zeros(1, 16), torch.zeros(32, 16), torch.zeros(1, 16), activation="relu")
