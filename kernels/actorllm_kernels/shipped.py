@@ -16,9 +16,11 @@ from actorllm_kernels.attn_decode import attn_decode
 from actorllm_kernels.attn_prefill import attn_prefill
 from actorllm_kernels.embed import embed
 from actorllm_kernels.kv_copy import launch_kv_copy
+from actorllm_kernels.lm_head_sample import lm_head_sample
 from actorllm_kernels.plan_decode import plan_decode
 from actorllm_kernels.qknorm_rope_kv import qknorm_rope_kv
 from actorllm_kernels.rmsnorm import rmsnorm
+from actorllm_kernels.sample_pick import Offers, SamplingState, sample_pick
 from actorllm_kernels.silu_mul import activation_mul
 from actorllm_kernels.skinny_gemm import skinny_gemm
 from actorllm_kernels.step_prep import step_prep
@@ -185,3 +187,25 @@ for rows, outputs, inputs, what in (
     (32, 4096, 14336, "residual"),
 ):
     SHIPPED[f"skinny_gemm-{rows}-{outputs}x{inputs}-{what}-pdl"] = partial(_skinny_gemm, rows, outputs, inputs, what)
+
+
+def _state() -> SamplingState:
+    return SamplingState(*(_meta(600, dtype=kind) for kind in (F32, I64, I32, I32, I32)))
+
+
+def _lm_head_sample(num_rows: int, vocab_size: int, size: int) -> None:
+    offers = Offers.empty(num_rows, vocab_size, torch.device("meta"))
+    x, rows = _meta(num_rows, size), _meta(num_rows, dtype=I32)
+    lm_head_sample(x, _meta(vocab_size, size), rows, _state(), offers, norm=_meta(size), pdl=True)
+
+
+def _sample_pick(num_rows: int, vocab_size: int) -> None:
+    offers = Offers.empty(num_rows, vocab_size, torch.device("meta"))
+    rows = _meta(num_rows, dtype=I32)
+    sample_pick(offers, rows, _state(), rows, rows, pdl=True)
+
+
+for rows in (16, 32):
+    SHIPPED[f"lm_head_sample-{rows}-151936x1024-pdl"] = partial(_lm_head_sample, rows, 151936, 1024)
+SHIPPED["lm_head_sample-16-128256x4096-pdl"] = partial(_lm_head_sample, 16, 128256, 4096)
+SHIPPED["sample_pick-151936-pdl"] = partial(_sample_pick, 32, 151936)

@@ -30,7 +30,9 @@ def noise_kernel(
     tl.store(noise_ptr + at, philox.gumbel(words))
 
 
-def run(seeds: list[int], samples: list[int], tokens: list[int], groups: list[int], domain: int) -> tuple[np.ndarray, ...]:
+def run(
+    seeds: list[int], samples: list[int], tokens: list[int], groups: list[int], domain: int
+) -> tuple[np.ndarray, ...]:
     """Words and noise, each [len(seeds), 4]."""
     size = triton.next_power_of_2(len(seeds))
     columns = [np.resize(np.array(column, kind), size) for column, kind in (
