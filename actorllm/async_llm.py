@@ -414,8 +414,8 @@ class AsyncLLM:
         """Take no new request (EngineDrainingError) and wait until those there are have ended; there is no way back.
 
         What is left after `timeout` seconds is aborted, each with its final output. Returns whether everything ended by
-        itself. `shutdown` comes next; cancelling the wait leaves the requests going on. The requests of attached
-        programs are waited for, too; of an attached engine only those of this program.
+        itself; the time counts while the engine starts, too. `shutdown` comes next; cancelling the wait leaves the requests
+        going on. The requests of attached programs are waited for, too; of an attached engine only those of this program.
         """
         return await HostLoop.current().result_of(self._engine.drain(timeout))
 

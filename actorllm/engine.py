@@ -298,37 +298,44 @@ class Engine:
     def drain(self, timeout: float | None = None) -> Future[bool]:
         """Take no new request, let those finish that there are, and abort what is left after `timeout` seconds.
 
-        Resolved when all have ended: True if none had to be aborted. `shutdown` is the caller's. A scheduler that does not
-        say that it has aborted them keeps nobody for more than STOP_TIMEOUT_S; if it comes back, or another one does,
-        they end then.
+        Resolved when all have ended: True if none had to be aborted. `shutdown` is the caller's. What has not reached the
+        frontend by then, because the engine still starts, ends here. A scheduler that does not say that it has aborted the
+        others keeps nobody for more than STOP_TIMEOUT_S; if it comes back, or another one does, they end then. Cancelling
+        the future leaves the requests going on.
         """
         self._check()
         until = math.inf if timeout is None else now() + check_timeout(timeout, can_be_zero=True)
         future: Future[bool] = Future()
         with self._lock:
             self._is_draining = True
-            is_new = self.is_new
-        if is_new:
+            is_idle = self.is_new or not (self._has_started or self._num_on_the_way)
+        if is_idle:
             future.set_result(True)
-            return future
-
-        def drain() -> None:  # behind every request of before
-            try:
-                if self._num_on_the_way:  # let in a moment before, by another thread that is about to enqueue it
-                    self._enqueue(drain)
-                    return
-                draining = self._thread.call(self._drain_on_loop, until)
-                draining.add_done_callback(functools.partial(_answer_drain, future))
-            except EngineError as error:  # it did not start, or has ended
-                logger.debug("nothing to drain: %s", error)
-                with contextlib.suppress(InvalidStateError):
-                    future.set_result(False)
-
-        try:
-            self._enqueue(drain)
-        except EngineShutdownError:
-            future.set_result(False)
+        elif self.stepper is not None:
+            future.set_result(self.stepper.drain(until))
+        else:
+            Draining(self, until, future).begin()
         return future
+
+    def wait_drained(self, timeout: float | None = None) -> bool:
+        """As `drain`, for a caller that waits; who is interrupted leaves the requests going on."""
+        future = self.drain(timeout)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _end_on_the_way(self) -> int:
+        """Abort every request that the frontend does not know yet, each with its last output. Returns how many."""
+        with self._lock:
+            given_up = [mailbox for mailbox in self._wanting if isinstance(mailbox, Mailbox)]
+            self._wanting.difference_update(given_up)
+            self._num_on_the_way = 0
+        for mailbox in given_up:
+            mailbox.end_unsent(now())
+            self._wake(mailbox)
+        return len(given_up)
 
     async def _drain_on_loop(self, until: float) -> bool:
         """As `drain`, once every request has reached the frontend."""
@@ -628,7 +635,9 @@ class Engine:
             del stream
             if mailbox.is_aborted and stream_ref() is None:
                 return
-            self._thread.post(self._submit_on_loop, make_submit, mailbox, params.n)
+            with self._lock:
+                if mailbox in self._wanting:  # else it was ended meanwhile (`drain`)
+                    self._thread.post(self._submit_on_loop, make_submit, mailbox, params.n)
         except Exception as error:
             self._fail(mailbox, error if isinstance(error, ActorLLMError) else InvalidPromptError(str(error)))
 
@@ -649,7 +658,12 @@ class Engine:
             self._frontend.abort(rid)
 
     def _fail(self, mailbox: Mailbox, error: BaseException) -> None:
-        mailbox.fail(error)
+        if not mailbox.has_ended:
+            mailbox.fail(error)
+            self._wake(mailbox)
+
+    @staticmethod
+    def _wake(mailbox: Mailbox) -> None:
         if mailbox.host is not None:
             mailbox.host.call_soon_threadsafe(mailbox.wake)
 
@@ -875,6 +889,85 @@ class Engine:
         }
 
 
+class Draining:
+    """One call of `Engine.drain`: behind the requests of before, but not for longer than its time.
+
+    It begins on the loop when the intake thread gets to it. If that is too late, because the engine still starts, its timer
+    ends what is on the way.
+    """
+
+    def __init__(self, engine: Engine, until: float, answer: Future[bool]) -> None:
+        self._engine = engine
+        self._until = until
+        self._answer = answer
+        self._lock = threading.Lock()
+        self._has_begun = False
+        self._num_ended = 0
+        self._timer: threading.Timer | None = None
+        if until < math.inf:
+            self._timer = threading.Timer(max(0.0, until - now()), self._on_time)
+            self._timer.daemon = True
+
+    def begin(self) -> None:
+        self._answer.add_done_callback(self._on_answered)
+        if self._timer is not None:
+            self._timer.start()
+        self._enqueue()
+
+    def _enqueue(self) -> None:
+        try:
+            self._engine._enqueue(self._on_turn)
+        except EngineShutdownError:
+            self._resolve(False)
+
+    def _on_turn(self) -> None:
+        """On the intake thread: every request of before has been handed to the loop, or has ended."""
+        if self._engine._num_on_the_way:  # let in a moment before, by another thread that is about to enqueue it
+            self._enqueue()
+        else:
+            self._drain()
+
+    def _on_time(self) -> None:
+        """On the timer's thread."""
+        self._num_ended = self._engine._end_on_the_way()
+        if self._engine._has_started:
+            self._drain()
+        else:  # nothing has reached the frontend
+            self._resolve(not self._num_ended)
+
+    def _drain(self) -> None:
+        with self._lock:
+            has_begun, self._has_begun = self._has_begun, True
+        if has_begun or self._answer.done():
+            return
+        try:
+            on_loop = self._engine._thread.call(self._engine._drain_on_loop, self._until)
+        except EngineError as error:  # it did not start, or has ended
+            logger.debug("nothing to drain: %s", error)
+            self._resolve(False)
+            return
+        on_loop.add_done_callback(self._on_drained)
+        self._answer.add_done_callback(lambda answer: on_loop.cancel() if answer.cancelled() else None)
+
+    def _on_drained(self, on_loop: Future[bool]) -> None:
+        if on_loop.cancelled():
+            return
+        error = on_loop.exception()
+        if error is None or isinstance(error, EngineError):  # the end of the engine overtook it
+            self._resolve(error is None and on_loop.result() and not self._num_ended)
+        else:
+            with contextlib.suppress(InvalidStateError):
+                self._answer.set_exception(error)
+
+    def _resolve(self, is_drained: bool) -> None:
+        with contextlib.suppress(InvalidStateError):  # who asked has gone
+            self._answer.set_result(is_drained)
+
+    def _on_answered(self, _: Future[bool]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
 class AttachedEngine(Engine):
     """An engine that another process owns and gave a name, joined by this process. `shutdown` leaves it running.
 
@@ -962,15 +1055,6 @@ def check_timeout(timeout: object, *, can_be_zero: bool = False) -> float:
         least = "of at least" if can_be_zero else "above"
         raise InvalidParameterError(f"timeout={timeout!r} must be a number of seconds {least} 0, or None")
     return cast(float, timeout)
-
-
-def _answer_drain(answer: Future[bool], done: Future[bool]) -> None:
-    error = done.exception()
-    with contextlib.suppress(InvalidStateError):  # who asked has gone
-        if error is None or isinstance(error, EngineError):  # the end of the engine overtook it
-            answer.set_result(error is None and done.result())
-        else:
-            answer.set_exception(error)
 
 
 def _slo_fields(slo: SLO) -> tuple[float | None, ...]:

@@ -324,6 +324,10 @@ class LLM:
         """The state of the engine and of each of its actors, and what has failed. Waits for nobody, starts nothing."""
         return self._engine.health()
 
+    def check_health(self) -> None:
+        """Raises EngineDeadError or EngineShutdownError if it cannot serve."""
+        self._engine.check_health()
+
     def stats(self) -> dict[str, Any]:
         """What every part of the engine counts. Workers answer between two steps: this waits for the one in flight."""
         scheduler = self._engine.ask_scheduler("statistics").result()
@@ -357,7 +361,7 @@ class LLM:
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take no new request and wait for those of other threads; see `AsyncLLM.drain`."""
-        return self._engine.drain(timeout).result()
+        return self._engine.wait_drained(timeout)
 
     def shutdown(self, timeout: float = 5.0) -> None:
         """Stop everything and wait for it. Idempotent."""

@@ -15,12 +15,14 @@ from actorllm.config import EngineConfig, ModelConfig
 from actorllm.engine import Engine, Hold, Prompt
 from actorllm.engine_args import EngineArgs, check_idle_arguments
 from actorllm.errors import InvalidParameterError, RequestError
+from actorllm.health import EngineHealth
 from actorllm.request import CompletionOutput, RequestOutput, SamplingParams
 from actorllm.stream import RequestStream
 
 
 class LLMEngine:
-    """An engine to step through by hand. Starts in the constructor; stops with `shutdown` or when it is dropped.
+    """An engine to step through by hand. Starts in the constructor; stops with `shutdown`, at the end of `with`, or when it
+    is dropped.
 
     Arguments: see `actorllm.config.ARGUMENTS`; named and defaulted as in vLLM where both have them.
     """
@@ -199,6 +201,10 @@ class LLMEngine:
         """Raises EngineDeadError or EngineShutdownError if it cannot serve."""
         self._engine.check_health()
 
+    def health(self) -> EngineHealth:
+        """The state of the engine and of each of its actors, and what has failed. Waits for nobody."""
+        return self._engine.health()
+
     def do_log_stats(self) -> None:
         """Nothing: see `stats`."""
 
@@ -228,12 +234,25 @@ class LLMEngine:
         asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
         return bool(asked.result())
 
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no new request and compute those there are to their end; their outputs come out of `step`, as always.
+
+        What is left after `timeout` seconds is aborted, each with its final output; see `AsyncLLM.drain`.
+        """
+        return self._engine.wait_drained(timeout)
+
     def shutdown(self, timeout: float = 5.0) -> None:
         """Stop everything and wait for it. Idempotent."""
         self._engine.shutdown(timeout)
         self._streams.clear()
         self._ready.clear()
         self._host.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
 
 
 class Note(Waiter):

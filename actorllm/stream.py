@@ -95,6 +95,11 @@ class Mailbox:
         self.error = error
         self._release()
 
+    def end_unsent(self, now: float) -> None:
+        """Abort a request that was never submitted: each sequence has its last output, with nothing in it."""
+        for index in range(self._num_sequences):
+            self.push(Delta([], "", RequestEnd(0, "abort", None, None, now, None, None, None, 0, 0, 0), now), index)
+
     def _join(self) -> None:
         """Make few of the deltas that nobody takes. The consumer, who may come meanwhile, finds them in order or gone."""
         taken: list[tuple[int, Delta]] = []

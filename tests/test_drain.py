@@ -12,7 +12,17 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from actorllm import LLM, AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, RequestStream, SamplingParams
+from actorllm import (
+    LLM,
+    AsyncLLM,
+    EngineDeadError,
+    LLMEngine,
+    RequestOutput,
+    RequestOutputKind,
+    RequestStream,
+    SamplingParams,
+)
+from actorllm.actors.worker import WorkerActor
 from actorllm.errors import EngineDrainingError, EngineShutdownError, InvalidParameterError
 
 PROMPT = "Once upon a time"
@@ -159,6 +169,102 @@ async def test_who_drains_may_give_up(make_llm: Callable[..., AsyncLLM]) -> None
     with anyio.move_on_after(0.01):
         await llm.drain()
     assert len((await last_of(stream)).outputs[0].token_ids) == 200
+
+
+@pytest.fixture
+def loading(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Models load when it is set."""
+    loading, load = threading.Event(), WorkerActor._load
+
+    def wait(self: WorkerActor, config: Any) -> Any:
+        assert loading.wait(60)
+        return load(self, config)
+
+    monkeypatch.setattr(WorkerActor, "_load", wait)
+    yield loading
+    loading.set()
+
+
+async def test_the_time_counts_while_the_engine_starts(
+    make_llm: Callable[..., AsyncLLM], loading: threading.Event
+) -> None:
+    llm = make_llm()
+    streams = [
+        llm.generate(PROMPT, short(n=number, output_kind=kind)) for number, kind in enumerate(RequestOutputKind, 1)
+    ]
+    with anyio.fail_after(30):
+        assert await llm.drain(0.05) is False
+        ends = [await last_of(stream) for stream in streams]
+    assert [[one.finish_reason for one in end.outputs] for end in ends] == [["abort"] * n for n in (1, 2, 3)]
+    assert [[one.token_ids for one in end.outputs] for end in ends] == [[[]] * n for n in (1, 2, 3)]
+    loading.set()
+    await llm.start()
+    assert await llm.drain() is True
+    assert (await llm.stats())["frontend"]["num_finished"] == 0, "what has ended is not begun"
+
+
+async def test_requests_from_before_the_start_finish_if_there_is_time(
+    make_llm: Callable[..., AsyncLLM], loading: threading.Event
+) -> None:
+    llm = make_llm()
+    stream = llm.generate(PROMPT, short())
+    answers: list[bool] = []
+
+    async def drain() -> None:
+        answers.append(await llm.drain(60))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(drain)
+        await anyio.wait_all_tasks_blocked()
+        loading.set()
+    assert answers == [True]
+    assert len((await last_of(stream)).outputs[0].token_ids) == 20
+
+
+async def test_who_gives_up_leaves_requests_going_on_beyond_the_time(make_llm: Callable[..., AsyncLLM]) -> None:
+    llm = make_llm()
+    stream = llm.generate(PROMPT, short(300))
+    await stream.__anext__()
+    with anyio.move_on_after(0.01):
+        await llm.drain(0.1)
+    assert len((await last_of(stream)).outputs[0].token_ids) == 300
+
+
+def steps_of(engine: LLMEngine) -> dict[str, RequestOutput]:
+    ends = {}
+    while engine.has_unfinished_requests():
+        ends |= {output.request_id: output for output in engine.step() if output.finished}
+    return ends
+
+
+@pytest.mark.parametrize("topology", ["process", "inline"])
+def test_the_engine_that_its_caller_steps(topology: str) -> None:
+    with LLMEngine("storyteller", topology=topology, num_threads=1, max_num_seqs=2) as engine:
+        for number in range(3):
+            engine.add_request(str(number), PROMPT, short(30))
+        engine.step()
+        assert engine.drain(60) is True
+        assert engine.health().state == "running"
+        with pytest.raises(EngineDrainingError):
+            engine.add_request("late", PROMPT, short())
+        ends = steps_of(engine)
+        assert {key: len(end.outputs[0].token_ids) for key, end in ends.items()} == dict.fromkeys("012", 30)
+        assert engine.drain() is True
+    with pytest.raises(EngineShutdownError):
+        engine.drain()
+
+
+def test_what_its_caller_has_no_time_to_step_is_aborted() -> None:
+    with LLMEngine("storyteller", topology="inline", num_threads=1, max_num_seqs=2) as engine:
+        for number in range(3):
+            engine.add_request(str(number), PROMPT, ENDLESS)
+        engine.step()
+        assert engine.drain(0.05) is False
+        ends = steps_of(engine)
+        assert {key: end.outputs[0].finish_reason for key, end in ends.items()} == dict.fromkeys("012", "abort")
+        assert any(end.outputs[0].token_ids for end in ends.values())
+        scheduler = engine.stats()["scheduler"]["scheduler"]
+        assert scheduler["kv"]["num_free"] == scheduler["kv"]["num_blocks"]
 
 
 def test_attached_programs_finish_as_well_and_may_leave_by_themselves() -> None:

@@ -15,6 +15,7 @@ Offers `Engine` the same verbs as EngineThread and Supervisor together.
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -139,10 +140,10 @@ class Stepper:
         finally:
             self._is_running_posted = False
 
-    def step(self) -> bool:
+    def step(self, until: float = math.inf) -> bool:
         """Plan one step, compute it, hand out its outputs. False: nothing could be planned.
 
-        Waits only for a scheduling policy that has asked to be woken later, or for a deadline.
+        Waits only for a scheduling policy that has asked to be woken later, or for a deadline; not beyond `until`.
         """
         with interrupts_held():
             try:
@@ -155,8 +156,19 @@ class Stepper:
         if not is_done:
             deadline = self._scheduler.next_deadline()
             if deadline is not None:
-                time.sleep(max(0.0, deadline - now()))
+                time.sleep(max(0.0, min(deadline, until) - now()))
         return is_done
+
+    def drain(self, until: float) -> bool:
+        """Step until every request has ended. What is left at `until` (monotonic seconds) is aborted, and it is False."""
+        self.run_pending()
+        while self._frontend.has_work and now() < until:
+            self.step(until)
+        if not self._frontend.has_work:
+            return True
+        self._frontend.abort_all()
+        self.run_pending()
+        return False
 
     def _step(self) -> bool:
         self.run_pending()
