@@ -141,7 +141,8 @@ class EngineConfig:
     standby_worker: bool = False
     """Keep a process parked for every worker, with torch imported and no model: it takes the place of one that dies."""
     step_timeout_s: float | None = None
-    """A worker whose step takes longer is stuck and is killed. None: learnt, at least half a minute (`actors.vigil`)."""
+    """A worker whose step takes longer is stuck and is killed; inline, the engine ends. None: learnt, at least half a minute
+    (`actors.vigil`)."""
     heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
     """So is a process that is stopped, or whose loop does not turn outside of a step, for so long."""
     restart_timeout_s: float | None = None

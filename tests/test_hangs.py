@@ -8,12 +8,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
 
 import actorllm.engine
@@ -21,7 +23,7 @@ from actorllm import AsyncLLM, SamplingParams
 from actorllm.actors.topology import Topology, engine_topology
 from actorllm.errors import EngineDeadError
 from actorllm.scheduling.policy import KeyPolicy
-from tests.actors.scripted_worker import VOCAB
+from tests.actors.scripted_worker import VOCAB, SlowRunner
 from tests.scheduling.conftest import reference_stream
 
 STUCK_TOKEN = 4093
@@ -75,6 +77,43 @@ async def test_a_worker_that_does_not_come_back_from_a_step(build: Callable[...,
     assert "worker0 was killed because it was stuck: step 1 ran for 0." in error
     assert "deadline 0.5 s" in error
     assert "scripted_worker.py" in error, "its last words say where it was"
+
+
+async def test_a_step_that_does_not_come_back_from_a_thread(
+    build: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can kill it: the engine ends, and says where it was. What comes after all, comes to nobody."""
+    is_let_go, threads = threading.Event(), []
+
+    def hang(self: SlowRunner, plan: Any) -> Any:
+        threads.append(threading.current_thread())
+        assert is_let_go.wait(60)
+        return plan
+
+    monkeypatch.setattr(SlowRunner, "execute", hang)
+    llm = build(topology="inline", step_timeout_s=0.5, on_failure="restart")
+    llm._engine._supervisor._stop_timeout_s = 0.1  # type: ignore[union-attr]
+    try:
+        with anyio.fail_after(30):
+            error = await end_of(llm, [1, 2])
+        assert "worker0 failed with TimeoutError: step 1 ran for 0." in error
+        assert "deadline 0.5 s; its thread cannot be stopped and is abandoned (step_timeout_s" in error
+        assert "is_let_go.wait(60)" in "".join(llm.dead_error.__notes__)
+        assert llm.health().state == "dead"
+        with pytest.raises(EngineDeadError, match="TimeoutError"):
+            llm.generate({"prompt_token_ids": [1, 2]})
+        await anyio.to_thread.run_sync(llm.shutdown)
+    finally:
+        is_let_go.set()
+    await anyio.to_thread.run_sync(threads[0].join, 30)
+    assert not threads[0].is_alive()
+
+
+async def test_steps_of_a_thread_that_end_in_time_are_no_concern_of_anybody(build: Callable[..., AsyncLLM]) -> None:
+    llm = build(topology="inline", step_timeout_s=0.5)
+    params = SamplingParams(max_tokens=250, ignore_eos=True, detokenize=False, seed=3)
+    *_, last = [output async for output in llm.generate({"prompt_token_ids": [1, 2]}, params)]
+    assert last.outputs[0].token_ids == reference_stream([1, 2], 3, 250, VOCAB)
 
 
 @pytest.mark.parametrize("victim", ["worker0", "scheduler"])

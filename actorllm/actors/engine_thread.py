@@ -355,6 +355,11 @@ class LoopThread:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
+    @property
+    def ident(self) -> int | None:
+        """Of the thread, as Python counts them; None: it was not started."""
+        return self._thread.ident
+
     def start_thread(self) -> None:
         """Returns when the loop turns."""
         self._thread.start()

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -176,9 +177,13 @@ class ThreadChild(LocalChild):
         super().__init__(spec, on_end)
         self._loop = loop
         self._thread = LoopThread(f"actorllm:{spec.name}")
+        self._pulse = Pulse.of_thread()
+        self._is_stuck = False
 
     async def spawn(self, tasks: TaskGroup, config: Any) -> None:
-        self.runner = Runner(new_actor(self.spec), self._report_end_there, self._report_broken_there)
+        actor = new_actor(self.spec)
+        actor.pulse = self._pulse
+        self.runner = Runner(actor, self._report_end_there, self._report_broken_there)
         alive = anyio.Event()
         self._thread.start_thread()
         living = self._thread.call(self.runner.live, lambda: self._loop.call_soon_threadsafe(alive.set))
@@ -219,18 +224,35 @@ class ThreadChild(LocalChild):
     def kill(self) -> None:
         """A thread cannot be killed. It is a daemon: it ends with the process at the latest."""
 
+    def sign(self) -> Sign | None:
+        """What it shows of a step that it computes now, None: it computes none."""
+        sign = self._pulse.read()
+        return sign if sign.step and self.phase == "running" else None
+
+    def give_up_stuck(self, reason: str) -> None:
+        """It does not go on, and that is the end of the engine: nothing can take its place while it may still come back."""
+        message = (
+            f"{reason}; its thread cannot be stopped and is abandoned (step_timeout_s says how long a step may take)"
+        )
+        logger.error("%s is stuck: %s", self.spec.name, message)
+        self._is_stuck = True
+        self.phase = "failed"
+        stack = "".join(traceback.format_stack(sys._current_frames().get(self._thread.ident or 0)))
+        self._on_end(self, ActorDeath(self.spec.name, failure=Failure("TimeoutError", message, stack)))
+
     def close(self) -> None:
         self._thread.request_stop()
         if self.gone.is_set():
             self._thread.join(1.0)
-        else:
+        elif not self._is_stuck:
             logger.error("thread %s does not react and is abandoned", self._thread.name)
 
     def _report_broken_there(self, info: LinkInfo, error: BaseException) -> None:
         self._loop.call_soon_threadsafe(self._report_broken, info, error)
 
     def _report_end_there(self, error: BaseException | None) -> None:
-        self._loop.call_soon_threadsafe(self._report_end, error)
+        if not self._is_stuck:
+            self._loop.call_soon_threadsafe(self._report_end, error)
 
     async def _there(self, function: Callable[..., Any], *args: Any) -> Any:
         return await self._loop.result_of(self._thread.call(function, *args))

@@ -10,7 +10,8 @@ waits for the other, and no system call is made. What each word proves:
 
 That a process is stopped (SIGSTOP, a debugger) it cannot say itself; the kernel does (`is_stopped`).
 
-Made by the supervisor for each of its processes; the descriptor travels with the "start" frame.
+Made by the supervisor for each of its processes; the descriptor travels with the "start" frame. A thread of this process
+has one as well (`Pulse.of_thread`), of memory that nobody else sees.
 """
 
 from __future__ import annotations
@@ -63,6 +64,11 @@ class Pulse:
         except BaseException:
             os.close(fd)
             raise
+
+    @classmethod
+    def of_thread(cls) -> Pulse:
+        """One for both ends. Not to be closed: a thread that is stuck writes to it when it comes back."""
+        return cls(-1)
 
     # The process itself
 

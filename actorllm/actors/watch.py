@@ -3,7 +3,8 @@
 Runs on the engine thread's loop. There is work while an actor of this process says so (`Actor.has_work`: requests that
 have not ended) or a visitor is attached; with no work and nobody who starts, nothing is looked at and nothing wakes up.
 What it sees it gives to the `Vigil`, and who is stuck gets a moment to write down where (the stacks go to its stderr,
-whose last lines are part of the error) and SIGKILL. From there on it is a death like any other. Owned by the supervisor.
+whose last lines are part of the error) and SIGKILL. From there on it is a death like any other. Of a thread of this process
+only the steps are watched; it cannot be killed, so one that is stuck is the end of the engine. Owned by the supervisor.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import anyio
 
-from actorllm.actors.placements import Child, OwnerChild, ProcessChild
+from actorllm.actors.placements import Child, OwnerChild, ProcessChild, ThreadChild
 from actorllm.actors.vigil import Vigil
 from actorllm.clock import now
 
@@ -63,8 +64,8 @@ class Watch:
         processes = [child for child in self._children.values() if isinstance(child, ProcessChild) and child.is_alive]
         if any(child.phase != "running" for child in processes):
             return True
-        if not processes:
-            return False  # what hangs in a thread cannot be killed; and who is spawned next wakes it
+        if not processes and not any(isinstance(child, ThreadChild) for child in self._children.values()):
+            return False  # who is spawned next wakes it
         for child in self._children.values():
             if isinstance(child, OwnerChild):
                 if child.runner.actor.has_work:
@@ -82,5 +83,10 @@ class Watch:
         parked = {f"parked {child.pid}": child for child in self._parked()}
         signs = {key: sign for key, child in processes.items() if (sign := child.sign(self.start_budget_s)) is not None}
         signs |= {key: sign for key, child in parked.items() if (sign := child.sign(math.inf)) is not None}
+        threads = {name: child for name, child in self._children.items() if isinstance(child, ThreadChild)}
+        signs |= {key: sign for key, child in threads.items() if (sign := child.sign()) is not None}
         for verdict in self._vigil.look(now(), signs):
-            (processes | parked)[verdict.actor].kill_stuck(verdict.reason)
+            if verdict.actor in threads:
+                threads[verdict.actor].give_up_stuck(verdict.reason)
+            else:
+                (processes | parked)[verdict.actor].kill_stuck(verdict.reason)

@@ -24,6 +24,7 @@ from actorllm.messages import (
     LateInputs,
     Message,
     Outputs,
+    PauseChanged,
     Reply,
     StepFailed,
     StepPlan,
@@ -35,7 +36,7 @@ from tests.ring.hostile import Report, strange_messages, through_the_wire
 from tests.scheduling.conftest import ScriptedWorker, reference_stream
 
 VOCAB = 4096
-MESSAGE_TYPES = (Submit, Abort, Unblock, Ask, Reply, StepResult, StepFailed, Outputs)
+MESSAGE_TYPES = (Submit, Abort, Unblock, Ask, Reply, StepResult, StepFailed, Outputs, PauseChanged)
 
 
 class Anything:
