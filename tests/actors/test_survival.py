@@ -28,7 +28,7 @@ from tests.actors.scripted_worker import DEADLY, VOCAB
 from tests.actors.test_engine_actors import make_worker, plan_for
 from tests.actors.test_scheduler_actor import FakeLink, running
 from tests.actors.test_scheduler_actor import submit as submit_of
-from tests.scheduling.conftest import reference_stream
+from tests.scheduling.conftest import SIBLING, reference_stream
 
 
 @pytest.fixture
@@ -122,6 +122,27 @@ async def test_aborts_and_new_requests_while_nothing_runs(llm: AsyncLLM) -> None
     assert 0 < last.metrics.recovery_time < 30
     assert last.metrics.first_token_ts < last.metrics.last_token_ts
     assert (await llm.stats())["frontend"]["num_requests"] == 0
+
+
+@pytest.mark.parametrize("victims", [("worker0",), ("scheduler",), ("scheduler", "worker0")])
+async def test_every_sequence_of_a_request_goes_on(llm: AsyncLLM, victims: tuple[str, ...]) -> None:
+    """Killed with the first token of the first one, when some have none yet, and in the middle."""
+    params = params_of(120, seed=3, n=4, output_kind=RequestOutputKind.DELTA)
+    prompt = list(range(5, 75))
+    tokens: list[list[int]] = [[] for _ in range(4)]
+    kills_at = [1, 150]
+    async for output in llm.generate(prompt, params):
+        for one in output.outputs:
+            tokens[one.index] += one.token_ids
+        if kills_at and sum(map(len, tokens)) >= kills_at[0]:
+            kills_at.pop(0)
+            for name in victims:
+                os.kill(llm._engine.pids[name], signal.SIGKILL)
+            while any(llm.health().actors[name].num_restarts < 2 - len(kills_at) for name in victims):
+                await anyio.sleep(0.001)
+    assert not kills_at
+    for index in range(4):
+        assert tokens[index] == reference_stream(prompt, 3 + SIBLING * index, 120, VOCAB), f"sequence {index}"
 
 
 @pytest.mark.parametrize("mode", ["wait", "keep"])

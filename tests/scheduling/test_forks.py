@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from actorllm.messages import StepFailed, StepResult, Submit, sequences_of
 from actorllm.scheduling.policy import Admit, KeyPlanner, KeyPolicy, load_policy
 from actorllm.scheduling.recording import Entry, RecordedScheduler, replay
 from actorllm.scheduling.sequence import State
-from tests.scheduling.conftest import SIBLING, Engine, make_scheduler, reference_stream
+from tests.scheduling.conftest import SIBLING, Engine, make_scheduler, make_submit, reference_stream
 
 PROMPT = range(20, 30)  # two full blocks and two tokens
 BOUNDARY = range(20, 32)
@@ -272,6 +273,42 @@ def test_a_failed_step_ends_only_the_fork_that_is_at_fault(rows: list[int]) -> N
         expected = [] if engine.ends[rid].error else reference_stream(PROMPT, 1 + SIBLING * i, 8)
         assert engine.streams[rid] == expected
     assert engine.scheduler.statistics().kv.num_free == 40
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("accident", ["a failed step", "dead workers", "a dead scheduler"])
+def test_accidents_change_no_sequence(accident: str, depth: int, caching: bool) -> None:
+    """Whenever they happen, in the middle of the prompt, with forks in flight, or when each goes its own way."""
+    for num_before in range(9):
+        engine = Engine(depth=depth, prefill_chunk=4, enable_prefix_caching=caching)
+        if accident == "a failed step":  # it takes one more in it, or the one that is alone in it is at fault
+            engine.submit(9, [7], max_tokens=30)
+            engine.launch()
+            engine.complete()
+        rids = engine.submit_several(1, 3, PROMPT, ignore_eos=True)
+        for _ in range(num_before):
+            engine.launch()
+            if len(engine.results) == depth:
+                engine.complete()
+        if accident == "a failed step":
+            engine.launch()
+            failure = StepFailed(step=engine.results[0].step, error="planted")
+            engine.results.clear()
+            engine.apply(engine.scheduler.fail(failure, engine.now))
+        elif accident == "dead workers":
+            engine.lose_workers()
+        else:
+            streams, engine = engine.streams, Engine(depth=depth, prefill_chunk=4, enable_prefix_caching=caching)
+            first = make_submit(1, PROMPT, siblings=np.array(rids[1:], np.int32), ignore_eos=True)
+            for sequence in sequences_of(first):
+                output = np.array(streams[sequence.rid], np.int32)
+                again = replace(sequence, output=output, is_resumed=True)
+                engine.streams[sequence.rid] = output.tolist()
+                assert engine.scheduler.submit(0, again, engine.now) is None
+        engine.run()
+        check(engine, rids, PROMPT)
+        assert {end.reason for end in engine.ends.values()} == {"length"}
 
 
 @pytest.mark.parametrize("depth", [1, 2])
