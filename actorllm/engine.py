@@ -96,6 +96,10 @@ VLLM_PROMPT_KEYS = (
 )
 """What vLLM's prompts may hold beside that; accepted as None."""
 
+JOURNAL_INTERVAL = 64
+"""New tokens per row of a request that is told everything at its end: what the journal has is not computed again when the
+scheduler dies."""
+
 TOKENIZATION_KEYS = ("truncate_prompt_tokens", "add_special_tokens")
 """What tokenization_kwargs may hold."""
 
@@ -800,6 +804,7 @@ class Engine:
         if self.config.cache.enable_prefix_caching:
             hashes = hash_blocks(ids, self.config.cache.block_size, extra_key(prompt.cache_salt))
         interval = max(params.stream_interval or 1, self.config.stream_interval)
+        is_final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
 
         def make_submit(rid: int) -> Submit:
             return Submit(
@@ -821,7 +826,7 @@ class Engine:
                 detokenize=params.detokenize and model.tokenizer is not None,
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
-                stream_interval=0 if params.output_kind is RequestOutputKind.FINAL_ONLY else interval,
+                stream_interval=JOURNAL_INTERVAL if is_final_only else interval,
                 rules=None if rules is None else rules.to_fields(),
                 block_hashes=hashes,
                 cache_salt=prompt.cache_salt,

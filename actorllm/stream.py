@@ -158,6 +158,10 @@ class Sibling:
     def is_aborted(self) -> bool:
         return self._mailbox.is_aborted
 
+    @property
+    def wakes_at_end(self) -> bool:
+        return self._mailbox.wakes_at_end
+
     def push(self, delta: Delta) -> None:
         self._mailbox.push(delta, self._index)
 

@@ -105,6 +105,10 @@ class Consumer(Protocol):
     def is_aborted(self) -> bool:
         """Nobody wants more of it."""
 
+    @property
+    def wakes_at_end(self) -> bool:
+        """It can do nothing with less than everything."""
+
     def push(self, delta: Delta) -> None: ...
 
     def note_cached(self, num_tokens: int) -> None:
@@ -438,7 +442,8 @@ class FrontendActor(Actor):
                 if entry.prompt_logprobs:
                     of_prompt, entry.prompt_logprobs = entry.prompt_logprobs, []
                 consumer.push(Delta(new, piece, end, outputs.emitted, vectors.get(row), of_tokens, of_prompt))
-                woken.append(consumer)
+                if end is not None or not consumer.wakes_at_end:
+                    woken.append(consumer)
         self._wake(woken)
 
     def _recover(self, rids: list[int]) -> None:

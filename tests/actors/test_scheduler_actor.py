@@ -394,6 +394,7 @@ async def test_an_aborted_request_gets_an_end() -> None:
 
 class Consumer:
     host = None
+    wakes_at_end = False
 
     def __init__(self) -> None:
         self.deltas: list[Delta] = []

@@ -145,6 +145,19 @@ async def test_every_sequence_of_a_request_goes_on(llm: AsyncLLM, victims: tuple
         assert tokens[index] == reference_stream(prompt, 3 + SIBLING * index, 120, VOCAB), f"sequence {index}"
 
 
+async def test_what_is_told_at_the_end_is_not_computed_again_from_the_prompt(llm: AsyncLLM) -> None:
+    stream = llm.generate(PROMPT, params_of(600, output_kind=RequestOutputKind.FINAL_ONLY))
+    await llm.start()
+    journal = llm._engine._frontend._journal
+    while not journal or len(next(iter(journal.values())).emitted) < 100:
+        await anyio.sleep(0.001)
+    os.kill(llm._engine.pids["scheduler"], signal.SIGKILL)
+    (output,) = [output async for output in stream]
+    assert output.outputs[0].token_ids == reference_stream(PROMPT, 1, 600, VOCAB)
+    assert llm.health().num_recoveries == 1
+    assert (await scheduler_of(llm))["num_output_tokens"] <= 500
+
+
 @pytest.mark.parametrize("mode", ["wait", "keep"])
 async def test_a_pause_outlives_the_scheduler(llm: AsyncLLM, mode: Any) -> None:
     if mode == "keep":
@@ -420,6 +433,7 @@ class Caller:
     """A consumer that keeps what it is given."""
 
     host = None
+    wakes_at_end = False
 
     def __init__(self) -> None:
         self.deltas: list[Delta] = []
