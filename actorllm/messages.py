@@ -88,6 +88,12 @@ class Submit:
     """Of the request that this is one sequence of (`sequences_of`): they are refused together."""
     is_resumed: bool = False
     """A scheduler had taken it before: it is never refused for want of room."""
+    num_deaths: int = 0
+    """Schedulers in a row that may have died of it (`actors.custody`)."""
+    most_beside: int = 0
+    """With how many it was tried, itself included, when the last of them died; 0: it was not tried."""
+    num_losses: int = 0
+    """Schedulers in a row that died before its frontend had a token of anybody."""
     ignore_eos: bool = False
     stop_token_ids: Sequence[int] = ()
     stop: Sequence[str] = ()
@@ -409,6 +415,26 @@ class PauseChanged:
     mode: str | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class OnTrial:
+    """Of what this frontend has submitted again, the scheduler is about to take these on, and nothing else for now.
+
+    num_tried: with those of other frontends; 0: the trial is over, and everything is taken on again. is_alone: nothing else
+    runs, not even what was acquitted.
+    """
+
+    rids: I32 = field(default_factory=no_i32)
+    num_tried: int = 0
+    is_alone: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Begun:
+    """Requests that were submitted again and are in a step from now on."""
+
+    rids: I32
+
+
 # Between any two actors -----------------------------------------------------------------------------------------------
 
 
@@ -432,7 +458,7 @@ class Reply:
 
 ToScheduler: TypeAlias = Submit | Abort | Unblock | StepResult | StepFailed | Ask | Reply
 ToWorker: TypeAlias = StepPlan | LateInputs | Ask
-ToFrontend: TypeAlias = Outputs | PauseChanged | Ask | Reply
+ToFrontend: TypeAlias = Outputs | PauseChanged | OnTrial | Begun | Ask | Reply
 Message: TypeAlias = ToScheduler | ToWorker | ToFrontend
 
 KINDS: dict[int, type[Any]] = {
@@ -447,6 +473,8 @@ KINDS: dict[int, type[Any]] = {
     9: Ask,
     10: Reply,
     11: PauseChanged,
+    12: OnTrial,
+    13: Begun,
 }
 """The numbers are part of the wire format: a number is never used again for something else."""
 

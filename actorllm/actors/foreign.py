@@ -36,6 +36,9 @@ RANGES: dict[str, Check] = {
     "min_p": lambda value: 0 <= value <= 1,
     "sample_index": lambda value: value >= 0,
     "num_sequences": lambda value: value >= 1,
+    "num_deaths": lambda value: value >= 0,
+    "most_beside": lambda value: value >= 0,
+    "num_losses": lambda value: value >= 0,
     "adapter_id": lambda value: value == 0,  # there are none, and a worker refuses the whole plan
 }
 

@@ -21,6 +21,7 @@ import anyio
 import numpy as np
 
 from actorllm.actors.actor import Actor
+from actorllm.actors.custody import MAX_ALONE, Record, note_death
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.link import Link
 from actorllm.clock import now
@@ -42,7 +43,9 @@ from actorllm.messages import (
     NO_I32,
     OVERLOADED,
     Abort,
+    Begun,
     Message,
+    OnTrial,
     Outputs,
     PauseChanged,
     RequestEnd,
@@ -138,6 +141,8 @@ class JournalEntry:
     """What it waited for its next output after that, in all."""
     lost_at: float = 0.0
     """When the scheduler died that it is waiting to hear from again."""
+    record: Record = field(default_factory=Record)
+    """Whether schedulers died of it."""
 
 
 class FrontendActor(Actor):
@@ -159,6 +164,8 @@ class FrontendActor(Actor):
         self._interrupted: set[int] = set()  # their scheduler died, and nothing of them has come since
         self._pause_mode: str | None = None
         self._has_timeline = False
+        self._trial: OnTrial | None = None  # the last word of the scheduler about it
+        self._num_losses = 0  # schedulers in a row, without a token of anybody
         self.num_recoveries = 0
         self._num_resubmitted = 0
         self.max_recovery_s = 0.0
@@ -325,10 +332,17 @@ class FrontendActor(Actor):
         """The journal is the work of this scheduler."""
         self._scheduler = link
         self._unsent.clear()
-        for entry in self._journal.values():
+        for entry in sorted(self._journal.values(), key=lambda entry: -entry.record.num_deaths):  # suspects first
             submit = entry.submit
             if entry.num_recoveries:
-                submit = replace(submit, output=np.array(entry.emitted, np.int32), is_resumed=True)
+                submit = replace(
+                    submit,
+                    output=np.array(entry.emitted, np.int32),
+                    is_resumed=True,
+                    num_deaths=entry.record.num_deaths,
+                    most_beside=entry.record.most_beside,
+                    num_losses=self._num_losses,
+                )
             self._unsent.append(submit)
             if entry.is_aborted:
                 self._unsent.append(Abort(rids=np.array([submit.rid], np.int32)))
@@ -358,10 +372,22 @@ class FrontendActor(Actor):
                     entry.num_recoveries += 1
                     entry.lost_at = self._lost_at
                     self._interrupted.add(rid)
+            self._note_death(lost)
             return
         self.fail_all(
             lost if isinstance(lost, EngineError) else EngineDeadError(f"the link to {link.peer} is lost: {lost}")
         )
+
+    def _note_death(self, lost: BaseException) -> None:
+        """It is put on the record of the requests that it may be due to; who is found guilty fails."""
+        records = {rid: entry.record for rid, entry in self._journal.items()}
+        note_death(records, self._trial, is_second=self._num_losses > 0)
+        self._trial = None
+        self._num_losses += 1
+        reason = f"the scheduler died {MAX_ALONE} times while it had this request alone; the last time {lost}"
+        for rid in [rid for rid, record in records.items() if record.is_guilty]:
+            logger.error("request %d fails: %s", rid, reason)
+            self._fail(rid, RequestFailedError(reason))
 
     async def on_stop(self) -> None:
         self.fail_all(EngineShutdownError("the engine was shut down"))
@@ -375,6 +401,12 @@ class FrontendActor(Actor):
                 self._apply(message)
             case PauseChanged():
                 self._pause_mode = message.mode
+            case OnTrial():
+                self._trial = message
+            case Begun():
+                for rid in message.rids.tolist():
+                    if rid in self._journal:
+                        self._journal[rid].record.is_begun = True
             case _:
                 super().on_message(link, message)
 
@@ -395,6 +427,8 @@ class FrontendActor(Actor):
         logprobs = self._logprobs_by_row(outputs) if outputs.logprob_spans.size else None
         if self._interrupted:
             self._recover(rids)
+        if self._num_losses and tokens:
+            self._num_losses = 0
         if outputs.cached.size:
             for rid, num_tokens in outputs.cached.reshape(-1, 2).tolist():
                 entry = self._journal.get(rid)
@@ -422,6 +456,8 @@ class FrontendActor(Actor):
                 self._num_repeated += 1  # had before; but its end, if it brings one, counts
                 new, piece = [], ""
             entry.emitted += new
+            if entry.num_recoveries and new:
+                entry.record.clear()
             of_tokens: list[dict[int, Logprob]] | None = None
             if logprobs is not None and row in logprobs:
                 of_tokens = self._take_logprobs(entry, logprobs[row])

@@ -9,10 +9,13 @@ notice. Whoever is dead is reported by the supervisor, and its outlet is dropped
 from __future__ import annotations
 
 from collections import deque
+from typing import TypeAlias
 
 from actorllm.actors.link import Link
 from actorllm.errors import WouldBlock
-from actorllm.messages import Abort, Outputs, PauseChanged, Submit, Unblock
+from actorllm.messages import Abort, Begun, OnTrial, Outputs, PauseChanged, Submit, Unblock
+
+ForFrontend: TypeAlias = Outputs | PauseChanged | OnTrial | Begun
 
 
 class Outlet:
@@ -24,11 +27,11 @@ class Outlet:
         self.number = number
         """Of the frontend: what the keys of its requests begin with."""
         self.link = link
-        self.unsent: deque[Outputs | PauseChanged] = deque()
+        self.unsent: deque[ForFrontend] = deque()
         self.deferred: list[Submit | Abort | Unblock] = []
         """Submissions that came while outputs wait, and what came after them about requests."""
 
-    def send(self, outputs: Outputs | PauseChanged) -> bool:
+    def send(self, outputs: ForFrontend) -> bool:
         """Send, or hold behind what is held; False when it is held. TransportError: the link must be dropped."""
         self.unsent.append(outputs)
         return self.flush()

@@ -23,9 +23,10 @@ import anyio
 import numpy as np
 
 from actorllm.actors.actor import Actor
+from actorllm.actors.custody import Trial
 from actorllm.actors.foreign import check_foreign
 from actorllm.actors.link import Link
-from actorllm.actors.outlet import Outlet
+from actorllm.actors.outlet import ForFrontend, Outlet
 from actorllm.actors.pacing import Pacing
 from actorllm.actors.timeline import Timeline
 from actorllm.actors.topology import ATTACHED
@@ -38,8 +39,10 @@ from actorllm.messages import (
     DRAINING,
     NO_I32,
     Abort,
+    Begun,
     LateInputs,
     Message,
+    OnTrial,
     Outputs,
     PauseChanged,
     StepFailed,
@@ -50,9 +53,11 @@ from actorllm.messages import (
     pack,
     sequences_of,
 )
+from actorllm.request import FinishReason
 from actorllm.ring.codec import encode
 from actorllm.scheduling.events import NOTHING, End, Events
 from actorllm.scheduling.guard import FALLBACK, GuardedPolicy
+from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.pause import PauseState
 from actorllm.scheduling.policy import POLICIES, PlanPolicy, load_policy
 from actorllm.scheduling.recording import Entry, RecordedScheduler
@@ -69,8 +74,12 @@ RETRY_S = 0.005
 MAX_RETRY_S = 0.1
 
 MAX_LOSSES_OF_SEARCH = 8
-"""Deaths of the workers in a row, without a token, up to which a search for the requests that they die of counts as progress
-when it gets narrower. Half a dozen such requests can be found so; where more are needed, it is not the requests."""
+"""Deaths of the workers, or of schedulers, in a row, without a token, up to which a search for the requests that they die of
+counts as progress when it gets narrower. Half a dozen such requests can be found so; where more are needed, it is not the
+requests."""
+
+JOURNAL_PATIENCE_S = 1.0
+"""How long a trial waits for the journals of all frontends before it begins with what is there."""
 
 SHORTEST_TIMER_S = 0.001
 """Who asks to be woken in the past is woken this often, and does not hold a core."""
@@ -220,6 +229,11 @@ class SchedulerActor(Actor):
         self._has_heard_of_pauses = False
         self._resubmitting: set[int] = set()
         """Frontends of the scheduler before that have not said that they have submitted everything again."""
+        self._trial = Trial()
+        self._trial_at = 0.0
+        """When a trial begins even if some frontends have not submitted everything again."""
+        self._not_begun: set[Key] = set()
+        """Requests that were submitted again and have not been in a step of this scheduler."""
         self._timeline: Timeline | None = None
         self._tokenizer: Tokenizer | None = None
         self._pacing = Pacing()
@@ -330,6 +344,8 @@ class SchedulerActor(Actor):
                 self._send_to(self._outlets[number], PauseChanged(mode=self._pause_mode))
             if link.generation > 1:
                 self._resubmitting.add(number)
+            if self._trial:
+                self._send_to(self._outlets[number], OnTrial(num_tried=self._num_on_trial))
             if link.peer.startswith(ATTACHED):
                 self._foreign.add(link)
                 if self._max_waiting_attached is not None:
@@ -345,6 +361,8 @@ class SchedulerActor(Actor):
             del self._outlets[number]
             self._full.pop(number, None)
             self._resubmitting.discard(number)
+            self._trial.drop_frontend(number)
+            self._not_begun = {key for key in self._not_begun if key[0] != number}
             self._inbox = deque(entry for entry in self._inbox if entry[0] != number)
             self.scheduler.abort_frontend(number, now())
             self._pacing.drop_frontend(number)
@@ -416,6 +434,8 @@ class SchedulerActor(Actor):
         """One turn of the loop: plan what there is room for, work off one result. False: there is no result yet."""
         scheduler = self.scheduler
         self.take_inbox()
+        if self._trial:
+            self._go_on_with_trial()
         if scheduler.expires_at < math.inf:
             self._expire()
         while scheduler.has_room and self._has_workers:  # up to `depth` steps in flight
@@ -436,6 +456,8 @@ class SchedulerActor(Actor):
         events = self._apply(self._results.popleft())
         self._send_late_inputs()
         self._send(*self._render(events))  # while the next step runs; ends at stop strings before it is planned
+        if self._trial:
+            self._trial.on_step(sequence.key for sequence in events.sequences)
         if self._is_unproven and events.tokens.size:
             self._is_unproven = False
             self._num_losses_in_a_row = 0
@@ -444,6 +466,8 @@ class SchedulerActor(Actor):
     def next_deadline(self) -> float | None:
         """When the loop must turn even if nothing arrives: for a policy, a deadline, or what could not be sent."""
         wake_at = min(self.scheduler.wake_at, self.scheduler.expires_at)
+        if self._trial and self._resubmitting and now() < self._trial_at:
+            wake_at = min(wake_at, self._trial_at)
         if self._full:
             return max(min(wake_at, now() + self._retry_s), now() + SHORTEST_TIMER_S)
         return max(wake_at, now() + SHORTEST_TIMER_S) if wake_at < math.inf else None
@@ -463,7 +487,10 @@ class SchedulerActor(Actor):
                 case Abort() if not message.rids.size:
                     self._resubmitting.discard(frontend)
                 case Abort():
-                    ends += self.scheduler.abort([(frontend, rid) for rid in message.rids.tolist()], now())
+                    keys = [(frontend, rid) for rid in message.rids.tolist()]
+                    ends += self.scheduler.abort(keys, now())
+                    if self._trial:
+                        ends += [_end_of_unknown(*held, "abort") for held in self._trial.take(keys)]
                 case Unblock():
                     end = self.scheduler.unblock((frontend, message.rid), message.error, now())
                     ends += [end] if end is not None else []
@@ -491,14 +518,22 @@ class SchedulerActor(Actor):
         key: Key = (frontend, message.rid)
         is_known = message.is_resumed or message.output.size  # to the scheduler before
         if self._is_draining and not is_known and self._outlets[frontend].link in self._foreign:
-            return [self._refusal_to_drain(frontend, message)]
+            return [_refusal_to_drain(key, message)]
+        if (self._trial or message.num_deaths) and self._is_held(key, message):
+            return []
+        return self._take_on(key, message)
+
+    def _take_on(self, key: Key, message: Submit) -> list[End]:
         is_new = self.scheduler.sequence(key) is None
-        end = self.scheduler.submit(frontend, message, now())
+        end = self.scheduler.submit(key[0], message, now())
         if end is not None:
             return [end]
         sequence = self.scheduler.sequence(key)
+        if message.is_resumed:
+            self._not_begun.add(key)
         if is_new and message.stream_interval != 1 and message.pooling is None:
-            self._pacing.add(key, message.stream_interval, is_first=not message.output.size)
+            is_first = message.is_resumed or not message.output.size  # it is to be known that this one goes on
+            self._pacing.add(key, message.stream_interval, is_first=is_first)
         if is_new and sequence is not None and message.detokenize and self._tokenizer is not None:
             try:
                 sequence.attachment = text = self._new_text(message, self._tokenizer)
@@ -510,13 +545,70 @@ class SchedulerActor(Actor):
                 return self._fail_text(sequence, error)
         return []
 
-    @staticmethod
-    def _refusal_to_drain(frontend: int, message: Submit) -> End:
-        error = "the engine's owner is about to stop it: it finishes what it has and takes no new requests"
-        refused = Sequence(
-            (frontend, message.rid), message, 0, message.prompt, 0, frozenset(), frozenset(), queued=now()
-        )
-        return End(refused, "error", error=error, details={"kind": DRAINING})
+    # Suspects: requests that schedulers before this one may have died of
+
+    def _is_held(self, key: Key, message: Submit) -> bool:
+        """Whether a request waits while suspects are tried; the first suspect begins that."""
+        if self.scheduler.sequence(key) is not None:
+            return False  # it is said again
+        was_on = bool(self._trial)
+        is_held = self._trial.holds(key, message)
+        if is_held and not was_on:
+            self._trial_at = now() + JOURNAL_PATIENCE_S
+            self._tell_trial(())
+        return is_held
+
+    def _go_on_with_trial(self) -> None:
+        """Take on the next group of suspects when nothing is to be expected of the last one, and at the end the others."""
+        ends: list[End] = []
+        while self._trial and self._may_try_next():
+            group = self._trial.next_group()
+            if group and max(message.num_losses for _, message in group) <= MAX_LOSSES_OF_SEARCH:
+                self.report_progress()
+            self._tell_trial([key for key, _ in group])
+            for key, message in group or self._trial.take_all():
+                if key[0] in self._outlets:
+                    ends += self._take_on(key, message)
+        self._send_ends(ends)
+
+    def _may_try_next(self) -> bool:
+        if self.scheduler.pause_state is not PauseState.RUNNING:
+            return False
+        if self._resubmitting and now() < self._trial_at:
+            return False
+        for key in self._trial.untried:
+            sequence = self.scheduler.sequence(key)
+            if sequence is not None and (sequence.slot >= 0 or not self._trial.has_stepped):
+                return False
+        return True
+
+    def _tell_trial(self, keys: Iterable[Key]) -> None:
+        """Every frontend hears who is tried before anything is done with it."""
+        is_alone = self._trial.num_tried == 1 and self.scheduler.is_idle
+        by_frontend: dict[int, list[int]] = {number: [] for number in self._outlets}
+        for number, rid in keys:
+            by_frontend[number].append(rid)
+        for number, rids in by_frontend.items():
+            if number in self._outlets:
+                tried = np.array(rids, np.int32)
+                on_trial = OnTrial(rids=tried, num_tried=self._num_on_trial, is_alone=is_alone)
+                self._send_to(self._outlets[number], on_trial)
+
+    @property
+    def _num_on_trial(self) -> int:
+        """As frontends are told: 0 when there is no trial; before it begins nobody runs, and it is 1."""
+        return max(1, self._trial.num_tried) if self._trial else 0
+
+    def _tell_begun(self, record: StepRecord) -> None:
+        """Requests that were submitted again are in a step for the first time: should this scheduler die, they were there."""
+        by_frontend: dict[int, list[int]] = {}
+        for sequence, _ in record.prefills:
+            if sequence.key in self._not_begun:
+                self._not_begun.discard(sequence.key)
+                by_frontend.setdefault(sequence.key[0], []).append(sequence.key[1])
+        for number, rids in by_frontend.items():
+            if number in self._outlets:
+                self._send_to(self._outlets[number], Begun(rids=np.array(rids, np.int32)))
 
     @staticmethod
     def _new_text(message: Submit, tokenizer: Tokenizer) -> RequestText:
@@ -539,6 +631,8 @@ class SchedulerActor(Actor):
         return [End(sequence, "error", error=f"its text cannot be made: {type(error).__name__}: {error}") for _ in ends]
 
     def _launch(self, plan: StepPlan) -> None:
+        if self._not_begun:
+            self._tell_begun(self.scheduler.ledger.newest)
         self._workers.send_nowait(plan)
         if plan.late_slots.size:
             self._late_plans.append(plan)
@@ -669,7 +763,7 @@ class SchedulerActor(Actor):
         if self._timeline is not None and (rows_of or self._pacing):
             self._timeline.rendered(began, rendered, now(), sum(len(rows.rids) for rows in rows_of.values()))
 
-    def _send_to(self, outlet: Outlet, outputs: Outputs | PauseChanged) -> None:
+    def _send_to(self, outlet: Outlet, outputs: ForFrontend) -> None:
         try:
             if not outlet.send(outputs) and outlet.number not in self._full:
                 logger.warning("%s does not take its outputs; they are held", outlet.link.peer)
@@ -718,7 +812,7 @@ class SchedulerActor(Actor):
                 return self._drain()
             case "abort_all":
                 self.take_inbox()
-                self._send_ends(self.scheduler.abort_all(now()))
+                self._send_ends([*self.scheduler.abort_all(now()), *self._abort_held()])
                 self.wake()
                 return True
             case "start_timeline":
@@ -739,12 +833,15 @@ class SchedulerActor(Actor):
 
     def _pause(self, mode: str, clear_cache: bool) -> Awaitable[bool]:
         self.take_inbox()  # what was sent before is from before
-        self._send_ends(self.scheduler.pause(mode, now()))
+        self._send_ends([*self.scheduler.pause(mode, now()), *(self._abort_held() if mode == "abort" else ())])
         self._tell_pause(mode)
         if self._drained is None:
             self._drained = anyio.Event()
         self.wake()
         return self._finish_pause(self._drained, clear_cache)
+
+    def _abort_held(self) -> list[End]:
+        return [_end_of_unknown(key, message, "abort") for key, message in self._trial.take_all()]
 
     def _tell_pause(self, mode: str | None) -> None:
         """Every frontend can tell the next scheduler, whoever it was that paused or resumed."""
@@ -778,7 +875,7 @@ class SchedulerActor(Actor):
         return True
 
     def _tell_if_idle(self) -> None:
-        if self._idle is None or not self.scheduler.is_idle or self._resubmitting:
+        if self._idle is None or not self.scheduler.is_idle or self._resubmitting or self._trial.has_held:
             return
         if not any(outlet.deferred for outlet in self._full.values()):
             self._idle.set()
@@ -797,8 +894,26 @@ class SchedulerActor(Actor):
         return super().statistics() | {
             "scheduler": asdict(self.scheduler.statistics()),
             "policy_failure": getattr(self.scheduler.policy, "failure", None),
+            "num_held_requests": len(self._trial),
             "num_held_outputs": sum(len(outlet.unsent) for outlet in self._full.values()),
         }
+
+
+def _end_of_unknown(
+    key: Key,
+    message: Submit,
+    reason: FinishReason,
+    error: str | None = None,
+    details: dict[str, Any] | None = None,
+) -> End:
+    """Of a request that the scheduler has not taken on."""
+    sequence = Sequence(key, message, 0, message.prompt, 0, frozenset(), frozenset(), queued=now())
+    return End(sequence, reason, error=error, details=details)
+
+
+def _refusal_to_drain(key: Key, message: Submit) -> End:
+    error = "the engine's owner is about to stop it: it finishes what it has and takes no new requests"
+    return _end_of_unknown(key, message, "error", error, {"kind": DRAINING})
 
 
 def _spans_by_sequence(events: Events) -> dict[Sequence, list[LogprobSpan]]:

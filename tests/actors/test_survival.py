@@ -23,7 +23,8 @@ from actorllm.actors.scheduler import read_recording
 from actorllm.actors.topology import Topology, engine_topology
 from actorllm.config import EngineConfig
 from actorllm.errors import EngineDeadError, EngineShutdownError, PeerRestartedError, RequestFailedError
-from actorllm.messages import Abort, LateInputs, Outputs, StepResult, Submit
+from actorllm.messages import Abort, LateInputs, OnTrial, Outputs, StepResult, Submit
+from tests.actors import deadly_policies
 from tests.actors.scripted_worker import DEADLY, VOCAB
 from tests.actors.test_engine_actors import make_worker, plan_for
 from tests.actors.test_scheduler_actor import FakeLink, running
@@ -301,6 +302,110 @@ async def test_where_there_are_only_deadly_requests_the_engine_ends(llm: AsyncLL
     assert str(dead[0]) == "worker0 was killed by signal 9 (SIGKILL)"
     assert llm.health().state == "dead"
     assert llm.errored
+
+
+# Requests that schedulers die of ---------------------------------------------------------------------------------------
+
+
+POLICIES = "tests.actors.deadly_policies"
+
+
+@pytest.mark.parametrize("moment", ["WhenItComes", "WhenItStarts", "WhenItHasAToken"])
+async def test_a_request_that_schedulers_die_of_fails_and_nobody_else(
+    make_llm: Callable[..., AsyncLLM], moment: str
+) -> None:
+    llm = make_llm(scheduling_policy=f"{POLICIES}:{moment}")
+    await llm.start()
+    ends: dict[int, Any] = {}
+    lengths = [60, 200, 30, 30, 400, 30]
+
+    async def one(number: int) -> None:
+        prompt = [5, deadly_policies.DEADLY if number == 3 else 6, 7 + number]
+        try:
+            ends[number] = await tokens_of(llm, prompt, number, lengths[number])
+        except RequestFailedError as error:
+            ends[number] = error
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(6):
+            tasks.start_soon(one, number)
+    error = ends.pop(3)
+    assert isinstance(error, RequestFailedError)
+    assert str(error).startswith(
+        "the scheduler died 2 times while it had this request alone; the last time scheduler was"
+    )
+    for number, tokens in ends.items():
+        assert tokens == reference_stream([5, 6, 7 + number], number, lengths[number], VOCAB)
+    assert llm.health().state == "running"
+    assert llm.health().num_recoveries <= 8
+    assert await tokens_of(llm, PROMPT) == reference_stream(PROMPT, 1, 30, VOCAB)
+    assert (await llm.stats())["scheduler"]["num_held_requests"] == 0
+
+
+async def test_a_scheduler_that_dies_of_everything_is_the_end_of_the_engine(make_llm: Callable[..., AsyncLLM]) -> None:
+    """With the error of the process; that nobody has had a token says that it is not the requests."""
+    llm = make_llm(scheduling_policy=f"{POLICIES}:Always")
+    await llm.start()
+    errors: list[BaseException] = []
+
+    async def one(number: int) -> None:
+        try:
+            await tokens_of(llm, [5, number])
+        except Exception as error:
+            errors.append(error)
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(16):
+            tasks.start_soon(one, number)
+    assert len(errors) == 16
+    dead = [error for error in errors if isinstance(error, EngineDeadError)]
+    assert len(dead) >= 12
+    assert str(dead[0]) == "scheduler was killed by signal 9 (SIGKILL)"
+
+
+async def test_suspects_of_two_programs_are_tried_together(make_llm: Callable[..., AsyncLLM]) -> None:
+    llm = make_llm(scheduling_policy=f"{POLICIES}:WhenItStarts", name="custody")
+    await llm.start()
+    guest = AsyncLLM.attach("custody")
+    try:
+        await guest.start()
+        ends: dict[int, Any] = {}
+
+        async def one(number: int) -> None:
+            prompt = [5, deadly_policies.DEADLY if number == 2 else 6, 7 + number]
+            try:
+                ends[number] = await tokens_of((llm, guest)[number % 2], prompt, number, 300)
+            except RequestFailedError as error:
+                ends[number] = error
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(4):
+                tasks.start_soon(one, number)
+        assert "had this request alone" in str(ends.pop(2))
+        for number, tokens in ends.items():
+            assert tokens == reference_stream([5, 6, 7 + number], number, 300, VOCAB)
+    finally:
+        guest.shutdown()
+
+
+async def test_who_is_held_back_can_be_aborted() -> None:
+    """While a suspect is tried that no worker is there for."""
+    async with running() as bench:
+        bench.workers.lost = PeerRestartedError("killed")  # type: ignore[attr-defined]
+        bench.actor.on_peer_lost(bench.workers)  # type: ignore[arg-type]
+        await bench.send(submit_of(1, num_deaths=1, is_resumed=True))
+        await bench.send(submit_of(2, is_resumed=True))
+        await bench.send(submit_of(3))
+        trial = [message for message in bench.frontend.sent if isinstance(message, OnTrial)]
+        assert [(t.rids.tolist(), t.num_tried, t.is_alone) for t in trial] == [([], 1, False), ([1], 1, True)]
+        assert len(bench.actor._trial) == 2
+        bench.frontend.sent.clear()
+        await bench.send(Abort(rids=np.array([2], np.int32)))
+        assert bench.ends() == [[2, "abort", None, None]]
+        bench.actor.answer("abort_all", {})
+        await bench.settle()
+        assert bench.actor.scheduler.is_idle
+        assert sorted(int(rid) for message in bench.outputs for rid in message.rids) == [1, 2, 3]
 
 
 # A worker without a scheduler -----------------------------------------------------------------------------------------
