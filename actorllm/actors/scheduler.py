@@ -33,7 +33,7 @@ from actorllm.actors.topology import ATTACHED
 from actorllm.clock import now
 from actorllm.config import EngineConfig
 from actorllm.embeds import ids_before_text
-from actorllm.errors import ConfigError, CorruptLinkError, PeerLostError, PeerRestartedError, TransportError
+from actorllm.errors import ConfigError, CorruptLinkError, PeerLostError, PeerRestartedError, TransportError, WouldBlock
 from actorllm.logprobs import LogprobSpan, columns_of
 from actorllm.messages import (
     DRAINING,
@@ -205,6 +205,8 @@ class SchedulerActor(Actor):
 
     def __init__(self, name: str = "scheduler", rank: int = 0) -> None:
         super().__init__(name, rank)
+        self.replaces_workers = True
+        """Whether workers that fail are ended, for others to be started or the engine to end."""
         self._inbox: deque[tuple[int, Submit | Abort | Unblock]] = deque()
         self._results: deque[StepResult | StepFailed] = deque()
         self._acknowledged: dict[int, dict[int, StepResult | StepFailed]] = {}
@@ -274,6 +276,7 @@ class SchedulerActor(Actor):
             "embedding_bytes": config.model.embedding_bytes,
             "max_waiting_requests": config.scheduler.max_waiting_requests,
             "max_waiting_tokens": config.scheduler.max_waiting_tokens,
+            "has_other_workers": self.replaces_workers,
             "prefill_chunk": config.scheduler.long_prefill_token_threshold or None,
         }
         if config.record is None:
@@ -453,15 +456,33 @@ class SchedulerActor(Actor):
 
     def _take_result(self) -> None:
         """Apply the oldest result and send what it brought."""
-        events = self._apply(self._results.popleft())
+        result = self._results.popleft()
+        events = self._apply(result)
         self._send_late_inputs()
         self._send(*self._render(events))  # while the next step runs; ends at stop strings before it is planned
         if self._trial:
             self._trial.on_step(sequence.key for sequence in events.sequences)
+        if (events.ends or isinstance(result, StepFailed)) and self.scheduler.is_fault_of_workers and self._has_workers:
+            self._has_workers = False  # nothing more is planned for them
+            error = result.error if isinstance(result, StepFailed) else events.ends[-1].error
+            self.start_soon(self._replace_workers, self._workers, str(error))
         if self._is_unproven and events.tokens.size:
             self._is_unproven = False
             self._num_losses_in_a_row = 0
             self.report_progress()
+
+    async def _replace_workers(self, link: Link, error: str) -> None:
+        """End the workers, which can do nothing any more: others take their place, as long as that may be."""
+        reason = f"no step comes to anything, whatever the request; the last error: {error}"
+        logger.error("the workers are to be replaced: %s", reason)
+        try:
+            await self.ask_all(link, "give_up", reason=reason)
+        except PeerLostError:
+            return
+        except (TimeoutError, WouldBlock) as silent:
+            logger.warning("the workers do not answer, and go on: %s", silent)
+            self._has_workers = self._has_workers or link.is_open
+            self.wake()
 
     def next_deadline(self) -> float | None:
         """When the loop must turn even if nothing arrives: for a policy, a deadline, or what could not be sent."""

@@ -448,3 +448,118 @@ def test_values_that_are_not_finite_are_counted_per_request(engine: Any) -> None
     assert [engine.ends[rid].sequence.num_nonfinite for rid in (1, 2)] == [42, 0]
     statistics = engine.scheduler.statistics()
     assert (statistics.num_corrupted_requests, statistics.num_nonfinite) == (1, 42)
+
+
+# Workers at fault -----------------------------------------------------------------------------------------------------
+
+
+class BreakingEngine(FailingEngine):
+    """Its worker breaks with a step that has one of these requests in it; then every step fails, until it is replaced."""
+
+    def __init__(self, *breaking: int, **overrides: Any) -> None:
+        self.breaking = breaking
+        self.is_broken = False
+        self.num_replaced = 0
+        sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 80, "num_blocks": 128, "has_other_workers": True}
+        super().__init__(self._fault, **sizes | overrides)
+
+    def _fault(self, rows: list[tuple[list[int], int]], num_tokens: int) -> str | None:
+        self.is_broken |= any(tokens[0] in self.breaking for tokens, _ in rows)
+        return "broken" if self.is_broken else None
+
+    def complete(self) -> None:
+        super().complete()
+        if self.scheduler.is_fault_of_workers:
+            self.num_replaced += 1
+            self.lose_workers()
+
+    def lose_workers(self) -> None:
+        worker = FaultyWorker(self.scheduler.kv.block_size, self.scheduler.kv.pool.num_blocks)
+        worker.fault = self._fault
+        super().lose_workers()
+        self.worker, self.is_broken, self.has_failed = worker, False, False
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("count", "breaking"), [(16, 1), (16, 7), (16, 16), (3, 1), (3, 3)])
+def test_workers_that_a_request_breaks_are_replaced_and_only_that_one_fails(
+    depth: int, count: int, breaking: int
+) -> None:
+    engine = BreakingEngine(breaking, depth=depth)
+    submit_all(engine, count)
+    engine.run()
+    assert str(engine.ends[breaking].error).startswith("the workers died 2 times while they ran this request alone")
+    expect_streams(engine, [rid for rid in range(1, count + 1) if rid != breaking])
+    assert 1 <= engine.num_replaced <= 5 + math.log2(count)
+    assert engine.scheduler.statistics().kv.num_free == 128
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_workers_that_break_by_themselves_are_replaced_and_nobody_fails(depth: int) -> None:
+    engine = BreakingEngine(depth=depth)
+    submit_all(engine, 16)
+    for _ in range(3):
+        engine.launch()
+        if len(engine.results) == depth:
+            engine.complete()
+    engine.is_broken = True
+    engine.run()
+    assert engine.num_replaced == 1
+    expect_streams(engine, range(1, 17))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("bad", [(3,), (1, 2), (2, 9, 16)])
+def test_requests_at_fault_are_no_fault_of_workers(depth: int, bad: tuple[int, ...]) -> None:
+    """As long as a step between them comes to something, which there is time for."""
+    engine = FailingEngine(
+        poison(*bad),
+        depth=depth,
+        max_num_seqs=16,
+        max_num_batched_tokens=80,
+        num_blocks=128,
+        has_other_workers=True,
+    )
+    submit_all(engine, 16)
+    while len(engine.ends) < 16:
+        engine.launch()
+        if engine.results:
+            engine.complete()
+        assert not engine.scheduler.is_fault_of_workers
+    assert {rid for rid, end in engine.ends.items() if end.reason == "error"} == set(bad)
+    expect_streams(engine, [rid for rid in range(1, 17) if rid not in bad])
+
+
+def test_requests_one_after_the_other_that_nothing_comes_of() -> None:
+    """Of a prompt that is tried again and again, nothing follows."""
+    engine = BreakingEngine()
+    engine.is_broken = True
+    for rid in range(1, 9):
+        engine.submit(rid, prompt_of(1), max_tokens=6)
+        engine.run()
+        assert engine.ends[rid].error == "broken"
+    assert not engine.num_replaced
+    for rid in (9, 10):
+        assert not engine.num_replaced
+        engine.submit(rid, prompt_of(rid), max_tokens=6, ignore_eos=True)
+        engine.run()
+    assert engine.num_replaced == 1
+    assert engine.ends[9].error == "broken"
+    expect_streams(engine, [10])
+
+
+def test_values_that_are_not_finite_whatever_the_request(engine: Any) -> None:
+    engine = Engine(has_other_workers=True)
+    for rid in range(1, 5):
+        assert engine.scheduler.is_fault_of_workers == (rid == 4)
+        engine.submit(rid, prompt_of(rid), max_tokens=6)
+        engine.launch()
+        result = engine.results.pop()
+        void = StepResult(
+            step=result.step,
+            tokens=result.tokens,
+            nonfinite_rows=np.zeros(1, np.int32),
+            nonfinite_counts=np.array([7], np.int32),
+        )
+        engine.apply(engine.scheduler.update(void, engine.now))
+        assert engine.ends[rid].reason == "error"
