@@ -48,6 +48,13 @@ What happens to requests when processes die, stop or misbehave, and the command 
 says how it works. Every stream is held, token by token, against an oracle that shares nothing with the engine's forward
 (`tests/oracle.py`); "differing" counts tokens outside the margin within which rounding may decide. In CI, thirty kills do
 the same in a minute: `python -m pytest -s tests/chaos`.
+
+A request fails because of a death only when two processes died while they had it alone. An engine ends when its scheduler, or
+its workers, died five times in a row without one token in between, or three times before they were ready, with the error of
+the last death. Deaths of an idle engine count as well, since nothing shows that it could still work: somebody who kills idle
+processes for the sake of it lets it make a token in between. The search for requests that processes die of is granted up to
+eight deaths in a row. With `topology="inline"` there is no process to lose: a step that hangs ends the engine, and a policy
+that never returns hangs it.
 """
 
 

@@ -21,8 +21,10 @@ from actorllm.errors import PeerLostError
 from actorllm.messages import (
     Abort,
     Ask,
+    Begun,
     LateInputs,
     Message,
+    OnTrial,
     Outputs,
     PauseChanged,
     Reply,
@@ -36,7 +38,7 @@ from tests.ring.hostile import Report, strange_messages, through_the_wire
 from tests.scheduling.conftest import ScriptedWorker, reference_stream
 
 VOCAB = 4096
-MESSAGE_TYPES = (Submit, Abort, Unblock, Ask, Reply, StepResult, StepFailed, Outputs, PauseChanged)
+MESSAGE_TYPES = (Submit, Abort, Unblock, Ask, Reply, StepResult, StepFailed, Outputs, PauseChanged, OnTrial, Begun)
 
 
 class Anything:
