@@ -14,7 +14,7 @@ from actorllm.actors.engine_thread import ThreadHost, Waiter
 from actorllm.config import EngineConfig, ModelConfig
 from actorllm.engine import Engine, Hold, Prompt
 from actorllm.engine_args import EngineArgs, check_idle_arguments
-from actorllm.errors import InvalidParameterError, RequestError
+from actorllm.errors import EngineError, InvalidParameterError, RequestError
 from actorllm.health import EngineHealth
 from actorllm.request import CompletionOutput, RequestOutput, SamplingParams
 from actorllm.stream import RequestStream
@@ -48,6 +48,8 @@ class LLMEngine:
         self._host = ThreadHost()
         self._streams: dict[str, RequestStream] = {}
         self._ready: dict[str, None] = {}
+        self._death: EngineError | None = None
+        """What the next step raises, after outputs that came before it."""
 
     @classmethod
     def from_engine_args(
@@ -150,7 +152,7 @@ class LLMEngine:
         """What is new, one output per request that has something new; nothing if there is no unfinished request.
 
         A request that the engine could not finish comes as finished, with finish_reason "error" and the message as
-        stop_reason. Raises EngineDeadError when the engine is gone.
+        stop_reason. Raises EngineDeadError when the engine is gone, and every request with it.
         """
         stepper = self._engine.stepper
         if stepper is not None:
@@ -160,7 +162,7 @@ class LLMEngine:
             return self._take()
         outputs: list[RequestOutput] = []
         while self._streams and not outputs:
-            self._host.run_until(lambda: bool(self._ready))
+            self._host.run_until(lambda: bool(self._ready) or self._death is not None)
             outputs = self._take()
         return outputs
 
@@ -176,11 +178,18 @@ class LLMEngine:
                 output = stream.take()
             except RequestError as error:
                 output = _failed(stream, error)
+            except EngineError as error:
+                self._death = error  # of all of them; those that have outputs left give these first
+                continue
             if output is None:
                 continue  # it was in an earlier output
             if output.finished:
                 del self._streams[request_id]
             outputs.append(output)
+        if self._death is not None and not outputs:
+            self._streams.clear()
+            death, self._death = self._death, None
+            raise death
         return outputs
 
     # The rest of vLLM's

@@ -209,12 +209,16 @@ def test_several_ranks_need_processes() -> None:
 
 
 def test_the_death_of_a_process_is_raised_by_step() -> None:
+    """Once, and no request is left over for which another step would wait."""
     engine = LLMEngine("storyteller", num_threads=1, on_failure="raise")
-    engine.add_request("x", PROMPTS[0], short(1000))
+    for name in "xyz":
+        engine.add_request(name, PROMPTS[0], short(1000))
     engine.step()
     os.kill(engine._engine.pids["worker0"], signal.SIGKILL)
     with pytest.raises(EngineDeadError, match="worker0 was killed"):
         run(engine)
+    assert not engine.has_unfinished_requests()
+    assert engine.step() == []
     with pytest.raises(EngineDeadError):
         engine.check_health()
     engine.shutdown()
