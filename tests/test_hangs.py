@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -21,7 +22,7 @@ import pytest
 import actorllm.engine
 from actorllm import AsyncLLM, SamplingParams
 from actorllm.actors.topology import Topology, engine_topology
-from actorllm.errors import EngineDeadError
+from actorllm.errors import ActorLLMError, EngineDeadError
 from actorllm.scheduling.policy import KeyPolicy
 from tests.actors.scripted_worker import VOCAB, SlowRunner
 from tests.scheduling.conftest import reference_stream
@@ -136,6 +137,23 @@ async def test_streams_go_on_over_a_process_that_was_stopped(build: Callable[...
             os.kill(stopped, signal.SIGSTOP)
     assert tokens == reference_stream([1, 2], 3, 200, VOCAB)
     assert llm._engine.pids[victim] != stopped
+    assert "stuck: the process was stopped for" in str(llm.health().actors[victim].last_failure)
+
+
+@pytest.mark.parametrize("victim", ["worker0", "scheduler"])
+async def test_who_waits_for_an_answer_is_looked_after_as_well(build: Callable[..., AsyncLLM], victim: str) -> None:
+    """There is no request, and still somebody waits."""
+    llm = build(on_failure="restart")
+    await llm.start()
+    stopped = llm._engine.pids[victim]
+    os.kill(stopped, signal.SIGSTOP)
+    with anyio.fail_after(30):
+        if victim == "scheduler":
+            await llm.pause_generation()
+            assert await llm.is_paused()
+        else:
+            with contextlib.suppress(ActorLLMError):
+                await llm.stats()
     assert "stuck: the process was stopped for" in str(llm.health().actors[victim].last_failure)
 
 

@@ -157,6 +157,7 @@ class FrontendActor(Actor):
         self._last_rid = 0
         self._num_finished = 0
         self._num_repeated = 0
+        self._num_asking = 0
         self._unsent: deque[Submit | Abort] = deque()
         self._linked: anyio.Event | None = None  # while one waits for it
         self._idle: anyio.Event | None = None
@@ -299,7 +300,7 @@ class FrontendActor(Actor):
 
     @property
     def has_work(self) -> bool:
-        return bool(self._journal)
+        return bool(self._journal) or self._num_asking > 0
 
     async def run(self) -> None:
         """Everything is done where it arrives, but for what the link had no room for: a scheduler need not have anything
@@ -567,12 +568,17 @@ class FrontendActor(Actor):
                 self._pause_mode = None
             case "start_timeline" | "take_timeline":
                 self._has_timeline = verb == "start_timeline"
-        while True:
-            link = await self._wait_linked()
-            try:
-                return await self.ask(link, verb, **arguments)
-            except PeerRestartedError:
-                continue
+        self._num_asking += 1
+        self.on_work()  # whoever waits for an answer is looked after like whoever waits for a token
+        try:
+            while True:
+                link = await self._wait_linked()
+                try:
+                    return await self.ask(link, verb, **arguments)
+                except PeerRestartedError:
+                    continue
+        finally:
+            self._num_asking -= 1
 
     async def _wait_linked(self) -> Link:
         while self._scheduler is None or not self._scheduler.is_open:

@@ -1,10 +1,11 @@
 """`Watch`: looks after the processes of an engine while they start or have work, and kills those that are stuck.
 
 Runs on the engine thread's loop. There is work while an actor of this process says so (`Actor.has_work`: requests that
-have not ended) or a visitor is attached; with no work and nobody who starts, nothing is looked at and nothing wakes up.
-What it sees it gives to the `Vigil`, and who is stuck gets a moment to write down where (the stacks go to its stderr,
-whose last lines are part of the error) and SIGKILL. From there on it is a death like any other. Of a thread of this process
-only the steps are watched; it cannot be killed, so one that is stuck is the end of the engine. Owned by the supervisor.
+have not ended, questions that are not answered) or a visitor is attached; with no work and nobody who starts, nothing is
+looked at and nothing wakes up. What it sees it gives to the `Vigil`, and who is stuck gets a moment to write down where
+(the stacks go to its stderr, whose last lines are part of the error) and SIGKILL. From there on it is a death like any
+other. Of a thread of this process only the steps are watched; it cannot be killed, so one that is stuck is the end of the
+engine. Owned by the supervisor.
 """
 
 from __future__ import annotations
