@@ -550,6 +550,12 @@ class Engine:
         if limits.max_waiting_requests is None:
             return
         room, num_waiting = limits.max_waiting_requests + limits.max_num_seqs, self._num_on_the_way
+        if num_sequences > room:
+            raise InvalidParameterError(
+                f"n={num_sequences} sequences are more than this engine ever takes at once: max_num_seqs="
+                f"{limits.max_num_seqs} that run and max_waiting_requests={limits.max_waiting_requests} that wait; "
+                f"ask for fewer, or build it with more"
+            )
         if num_waiting + num_sequences > room:
             raise EngineOverloaded(
                 f"the engine is overloaded: {num_waiting} requests of at most {room} are on their way to the scheduler; "

@@ -252,6 +252,8 @@ class LLM:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params = _per_prompt(sampling_params, len(batch))
+        if priority is not None and not isinstance(priority, Sequence):
+            raise InvalidParameterError(f"priority={priority!r} must be a list with one number per prompt")
         if priority is not None and len(priority) != len(batch):
             raise InvalidParameterError(f"{len(priority)} priorities for {len(batch)} prompts")
         for i, (prompt, one) in enumerate(zip(batch, params, strict=True)):

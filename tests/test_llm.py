@@ -109,6 +109,8 @@ def test_parameters_that_do_not_fit(llm: LLM, params: Any, message: str) -> None
         generate(llm, PROMPTS, params)
     with pytest.raises(InvalidParameterError, match="2 priorities for 3 prompts"):
         generate(llm, PROMPTS, priority=[1, 2])
+    with pytest.raises(InvalidParameterError, match=r"priority=3 must be a list"):
+        generate(llm, PROMPTS, priority=3)
 
 
 @pytest.mark.parametrize("prompts", [b"bytes", 5, None, 1.5])
