@@ -174,7 +174,7 @@ class KVCacheManager:
 
     def empty(self, slot: int, *, zero: bool = False) -> None:
         """Take all blocks from a slot. zero: their contents are not finite and must be cleared before they are reused."""
-        blocks = self._table[slot, : self.num_blocks.item(slot)].copy()
+        blocks = self._table[slot, : self.num_blocks.item(slot)]  # nothing is written there before they are released
         if self._actions is not None:
             self._drop_copies(self._actions, blocks)
         if zero:

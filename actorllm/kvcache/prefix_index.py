@@ -131,6 +131,8 @@ class PrefixIndex:
 
     def find(self, hashes: bytes, count: int) -> I32:
         """The longest run of blocks from the start whose hashes are these, `count` at most."""
+        if hashes[:HASH_BYTES] not in self._root.children:
+            return NO_I32
         found: list[I32] = []
         run, at = self._root, 0
         while at < count:
@@ -245,9 +247,12 @@ class PrefixIndex:
             run = self._runs.get(number)
             if run is not None:
                 left = run.blocks.size - (end - first)
-                if left and (left < 0 or run.blocks[left] != blocks[end - 1]):  # not its end, latest first
-                    left = int(np.isin(run.blocks, blocks[first:end]).nonzero()[0][0])
-                self._cut(run, left)
+                if left == 0 and not run.children and not run.tails:
+                    self._remove(run)
+                else:
+                    if left and (left < 0 or run.blocks[left] != blocks[end - 1]):  # not its end, latest first
+                        left = int(np.isin(run.blocks, blocks[first:end]).nonzero()[0][0])
+                    self._cut(run, left)
             first = end
 
     def _take_from_orphans(self, blocks: I32) -> None:
@@ -309,11 +314,15 @@ class PrefixIndex:
         if left:
             run.blocks = run.blocks[:left]
             return
+        self._remove(run)
+
+    def _remove(self, run: Run) -> None:
+        """A run that nothing is left of, or goes on behind, is found no more."""
         del self._runs[run.number]
-        parent = run.parent
+        run.stop = run.start
+        parent, key = run.parent, run.key
         if parent is None:
             return
-        key = run.key
         if key:
             if parent.children.get(key) is run:
                 del parent.children[key]

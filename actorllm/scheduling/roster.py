@@ -202,16 +202,11 @@ class Roster:
             if sequence.can_publish and reason != "error":
                 self._cache.publish_rest(sequence)
             self._leave_slot(sequence, zero=zero)
-        elif sequence.state is State.PREEMPTED:
-            wasted = sum(any(s is sequence for s in record.rows.sequences) for record in self._ledger)
-            sequence.num_wasted_tokens += wasted
-            self.num_wasted += wasted
-            self.preempted.remove(sequence)
+        else:
+            self._leave_line(sequence)
         self.tokenless.discard(sequence)
-        self._faults.discard(sequence)
-        self.waiting.discard(sequence)
-        self.resuming.discard(sequence)
-        self.blocked.discard(sequence)
+        if self._faults.is_any:
+            self._faults.discard(sequence)
         sequence.state = State.FINISHED
         sequence.last_token = self._view.now if sequence.first_token is not None else None
         del self.alive[sequence.key]
@@ -222,10 +217,21 @@ class Roster:
         self._payload.discard(sequence)
         self._policy.on_end(sequence, self._view)
         if self.followers.leaders:
-            self.followers.discard(sequence)
             for follower in self.followers.take(sequence):
                 self.wait(follower)
         return End(sequence, reason, stop_reason, error)
+
+    def _leave_line(self, sequence: Sequence) -> None:
+        """A request without a slot is ending."""
+        if sequence.state is State.PREEMPTED:
+            wasted = sum(any(s is sequence for s in record.rows.sequences) for record in self._ledger)
+            sequence.num_wasted_tokens += wasted
+            self.num_wasted += wasted
+            self.preempted.remove(sequence)
+        self.waiting.discard(sequence)
+        self.resuming.discard(sequence)
+        self.blocked.discard(sequence)
+        self.followers.discard(sequence)
 
     def _leave_slot(self, sequence: Sequence, *, zero: bool = False) -> None:
         slot = sequence.slot
