@@ -2,6 +2,9 @@
 
 It reads as a list with one mapping per position, and what it holds are numbers and strings: the garbage collector has six
 lists to look at, however long an output is. Fields and behaviour are vLLM's.
+
+The beginning of one (`flat[:n]`) is made without a copy, and copied when somebody looks at its fields or appends to it: every
+output of a stream holds everything so far, and most consumers look at the end of it only.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, overload
 
 from actorllm.request import Logprob
+
+FIELDS = frozenset(("start_indices", "end_indices", "token_ids", "logprobs", "ranks", "decoded_tokens"))
 
 
 @dataclass
@@ -59,9 +64,21 @@ class FlatLogprobs(MutableSequence[dict[int, Logprob] | None]):
         for value in list(values) if values is self else values:
             self.append(value)
 
+    def __getattr__(self, name: str) -> list[Any]:
+        """A field that is not there: that of a beginning which nobody has looked at yet."""
+        beginning = self.__dict__.get("_beginning") if name in FIELDS else None
+        if beginning is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        whole, count = beginning
+        self.__dict__.update(vars(whole._between(0, count)))
+        self.__dict__.pop("_beginning", None)
+        found: list[Any] = self.__dict__[name]
+        return found
+
     def __len__(self) -> int:
         """How many positions."""
-        return len(self.start_indices)
+        beginning = self.__dict__.get("_beginning")
+        return beginning[1] if beginning is not None else len(self.start_indices)
 
     @overload
     def __getitem__(self, index: int) -> dict[int, Logprob]: ...
@@ -72,12 +89,42 @@ class FlatLogprobs(MutableSequence[dict[int, Logprob] | None]):
     def __getitem__(self, index: int | slice) -> dict[int, Logprob] | FlatLogprobs:
         """The mapping of a position, or several positions in flat lists of their own."""
         if isinstance(index, slice):
-            return self._part(self.start_indices[index], self.end_indices[index])
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                return self._part(self.start_indices[index], self.end_indices[index])
+            return self._between(start, stop) if start else self._first(stop)
         if not isinstance(index, int):
             raise TypeError(f"positions are integers or slices, not {type(index).__name__}")
+        beginning = self.__dict__.get("_beginning")
+        if beginning is not None:
+            whole, count = beginning
+            if not -count <= index < count:
+                raise IndexError(f"position {index} of {count}")
+            found: dict[int, Logprob] = whole[index % count]
+            return found
         part = slice(self.start_indices[index], self.end_indices[index])
         entries = map(Logprob, self.logprobs[part], self.ranks[part], self.decoded_tokens[part])
         return dict(zip(self.token_ids[part], entries, strict=True))
+
+    def _first(self, count: int) -> FlatLogprobs:
+        """The beginning. What it is of grows at its end only, so that it stays what it is."""
+        found = object.__new__(FlatLogprobs)
+        found.__dict__["_beginning"] = self, count
+        return found
+
+    def _between(self, first: int, last: int) -> FlatLogprobs:
+        """A copy of the positions [first, last)."""
+        if first >= last:
+            return FlatLogprobs()
+        low, high = self.start_indices[first], self.end_indices[last - 1]
+        return FlatLogprobs(
+            [start - low for start in self.start_indices[first:last]],
+            [end - low for end in self.end_indices[first:last]],
+            self.token_ids[low:high],
+            self.logprobs[low:high],
+            self.ranks[low:high],
+            self.decoded_tokens[low:high],
+        )
 
     def _part(self, starts: list[int], ends: list[int]) -> FlatLogprobs:
         found = FlatLogprobs()

@@ -344,7 +344,9 @@ class RequestStream:
             completion = changed[index] = self._completions[index]
             completion.add(delta)
             if self._prompt_logprobs is not None and delta.prompt_logprobs is not None and index == 0:
-                self._prompt_logprobs += delta.prompt_logprobs
+                # not in place: outputs that were taken hold what there was
+                self._prompt_logprobs = self._prompt_logprobs[:]
+                self._prompt_logprobs.extend(delta.prompt_logprobs)
             if self._first_emitted is None and delta.tokens:
                 self._first_emitted = delta.first_emitted or delta.emitted
             self._last_emitted = max(delta.emitted, self._last_emitted or 0.0)

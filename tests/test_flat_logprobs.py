@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +45,30 @@ def test_it_reads_as_a_list() -> None:
         found["a"]  # type: ignore[call-overload]
 
 
+def test_a_beginning_stays_what_it_is_whatever_becomes_of_the_whole() -> None:
+    whole = flat()
+    seen, unseen, nothing = whole[:3], whole[:], whole[:0]
+    assert seen.token_ids == [7, 3, 9]
+    whole.append(POSITIONS[2])
+    assert (len(whole), len(unseen), len(nothing)) == (5, 4, 0)
+    assert [unseen[-1], unseen[0], list(unseen), list(nothing)] == [READ[3], READ[0], READ, []]
+    assert list(unseen[:][:2][-1:]) == READ[1:2]
+    for position in (4, -5):
+        with pytest.raises(IndexError):
+            unseen[position]
+    for copied in (copy.copy(unseen), copy.deepcopy(unseen), pickle.loads(pickle.dumps(unseen))):
+        assert list(copied) == READ
+        assert copied == flat() == unseen
+    unseen.append(POSITIONS[1])
+    unseen.extend(unseen)
+    assert list(unseen) == [*READ, READ[1]] * 2
+    assert list(whole) == [*READ, READ[2]]
+    nothing += POSITIONS[1:2]
+    assert list(nothing) == READ[1:2]
+    with pytest.raises(AttributeError, match="no attribute 'token_id'"):
+        _ = unseen.token_id
+
+
 def test_it_grows_at_its_end_only() -> None:
     found = flat()
     found += POSITIONS[1:2]
@@ -76,6 +102,34 @@ def test_outputs_hold_the_same_either_way(llm: LLM) -> None:
     assert found.outputs[0].cumulative_logprob == plain.outputs[0].cumulative_logprob
     (without,) = llm.generate("Once", params(flat_logprobs=True), use_tqdm=False)
     assert (without.outputs[0].logprobs, without.prompt_logprobs) == (None, None)
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+async def test_outputs_that_are_kept_or_changed_leave_the_others_as_they_are(is_flat: bool) -> None:
+    kept: list[tuple[Any, Any]] = []
+    async with AsyncLLM(
+        "storyteller",
+        dtype="float32",
+        topology="inline",
+        num_threads=1,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+    ) as llm:
+        asked = params(logprobs=1, prompt_logprobs=1, flat_logprobs=is_flat, max_tokens=20)
+        async for output in llm.generate(list(range(5, 45)), asked):
+            found = output.outputs[0].logprobs
+            assert found is not None
+            kept.append((output, (list(output.outputs[0].token_ids), list(found), list(output.prompt_logprobs or ()))))
+            if len(kept) == 3:
+                found.extend(list(found))
+    for i, (output, (token_ids, logprobs, prompt_logprobs)) in enumerate(kept):
+        assert output.outputs[0].token_ids == token_ids
+        assert list(output.outputs[0].logprobs) == logprobs * (2 if i == 2 else 1)
+        assert list(output.prompt_logprobs) == prompt_logprobs
+        assert logprobs == kept[-1][1][1][: len(logprobs)]
+        assert len(logprobs) == len(token_ids)
+    assert len(kept[-1][1][1]) == 20
+    assert len(kept[-1][1][2]) == 40
 
 
 async def test_streams_of_flat_logprobs() -> None:
