@@ -91,7 +91,7 @@ def lm_head_sample_kernel(
     seed = tl.load(seed_ptr + slot, mask=is_live, other=0)
     sample_index = tl.load(sample_index_ptr + slot, mask=is_live, other=0)
     token_index = tl.load(token_index_ptr + slot, mask=is_live, other=0)
-    highest, weight, id = tile_offer(logits, tile, temperature, seed, sample_index, token_index, VOCAB)
+    highest, weight, id = tile_offer(logits, m * 0 + tile, temperature, seed, sample_index, token_index, VOCAB)
     at = m * NUM_TILES + tile
     tl.store(highest_ptr + at, highest, mask=is_m)
     tl.store(weights_out_ptr + at, weight, mask=is_m)

@@ -262,3 +262,23 @@ def attention(
         scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(-1, len(q), 1)), 2)
     weights = torch.softmax(scores, -1)[..., : len(keys)]
     return torch.einsum("hqk,khd->qhd", weights, values)
+
+
+# Logits beside the draw ---------------------------------------------------------------------------------------------------
+
+
+def edit_logit(x: float, bias: float, count: int, presence: float, frequency: float, repetition: float) -> float:
+    """One logit after its bias and, with a count of at least 0, its penalties; count: how often the id is in the output."""
+    if bias:
+        x = min(x + bias, 1e30)
+    if count >= 0:
+        x = min(x / repetition if x > 0 else x * repetition, 1e30)
+        x -= frequency * count + (presence if count > 0 else 0)
+    return x
+
+
+def top_logprobs(logits: torch.Tensor, token: int, num_top: int) -> tuple[list[int], torch.Tensor, int]:
+    """Ids, the chosen one first and then the most likely (equal ones in their order), their log-probabilities, the rank."""
+    order = torch.sort(logits, descending=True, stable=True).indices[:num_top].tolist()
+    ids = [token, *order]
+    return ids, torch.log_softmax(logits, 0)[ids], int((logits >= logits[token]).sum())

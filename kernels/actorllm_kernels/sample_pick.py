@@ -57,9 +57,9 @@ class Offers:
 
 @triton.jit
 def tile_offer(logits, tile, temperature, seed, sample_index, token_index, VOCAB: tl.constexpr):
-    """What one tile offers to each of some rows: highest, weight, id, [rows] each.
+    """What some tiles offer, each to its row: highest, weight, id, [columns] each.
 
-    logits: float32 [256, rows], -inf where an id may not be chosen. The other arguments but the tile's number: [rows].
+    logits: float32 [256, columns], -inf where an id may not be chosen. The others: [columns]; tile: the number of it.
     """
     is_bad = (logits != logits) | (logits == float("inf"))
     logits = tl.where(is_bad, -float("inf"), logits)
@@ -69,13 +69,13 @@ def tile_offer(logits, tile, temperature, seed, sample_index, token_index, VOCAB
     base = tl.where(highest > -float("inf"), highest, 0.0)
     y = (logits - base[None, :]) / divisor[None, :]
 
-    group = (tile * 64 + tl.arange(0, 64))[:, None] + tl.zeros([64, logits.shape[1]], tl.int32)
+    group = tile[None, :] * 64 + tl.arange(0, 64)[:, None]
     a, b, c, d = noise_words(seed[None, :], sample_index[None, :], token_index[None, :], group, ID_DOMAIN)
     noise = gumbel(four_in_a_row(a, b, c, d))  # [256, rows]
     z = tl.where(is_greedy[None, :], y, y + noise)
     best = tl.argmax(z, 0)
 
-    a, b, c, d = noise_words(seed, sample_index, token_index, seed * 0 + (tile >> 2), TILE_DOMAIN)
+    a, b, c, d = noise_words(seed, sample_index, token_index, tile >> 2, TILE_DOMAIN)
     lane = tile & 3
     word = tl.where(lane == 0, a, tl.where(lane == 1, b, tl.where(lane == 2, c, d)))
     weight = tl.log(tl.sum(tl.exp(y), 0)) + gumbel(word)

@@ -14,6 +14,7 @@ import torch
 from actorllm_kernels.attn_combine import attn_combine
 from actorllm_kernels.attn_decode import attn_decode
 from actorllm_kernels.attn_prefill import attn_prefill
+from actorllm_kernels.edit_logits import Edits, Penalties, edit_logits
 from actorllm_kernels.embed import embed
 from actorllm_kernels.kv_copy import launch_kv_copy
 from actorllm_kernels.lm_head_sample import lm_head_sample
@@ -21,9 +22,11 @@ from actorllm_kernels.plan_decode import plan_decode
 from actorllm_kernels.qknorm_rope_kv import qknorm_rope_kv
 from actorllm_kernels.rmsnorm import rmsnorm
 from actorllm_kernels.sample_pick import Offers, SamplingState, sample_pick
+from actorllm_kernels.sample_topk_topp import FilterScratch, FilterState, draw_tiles, find_cutoffs, tile_maxima
 from actorllm_kernels.silu_mul import activation_mul
 from actorllm_kernels.skinny_gemm import skinny_gemm
 from actorllm_kernels.step_prep import step_prep
+from actorllm_kernels.top_logprobs import launch_ranks, launch_top_logprobs
 
 PAGE = 64
 """Tokens per block of the cache."""
@@ -209,3 +212,37 @@ for rows in (16, 32):
     SHIPPED[f"lm_head_sample-{rows}-151936x1024-pdl"] = partial(_lm_head_sample, rows, 151936, 1024)
 SHIPPED["lm_head_sample-16-128256x4096-pdl"] = partial(_lm_head_sample, 16, 128256, 4096)
 SHIPPED["sample_pick-151936-pdl"] = partial(_sample_pick, 32, 151936)
+
+
+def _sample_topk_topp(vocab_size: int, what: str) -> None:
+    meta, logits, rows = torch.device("meta"), _meta(32, vocab_size, dtype=F32), _meta(32, dtype=I32)
+    offers, scratch = Offers.empty(32, vocab_size, meta), FilterScratch.empty(32, vocab_size, meta)
+    if what == "maxima":
+        tile_maxima(logits, scratch, _meta(8, vocab_size // 32, dtype=I32), rows)
+    elif what == "mass":
+        tile_maxima(logits, scratch, has_mass=True)
+    elif what == "cutoff":
+        find_cutoffs(logits, rows, _state(), FilterState(_meta(600, dtype=I32), *(_meta(600, dtype=F32),) * 2), scratch)
+    else:
+        draw_tiles(logits, rows, _state(), scratch, offers)
+
+
+for what in ("maxima", "mass", "cutoff", "draw"):
+    SHIPPED[f"sample_topk_topp-151936-{what}"] = partial(_sample_topk_topp, 151936, what)
+
+
+def _logits(vocab_size: int, what: str) -> None:
+    logits, rows = _meta(32, vocab_size, dtype=F32), _meta(32, dtype=I32)
+    scratch = FilterScratch.empty(32, vocab_size, torch.device("meta"))
+    floats = _meta(32, dtype=F32)
+    if what == "edits":
+        edit_logits(logits, Edits(rows, rows, floats, rows), Penalties(floats, floats, floats))
+    elif what == "top":
+        launch_top_logprobs(logits, rows, scratch, _meta(32, 21, dtype=I32), _meta(32, 21, dtype=F32))
+    else:
+        launch_ranks(logits, rows, scratch, rows)
+
+
+SHIPPED["edit_logits-151936"] = partial(_logits, 151936, "edits")
+SHIPPED["top_logprobs-151936-20"] = partial(_logits, 151936, "top")
+SHIPPED["top_logprobs-151936-ranks"] = partial(_logits, 151936, "ranks")

@@ -1,0 +1,350 @@
+"""Sampling from logits that were written: bit masks, min_p, top_k and top_p, then the draw of every tile
+(reference: `reference.kept` and `reference.sample`).
+
+For steps whose logits are changed, filtered or reported, and for batches too large for `lm_head_sample`. Nothing is sorted but
+the maxima of the tiles. A filter keeps what is at least a pivot, and the pivot is searched by bisection of the bits of the
+logits (of y in docs/sampling.md: y <= 0, so that the bits of -y are in the order of the values); a pass looks only at
+tiles whose largest logit is above the pivot in question, which are few where a filter is worth its name.
+
+Three launches, then `sample_pick`: the maxima of the tiles; the cutoff of each row, one program per row; the draw, of the tiles in
+which something is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from actorllm_kernels.configs import lookup
+from actorllm_kernels.sample_pick import TILE, Offers, SamplingState, tile_offer
+
+KEEP_ALL = tl.constexpr(0x7F7FFFFF)
+"""The key of the smallest finite y."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilterState:
+    """Columns of the state table, [num_slots] each."""
+
+    top_k: torch.Tensor
+    """int32; 0: off"""
+    top_p: torch.Tensor
+    """float32; 1: off"""
+    min_p: torch.Tensor
+    """float32; 0: off"""
+
+
+@dataclass(frozen=True, slots=True)
+class FilterScratch:
+    """What the launches leave to each other."""
+
+    highest: torch.Tensor
+    """float32 [num_rows, num_tiles]: the largest logit of a tile, NaN if one is NaN or positive infinity"""
+    mass: torch.Tensor
+    """float32 [num_rows, num_tiles]: the sum of exp(logit - highest), where it was asked for"""
+    order: torch.Tensor
+    """int32 [num_rows, num_tiles]: tiles, those with the largest maxima first"""
+    cutoff: torch.Tensor
+    """int32 [num_rows]: the largest key that is kept"""
+
+    @classmethod
+    def empty(cls, num_rows: int, vocab_size: int, device: torch.device) -> FilterScratch:
+        shape = (num_rows, -(-vocab_size // TILE))
+        floats = torch.empty(2, *shape, device=device)
+        order = torch.empty(shape, dtype=torch.int32, device=device)
+        return cls(floats[0], floats[1], order, torch.empty(num_rows, dtype=torch.int32, device=device))
+
+
+@triton.jit
+def key_of(logits, top, temperature):
+    """y, and its key: the smaller the key, the larger y. The same bits in every kernel, or a pivot would not be found."""
+    y = tl.div_rn(logits - top, logits * 0.0 + temperature)
+    y = tl.where(logits == -float("inf"), -float("inf"), y)
+    return y, (0.0 - y).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def tile_maxima_kernel(
+    logits_ptr,
+    masks_ptr,
+    mask_rows_ptr,
+    highest_ptr,
+    mass_ptr,
+    VOCAB: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    TILES: tl.constexpr,
+    HAS_MASKS: tl.constexpr,
+    HAS_MASS: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
+    id = tile[:, None] * 256 + tl.arange(0, 256)[None, :]
+    at = logits_ptr + i * VOCAB + id
+    x = tl.load(at, mask=id < VOCAB, other=-float("inf")).to(tl.float32)
+    if HAS_MASKS:
+        mask_row = tl.load(mask_rows_ptr + i).to(tl.int64)
+        if mask_row >= 0:
+            word = tl.load(masks_ptr + mask_row * NUM_WORDS + (id >> 5), mask=id < VOCAB, other=0)
+            is_allowed = ((word >> (id & 31)) & 1) == 1
+            x = tl.where(is_allowed, x, -float("inf"))
+            tl.store(at, x.to(logits_ptr.dtype.element_ty), mask=id < VOCAB)
+    is_bad = (x != x) | (x == float("inf"))
+    x = tl.where(is_bad, -float("inf"), x)
+    highest = tl.max(x, 1)
+    if HAS_MASS:
+        base = tl.where(highest > -float("inf"), highest, 0.0)
+        mass = tl.sum(tl.exp(x - base[:, None]), 1)
+        tl.store(mass_ptr + i * NUM_TILES + tile, mass, mask=tile < NUM_TILES)
+    highest = tl.where(tl.max(is_bad.to(tl.int32), 1) > 0, float("nan"), highest)
+    tl.store(highest_ptr + i * NUM_TILES + tile, highest, mask=tile < NUM_TILES)
+
+
+@triton.jit
+def measure(cut, num_active, logits_ptr, order_ptr, top, temperature, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
+    """How many ids have a key of at most `cut`, and the sum of their exp(y); only the first `num_active` tiles are read."""
+    counts = tl.zeros([256], tl.int32)
+    masses = tl.zeros([256], tl.float32)
+    for start in range(0, num_active, CHUNK):
+        j = start + tl.arange(0, CHUNK)
+        tile = tl.load(order_ptr + j, mask=j < num_active, other=0)
+        id = tile[:, None] * 256 + tl.arange(0, 256)[None, :]
+        x = tl.load(logits_ptr + id, mask=(j < num_active)[:, None] & (id < VOCAB), other=-float("inf")).to(tl.float32)
+        y, key = key_of(x, top, temperature)
+        is_in = key <= cut
+        counts += tl.sum(is_in.to(tl.int32), 0)
+        masses += tl.sum(tl.where(is_in, tl.exp(y), 0.0), 0)
+    return tl.sum(counts, 0), tl.sum(masses, 0)
+
+
+@triton.jit
+def cutoff_kernel(
+    logits_ptr,
+    highest_ptr,
+    order_ptr,
+    cutoff_ptr,
+    rows_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    VOCAB: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64)
+    slot = tl.load(rows_ptr + i).to(tl.int64)
+    cut = i.to(tl.int32) * 0 + KEEP_ALL
+    if slot >= 0:
+        temperature = tl.load(temperature_ptr + slot)
+        top_k = tl.load(top_k_ptr + slot)
+        top_p = tl.load(top_p_ptr + slot)
+        min_p = tl.load(min_p_ptr + slot)
+        has_filter = (top_k > 0) | (top_p < 1.0) | (min_p > 0.0)
+        if (temperature > 0.0) & has_filter:
+            row_ptr = logits_ptr + i * VOCAB
+            tiles_ptr = order_ptr + i * NUM_TILES
+            tile = tl.arange(0, BLOCK)
+            highest = tl.load(highest_ptr + i * NUM_TILES + tile, mask=tile < NUM_TILES, other=-float("inf"))
+            highest = tl.where(highest != highest, -float("inf"), highest)
+            top = tl.max(highest, 0)
+            top = tl.where(top > -float("inf"), top, 0.0)
+            _y, key = key_of(highest, top, temperature)
+            key = tl.where(tile < NUM_TILES, key, 0x7FFFFFFF)
+            packed = tl.sort((key.to(tl.int64) << 32) | tile.to(tl.int64))
+            keys = (packed >> 32).to(tl.int32)  # of the maxima, ascending
+            tl.store(tiles_ptr + tile, (packed & 0xFFFFFFFF).to(tl.int32), mask=tile < NUM_TILES)
+            tl.debug_barrier()  # the order is read by other threads of this program
+
+            if min_p > 0.0:
+                cut = tl.minimum(cut, (0.0 - tl.log(min_p)).to(tl.int32, bitcast=True))
+            if (top_k > 0) & (top_k < VOCAB):
+                low = cut * 0 - 1
+                high = cut
+                if top_k <= NUM_TILES:  # as many maxima are at least this, so as many ids are
+                    high = tl.minimum(high, tl.sum(tl.where(tile == top_k - 1, keys, 0), 0))
+                while high - low > 1:
+                    middle = low + (high - low) // 2
+                    active = tl.sum((keys <= middle).to(tl.int32), 0)
+                    count, _mass = measure(middle, active, row_ptr, tiles_ptr, top, temperature, VOCAB, CHUNK)
+                    if count >= top_k:
+                        high = middle
+                    else:
+                        low = middle
+                    if count == top_k:
+                        low = high - 1  # nothing lies between this pivot and the right one
+                cut = high
+            if top_p < 1.0:
+                active = tl.sum((keys <= cut).to(tl.int32), 0)
+                num_high, total = measure(cut, active, row_ptr, tiles_ptr, top, temperature, VOCAB, CHUNK)
+                wanted = top_p * total
+                # What is below this value is, all ids together, less than half of what may be missing.
+                floor = tl.minimum(tl.log((1.0 - top_p) * total * (0.5 / VOCAB)), 0.0)
+                low = cut * 0 - 1
+                num_low = num_high * 0
+                high = tl.minimum(cut, (0.0 - floor).to(tl.int32, bitcast=True))
+                while (high - low > 1) & (num_high - num_low > 1):
+                    middle = low + (high - low) // 2
+                    active = tl.sum((keys <= middle).to(tl.int32), 0)
+                    count, mass = measure(middle, active, row_ptr, tiles_ptr, top, temperature, VOCAB, CHUNK)
+                    if mass >= wanted:
+                        high = middle
+                        num_high = count
+                    else:
+                        low = middle
+                        num_low = count
+                cut = high
+    tl.store(cutoff_ptr + i, cut)
+
+
+@triton.jit
+def draw_tiles_kernel(
+    logits_ptr,
+    highest_ptr,
+    cutoff_ptr,
+    rows_ptr,
+    temperature_ptr,
+    seed_ptr,
+    sample_index_ptr,
+    token_index_ptr,
+    offer_highest_ptr,
+    offer_weight_ptr,
+    offer_id_ptr,
+    VOCAB: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64)
+    slot = tl.load(rows_ptr + i).to(tl.int64)
+    if slot >= 0:
+        temperature = tl.load(temperature_ptr + slot)
+        cut = tl.load(cutoff_ptr + i)
+        all_tiles = tl.arange(0, BLOCK)
+        maxima = tl.load(highest_ptr + i * NUM_TILES + all_tiles, mask=all_tiles < NUM_TILES, other=-float("inf"))
+        top = tl.max(tl.where(maxima != maxima, -float("inf"), maxima), 0)
+        top = tl.where(top > -float("inf"), top, 0.0)
+
+        tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
+        highest = tl.load(highest_ptr + i * NUM_TILES + tile, mask=tile < NUM_TILES, other=-float("inf"))
+        is_greedy = temperature == 0.0
+        divisor = tl.where(is_greedy, 1.0, temperature)
+        _y, tile_key = key_of(highest, top, divisor)
+        is_drawn = (tile_key <= cut) | (highest != highest)  # nothing is read of the others
+        id = tile[None, :] * 256 + tl.arange(0, 256)[:, None]
+        x = tl.load(logits_ptr + i * VOCAB + id, mask=is_drawn[None, :] & (id < VOCAB), other=-float("inf")).to(
+            tl.float32
+        )
+        _z, key = key_of(x, top, divisor)
+        x = tl.where((key <= cut) | (x != x), x, -float("inf"))
+        column = tile * 0
+        seed = tl.load(seed_ptr + slot) + column.to(tl.int64)
+        sample_index = tl.load(sample_index_ptr + slot) + column
+        token_index = tl.load(token_index_ptr + slot) + column
+        offer, weight, best = tile_offer(
+            x, tile, temperature + column.to(tl.float32), seed, sample_index, token_index, VOCAB
+        )
+        at = i * NUM_TILES + tile
+        tl.store(offer_highest_ptr + at, offer, mask=tile < NUM_TILES)
+        tl.store(offer_weight_ptr + at, weight, mask=tile < NUM_TILES)
+        tl.store(offer_id_ptr + at, best, mask=tile < NUM_TILES)
+
+
+def tile_maxima(
+    logits: torch.Tensor,
+    scratch: FilterScratch,
+    masks: torch.Tensor | None = None,
+    mask_rows: torch.Tensor | None = None,
+    *,
+    has_mass: bool = False,
+) -> None:
+    """Fills scratch.highest, and mass if asked to. What a mask forbids becomes -inf in the logits.
+
+    logits: [num_rows, vocab_size], contiguous, of any float type. masks: int32 [num_masks, ceil(vocab_size / 32)], bit
+    i % 32 of word i // 32 set where id i is allowed; mask_rows: int32 [num_rows], a row of masks or -1.
+    """
+    num_rows, vocab_size = logits.shape
+    num_tiles = scratch.highest.shape[1]
+    config = lookup("tile_maxima", "*", logits.device)
+    tile_maxima_kernel[(num_rows, triton.cdiv(num_tiles, config["TILES"]))](
+        logits,
+        scratch.order if masks is None else masks,
+        scratch.order if mask_rows is None else mask_rows,
+        scratch.highest,
+        scratch.mass,
+        VOCAB=vocab_size,
+        NUM_TILES=num_tiles,
+        NUM_WORDS=-(-vocab_size // 32),
+        HAS_MASKS=masks is not None,
+        HAS_MASS=has_mass,
+        **config,
+    )
+
+
+def find_cutoffs(
+    logits: torch.Tensor, rows: torch.Tensor, state: SamplingState, filters: FilterState, scratch: FilterScratch
+) -> None:
+    """Fills scratch.cutoff; scratch.highest must be there."""
+    num_rows, vocab_size = logits.shape
+    num_tiles = scratch.highest.shape[1]
+    cutoff_kernel[(num_rows,)](
+        logits,
+        scratch.highest,
+        scratch.order,
+        scratch.cutoff,
+        rows,
+        state.temperature,
+        filters.top_k,
+        filters.top_p,
+        filters.min_p,
+        VOCAB=vocab_size,
+        NUM_TILES=num_tiles,
+        BLOCK=triton.next_power_of_2(num_tiles),
+        **lookup("cutoff", "*", logits.device),
+    )
+
+
+def draw_tiles(
+    logits: torch.Tensor, rows: torch.Tensor, state: SamplingState, scratch: FilterScratch, offers: Offers
+) -> None:
+    """Fills the offers from what the cutoffs keep; `sample_pick` must follow."""
+    num_rows, vocab_size = logits.shape
+    num_tiles = scratch.highest.shape[1]
+    config = lookup("draw_tiles", "*", logits.device)
+    draw_tiles_kernel[(num_rows, triton.cdiv(num_tiles, config["TILES"]))](
+        logits,
+        scratch.highest,
+        scratch.cutoff,
+        rows,
+        state.temperature,
+        state.seed,
+        state.sample_index,
+        state.token_index,
+        offers.highest,
+        offers.weight,
+        offers.id,
+        VOCAB=vocab_size,
+        NUM_TILES=num_tiles,
+        BLOCK=triton.next_power_of_2(num_tiles),
+        **config,
+    )
+
+
+def sample_topk_topp(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    state: SamplingState,
+    filters: FilterState,
+    scratch: FilterScratch,
+    offers: Offers,
+    masks: torch.Tensor | None = None,
+    mask_rows: torch.Tensor | None = None,
+) -> None:
+    """The three launches; `sample_pick` must follow. rows: int32 [num_rows] slots, or -1; logits, masks: see `tile_maxima`."""
+    tile_maxima(logits, scratch, masks, mask_rows)
+    find_cutoffs(logits, rows, state, filters, scratch)
+    draw_tiles(logits, rows, state, scratch, offers)

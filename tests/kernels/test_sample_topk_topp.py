@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from actorllm_kernels.sample_pick import Offers, SamplingState, sample_pick
+from actorllm_kernels.sample_topk_topp import FilterScratch, FilterState, sample_topk_topp
+from tests.kernels.sampling import make_state, on_the_cpu
+
+Columns = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]
+
+
+def draw(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    state: SamplingState,
+    columns: Columns,
+    *masks: torch.Tensor,
+) -> tuple[list[int], list[int]]:
+    """Tokens and is_finite. columns: top_k, top_p, min_p by row; masks: as the launcher's, with their rows."""
+    num_rows, vocab_size = logits.shape
+    by_slot = [torch.zeros(len(state.seed), dtype=kind) for kind in (torch.int32, torch.float32, torch.float32)]
+    for column, values in zip(by_slot, columns, strict=True):
+        column[rows[rows >= 0].long()] = torch.from_numpy(values)[rows >= 0]
+    offers = Offers.empty(num_rows, vocab_size, logits.device)
+    scratch = FilterScratch.empty(num_rows, vocab_size, logits.device)
+    tokens, is_finite = torch.full((num_rows,), -7, dtype=torch.int32), torch.full((num_rows,), -7, dtype=torch.int32)
+    sample_topk_topp(logits, rows, state, FilterState(*by_slot), scratch, offers, *masks)
+    sample_pick(offers, rows, state, tokens, is_finite)
+    return tokens.tolist(), is_finite.tolist()
+
+
+def filters(num_rows: int, top_k: float = 0, top_p: float = 1, min_p: float = 0) -> Columns:
+    return (
+        np.full(num_rows, top_k, np.int32),
+        np.full(num_rows, top_p, np.float32),
+        np.full(num_rows, min_p, np.float32),
+    )
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [
+    (0, 1, 0), (1, 1, 0), (5, 1, 0), (40, 1, 0), (1899, 1, 0), (5000, 1, 0),
+    (0, 0.001, 0), (0, 0.5, 0), (0, 0.95, 0), (0, 0.99999, 0), (0, 1, 0.3), (0, 1, 1), (20, 0.9, 0.05), (3, 0.99, 0.0001),
+])  # fmt: skip
+def test_the_choice_is_that_of_the_cpu(top_k: int, top_p: float, min_p: float) -> None:
+    logits, state, rows = 3 * torch.randn(4, 1900), make_state(6, greedy=(2,)), torch.tensor([5, 2, 0, 3]).int()
+    columns = filters(4, top_k, top_p, min_p)
+    expected, is_clear = on_the_cpu(logits, state, rows, *columns)
+    tokens, is_finite = draw(logits, rows, state, columns)
+    assert is_finite == [1] * 4
+    assert is_clear.sum() >= 3
+    assert [t for t, clear in zip(tokens, is_clear, strict=True) if clear] == expected[is_clear].tolist()
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", ["ties", "flat", "steep", "short"])
+def test_hard_logits(kind: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    vocab_size = 130 if kind == "short" else 1100
+    logits = torch.from_numpy(rng.normal(size=(6, vocab_size)).astype(np.float32))
+    if kind == "ties":
+        logits = (logits * 2).round() / 2
+    elif kind == "flat":
+        logits = 100 + logits / 1000
+    elif kind == "steep":
+        logits = logits * 100
+        logits[:, ::7] = -torch.inf
+    columns = (
+        rng.choice([0, 1, 2, 30, 500], 6).astype(np.int32),
+        rng.choice([0.1, 0.8, 1.0], 6).astype(np.float32),
+        rng.choice([0, 0.01], 6).astype(np.float32),
+    )
+    state, rows = make_state(6, seed=seed), torch.arange(6, dtype=torch.int32)
+    expected, is_clear = on_the_cpu(logits, state, rows, *columns)
+    tokens, _ = draw(logits, rows, state, columns)
+    assert [t for t, clear in zip(tokens, is_clear, strict=True) if clear] == expected[is_clear].tolist()
+
+
+def test_masks() -> None:
+    logits, state, rows = torch.randn(4, 700), make_state(4, greedy=(1,)), torch.arange(4, dtype=torch.int32)
+    is_allowed = torch.rand(2, 700) < 0.1
+    bits = np.packbits(is_allowed.numpy(), axis=1, bitorder="little")
+    words = np.zeros((2, 22 * 4), np.uint8)
+    words[:, : bits.shape[1]] = bits
+    masks, mask_rows = torch.from_numpy(words.view(np.int32)), torch.tensor([1, 0, -1, 1], dtype=torch.int32)
+    allowed = logits.clone()
+    for row, mask in enumerate(mask_rows.tolist()):
+        if mask >= 0:
+            allowed[row, ~is_allowed[mask]] = -torch.inf
+    columns = filters(4, 30)
+    expected, is_clear = on_the_cpu(allowed, state, rows, *columns)
+    tokens, is_finite = draw(logits, rows, state, columns, masks, mask_rows)
+    assert is_finite == [1] * 4
+    assert is_clear.all()
+    assert tokens == expected.tolist()
+    assert torch.equal(logits, allowed)
+
+
+def test_rows_with_nothing_left_or_bad_logits_are_reported_and_padding_is_not() -> None:
+    logits, state = torch.randn(5, 300), make_state(5)
+    rows = torch.tensor([0, -1, 2, 3, 4], dtype=torch.int32)
+    logits[2] = -torch.inf
+    logits[3, 17] = torch.nan
+    logits[1] = torch.nan
+    columns = filters(5, 10, 0.9)
+    expected, _ = on_the_cpu(logits[[0, 4]], state, torch.tensor([0, 4]), *filters(2, 10, 0.9))
+    tokens, is_finite = draw(logits, rows, state, columns)
+    assert is_finite == [1, 1, 0, 0, 1]
+    assert [tokens[0], tokens[4]] == expected.tolist()
+    assert all(0 <= token < 300 for token in tokens)
