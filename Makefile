@@ -19,8 +19,12 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow"
 
-test-slow: $(STAMP)
+test-slow: $(STAMP) $(VENV)/triton-3.6
 	$(BIN)/python -m pytest -m slow
+	PYTHONPATH=$(VENV)/triton-3.6:kernels $(BIN)/python -m actorllm_kernels.resources
+
+$(VENV)/triton-3.6: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.6.0
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

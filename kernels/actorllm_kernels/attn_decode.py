@@ -89,6 +89,11 @@ def attn_decode_kernel(
     is_row = m < Q_LEN * GROUP
     in_head = d < DIM
 
+    # Offsets within a tile are the same everywhere, and 32 bits wide: what changes is a scalar.
+    q_inside = (token * NUM_Q + m % GROUP)[:, None] * DIM + d[None, :]
+    k_inside = n[None, :] * DIM + d[:, None]
+    v_inside = n[:, None] * DIM + d[None, :]
+
     at = low
     while at < high:
         head = at // tiles_per_head
@@ -101,9 +106,8 @@ def attn_decode_kernel(
         first = place - begin + first_tile(seq_len, Q_LEN, WINDOW, TILE)
         table = table_ptr + tl.load(rows_ptr + i).to(tl.int64) * table_stride
 
-        heads = head * GROUP + m % GROUP  # of the queries
-        q_at = ((i * Q_LEN + token) * NUM_Q + heads).to(tl.int64)[:, None] * DIM + d[None, :]
-        q = tl.load(q_ptr + q_at, mask=is_row[:, None] & in_head[None, :], other=0.0)
+        q_first = (i * (Q_LEN * NUM_Q) + head * GROUP).to(tl.int64) * DIM
+        q = tl.load(q_ptr + q_first + q_inside, mask=is_row[:, None] & in_head[None, :], other=0.0)
         if UPCAST:
             q = q.to(tl.float32)
         position = seq_len - Q_LEN + token
@@ -112,9 +116,9 @@ def attn_decode_kernel(
         acc = tl.zeros([BLOCK_M, DIM_BLOCK], tl.float32)
         for t in range(first, first + count):
             block = tl.load(table + t // PER_PAGE).to(tl.int64)
-            inside = head * (PAGE * DIM) + (t % PER_PAGE) * (TILE * DIM)
-            k_at = keys_ptr + block * key_stride + inside + n[None, :] * DIM + d[:, None]
-            v_at = values_ptr + block * value_stride + inside + n[:, None] * DIM + d[None, :]
+            first_key = head * (PAGE * DIM) + (t % PER_PAGE) * (TILE * DIM)
+            k_at = (keys_ptr + block * key_stride + first_key) + k_inside
+            v_at = (values_ptr + block * value_stride + first_key) + v_inside
             if DIM == DIM_BLOCK:
                 k = tl.load(k_at)  # [DIM_BLOCK, TILE]
                 v = tl.load(v_at)  # [TILE, DIM_BLOCK]
@@ -141,17 +145,21 @@ def attn_decode_kernel(
         is_whole = (place == begin) & (count == end - begin)
         if is_whole:
             if HAS_SINKS:
-                sink = tl.load(weight_sinks_ptr + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+                sink = (
+                    tl.load(weight_sinks_ptr + head * GROUP + m % GROUP, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+                )
                 higher = tl.maximum(highest, sink)
                 shrink = tl.exp2(highest - higher)
                 total = total * shrink + tl.exp2(sink - higher)
                 acc = acc * shrink[:, None]
             y = acc / tl.where(total > 0, total, 1.0)[:, None]
-            tl.store(out_ptr + q_at, y.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & in_head[None, :])
+            tl.store(
+                out_ptr + q_first + q_inside, y.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & in_head[None, :]
+            )
         else:
             part = program * 2 + tl.where(at == low, 0, 1)
             y = acc / tl.where(total > 0, total, 1.0)[:, None]
-            p_at = (part * (Q_LEN * GROUP) + m).to(tl.int64)
+            p_at = part * (Q_LEN * GROUP) + m
             tl.store(partials_ptr + p_at[:, None] * DIM + d[None, :], y, mask=is_row[:, None] & in_head[None, :])
             lse = tl.where(total > 0, highest + tl.log2(tl.where(total > 0, total, 1.0)), LOWEST)
             tl.store(partial_lse_ptr + p_at, lse, mask=is_row)

@@ -49,11 +49,13 @@ def attend(
     n = tl.arange(0, TILE)
     d = tl.arange(0, DIM_BLOCK)
     in_head = d < DIM
+    k_inside = n[None, :] * DIM + d[:, None]
+    v_inside = n[:, None] * DIM + d[None, :]
     for t in range(first, last):
         block = tl.load(table_ptr + t // PER_PAGE).to(tl.int64)
-        inside = (t % PER_PAGE) * (TILE * DIM)
-        k_at = keys_ptr + block * key_stride + inside + n[None, :] * DIM + d[:, None]
-        v_at = values_ptr + block * value_stride + inside + n[:, None] * DIM + d[None, :]
+        first_key = (t % PER_PAGE) * (TILE * DIM)
+        k_at = (keys_ptr + block * key_stride + first_key) + k_inside
+        v_at = (values_ptr + block * value_stride + first_key) + v_inside
         if DIM == DIM_BLOCK:
             k = tl.load(k_at)
             v = tl.load(v_at)
@@ -123,9 +125,9 @@ def attn_prefill_kernel(
     token = start + m // GROUP  # of the chunk
     is_row = (m < TOKENS * GROUP) & (token < count)
     in_head = d < DIM
-    heads = head * GROUP + m % GROUP
-    q_at = ((begin + token) * NUM_Q + heads).to(tl.int64)[:, None] * DIM + d[None, :]
-    q = tl.load(q_ptr + q_at, mask=is_row[:, None] & in_head[None, :], other=0.0)
+    q_first = ((begin + start) * NUM_Q + head * GROUP).to(tl.int64) * DIM
+    q_inside = ((m // GROUP) * NUM_Q + m % GROUP)[:, None] * DIM + d[None, :]
+    q = tl.load(q_ptr + q_first + q_inside, mask=is_row[:, None] & in_head[None, :], other=0.0)
     if UPCAST:
         q = q.to(tl.float32)
 
@@ -162,13 +164,13 @@ def attn_prefill_kernel(
         DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, UPCAST, True,
     )  # fmt: skip
     if HAS_SINKS:
-        sink = tl.load(weight_sinks_ptr + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+        sink = tl.load(weight_sinks_ptr + head * GROUP + m % GROUP, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
         higher = tl.maximum(highest, sink)
         shrink = tl.exp2(highest - higher)
         total = total * shrink + tl.exp2(sink - higher)
         acc = acc * shrink[:, None]
     y = acc / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(out_ptr + q_at, y.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & in_head[None, :])
+    tl.store(out_ptr + q_first + q_inside, y.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & in_head[None, :])
 
 
 def _config(head_dim: int, device: torch.device) -> Config:

@@ -237,13 +237,13 @@ def main() -> None:
         sys.stdout.write(render({a: measure(names, a) for a in ARCHITECTURES}))
         return
     found = measure_all()
-    for message in violations(found):
-        sys.stderr.write(message + "\n")
     text = render(found)
     if arguments.write:
         FOLDER.mkdir(exist_ok=True)
         table_path().write_text(text)
-    elif table_path().read_text() != text:
+    if messages := violations(found):
+        raise SystemExit("\n".join(messages))
+    if table_path().read_text() != text:
         raise SystemExit(f"{table_path()} says something else; --write, and look at the difference")
 
 
