@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +26,7 @@ from actorllm.errors import ConfigError, nearest_name
 from actorllm.scheduling.policy import KeyPlanner, KeyPolicy, PlanPolicy, load_policy, policy_path
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.slo.cost_model import PRESETS, StepModel, load_model
+from actorllm.slo.journal import Journal
 from actorllm.slo.objective import RequestClass
 from actorllm.slo.routing import ROUTERS
 from actorllm.slo.simulator import EngineShape, Run, simulate
@@ -287,13 +288,35 @@ class Point:
             self.workload(),
             self.shape,
             model,
-            policy=lambda: self.variant.build_policy(model),
+            policy=_Build(self.variant, model),
             num_replicas=scenario.num_replicas,
             router=scenario.router,
             view_interval_s=scenario.view_interval_s,
             seed=self.seed,
             make_scheduler=make_scheduler,
         )
+
+
+def watched_run(point: Point, watched: Iterable[int] = ()) -> tuple[Run, Journal]:
+    """The run of a point, and what its schedulers decided; watched: requests of which is kept what they waited for."""
+    journal = Journal(frozenset((0, row) for row in watched))
+    has_prefixes = point.scenario.shape.enable_prefix_caching and point.workload().prefixes is not None
+    maker = journal.scheduler_maker(replace(point.shape, enable_prefix_caching=has_prefixes))
+    return point.run(maker), journal
+
+
+class _Build:
+    """Builds a variant's policy; what it is called in errors and warnings."""
+
+    def __init__(self, variant: Variant, model: StepModel) -> None:
+        self._variant = variant
+        self._model = model
+
+    def __call__(self) -> PlanPolicy:
+        return self._variant.build_policy(self._model)
+
+    def __repr__(self) -> str:
+        return repr(self._variant.label)
 
 
 def _scaled(kind: RequestClass, factor: float) -> RequestClass:

@@ -1,0 +1,416 @@
+"""`explain`: why a request took as long as it did, and missed what it was promised, in seconds for each cause.
+
+The time to the first token and that of the tokens after it are each divided up without remainder:
+
+    waiting     for the step under way, for a slot, for KV blocks, for prompts that were served first, or by the policy's will
+    prompt      what its own prompt takes alone; cutting it into chunks; what else was in those steps
+    preemption  from losing its blocks to its next token
+    decoding    what its tokens take alone; the decode rows and the prompts of its batch-mates; steps that left it out
+
+What a step would have taken with less in it is not measured, so those parts need a step-time model: the one that the
+simulation ran on, or one fitted to the engine's steps. They are scaled to what the steps took. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from actorllm.errors import ConfigError
+from actorllm.messages import F64
+from actorllm.scheduling.sequence import Key
+from actorllm.slo.cost_model import StepModel
+from actorllm.slo.journal import Journal, StepEntry, Wait
+from actorllm.slo.objective import SLO, RequestClass
+from actorllm.slo.timeline import FINISHED, OUTCOMES, RunTimeline
+from actorllm.slo.workload import Workload
+
+CAUSES = {
+    "step under way": "the step under way when it came had to end first",
+    "slots": "every slot was taken (max_num_seqs)",
+    "blocks": "there were not enough free KV blocks for it",
+    "prompts": "the prompts of others were served first",
+    "policy": "the policy or the admission held it back although there was room",
+    "own prompt": "its own prompt, computed alone and at once",
+    "chunking": "its prompt was cut into chunks, each with a step's fixed cost",
+    "mates while prefilling": "what else was in the steps of its prompt, and steps without it",
+    "preemption": "it was preempted and had to be computed again",
+    "own tokens": "its own tokens, decoded alone",
+    "decode mates": "the decode rows beside it",
+    "prompts of mates": "prompts of others in the steps of its tokens",
+    "left out": "steps that gave it no token",
+}
+"""In the order in which they are told."""
+
+
+Seconds = defaultdict[str, float]
+"""By cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Seconds of one phase that one cause took."""
+
+    cause: str
+    seconds: float
+
+    @property
+    def told(self) -> str:
+        return CAUSES[self.cause]
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """One promise that was not kept."""
+
+    promise: str
+    limit: float
+    took: float
+    causes: tuple[Part, ...]
+    """What could have been spared, the most first; without what the request itself needs."""
+
+    @property
+    def over(self) -> float:
+        return self.took - self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What `explain` returns; `str()` of it is for people."""
+
+    key: Key
+    kind: str
+    num_prompt: int
+    num_output: int
+    outcome: str
+    slo: SLO | None
+    waiting_and_prompt: tuple[Part, ...]
+    """Of the time to the first token."""
+    decoding: tuple[Part, ...]
+    """Of the time from the first token to the last."""
+    misses: tuple[Miss, ...]
+    steps: tuple[tuple[float, str], ...]
+    """(seconds after its arrival, what happened), in order."""
+
+    @property
+    def ttft(self) -> float:
+        return sum(part.seconds for part in self.waiting_and_prompt)
+
+    def __str__(self) -> str:
+        lines = [
+            f"request {self.key[1]} ({self.kind}): {self.num_prompt} prompt tokens, {self.num_output} output tokens, "
+            f"{self.outcome}"
+        ]
+        if self.slo is None:
+            lines.append("  promised nothing")
+        for miss in self.misses:
+            lines.append(
+                f"  MISSED {miss.promise}: {_s(miss.took)} instead of {_s(miss.limit)}, {_s(miss.over)} too long"
+            )
+            for part in miss.causes[:3]:
+                enough = "; without it the promise had been kept" if part.seconds >= miss.over else ""
+                lines.append(f"    {_s(part.seconds):>9}  {part.told}{enough}")
+        if self.slo is not None and not self.misses:
+            lines.append(
+                "  kept all that it was promised" if self.outcome == "finished" else "  did not run to its end"
+            )
+        for title, parts in (("to the first token", self.waiting_and_prompt), ("after it", self.decoding)):
+            if parts:
+                lines.append(f"  {title}: {_s(sum(part.seconds for part in parts))}")
+                lines += [f"    {_s(part.seconds):>9}  {part.cause}: {part.told}" for part in parts]
+        lines.append("  step by step")
+        lines += [f"    {f'+{at:.3f} s':>11}  {what}" for at, what in self.steps]
+        return "\n".join(lines)
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if abs(seconds) < 1 else f"{seconds:.2f} s"
+
+
+def explain(
+    row: int,
+    timeline: RunTimeline,
+    classes: Sequence[RequestClass],
+    class_ids: Sequence[int],
+    journal: Journal,
+    model: StepModel,
+    *,
+    key: Key | None = None,
+) -> Explanation:
+    """Of one request of a run; the journal must have watched it. key: its key there, (0, row) in a simulation."""
+    if not 0 <= row < len(timeline):
+        raise ConfigError(f"there is no request {row}: the run has {len(timeline)}, from 0 on")
+    key = (0, row) if key is None else key
+    if key not in journal.watched:
+        raise ConfigError(f"the journal has not watched request {row}: run it again with Journal(frozenset({{{key}}}))")
+    kind = classes[int(class_ids[row])]
+    return _Explainer(row, key, timeline, kind, journal, model).explain()
+
+
+class _Explainer:
+    def __init__(
+        self, row: int, key: Key, timeline: RunTimeline, kind: RequestClass, journal: Journal, model: StepModel
+    ) -> None:
+        self.row, self.key, self.timeline, self.kind, self.journal, self.model = (
+            row,
+            key,
+            timeline,
+            kind,
+            journal,
+            model,
+        )
+        self.replica = max(0, int(timeline.replica[row]))
+        self.table = journal.table(timeline, self.replica)
+        self.arrival = float(timeline.arrival[row])
+        self.num_prompt, self.num_output = int(timeline.num_prompt[row]), int(timeline.num_output[row])
+        self.first, self.last = float(timeline.first_token[row]), float(timeline.last_token[row])
+        self.events = [event for event in journal.of_request(key) if event.kind != "arrive"]
+        self.told: list[tuple[float, str]] = []
+
+    def explain(self) -> Explanation:
+        self._tell(self.arrival, f"arrives with {self.num_prompt} prompt tokens")
+        before = self._before_first()
+        after = self._after_first() if self.num_output > 1 else ()
+        outcome = OUTCOMES[int(self.timeline.outcome[self.row])]
+        end = float(self.timeline.end[self.row])
+        if math.isfinite(end):
+            self._tell(end, f"ends: {outcome} with {self.num_output} tokens")
+        return Explanation(
+            self.key,
+            self.kind.name,
+            self.num_prompt,
+            self.num_output,
+            outcome,
+            self.kind.slo,
+            before,
+            after,
+            self._misses(before, after),
+            tuple(sorted(((at - self.arrival, what) for at, what in self.told), key=lambda one: one[0])),
+        )
+
+    def _tell(self, at: float, what: str) -> None:
+        self.told.append((at, what))
+
+    # To the first token
+
+    def _before_first(self) -> tuple[Part, ...]:
+        """Everything from its arrival to its first token, or to its end without one."""
+        until = self.first if math.isfinite(self.first) else self._cut_off()
+        starts = [event.at for event in self.events if event.kind == "start"]
+        started = starts[0] if starts else until
+        found: Seconds = defaultdict(float)
+        waits = [wait for wait in self.journal.waits.get(self.key, []) if wait.at < started]
+        self._divide_waiting(found, waits, self.arrival, min(started, until))
+        if not starts:
+            self._tell(until, "is still waiting" if until > self.arrival else "never waits")
+            return _parts(found)
+        self._tell(started, f"gets a slot after {_s(started - self.arrival)}")
+        lost = self._preempted_between(started, until)
+        found["preemption"] += sum(end - begin for begin, end in lost)
+        self._divide_prompt(found, started, until, lost)
+        return _parts(found)
+
+    def _cut_off(self) -> float:
+        end = float(self.timeline.end[self.row])
+        return end if math.isfinite(end) else float(self.table.end.max(initial=self.arrival))
+
+    def _divide_waiting(self, found: Seconds, waits: list[Wait], begin: float, until: float) -> None:
+        """Each step that is planned without it holds it until the next one is planned."""
+        first = waits[0].at if waits else until
+        found["step under way"] += max(0.0, min(first, until) - begin)
+        if first > begin:
+            running = self.table.between(begin, begin)
+            beside = f" ({self.table.num_decode[running[0]]} decode rows)" if running.size else ""
+            self._tell(begin, f"waits {_s(min(first, until) - begin)} for the step under way{beside}")
+        at = 0
+        while at < len(waits):
+            stop = at
+            while stop < len(waits) and waits[stop].hold == waits[at].hold:
+                stop += 1
+            run = waits[at:stop]
+            end = waits[stop].at if stop < len(waits) else until
+            seconds = max(0.0, end - run[0].at)
+            found[run[0].hold] += seconds
+            self._tell(
+                run[0].at, f"waits {_s(seconds)} over {len(run)} steps: {CAUSES[run[0].hold]}{self._detail(run)}"
+            )
+            at = stop
+
+    def _detail(self, run: list[Wait]) -> str:
+        one = run[0]
+        match one.hold:
+            case "blocks":
+                return f" ({one.free_blocks} free, {one.needed_blocks} needed)"
+            case "prompts":
+                others = Counter(key for wait in run for key in wait.prefills)
+                later = sum(key[1] > self.key[1] for key in others)
+                after = f", {later} of which came after it" if later else ""
+                return f" ({sum(wait.num_prompt for wait in run)} tokens of {len(others)} others{after})"
+            case "slots":
+                return ""
+            case _:
+                return f" ({one.free_blocks} blocks free)"
+
+    def _preempted_between(self, begin: float, until: float) -> list[tuple[float, float]]:
+        """From each loss of its blocks to when it starts again."""
+        found = []
+        for number, event in enumerate(self.events):
+            if event.kind != "preempt" or not begin <= event.at < until:
+                continue
+            again = next((e.at for e in self.events[number + 1 :] if e.kind == "start"), until)
+            found.append((event.at, min(again, until)))
+            whom = f" for {', '.join(f'request {key[1]}' for key in event.by[:3])}" if event.by else ""
+            why = "those who run needed its KV blocks" if event.why == "blocks" else f"displaced{whom}"
+            self._tell(event.at, f"is preempted ({why}) and waits {_s(min(again, until) - event.at)}")
+        return found
+
+    def _divide_prompt(self, found: Seconds, started: float, until: float, lost: list[tuple[float, float]]) -> None:
+        """The time with a slot until the first token: its chunks, and whatever else there was."""
+        spent = until - started - sum(end - begin for begin, end in lost)
+        chunks: list[tuple[StepEntry, int, int]] = []
+        for step in self.table.between(started, until).tolist():
+            entry = self.journal.steps[int(self.table.entry[step])]
+            size = sum(n for key, n in entry.prefills if key == self.key)
+            if size and float(self.table.end[step]) <= until + 1e-9:
+                chunks.append((entry, size, step))
+        tokens = [size for _, size, _ in chunks]
+        total = sum(tokens)
+        alone = self.model.seconds(total, 0, 0, 0, total * (total + 1) / 2) if total else 0.0
+        in_chunks, had = 0.0, 0
+        for number, (entry, size, step) in enumerate(chunks):
+            in_chunks += self.model.seconds(size, 0, 0, had, size * had + size * (size + 1) / 2)
+            had += size
+            others = entry.num_prompt - size
+            beside = [f"{entry.num_decode} decode rows"] if entry.num_decode else []
+            beside += [f"{others} prompt tokens of others"] if others > 0 else []
+            took = float(self.table.end[step] - self.table.start[step])
+            if number < 6 or number == len(chunks) - 1:
+                self._tell(
+                    float(self.table.start[step]),
+                    f"chunk {number + 1} of {len(chunks)}: {size} tokens in a step of {_s(took)}"
+                    f"{', beside ' + ' and '.join(beside) if beside else ''}",
+                )
+        alone = min(alone, spent)
+        in_chunks = min(max(in_chunks, alone), spent)
+        found["own prompt"] += alone
+        found["chunking"] += in_chunks - alone
+        found["mates while prefilling"] += spent - in_chunks
+        if math.isfinite(self.first):
+            self._tell(self.first, "first token")
+
+    # After it
+
+    def _after_first(self) -> tuple[Part, ...]:
+        """From its first token to its last: every step in between, by what was in it."""
+        found: Seconds = defaultdict(float)
+        lost = self._preempted_between(self.first, self.last)
+        times = self.timeline.token_times(self.row)
+        table, model = self.table, self.model
+        rows = table.between(self.first, self.last)
+        rows = rows[(table.end[rows] > self.first + 1e-12) & (table.end[rows] <= self.last + 1e-12)]
+        got = np.isin(np.round(table.end[rows], 9), np.round(times[1:], 9))
+        context = self.num_prompt
+        begin = self.first
+        worst: list[tuple[float, int]] = []
+        for step, has_token in zip(rows.tolist(), got.tolist(), strict=True):
+            end = float(table.end[step])
+            took = end - begin  # with the gap before it
+            begin = end
+            context += has_token
+            if any(a < end <= b or (a >= end - took and a < end) for a, b in lost):
+                found["preemption"] += took
+                continue
+            if not has_token:
+                mine = sum(n for key, n in self.journal.steps[int(table.entry[step])].prefills if key == self.key)
+                found["preemption" if mine else "left out"] += took
+                continue
+            alone, decodes, full = self._predicted(step, context)
+            scale = took / full if full > 0 else 0.0
+            found["own tokens"] += alone * scale
+            found["decode mates"] += (decodes - alone) * scale
+            found["prompts of mates"] += (full - decodes) * scale
+            worst.append((took, step))
+        _ = model
+        for took, step in sorted(worst, reverse=True)[:3]:
+            if took > 1.5 * float(np.median([t for t, _ in worst])):
+                num = int(table.num_prompt[step])
+                why = f"{num} prompt tokens of others" if num else f"{int(table.num_decode[step])} decode rows"
+                self._tell(float(table.end[step]), f"a token after {_s(took)}: the step had {why}")
+        return _parts(found)
+
+    def _predicted(self, step: int, context: int) -> tuple[float, float, float]:
+        """Seconds of a step with this request alone, with all its decode rows, and as it was."""
+        t = self.table
+        d, p = float(t.num_decode[step]), float(t.num_prompt[step])
+        ctx, pctx, pairs = float(t.decode_context[step]), float(t.prefill_context[step]), float(t.prefill_pairs[step])
+        alone = self.model.seconds(0, 1, context)
+        decodes = max(alone, self.model.seconds(0, d, ctx))
+        return alone, decodes, max(decodes, self.model.seconds(p, d, ctx, pctx, pairs))
+
+    # What was promised
+
+    def _misses(self, before: tuple[Part, ...], after: tuple[Part, ...]) -> tuple[Miss, ...]:
+        slo, found = self.kind.slo, []
+        if slo is None:
+            return ()
+        spared_before = _spared(before)
+        has_first = math.isfinite(self.first)
+        ttft = (self.first if has_first else self._cut_off()) - self.arrival
+        limit = slo.ttft_limit(self.num_prompt)
+        if ttft > limit:
+            found.append(Miss("ttft", limit, ttft, spared_before))
+        if slo.tpot is not None and self.num_output > 1:
+            gaps = self.num_output - 1
+            mean = (self.last - self.first) / gaps
+            per_token = tuple(Part(part.cause, part.seconds / gaps) for part in _spared(after))
+            if mean > slo.tpot:
+                found.append(Miss("tpot (mean gap)", slo.tpot, mean, per_token))
+            due = slo.token_deadline(gaps, self.arrival, self.num_prompt, self.first)
+            if self.last > due:
+                took = self.last - self.arrival
+                found.append(Miss("deadline of the last token", due - self.arrival, took, _spared((*before, *after))))
+        if slo.e2e is not None:
+            is_finished = int(self.timeline.outcome[self.row]) == FINISHED
+            took = (self.last if is_finished else self._cut_off()) - self.arrival
+            if took > slo.e2e:
+                found.append(Miss("e2e", slo.e2e, took, _spared((*before, *after))))
+        return tuple(found)
+
+
+def _parts(found: Seconds) -> tuple[Part, ...]:
+    return tuple(Part(cause, found[cause]) for cause in CAUSES if found[cause] > 1e-9)
+
+
+def _spared(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """What is not the request's own need, the most first."""
+    found: Seconds = defaultdict(float)
+    for part in parts:
+        if not part.cause.startswith("own "):
+            found[part.cause] += part.seconds
+    return tuple(sorted(_parts(found), key=lambda part: -part.seconds))
+
+
+def worst_request(timeline: RunTimeline, workload: Workload) -> int:
+    """The one that missed its promises by most, relative to them; the slowest one if none did."""
+    worst = np.zeros(len(timeline))
+    for number, kind in enumerate(workload.classes):
+        if kind.slo is None:
+            continue
+        mine = workload.class_ids == number
+        limits: list[tuple[F64, Any]] = [(timeline.tpot, kind.slo.tpot), (timeline.e2e, kind.slo.e2e)]
+        if kind.slo.ttft is not None:
+            limits.append((timeline.ttft, kind.slo.ttft + kind.slo.ttft_per_prompt_token * timeline.num_prompt))
+        for took, limit in limits:
+            if limit is not None:
+                worst = np.where(mine, np.fmax(worst, took / limit), worst)
+    if not len(timeline):
+        raise ConfigError("the run has no requests")
+    return int(np.nanargmax(worst if worst.any() else np.nan_to_num(timeline.e2e)))
+
+
+__all__ = ("CAUSES", "Explanation", "Miss", "Part", "explain", "worst_request")
