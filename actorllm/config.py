@@ -25,6 +25,7 @@ from actorllm.errors import (
     nearest_name,
 )
 from actorllm.generation import read_generation_config, sampling_defaults
+from actorllm.scheduling.gate import ADMISSIONS
 from actorllm.scheduling.policy import policy_path
 
 BUNDLED_MODELS = {"storyteller": Path(__file__).parent / "storyteller"}
@@ -95,6 +96,8 @@ class SchedulerConfig:
     depth: Literal[1, 2]
     """Steps in flight: 2 plans step N+1 while step N runs."""
     policy: str
+    admission: str | None = None
+    """Who may start when, besides (`scheduling.gate`); None: whoever finds a slot and blocks."""
     long_prefill_token_threshold: int = 0
     """At most this many tokens of one prompt per step; 0: as many as the step has room for."""
     max_num_partial_prefills: int = 1
@@ -230,6 +233,7 @@ class EngineConfig:
                 max_num_batched_tokens=max_num_batched_tokens,
                 depth=2 if given["async_scheduling"] in (None, True) else 1,
                 policy=policy_path(given["scheduling_policy"]),
+                admission=None if given["admission_policy"] is None else ADMISSIONS.path(given["admission_policy"]),
                 long_prefill_token_threshold=_not_negative(
                     "long_prefill_token_threshold", given["long_prefill_token_threshold"]
                 ),
@@ -294,6 +298,7 @@ ARGUMENTS: dict[str, Any] = {
     "record": None,
     "on_failure": "restart",
     "standby_worker": False,
+    "admission_policy": None,
     "max_waiting_requests": None,
     "max_waiting_tokens": None,
     "max_waiting_attached": 4096,
@@ -583,7 +588,7 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     ):
         if not isinstance(given[name], bool) and (given[name] is not None or ARGUMENTS[name] is not None):
             raise ConfigError(f"{name}={given[name]!r} must be True or False")
-    for name in ("name", "scheduling_policy"):
+    for name in ("name", "scheduling_policy", "admission_policy"):
         if not isinstance(given[name], str) and (given[name] is not None or ARGUMENTS[name] is not None):
             raise ConfigError(f"{name}={given[name]!r} must be a string")
     if given["name"] is not None:

@@ -99,7 +99,7 @@ class AsyncEngineArgs(EngineArgs):
     """The same, under the name that programs with an AsyncLLMEngine import."""
 
 
-STRINGS = ("tokenizer", "name", "record")
+STRINGS = ("tokenizer", "name", "record", "admission_policy")
 """Arguments that are text and may look like a number."""
 
 

@@ -31,7 +31,7 @@ from actorllm.actors.pacing import Pacing
 from actorllm.actors.timeline import Timeline
 from actorllm.actors.topology import ATTACHED
 from actorllm.clock import now
-from actorllm.config import EngineConfig
+from actorllm.config import EngineConfig, SchedulerConfig
 from actorllm.embeds import ids_before_text
 from actorllm.errors import ConfigError, CorruptLinkError, PeerLostError, PeerRestartedError, TransportError, WouldBlock
 from actorllm.logprobs import LogprobSpan, columns_of
@@ -56,6 +56,7 @@ from actorllm.messages import (
 from actorllm.request import FinishReason
 from actorllm.ring.codec import encode
 from actorllm.scheduling.events import NOTHING, End, Events
+from actorllm.scheduling.gate import Gate, load_admission
 from actorllm.scheduling.guard import FALLBACK, GuardedPolicy
 from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.pause import PauseState
@@ -237,6 +238,7 @@ class SchedulerActor(Actor):
         self._not_begun: set[Key] = set()
         """Requests that were submitted again and have not been in a step of this scheduler."""
         self._timeline: Timeline | None = None
+        self._admission_failure: str | None = None
         self._tokenizer: Tokenizer | None = None
         self._pacing = Pacing()
         self._token_text: TokenText | None = None
@@ -267,7 +269,7 @@ class SchedulerActor(Actor):
             "vocab_size": config.model.vocab_size,
             "eos_token_ids": self._eos_token_ids(config),
             "primary_eos_token_id": None if self._tokenizer is None else self._tokenizer.eos_token_id,
-            "policy": self._policy(config.scheduler.policy),
+            "policy": self._policy(config.scheduler),
             "depth": config.scheduler.depth,
             "num_lookahead_tokens": config.scheduler.num_lookahead_tokens,
             "enable_prefix_caching": config.cache.enable_prefix_caching,
@@ -288,16 +290,27 @@ class SchedulerActor(Actor):
         self._record_path = Path(config.record)
         return RecordedScheduler(sink=self._write_entry, **arguments)
 
-    def _policy(self, name: str) -> PlanPolicy:
-        policy = load_policy(name)
-        if name in POLICIES:
-            return policy
+    def _policy(self, config: SchedulerConfig) -> PlanPolicy:
+        """The scheduling policy behind the admission policy; whatever they raise replaces them, and nothing else."""
+        admission = None if config.admission is None else load_admission(config.admission)
+
+        def gated(policy: PlanPolicy) -> PlanPolicy:
+            return policy if admission is None else cast("PlanPolicy", Gate(policy, admission, log_admission))
+
+        def log_admission(what: str, error: Exception) -> None:
+            name = config.admission
+            self._admission_failure = f"{what} raised {type(error).__name__}: {error}"
+            logger.error("admission policy %r failed in %s; everybody is admitted", name, what, exc_info=error)
 
         def log(what: str, error: Exception) -> None:
+            name = config.policy
             logger.error("scheduling policy %r failed in %s; %r takes its place", name, what, FALLBACK, exc_info=error)
 
-        guarded: Any = GuardedPolicy(policy, log)  # a PlanPolicy, with the methods about forks only if that has them
-        return cast("PlanPolicy", guarded)
+        policy = gated(load_policy(config.policy))
+        if config.policy in POLICIES:
+            return policy
+        # a PlanPolicy, with the methods about forks only if that has them
+        return cast("PlanPolicy", GuardedPolicy(policy, log, lambda: gated(load_policy(FALLBACK))))
 
     def _eos_token_ids(self, config: EngineConfig) -> tuple[int, ...]:
         """What ends a text: the ids of the model's files, and the tokenizer's own."""
@@ -443,6 +456,8 @@ class SchedulerActor(Actor):
             self._expire()
         while scheduler.has_room and self._has_workers:  # up to `depth` steps in flight
             plan = scheduler.schedule(now())
+            if scheduler.has_rejected:
+                self._send_ends(scheduler.take_rejected())
             if plan is None:
                 break
             self._launch(plan)
@@ -916,6 +931,7 @@ class SchedulerActor(Actor):
             "scheduler": asdict(self.scheduler.statistics()),
             "policy_failure": getattr(self.scheduler.policy, "failure", None),
             "num_held_requests": len(self._trial),
+            "admission_failure": self._admission_failure,
             "num_held_outputs": sum(len(outlet.unsent) for outlet in self._full.values()),
         }
 

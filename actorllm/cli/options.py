@@ -39,6 +39,8 @@ class EngineOptions:
     max_num_partial_prefills: int | None = None
     long_prefill_token_threshold: int | None = None
     scheduling_policy: str | None = None
+    admission_policy: str | None = None
+    """past-future, worst-case, credit, ttft-reject, or module:Class."""
     async_scheduling: bool | None = None
     block_size: int | None = None
     enable_prefix_caching: bool | None = None

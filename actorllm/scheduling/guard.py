@@ -24,14 +24,20 @@ FALLBACK = "fcfs"
 
 
 class GuardedPolicy:
-    """A PlanPolicy. on_failure(what, error) is called once, when the policy is replaced."""
+    """A PlanPolicy. on_failure(what, error) is called once, when the policy is replaced by what `fallback` builds."""
 
-    def __init__(self, policy: PlanPolicy, on_failure: Callable[[str, Exception], object] | None = None) -> None:
+    def __init__(
+        self,
+        policy: PlanPolicy,
+        on_failure: Callable[[str, Exception], object] | None = None,
+        fallback: Callable[[], PlanPolicy] = lambda: load_policy(FALLBACK),
+    ) -> None:
         self.policy = policy
         """The one that decides now."""
         self.failure: str | None = None
         """What the policy did, if it was replaced."""
         self._on_failure = on_failure
+        self._fallback = fallback
         if hasattr(policy, "may_fork"):  # one that does not know forks has none
             self.may_fork, self.on_fork, self.ahead_of = self._may_fork, self._on_fork, self._ahead_of
 
@@ -107,7 +113,7 @@ class GuardedPolicy:
         if self.failure is not None:
             return False
         self.failure = f"{what} raised {type(error).__name__}: {error}"
-        self.policy = load_policy(FALLBACK)
+        self.policy = self._fallback()
         for sequence in view.waiting():
             self.policy.on_arrival(sequence, view)
         if self._on_failure is not None:
@@ -126,6 +132,9 @@ def _problem(decision: Any) -> str | None:
     for sequence in decision.preempt:
         if not isinstance(sequence, Sequence):
             return f"preempt holds {sequence!r:.80}"
+    for sequence, reason in decision.reject:
+        if not isinstance(sequence, Sequence) or not isinstance(reason, str):
+            return f"reject holds {(sequence, reason)!r:.80}"
     for entry in decision.prefill:
         sequence, size = entry
         if not isinstance(sequence, Sequence) or not isinstance(size, Integral):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import enum
 import heapq
-import importlib
 import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -22,8 +21,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from actorllm.errors import ConfigError, nearest_name
+from actorllm.errors import ConfigError
 from actorllm.messages import I32
+from actorllm.scheduling.registry import Registry
 from actorllm.scheduling.sequence import Sequence, State
 
 if TYPE_CHECKING:
@@ -91,6 +91,8 @@ class Decision:
     """Prompt chunks (request, tokens), of running or of waiting requests; the latter are admitted in this order."""
     wake_at: float = math.inf
     """Ask for another decision at this time even if nothing happens."""
+    reject: list[tuple[Sequence, str]] = field(default_factory=list)
+    """Waiting requests that end with this reason as `EngineOverloaded`. Only those that have never had a slot."""
 
 
 class View(Protocol):
@@ -275,12 +277,14 @@ class Room:
     `max_partial` long prompts are worked on in a step; the others wait their turn, as first come, first served wants it.
     """
 
-    __slots__ = ("_chunk", "_long", "_max_partial", "_others", "_sizes", "blocks", "slots", "tokens")
+    __slots__ = ("_chunk", "_long", "_max_partial", "_others", "_sizes", "admitted", "blocks", "slots", "tokens")
 
     def __init__(self, tokens: int, chunk: int, max_partial: int) -> None:
         self.tokens = tokens
         self.slots = 0
         self.blocks = 0
+        self.admitted: list[Sequence] = []
+        """Those of the waiting who get a slot in this step."""
         self._chunk = chunk
         self._max_partial = max_partial
         self._others = tokens
@@ -362,12 +366,26 @@ class Room:
         return list(self._sizes.items())
 
 
+class Gatekeeper(Protocol):
+    """What a KeyPlanner asks besides its policy, if there is one (`gate.Gate`)."""
+
+    def decode_mask(self, mask: NDArray[np.bool_] | None, view: View) -> NDArray[np.bool_] | None:
+        """Which decode rows run, of those that the policy wants (None: all)."""
+        ...
+
+    def admit(self, sequence: Sequence, joining: list[Sequence], leaving: list[Sequence], view: View) -> Admit:
+        """Whether the next one in line gets a slot, in a step in which others get one, or lose it."""
+        ...
+
+
 class KeyPlanner:
     """Packs steps in the order of a KeyPolicy: decode rows first, then prompts, started ones and admissions (`Room`).
 
     Waiting requests are in a heap by key. An entry is stale when its request no longer waits, and is skipped when it
     comes up; when a key's horizon passes, the heap is rebuilt.
     """
+
+    gatekeeper: Gatekeeper | None = None
 
     def __init__(self, policy: KeyPolicy) -> None:
         self.policy = policy
@@ -389,6 +407,8 @@ class KeyPlanner:
     def plan(self, view: View) -> Decision:
         policy = self.policy
         mask = policy.decode_mask(view)
+        if self.gatekeeper is not None:
+            mask = self.gatekeeper.decode_mask(mask, view)
         wake_at = policy.wake_at(view)
         if not view.prefilling and not view.num_waiting and view.num_growing <= view.kv.num_free:
             return Decision(decode=mask, wake_at=wake_at)  # the caller's own: a planner built on this one may change it
@@ -477,6 +497,8 @@ class KeyPlanner:
             if not victims:
                 return Admit.WAIT
         verdict = self.policy.admit(sequence, view)
+        if verdict is Admit.ADMIT and self.gatekeeper is not None:
+            verdict = self.gatekeeper.admit(sequence, room.admitted, [*decision.preempt, *victims], view)
         if verdict is not Admit.ADMIT:
             return verdict
         remaining = view.remaining(sequence)
@@ -488,6 +510,7 @@ class KeyPlanner:
             return Admit.SKIP if room.has_long and not sequence.is_whole else Admit.WAIT
         room.slots -= 1
         room.blocks -= blocks
+        room.admitted.append(sequence)
         room.keep(*view.fork_room(sequence))
         return Admit.ADMIT
 
@@ -579,21 +602,22 @@ class KeyPlanner:
         self.policy.on_step(done, view)
 
 
-POLICIES: dict[str, str] = {
-    "cohost": "actorllm.scheduling.policies.cohost:Cohost",
-    "edf": "actorllm.scheduling.policies.edf:Edf",
-    "fairbatch": "actorllm.scheduling.policies.fairbatch:FairBatch",
-    "fcfs": "actorllm.scheduling.policies.fcfs:Fcfs",
-    "hrrn": "actorllm.scheduling.policies.hrrn:Hrrn",
-    "priority": "actorllm.scheduling.policies.priority:Priority",
-    "qoserve": "actorllm.scheduling.policies.qoserve:QoServe",
-    "srpf": "actorllm.scheduling.policies.srpf:Srpf",
-    "vtc": "actorllm.scheduling.policies.vtc:Vtc",
-}
+REGISTRY = Registry(
+    "scheduling policy",
+    {
+        "cohost": "actorllm.scheduling.policies.cohost:Cohost",
+        "edf": "actorllm.scheduling.policies.edf:Edf",
+        "fairbatch": "actorllm.scheduling.policies.fairbatch:FairBatch",
+        "fcfs": "actorllm.scheduling.policies.fcfs:Fcfs",
+        "hrrn": "actorllm.scheduling.policies.hrrn:Hrrn",
+        "priority": "actorllm.scheduling.policies.priority:Priority",
+        "qoserve": "actorllm.scheduling.policies.qoserve:QoServe",
+        "srpf": "actorllm.scheduling.policies.srpf:Srpf",
+        "vtc": "actorllm.scheduling.policies.vtc:Vtc",
+    },
+)
+POLICIES = REGISTRY.names
 """Policies by name. Any other is named as 'module:Class'."""
-
-
-_BUILT_IN = frozenset(POLICIES)
 
 
 def register_policy(name: str, policy: str | type[Any]) -> None:
@@ -601,40 +625,17 @@ def register_policy(name: str, policy: str | type[Any]) -> None:
 
     A class of the program itself (`__main__`) can only be used where the scheduler runs in this process.
     """
-    path = policy if isinstance(policy, str) else f"{policy.__module__}:{policy.__qualname__}"
-    if path.count(":") != 1 or "<" in path or not name or ":" in name:
-        raise ConfigError(
-            f"policy {name!r} must be registered under a name without ':', as 'module:Class' or a class at the top of its "
-            f"module, not as {path!r}"
-        )
-    if POLICIES.get(name, path) != path:
-        raise ConfigError(f"there is a policy {name!r} already: {POLICIES[name]}")
-    POLICIES[name] = path
+    REGISTRY.register(name, policy)
 
 
 def policy_path(name: str) -> str:
     """What another process knows a policy by: names that were registered mean nothing there."""
-    return name if name in _BUILT_IN else POLICIES.get(name, name)
+    return REGISTRY.path(name)
 
 
 def load_policy(name: str) -> PlanPolicy:
     """A fresh policy object by name or as 'module:Class'. Raises ConfigError naming what is wrong."""
-    path = POLICIES.get(name, name)
-    module_name, _, class_name = path.partition(":")
-    if not class_name:
-        raise ConfigError(
-            f"there is no scheduling policy {name!r}{nearest_name(name, POLICIES)}; built in: {', '.join(POLICIES)}; "
-            f"your own is named as 'module:Class'"
-        )
-    try:
-        policy = getattr(importlib.import_module(module_name), class_name)()
-    except Exception as error:  # whatever the module or the constructor raises is the caller's
-        where = "it must be a class that is built without arguments"
-        if module_name == "__main__":
-            where = "with topology='process' the scheduler is another program: use topology='inline', or a module of its own"
-        raise ConfigError(
-            f"scheduling policy {name!r} cannot be loaded: {type(error).__name__}: {error}; {where}"
-        ) from error
+    policy = REGISTRY.build(name)
     if isinstance(policy, KeyPolicy):
         return KeyPlanner(policy)
     if not callable(getattr(policy, "plan", None)):

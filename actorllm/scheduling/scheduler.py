@@ -2,6 +2,7 @@
 
     submit / abort / unblock   requests come and go
     schedule(now) -> StepPlan  plan the next step; up to `depth` steps are in flight
+    take_rejected()            requests that a policy turned away meanwhile
     update(result, now)        apply a result: new tokens, ends by length or stop token
     fail(failure, now)         a step raised: it and the later ones in flight are void
     finish(stops, now)         ends that the text layer found (stop strings), before the next schedule()
@@ -34,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.kvcache.manager import KVCacheManager
-from actorllm.messages import DEADLINE_PASSED, I32, NO_I32, StepFailed, StepPlan, StepResult, Submit
+from actorllm.messages import DEADLINE_PASSED, I32, NO_I32, OVERLOADED, StepFailed, StepPlan, StepResult, Submit
 from actorllm.request import FinishReason
 from actorllm.scheduling.admission import Admission
 from actorllm.scheduling.batch import ONE, Batch
@@ -161,6 +162,8 @@ class Scheduler:
         self._num_prefill_tokens = 0
         self._num_dropped = 0
         self._num_refused = 0
+        self._rejected: list[End] = []
+        self._num_rejected = 0
 
     # Requests come and go ---------------------------------------------------------------------------------------------
 
@@ -324,6 +327,8 @@ class Scheduler:
         decode.find()
         decision = self._policy.plan(self)
         self.wake_at = decision.wake_at
+        if decision.reject:
+            self._reject(decision.reject)
         self._roster.displaced.clear()
         for victim in decision.preempt:
             if victim.state is State.RUNNING:
@@ -373,6 +378,25 @@ class Scheduler:
         self.ledger.launch(StepRecord(step, sampling, num_decode, tuple(prefill), num_tokens, self.now, actions[0]))
         self._num_steps += 1
         return plan
+
+    def _reject(self, rejected: list[tuple[Sequence, str]]) -> None:
+        """End requests that a policy turns away; one that has been taken is not refused any more."""
+        for sequence, reason in rejected:
+            if sequence.state is not State.WAITING or sequence.scheduled is not None or sequence.submit.output.size:
+                self._num_refused += 1
+                continue
+            details = {"kind": OVERLOADED, "num_waiting_requests": self._admission.num_requests}
+            self._num_rejected += 1
+            self._rejected.append(replace(self._roster.end(sequence, "error", error=reason), details=details))
+
+    @property
+    def has_rejected(self) -> bool:
+        return bool(self._rejected)
+
+    def take_rejected(self) -> list[End]:
+        """Requests that ended while steps were planned, since the last call; to be asked for after `schedule`."""
+        rejected, self._rejected = self._rejected, []
+        return rejected
 
     def _wanted_slots(self, mask: NDArray[np.bool_] | None) -> I32 | None:
         """The decode slots that a policy's mask selects; None: all."""
@@ -681,6 +705,7 @@ class Scheduler:
             num_refused_decisions=self._num_refused,
             num_waiting_tokens=self._admission.num_tokens,
             num_overloaded=self._admission.num_refused,
+            num_rejected=self._num_rejected,
             blocked_on=self._roster.blocked_on(),
             pause_state=self.pause_state.value,
             kv=self.kv.statistics(),

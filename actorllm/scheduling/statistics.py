@@ -65,6 +65,8 @@ class SchedulerStatistics:
     """Of the prompts of requests that have not started."""
     num_overloaded: int
     """Sequences that were refused because too much was waiting."""
+    num_rejected: int
+    """That waited, and that a policy turned away."""
     blocked_on: dict[str, int]
     pause_state: str
     kv: KVCacheStatistics

@@ -34,6 +34,7 @@ from actorllm.errors import ConfigError
 from actorllm.messages import F64, I32, I64, NO_I32, NO_U8, StepFailed, StepPlan, StepResult, Submit
 from actorllm.scheduling.batch import Rows
 from actorllm.scheduling.events import End
+from actorllm.scheduling.gate import AdmissionPolicy, Gate, load_admission
 from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.policy import PlanPolicy, load_policy
 from actorllm.scheduling.recording import Entry
@@ -48,6 +49,8 @@ from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTime
 from actorllm.slo.workload import Workload, seed_stream
 
 VOCAB_SIZE = 1 << 16
+END_OF_TEXT = VOCAB_SIZE - 1
+"""The last token of a request that ends before its `max_tokens`."""
 SHORTEST_TIMER_S = 0.001
 """As in the scheduler actor: a policy that asks to be woken in the past is woken this often."""
 
@@ -74,6 +77,8 @@ class EngineShape:
     watermark: float = 0.0
     enable_prefix_caching: bool = True
     """Without effect for a workload in which no two prompts begin alike."""
+    admission: str | None = None
+    """The admission policy, as `admission_policy=` of the engine."""
 
     @classmethod
     def of(cls, config: EngineConfig) -> EngineShape:
@@ -91,6 +96,7 @@ class EngineShape:
             config.scheduler.max_num_partial_prefills,
             config.scheduler.watermark,
             config.cache.enable_prefix_caching,
+            config.scheduler.admission,
         )
 
     def scheduler_arguments(self) -> dict[str, Any]:
@@ -161,12 +167,17 @@ class Worker(Protocol):
 class ModelledWorker:
     """Steps take what a step-time model says, times a residual that is drawn for each step in order."""
 
-    def __init__(self, model: StepModel, rng: np.random.Generator, *, has_tokens: bool) -> None:
+    def __init__(
+        self, model: StepModel, rng: np.random.Generator, *, has_tokens: bool, ends: I64 | None = None
+    ) -> None:
+        """ends: by rid, with how many tokens a request is at its end; None: at its limit."""
         self.next_result_at = math.inf
         self._model = model
         self._gap_s = model.gap_s
         self._launch_s = model.launch_s
-        self._in_flight: deque[tuple[int, Rows, float, float]] = deque()  # step, rows, start, end
+        self._in_flight: deque[tuple[int, Rows, float, float, Any]] = (
+            deque()
+        )  # step, rows, start, end, rows at their end
         self._free_at = -math.inf
         self._rng = rng
         self._residuals = np.array(model.residuals) if model.residuals else None
@@ -180,6 +191,17 @@ class ModelledWorker:
         """How many tokens the row that is closest to its end can still be given."""
         self._tokens_of: Rows | None = None
         self._first_ids: I32 = NO_I32
+        self._ends = ends
+        self._ends_of: Rows | None = None
+        self._row_ends: I64 = np.zeros(0, np.int64)
+
+    def _ends_by_row(self, rows: Rows) -> I64:
+        if self._ends is None:
+            return rows.limits.astype(np.int64)
+        if self._ends_of is not rows:
+            self._ends_of = rows
+            self._row_ends = self._ends[np.fromiter((s.key[1] for s in rows.sequences), np.intp, len(rows))]
+        return self._row_ends
 
     def launch(self, record: StepRecord, scheduler: Scheduler, now: float) -> None:
         rows, d = record.rows, record.num_decode
@@ -192,7 +214,7 @@ class ModelledWorker:
             else:
                 reached = computed[rows.index]
                 self._rows, self._context = rows, int(reached.sum())
-                self._left = int((rows.limits - reached).min())
+                self._left = int((self._ends_by_row(rows) - reached).min())
             context = self._context
         else:
             self._rows = None
@@ -203,7 +225,10 @@ class ModelledWorker:
             del self._factors[:1]
         start = max(now + self._launch_s, self._free_at + self._gap_s)
         self._free_at = start + took
-        self._in_flight.append((record.step, rows, start, self._free_at))
+        stops = None
+        if self._ends is not None:
+            stops = np.flatnonzero(computed[rows.index] + 1 >= self._ends_by_row(rows))
+        self._in_flight.append((record.step, rows, start, self._free_at, stops))
         if len(self._in_flight) == 1:
             self.next_result_at = self._free_at
 
@@ -216,9 +241,13 @@ class ModelledWorker:
         return self._factors
 
     def pop(self) -> StepResult:
-        step, rows, start, end = self._in_flight.popleft()
+        step, rows, start, end, stops = self._in_flight.popleft()
         self.next_result_at = self._in_flight[0][3] if self._in_flight else math.inf
-        return StepResult(step=step, tokens=self._tokens(rows, step), started=start, ended=end)
+        tokens = self._tokens(rows, step)
+        if stops is not None and stops.size:
+            tokens = tokens.copy()
+            tokens[stops] = END_OF_TEXT
+        return StepResult(step=step, tokens=tokens, started=start, ended=end)
 
     def _tokens(self, rows: Rows, step: int) -> I32:
         """Ids of sampled tokens: any will do, unless requests may find the KV of each other's output."""
@@ -230,7 +259,7 @@ class ModelledWorker:
         if self._tokens_of is not rows:
             self._tokens_of = rows
             self._first_ids = np.array([s.key[1] * 40_503 for s in rows.sequences.tolist()], np.int64).astype(np.int32)
-        return (self._first_ids + np.int32(step * 7 % VOCAB_SIZE)) & np.int32(VOCAB_SIZE - 1)
+        return (self._first_ids + np.int32(step * 7 % VOCAB_SIZE)) & np.int32((VOCAB_SIZE >> 1) - 1)
 
     def turn_after(self, at: float) -> float:
         return at
@@ -243,8 +272,8 @@ class ModelledWorker:
             return []
         if scheduler.num_waiting or scheduler.prefilling or scheduler.batch.rows() is not rows:
             return []
-        starts = [start for _, _, start, _ in self._in_flight]
-        ends = [end for _, _, _, end in self._in_flight]
+        starts = [start for _, _, start, _, _ in self._in_flight]
+        ends = [end for _, _, _, end, _ in self._in_flight]
         most = min(self._left - 2, MAX_SKIP)
         d = len(rows)
         if horizon < math.inf:
@@ -275,7 +304,7 @@ class ModelledWorker:
         self._context += d * done
         self._left -= done
         self._in_flight = deque(
-            (step + done, rows, starts[done + i], ends[done + i]) for i, (step, _, _, _) in enumerate(self._in_flight)
+            (step + done, rows, starts[done + i], ends[done + i], None) for i, (step, *_) in enumerate(self._in_flight)
         )
         self._free_at = ends[done + flying - 1]
         self.next_result_at = self._in_flight[0][3] if flying else math.inf
@@ -426,6 +455,8 @@ class Replica:
         has_launched = False
         while scheduler.has_room:
             plan = scheduler.schedule(now)
+            if scheduler.has_rejected:
+                self._tell(scheduler.take_rejected())
             if plan is None:
                 if scheduler.wake_at < math.inf:
                     self._timer_at = max(scheduler.wake_at, now + SHORTEST_TIMER_S)
@@ -578,6 +609,7 @@ def simulate(
     model: StepModel,
     *,
     policy: str | Callable[[], PlanPolicy] = "fcfs",
+    admission: str | Callable[[], AdmissionPolicy] | None = None,
     num_replicas: int = 1,
     router: str | Router = "round-robin",
     view_interval_s: float = 0.0,
@@ -589,26 +621,34 @@ def simulate(
 ) -> Run:
     """Run a workload through `num_replicas` engines of one shape.
 
-    policy: as `scheduling_policy=` of the engine, or what builds a fresh one; every replica has its own. view_interval_s:
-    how old the router's views may get; 0: they are exact. until: cut the run off at this time. skip: make steady decode
-    steps many at a time; not with shared prefixes, where output is to be found later by its token ids, nor with
-    on_plan(replica, plan), which gets every plan. make_scheduler(replica, policy): instead of `EngineShape.scheduler` (a
-    `RecordedScheduler`, say). Raises what a policy raises, with its name.
+    policy: as `scheduling_policy=` of the engine, or what builds a fresh one; every replica has its own. admission: as
+    `admission_policy=`, likewise; None: that of the shape. view_interval_s: how old the router's views may get; 0: they
+    are exact. until: cut the run off at this time. skip: make steady decode steps many at a time; not with shared
+    prefixes, where output is to be found later by its token ids, nor with on_plan(replica, plan), which gets every plan.
+    make_scheduler(replica, policy): instead of `EngineShape.scheduler` (a `RecordedScheduler`, say). Raises what a policy
+    raises, with its name.
     """
+    admission = shape.admission if admission is None else admission
     if num_replicas < 1:
         raise ConfigError(f"num_replicas={num_replicas} must be at least 1")
     num = len(workload)
     outcomes = _Outcomes(num)
+    ends = None
+    if workload.max_tokens is not None:
+        ends = workload.num_prompt.astype(np.int64) + np.minimum(workload.num_output, workload.max_tokens)
     has_prefixes = workload.prefixes is not None and shape.enable_prefix_caching
     replicas: list[Replica] = []
     shape = replace(shape, enable_prefix_caching=has_prefixes)
     for number in range(num_replicas):
         own = load_policy(policy) if isinstance(policy, str) else policy()
+        if admission is not None:
+            own = Gate(own, load_admission(admission) if isinstance(admission, str) else admission())
         if make_scheduler is not None:
             scheduler = make_scheduler(number, own)
         else:
             scheduler = shape.scheduler(own)
-        worker = ModelledWorker(model, seed_stream(seed, f"steps of replica {number}"), has_tokens=has_prefixes)
+        steps = seed_stream(seed, f"steps of replica {number}")
+        worker = ModelledWorker(model, steps, has_tokens=has_prefixes, ends=ends)
         tell = None if on_plan is None else (lambda plan, number=number: on_plan(number, plan))
         replicas.append(
             Replica(
@@ -620,7 +660,8 @@ def simulate(
     try:
         _run_all(workload, shape, replicas, route, outcomes, view_interval_s, until, has_prefixes)
     except Exception as error:
-        error.add_note(f"while simulating {workload.name!r} with the policy {policy!r}")
+        beside = "" if admission is None else f" and the admission policy {admission!r}"
+        error.add_note(f"while simulating {workload.name!r} with the policy {policy!r}{beside}")
         raise
     return _collect(workload, replicas, outcomes, model, policy)
 
@@ -671,6 +712,8 @@ def _submits(workload: Workload, shape: EngineShape, has_prefixes: bool) -> Call
     """Makes the message of a request. Prompts are zeros: only their number and, if any, their block hashes matter."""
     zeros = np.zeros(int(workload.num_prompt.max(initial=1)), np.int32)
     num_prompt, num_output = workload.num_prompt.tolist(), workload.num_output.tolist()
+    max_tokens = num_output if workload.max_tokens is None else workload.max_tokens.tolist()
+    stop_token_ids = () if workload.max_tokens is None else (END_OF_TEXT,)
     class_ids, kinds = workload.class_ids.tolist(), workload.classes
     slos = [None if kind.slo is None else tuple(kind.slo.to_fields()) for kind in kinds]
     tenant_ids = None if workload.tenant_ids is None else workload.tenant_ids.tolist()
@@ -684,7 +727,8 @@ def _submits(workload: Workload, shape: EngineShape, has_prefixes: bool) -> Call
             rid=row,
             arrival=at,
             prompt=zeros[:size],
-            max_tokens=num_output[row],
+            max_tokens=max_tokens[row],
+            stop_token_ids=stop_token_ids,
             ignore_eos=True,
             detokenize=False,
             priority=kind.priority,

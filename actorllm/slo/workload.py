@@ -95,10 +95,12 @@ class Workload:
     prefixes: Prefixes | None = None
     """None: no two prompts begin alike."""
     name: str = "workload"
+    max_tokens: I32 | None = None
+    """What requests ask for at most. None: exactly what they get, which schedulers that look at it then know beforehand."""
 
     def __post_init__(self) -> None:
         size = self.arrival.size
-        for label in ("num_prompt", "num_output", "class_ids", "tenant_ids"):
+        for label in ("num_prompt", "num_output", "class_ids", "tenant_ids", "max_tokens"):
             column = getattr(self, label)
             if column is not None and column.size != size:
                 raise InvalidParameterError(f"workload {self.name!r}: {label} has {column.size} rows, arrival {size}")
@@ -139,6 +141,7 @@ class Workload:
             class_ids=self.class_ids[index],
             tenant_ids=None if self.tenant_ids is None else self.tenant_ids[index],
             prefixes=None if self.prefixes is None else self.prefixes.select(index),
+            max_tokens=None if self.max_tokens is None else self.max_tokens[index],
         )
 
     def head(self, num: int) -> Workload:
@@ -147,6 +150,12 @@ class Workload:
     def fitting(self, max_model_len: int) -> Workload:
         """Without the requests that a model of this length would refuse."""
         return self.select(self.num_prompt.astype(np.int64) + self.num_output <= max_model_len)
+
+    def asking_for(self, max_tokens: int) -> Workload:
+        """The same requests, which ask for so many tokens and end earlier by themselves (or are cut off there)."""
+        if not isinstance(max_tokens, int) or max_tokens < 1:
+            raise InvalidParameterError(f"max_tokens={max_tokens!r} must be a number of tokens, 1 or more")
+        return replace(self, max_tokens=np.full(len(self), max_tokens, np.int32))
 
     def at_rate(self, rate: float) -> Workload:
         """The same requests, so much closer together or further apart that they come at this rate."""
@@ -194,6 +203,7 @@ class Workload:
             class_ids=self.class_ids[rows],
             tenant_ids=None if self.tenant_ids is None else self.tenant_ids[rows],
             prefixes=prefixes,
+            max_tokens=None if self.max_tokens is None else self.max_tokens[rows],
         )
 
     def prefixes_end(self) -> int:

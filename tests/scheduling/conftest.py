@@ -286,6 +286,7 @@ class Engine:
     def launch(self) -> StepPlan | None:
         self.now += 0.01
         plan = self.scheduler.schedule(self.now)
+        self._ended(self.scheduler.take_rejected())
         if plan is not None:
             self.plans.append(plan)
             late = LateInputs(step=plan.step) if plan.late_slots.size else None

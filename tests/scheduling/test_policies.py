@@ -275,7 +275,7 @@ class Mine(KeyPolicy):
 
 
 def test_policies_can_be_given_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actorllm.scheduling.policy.POLICIES", dict(POLICIES))
+    monkeypatch.setattr("actorllm.scheduling.policy.REGISTRY.names", dict(POLICIES))
     register_policy("calm", "actorllm.scheduling.policies.fcfs:Fcfs")
     register_policy("calm", Fcfs)
     loaded: PlanPolicy = load_policy("calm")
@@ -283,7 +283,7 @@ def test_policies_can_be_given_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(loaded.policy, Fcfs)
     config = EngineConfig.from_arguments("storyteller", scheduling_policy="calm")
     assert config.scheduler.policy == "actorllm.scheduling.policies.fcfs:Fcfs", "the scheduler's process knows no names"
-    with pytest.raises(ConfigError, match="there is a policy 'edf' already"):
+    with pytest.raises(ConfigError, match="scheduling policy 'edf' exists already"):
         register_policy("edf", Fcfs)
     with pytest.raises(ConfigError, match="at the top of its module, not as 'nowhere'"):
         register_policy("x", "nowhere")

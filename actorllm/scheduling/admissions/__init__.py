@@ -1,0 +1,1 @@
+"""Built-in admission policies, one file each; `scheduling.gate` has their names."""

@@ -1,0 +1,86 @@
+"""Reject who cannot have its first token in time (the TTFT guard of SCORPIO, arXiv 2505.23022).
+
+In an overload somebody must miss; who computes prompts that are late already makes the others late, too. A waiting request
+is rejected when its prompt alone, begun at once, would take until after its deadline, by what steps took lately times
+`safety`. It may then be tried elsewhere while that makes sense. Requests that promise no time to their first token stay.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from actorllm.scheduling.gate import AdmissionPolicy
+from actorllm.scheduling.policy import Admit, StepDone, View
+from actorllm.scheduling.sequence import Sequence, State
+from actorllm.scheduling.step_time import Pace, Predicts
+
+
+class TtftReject(AdmissionPolicy):
+    """step_time: a fitted model; None: what steps take is learned while they run."""
+
+    name = "ttft-reject"
+    safety = 1.2
+
+    def __init__(self, step_time: Predicts | None = None) -> None:
+        self._pace = Pace(step_time, self.safety)
+        self._heap: list[tuple[float, int, Sequence]] = []
+        """Waiting requests by their last chance to start, as it was when they were last looked at."""
+
+    def _due(self, sequence: Sequence) -> float | None:
+        """When the first token is due, of a request that promises it and has never started."""
+        slo = sequence.submit.slo
+        if slo is None or slo[0] is None or sequence.scheduled is not None or sequence.submit.output.size:
+            return None
+        return sequence.arrival + slo[0] + (slo[3] or 0.0) * sequence.num_prompt
+
+    def _needs(self, sequence: Sequence, view: View) -> float:
+        """Seconds until its first token, if it were next and had all that the decode leaves of each step."""
+        remaining, d = view.remaining(sequence), view.decode_slots.size
+        context = int(view.batch.num_computed[view.decode_slots].sum())
+        room = max(1, view.limits.max_tokens - d)
+        seconds, done = 0.0, 0
+        while done < remaining:
+            size = min(room, remaining - done)
+            seconds += self._pace.step_time.seconds(size, d, context, done, size * (done + size / 2))
+            done += size
+        return self.safety * seconds
+
+    def admit(self, sequence: Sequence, joining: list[Sequence], leaving: list[Sequence], view: View) -> Admit:
+        due = self._due(sequence)
+        if due is None or view.now + self._needs(sequence, view) <= due:
+            return Admit.ADMIT
+        heapq.heappush(self._heap, (view.now, sequence.arrival_index, sequence))
+        return Admit.SKIP  # it is rejected with the next step
+
+    def reject(self, view: View) -> Iterator[tuple[Sequence, str]]:
+        while self._heap and self._heap[0][0] <= view.now:
+            _, _, sequence = heapq.heappop(self._heap)
+            due = self._due(sequence)
+            if due is None or sequence.state is not State.WAITING or not view.may_start(sequence):
+                continue
+            needs = self._needs(sequence, view)
+            if view.now + needs <= due:
+                self._push(sequence, due - needs)
+            else:
+                yield sequence, self._reason(sequence, due, needs, view)
+
+    def _reason(self, sequence: Sequence, due: float, needs: float, view: View) -> str:
+        left = due - view.now
+        when = f"is due in {left:.3f} s" if left > 0 else f"was due {-left:.3f} s ago"
+        return (
+            f"its first token {when}, and its prompt of {sequence.num_prompt} tokens alone takes {needs:.3f} s: after "
+            f"{view.now - sequence.arrival:.3f} s in the queue it cannot keep its objective any more"
+        )
+
+    def _push(self, sequence: Sequence, last_chance: float) -> None:
+        heapq.heappush(self._heap, (last_chance, sequence.arrival_index, sequence))
+
+    def on_arrival(self, sequence: Sequence, view: View) -> None:
+        due = self._due(sequence)
+        if due is not None:
+            self._push(sequence, due - self._needs(sequence, view))
+
+    def on_step(self, done: StepDone, view: View) -> None:
+        if done.num_prefill_tokens:
+            self._pace.on_step(done, view)
