@@ -94,6 +94,7 @@ class DuplicateRequestError(RequestError, ValueError):
 class EngineOverloaded(RequestError):
     """So much waits already that this request was not taken: it may be tried again later, or elsewhere.
 
+    Also of a request that waited and that a policy turned away, because it could not be served in time any more.
     num_waiting_requests, num_waiting_tokens: what waited when it came, of this program. max_waiting_requests,
     max_waiting_tokens: the limits for this program; None where there is none.
     """

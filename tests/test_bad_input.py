@@ -342,8 +342,9 @@ def test_the_hint_about_max_model_len_is_right() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcsf", "nowhere:Policy", "json:JSONDecoder"])
-def test_an_unknown_scheduling_policy(policy: str) -> None:
-    error = start_fails("storyteller", scheduling_policy=policy)
+@pytest.mark.parametrize("argument", ["scheduling_policy", "admission_policy"])
+def test_an_unknown_scheduling_or_admission_policy(argument: str, policy: str) -> None:
+    error = start_fails("storyteller", **{argument: policy})
     assert isinstance(error, ConfigError | EngineStartError)
     assert policy in str(error)
 

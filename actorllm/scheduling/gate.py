@@ -128,7 +128,9 @@ class Gate:
         if self._rejected:
             self._rejected = {}
         if view.num_waiting:
-            self._rejected = dict(self._ask("reject", _check_rejected, view, view))
+            name = self.admission.name
+            rejected = self._ask("reject", _check_rejected, view, view)
+            self._rejected = {s: f"turned away by the admission policy {name!r}: {why}" for s, why in rejected}
         decision = self.policy.plan(view)
         if not self._asks_while_packing:
             self._thin_out(decision, view)

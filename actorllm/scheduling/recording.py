@@ -100,6 +100,7 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[StepPlan]
                 scheduler.unblock((argument[0][0], argument[0][1]), argument[1], now)
             case "schedule":
                 plan = scheduler.schedule(now)
+                scheduler.take_rejected()
                 if plan is not None:
                     yield plan
             case "update":

@@ -15,6 +15,7 @@ from actorllm.errors import ActorLLMError
 GIVEN: dict[str, tuple[str, Any]] = {
     "--tensor-parallel-size=2": ("tensor_parallel_size", 2),
     "--scheduling-policy=priority": ("scheduling_policy", "priority"),
+    "--admission-policy=past-future": ("admission_policy", "past-future"),
     "--no-enable-prefix-caching": ("enable_prefix_caching", False),
     "--enable-prefix-caching": ("enable_prefix_caching", True),
     "--no-async-scheduling": ("async_scheduling", False),

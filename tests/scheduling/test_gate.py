@@ -163,6 +163,8 @@ def test_to_wait_holds_up_everybody_behind_and_to_be_skipped_does_not(policy: st
 
 def test_who_is_rejected_hears_why_and_others_go_on() -> None:
     class Picky(AdmissionPolicy):
+        name = "picky"
+
         def reject(self, view: Any) -> Iterable[tuple[Sequence, str]]:
             return [(s, "not on a Sunday") for s in view.waiting() if s.key[1] == 2]
 
@@ -171,7 +173,10 @@ def test_who_is_rejected_hears_why_and_others_go_on() -> None:
         engine.submit(rid, [rid, 2, 3], max_tokens=2, ignore_eos=True)
     engine.run()
     end = engine.ends[2]
-    assert (end.reason, end.error) == ("error", "not on a Sunday")
+    assert (end.reason, end.error) == (
+        "error",
+        "turned away by the admission policy 'picky': not on a Sunday",
+    )
     assert end.details == {"kind": OVERLOADED, "num_waiting_requests": 3}
     assert [engine.ends[rid].reason for rid in (1, 3)] == ["length", "length"]
     assert engine.streams[2] == []
