@@ -78,6 +78,9 @@ from actorllm.text.tokenizer import Tokenizer, transformers_tokenizer
 
 logger = logging.getLogger(__name__)
 
+MAX_OBJECTIVES = 1000
+"""So many different ones are remembered."""
+
 Prompt: TypeAlias = str | Mapping[str, Any] | Iterable[int] | Conversation
 """Text, token ids, a mapping as in vLLM (PROMPT_KEYS), or a conversation for the model's chat template."""
 
@@ -160,6 +163,7 @@ class Engine:
         self._has_started = False
         self._streams: weakref.WeakValueDictionary[str, RequestStream] = weakref.WeakValueDictionary()
         self._num_requests = 0
+        self._objectives: set[SLO] = set()  # that were looked at
         self._num_on_the_way = 0
         self._id_prefix = uuid.uuid4().hex[:8]
         self._request_numbers = itertools.count(1)
@@ -478,6 +482,8 @@ class Engine:
             if label is not None and not is_text(label):
                 raise InvalidParameterError(f"{name}={label!r} must be a string of valid Unicode, or None")
         objective = SLO.from_value(slo)
+        if objective is not None and objective not in self._objectives:
+            self._note_objective(objective)
         carried = {
             "priority": priority,
             "slo": None if objective is None else list(_slo_fields(objective)),
@@ -543,6 +549,14 @@ class Engine:
             if mailbox in self._wanting:
                 self._wanting.discard(mailbox)
                 self._num_on_the_way -= num_sequences
+
+    def _note_objective(self, objective: SLO) -> None:
+        """Warn of one that no engine can keep, once."""
+        if len(self._objectives) >= MAX_OBJECTIVES:
+            self._objectives.clear()
+        self._objectives.add(objective)
+        if (reason := objective.contradiction()) is not None:
+            logger.warning("%s can never be kept: %s", objective, reason)
 
     def _check_room(self, num_sequences: int) -> None:
         """Of what has not reached the scheduler yet, no more is kept than it would take."""

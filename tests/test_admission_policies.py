@@ -88,3 +88,13 @@ async def test_in_a_process_of_its_own() -> None:
                 tasks.start_soon(one)
         assert outputs == [9] * 6
         assert (await scheduler_of(llm))["admission_failure"] is None
+
+
+async def test_objectives_that_nobody_can_keep_are_warned_of(llm: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        await llm.complete(PROMPT, short(30), slo=SLO(tpot=1e-6, ttft=50.0, e2e=40.0))
+    told = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    (contradiction,) = [text for text in told if "can never be kept" in text]
+    assert "e2e=40.0 ends before ttft=50.0 does" in contradiction
+    (too_fast,) = [text for text in told if "cannot be met" in text]
+    assert too_fast.startswith("SLO tpot=1e-06 s cannot be met: the fastest of the last 20 steps took 0.0")

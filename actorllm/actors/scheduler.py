@@ -57,10 +57,11 @@ from actorllm.request import FinishReason
 from actorllm.ring.codec import encode
 from actorllm.scheduling.events import NOTHING, End, Events
 from actorllm.scheduling.gate import Gate, load_admission
-from actorllm.scheduling.guard import FALLBACK, GuardedPolicy
+from actorllm.scheduling.guard import FALLBACK, GuardedPolicy, StalledPolicyError
 from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.pause import PauseState
 from actorllm.scheduling.policy import POLICIES, PlanPolicy, load_policy
+from actorllm.scheduling.policy_watch import PolicyWatch
 from actorllm.scheduling.recording import Entry, RecordedScheduler
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key, Sequence
@@ -238,7 +239,10 @@ class SchedulerActor(Actor):
         self._not_begun: set[Key] = set()
         """Requests that were submitted again and have not been in a step of this scheduler."""
         self._timeline: Timeline | None = None
+        self._policy_name = "fcfs"
         self._admission_failure: str | None = None
+        self._watch = PolicyWatch()
+        self._has_told_stall = False
         self._tokenizer: Tokenizer | None = None
         self._pacing = Pacing()
         self._token_text: TokenText | None = None
@@ -292,6 +296,7 @@ class SchedulerActor(Actor):
 
     def _policy(self, config: SchedulerConfig) -> PlanPolicy:
         """The scheduling policy behind the admission policy; whatever they raise replaces them, and nothing else."""
+        self._policy_name = config.policy
         admission = None if config.admission is None else load_admission(config.admission)
 
         def gated(policy: PlanPolicy) -> PlanPolicy:
@@ -311,6 +316,19 @@ class SchedulerActor(Actor):
             return policy
         # a PlanPolicy, with the methods about forks only if that has them
         return cast("PlanPolicy", GuardedPolicy(policy, log, lambda: gated(load_policy(FALLBACK))))
+
+    def _ends_stall(self) -> bool:
+        """Nothing was planned. If that is a stall, whoever is to blame is replaced; whether planning is worth another try."""
+        reason = self._watch.stall(self.scheduler)
+        if reason is None:
+            return False
+        give_up = getattr(self.scheduler.policy, "give_up", None)
+        if give_up is not None and give_up(StalledPolicyError(reason), self.scheduler):
+            return True
+        if not self._has_told_stall:
+            self._has_told_stall = True
+            logger.error("scheduling policy %r stalls: %s", self._policy_name, reason)
+        return False
 
     def _eos_token_ids(self, config: EngineConfig) -> tuple[int, ...]:
         """What ends a text: the ids of the model's files, and the tokenizer's own."""
@@ -459,7 +477,9 @@ class SchedulerActor(Actor):
             if scheduler.has_rejected:
                 self._send_ends(scheduler.take_rejected())
             if plan is None:
-                break
+                if scheduler.num_in_flight or not self._ends_stall():
+                    break
+                continue
             self._launch(plan)
         self._tell_if_drained()
         if self._idle is not None:
@@ -473,6 +493,9 @@ class SchedulerActor(Actor):
         """Apply the oldest result and send what it brought."""
         result = self._results.popleft()
         events = self._apply(result)
+        if self._watch.wants_steps and isinstance(result, StepResult):
+            for told in self._watch.measure(result):
+                logger.warning("%s", told)
         self._send_late_inputs()
         self._send(*self._render(events))  # while the next step runs; ends at stop strings before it is planned
         if self._trial:
@@ -561,6 +584,9 @@ class SchedulerActor(Actor):
 
     def _take_on(self, key: Key, message: Submit) -> list[End]:
         is_new = self.scheduler.sequence(key) is None
+        self._watch.see(message.slo)
+        if starvation := self._watch.starvation(self.scheduler, now()):
+            logger.warning("scheduling policy %r: %s", self._policy_name, starvation)
         end = self.scheduler.submit(key[0], message, now())
         if end is not None:
             return [end]
@@ -932,6 +958,7 @@ class SchedulerActor(Actor):
             "policy_failure": getattr(self.scheduler.policy, "failure", None),
             "num_held_requests": len(self._trial),
             "admission_failure": self._admission_failure,
+            "num_starving": self._watch.num_starving,
             "num_held_outputs": sum(len(outlet.unsent) for outlet in self._full.values()),
         }
 

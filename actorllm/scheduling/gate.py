@@ -97,6 +97,8 @@ class Gate:
         self._on_failure = on_failure
         self._rejected: dict[Sequence, str] = {}
         """In the decision that is made now."""
+        self._has_held_back = False
+        """Somebody, in the last decision."""
         self._asks_while_packing = isinstance(policy, KeyPlanner) and type(policy).plan is KeyPlanner.plan
         if isinstance(policy, KeyPlanner):
             policy.gatekeeper = self
@@ -120,11 +122,14 @@ class Gate:
         if sequence in self._rejected:
             return Admit.SKIP
         verdict: Admit = self._ask("admit", _check_verdict, view, sequence, joining, leaving, view)
+        if verdict is not Admit.ADMIT:
+            self._has_held_back = True
         return verdict
 
     # What the scheduler asks
 
     def plan(self, view: View) -> Decision:
+        self._has_held_back = False
         if self._rejected:
             self._rejected = {}
         if view.num_waiting:
@@ -190,12 +195,21 @@ class Gate:
             answer = getattr(self.admission, what)(*arguments)
             return answer if check is None else check(answer, view)
         except Exception as error:
-            if self._on_failure is None or self.failure is not None:
+            if not self._open(what, error):
                 raise
-            self.failure = f"{what} raised {type(error).__name__}: {error}"
-            self.admission = AdmissionPolicy()
-            self._on_failure(what, error)
         return getattr(self.admission, what)(*arguments)
+
+    def give_up(self, error: Exception, view: View) -> bool:
+        """Requests are kept waiting for nothing. If it is here that they are, everybody is admitted from now on."""
+        return self._has_held_back and self._open("admit", error)
+
+    def _open(self, what: str, error: Exception) -> bool:
+        if self._on_failure is None or self.failure is not None:
+            return False
+        self.failure = f"{what} raised {type(error).__name__}: {error}"
+        self.admission = AdmissionPolicy()
+        self._on_failure(what, error)
+        return True
 
 
 def _check_mask(mask: Any, view: View) -> NDArray[np.bool_] | None:

@@ -23,6 +23,10 @@ from actorllm.scheduling.sequence import Sequence
 FALLBACK = "fcfs"
 
 
+class StalledPolicyError(RuntimeError):
+    """A policy keeps requests waiting for nothing."""
+
+
 class GuardedPolicy:
     """A PlanPolicy. on_failure(what, error) is called once, when the policy is replaced by what `fallback` builds."""
 
@@ -107,6 +111,11 @@ class GuardedPolicy:
         except Exception as error:
             if not self._replace(event, error, view):
                 raise
+
+    def give_up(self, error: StalledPolicyError, view: View) -> bool:
+        """It stalls: replace it, or what stands before it (`gate.Gate`). Whether anything is replaced by that."""
+        before = getattr(self.policy, "give_up", None)
+        return (before is not None and before(error, view)) or self._replace("plan", error, view)
 
     def _replace(self, what: str, error: Exception, view: View) -> bool:
         """Whether the policy was replaced; an error of the replacement is a defect of ours."""

@@ -37,6 +37,7 @@ from actorllm.scheduling.events import End
 from actorllm.scheduling.gate import AdmissionPolicy, Gate, load_admission
 from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.policy import PlanPolicy, load_policy
+from actorllm.scheduling.policy_watch import STARVED_S, patience
 from actorllm.scheduling.recording import Entry
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key
@@ -777,6 +778,7 @@ def _collect(workload: Workload, replicas: list[Replica], outcomes: _Outcomes, m
             warnings.append(
                 f"policy {policy!r} {why}: {left.num_waiting} requests of replica {replica.number} wait for ever"
             )
+    warnings += _starvation(workload, outcomes, policy)
     timeline = RunTimeline(
         arrival=workload.arrival,
         num_prompt=workload.num_prompt,
@@ -801,6 +803,32 @@ def _collect(workload: Workload, replicas: list[Replica], outcomes: _Outcomes, m
         sum(replica.num_steps_skipped for replica in replicas),
         tuple(warnings),
     )
+
+
+def _starvation(workload: Workload, outcomes: _Outcomes, policy: object) -> list[str]:
+    """Who waited longer than can be expected of it while others that came later were started."""
+    scheduled = np.where(np.isfinite(outcomes.scheduled), outcomes.scheduled, np.inf)
+    last = np.nanmax(np.concatenate((outcomes.end, outcomes.scheduled, workload.arrival)), initial=0.0)
+    until = np.minimum(np.where(np.isfinite(outcomes.end), outcomes.end, last), scheduled)
+    waited = until - workload.arrival
+    is_overtaken = np.zeros(len(workload), np.bool_)
+    for replica in np.unique(outcomes.replica[outcomes.replica >= 0]):
+        mine = np.flatnonzero(outcomes.replica == replica)
+        later = np.minimum.accumulate(np.append(scheduled[mine][1:], np.inf)[::-1])[::-1]
+        is_overtaken[mine] = later < until[mine]
+    limit = np.full(len(workload), STARVED_S)
+    for number, kind in enumerate(workload.classes):
+        if kind.slo is not None:
+            mine = workload.class_ids == number
+            fields = kind.slo.to_fields()
+            limit[mine] = [patience(fields, size) for size in workload.num_prompt[mine].tolist()]
+    starved = is_overtaken & (waited > limit)
+    if not starved.any():
+        return []
+    return [
+        f"policy {policy!r}: {int(starved.sum())} requests starved: they waited for longer than they were promised to, and "
+        f"than {STARVED_S:.0f} s, up to {float(waited[starved].max()):.0f} s, while others that came later were started"
+    ]
 
 
 def _write_token_times(outcomes: _Outcomes, spans: Spans, step_ends: tuple[F64, ...]) -> None:

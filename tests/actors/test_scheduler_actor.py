@@ -19,6 +19,7 @@ from actorllm.clock import now
 from actorllm.config import EngineConfig
 from actorllm.errors import PeerLostError, PeerRestartedError, RequestFailedError, WouldBlock
 from actorllm.messages import NO_I32, Abort, LateInputs, Outputs, StepFailed, StepPlan, StepResult, Submit, Unblock
+from actorllm.scheduling.gate import AdmissionPolicy, Gate
 from actorllm.scheduling.guard import GuardedPolicy
 from actorllm.scheduling.policy import Admit, KeyPolicy
 from tests.scheduling.conftest import ScriptedWorker, reference_stream
@@ -624,3 +625,81 @@ async def test_a_policy_that_raises_is_replaced_and_named(caplog: pytest.LogCapt
         assert isinstance(policy, GuardedPolicy)
         assert policy.failure == "on_admit raised RuntimeError: no such tenant"
     assert "test_scheduler_actor:Broken' failed in on_admit; 'fcfs' takes its place" in caplog.text
+
+
+class Sulking(KeyPolicy):
+    """Lets nobody in, ever, and asks for nothing."""
+
+    def admit(self, sequence: Any, view: Any) -> Admit:
+        return Admit.WAIT
+
+
+class Shut(AdmissionPolicy):
+    name = "shut"
+
+    def admit(self, *arguments: Any) -> Admit:
+        return Admit.WAIT
+
+
+@pytest.mark.parametrize("argument", ["scheduling_policy", "admission_policy"])
+async def test_one_that_stalls_is_replaced_and_named(argument: str, caplog: pytest.LogCaptureFixture) -> None:
+    name = f"tests.actors.test_scheduler_actor:{'Sulking' if argument == 'scheduling_policy' else 'Shut'}"
+    async with running(**{argument: name}) as bench:
+        await bench.send(submit())
+        await bench.work()
+        assert bench.tokens() == stream_of()
+        policy: Any = bench.actor.scheduler.policy
+        assert isinstance(policy, GuardedPolicy if argument == "scheduling_policy" else Gate)
+        failure = str(policy.failure)
+        assert "StalledPolicyError: it plans nothing for 1 requests that could run" in failure
+    kind = argument.replace("_", " ")
+    assert f"{kind} {name!r} failed" in caplog.text
+
+
+async def test_a_built_in_policy_that_stalls_is_told_of_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actorllm.scheduling.policies.fcfs.Fcfs.admit", Sulking.admit)
+    async with running() as bench:
+        for rid in (1, 2, 3):
+            await bench.send(submit(rid))
+        assert bench.plans == []
+    assert caplog.text.count("scheduling policy 'fcfs' stalls: it plans nothing for") == 1
+
+
+class LastComeFirst(KeyPolicy):
+    def key(self, sequence: Any, view: Any) -> Any:
+        return (-sequence.arrival_index,)
+
+
+async def test_who_starves_is_told_of_with_the_name_of_the_policy(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actorllm.scheduling.policy_watch.STARVED_S", 0.0)
+    monkeypatch.setattr("actorllm.scheduling.policy_watch.LOOK_S", 0.0)
+    name = "tests.actors.test_scheduler_actor:LastComeFirst"
+    async with running(scheduling_policy=name) as bench:
+        for rid in range(1, 10):  # four of them run
+            await bench.send(submit(rid))
+        await bench.send(bench.model.run(bench.plans[0]), bench.ranks[0])
+        done = 1
+        while done < len(bench.plans) and "starve" not in caplog.text:
+            await bench.send(bench.model.run(bench.plans[done]), bench.ranks[0])
+            await bench.send(submit(20 + done))
+            done += 1
+        assert f"scheduling policy {name!r}: " in caplog.text
+        assert bench.actor._watch.num_starving > 0
+        await bench.work_from(done)
+
+
+async def test_an_objective_beyond_any_step_is_told_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actorllm.scheduling.policy_watch.NUM_STEPS", 5)
+    async with running() as bench:
+        await bench.send(submit(slo=[None, 0.001, None, 0.0]))
+        for done in range(8):
+            result = dataclasses.replace(bench.model.run(bench.plans[done]), started=1.0, ended=1.004)
+            await bench.send(result, bench.ranks[0])
+    (told,) = [record.message for record in caplog.records if "cannot be met" in record.message]
+    assert told == "SLO tpot=0.001 s cannot be met: the fastest of the last 5 steps took 0.004 s"

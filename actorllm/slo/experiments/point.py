@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from actorllm.errors import ConfigError, nearest_name
+from actorllm.scheduling.gate import ADMISSIONS, load_admission
 from actorllm.scheduling.policy import KeyPlanner, KeyPolicy, PlanPolicy, load_policy, policy_path
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.slo.cost_model import PRESETS, StepModel, load_model
@@ -141,6 +142,8 @@ class Variant:
         if self.tokens is not None and self.tokens < 1:
             raise ConfigError(f"variant {self.label!r}: {self.tokens} tokens per step must be at least 1")
         self.build_policy(None)  # what is wrong with it is told before anything runs
+        if self.admission is not None:
+            load_admission(self.admission)
 
     @property
     def text(self) -> str:
@@ -199,10 +202,11 @@ class Variant:
     def digest(self) -> str:
         """Of its values (not of its label), and of the source of a policy of the user's own."""
         path = policy_path(self.policy)
-        module = path.partition(":")[0] if ":" in path else ""
-        source = None if not module or module.startswith("actorllm.") else _source_digest(module)
         values = {name: value for name, value in self.to_dict().items() if name != "label"}
-        return _hash(values | {"path": path, "source": source})
+        values |= {"path": path, "source": _own_source(path)}
+        if self.admission is not None:
+            values["admission_source"] = _own_source(ADMISSIONS.path(self.admission))
+        return _hash(values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -413,6 +417,12 @@ def _file_digest(name: str) -> str:
     for file in files:
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _own_source(path: str) -> str | None:
+    """Of the module of a class that is not built in."""
+    module = path.partition(":")[0] if ":" in path else ""
+    return None if not module or module.startswith("actorllm.") else _source_digest(module)
 
 
 @lru_cache

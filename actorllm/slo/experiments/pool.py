@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from actorllm.errors import ActorLLMError, ConfigError
+from actorllm.scheduling.gate import ADMISSIONS
 from actorllm.scheduling.policy import POLICIES, policy_path
 from actorllm.slo.experiments.point import Point
 from actorllm.slo.experiments.record import record_of
@@ -46,7 +47,8 @@ class _Process:
     def send(self, point: Point) -> None:
         self.point = point
         policies = {name: policy_path(name) for name in POLICIES}
-        line = json.dumps({"point": point.to_dict(), "policies": policies}) + "\n"
+        admissions = {name: ADMISSIONS.path(name) for name in ADMISSIONS.names}
+        line = json.dumps({"point": point.to_dict(), "policies": policies, "admissions": admissions}) + "\n"
         try:
             self._stdin.write(line.encode())
             self._stdin.flush()

@@ -11,6 +11,7 @@ import signal
 import sys
 from typing import Any
 
+from actorllm.scheduling.gate import register_admission
 from actorllm.scheduling.policy import register_policy
 from actorllm.slo.experiments.point import Point
 from actorllm.slo.experiments.pool import told
@@ -36,6 +37,9 @@ def _answer(line: str) -> dict[str, Any]:
         for name, path in given["policies"].items():
             if ":" in path:
                 register_policy(name, path)
+        for name, path in given["admissions"].items():
+            if ":" in path:
+                register_admission(name, path)
         point = Point.from_dict(given["point"])
         return {"record": record_of(point, point.run())}
     except Exception as error:  # of a policy of the user's own: anything
