@@ -42,6 +42,7 @@ from actorllm.actors.restart import RestartLimits
 from actorllm.actors.stepper import Stepper
 from actorllm.actors.supervisor import Supervisor
 from actorllm.actors.topology import engine_topology
+from actorllm.actors.vigil import CAUGHT
 from actorllm.clock import from_epoch, now
 from actorllm.config import EngineConfig
 from actorllm.embeds import EMBEDDED, MAX_PROMPT_BYTES, encode_rows, read_rows, salt_of
@@ -71,6 +72,7 @@ from actorllm.request import (
     is_text,
 )
 from actorllm.rules import rules_of
+from actorllm.scheduling.guard import FALLBACK
 from actorllm.slo.objective import SLO
 from actorllm.stream import Mailbox, RequestStream, Sibling
 from actorllm.text.chat import ChatTemplate, Conversation
@@ -196,6 +198,7 @@ class Engine:
             actors={"frontend": self._frontend},
             restarts=RestartLimits() if self.config.on_failure == "restart" else None,
             renew=_renew,
+            amend=_without_endless_policies,
             standby="workers" if self.config.standby_worker else None,
             heartbeat_timeout_s=self.config.heartbeat_timeout_s,
             step_timeout_s=self.config.step_timeout_s,
@@ -1053,6 +1056,27 @@ def _renew(config: EngineConfig) -> EngineConfig:
         return config
     _end_rendezvous(config)
     return replace(config, rendezvous=f"{tempfile.gettempdir()}/actorllm-{os.getpid()}-{uuid.uuid4().hex}")
+
+
+def _without_endless_policies(config: EngineConfig, death: ActorDeath) -> EngineConfig:
+    """The next scheduler has no policy of the user's own in which this one was caught: it would be caught there, too."""
+    if death.actor != "scheduler" or CAUGHT not in (death.reason or ""):
+        return config
+    words = "\n".join(death.last_words)
+
+    def is_in(path: str | None) -> bool:
+        return path is not None and ":" in path and path.partition(":")[0].replace(".", "/") + ".py" in words
+
+    scheduler = config.scheduler
+    if is_in(scheduler.policy):
+        logger.error(
+            "scheduling policy %r did not return; the next scheduler goes on with %r", scheduler.policy, FALLBACK
+        )
+        scheduler = replace(scheduler, policy=FALLBACK)
+    if is_in(scheduler.admission):
+        logger.error("admission policy %r did not return; the next scheduler goes on without", scheduler.admission)
+        scheduler = replace(scheduler, admission=None)
+    return replace(config, scheduler=scheduler)
 
 
 def _end_rendezvous(config: EngineConfig) -> None:

@@ -23,6 +23,7 @@ import actorllm.engine
 from actorllm import AsyncLLM, SamplingParams
 from actorllm.actors.topology import Topology, engine_topology
 from actorllm.errors import ActorLLMError, EngineDeadError
+from actorllm.scheduling.gate import AdmissionPolicy
 from actorllm.scheduling.policy import KeyPolicy
 from tests.actors.scripted_worker import VOCAB, SlowRunner
 from tests.scheduling.conftest import reference_stream
@@ -182,10 +183,29 @@ class Endless(KeyPolicy):
         return float("inf")
 
 
+class EndlessGate(AdmissionPolicy):
+    def on_step(self, done: Any, view: Any) -> None:
+        while True:
+            pass
+
+
 async def test_a_policy_that_never_returns(build: Callable[..., AsyncLLM]) -> None:
     error = await end_of(build(scheduling_policy="tests.test_hangs:Endless"), [1, 2])
     assert "scheduler was killed because it was stuck: its loop has not turned for" in error
     assert "in wake_at" in error, "its last words say where it was"
+
+
+@pytest.mark.parametrize("argument", ["scheduling_policy", "admission_policy"])
+async def test_streams_go_on_without_a_policy_that_never_returns(
+    build: Callable[..., AsyncLLM], argument: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = f"tests.test_hangs:{'Endless' if argument == 'scheduling_policy' else 'EndlessGate'}"
+    llm = build(on_failure="restart", **{argument: name})
+    params = SamplingParams(max_tokens=20, ignore_eos=True, detokenize=False, seed=3)
+    *_, last = [output async for output in llm.generate({"prompt_token_ids": [1, 2]}, params)]
+    assert list(last.outputs[0].token_ids) == reference_stream([1, 2], 3, 20, VOCAB)
+    assert f"{argument.replace('_', ' ')} {name!r} did not return; the next scheduler goes on with" in caplog.text
+    assert llm.health().actors["scheduler"].num_restarts == 1
 
 
 OWNER = """

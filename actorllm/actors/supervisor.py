@@ -91,9 +91,10 @@ class Supervisor:
     config: given to every `on_start`. resolve: makes the final configuration from the facts (default: unchanged).
     on_death: hears of the death that ends the engine, before everything is stopped. actors: owner-placed actors that
     exist already, by name. restarts: None: the first death is the end. renew: what the configuration is changed to before
-    processes are started once more. standby: the group for which as many processes are kept parked as it has actors.
-    heartbeat_timeout_s, step_timeout_s: when a process that does not go on is killed (`watch`). restart_timeout_s: when
-    one that was started again and is not ready; None: after many times what the first start took.
+    processes are started once more. amend: what it is changed to after a death. standby: the group for which as many
+    processes are kept parked as it has actors. heartbeat_timeout_s, step_timeout_s: when a process that does not go on is
+    killed (`watch`). restart_timeout_s: when one that was started again and is not ready; None: after many times what the
+    first start took.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Supervisor:
         start_timeout_s: float | None = None,
         restarts: RestartLimits | None = None,
         renew: Callable[[Any], Any] | None = None,
+        amend: Callable[[Any, ActorDeath], Any] | None = None,
         standby: str | None = None,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         step_timeout_s: float | None = None,
@@ -119,6 +121,7 @@ class Supervisor:
         """Why the engine is dead."""
         self._resolve = resolve
         self._renew = renew
+        self._amend = amend
         self._on_death = on_death
         self._actors = dict(actors or {})
         self._start_timeout_s = start_timeout_s
@@ -423,6 +426,8 @@ class Supervisor:
         if delay_s is None:
             self._give_up(death, self._counter.explain(group.name))
             return
+        if self._amend is not None:
+            self.config = self._amend(self.config, death)
         wait = f" in {delay_s:g} s" if delay_s else ""
         logger.error("%s; %s started again%s", death, group, wait, extra=group.log_fields("death"))
         group.is_restarting = True

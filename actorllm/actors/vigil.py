@@ -25,6 +25,8 @@ NEW_BUDGET_S = 300.0
 """Of a step larger than any before: memory is touched and kernels are made for the first time."""
 MULTIPLE = 20.0
 """So many times what steps of this size have taken."""
+CAUGHT = "its loop has not turned for"
+"""How the reason begins when a process neither steps nor is stopped: it is caught in something that does not return."""
 FADING = 0.98
 """What is left of a slow step with each faster one after it."""
 
@@ -125,7 +127,7 @@ class Vigil:
         if sign.step and watched.step_s > sign.budget_s:
             return f"{what} ran for {watched.step_s:.1f} s, deadline {sign.budget_s:.3g} s"
         if watched.still_s > self._timeout_s and not sign.is_stopped:
-            return f"its loop has not turned for {watched.still_s:.1f} s, limit {self._timeout_s:g} s"
+            return f"{CAUGHT} {watched.still_s:.1f} s, limit {self._timeout_s:g} s"
         return None
 
     def forget(self) -> None:
