@@ -1,5 +1,7 @@
 """Generate docs/benchmarks.md and docs/reliability.md from the JSON files of the benchmarks. Nothing in them is typed by hand.
 
+In docs/slo.md, which is, the parts between <!-- NAME --> and <!-- /NAME --> are generated from the results of that name.
+
     python bench/docs.py [--results DIR] [--output DIR] [--check]
 
 A result that is missing stands there as not measured, a missed target as missed. --check writes nothing and fails if a
@@ -24,6 +26,8 @@ ROOT = HERE.parent
 ORDER = ("scheduler", "ring", "model", "streaming", "models", "prefix", "start", "idle")
 RELIABILITY = ("recovery", "soak", "fuzz_rings")
 """Those of the other page."""
+EMBEDDED = ("slo_science",)
+"""Those within docs/slo.md."""
 TABLES = ("targets", "rows", "growth")
 """Which entries of a result are tables, in the order of the page."""
 
@@ -58,14 +62,28 @@ that never returns hangs it.
 """
 
 
-def generate(results: Path) -> dict[str, str]:
-    """The pages, by file name."""
-    extra = sorted(path.stem for path in results.glob("*.json") if path.stem not in ORDER + RELIABILITY)
+def generate(results: Path, docs: Path = ROOT / "docs") -> dict[str, str]:
+    """The pages, by file name; docs: where those are of which only parts are generated."""
+    extra = sorted(path.stem for path in results.glob("*.json") if path.stem not in ORDER + RELIABILITY + EMBEDDED)
     pages = {"benchmarks.md": (HEAD, (*ORDER, *extra)), "reliability.md": (RELIABILITY_HEAD, RELIABILITY)}
-    return {
+    generated = {
         page: "\n".join([head, *(section(name, results / f"{name}.json") for name in names)])
         for page, (head, names) in pages.items()
     }
+    return generated | {"slo.md": embed((docs / "slo.md").read_text(), results)}
+
+
+def embed(text: str, results: Path) -> str:
+    """A page with the parts of it that are generated brought up to date."""
+    for name in EMBEDDED:
+        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        before, _, rest = text.partition(begin)
+        _, marker, after = rest.partition(end)
+        if not marker:
+            raise SystemExit(f"slo.md has no {begin} ... {end}")
+        body = section(name, results / f"{name}.json").split("\n", 4)[4]  # the page has a heading of its own
+        text = f"{before}{begin}\n\n{body}\n{end}{after}"
+    return text
 
 
 def section(name: str, file: Path) -> str:
@@ -183,7 +201,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     is_current = True
-    for name, text in generate(arguments.results).items():
+    for name, text in generate(arguments.results, arguments.output).items():
         page = arguments.output / name
         if not arguments.check:
             page.write_text(text)
