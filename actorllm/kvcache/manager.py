@@ -164,13 +164,22 @@ class KVCacheManager:
         """As many `extend` calls as there are entries, one after the other; a slot may come up several times."""
         blocks = self._allocate(slots.size)
         order = np.argsort(slots, kind="stable")
-        sorted_slots = slots[order]
-        firsts = np.flatnonzero(np.diff(sorted_slots, prepend=-1))
-        repeats = np.diff(firsts, append=sorted_slots.size)
-        occurrence = np.arange(sorted_slots.size) - np.repeat(firsts, repeats)
-        self.tables[0, sorted_slots, self.num_blocks[sorted_slots] + occurrence] = blocks[order]
-        self.num_blocks[sorted_slots[firsts]] += repeats.astype(np.int32)
-        self.capacity[sorted_slots[firsts]] += (repeats * self.block_size).astype(np.int32)
+        sorted_slots = slots[order].astype(np.intp)
+        is_first = np.ones(sorted_slots.size, np.bool_)
+        np.not_equal(sorted_slots[1:], sorted_slots[:-1], out=is_first[1:])
+        firsts = is_first.nonzero()[0]
+        if firsts.size == sorted_slots.size:  # nobody comes up twice
+            counts = self.num_blocks[sorted_slots]
+            self._table[sorted_slots, counts] = blocks[order]
+            counts += self._one
+        else:
+            repeats = np.append(firsts[1:], sorted_slots.size) - firsts
+            occurrence = np.arange(sorted_slots.size) - np.repeat(firsts, repeats)
+            self._table[sorted_slots, self.num_blocks[sorted_slots] + occurrence] = blocks[order]
+            sorted_slots = sorted_slots[firsts]
+            counts = self.num_blocks[sorted_slots] + repeats.astype(np.int32)
+        self.num_blocks[sorted_slots] = counts
+        self.capacity[sorted_slots] = counts * self._size
 
     def empty(self, slot: int, *, zero: bool = False) -> None:
         """Take all blocks from a slot. zero: their contents are not finite and must be cleared before they are reused."""
@@ -270,6 +279,11 @@ class KVCacheManager:
         blocks = self._table[slots, entries.astype(np.intp)]
         self._flat_ids[(blocks * self._size + (positions - entries * self._size)).astype(np.intp)] = tokens
 
+    def write_token_id(self, slot: int, position: int, token: int) -> None:
+        """The same for one of them."""
+        block = self._table[slot, position // self.block_size]
+        self.token_ids[block, position % self.block_size] = token
+
     def read_token_ids(self, slot: int, start: int, stop: int) -> I32:
         """The sampled token ids at positions start..stop-1 of a slot."""
         if start >= stop:
@@ -308,3 +322,21 @@ class KVCacheManager:
         assert (self.capacity == self.num_blocks * self.block_size).all(), "capacity differs from the number of blocks"
         targets = [] if self._actions is None else [target for _, target in self._actions.copy_later]
         assert (references[targets] == 1).all(), "a block is to be copied to that nobody or several hold"
+
+
+class KVCacheManagerWithoutIds(KVCacheManager):
+    """Of a simulated scheduler: the ids of sampled tokens are all 0 and take no room."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, num_slots: int, max_len: int, enable_prefix_caching: bool = False
+    ) -> None:
+        super().__init__(num_blocks, block_size, num_slots, max_len, enable_prefix_caching)
+        self.token_ids = np.zeros((0, block_size), np.int32)
+        self._flat_ids = NO_I32
+
+    def write_token_ids(self, slots: NDArray[np.intp], positions: I32, tokens: I32) -> None: ...
+
+    def write_token_id(self, slot: int, position: int, token: int) -> None: ...
+
+    def read_token_ids(self, slot: int, start: int, stop: int) -> I32:
+        return np.zeros(max(0, stop - start), np.int32)

@@ -81,6 +81,29 @@ class PlanBuilder:
         return StepPlan(step=step, **columns)
 
 
+class NoPlanBuilder(PlanBuilder):
+    """Of a simulated scheduler: no worker applies its plans, and nothing is collected for them."""
+
+    _plan = StepPlan(step=0)
+
+    def free(self, slot: int) -> None: ...
+
+    def add(self, new: list[tuple[Sequence, int]], blocks: I32) -> None: ...
+
+    def fork(self, sequence: Sequence, num_blocks: int, blocks: I32, source: int) -> None: ...
+
+    def build(
+        self,
+        step: int,
+        rows: Rows,
+        extended: tuple[I32, I32],
+        actions: tuple[I32, I32, I32],
+        prefill: list[tuple[Sequence, int]],
+        late_slots: I32,
+    ) -> StepPlan:
+        return self._plan
+
+
 def _new_columns(
     new: list[tuple[Sequence, int]], eos_ids: frozenset[int], sources: dict[Sequence, int]
 ) -> dict[str, Any]:

@@ -277,8 +277,7 @@ class Results:
         known = int(batch.num_known[slot])
         room = sequence.limit - known
         for position, token in enumerate(tokens[:room].tolist(), known):
-            block = self._kv.tables[0, slot, position // self._kv.block_size]
-            self._kv.token_ids[block, position % self._kv.block_size] = token
+            self._kv.write_token_id(slot, position, token)
         batch.num_known[slot] = known + min(tokens.size, room)
         # The step was planned for one token. More of them have their KV already (they were computed as drafts);
         # without any, the last known token has to be computed again.

@@ -34,7 +34,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from actorllm.kvcache.manager import KVCacheManager
+from actorllm.kvcache.manager import KVCacheManager, KVCacheManagerWithoutIds
 from actorllm.messages import DEADLINE_PASSED, I32, NO_I32, OVERLOADED, StepFailed, StepPlan, StepResult, Submit
 from actorllm.request import FinishReason
 from actorllm.scheduling.admission import Admission
@@ -48,7 +48,7 @@ from actorllm.scheduling.intake import Intake
 from actorllm.scheduling.ledger import Ledger, StepRecord
 from actorllm.scheduling.pause import PAUSE_MODES, PauseState
 from actorllm.scheduling.payload import Payload
-from actorllm.scheduling.plan import PlanBuilder
+from actorllm.scheduling.plan import NoPlanBuilder, PlanBuilder
 from actorllm.scheduling.policy import Limits, PlanPolicy, StepDone
 from actorllm.scheduling.prefix_cache import PrefixCache
 from actorllm.scheduling.results import Results
@@ -83,10 +83,12 @@ class Scheduler:
         max_waiting_requests: int | None = None,
         max_waiting_tokens: int | None = None,
         has_other_workers: bool = False,
+        is_simulated: bool = False,
     ) -> None:
         """eos_token_ids: what ends a text; all but the primary one, the tokenizer's own, are told as the stop_reason.
         embedding_bytes: of each position of a prompt that is given as an embedding; 0: none is. has_other_workers: whoever
-        drives this one replaces them when it is their fault (`is_fault_of_workers`)."""
+        drives this one replaces them when it is their fault (`is_fault_of_workers`). is_simulated: nobody looks at the
+        contents of plans, nor for the ids of sampled tokens, and neither is made; not with prefix caching."""
         # Room kept per row, beyond the token that a step samples: for what every step in flight may return beyond one.
         spare = num_lookahead_tokens * depth
         if num_blocks * block_size < max_model_len + spare:
@@ -111,13 +113,14 @@ class Scheduler:
         self.wake_at = math.inf
         self._policy = policy
         self.batch = batch = Batch(max_num_seqs)
-        self.kv = kv = KVCacheManager(
-            num_blocks, block_size, max_num_seqs, max_model_len + spare, enable_prefix_caching
-        )
+        if is_simulated and enable_prefix_caching:
+            raise ValueError("a simulated scheduler has no token ids by which a prefix could be found")
+        cache = KVCacheManagerWithoutIds if is_simulated else KVCacheManager
+        self.kv = kv = cache(num_blocks, block_size, max_num_seqs, max_model_len + spare, enable_prefix_caching)
         self.ledger = Ledger(depth)
         self._ahead = 1 + spare  # tokens behind the computed ones that a row has room for
         self._decode = DecodeRows(batch, kv, spare)
-        self._builder = PlanBuilder(eos_ids)
+        self._builder = NoPlanBuilder() if is_simulated else PlanBuilder(eos_ids)
         self._cache = PrefixCache(kv, batch, self.ledger, spare)
         self._faults = Faults(limits, batch, has_other_workers)
         self._stopping = Stopping(eos_ids, vocab_size)
@@ -609,11 +612,16 @@ class Scheduler:
         steps = min(steps, int((rows.limits - batch.num_computed[index]).min()) - 2)
         # A row with room for `spare` more steps gets a block in step number `spare`, and every block_size steps after.
         spare = np.maximum(kv.capacity[index] - batch.num_computed[index] - self._ahead, 0)
-        while steps > 0 and int(-(-np.maximum(steps - spare, 0) // kv.block_size).sum()) > kv.num_free:
-            steps -= 1
+        if slots.size * (steps // kv.block_size + 1) > kv.num_free:  # more than so many nobody can need
+            while steps > 0 and int(-(-np.maximum(steps - spare, 0) // kv.block_size).sum()) > kv.num_free:
+                steps -= 1
         if steps <= 0:
             return 0
-        if int(spare.min()) < steps:
+        first = int(spare.min())
+        if first + kv.block_size >= steps > first:  # nobody gets two
+            grown = (spare < steps).nonzero()[0]
+            kv.extend_in_order(slots[grown[spare[grown].argsort(kind="stable")]])
+        elif steps > first:
             when = spare[:, None] + kv.block_size * np.arange(-(-steps // kv.block_size) + 1)
             grown, times = np.nonzero(when < steps)
             kv.extend_in_order(slots[grown[np.lexsort((grown, when[grown, times]))]])

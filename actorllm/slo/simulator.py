@@ -117,9 +117,13 @@ class EngineShape:
             "watermark": self.watermark,
         }
 
-    def scheduler(self, policy: PlanPolicy) -> Scheduler:
-        """For simulated requests: they end by their length, so that token ids and what ends a text do not matter."""
-        return Scheduler(policy=policy, **self.scheduler_arguments())
+    def scheduler(self, policy: PlanPolicy, *, has_plans: bool = True) -> Scheduler:
+        """For simulated requests: they end by their length, so that token ids and what ends a text do not matter.
+
+        has_plans: False: somebody simulates it who does not look at its plans, which makes it faster.
+        """
+        is_simulated = not has_plans and not self.enable_prefix_caching
+        return Scheduler(policy=policy, is_simulated=is_simulated, **self.scheduler_arguments())
 
 
 def features_of(record: StepRecord, scheduler: Scheduler) -> tuple[int, int, int, int, int]:
@@ -515,11 +519,11 @@ class TokenLog:
         if sequences is not self._last:  # the same array as long as nobody joins or leaves
             self._last = sequences
             step = len(self.step_ends)
-            streaming, got = self._streaming, dict.fromkeys(sequences.tolist())
-            for sequence in [s for s in streaming if s not in got]:
+            streaming, got = self._streaming, dict.fromkeys(sequences.tolist(), step)
+            for sequence in streaming.keys() - got.keys():
                 self._add(sequence, streaming.pop(sequence), step)
-            for sequence in got:
-                streaming.setdefault(sequence, step)
+            for sequence in got.keys() - streaming.keys():
+                streaming[sequence] = step
         self.step_ends.extend(ends)
 
     def _add(self, sequence: Request, first_step: int, stop: int) -> None:
@@ -647,7 +651,7 @@ def simulate(
         if make_scheduler is not None:
             scheduler = make_scheduler(number, own)
         else:
-            scheduler = shape.scheduler(own)
+            scheduler = shape.scheduler(own, has_plans=on_plan is not None)
         steps = seed_stream(seed, f"steps of replica {number}")
         worker = ModelledWorker(model, steps, has_tokens=has_prefixes, ends=ends)
         tell = None if on_plan is None else (lambda plan, number=number: on_plan(number, plan))
