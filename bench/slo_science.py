@@ -35,17 +35,18 @@ OTHERS = [
     ("hrrn 2048", "hrrn@2048"),
     ("edf 512", "edf@512"),
     ("edf 2048", "edf@2048"),
-    ("edf, dynamic chunk", "qoserve,alpha=0,relegates=off,anchor=first,step_time=model@2048"),
-    ("cohost", "cohost,step_time=model@2048"),
     ("fairbatch", "fairbatch,step_time=model@2048"),
     ("qoserve as published", "qoserve,step_time=model@2048"),
     ("qoserve, alpha 0.0005", "qoserve,alpha=0.0005,step_time=model@2048"),
     ("qoserve, anchor first", "qoserve,alpha=0.0005,anchor=first,step_time=model@2048"),
-    ("the same, learned step times", "qoserve,alpha=0.0005,anchor=first@2048"),
+    ("cohost", "cohost,step_time=model@2048"),
+    ("cohost, anchor slo", "cohost,anchor=slo,step_time=model@2048"),
+    ("cohost, anchor slo, learned", "cohost,anchor=slo@2048"),
 ]
 """Label and variant. Chunks of those with a dynamic one are what a step may hold at most."""
 STARTS = {"conv": 2.5, "code": 0.4}
-TARGETS = (0.99, 0.9)
+TARGETS = {"conv": (0.99, 0.9), "code": (0.9,)}
+"""On code, with its bursts, 99 % is out of reach of everybody at any rate worth running at."""
 READINGS: tuple[Reading, ...] = ("deadline", "tpot")
 GOALS = {"conv": (0.99, 1.7), "code": (0.9, 3.0)}
 """At which attainment the best policy is to have how many times the rate of the best fcfs chunk, in the deadline reading."""
@@ -55,7 +56,7 @@ def sweep(name: str, trace: str, pairs: list[tuple[str, str]], arguments: argpar
     scenario = Scenario(workload=trace, num_requests=arguments.requests, mix=MIX, shape=SHAPE)
     variants = [Variant.parse(text, label) for label, text in pairs]
     return Sweep(scenario, variants, seeds=range(arguments.seeds)).run(
-        targets=TARGETS,
+        targets=TARGETS.get(name, (0.99, 0.9)),
         readings=READINGS,
         who=("worst",),
         ladder=Ladder(STARTS.get(name, 1.0), step=0.04),
@@ -79,7 +80,7 @@ def rows_of(name: str, results: Results) -> list[dict[str, Any]]:
         | {
             f"{target:.0%} {reading}": cell(results, label, target, reading)
             for reading in READINGS
-            for target in TARGETS
+            for target in TARGETS.get(name, (0.99, 0.9))
         }
         for label in results.labels()
     ]
@@ -99,7 +100,7 @@ def ratios_of(name: str, results: Results) -> list[dict[str, Any]]:
     others = [label for label, _ in OTHERS if label in labels]
     rows = []
     for reading in READINGS:
-        for target in TARGETS:
+        for target in TARGETS.get(name, (0.99, 0.9)):
             winner = best(results, others, target, reading)
             for kind in ("fcfs", "priority", "edf"):
                 tuned = [label for label in labels if label.startswith(f"{kind} ")]

@@ -153,6 +153,44 @@ def test_cohost_displaces_best_effort_and_leaves_room(build_engine: BuildEngine)
     assert 3 in {s.key[1] for s in small.scheduler.running()}
 
 
+@pytest.mark.parametrize(("e2e", "pauses"), [(1000.0, True), (None, True), (0.5, False)])
+def test_best_effort_pauses_while_sensitive_prompts_are_computed(
+    build_engine: BuildEngine, e2e: float | None, pauses: bool
+) -> None:
+    """A prompt of 36 tokens goes through in chunks of a few; who has used up half of what it was promised goes on."""
+    engine = build_engine(policy=KeyPlanner(Cohost(Linear())), depth=1, max_num_batched_tokens=6)
+    slo = None if e2e is None else [None, None, e2e, 0.0]
+    engine.submit(1, [1], max_tokens=30, ignore_eos=True, slo=slo)
+    engine.submit(2, [2], max_tokens=30, ignore_eos=True, is_latency_sensitive=True, slo=[0.1, None, None, 0.0])
+    for _ in range(3):
+        engine.launch()
+        engine.complete()
+    engine.now += 0.3
+    before = [len(engine.streams[rid]) for rid in (1, 2)]
+    engine.submit(3, range(36), max_tokens=2, ignore_eos=True, is_latency_sensitive=True, slo=[9.0, None, None, 0.0])
+    for _ in range(7):
+        engine.launch()
+        engine.complete()
+    got = [len(engine.streams[rid]) - had for rid, had in zip((1, 2), before, strict=True)]
+    assert got == ([1, 7] if pauses else [7, 7]), "all of them run in one step of eight"
+    while engine.scheduler.prefilling:
+        engine.launch()
+        engine.complete()
+    had = len(engine.streams[1])
+    engine.launch()
+    engine.complete()
+    assert len(engine.streams[1]) == had + 1, "nobody waits for a prompt any more"
+    engine.run()
+    assert {end.reason for end in engine.ends.values()} == {"length"}
+
+
+def test_sensitive_requests_without_a_promise_come_before_best_effort_without_one(build_engine: BuildEngine) -> None:
+    engine = build_engine(policy=KeyPlanner(Cohost(Linear())), max_num_seqs=1)
+    engine.submit(1, [1], max_tokens=1)
+    engine.submit(2, [2], max_tokens=1, is_latency_sensitive=True)
+    assert order(engine) == [2, 1]
+
+
 def test_qoserve_relegates_who_cannot_make_it(build_engine: BuildEngine) -> None:
     engine = build_engine(policy=KeyPlanner(QoServe(Linear())), max_num_seqs=1)
     engine.now = 10.0

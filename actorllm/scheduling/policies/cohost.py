@@ -1,52 +1,88 @@
-"""Latency-sensitive requests and best-effort ones on one engine (HyGen, NeurIPS 2025; ConServe, ICML 2026).
+"""Latency-sensitive and best-effort requests on one engine (after HyGen, NeurIPS 2025, and ConServe, ICML 2026).
 
-The sensitive ones (`is_latency_sensitive=True`) go first and displace the others when slots, blocks or tokens are out. The
-others fill what a step has left: it is as large as the next token of a sensitive stream allows, by prediction. They leave
-`reserve` of the KV blocks free, so that a sensitive request that comes seldom has to wait for a preemption.
+Sensitive requests (`is_latency_sensitive`) are served as QoServe serves them; best effort gets the time they leave, in three ways:
+
+    prompts   come after those that are due earlier, and leave `reserve` of the KV blocks free for sensitive ones
+    decode    its rows pause in steps in which a sensitive prompt waits or is computed: they cost time, and nobody waits for
+              their next token. All run in one step of `turns`, and who has used up `yields` of what it was promised until
+              its end pauses no more
+    memory    it is preempted when a sensitive request finds no room
 """
 
 from __future__ import annotations
 
 import math
 
-from actorllm.scheduling.deadlines import Deadlines, first_due
-from actorllm.scheduling.policy import Admit, Budget, KeyPolicy, SortKey, StepDone, View
+import numpy as np
+from numpy.typing import NDArray
+
+from actorllm.scheduling.policies.qoserve import QoServe
+from actorllm.scheduling.policy import Admit, SortKey, View
 from actorllm.scheduling.sequence import Sequence
-from actorllm.scheduling.step_time import Pace, Predicts
+from actorllm.scheduling.step_time import Predicts
 
 
-class Cohost(KeyPolicy):
+class Cohost(QoServe):
     """step_time: a fitted model; None: what steps take is learned while they run."""
 
     name = "cohost"
-    ignores_decode_steps = True
-    safety = 1.2
+    anchor = "first"
+    alpha = 0.0005
     reserve = 0.1
+    turns = 8
+    yields = 0.5
 
     def __init__(self, step_time: Predicts | None = None) -> None:
-        self._deadlines = Deadlines("first")
-        self._pace = Pace(step_time, self.safety)
+        super().__init__(step_time)
+        self._is_sensitive: NDArray[np.bool_] = np.zeros(0, np.bool_)  # by slot
+        self._yields_until: NDArray[np.float64] = np.zeros(0)
+        self._waiting: set[Sequence] = set()
+        """The sensitive ones."""
+        self._num_plans = 0
 
-    def key(self, sequence: Sequence, view: View) -> SortKey:
-        return (not sequence.submit.is_latency_sensitive, first_due(sequence))
+    def due(self, sequence: Sequence) -> float:
+        """Sensitive ones that are promised nothing are due at once."""
+        due = super().due(sequence)
+        return sequence.arrival if due == math.inf and sequence.submit.is_latency_sensitive else due
 
     def preempt_for(self, sequence: Sequence, victim: Sequence, view: View) -> bool:
         return sequence.submit.is_latency_sensitive and not victim.submit.is_latency_sensitive
+
+    def victim_key(self, sequence: Sequence, view: View) -> SortKey:
+        return (not sequence.submit.is_latency_sensitive, sequence.arrival_index)
 
     def admit(self, sequence: Sequence, view: View) -> Admit:
         if sequence.submit.is_latency_sensitive or view.batch.num_free_slots == view.limits.max_seqs:
             return Admit.ADMIT
         left = view.kv.num_free - view.admission_blocks(sequence)
-        return Admit.ADMIT if left >= self.reserve * view.kv.pool.num_blocks else Admit.WAIT
+        return Admit.ADMIT if left >= self.reserve * view.kv.pool.num_blocks else Admit.SKIP
 
-    def budget(self, view: View) -> Budget:
-        until = self._deadlines.next_due(view).min(initial=math.inf)
-        return Budget(self._pace.largest(view, float(until)), view.limits.prefill_chunk)
+    def decode_mask(self, view: View) -> NDArray[np.bool_] | None:
+        if not self._waiting and not any(s.submit.is_latency_sensitive for s in view.prefilling):
+            return None
+        self._num_plans += 1
+        slots = view.decode_slots
+        if not slots.size or self._num_plans % self.turns == 0:
+            return None
+        runs: NDArray[np.bool_] = self._is_sensitive[slots] | (self._yields_until[slots] <= view.now)
+        return runs if runs.any() else None
+
+    def on_arrival(self, sequence: Sequence, view: View) -> None:
+        if sequence.submit.is_latency_sensitive:
+            self._waiting.add(sequence)
+
+    on_preempt = on_arrival
 
     def on_admit(self, sequence: Sequence, view: View) -> None:
-        self._deadlines.on_admit(sequence, view)
+        super().on_admit(sequence, view)
+        if not self._yields_until.size:
+            self._yields_until = np.zeros(view.limits.max_seqs)
+            self._is_sensitive = np.zeros(view.limits.max_seqs, np.bool_)
+        slo = sequence.submit.slo
+        e2e = None if slo is None else slo[2]
+        self._is_sensitive[sequence.slot] = sequence.submit.is_latency_sensitive
+        self._yields_until[sequence.slot] = math.inf if e2e is None else sequence.arrival + self.yields * e2e
+        self._waiting.discard(sequence)
 
-    def on_step(self, done: StepDone, view: View) -> None:
-        if done.num_prefill_tokens:
-            self._deadlines.on_step(done, view)
-            self._pace.on_step(done, view)
+    def on_end(self, sequence: Sequence, view: View) -> None:
+        self._waiting.discard(sequence)

@@ -36,6 +36,10 @@ class QoServe(KeyPolicy):
         self._pace = Pace(step_time, self.safety)
         self._tokens_per_s = 8500.0
 
+    def due(self, sequence: Sequence) -> float:
+        """What requests are ordered by, besides their work."""
+        return first_due(sequence)
+
     def _last_chance(self, sequence: Sequence, num_tokens: int) -> float:
         """From when on it cannot meet its deadline."""
         return first_due(sequence) - num_tokens / self._tokens_per_s
@@ -46,7 +50,7 @@ class QoServe(KeyPolicy):
             is_hopeless = bool(sequence.policy_state.get("relegated"))
         else:
             is_hopeless = self.relegates and view.now >= self._last_chance(sequence, remaining)
-        return (is_hopeless, first_due(sequence) + self.alpha * remaining)
+        return (is_hopeless, self.due(sequence) + self.alpha * remaining)
 
     def key_horizon(self, sequence: Sequence, view: View) -> float:
         last_chance = self._last_chance(sequence, view.remaining(sequence))
