@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from actorllm.errors import ConfigError
+from actorllm.scheduling.gate import ADMISSIONS, AdmissionPolicy, register_admission
 from actorllm.scheduling.policies.edf import Edf
-from actorllm.scheduling.policy import KeyPolicy, View
+from actorllm.scheduling.policy import Admit, KeyPolicy, View
 from actorllm.scheduling.sequence import Sequence
 from actorllm.slo.experiments import Point, Results, Scenario, Sweep, Variant, ratio_band, read_results
 from actorllm.slo.experiments.record import record_of
@@ -96,6 +97,24 @@ def test_the_table_by_lengths_and_the_blocks_count_every_request_once(results: R
         assert sum(map(sum, record["blocks"]["n"])) == 60
         overall = record["summary"]["actorllm_overall"]["attainment"]["tpot"]
         assert sum(map(sum, record["blocks"]["tpot"])) == pytest.approx(60 * overall)
+
+
+class OneByOne(AdmissionPolicy):
+    """Nobody beside anybody."""
+
+    def admit(self, sequence: Sequence, joining: list[Sequence], leaving: list[Sequence], view: View) -> Admit:
+        return Admit.WAIT if joining or view.running() else Admit.ADMIT
+
+
+def test_an_admission_policy_is_part_of_a_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ADMISSIONS, "names", dict(ADMISSIONS.names))
+    register_admission("one-by-one", OneByOne)
+    alone = Variant.parse("edf@512+one-by-one")
+    results = Sweep(SCENARIO, [EDF, alone], (0,)).run(rates=(2.0,), num_processes=1)
+    slow, fast = (results.points(label, 2.0)[0]["summary"]["mean_ttft_ms"] for label in (alone.label, EDF.label))
+    assert slow > 3 * fast
+    with pytest.raises(ConfigError, match="'worstcase'; did you mean 'worst-case'"):
+        Variant.parse("edf+worstcase")
 
 
 # The results file --------------------------------------------------------------------------------------------------------
