@@ -23,6 +23,8 @@ MAX_IDLE_S = 60.0
 STARVED_S = 60.0
 """Who waits for longer than this, and than was promised, starves if others overtake it."""
 LOOK_S = 10.0
+MAX_LOOK = 5000
+"""Where more are waiting, nobody looks: it is no news then that some wait for long, and to look would keep the others waiting."""
 NUM_STEPS = 20
 """In which the fastest step is looked for."""
 MAX_OBJECTIVES = 1000
@@ -77,7 +79,7 @@ class PolicyWatch:
 
     def starvation(self, scheduler: Scheduler, now: float) -> str | None:
         """Called when a request comes. Who starves, at most once in LOOK_S seconds."""
-        if now < self._look_at:
+        if now < self._look_at or scheduler.num_waiting > MAX_LOOK:
             return None
         self._look_at = now + LOOK_S
         starved = list(starving(scheduler, now))

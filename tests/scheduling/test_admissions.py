@@ -175,6 +175,38 @@ def test_who_cannot_have_its_first_token_in_time_is_rejected() -> None:
     assert "0.2" in str(engine.ends[2].error)
 
 
+def test_a_pause_is_no_reason_to_reject_anybody() -> None:
+    engine = engine_with(TtftReject(Fixed(0.0, p=1 / 16)))
+    engine.submit(1, [1, 2], max_tokens=20, ignore_eos=True)
+    engine.launch()
+    engine.scheduler.pause("wait", engine.now)
+    engine.submit(2, list(range(16)), max_tokens=2, ignore_eos=True, slo=[2.0, None, None, 0.0], arrival=engine.now)
+    engine.now += 5.0
+    engine.complete()
+    engine.launch()
+    engine.complete()
+    assert not engine.ends
+    engine.scheduler.resume(engine.now)
+    engine.launch()
+    assert engine.ends[2].reason == "error", "but then it is too late"
+    engine.run()
+
+
+def test_the_last_moment_is_in_time() -> None:
+    class Exactly(TtftReject):
+        safety = 1.0
+
+    engine = engine_with(Exactly(Fixed(0.0, p=1 / 16)), max_num_seqs=1)
+    engine.submit(1, [1, 2], max_tokens=20, ignore_eos=True)
+    engine.launch()
+    engine.now = 1.99
+    engine.submit(2, list(range(16)), max_tokens=2, ignore_eos=True, slo=[3.0, None, None, 0.0])
+    engine.launch()
+    assert engine.now == 2.0
+    assert not engine.ends
+    engine.run()
+
+
 def test_what_is_cached_counts() -> None:
     engine = engine_with(TtftReject(Fixed(0.0, p=1 / 16)))
     engine.submit(1, list(range(32)), max_tokens=2, ignore_eos=True)

@@ -8,7 +8,6 @@ is rejected when its prompt alone, begun at once, would take until after its dea
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
 
 from actorllm.scheduling.gate import AdmissionPolicy
 from actorllm.scheduling.policy import Admit, StepDone, View
@@ -53,17 +52,24 @@ class TtftReject(AdmissionPolicy):
         heapq.heappush(self._heap, (view.now, sequence.arrival_index, sequence))
         return Admit.SKIP  # it is rejected with the next step
 
-    def reject(self, view: View) -> Iterator[tuple[Sequence, str]]:
+    def reject(self, view: View) -> list[tuple[Sequence, str]]:
+        rejected: list[tuple[Sequence, str]] = []
+        later: list[tuple[float, Sequence]] = []
         while self._heap and self._heap[0][0] <= view.now:
             _, _, sequence = heapq.heappop(self._heap)
             due = self._due(sequence)
-            if due is None or sequence.state is not State.WAITING or not view.may_start(sequence):
+            if due is None or sequence.state is not State.WAITING:
                 continue
             needs = self._needs(sequence, view)
             if view.now + needs <= due:
-                self._push(sequence, due - needs)
-            else:
-                yield sequence, self._reason(sequence, due, needs, view)
+                later.append((due - needs, sequence))
+            elif view.may_start(sequence):
+                rejected.append((sequence, self._reason(sequence, due, needs, view)))
+            else:  # held up by a pause, say, which is none of its fault
+                later.append((view.now, sequence))
+        for last_chance, sequence in later:
+            self._push(sequence, last_chance)
+        return rejected
 
     def _reason(self, sequence: Sequence, due: float, needs: float, view: View) -> str:
         left = due - view.now
