@@ -64,7 +64,7 @@ from actorllm.scheduling.policy import POLICIES, PlanPolicy, load_policy
 from actorllm.scheduling.policy_watch import PolicyWatch
 from actorllm.scheduling.recording import Entry, RecordedScheduler
 from actorllm.scheduling.scheduler import Scheduler
-from actorllm.scheduling.sequence import Key, Sequence
+from actorllm.scheduling.sequence import Key, Sequence, State
 from actorllm.text.request_text import RequestText
 from actorllm.text.token_text import LogprobText, TokenText
 from actorllm.text.tokenizer import Tokenizer
@@ -481,6 +481,9 @@ class SchedulerActor(Actor):
                     break
                 continue
             self._launch(plan)
+        if self._trial and self._has_workers and not scheduler.num_in_flight and not self._trial.has_stepped:
+            self._trial.on_step(())  # there is nothing to wait for: nobody of those on trial can run now
+            self.wake()
         self._tell_if_drained()
         if self._idle is not None:
             self._tell_if_idle()
@@ -578,7 +581,8 @@ class SchedulerActor(Actor):
         is_known = message.is_resumed or message.output.size  # to the scheduler before
         if self._is_draining and not is_known and self._outlets[frontend].link in self._foreign:
             return [_refusal_to_drain(key, message)]
-        if (self._trial or message.num_deaths) and self._is_held(key, message):
+        is_suspect = message.num_deaths and frontend in self._resubmitting  # else it is nobody's word but its own
+        if (self._trial or is_suspect) and self._is_held(key, message):
             return []
         return self._take_on(key, message)
 
@@ -640,7 +644,9 @@ class SchedulerActor(Actor):
             return False
         for key in self._trial.untried:
             sequence = self.scheduler.sequence(key)
-            if sequence is not None and (sequence.slot >= 0 or not self._trial.has_stepped):
+            if sequence is None or sequence.state is State.BLOCKED:
+                continue  # it waits for somebody else
+            if sequence.slot >= 0 or not self._trial.has_stepped:
                 return False
         return True
 

@@ -136,9 +136,9 @@ class Engine:
         self.deliver(self.honest, submit)
         for _ in range(600):
             self.turn()
-            if any(outputs.ends for outputs in self.honest.sent):
+            outputs = [message for message in self.honest.sent if isinstance(message, Outputs)]
+            if any(message.ends for message in outputs):
                 break
-        outputs: list[Outputs] = self.honest.sent
         assert [end[1:4] for o in outputs for end in o.ends] == [["length", None, None]]
         tokens = [token for o in outputs for token in o.tokens.tolist()]
         assert tokens == reference_stream(prompt, rid, 6, VOCAB)

@@ -23,7 +23,7 @@ from actorllm.actors.scheduler import read_recording
 from actorllm.actors.topology import Topology, engine_topology
 from actorllm.config import EngineConfig
 from actorllm.errors import EngineDeadError, EngineShutdownError, PeerRestartedError, RequestFailedError
-from actorllm.messages import Abort, LateInputs, OnTrial, Outputs, StepResult, Submit
+from actorllm.messages import NO_I32, Abort, LateInputs, OnTrial, Outputs, StepResult, Submit
 from tests.actors import deadly_policies
 from tests.actors.scripted_worker import BREAKING, DEADLY, VOCAB, DeadlyRunner
 from tests.actors.test_engine_actors import make_worker, plan_for
@@ -459,9 +459,14 @@ async def test_who_is_held_back_can_be_aborted() -> None:
     async with running() as bench:
         bench.workers.lost = PeerRestartedError("killed")  # type: ignore[attr-defined]
         bench.actor.on_peer_lost(bench.workers)  # type: ignore[arg-type]
+        bench.frontend = FakeLink("frontend")
+        bench.frontend.generation = 2
+        bench.actor.on_link(bench.frontend)  # type: ignore[arg-type]
         await bench.send(submit_of(1, num_deaths=1, is_resumed=True))
         await bench.send(submit_of(2, is_resumed=True))
         await bench.send(submit_of(3))
+        assert len(bench.actor._trial) == 3, "there may be more suspects to come"
+        await bench.send(Abort(rids=NO_I32))
         trial = [message for message in bench.frontend.sent if isinstance(message, OnTrial)]
         assert [(t.rids.tolist(), t.num_tried, t.is_alone) for t in trial] == [([], 1, False), ([1], 1, True)]
         assert len(bench.actor._trial) == 2
@@ -472,6 +477,30 @@ async def test_who_is_held_back_can_be_aborted() -> None:
         await bench.settle()
         assert bench.actor.scheduler.is_idle
         assert sorted(int(rid) for message in bench.outputs for rid in message.rids) == [1, 2, 3]
+
+
+async def test_nobody_begins_a_trial_who_has_nothing_to_submit_again() -> None:
+    """What an attached program says of its requests holds up no others."""
+    async with running() as bench:
+        await bench.send(submit_of(1, num_deaths=3, is_resumed=True, max_tokens=6, detokenize=False))
+        await bench.send(submit_of(2, max_tokens=6, detokenize=False))
+        assert not bench.actor._trial
+        await bench.work()
+        told = [message for message in bench.outputs if isinstance(message, Outputs)]
+        assert sorted(int(message.rids[end[0]]) for message in told for end in message.ends) == [1, 2]
+
+
+async def test_a_suspect_that_cannot_run_holds_up_nobody() -> None:
+    async with running() as bench:
+        bench.frontend = FakeLink("frontend")
+        bench.frontend.generation = 2
+        bench.actor.on_link(bench.frontend)  # type: ignore[arg-type]
+        await bench.send(submit_of(1, num_deaths=1, is_resumed=True, blocked_on="grammar"))
+        await bench.send(submit_of(2, max_tokens=6, detokenize=False))
+        await bench.send(Abort(rids=NO_I32))
+        await bench.work()
+        told = [message for message in bench.outputs if isinstance(message, Outputs)]
+        assert [t for message in told for t in message.tokens.tolist()] == reference_stream([0, 502], 2, 6, 4096)
 
 
 # A worker without a scheduler -----------------------------------------------------------------------------------------
