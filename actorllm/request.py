@@ -474,6 +474,8 @@ def _logit_bias(bias: object) -> dict[int, float] | None:
         return None
     if not isinstance(bias, Mapping):
         raise InvalidParameterError(f"logit_bias={_shown(bias)} must map token ids to numbers")
+    if all(type(key) is int and key >= 0 and _is_bias(value) for key, value in bias.items()):
+        return {key: float(value) for key, value in bias.items()}
     checked: dict[int, float] = {}
     for key, value in bias.items():
         if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20:
@@ -482,6 +484,10 @@ def _logit_bias(bias: object) -> dict[int, float] | None:
             raise InvalidParameterError(f"logit_bias: {_shown(key)} is no token id")
         checked[key] = _number(f"logit_bias[{_shown(key)}]", value, low=-MAX_FLOAT32, high=MAX_FLOAT32)
     return checked
+
+
+def _is_bias(value: object) -> bool:
+    return type(value) in (float, int) and -MAX_FLOAT32 <= value <= MAX_FLOAT32  # type: ignore[operator]
 
 
 def _allowed_token_ids(ids: object) -> list[int] | None:
@@ -493,10 +499,20 @@ def _allowed_token_ids(ids: object) -> list[int] | None:
         raise InvalidParameterError("allowed_token_ids is empty: no token could be chosen; None allows all")
     if len(ids) > MAX_ALLOWED_TOKEN_IDS:
         raise InvalidParameterError(f"allowed_token_ids has {len(ids)} ids, more than any vocabulary")
+    global _known_ids
+    known = _known_ids
+    are_integers = set(map(type, ids)) <= {int}  # a whole vocabulary is checked without a loop in Python
+    if are_integers and ids == known:
+        return known.copy()
     distinct = ids
-    if not set(map(type, ids)) <= {int} or min(ids) < 0:  # a whole vocabulary is checked without a loop in Python
+    if not are_integers or min(ids) < 0:
         distinct = [_integer("allowed_token_ids", i, low=0) for i in ids]
-    return list(dict.fromkeys(distinct))
+    _known_ids = checked = list(dict.fromkeys(distinct))
+    return checked.copy()
+
+
+_known_ids: list[int] = []
+"""The allowed_token_ids that were checked last: mostly every request of a program has the same, and they are many."""
 
 
 def _bad_words(words: object) -> list[str]:

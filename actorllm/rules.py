@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from actorllm.request import MAX_BAD_WORDS, MAX_PATTERN_SIZE, RepetitionDetectio
 _HEADER = 9
 """Integers before the ids of a record: slot, integers in it, logprobs, prompt logprobs, first position, four counts."""
 _PENALTIES = 3
+
+MAX_KNOWN_WORDS = 4096
+"""Bad words of a tokenizer whose tokens are remembered."""
 
 MAX_COUNT = 2**31 - 1
 MAX_F32 = float(np.finfo(np.float32).max)
@@ -155,15 +159,7 @@ def _token_sequences(
 
     As they are, and with a leading space where that only makes another first token: the word within a text.
     """
-    sequences: list[tuple[int, ...]] = []
-    for word in words:
-        bare = tuple(tokenizer().encode(word.lstrip(), add_special_tokens=False).tolist())
-        spaced = tuple(tokenizer().encode(" " + word.lstrip(), add_special_tokens=False).tolist())
-        if not bare:
-            raise InvalidParameterError(f"bad_words: {word!r} has no token, so it cannot be kept away; remove it")
-        sequences.append(bare)
-        if spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
-            sequences.append(spaced)
+    sequences = [sequence for word in words for sequence in _sequences_of(word, tokenizer())]
     if len(sequences) > MAX_BAD_WORDS:
         raise InvalidParameterError(
             f"bad_words are {len(sequences)} token sequences, with and without a leading space, and the limit is "
@@ -175,6 +171,30 @@ def _token_sequences(
                 f"bad_words: token {max(sequence)} is outside the model's vocabulary of {vocab_size} tokens"
             )
     return tuple(sequences)
+
+
+def _sequences_of(word: str, tokenizer: Encoder) -> tuple[tuple[int, ...], ...]:
+    """Of one word; remembered, because mostly every request of a program forbids the same ones."""
+    known = _known_words.setdefault(tokenizer, {})
+    found = known.get(word)
+    if found is None:
+        if len(known) >= MAX_KNOWN_WORDS:
+            known.clear()
+        found = known[word] = _tokenized(word, tokenizer)
+    return found
+
+
+def _tokenized(word: str, tokenizer: Encoder) -> tuple[tuple[int, ...], ...]:
+    bare = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False).tolist())
+    spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False).tolist())
+    if not bare:
+        raise InvalidParameterError(f"bad_words: {word!r} has no token, so it cannot be kept away; remove it")
+    if spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
+        return bare, spaced
+    return (bare,)
+
+
+_known_words: WeakKeyDictionary[Encoder, dict[str, tuple[tuple[int, ...], ...]]] = WeakKeyDictionary()
 
 
 def encode_rules(rows: Iterable[tuple[int, int, SamplingRules]]) -> tuple[I32, F32]:

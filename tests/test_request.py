@@ -615,3 +615,21 @@ def test_from_optional_takes_none_for_defaults_and_brings_biases_within_bounds()
         SamplingParams.from_optional(temprature=1.0)
     with pytest.raises(InvalidParameterError, match="min_p=None"):
         SamplingParams.from_optional(min_p=None)
+
+
+def test_what_was_checked_before_is_checked_again() -> None:
+    """The same ids are common, and recognised; what only equals them is not taken for them."""
+    ids = [5, 1, 1000, 5]
+    first, second = SamplingParams(allowed_token_ids=ids), SamplingParams(allowed_token_ids=[5, 1, 1000])
+    assert first.allowed_token_ids == second.allowed_token_ids == [5, 1, 1000]
+    assert isinstance(first.allowed_token_ids, list)
+    first.allowed_token_ids.append(7)
+    assert second.allowed_token_ids == SamplingParams(allowed_token_ids=[5, 1, 1000]).allowed_token_ids == [5, 1, 1000]
+    for wrong in ([5, True, 1000], [5, 1.0, 1000], [5, -1, 1000]):
+        with pytest.raises(InvalidParameterError, match="allowed_token_ids"):
+            SamplingParams(allowed_token_ids=wrong)  # type: ignore[arg-type]
+    assert SamplingParams(logit_bias={3: 1, 4: -0.5}).logit_bias == {3: 1.0, 4: -0.5}
+    assert SamplingParams(logit_bias={"3": 1, 4: -0.5}).logit_bias == {3: 1.0, 4: -0.5}
+    for bias in ({3: float("nan")}, {3: True}, {3: 1e39}, {-3: 1.0}, {True: 1.0}, {3: 10**400}):
+        with pytest.raises(InvalidParameterError, match="logit_bias"):
+            SamplingParams(logit_bias=bias)

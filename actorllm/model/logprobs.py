@@ -22,7 +22,7 @@ from actorllm.messages import I32
 TILE = 64
 """Ids of which only the largest logit is looked at, unless that is one of the largest maxima."""
 
-CHUNK_ELEMENTS = 1 << 21
+CHUNK_ELEMENTS = 1 << 20
 """Logits worked on at a time."""
 
 LOG2_E = math.log2(math.e)
