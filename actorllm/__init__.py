@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from actorllm.flat_logprobs import FlatLogprobs
     from actorllm.llm import LLM
     from actorllm.llm_engine import LLMEngine
-    from actorllm.prompt import EmbedsPrompt, TextPrompt, TokensPrompt
+    from actorllm.prompt import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
     from actorllm.request import (
         CompletionOutput,
         Logprob,
@@ -59,6 +59,7 @@ __all__ = (
     "LLMEngine",
     "Logprob",
     "PoolingParams",
+    "PromptType",
     "RepetitionDetectionParams",
     "RequestMetrics",
     "RequestOutput",
@@ -89,6 +90,7 @@ _HOME = {
     "LLMEngine": "llm_engine",
     "Logprob": "request",
     "PoolingParams": "request",
+    "PromptType": "prompt",
     "RepetitionDetectionParams": "request",
     "RequestMetrics": "request",
     "RequestOutput": "request",

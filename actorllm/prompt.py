@@ -5,7 +5,7 @@ A plain string or list of ids says the same as one of these without further keys
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NotRequired, TypedDict
+from typing import TYPE_CHECKING, NotRequired, TypeAlias, TypedDict
 
 if TYPE_CHECKING:
     import torch
@@ -42,3 +42,7 @@ class EmbedsPrompt(TypedDict):
     """Where the id counts (True), and where the row of prompt_embeds does."""
     cache_salt: NotRequired[str | None]
     """Requests share cached blocks only with those of the same salt."""
+
+
+PromptType: TypeAlias = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
+"""One prompt, in any of the forms that programs for vLLM annotate with this name."""

@@ -181,6 +181,13 @@ def test_prompts() -> None:
         assert name not in actorllm.__all__
 
 
+def test_what_the_package_itself_exports() -> None:
+    rows = SECTIONS["The package"]
+    assert set(rows) == set(VLLM["exported"])
+    for name in rows:
+        assert (rows[name][0] != "not there") == hasattr(actorllm, name), name
+
+
 def test_every_public_name_of_vllm_is_exported() -> None:
     listed = re.search(r"from actorllm import ([^`]*)`", PAGE.read_text())
     assert listed is not None

@@ -337,3 +337,13 @@ def test_a_model_that_cannot_start_from_embeddings_is_refused(tmp_path: Path) ->
             topology="inline",
             load_format="dummy",
         )
+
+
+def test_embeddings_beyond_what_a_message_carries_are_refused(
+    llm: LLM, table: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actorllm.engine.MAX_PROMPT_BYTES", 10 * 4 * WIDTH)
+    (output,) = llm.generate({"prompt_embeds": table[:10]}, GREEDY, use_tqdm=False)
+    assert output.finished
+    with pytest.raises(InvalidPromptError, match=r"of 11264 bytes .* may carry \(10240\): shorten them to 10 tokens"):
+        llm.generate({"prompt_embeds": table[:11]}, GREEDY, use_tqdm=False)

@@ -108,8 +108,15 @@ def main(root: Path) -> None:
     for table, found in engines.items():
         for file, cls in reversed(CLASSES[table]):
             found |= signatures(class_of(root / file, cls))
+    tree = ast.parse((root / "__init__.py").read_text())
+    (exported,) = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and "__all__" in ast.unparse(node.targets[0])
+    ]
     made = {
         "version": metadata.removesuffix(".dist-info").split("-")[1],
+        "exported": exported,
         "names": names,
         "signatures": engines,
         "fields": {"SamplingParams": fields(class_of(root / "sampling_params.py", "SamplingParams"))},
