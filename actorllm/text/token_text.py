@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 from actorllm.logprobs import LogprobSpan
 from actorllm.text.detokenizer import REPLACEMENT
@@ -28,6 +29,11 @@ class TokenText:
         self._backend = tokenizer.backend
         self._whole: dict[int, str] = {}
         self._parts: set[int] = set()
+
+    def known(self, tokens: list[int]) -> list[str] | None:
+        """Their texts, if all of them are known and none is a part of a character."""
+        found = list(map(self._whole.get, tokens))
+        return None if None in found else cast("list[str]", found)
 
     def of(self, token: int, before: Iterable[int]) -> str:
         """Its text; of the last part of a character the whole character, of an earlier part nothing."""
@@ -80,6 +86,10 @@ class LogprobText:
     def texts(self, span: LogprobSpan) -> list[str]:
         """Of every entry of the next span, in order."""
         before = self._prompt if span.is_prompt else self._output
+        found = self._text.known(span.ids.reshape(-1).tolist())
+        if found is not None:
+            before.extend(span.ids[-NUM_BEFORE:, 0].tolist())
+            return found
         of, found = self._text.of, []
         for ids in span.ids.tolist():
             found += [of(token, before) for token in ids]
