@@ -123,6 +123,12 @@ class Batch:
             self.is_decoding[slot] = False
             self._has_left = True
 
+    def stop_rows(self, index: NDArray[np.intp]) -> None:
+        """As `stop_decoding`, of slots that decode."""
+        if index.size:
+            self.is_decoding[index] = False
+            self._has_left = True
+
     def rows(self) -> Rows:
         """The decode rows: the same object as last time while nobody joined or left."""
         if self._has_left:

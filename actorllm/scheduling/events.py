@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +14,7 @@ from actorllm.request import FinishReason
 from actorllm.scheduling.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class End:
+class End(NamedTuple):
     """A request ended."""
 
     sequence: Sequence

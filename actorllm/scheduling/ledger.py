@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from actorllm.messages import I32, no_i32
+from actorllm.messages import I32, NO_I32
 from actorllm.scheduling.batch import Rows
 from actorllm.scheduling.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepRecord:
+class StepRecord(NamedTuple):
     """One launched step."""
 
     step: int
@@ -27,7 +26,7 @@ class StepRecord:
     """Every prefill chunk of the step with its number of tokens, sampling or not; then forks with those they take over."""
     num_tokens: int
     launched: float
-    zeroed: I32 = field(default_factory=no_i32)
+    zeroed: I32 = NO_I32
     """The blocks that its plan has cleared first."""
 
     @property
@@ -92,7 +91,7 @@ class Ledger:
     def skip(self, steps: int) -> None:
         """Count steps that were run without being recorded (`Scheduler.advance`): those in flight are later ones now."""
         self._last_step += steps
-        self._in_flight = deque(replace(record, step=record.step + steps) for record in self._in_flight)
+        self._in_flight = deque(record._replace(step=record.step + steps) for record in self._in_flight)
 
     def last_step_naming(self, sequence: Sequence) -> int:
         """The last step in flight that names this sequence; 0 if none does."""

@@ -74,8 +74,8 @@ class PlanBuilder:
         if rows.slots is not self._sent_rows:
             self._sent_rows = columns["decode_slots"] = rows.slots
         if prefill:
-            chunks = np.array([(s.slot, n) for s, n in prefill], np.int32, order="F")
-            columns["prefill_slots"], columns["prefill_counts"] = chunks.T
+            columns["prefill_slots"] = np.array([s.slot for s, _ in prefill], np.int32)
+            columns["prefill_counts"] = np.array([n for _, n in prefill], np.int32)
         if late_slots.size:
             columns["late_slots"] = late_slots
         return StepPlan(step=step, **columns)

@@ -16,7 +16,7 @@ import heapq
 import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,8 +67,7 @@ class Admit(enum.Enum):
     """Not now; look at the next one."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepDone:
+class StepDone(NamedTuple):
     """What a policy learns from a finished step."""
 
     step: int

@@ -365,8 +365,7 @@ class Scheduler:
                 joining = batch.start_decoding(completed)
                 sampling = batch.rows() if rows is decode.rows else rows.joined(joining)
                 computed = batch.num_computed[sampling.index]
-        for slot in sampling.slots[computed >= sampling.limits - ONE].tolist():
-            batch.stop_decoding(slot)  # the last token it may have is in flight now
+        batch.stop_rows(sampling.index[computed >= sampling.limits - ONE])  # their last token is in flight now
         self._admission.num_left = self._admission.num_requests - len(self._roster.blocked)
         if not num_tokens:
             return None
