@@ -229,14 +229,21 @@ class KVCacheManager:
             return None
         return self.index.publish(hashes, self._table[slot, :num_blocks].copy())
 
-    def publish_output(self, slot: int, hashes: bytes, num_blocks: int, known: I32, run: Run | None = None) -> None:
+    def publish_output(
+        self, slot: int, hashes: bytes, num_blocks: int, known: I32, run: Run | None = None, is_new: bool = False
+    ) -> None:
         """The blocks behind those that have hashes (and are published) are computed as well, up to num_blocks.
 
         They are hashed when somebody gets that far. known: their first token ids, as many as are not paged. run: what
-        `publish` returned, if that was called.
+        `publish` returned, if that was called. is_new: it was not, and nothing in the index begins like this.
         """
-        if self.index is not None:
-            self.index.publish_tail(hashes, self._table[slot, :num_blocks].copy(), known, run)
+        if self.index is None:
+            return
+        blocks = self._table[slot, :num_blocks].copy()
+        if is_new:
+            self.index.publish_whole(hashes, blocks, known)
+        else:
+            self.index.publish_tail(hashes, blocks, known, run)
 
     def _on_evict(self, blocks: NDArray[np.intp], labels: I32) -> None:
         if self.index is not None:

@@ -165,6 +165,22 @@ class PrefixIndex:
             run = self._add(run, at, blocks[at:], hashes[HASH_BYTES * at : HASH_BYTES * blocks.size])
         return run
 
+    def begins(self, first: bytes) -> bool:
+        """Whether anything here begins with the block of this hash."""
+        return first in self._root.children
+
+    def is_new(self, first: bytes) -> bool:
+        """Whether nothing does, nor is left of what did."""
+        return first not in self._root.children and not self._has_orphans
+
+    def publish_whole(self, hashes: bytes, blocks: I32, known: I32) -> None:
+        """`publish` and `publish_tail` in one, of a sequence that nothing here begins like."""
+        if self._has_orphans:
+            self._take_from_orphans(blocks)
+        run = self._add(self._root, 0, blocks, hashes)
+        run.stop = len(hashes) // HASH_BYTES
+        run.known = known
+
     def publish_tail(self, hashes: bytes, blocks: I32, known: I32, run: Run | None = None) -> None:
         """The referenced blocks at the start of one sequence: as many as there are hashes, and those that follow them.
 

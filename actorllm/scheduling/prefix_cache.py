@@ -36,6 +36,8 @@ class PrefixCache:
         self._batch = batch
         self._ledger = ledger
         self._spare = spare
+        self._fresh: dict[bytes, Sequence] = {}
+        """By their first hash, requests that run and what they published: the index has it as soon as somebody looks."""
         self._looked_up = [0, 0, 0]  # requests, queries, hits
         self._looked_up_again = [0, 0, 0]
 
@@ -69,6 +71,8 @@ class PrefixCache:
         sequence.num_needed_blocks = self._kv.blocks_for(most_tokens)
         if index is None or not sequence.hashes or sequence.submit.skip_reading_prefix_cache or sequence.is_whole:
             return
+        if self._fresh:
+            self._settle(sequence.hashes)
         most = min(len(sequence.hashes) // HASH_BYTES, (num_known - 1) // self._kv.block_size)
         sequence.hits = hits = index.find(sequence.hashes, most)
         if hits.size:
@@ -109,26 +113,60 @@ class PrefixCache:
         sequence.num_done += num_tokens
         num_blocks = min(sequence.num_done // self._kv.block_size, len(sequence.hashes) // HASH_BYTES)
         if num_blocks > sequence.num_published:
-            sequence.run = self._kv.publish(sequence.slot, sequence.hashes, num_blocks)
             sequence.num_published = num_blocks
+            self._publish(sequence)
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Have the first `num_published` blocks of a request in a slot found from now on.
+
+        Most prompts begin like no other. Those are put into the index when somebody looks for them, or else together with
+        their output when they end.
+        """
+        index, first = self._kv.index, sequence.hashes[:HASH_BYTES]
+        if index is None:
+            return
+        owner = self._fresh.get(first)
+        if owner is sequence or (owner is None and index.is_new(first)):
+            self._fresh[first] = sequence
+            index.version += 1
+            return
+        self._settle(first)
+        sequence.run = self._kv.publish(sequence.slot, sequence.hashes, sequence.num_published)
+
+    def _settle(self, hashes: bytes) -> None:
+        """Put into the index what begins like this."""
+        owner = self._fresh.pop(hashes[:HASH_BYTES], None)
+        if owner is not None:
+            owner.run = self._kv.publish(owner.slot, owner.hashes, owner.num_published)
 
     def publish_rest(self, sequence: Sequence) -> None:
         """A request ends: what it computed since its admission can be found from now on."""
         size = self._kv.block_size
         num_blocks = self._num_reported(sequence) // size
-        if num_blocks <= sequence.num_published or self._batch.is_simulated.item(sequence.slot):
-            return
         num_hashed = len(sequence.hashes) // HASH_BYTES
-        if num_hashed and num_hashed == sequence.num_published:
+        if num_blocks <= sequence.num_published or self._batch.is_simulated.item(sequence.slot):
+            self.settle(sequence)
+        elif num_hashed and num_hashed == sequence.num_published:
             known = sequence.known[num_hashed * size :].copy()
-            self._kv.publish_output(sequence.slot, sequence.hashes, num_blocks, known, sequence.run)
-            return
-        sequence.known = self._known_tokens(sequence)
-        self.hash_known(sequence)
-        self._kv.publish(sequence.slot, sequence.hashes, num_blocks)
+            first = sequence.hashes[:HASH_BYTES]
+            is_fresh = self._fresh.get(first) is sequence
+            if is_fresh:
+                del self._fresh[first]
+            self._kv.publish_output(sequence.slot, sequence.hashes, num_blocks, known, sequence.run, is_fresh)
+        else:
+            sequence.known = self._known_tokens(sequence)
+            self.hash_known(sequence)
+            self._settle(sequence.hashes)
+            self._kv.publish(sequence.slot, sequence.hashes, num_blocks)
+
+    def settle(self, sequence: Sequence) -> None:
+        """A request is about to leave its slot with nothing more to publish."""
+        if self._fresh.get(sequence.hashes[:HASH_BYTES]) is sequence:
+            self._settle(sequence.hashes)
 
     def publish_known(self, sequence: Sequence) -> None:
         """A request leaves its slot and comes back: it will look for what it has computed, by all its known tokens."""
+        self.settle(sequence)
         num_blocks = self._num_reported(sequence) // self._kv.block_size
         sequence.known = self._known_tokens(sequence)
         sequence.hits, sequence.looked_up = NO_I32, -1
@@ -138,6 +176,7 @@ class PrefixCache:
         is_valid = sequence.can_publish
         self.hash_known(sequence)  # from here on it may publish again, if a reset had forbidden it
         if is_valid and num_blocks > sequence.num_published:
+            self._settle(sequence.hashes)
             self._kv.publish(sequence.slot, sequence.hashes, num_blocks)
 
     def _num_reported(self, sequence: Sequence) -> int:
@@ -166,6 +205,7 @@ class PrefixCache:
         index = self._kv.index
         if index is None or not sequence.hashes:
             return False
+        self._settle(sequence.hashes)
         index.forget(sequence.hashes)
         if sequence.slot >= 0:
             index.drop(self._kv.tables[0, sequence.slot, : self._kv.num_blocks[sequence.slot]])
@@ -182,6 +222,7 @@ class PrefixCache:
             return
         _ = self._kv.num_free  # slots that were emptied give their blocks back first
         self._kv.index.reset()
+        self._fresh.clear()
         for sequence in running:
             sequence.can_publish = False
 
@@ -200,3 +241,13 @@ class PrefixCache:
             preempted_hits=again_hits,
             num_resets=self._kv.index.statistics().num_resets,
         )
+
+    def check_integrity(self) -> None:
+        """AssertionError when what waits to be put into the index is not as it should be."""
+        for first, sequence in self._fresh.items():
+            assert sequence.slot >= 0, f"{sequence.key} has left, and its blocks are not in the index"
+            assert sequence.can_publish, f"{sequence.key} publishes what it must not"
+            assert sequence.hashes.startswith(first), f"{sequence.key} is found under the hash of another"
+            assert 0 < sequence.num_published <= len(sequence.hashes) // HASH_BYTES, f"{sequence.key} lacks hashes"
+            assert self._kv.index is not None
+            assert not self._kv.index.begins(first), f"{sequence.key} is in the index, and waits to be"

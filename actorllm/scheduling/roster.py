@@ -199,8 +199,11 @@ class Roster:
             wasted = self._batch.num_computed.item(slot) + 1 - self._batch.num_known.item(slot) if is_sampling else 0
             sequence.num_wasted_tokens += wasted
             self.num_wasted += wasted
-            if sequence.can_publish and reason != "error":
-                self._cache.publish_rest(sequence)
+            if sequence.can_publish:
+                if reason == "error":
+                    self._cache.settle(sequence)
+                else:
+                    self._cache.publish_rest(sequence)
             self._leave_slot(sequence, zero=zero)
         else:
             self._leave_line(sequence)

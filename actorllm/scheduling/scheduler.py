@@ -724,6 +724,7 @@ class Scheduler:
         self.batch.check_integrity()
         self.kv.check_integrity()
         self._roster.check_integrity()
+        self._cache.check_integrity()
         batch = self.batch
         for slot, sequence in enumerate(batch.sequences):
             if sequence is None:
