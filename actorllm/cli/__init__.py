@@ -25,6 +25,10 @@ app = App(name="actorllm", version=__version__, help="An LLM engine to embed in 
 app.command("actorllm.cli.chat:chat")
 app.command("actorllm.cli.run_batch:run_batch")
 app.command("actorllm.cli.bench:bench", name="bench")
+app.command("actorllm.cli.laboratory:simulate")
+app.command("actorllm.cli.laboratory:sweep")
+app.command("actorllm.cli.laboratory:report")
+app.command("actorllm.cli.laboratory:explain")
 
 
 @app.command

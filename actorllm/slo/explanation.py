@@ -3,7 +3,7 @@
 The time to the first token and that of the tokens after it are each divided up without remainder:
 
     waiting     for the step under way, for a slot, for KV blocks, for prompts that were served first, or by the policy's will
-    prompt      what its own prompt takes alone; cutting it into chunks; what else was in those steps
+    prompt      what its own prompt takes alone; cutting it into chunks; what else was in those steps; steps between them
     preemption  from losing its blocks to its next token
     decoding    what its tokens take alone; the decode rows and the prompts of its batch-mates; steps that left it out
 
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from actorllm.errors import ConfigError
 from actorllm.messages import F64
@@ -38,7 +39,8 @@ CAUSES = {
     "policy": "the policy or the admission held it back although there was room",
     "own prompt": "its own prompt, computed alone and at once",
     "chunking": "its prompt was cut into chunks, each with a step's fixed cost",
-    "mates while prefilling": "what else was in the steps of its prompt, and steps without it",
+    "mates while prefilling": "what else was in the steps of its prompt",
+    "passed over": "between its chunks came steps without it",
     "preemption": "it was preempted and had to be computed again",
     "own tokens": "its own tokens, decoded alone",
     "decode mates": "the decode rows beside it",
@@ -136,7 +138,7 @@ def explain(
     row: int,
     timeline: RunTimeline,
     classes: Sequence[RequestClass],
-    class_ids: Sequence[int],
+    class_ids: NDArray[np.integer[Any]],
     journal: Journal,
     model: StepModel,
     *,
@@ -281,7 +283,7 @@ class _Explainer:
         tokens = [size for _, size, _ in chunks]
         total = sum(tokens)
         alone = self.model.seconds(total, 0, 0, 0, total * (total + 1) / 2) if total else 0.0
-        in_chunks, had = 0.0, 0
+        in_chunks, had, in_steps = 0.0, 0, 0.0
         for number, (entry, size, step) in enumerate(chunks):
             in_chunks += self.model.seconds(size, 0, 0, had, size * had + size * (size + 1) / 2)
             had += size
@@ -289,17 +291,20 @@ class _Explainer:
             beside = [f"{entry.num_decode} decode rows"] if entry.num_decode else []
             beside += [f"{others} prompt tokens of others"] if others > 0 else []
             took = float(self.table.end[step] - self.table.start[step])
+            in_steps += took
             if number < 6 or number == len(chunks) - 1:
                 self._tell(
                     float(self.table.start[step]),
                     f"chunk {number + 1} of {len(chunks)}: {size} tokens in a step of {_s(took)}"
                     f"{', beside ' + ' and '.join(beside) if beside else ''}",
                 )
-        alone = min(alone, spent)
-        in_chunks = min(max(in_chunks, alone), spent)
+        in_steps = min(in_steps, spent)
+        alone = min(alone, in_steps)
+        in_chunks = min(max(in_chunks, alone), in_steps)
         found["own prompt"] += alone
         found["chunking"] += in_chunks - alone
-        found["mates while prefilling"] += spent - in_chunks
+        found["mates while prefilling"] += in_steps - in_chunks
+        found["passed over"] += spent - in_steps
         if math.isfinite(self.first):
             self._tell(self.first, "first token")
 

@@ -48,7 +48,7 @@ def explained(
     journal = Journal(frozenset({(0, row)}))
     run = simulate(workload, shape, model, policy=policy, make_scheduler=journal.scheduler_maker(shape), **arguments)
     assert_unchanged(run, simulate(workload, shape, model, policy=policy, **arguments))
-    found = explain(row, run.timeline, workload.classes, workload.class_ids.tolist(), journal, model)
+    found = explain(row, run.timeline, workload.classes, workload.class_ids, journal, model)
     timeline = run.timeline
     if math.isfinite(timeline.first_token[row]):
         assert found.ttft == pytest.approx(timeline.ttft[row]), "nothing is left over"
@@ -186,9 +186,9 @@ def test_the_worst_request_and_one_that_is_not_there() -> None:
     run = simulate(workload, SHAPE, SECOND)
     assert worst_request(run.timeline, workload) == 2
     with pytest.raises(ConfigError, match="there is no request 3: the run has 3"):
-        explain(3, run.timeline, workload.classes, workload.class_ids.tolist(), Journal(), SECOND)
+        explain(3, run.timeline, workload.classes, workload.class_ids, Journal(), SECOND)
     with pytest.raises(ConfigError, match="has not watched request 1"):
-        explain(1, run.timeline, workload.classes, workload.class_ids.tolist(), Journal(), SECOND)
+        explain(1, run.timeline, workload.classes, workload.class_ids, Journal(), SECOND)
 
 
 # A live engine's recording: what a RecordedScheduler wrote down ----------------------------------------------------------
@@ -212,7 +212,7 @@ def test_a_recording_is_explained_like_the_run_itself() -> None:
     assert found.timeline.outcome.tolist() == run.timeline.outcome.tolist()
     assert found.workload.classes == (RequestClass("ls", PROMISE.slo, True),)
     told = explain(
-        found.row, found.timeline, found.workload.classes, found.workload.class_ids.tolist(), found.journal, SECOND,
+        found.row, found.timeline, found.workload.classes, found.workload.class_ids, found.journal, SECOND,
         key=found.key,
     )  # fmt: skip
     causes = {part.cause: round(part.seconds, 6) for part in (*told.waiting_and_prompt, *told.decoding)}
@@ -237,5 +237,7 @@ def test_a_request_that_gave_up_is_told_so() -> None:
     assert isinstance(first, Submit)
     entries = [entry for entry in entries if entry[1] < 3.0] + [("abort", 3.0, [[0, 0]])]
     found = run_of_recording(entries, SHAPE.scheduler_arguments(), lambda: load_policy("fcfs"), 0)
-    told = explain(0, found.timeline, found.workload.classes, [0], found.journal, SECOND, key=found.key)
+    told = explain(
+        0, found.timeline, found.workload.classes, found.workload.class_ids, found.journal, SECOND, key=found.key
+    )
     assert told.outcome == "aborted"

@@ -1,0 +1,396 @@
+"""`actorllm simulate`, `sweep`, `report` and `explain`: the latency laboratory on the command line.
+
+What is simulated is said by the same options everywhere (`ScenarioOptions`); policies are written as `Variant.parse` reads
+them: `edf`, `fcfs@512`, `qoserve,anchor=first@2048`, `edf+past-future`, `my_module:MyPolicy` (also from the folder that one is
+in). Called by the command line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import orjson
+from cyclopts import Parameter
+
+from actorllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from actorllm.slo.experiments import Point, Results, Scenario
+
+Many = Parameter(consume_multiple=True)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ScenarioOptions:
+    """What is simulated."""
+
+    workload: str = "sample"
+    """sample (bundled), synthetic, or the path of a trace (Azure, Mooncake, BurstGPT, ServeGen, Vidur, vLLM's timed traces)."""
+    num_requests: int = 2000
+    """A trace is repeated as often as need be."""
+    arrivals: str = "trace"
+    """trace: its own, stretched to the rate; or poisson, gamma:CV, bursty, constant."""
+    mix: str | None = None
+    """Classes: name:share:ttft=S[+p/TOKENS_PER_S],tpot=S,e2e=S,priority=N,patience=S; trace: those that the trace has."""
+    tenants: Annotated[list[float] | None, Many] = None
+    """Shares of tenants."""
+    model: str = "a100-llama-3-8b"
+    """Step times: a preset, or a file that `actorllm calibrate` wrote."""
+    num_blocks: int = 25_000
+    """KV blocks of the engine."""
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 512
+    max_model_len: int = 32_768
+    enable_prefix_caching: bool = False
+    num_replicas: int = 1
+    router: str = "round-robin"
+    view_interval: float = 0.0
+    """How old what a router knows may be, in seconds."""
+
+    def scenario(self) -> Scenario:
+        """Raises ConfigError naming what is wrong."""
+        from actorllm.slo.experiments.point import MIX, Scenario
+        from actorllm.slo.simulator import EngineShape
+
+        if "" not in sys.path and os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())  # for policies in the folder that one is in
+        for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.num_blocks * self.block_size < self.max_model_len:
+            raise ConfigError(
+                f"{self.num_blocks} blocks of {self.block_size} hold less than max_model_len={self.max_model_len}"
+            )
+        return Scenario(
+            workload=self.workload,
+            num_requests=self.num_requests,
+            arrivals=self.arrivals,
+            mix=MIX if self.mix is None else None if self.mix == "trace" else self.mix,
+            tenants=tuple(self.tenants or ()),
+            model=self.model,
+            shape=EngineShape(
+                num_blocks=self.num_blocks,
+                block_size=self.block_size,
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                max_model_len=self.max_model_len,
+                enable_prefix_caching=self.enable_prefix_caching,
+            ),
+            num_replicas=self.num_replicas,
+            router=self.router,
+            view_interval_s=self.view_interval,
+        )
+
+
+DEFAULT = ScenarioOptions()
+
+
+def simulate(
+    *,
+    policy: str = "fcfs",
+    rate: float = 2.0,
+    seed: int = 0,
+    scale: float = 1.0,
+    options: ScenarioOptions = DEFAULT,
+    output_json: Path | None = None,
+    report: Path | None = None,
+    trace: Path | None = None,
+) -> None:
+    """Simulate one run and print its figures.
+
+    Parameters
+    ----------
+    policy
+        NAME[,knob=value...][@tokens per step][+admission].
+    rate
+        Requests per second.
+    scale
+        Every objective so many times as loose.
+    output_json
+        Write the figures to this file, with the keys of `vllm bench serve`.
+    report
+        Write a page with figures and timelines to this file.
+    trace
+        Write a Chrome trace of requests and steps to this file (open it in Perfetto).
+    """
+    from actorllm.slo.experiments.record import figures_of
+    from actorllm.slo.experiments.stamp import stamp
+    from actorllm.slo.report import bench_json, chrome_trace, run_page
+
+    point = _point(options, policy, rate, seed, scale)
+    for path in (output_json, report, trace):
+        _check_writable(path)
+    run, journal = _watched(point) if report is not None or trace is not None else (point.run(), None)
+    figures = figures_of(run.timeline, run.workload)
+    for warning in run.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    _print_run(point, figures)
+    if output_json is not None:
+        output_json.write_bytes(orjson.dumps(bench_json(run.timeline, run.workload, figures["summary"])))
+    if trace is not None:
+        trace.write_bytes(orjson.dumps(chrome_trace(run.timeline, run.workload, journal)))
+    if report is not None:
+        model = _model(point)
+        report.write_text(run_page(str(point), run.timeline, run.workload, journal, model, stamp()), encoding="utf-8")
+        print(f"report: {report}")
+
+
+def sweep(
+    *,
+    policies: Annotated[list[str], Many] = ["fcfs@512", "edf@512", "qoserve@2048"],  # noqa: B006 - read only
+    rates: Annotated[list[float] | None, Many] = None,
+    seeds: int = 3,
+    scales: Annotated[list[float] | None, Many] = None,
+    targets: Annotated[list[float] | None, Many] = None,
+    options: ScenarioOptions = DEFAULT,
+    results: Path = Path("sweep.jsonl"),
+    report: Path | None = None,
+    num_processes: int | None = None,
+) -> None:
+    """Simulate policies at several rates, find the highest rate at which each keeps its promises, and write a report.
+
+    Parameters
+    ----------
+    policies
+        NAME[,knob=value...][@tokens per step][+admission], several.
+    rates
+        Requests per second, several; searches begin at the middle one.
+    seeds
+        How many; the same requests for every policy and rate.
+    scales
+        Also with every objective so many times as loose, at the middle rate.
+    targets
+        Shares of requests that must keep their promises, such as 0.99; 0: no search.
+    results
+        Every point is added to this file; what it has is not simulated again.
+    report
+        Write the report to this file.
+    num_processes
+        As many as there are cores if not given; 0: only this one.
+    """
+    from actorllm.slo.experiments import Sweep, Variant
+    from actorllm.slo.report import sweep_page
+
+    scenario = options.scenario()
+    variants = [Variant.parse(text) for text in policies]
+    _check_writable(report)
+    if seeds < 1:
+        raise ConfigError(f"seeds={seeds} must be at least 1")
+    grid = [1.0, 2.0, 3.0, 4.0] if rates is None else rates
+    middle = sorted(grid)[len(grid) // 2]
+    with _progress() as tell:
+        found = Sweep(scenario, variants, range(seeds)).run(
+            rates=grid,
+            scales=[1.0, *(scales or ())],
+            scale_rates=[middle],
+            targets=[t for t in ([0.99, 0.9] if targets is None else targets) if t],
+            who=("worst",),
+            store=results,
+            num_processes=num_processes,
+            on_progress=tell,
+        )
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
+    _print_sweep(found)
+    print(f"results: {results}")
+    if report is not None:
+        report.write_text(sweep_page(found), encoding="utf-8")
+        print(f"report: {report}")
+    if found.failures:
+        for failure in found.failures:
+            print(f"failed: {failure}", file=sys.stderr)
+        raise SystemExit(1)
+
+
+def report(
+    results: Path, /, *, output: Path = Path("report.html"), scenario: str | None = None, csv: Path | None = None
+) -> None:
+    """Write a page of the results of a sweep.
+
+    Parameters
+    ----------
+    results
+        What `actorllm sweep` wrote.
+    scenario
+        The hash, or the beginning of it, when the file has results of several configurations; the last one otherwise.
+    csv
+        Also write every point as a row to this file.
+    """
+    from actorllm.slo.experiments import Results, read_results
+    from actorllm.slo.report import results_csv, sweep_page
+
+    _check_writable(output)
+    _check_writable(csv)
+    found = Results.of_records(*read_results(results, scenario))
+    output.write_text(sweep_page(found), encoding="utf-8")
+    print(f"report: {output}")
+    if csv is not None:
+        csv.write_text(results_csv(found), encoding="utf-8")
+        print(f"table: {csv}")
+
+
+def explain(
+    request_id: int,
+    /,
+    *,
+    policy: str = "fcfs",
+    rate: float = 2.0,
+    seed: int = 0,
+    scale: float = 1.0,
+    options: ScenarioOptions = DEFAULT,
+    recording: Path | None = None,
+) -> None:
+    """Say why a request of a simulated run, or of a recorded engine, took as long as it did and missed its objective.
+
+    Parameters
+    ----------
+    request_id
+        Its number in the run, from 0; -1: the one that missed its first token by most.
+    policy
+        NAME[,knob=value...][@tokens per step][+admission].
+    recording
+        What an engine wrote that ran with record=FILE; the options of the engine and its policy are said as for a
+        simulation.
+    """
+    from actorllm.slo.explanation import explain as explained
+    from actorllm.slo.explanation import worst_request
+
+    point = _point(options, policy, rate, seed, scale)
+    if recording is not None:
+        print(_explain_recording(recording, request_id, point))
+        return
+    if request_id < 0:
+        run = point.run()
+        request_id = worst_request(run.timeline, run.workload)
+    run, journal = _watched(point, request_id)
+    workload = run.workload
+    print(explained(request_id, run.timeline, workload.classes, workload.class_ids, journal, _model(point)))
+
+
+def _explain_recording(recording: Path, request_id: int, point: Point) -> str:
+    from actorllm.actors.scheduler import read_recording
+    from actorllm.slo.explanation import explain as explained
+    from actorllm.slo.journal import run_of_recording
+
+    if not recording.exists():
+        raise ConfigError(f"there is no recording {str(recording)!r}; an engine with record='run.bin' writes one")
+    arguments = point.shape.scheduler_arguments()
+    found = run_of_recording(
+        list(read_recording(recording)), arguments, lambda: point.variant.build_policy(_model(point)), request_id
+    )
+    return str(
+        explained(
+            found.row,
+            found.timeline,
+            found.workload.classes,
+            found.workload.class_ids,
+            found.journal,
+            _model(point) if found.model is None else found.model,
+            key=found.key,
+        )
+    )
+
+
+# What they share ---------------------------------------------------------------------------------------------------------
+
+
+def _point(options: ScenarioOptions, policy: str, rate: float, seed: int, scale: float) -> Point:
+    from actorllm.slo.experiments import Point, Variant
+
+    scenario = options.scenario()
+    return Point(scenario=scenario, variant=Variant.parse(policy), rate=rate, seed=seed, scale=scale)
+
+
+def _model(point: Point) -> Any:
+    from actorllm.slo.cost_model import load_model
+
+    return load_model(point.scenario.model)
+
+
+def _watched(point: Point, request_id: int | None = None) -> Any:
+    """The run of a point with its journal."""
+    from actorllm.slo.experiments.point import watched_run
+
+    return watched_run(point, () if request_id is None else (request_id,))
+
+
+def _check_writable(path: Path | None) -> None:
+    """Before the work is done, and not after."""
+    if path is not None:
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    from tqdm import tqdm
+
+    with tqdm(unit=" runs", dynamic_ncols=True) as bar:
+
+        def tell(num_done: int, num_known: int, point: Point) -> None:
+            bar.total = num_known
+            bar.set_description_str(str(point), refresh=False)
+            bar.update(num_done - bar.n)
+
+        yield tell
+
+
+def _print_run(point: Point, figures: dict[str, Any]) -> None:
+    summary, verdict = figures["summary"], figures["stationarity"]
+    print(f"{point}: {point.scenario.describe()}")
+    rows = [("CLASS", "REQUESTS", "TPOT", "DEADLINE", "TTFT P50", "TTFT P99", "TPOT P99", "E2E P99")]
+    for name, kind in [*summary["actorllm_classes"].items(), ("all", summary["actorllm_overall"])]:
+        share = [f"{kind['attainment'][reading]:.1%}" for reading in ("tpot", "deadline")]
+        times = [_ms(kind[key]) for key in ("p50_ttft_ms", "p99_ttft_ms", "p99_tpot_ms", "p99_e2el_ms")]
+        rows.append((name, str(kind["requests"]), *share, *times))
+    _print_rows(rows)
+    print(
+        f"goodput {summary['request_goodput']:.3g} (tpot) / {summary['actorllm_goodput_deadline']:.3g} (deadline) requests/s, "
+        f"{summary['output_throughput']:.0f} tokens/s, {summary['actorllm_num_preemptions']} preemptions"
+    )
+    print(f"{verdict['verdict']}: {verdict['message']}")
+
+
+def _print_sweep(found: Results) -> None:
+    """The headline: the highest rates by policy, reading and target."""
+    targets = [t for t in (0.99, 0.9) if any(found.max_rate(x, t, "tpot") for x in found.labels())]
+    rows: list[tuple[str, ...]] = [("MAX RATE", *(f"{r} @{t:.0%}" for r in ("tpot", "deadline") for t in targets))]
+    flagged = False
+    for label in found.labels():
+        cells = []
+        for reading in ("tpot", "deadline"):
+            for target in targets:
+                best = found.max_rate(label, target, reading)
+                if best is None:
+                    cells.append("-")
+                    continue
+                mark = "" if best.verdict == "stationary" else "*" if best.verdict == "growing" else "~"
+                flagged |= bool(mark)
+                more = "" if best.is_bounded else ">"
+                cells.append(f"{more}{best.rate:.2f}{mark} [{best.low:.2f}, {best.high:.2f}]")
+        rows.append((label, *cells))
+    print(f"requests/s at which the worst class keeps its promises, with 95 % bands; {found.scenario.describe()}")
+    _print_rows(rows)
+    if flagged:
+        print("* the backlog grew at that rate   ~ the run was too short to see whether it did")
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f} ms"
+
+
+def _print_rows(rows: list[Any]) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        first = row[0].ljust(widths[0])
+        print("  ".join([first, *(text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True))]))

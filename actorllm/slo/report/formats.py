@@ -1,0 +1,251 @@
+"""Results for other programs: JSON as `vllm bench serve` writes it, CSV, and a Chrome trace for Perfetto."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from typing import Any
+
+import numpy as np
+
+from actorllm.messages import F64
+from actorllm.slo.experiments.sweep import Results
+from actorllm.slo.journal import Journal
+from actorllm.slo.objective import SLO
+from actorllm.slo.timeline import OUTCOMES, RunTimeline
+from actorllm.slo.workload import Workload
+
+MAX_TRACED = 5000
+"""Requests in a trace: more than that no viewer shows in a way that helps."""
+
+
+def bench_json(timeline: RunTimeline, workload: Workload, summary: dict[str, Any]) -> dict[str, Any]:
+    """The keys of the file that `vllm bench serve --save-result --save-detailed` writes, and ours: `actorllm_*`.
+
+    summary: `RunMetrics.to_dict()`. Texts are empty: nobody wrote any.
+    """
+    num = len(timeline)
+    end = np.where(np.isfinite(timeline.end), timeline.end, timeline.last_token)
+    return summary | {
+        "max_output_tokens_per_s": _tokens_per_second(timeline),
+        "max_concurrent_requests": _running(timeline),
+        "input_lens": timeline.num_prompt.tolist(),
+        "output_lens": timeline.num_output.tolist(),
+        "ttfts": _plain(timeline.ttft),
+        "itls": [np.diff(timeline.token_times(row)).round(9).tolist() for row in range(num)],
+        "latencies": _plain(end - timeline.arrival),
+        "start_times": _plain(timeline.arrival),
+        "queue_times": [0.0] * num,  # of vLLM's client, before it sends: nobody waits there
+        "generated_texts": [""] * num,
+        "errors": ["" if o == 0 else OUTCOMES[o] for o in timeline.outcome.tolist()],
+        "rtfx": 0.0,  # of audio
+        "actorllm_queue_times": _plain(timeline.scheduled - timeline.arrival),
+        "actorllm_classes_of": [workload.classes[i].name for i in workload.class_ids.tolist()],
+    }
+
+
+def _plain(values: F64) -> list[float | None]:
+    return [round(v, 9) if math.isfinite(v) else None for v in values.tolist()]
+
+
+def _tokens_per_second(timeline: RunTimeline) -> float:
+    """The most tokens that came within one second of the run's clock."""
+    begin = float(timeline.arrival.min(initial=0.0))
+    counts: dict[int, int] = {}
+    spans = timeline.spans
+    for replica, ends in enumerate(timeline.step_ends):
+        mine = spans.replica == replica
+        covering = np.zeros(ends.size + 1, np.int64)
+        np.add.at(covering, spans.first_step[mine], 1)
+        np.add.at(covering, spans.first_step[mine] + spans.count[mine], -1)
+        tokens = np.cumsum(covering)[:-1]
+        for second, count in zip(np.floor(ends - begin).astype(np.int64).tolist(), tokens.tolist(), strict=True):
+            counts[second] = counts.get(second, 0) + count
+    return float(max(counts.values(), default=0))
+
+
+def _running(timeline: RunTimeline) -> int:
+    end = np.where(np.isfinite(timeline.end), timeline.end, math.inf)
+    times = np.concatenate((timeline.arrival, end))
+    change = np.concatenate((np.ones(len(timeline)), -np.ones(len(timeline))))
+    order = np.lexsort((change, times))
+    return int(np.cumsum(change[order]).max(initial=0))
+
+
+# CSV ---------------------------------------------------------------------------------------------------------------------
+
+
+def results_csv(results: Results) -> str:
+    """A row for each point: what it is, what it attained, its latencies, and the verdict on it."""
+    out = io.StringIO()
+    figures = sorted({key for r in results.records for key in r["summary"] if not isinstance(r["summary"][key], dict)})
+    names = [
+        "policy",
+        "rate",
+        "seed",
+        "scale",
+        "worst_tpot",
+        "worst_deadline",
+        "overall_tpot",
+        "overall_deadline",
+        "verdict",
+        "scenario",
+        "code",
+        *figures,
+    ]
+    writer = csv.DictWriter(out, names, lineterminator="\n")
+    writer.writeheader()
+    for r in results.records:
+        summary = r["summary"]
+        row = {name: summary.get(name) for name in figures}
+        for reading in ("tpot", "deadline"):
+            row[f"worst_{reading}"] = summary["actorllm_worst_class"][reading]
+            row[f"overall_{reading}"] = summary["actorllm_overall"]["attainment"][reading]
+        writer.writerow(
+            row
+            | {name: r[name] for name in ("rate", "seed", "scale", "scenario", "code")}
+            | {"policy": r["variant"]["label"], "verdict": r["stationarity"]["verdict"]}
+        )
+    return out.getvalue()
+
+
+# Chrome trace ------------------------------------------------------------------------------------------------------------
+
+
+def chrome_trace(timeline: RunTimeline, workload: Workload, journal: Journal | None = None) -> dict[str, Any]:
+    """For ui.perfetto.dev: a process with a track for each request, and one for each replica with its steps and counters.
+
+    Of a request: queued, each prompt chunk, decoding, preempted; an instant where its first token or one after it came later
+    than it was due. Without a journal chunks and steps are not known. At most MAX_TRACED requests.
+    """
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "requests"}},
+        {"ph": "M", "name": "process_sort_index", "pid": 0, "args": {"sort_index": 10}},
+    ]
+    chunks: dict[int, list[tuple[float, float, int]]] = {}
+    lost: dict[int, list[float]] = {}
+    for replica in range(len(timeline.step_ends)):
+        if journal is not None:
+            events += _replica_track(timeline, journal, replica, chunks)
+    for event in journal.events if journal is not None else ():
+        if event.kind == "preempt":
+            lost.setdefault(event.key[1], []).append(event.at)
+    for row in range(min(len(timeline), MAX_TRACED)):
+        events += _request_track(row, timeline, workload, chunks.get(row, []), lost.get(row, []))
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"workload": workload.name, "requests": len(timeline), "traced": min(len(timeline), MAX_TRACED)},
+    }
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def _slice(name: str, pid: int, tid: int, begin: float, end: float, **args: Any) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": name.partition(" ")[0],
+        "pid": pid,
+        "tid": tid,
+        "ts": _us(begin),
+        "dur": _us(max(0.0, end - begin)),
+        "args": args,
+    }
+
+
+def _replica_track(
+    timeline: RunTimeline, journal: Journal, replica: int, chunks: dict[int, list[tuple[float, float, int]]]
+) -> list[dict[str, Any]]:
+    pid = replica + 1
+    found: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"replica {replica}"}},
+        {"ph": "M", "name": "thread_name", "pid": pid, "tid": 0, "args": {"name": "steps"}},
+    ]
+    table = journal.table(timeline, replica)
+    start, end = table.start.tolist(), table.end.tolist()
+    for i in range(len(table)):
+        num_prompt, num_decode = int(table.num_prompt[i]), int(table.num_decode[i])
+        name = "mixed step" if num_prompt and num_decode else "prefill step" if num_prompt else "decode step"
+        found.append(
+            _slice(
+                name,
+                pid,
+                0,
+                start[i],
+                end[i],
+                step=int(table.step[i]),
+                prompt_tokens=num_prompt,
+                decode_rows=num_decode,
+                waiting=int(table.num_waiting[i]),
+            )
+        )
+        at = _us(start[i])
+        counters = {
+            "batch": {"prompt tokens": num_prompt, "decode rows": num_decode},
+            "requests": {"waiting": int(table.num_waiting[i]), "running": int(table.num_running[i])},
+            "KV": {"used %": round(100 * float(table.kv_usage[i]), 2)},
+        }
+        found += [{"ph": "C", "name": n, "pid": pid, "ts": at, "args": values} for n, values in counters.items()]
+        for key, size in journal.steps[int(table.entry[i])].prefills:
+            chunks.setdefault(key[1], []).append((start[i], end[i], size))
+    return found
+
+
+def _request_track(
+    row: int,
+    timeline: RunTimeline,
+    workload: Workload,
+    chunks: list[tuple[float, float, int]],
+    lost: list[float],
+) -> list[dict[str, Any]]:
+    kind = workload.classes[int(workload.class_ids[row])]
+    arrival, scheduled = float(timeline.arrival[row]), float(timeline.scheduled[row])
+    first, last = float(timeline.first_token[row]), float(timeline.last_token[row])
+    name = f"{row} {kind.name}"
+    found: list[dict[str, Any]] = [{"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}}]
+    end = float(timeline.end[row])
+    started = scheduled if math.isfinite(scheduled) else first if math.isfinite(first) else end
+    if math.isfinite(started):
+        found.append(_slice("queued", 0, row, arrival, started, prompt_tokens=int(timeline.num_prompt[row])))
+    if chunks:
+        found += [_slice(f"prefill {size}", 0, row, b, e, tokens=size) for b, e, size in chunks]
+    elif math.isfinite(first) and math.isfinite(scheduled):
+        found.append(_slice("prefill", 0, row, scheduled, first, tokens=int(timeline.num_prompt[row])))
+    times = timeline.token_times(row)
+    begin = first
+    for at in [at for at in lost if at < last] if times.size else []:
+        again = next((b for b, _, _ in chunks if b >= at), None)
+        after = times[times > at]
+        until = float(after[0]) if again is None and after.size else again if again is not None else at
+        if at > first:
+            found.append(_slice("decode", 0, row, begin, at))
+        found.append(_slice("preempted", 0, row, at, until))
+        resumed = times[times >= until]
+        begin = float(resumed[0]) if resumed.size else last
+    if times.size > 1 and last > begin:
+        found.append(_slice("decode", 0, row, begin, last, tokens=int(timeline.num_output[row])))
+    found += [
+        {"ph": "i", "s": "t", "name": f"late: {what}", "cat": "late", "pid": 0, "tid": row, "ts": _us(at), "args": {}}
+        for at, what in late_tokens(kind.slo, times, arrival, int(timeline.num_prompt[row]))
+    ]
+    return found
+
+
+def late_tokens(slo: SLO | None, times: F64, arrival: float, num_prompt: int) -> list[tuple[float, str]]:
+    """(when it came, what it was) of the first token if it was late, and of each one that began a stretch of late ones."""
+    if slo is None or not times.size:
+        return []
+    found = []
+    if times[0] - arrival > slo.ttft_limit(num_prompt):
+        found.append((float(times[0]), "first token"))
+    if slo.tpot is not None:
+        start = arrival + slo.ttft_limit(num_prompt)
+        due = (start if math.isfinite(start) else float(times[0])) + slo.tpot * np.arange(times.size)
+        late = times > due + 1e-9
+        begins = np.flatnonzero(late & ~np.concatenate(([False], late[:-1])))
+        found += [(float(times[i]), f"token {i}") for i in begins.tolist() if i]
+    return found

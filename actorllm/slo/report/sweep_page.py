@@ -1,0 +1,458 @@
+"""The page on a sweep: which policy keeps its promises up to which rate, how sure that is, and what happens beyond it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from actorllm.slo.cost_model import load_model
+from actorllm.slo.experiments.bands import WHO, Who
+from actorllm.slo.experiments.point import Point, watched_run
+from actorllm.slo.experiments.sweep import TARGETS, MaxRate, Results, ratio_band
+from actorllm.slo.explanation import explain, worst_request
+from actorllm.slo.fairness import Fairness, fairness_of
+from actorllm.slo.objective import READINGS, Reading
+from actorllm.slo.report.charts import Line, Range, Series, legend, lines, number, percent, ranges
+from actorllm.slo.report.page import Section, figure, grid, page, table
+from actorllm.slo.report.run_page import (
+    READS,
+    class_table,
+    fairness_section,
+    length_heat,
+    promise,
+    provenance,
+    timelines,
+)
+
+MARKS = {"stationary": "●", "growing": "▲", "short": "○"}
+MAX_RUN = 20_000
+"""Requests of a point up to which it is simulated again, to show how it went."""
+MAX_COLUMNS = 20
+
+
+def sweep_page(results: Results, title: str = "Which policy keeps its promises") -> str:
+    """HTML. Simulates one point of each variant again, to show how its run went; the results file has no timelines."""
+    if not results.records:
+        return page(title, results.scenario.describe(), ["No point was simulated."], [])
+    rate = _telling_rate(results)
+    sections = [_sustained(results), _by_rate(results)]
+    if any(len(results.scales(label, r)) > 2 for label in results.labels() for r in results.rates(label)):
+        sections.append(_by_scale(results))
+    sections += [_by_length(results, rate), _by_class(results, rate)]
+    runs, fair = _runs(results, rate)
+    sections.append(runs)
+    if fair:
+        sections.append(fairness_section(fair))
+    sections += [_verdicts(results), _made(results)]
+    return page(title, _subtitle(results), _lead(results, rate), sections)
+
+
+def _subtitle(results: Results) -> str:
+    seeds = f"{len(results.seeds)} seed{'s' if len(results.seeds) != 1 else ''}"
+    return f"{results.scenario.describe()}, {seeds}, {len(results.records)} simulated runs"
+
+
+def _telling_rate(results: Results) -> float:
+    """Of the rates that all were simulated at, the one at which they differ most."""
+    shared = set.intersection(*(set(results.rates(label)) for label in results.labels() if results.rates(label)))
+    if not shared:
+        return max(results.rates(results.labels()[0]), default=results.records[0]["rate"])
+
+    def spread(rate: float) -> float:
+        values = [results.band(label, rate, "deadline").value for label in results.labels() if results.rates(label)]
+        return max(values) - min(values)
+
+    return max(sorted(shared), key=lambda rate: round(spread(rate), 3))
+
+
+def _baseline(results: Results) -> str:
+    """What others are compared with: the best first come, first served there is; else the first variant."""
+    plain = [v.label for v in results.variants if v.policy == "fcfs" and results.rates(v.label)]
+    if not plain:
+        return results.labels()[0]
+
+    def best(label: str) -> float:
+        found = results.max_rate(label, 0.9, "deadline")
+        return found.rate if found else 0.0
+
+    return max(plain, key=best)
+
+
+def _lead(results: Results, rate: float) -> list[str]:
+    """What one would say to somebody who has a minute."""
+    told = []
+    target = next((t for t in TARGETS if any(results.max_rate(x, t, "deadline") for x in results.labels())), None)
+    winners: dict[Reading, str] = {}
+    if target is not None:
+        for reading in READINGS:
+            found = {label: results.max_rate(label, target, reading) for label in results.labels()}
+            there = {label: best for label, best in found.items() if best is not None}
+            if not there:
+                told.append(f"By {READS[reading]}, no policy keeps {target:.0%} at any rate that was tried.")
+                continue
+            winner = max(there, key=lambda label: there[label].rate)
+            winners[reading] = winner
+            best = there[winner]
+            text = (
+                f"By {READS[reading]}, {winner} serves the most: up to {number(best.rate)} requests/s "
+                f"[{number(best.low)}, {number(best.high)}] with {target:.0%} of the worst class on time"
+            )
+            other = _baseline(results)
+            ratio = ratio_band(results, winner, other, target, reading) if winner != other else None
+            if ratio is not None:
+                text += f", {number(ratio.value)} times as much as {other} [{number(ratio.low)}, {number(ratio.high)}]"
+            told.append(text + ".")
+            if best.verdict == "growing":
+                told.append("The backlog grew at that rate: in a longer run the figure would be lower.")
+            elif best.verdict == "short":
+                told.append("That run was too short to see whether its backlog grows: use more requests.")
+    if len(set(winners.values())) > 1:
+        told.append("The two readings of a promise per token have different winners: which one is meant decides.")
+    return told + [f"Failed and left out: {failure}" for failure in results.failures]
+
+
+# Rates -------------------------------------------------------------------------------------------------------------------
+
+
+def _sustained(results: Results) -> Section:
+    section = Section("How much each policy sustains")
+    targets = [t for t in TARGETS if any(results.max_rate(x, t, r) for x in results.labels() for r in READINGS)]
+    if not targets:
+        section.paragraph("At no rate that was tried did any policy keep half of its promises.", "none")
+        return section
+    kinds = [(t, r) for t in targets[:2] for r in READINGS]
+    rows = []
+    for label in results.labels():
+        marks = []
+        for colour, (target, reading) in enumerate(kinds):
+            found = results.max_rate(label, target, reading)
+            note = f"{label}, {target:.0%} by {READS[reading]}: "
+            marks.append((colour, None if found is None else Range(found.rate, found.low, found.high,
+                          note + _told(found), found.verdict != "stationary")))  # fmt: skip
+        rows.append((label, marks))
+    section.paragraph(
+        "The highest rate at which the worst class keeps its promises, with 95 % bands over seeds and requests. Outlined "
+        "marks: the run at that rate was not stationary."
+    )
+    section.add(legend([f"{target:.0%}, {READS[reading]}" for target, reading in kinds]))
+    section.figure(ranges(rows, "maximum rates", "requests per second"))
+    section.add(_rate_table(results, targets[:2], ("worst",)))
+    section.add(
+        f'<p class="note">The last column is at {targets[0]:.0%} of the worst class by due dates; its bands pair the same '
+        f'requests. <span class="growing">▲</span> the backlog grew at that rate, <span class="short">○</span> the run was '
+        f"too short to tell.</p>"
+    )
+    more = _rate_table(results, targets, WHO)
+    section.add(f"<details><summary>Other targets, and all requests together</summary>{more}</details>")
+    return section
+
+
+def _told(found: MaxRate) -> str:
+    more = "" if found.is_bounded else "at least "
+    return f"{more}{number(found.rate)} requests/s [{number(found.low)}, {number(found.high)}], {found.verdict}"
+
+
+def _rate_table(results: Results, targets: Sequence[float], who: Sequence[Who]) -> str:
+    columns = [(t, r, w) for w in who for r in READINGS for t in targets]
+    found = {(x, c): results.max_rate(x, c[0], c[1], c[2]) for x in results.labels() for c in columns}
+    best = {c: max((f.rate for x in results.labels() if (f := found[x, c]) is not None), default=0.0) for c in columns}
+    other = _baseline(results)
+    rows = []
+    for label in results.labels():
+        cells = [escape(label)]
+        for column in columns:
+            one = found[label, column]
+            if one is None:
+                cells.append("–")
+                continue
+            mark = "" if one.verdict == "stationary" else f' <span class="{one.verdict}">{MARKS[one.verdict]}</span>'
+            text = f"{'' if one.is_bounded else '≥ '}{one.rate:.2f}{mark}"
+            text = f"<b>{text}</b>" if one.rate == best[column] else text
+            cells.append(f"{text}<br><small>{one.low:.2f}–{one.high:.2f}</small>")
+        ratio = ratio_band(results, label, other, targets[0], "deadline") if label != other else None
+        cells.append("" if ratio is None else f"{ratio.value:.2f}<br><small>{ratio.low:.2f}–{ratio.high:.2f}</small>")
+        rows.append(cells)
+    head = ["requests/s", *(f"{w}, {READS[r]}, {t:.0%}" for t, r, w in columns), f"times {other}"]
+    return table(head, rows)
+
+
+def _by_rate(results: Results) -> Section:
+    section = Section("Attainment and goodput by rate")
+    section.add(legend(results.labels()))
+    targets = [Line(0.99, "99 %"), Line(0.9, "90 %")]
+    charts = []
+    for reading in READINGS:
+        series = [_attainment(results, label, reading, "worst", i) for i, label in enumerate(results.labels())]
+        chart = lines(
+            series,
+            f"attainment of the worst class by {READS[reading]}",
+            "requests per second",
+            "of the worst class",
+            y_range=(0.0, 1.0),
+            y_format=percent,
+            targets=targets,
+        )
+        charts.append(figure(chart, f"Kept by {READS[reading]}", "worst class; outlined: not stationary"))
+    for reading in READINGS:
+        series = []
+        for i, label in enumerate(results.labels()):
+            rates = results.rates(label)
+            bands = [results.goodput(label, rate, reading) for rate in rates]
+            series.append(
+                Series(
+                    label,
+                    rates,
+                    [b.value for b in bands],
+                    [b.low for b in bands],
+                    [b.high for b in bands],
+                    i,
+                    is_large=[_is_of_grid(results, rate) for rate in rates],
+                )
+            )
+        chart = lines(series, f"goodput by {READS[reading]}", "requests per second", "good requests per second")
+        charts.append(figure(chart, f"Goodput by {READS[reading]}", "all classes"))
+    section.add(grid(charts))
+    overall = []
+    for reading in READINGS:
+        series = [_attainment(results, label, reading, "overall", i) for i, label in enumerate(results.labels())]
+        overall.append(
+            figure(
+                lines(
+                    series,
+                    f"overall attainment by {READS[reading]}",
+                    "requests per second",
+                    "of all requests",
+                    y_range=(0.0, 1.0),
+                    y_format=percent,
+                    targets=targets,
+                ),
+                f"All requests, {READS[reading]}",
+            )
+        )
+    section.add(f"<details><summary>Of all requests instead of the worst class</summary>{grid(overall)}</details>")
+    return section
+
+
+def _attainment(results: Results, label: str, reading: Reading, who: Who, colour: int) -> Series:
+    rates = results.rates(label)
+    bands = [results.band(label, rate, reading, who) for rate in rates]
+    verdicts = [results.verdict(label, rate)[0] for rate in rates]
+    notes = [
+        f"{label} at {number(rate)} requests/s: {percent(band.value)} [{percent(band.low)}, {percent(band.high)}], {verdict}"
+        for rate, band, verdict in zip(rates, bands, verdicts, strict=True)
+    ]
+    return Series(
+        label,
+        rates,
+        [b.value for b in bands],
+        [b.low for b in bands],
+        [b.high for b in bands],
+        colour,
+        [verdict != "stationary" for verdict in verdicts],
+        notes,
+        [_is_of_grid(results, rate) for rate in rates],
+    )
+
+
+def _is_of_grid(results: Results, rate: float) -> bool:
+    """Whether every policy was simulated at it; the others are steps of somebody's search."""
+    return all(rate in results.rates(label) for label in results.labels() if results.rates(label))
+
+
+def _by_scale(results: Results) -> Section:
+    section = Section("How strict the promise is")
+    rates = sorted({r["rate"] for r in results.records if r["scale"] != 1})
+    rate = rates[len(rates) // 2]
+    section.paragraph(
+        f"At {number(rate)} requests/s, with every objective made stricter or looser by a factor; policies see the factor."
+    )
+    section.add(legend(results.labels()))
+    charts = []
+    for reading in READINGS:
+        series = []
+        for i, label in enumerate(results.labels()):
+            scales = results.scales(label, rate)
+            bands = [results.band(label, rate, reading, "worst", scale) for scale in scales]
+            series.append(
+                Series(label, scales, [b.value for b in bands], [b.low for b in bands], [b.high for b in bands], i)
+            )
+        chart = lines(
+            series,
+            f"attainment by scale, {READS[reading]}",
+            "objectives, times",
+            "of the worst class",
+            y_range=(0.0, 1.0),
+            y_format=percent,
+            is_log_x=True,
+            targets=[Line(0.9, "90 %")],
+        )
+        charts.append(figure(chart, f"By {READS[reading]}"))
+    section.add(grid(charts))
+    return section
+
+
+# One rate in detail ------------------------------------------------------------------------------------------------------
+
+
+def _by_length(results: Results, rate: float) -> Section:
+    section = Section(f"Which lengths miss at {number(rate)} requests/s")
+    section.paragraph("Per cent of requests that kept their promise, by prompt and output length, all seeds together.")
+    for reading in ("deadline", "tpot"):
+        charts = []
+        for label in results.labels():
+            points = results.points(label, rate)
+            if points:
+                lengths = {k: np.sum([p["lengths"][k] for p in points], axis=0).tolist() for k in ("n", reading)}
+                charts.append(length_heat(lengths, reading, label, " "))
+        if reading == "deadline":
+            section.paragraph(f"By {READS[reading]}:")
+            section.add(grid(charts, "three"))
+        else:
+            section.add(f"<details><summary>By {READS[reading]}</summary>{grid(charts, 'three')}</details>")
+    return section
+
+
+def _by_class(results: Results, rate: float) -> Section:
+    section = Section(f"Classes at {number(rate)} requests/s")
+    rows = []
+    for label in results.labels():
+        for name in _names(results):
+            points = results.points(label, rate)
+            if not points:
+                continue
+            found = [p["summary"]["actorllm_classes"].get(name) for p in points]
+            there = [f for f in found if f is not None]
+            if not there:
+                continue
+            kept = [percent(float(np.mean([f["attainment"][reading] for f in there]))) for reading in READINGS]
+            keys = ("p50_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms", "p99_e2el_ms")
+            times = [_mean([f[key] for f in there], lambda v: f"{v:,.0f}") for key in keys]
+            fluid = _mean([f["fluidity"] for f in there], percent)
+            rows.append([escape(label), escape(name), *kept, fluid, *times])
+    head = ["policy", "class", "kept, mean gap", "kept, due dates", "fluidity", "TTFT p50", "TTFT p99", "TPOT p50"]
+    section.add(table([*head, "TPOT p99", "end p99"], rows))
+    section.paragraph("Latencies in milliseconds, means over the seeds.", "note")
+    tables = "".join(
+        f"<h3>{escape(label)}</h3>{class_table(results.points(label, rate)[0]['summary'], None, None)}"
+        for label in results.labels()
+        if results.points(label, rate)
+    )
+    section.add(f"<details><summary>More percentiles <small>first seed</small></summary>{tables}</details>")
+    return section
+
+
+def _names(results: Results) -> list[str]:
+    names: dict[str, None] = {}
+    for record in results.records:
+        names |= dict.fromkeys(record["classes"])
+    return list(names)
+
+
+def _mean(values: Sequence[float | None], told: Any) -> str:
+    there = [v for v in values if v is not None]
+    return told(float(np.mean(there))) if there else "–"
+
+
+def _runs(results: Results, rate: float) -> tuple[Section, list[tuple[str, Fairness]]]:
+    """One point of every variant, simulated again: the same requests under each policy."""
+    section = Section(f"How runs went at {number(rate)} requests/s")
+    fair: list[tuple[str, Fairness]] = []
+    if results.scenario.num_requests > MAX_RUN:
+        section.paragraph(
+            f"Runs of more than {MAX_RUN:,} requests are not simulated again for their timelines.", "none"
+        )
+        return section, fair
+    seed = results.seeds[0]
+    model = load_model(results.scenario.model)
+    section.paragraph(f"The same requests under every policy (seed {seed}). Open one to see it.")
+    best = max(
+        results.labels(), key=lambda x: results.band(x, rate, "deadline").value if results.points(x, rate) else -1.0
+    )
+    for variant in results.variants:
+        if not results.points(variant.label, rate):
+            continue
+        point = Point(scenario=results.scenario, variant=variant, rate=rate, seed=seed)
+        run, journal = watched_run(point)
+        row = worst_request(run.timeline, run.workload)
+        again, watching = watched_run(point, (row,))
+        why = explain(row, again.timeline, again.workload.classes, again.workload.class_ids, watching, model)
+        band = results.band(variant.label, rate, "deadline")
+        blocks = "".join(timelines(run.timeline, run.workload, journal))
+        is_open = " open" if variant.label == best else ""
+        preempted = int(run.timeline.num_preemptions.sum())
+        section.add(
+            f"<details{is_open}><summary>{escape(variant.label)} <small>{percent(band.value)} of the worst class on time, "
+            f"{preempted} preemptions</small></summary>{blocks}<h3>Why request {row} was the latest</h3>"
+            f"<pre>{escape(str(why))}</pre></details>"
+        )
+        found = fairness_of(run.timeline, run.workload)
+        if found is not None:
+            fair.append((variant.label, found))
+    return section, fair
+
+
+# What to believe, and how to make it again -------------------------------------------------------------------------------
+
+
+def _verdicts(results: Results) -> Section:
+    section = Section("Is it stationary?")
+    section.paragraph(
+        "A run in which the backlog grows shows how long it was, and not what its rate does in the long run. ● nothing piled "
+        "up; ▲ the backlog grew; ○ too short to tell. The worst of the seeds; the reason is under the mouse."
+    )
+    rates = sorted({rate for label in results.labels() for rate in results.rates(label)})
+    grid_rates = sorted(set.intersection(*(set(results.rates(x)) for x in results.labels() if results.rates(x))))
+    shown = rates if len(rates) <= MAX_COLUMNS else grid_rates or rates[:: len(rates) // MAX_COLUMNS + 1]
+    rows = []
+    for label in results.labels():
+        cells = [escape(label)]
+        for rate in shown:
+            if not results.points(label, rate):
+                cells.append("")
+                continue
+            verdict, why = results.verdict(label, rate)
+            cells.append(f'<span class="{verdict}" title="{escape(why, quote=True)}">{MARKS[verdict]}</span>')
+        edge = _edge(results, label)
+        cells.append(edge)
+        rows.append(cells)
+    section.add(table(["requests/s", *(number(rate) for rate in shown), "backlog grows from"], rows))
+    return section
+
+
+def _edge(results: Results, label: str) -> str:
+    """The lowest rate from which on every run grows."""
+    rates = results.rates(label)
+    verdicts = [results.verdict(label, rate)[0] for rate in rates]
+    if not rates or verdicts[-1] != "growing":
+        return "–"
+    at = len(rates) - 1
+    while at and verdicts[at - 1] == "growing":
+        at -= 1
+    return number(rates[at])
+
+
+def _made(results: Results) -> Section:
+    scenario = results.scenario
+    codes = sorted({record["code"] for record in results.records})
+    section = provenance(
+        results.stamp,
+        {
+            "configuration": scenario.digest,
+            "seeds": ", ".join(map(str, results.seeds)),
+            "policies": "; ".join(variant.text for variant in results.variants),
+            "code of the points": ", ".join(codes),
+        },
+    )
+    kinds = Point(scenario=scenario, variant=results.variants[0], rate=1.0).workload().classes
+    section.add(table(["class", "promise"], [[escape(kind.name), escape(promise(kind.slo))] for kind in kinds]))
+    warnings = sorted({warning for record in results.records for warning in record["warnings"]})
+    if warnings:
+        items = "".join(f"<li>{escape(warning)}</li>" for warning in warnings[:20])
+        section.add(f"<details><summary>{len(warnings)} warnings</summary><ul>{items}</ul></details>")
+    values = escape(json.dumps(scenario.to_dict(), indent=1))
+    section.add(f"<details><summary>The whole scenario</summary><pre>{values}</pre></details>")
+    return section
