@@ -389,7 +389,7 @@ class Scheduler:
                 continue
             details = {"kind": OVERLOADED, "num_waiting_requests": self._admission.num_requests}
             self._num_rejected += 1
-            self._rejected.append(replace(self._roster.end(sequence, "error", error=reason), details=details))
+            self._rejected.append(self._roster.end(sequence, "error", error=reason)._replace(details=details))
 
     @property
     def has_rejected(self) -> bool:

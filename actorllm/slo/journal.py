@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 from actorllm.errors import ConfigError
 from actorllm.messages import F64, I64, StepFailed, StepPlan, StepResult, Submit
 from actorllm.scheduling.batch import Rows
+from actorllm.scheduling.events import End, Events
 from actorllm.scheduling.policy import Decision, PlanPolicy, View
 from actorllm.scheduling.recording import Entry, replay
-from actorllm.scheduling.scheduler import End, Events, Scheduler
+from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key, Sequence, State
 from actorllm.slo.cost_model import StepLog, StepModel, fit
 from actorllm.slo.objective import SLO, RequestClass
