@@ -99,7 +99,9 @@ def ratios_of(name: str, results: Results) -> list[dict[str, Any]]:
     """Of the best policy to the best fcfs chunk, and to the best chunk of static priorities."""
     labels = results.labels()
     others = [label for label, _ in OTHERS if label in labels]
-    rows = []
+    rows: list[dict[str, Any]] = []
+    if not others:
+        return rows
     for reading in READINGS:
         for target in TARGETS.get(name, (0.99, 0.9)):
             winner = best(results, others, target, reading)
@@ -143,8 +145,7 @@ def main() -> None:
         name, _, trace = given.partition("=")
         results = sweep(name, trace, pairs, arguments)
         rows += rows_of(name, results)
-        if not arguments.only:
-            ratios += ratios_of(name, results)
+        ratios += ratios_of(name, results)
         for failure in results.failures:
             print(failure)
     print_table("highest rate in requests/s (with 95 % band)", rows)
