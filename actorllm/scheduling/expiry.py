@@ -27,19 +27,18 @@ class Expiry:
         self.num_alive = 0
         self._entries: list[tuple[float, int, Sequence]] = []
 
-    def add(self, sequence: Sequence) -> None:
-        """A request that has just come alive; nothing if it has no deadline."""
+    def add(self, sequence: Sequence) -> bool:
+        """A request that has just come alive. Returns whether it has a deadline."""
         deadline = sequence.submit.deadline
         if deadline is None:
-            return
+            return False
         self.num_alive += 1
         heapq.heappush(self._entries, (deadline, sequence.arrival_index, sequence))
         self.next_at = min(self.next_at, deadline)
+        return True
 
     def discard(self, sequence: Sequence) -> None:
-        """A request that has just ended."""
-        if sequence.submit.deadline is None:
-            return
+        """A request with a deadline that has just ended."""
         self.num_alive -= 1
         if len(self._entries) > max(MIN_ENTRIES, 2 * self.num_alive):
             self._entries = [entry for entry in self._entries if entry[2].state is not State.FINISHED]

@@ -8,7 +8,8 @@ these four, the limits that hold meanwhile, and who waits for a token
 since the workers died. The Scheduler voids the steps, computes everybody again and ends who is found guilty here.
 
 Invariants: the suspects of failed steps are forgotten when the workers die; from there on the quarantine alone says who is
-tried. `is_restricted` is true while there are suspects or smaller limits. Costs three look-ups per step while nothing went wrong.
+tried. `is_restricted` is true while there are suspects or smaller limits. What it, is_choosy and is_any say is summed up after
+every change, so that asking costs nothing.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ class Faults:
         """Those that hold now."""
         self.is_restricted = False
         """After failed steps not everybody may run."""
+        self.is_choosy = False
+        """Some may not start now."""
+        self.is_any = False
+        """Something is left of what went wrong."""
         self.num_failed_steps = 0
         self.num_losses = 0
         self.num_recovered = 0
@@ -62,11 +67,6 @@ class Faults:
     # Who may run ------------------------------------------------------------------------------------------------------
 
     @property
-    def is_any(self) -> bool:
-        """Whether anything is left of what went wrong."""
-        return self.is_restricted or bool(self._interrupted) or bool(self._quarantine) or bool(self._streak)
-
-    @property
     def is_of_workers(self) -> bool:
         """Whether it is the workers that fail, and no request."""
         if not self._has_other_workers or not self._streak:
@@ -74,11 +74,6 @@ class Faults:
         # Where workers were lost before, it takes fresh ones to know more about who is tried: he may have broken these.
         is_undecided = bool(self._set_aside) and not self._suspects and bool(self._quarantine)
         return is_undecided or self._streak.num_prompts >= MAX_PROMPTS
-
-    @property
-    def is_choosy(self) -> bool:
-        """Whether some may not start now."""
-        return self.is_restricted or self._quarantine.is_trying
 
     @property
     def is_holding_back(self) -> bool:
@@ -142,15 +137,17 @@ class Faults:
         self._suspects.clear()
         self._set_aside.clear()
         self._memory.lift()
-        self._restrict()
+        self._sum_up()
 
     @property
     def _num_running(self) -> int:
         return self.limits.max_seqs - self._batch.num_free_slots
 
-    def _restrict(self) -> None:
-        """After a change of who may run."""
+    def _sum_up(self) -> None:
+        """After a change of whatever kind."""
         self.is_restricted = bool(self._suspects) or self._memory.is_active
+        self.is_choosy = self.is_restricted or self._quarantine.is_trying
+        self.is_any = self.is_restricted or bool(self._interrupted) or bool(self._quarantine) or bool(self._streak)
         if self.limits.max_tokens != self._memory.max_tokens:
             self.limits = replace(self.limits, max_tokens=self._memory.max_tokens)
 
@@ -177,7 +174,7 @@ class Faults:
                 self._memory.shrink(len(alive), failed.num_tokens)
             elif rest and (culprit := self._suspects.accuse(rest, len(present) - len(rest))) is not None:
                 at_fault += self._judge(culprit, error)
-        self._restrict()
+        self._sum_up()
         return at_fault
 
     def _judge(self, culprit: Sequence, error: str) -> list[tuple[Sequence, str]]:
@@ -195,6 +192,7 @@ class Faults:
     def on_corrupted_step(self, sequences: Iterable[Sequence]) -> None:
         """Of a step came nothing but values that are not finite, and these have ended."""
         self._streak.add(sequences)
+        self._sum_up()
 
     def on_loss(self) -> None:
         """The workers died: from here on the quarantine says who is tried, and nobody else."""
@@ -204,7 +202,7 @@ class Faults:
         self._streak.clear()
         self._set_aside.clear()
         self._suspects.clear()
-        self._restrict()
+        self._sum_up()
 
     def whom_they_died_of(
         self, in_flight: Iterable[StepRecord], waiting: Collection[Sequence], now: float
@@ -219,7 +217,9 @@ class Faults:
             if sequence not in self._interrupted:
                 self._interrupted.add(sequence)
                 sequence.interrupted = now
-        return self._quarantine.died(alive, waiting, num_gone=len(present) - len(alive))
+        guilty = self._quarantine.died(alive, waiting, num_gone=len(present) - len(alive))
+        self._sum_up()
+        return guilty
 
     def on_good_step(self, sequences: NDArray[Any], now: float) -> list[tuple[Sequence, str]]:
         """A step went through, and these had a token. Returns who is to end, since the workers are good: with which error."""
@@ -239,7 +239,7 @@ class Faults:
                 self._suspects.acquit(sequence)
             if self._memory.is_active:
                 self._memory.on_good_step()
-            self._restrict()
+        self._sum_up()
         if not self._set_aside:
             return []
         for sequence in sequences:
@@ -256,4 +256,10 @@ class Faults:
             self._suspects.acquit(sequence)
             if not self._suspects:
                 self._set_aside.clear()  # nobody is left to show whether it was them: they are tried once more
-            self._restrict()
+        self._sum_up()
+
+    def check_integrity(self) -> None:
+        """AssertionError when what was summed up is not so."""
+        said = self.is_restricted, self.is_choosy, self.is_any, self.limits
+        self._sum_up()
+        assert said == (self.is_restricted, self.is_choosy, self.is_any, self.limits), "a change was not noticed"

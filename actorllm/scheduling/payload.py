@@ -34,13 +34,15 @@ class Payload:
         self._num_row_logprobs = 0
         """That a step returns when every running request samples."""
 
-    def add(self, sequence: Sequence) -> None:
-        """A request has come alive."""
-        self.num_embedded += sequence.submit.prompt_embeds.size > 0
+    def add(self, sequence: Sequence) -> bool:
+        """A request has come alive. Returns whether its prompt has embeddings."""
+        has_embeds = sequence.submit.prompt_embeds.size > 0
+        self.num_embedded += has_embeds
+        return has_embeds
 
     def discard(self, sequence: Sequence) -> None:
-        """It has ended."""
-        self.num_embedded -= sequence.submit.prompt_embeds.size > 0
+        """One whose prompt has embeddings has ended."""
+        self.num_embedded -= 1
 
     def enter_slot(self, rules: SamplingRules) -> None:
         """A request with these got a slot."""

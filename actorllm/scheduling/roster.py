@@ -84,10 +84,8 @@ class Roster:
         """A request comes alive; where it goes first is the caller's to say (`block`, `wait`, `follow`)."""
         self._cache.hash_known(sequence)
         self.alive[sequence.key] = sequence
-        self._expiry.add(sequence)
         self._admission.enter(sequence)
-        self._stopping.add(sequence)
-        self._payload.add(sequence)
+        sequence.counted_by = [part for part in (self._expiry, self._stopping, self._payload) if part.add(sequence)]
 
     def block(self, sequence: Sequence) -> None:
         """What a request needs is not there."""
@@ -213,11 +211,10 @@ class Roster:
         sequence.state = State.FINISHED
         sequence.last_token = self._view.now if sequence.first_token is not None else None
         del self.alive[sequence.key]
-        self._expiry.discard(sequence)
         if sequence.scheduled is None:
             self._admission.leave(sequence)
-        self._stopping.discard(sequence)
-        self._payload.discard(sequence)
+        for part in sequence.counted_by:
+            part.discard(sequence)
         self._policy.on_end(sequence, self._view)
         if self.followers.leaders:
             for follower in self.followers.take(sequence):

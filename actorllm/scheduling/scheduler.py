@@ -725,6 +725,7 @@ class Scheduler:
         self.kv.check_integrity()
         self._roster.check_integrity()
         self._cache.check_integrity()
+        self._faults.check_integrity()
         batch = self.batch
         for slot, sequence in enumerate(batch.sequences):
             if sequence is None:

@@ -13,8 +13,9 @@ submitted parameters, state, and what has to outlive the slot over a preemption.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from actorllm.kvcache.prefix_index import Run
 from actorllm.messages import I32, Submit, no_i32
@@ -32,6 +33,13 @@ class State(enum.Enum):
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED = "finished"
+
+
+class Counter(Protocol):
+    """A part of the scheduler that keeps count of what some requests ask for."""
+
+    def discard(self, sequence: Sequence) -> None:
+        """A request that it counts has ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +102,8 @@ class Sequence:
     """Steps that failed with it among others, since its last token."""
     num_nonfinite: int = 0
     """Values of its states or logits that were NaN or infinite."""
+    counted_by: Iterable[Counter] = ()
+    """Those of the scheduler's parts that are told of its end: most requests have nothing that they count."""
     policy_state: dict[str, object] = field(default_factory=dict)
     attachment: Any = None
     """Whatever the one who drives the scheduler keeps with the request (its text); the scheduler never looks at it."""

@@ -39,17 +39,16 @@ class Stopping:
         counts[[token for token in self._eos_ids if token < self._vocab_size]] = ALWAYS
         return counts
 
-    def add(self, sequence: Sequence) -> None:
-        """A request has come alive."""
+    def add(self, sequence: Sequence) -> bool:
+        """A request has come alive. Returns whether it looks out for anything of its own."""
         self._num_watched += sequence.watch is not None
-        if sequence.submit.stop_token_ids:
-            self._count(sequence, 1)
+        self._count(sequence, 1)
+        return sequence.watch is not None or bool(sequence.submit.stop_token_ids)
 
     def discard(self, sequence: Sequence) -> None:
         """It has ended."""
         self._num_watched -= sequence.watch is not None
-        if sequence.submit.stop_token_ids:
-            self._count(sequence, -1)
+        self._count(sequence, -1)
 
     def _count(self, sequence: Sequence, by: int) -> None:
         for token in sequence.submit.stop_token_ids:
