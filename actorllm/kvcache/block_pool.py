@@ -3,7 +3,7 @@
 A block is *kept* when it has a label: the prefix index put it in and can find it again. A kept block that nobody references
 is free like any other, but it is handed out last: first come the blocks without a label (the recently used before the
 never used, whose memory was never touched), and only when those are out the kept ones, least recently used first and
-some (a hundredth of the pool) at a time. The label is then gone, and the index is told.
+some (a 500th of the pool) at a time. The label is then gone, and the index is told.
 
 Invariants (`check_integrity`): every block is free with a reference count of zero, or has a positive one; never both. A
 free block is on the stack (no label) or in the queue (label); never both, never twice. Blocks come off in a fixed order,
@@ -65,7 +65,7 @@ class BlockPool:
         self._last_chunk = 0
         self._taken_after: NDArray[np.int64] = np.zeros(num_blocks, np.int64)
         self._num_dead = 0
-        self._batch = max(1, num_blocks // 128)
+        self._batch = max(1, num_blocks // 512)
         self._labels: I32 = np.zeros(num_blocks, np.int32)
         self._unlabelled: list[tuple[I32, int]] = []  # kept, and their labels not written yet: many at once are cheaper
         self._has_labels = False
