@@ -2,7 +2,8 @@
 
 The logits come from `transformers` (float32, eager attention) on the stream itself, penalties are counted here, and the
 choice is the sampler's definition (docs/sampling.md). A position differs for real unless its margin (the smaller of the two
-stages' top-2 gaps of logit plus noise) is below MARGIN: rounding may decide such a row.
+stages' top-2 gaps of logit plus noise) is below MARGIN, or the choice hangs on who is at the border of top_k, top_p or min_p:
+rounding may decide such a row.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ def oracle_model() -> Any:
 def oracle(
     prompt: Sequence[int], params: SamplingParams, stream: Stream, sample_index: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What the definition chooses at every position of this stream, and by what margin: int [n], float [n]."""
+    """What the definition chooses at every position of this stream, and by what margin: int [n], float [n].
+
+    The border of the filters is looked at where the stream differs, and at its last position.
+    """
     import torch
 
     from actorllm.model.sampler import Sampler, SamplingColumns
@@ -56,7 +60,42 @@ def oracle(
         sample_index=np.full(n, sample_index, np.int32),
         token_index=np.arange(n, dtype=np.int32),
     )
-    return Sampler(4096).sample_with_margin(logits, columns)
+    expected, margin = Sampler(4096).sample_with_margin(logits, columns)
+    rows = np.union1d(np.flatnonzero(np.array(stream) != expected), [n - 1])
+    margin[rows[hangs_on_a_border(logits[rows], columns, rows, expected[rows])]] = 0
+    return expected, margin
+
+
+def hangs_on_a_border(logits: Any, columns: Any, rows: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Whether these rows would choose otherwise if their filters kept a little more, or a little less: bool [num_rows].
+
+    The border moves by MARGIN: of the logits for top_k and min_p, of the probability for top_p. logits: of the rows.
+    """
+    from actorllm.model.sampler import Sampler, SamplingColumns
+
+    vocab_size = logits.shape[1]
+    temperature, top_k = columns.temperature[rows], columns.top_k[rows]
+    best = -np.partition(-logits.numpy(), min(int(top_k.max()), vocab_size - 1), axis=1)
+    best = -np.sort(-best[:, : int(top_k.max()) + 1], axis=1) / np.where(temperature > 0, temperature, 1)[:, None]
+    has_rank = (top_k > 0) & (top_k < vocab_size)
+    at = np.flatnonzero(has_rank)
+    is_close = np.zeros(len(rows), bool)
+    is_close[at] = best[at, top_k[at] - 1] - best[at, top_k[at]] < MARGIN
+    found = np.zeros(len(rows), bool)
+    for more in (1, -1):
+        moved = SamplingColumns(
+            temperature=temperature,
+            top_k=np.where(is_close, np.maximum(top_k + more, 1), top_k).astype(np.int32),
+            top_p=np.where(columns.top_p[rows] < 1, np.clip(columns.top_p[rows] + more * MARGIN, 1e-9, 1), 1).astype(
+                "f4"
+            ),
+            min_p=np.minimum(columns.min_p[rows] * np.exp(-more * MARGIN), 1).astype(np.float32),
+            seeds=columns.seeds[rows],
+            sample_index=columns.sample_index[rows],
+            token_index=columns.token_index[rows],
+        )
+        found |= Sampler(vocab_size).sample(logits, moved) != expected
+    return found
 
 
 def _apply_rules(logits: np.ndarray, prompt: Sequence[int], params: SamplingParams, stream: Stream) -> None:
