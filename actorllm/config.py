@@ -112,6 +112,8 @@ class SchedulerConfig:
     """As max_waiting_requests, for each attached frontend by itself."""
     num_lookahead_tokens: int = 0
     """Extra KV room per decode row, for results of more than one token."""
+    step_model: str | None = None
+    """What steps take, for policies that ask (`slo.cost_model.to_json`); None: they learn it while they run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +244,7 @@ class EngineConfig:
                 max_waiting_requests=_optional_count("max_waiting_requests", given["max_waiting_requests"]),
                 max_waiting_tokens=_optional_count("max_waiting_tokens", given["max_waiting_tokens"]),
                 max_waiting_attached=_optional_count("max_waiting_attached", given["max_waiting_attached"]),
+                step_model=_step_model(given["step_model"]),
             ),
             topology=_choice("topology", given["topology"], ("process", "inline")),
             world_size=_world_size(given["tensor_parallel_size"], text),
@@ -302,6 +305,7 @@ ARGUMENTS: dict[str, Any] = {
     "max_waiting_requests": None,
     "max_waiting_tokens": None,
     "max_waiting_attached": 4096,
+    "step_model": None,
 }
 """What the front doors understand, with the defaults. Those before `topology` are vLLM's names."""
 
@@ -593,7 +597,7 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{name}={given[name]!r} must be a string")
     if given["name"] is not None:
         check_engine_name(given["name"])
-    for name in ("tokenizer", "record"):
+    for name in ("tokenizer", "record", "step_model"):
         if given[name] is not None and not isinstance(given[name], str | os.PathLike):
             raise ConfigError(f"{name}={given[name]!r} must be a path")
     seed = given["seed"]
@@ -798,6 +802,18 @@ def _fraction(name: str, value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise ConfigError(f"{name}={value!r} must be more than 0 and at most 1")
     return float(value)
+
+
+def _step_model(value: Any) -> str | None:
+    """The model as JSON: the scheduler's process need not find the file."""
+    if value is None:
+        return None
+    from actorllm.slo.cost_model import load_model, to_json
+
+    try:
+        return to_json(load_model(os.fspath(value)))
+    except (ConfigError, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"step_model={os.fspath(value)!r}: {error}") from error
 
 
 def _watermark(value: Any) -> float:

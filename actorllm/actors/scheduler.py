@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import logging
 import math
-import struct
 from collections import deque
 from collections.abc import Awaitable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import numpy as np
@@ -28,6 +27,7 @@ from actorllm.actors.foreign import check_foreign
 from actorllm.actors.link import Link
 from actorllm.actors.outlet import ForFrontend, Outlet
 from actorllm.actors.pacing import Pacing
+from actorllm.actors.record_file import RecordFile, build_policy, scheduler_arguments
 from actorllm.actors.timeline import Timeline
 from actorllm.actors.topology import ATTACHED
 from actorllm.clock import now
@@ -50,17 +50,14 @@ from actorllm.messages import (
     StepResult,
     Submit,
     Unblock,
-    pack,
     sequences_of,
 )
 from actorllm.request import FinishReason
-from actorllm.ring.codec import encode
 from actorllm.scheduling.events import NOTHING, End, Events
-from actorllm.scheduling.gate import Gate, load_admission
-from actorllm.scheduling.guard import FALLBACK, GuardedPolicy, StalledPolicyError
+from actorllm.scheduling.guard import FALLBACK, StalledPolicyError
 from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.pause import PauseState
-from actorllm.scheduling.policy import POLICIES, PlanPolicy, load_policy
+from actorllm.scheduling.policy import PlanPolicy
 from actorllm.scheduling.policy_watch import PolicyWatch
 from actorllm.scheduling.recording import Entry, RecordedScheduler
 from actorllm.scheduling.scheduler import Scheduler
@@ -68,6 +65,9 @@ from actorllm.scheduling.sequence import Key, Sequence, State
 from actorllm.text.request_text import RequestText
 from actorllm.text.token_text import LogprobText, TokenText
 from actorllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from actorllm.actors.step_watch import StepWatch
 
 logger = logging.getLogger(__name__)
 
@@ -243,11 +243,12 @@ class SchedulerActor(Actor):
         self._admission_failure: str | None = None
         self._watch = PolicyWatch()
         self._has_told_stall = False
+        self._step_watch: StepWatch | None = None
         self._tokenizer: Tokenizer | None = None
         self._pacing = Pacing()
         self._token_text: TokenText | None = None
         self._record_path: Path
-        self._record: IO[bytes] | None = None
+        self._record: RecordFile | None = None
 
     # Life
 
@@ -263,28 +264,10 @@ class SchedulerActor(Actor):
         self.scheduler = self._build(config)
 
     def _build(self, config: EngineConfig) -> Scheduler:
-        assert config.cache.num_blocks is not None
-        arguments: dict[str, Any] = {
-            "num_blocks": config.cache.num_blocks,
-            "block_size": config.cache.block_size,
-            "max_num_seqs": config.scheduler.max_num_seqs,
-            "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
-            "max_model_len": config.model.max_model_len,
-            "vocab_size": config.model.vocab_size,
-            "eos_token_ids": self._eos_token_ids(config),
-            "primary_eos_token_id": None if self._tokenizer is None else self._tokenizer.eos_token_id,
-            "policy": self._policy(config.scheduler),
-            "depth": config.scheduler.depth,
-            "num_lookahead_tokens": config.scheduler.num_lookahead_tokens,
-            "enable_prefix_caching": config.cache.enable_prefix_caching,
-            "max_num_partial_prefills": config.scheduler.max_num_partial_prefills,
-            "watermark": config.scheduler.watermark,
-            "embedding_bytes": config.model.embedding_bytes,
-            "max_waiting_requests": config.scheduler.max_waiting_requests,
-            "max_waiting_tokens": config.scheduler.max_waiting_tokens,
-            "has_other_workers": self.replaces_workers,
-            "prefill_chunk": config.scheduler.long_prefill_token_threshold or None,
-        }
+        eos_token_ids = self._eos_token_ids(config)
+        primary = None if self._tokenizer is None else self._tokenizer.eos_token_id
+        arguments = scheduler_arguments(config, eos_token_ids, primary, self.replaces_workers)
+        arguments["policy"] = self._policy(config.scheduler)
         if config.record is None:
             return Scheduler(**arguments)
         try:
@@ -292,15 +275,16 @@ class SchedulerActor(Actor):
         except OSError as error:
             raise ConfigError(f"record={config.record!r} cannot be written: {error.strerror}") from error
         self._record_path = Path(config.record)
+        self._record = RecordFile(config, eos_token_ids, primary, self.replaces_workers)
         return RecordedScheduler(sink=self._write_entry, **arguments)
 
     def _policy(self, config: SchedulerConfig) -> PlanPolicy:
         """The scheduling policy behind the admission policy; whatever they raise replaces them, and nothing else."""
         self._policy_name = config.policy
-        admission = None if config.admission is None else load_admission(config.admission)
+        if config.step_model is not None:
+            from actorllm.actors.step_watch import StepWatch
 
-        def gated(policy: PlanPolicy) -> PlanPolicy:
-            return policy if admission is None else cast("PlanPolicy", Gate(policy, admission, log_admission))
+            self._step_watch = StepWatch(config.step_model)
 
         def log_admission(what: str, error: Exception) -> None:
             name = config.admission
@@ -311,11 +295,7 @@ class SchedulerActor(Actor):
             name = config.policy
             logger.error("scheduling policy %r failed in %s; %r takes its place", name, what, FALLBACK, exc_info=error)
 
-        policy = gated(load_policy(config.policy))
-        if config.policy in POLICIES:
-            return policy
-        # a PlanPolicy, with the methods about forks only if that has them
-        return cast("PlanPolicy", GuardedPolicy(policy, log, lambda: gated(load_policy(FALLBACK))))
+        return build_policy(config, log, log_admission)
 
     def _ends_stall(self) -> bool:
         """Nothing was planned. If that is a stall, whoever is to blame is replaced; whether planning is worth another try."""
@@ -339,18 +319,12 @@ class SchedulerActor(Actor):
         return tuple(sorted(ids))
 
     def _write_entry(self, entry: Entry) -> None:
-        """One call, as a length-prefixed frame: [call, now, kind (0: plain values), scalars or values], segments."""
-        call, at, argument = entry
-        if isinstance(argument, Submit | StepResult | StepFailed):
-            kind, scalars, arrays = pack(argument)
-        else:
-            kind, scalars, arrays = 0, argument, []
-        frame = b"".join(encode([call, at, kind, scalars], arrays))
-        if self._record is None:
+        assert self._record is not None
+        if not self._record.is_open:
             life = self.links["frontend"].generation if "frontend" in self.links else 1
             path = self._record_path if life == 1 else self._record_path.with_name(f"{self._record_path.name}.{life}")
-            self._record = path.open("wb")
-        self._record.write(struct.pack("<I", len(frame)) + frame)
+            self._record.open_at(path)
+        self._record.write(entry)
 
     async def on_stop(self) -> None:
         self._close_record()
@@ -410,6 +384,8 @@ class SchedulerActor(Actor):
         self._is_unproven = True
         self._acknowledged.clear()
         self._late_plans.clear()
+        if self._step_watch is not None:
+            self._step_watch.clear()
         logger.info("the workers are lost (%s); %d steps in flight", link.lost, self.scheduler.num_in_flight)
         if self._timeline is not None:
             self._timeline.mark("workers lost", now(), reason=str(link.lost))
@@ -702,6 +678,8 @@ class SchedulerActor(Actor):
         if self._not_begun:
             self._tell_begun(self.scheduler.ledger.newest)
         self._workers.send_nowait(plan)
+        if self._step_watch is not None:
+            self._step_watch.launched(self.scheduler.ledger.newest, self.scheduler)
         if plan.late_slots.size:
             self._late_plans.append(plan)
             self._send_late_inputs()
@@ -718,6 +696,8 @@ class SchedulerActor(Actor):
 
     def _apply(self, result: StepResult | StepFailed) -> Events:
         began = now()
+        if self._step_watch is not None:
+            self._step_watch.done(result)
         if isinstance(result, StepFailed):
             return self.scheduler.fail(result, began)
         events = self.scheduler.update(result, began)
@@ -965,6 +945,7 @@ class SchedulerActor(Actor):
             "num_held_requests": len(self._trial),
             "admission_failure": self._admission_failure,
             "num_starving": self._watch.num_starving,
+            "step_model": None if self._step_watch is None else self._step_watch.statistics(),
             "num_held_outputs": sum(len(outlet.unsent) for outlet in self._full.values()),
         }
 
@@ -1006,19 +987,3 @@ def _with_texts(
             span = span.part(0, num_tokens)
         found.append((span, None if text is None else text.texts(span)))
     return found
-
-
-def read_recording(path: str | Path) -> Iterable[Entry]:
-    """The calls that a SchedulerActor recorded (`EngineConfig.record`), for `scheduling.recording.replay`."""
-    from actorllm.messages import unpack
-    from actorllm.ring.codec import decode
-
-    data = Path(path).read_bytes()
-    at = 0
-    while at + 4 <= len(data):
-        (size,) = struct.unpack_from("<I", data, at)
-        if at + 4 + size > len(data):
-            return  # it was killed
-        (call, when, kind, scalars), arrays = decode(data[at + 4 : at + 4 + size])
-        yield call, when, unpack(kind, scalars, arrays) if kind else scalars
-        at += 4 + size

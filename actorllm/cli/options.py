@@ -7,6 +7,8 @@ modules; importing it loads nothing heavy, so that `actorllm --help` is quick.
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,9 +40,12 @@ class EngineOptions:
     max_num_batched_tokens: int | None = None
     max_num_partial_prefills: int | None = None
     long_prefill_token_threshold: int | None = None
-    scheduling_policy: str | None = None
+    scheduling_policy: Annotated[str | None, Parameter(name=["--scheduling-policy", "--policy"])] = None
+    """One of the built-in policies, or a class of yours as module:Class; modules of this folder are found."""
     admission_policy: str | None = None
     """past-future, worst-case, credit, ttft-reject, or module:Class."""
+    step_model: str | None = None
+    """What steps take, for policies that ask: a file of `actorllm calibrate`, or a preset."""
     async_scheduling: bool | None = None
     block_size: int | None = None
     enable_prefix_caching: bool | None = None
@@ -56,6 +61,12 @@ class EngineOptions:
     num_threads: int | None = None
     on_failure: str | None = None
     """When a process of the engine dies: restart, or raise."""
+
+    def __post_init__(self) -> None:
+        if self.scheduling_policy is not None and ":" in self.scheduling_policy:
+            folder = os.getcwd()  # as `python -m` has it; the engine's processes get this process's sys.path
+            if folder not in sys.path and "" not in sys.path:
+                sys.path.append(folder)
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of a front door; what was not given is left to its default."""

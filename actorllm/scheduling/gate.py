@@ -13,7 +13,7 @@ policy raises ends its rule and nothing more: from then on everybody is admitted
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,9 @@ from actorllm.errors import ConfigError
 from actorllm.scheduling.policy import Admit, Decision, KeyPlanner, PlanPolicy, StepDone, View
 from actorllm.scheduling.registry import Registry
 from actorllm.scheduling.sequence import Sequence, State
+
+if TYPE_CHECKING:
+    from actorllm.scheduling.step_time import Predicts
 
 
 class AdmissionPolicy:
@@ -74,9 +77,9 @@ def register_admission(name: str, admission: str | type[Any]) -> None:
     ADMISSIONS.register(name, admission)
 
 
-def load_admission(name: str) -> AdmissionPolicy:
-    """A fresh one by name or as 'module:Class'. Raises ConfigError naming what is wrong."""
-    admission = ADMISSIONS.build(name)
+def load_admission(name: str, step_time: Predicts | None = None) -> AdmissionPolicy:
+    """A fresh one by name or as 'module:Class'. Raises ConfigError naming what is wrong. step_time: as in `load_policy`."""
+    admission = ADMISSIONS.build(name, step_time=step_time)
     if not isinstance(admission, AdmissionPolicy):
         raise ConfigError(f"admission policy {name!r} is no AdmissionPolicy (actorllm.scheduling.gate)")
     return admission

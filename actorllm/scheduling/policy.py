@@ -29,6 +29,7 @@ from actorllm.scheduling.sequence import Sequence, State
 if TYPE_CHECKING:
     from actorllm.kvcache.manager import KVCacheManager
     from actorllm.scheduling.batch import Batch
+    from actorllm.scheduling.step_time import Predicts
 
 SortKey = tuple[Any, ...]
 
@@ -632,9 +633,12 @@ def policy_path(name: str) -> str:
     return REGISTRY.path(name)
 
 
-def load_policy(name: str) -> PlanPolicy:
-    """A fresh policy object by name or as 'module:Class'. Raises ConfigError naming what is wrong."""
-    policy = REGISTRY.build(name)
+def load_policy(name: str, step_time: Predicts | None = None) -> PlanPolicy:
+    """A fresh policy object by name or as 'module:Class'. Raises ConfigError naming what is wrong.
+
+    step_time: what steps take, for policies whose constructor has an argument of this name; the others do without.
+    """
+    policy = REGISTRY.build(name, step_time=step_time)
     if isinstance(policy, KeyPolicy):
         return KeyPlanner(policy)
     if not callable(getattr(policy, "plan", None)):

@@ -7,6 +7,7 @@ is told.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,8 +39,11 @@ class Registry:
         """What another process knows it by: names that were registered mean nothing there."""
         return name if name in self._built_in else self.names.get(name, name)
 
-    def build(self, name: str) -> Any:
-        """A fresh object, by name or as 'module:Class'. Raises ConfigError naming what is wrong."""
+    def build(self, name: str, **offered: Any) -> Any:
+        """A fresh object, by name or as 'module:Class'. Raises ConfigError naming what is wrong.
+
+        offered: arguments for constructors that have them; those that are None are not.
+        """
         module_name, _, class_name = self.names.get(name, name).partition(":")
         if not class_name:
             raise ConfigError(
@@ -47,7 +51,9 @@ class Registry:
                 f"your own is named as 'module:Class'"
             )
         try:
-            return getattr(importlib.import_module(module_name), class_name)()
+            cls = getattr(importlib.import_module(module_name), class_name)
+            given = {key: value for key, value in offered.items() if value is not None}
+            return cls(**{key: given[key] for key in given if key in inspect.signature(cls).parameters})
         except Exception as error:  # whatever the module or the constructor raises is the caller's
             where = "it must be a class that is built without arguments"
             if module_name == "__main__":

@@ -1,11 +1,13 @@
 """What policies know of the duration of steps: `StepTime`, learned while the engine runs, and how large a step may be.
 
-A policy may be given a fitted model instead (`actorllm.slo.cost_model`): whatever has its `seconds`. Pure.
+A policy may be given a fitted model instead (`actorllm.slo.cost_model`): whatever has its `seconds`. `CorrectedStepTime` lets
+such a model follow the engine that it was not fitted to. Pure.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -57,6 +59,74 @@ class StepTime:
         return max(0.0, float(np.array([1.0, p, d, decode_context]) * self.SCALE @ self._weights))
 
 
+class CorrectedStepTime:
+    """A fitted model times a factor that follows the engine: one for steps with prompts, one for those without.
+
+    The machine may be slower than the one that the model was fitted on, or share its cores with others. A factor is the
+    geometric mean of measured / predicted over the last 1 / RATE steps or so. It never leaves 1 / BOUND to BOUND: beyond
+    that the model is of another engine, and a wrong one would be hidden. `statistics` tells how wrong it is.
+    """
+
+    RATE = 0.02
+    BOUND = 4.0
+    MAX_JUMP = math.log(2.0)
+    """One step counts for no more than twice or half the time that was expected: a host that was busy is no trend."""
+
+    def __init__(self, model: Predicts, name: str = "model") -> None:
+        self._model = model
+        self._name = name
+        self._log_factors = [0.0, 0.0]
+        self._num_steps = [0, 0]
+        self._error = self._corrected_error = self._bias = 0.0
+
+    def observe(
+        self,
+        p: float,
+        d: float,
+        decode_context: float,
+        seconds: float,
+        prefill_context: float = 0.0,
+        prefill_pairs: float = 0.0,
+    ) -> None:
+        """A step of this contents took so long."""
+        expected = self._model.seconds(p, d, decode_context, prefill_context, prefill_pairs)
+        if seconds <= 0 or expected <= 0:
+            return
+        kind = int(p > 0)
+        was = self._log_factors[kind]
+        self._num_steps[kind] += 1
+        off = math.log(seconds / expected) - was
+        rate = max(self.RATE, 1 / (self._num_steps[kind] + 1))
+        moved = was + rate * max(-self.MAX_JUMP, min(off, self.MAX_JUMP))
+        limit = math.log(self.BOUND)
+        self._log_factors[kind] = max(-limit, min(moved, limit))
+        rate = max(self.RATE, 1 / sum(self._num_steps))
+        self._error += rate * (abs(expected / seconds - 1) - self._error)
+        self._corrected_error += rate * (abs(math.exp(-off) - 1) - self._corrected_error)
+        self._bias += rate * (expected / seconds - 1 - self._bias)
+
+    def seconds(
+        self, p: float, d: float, decode_context: float, prefill_context: float = 0.0, prefill_pairs: float = 0.0
+    ) -> float:
+        factor = math.exp(self._log_factors[int(p > 0)])
+        return factor * self._model.seconds(p, d, decode_context, prefill_context, prefill_pairs)
+
+    def statistics(self) -> dict[str, Any]:
+        """mape and bias: of the model over the last steps, relative to what they took; corrected_mape: with the factors.
+
+        The error of a step is that before it was learned from.
+        """
+        return {
+            "name": self._name,
+            "num_steps": sum(self._num_steps),
+            "mape": self._error,
+            "corrected_mape": self._corrected_error,
+            "bias": self._bias,
+            "decode_factor": math.exp(self._log_factors[0]),
+            "prefill_factor": math.exp(self._log_factors[1]),
+        }
+
+
 class Pace:
     """A policy's view of time: what the step in flight still takes, and the largest step that ends in time."""
 
@@ -65,13 +135,19 @@ class Pace:
         self.safety = safety
         """Predictions are taken to be so many times too short."""
         self._learns = step_time is None
+        self.is_corrected = isinstance(step_time, CorrectedStepTime)
+        """Steps without prompts tell something, too: a policy with this is to be told of all of them."""
         self._planned_at = self._planned_s = 0.0
 
     def on_step(self, done: StepDone, view: View) -> None:
+        p, slots, took = done.num_prefill_tokens, done.slots, done.ended - done.started
         if self._learns and isinstance(self.step_time, StepTime):
-            slots = done.slots
+            self.step_time.observe(p, slots.size, int(view.batch.num_computed[slots].sum()), took)
+        elif isinstance(self.step_time, CorrectedStepTime):
             context = int(view.batch.num_computed[slots].sum())
-            self.step_time.observe(done.num_prefill_tokens, slots.size, context, done.ended - done.started)
+            self.step_time.observe(
+                p, slots.size, context, took, 0, p * p / 2
+            )  # as if there was one prompt, from its start
 
     def free_at(self, view: View) -> float:
         """When the worker is done with the steps in flight. The newest was planned by `largest`, or only decodes."""

@@ -15,7 +15,7 @@ import pytest
 import actorllm.engine
 from actorllm import LLM, SamplingParams
 from actorllm.actors.engine_thread import HostLoop
-from actorllm.actors.scheduler import read_recording
+from actorllm.actors.record_file import fresh_scheduler, read_recording, recorded_configuration
 from actorllm.actors.topology import Topology, engine_topology
 from actorllm.config import EngineConfig
 from actorllm.errors import RequestFailedError
@@ -177,18 +177,10 @@ def test_a_live_recording_replays_byte_for_byte(
             call.result()
     config = llm.config
     llm.shutdown()
+    assert recorded_configuration(file) == config, "with its KV blocks"
     plans = [[pack(plan) for plan in live]]
     for drive in (replay, rerun):
-        scheduler = Scheduler(
-            num_blocks=config.cache.num_blocks or 0,
-            block_size=config.cache.block_size,
-            max_num_seqs=8,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-            max_model_len=320,
-            vocab_size=config.model.vocab_size,
-            eos_token_ids=config.model.eos_token_ids,
-            policy=load_policy("fcfs"),
-        )
+        scheduler = fresh_scheduler(file)
         plans.append([pack(plan) for plan in drive(read_recording(file), scheduler)])
         assert scheduler.statistics().num_dropped_results == 0, "every recorded result fits the replayed plans"
         assert scheduler.statistics().num_running == 0

@@ -18,8 +18,8 @@ from actorllm import AsyncLLM, RequestOutputKind, SamplingParams
 from actorllm.actors import frontend as frontend_module
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.frontend import Delta, FrontendActor
+from actorllm.actors.record_file import read_recording
 from actorllm.actors.restart import RestartLimits
-from actorllm.actors.scheduler import read_recording
 from actorllm.actors.topology import Topology, engine_topology
 from actorllm.config import EngineConfig
 from actorllm.errors import EngineDeadError, EngineShutdownError, PeerRestartedError, RequestFailedError

@@ -17,7 +17,7 @@ from actorllm.scheduling.policies.fcfs import Fcfs
 from actorllm.scheduling.policies.qoserve import QoServe
 from actorllm.scheduling.policies.vtc import Vtc
 from actorllm.scheduling.policy import POLICIES, KeyPlanner, KeyPolicy, PlanPolicy, load_policy, register_policy
-from actorllm.scheduling.step_time import StepTime
+from actorllm.scheduling.step_time import CorrectedStepTime, StepTime
 
 BuildEngine = Callable[..., Any]
 
@@ -334,3 +334,56 @@ def test_policies_can_be_given_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     register_policy("mine", Mine)
     with pytest.raises(ConfigError, match="use topology='inline', or a module of its own"):
         load_policy("mine")
+
+
+class Constant:
+    """Whatever is in a step, it takes this long."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def seconds(self, p: float, d: float, context: float, before: float = 0.0, pairs: float = 0.0) -> float:
+        return self._seconds
+
+
+def test_a_fitted_model_follows_the_engine_within_bounds() -> None:
+    times = CorrectedStepTime(Constant(0.01), "constant")
+    assert times.seconds(5, 1, 10) == 0.01
+    for _ in range(300):
+        times.observe(0, 4, 100, 0.02)
+        times.observe(64, 4, 100, 0.008)
+    assert times.seconds(0, 4, 100) == pytest.approx(0.02, rel=0.01)
+    assert times.seconds(64, 4, 100) == pytest.approx(0.008, rel=0.01), "prompts have a factor of their own"
+    told = times.statistics()
+    assert told["num_steps"] == 600
+    assert told["mape"] == pytest.approx((0.5 + 0.25) / 2, abs=0.01), "of the model as it was fitted"
+    assert told["bias"] == pytest.approx((-0.5 + 0.25) / 2, abs=0.01)
+    assert told["corrected_mape"] < 0.01
+    times.observe(0, 4, 100, 100.0)
+    assert times.seconds(0, 4, 100) < 0.021, "one step is no trend"
+    times.observe(0, 4, 100, 0.0)
+    assert times.statistics()["num_steps"] == 601, "a step that took no time tells nothing"
+    for _ in range(2000):
+        times.observe(0, 4, 100, 1.0)
+    assert times.seconds(0, 4, 100) == pytest.approx(0.04), "this is another engine"
+    assert times.statistics()["corrected_mape"] > 0.9
+
+
+@pytest.mark.parametrize("name", ["qoserve", "fairbatch", "cohost"])
+def test_a_policy_is_given_a_model_and_learns_from_every_step(name: str, build_engine: BuildEngine) -> None:
+    times = CorrectedStepTime(Constant(0.5))
+    policy = load_policy(name, times)
+    assert not policy.ignores_decode_steps, "a simulation must not leave any of them out"
+    assert load_policy(name).ignores_decode_steps
+    assert load_policy(name, Constant(0.5)).ignores_decode_steps, "one that does not change need not be told"
+    engine = build_engine(policy=policy, depth=1)
+    engine.submit(1, [1, 2, 3], max_tokens=5, ignore_eos=True, slo=[5.0, 0.5, None, 0.0])
+    for _ in range(5):
+        engine.launch()
+        result = engine.results[0]
+        engine.results[0] = type(result)(step=result.step, tokens=result.tokens, started=1.0, ended=2.0)
+        engine.complete()
+    assert times.statistics()["num_steps"] == 5
+    assert times.seconds(0, 1, 1) == pytest.approx(times.seconds(3, 1, 1), rel=0.5)
+    assert times.seconds(0, 1, 1) > 0.6
+    assert isinstance(load_policy("fcfs", times), KeyPlanner), "one that does not ask does without"

@@ -31,6 +31,7 @@ class FairBatch(KeyPolicy):
     def __init__(self, step_time: Predicts | None = None) -> None:
         self._deadlines = Deadlines("slo")
         self._pace = Pace(step_time, self.safety)
+        self.ignores_decode_steps = not self._pace.is_corrected
         self._tokens = 0
         self._num_plans = 0
 
@@ -58,6 +59,6 @@ class FairBatch(KeyPolicy):
         self._deadlines.on_admit(sequence, view)
 
     def on_step(self, done: StepDone, view: View) -> None:
-        if done.num_prefill_tokens:
-            self._deadlines.on_step(done, view)
+        self._deadlines.on_step(done, view)
+        if done.num_prefill_tokens or self._pace.is_corrected:
             self._pace.on_step(done, view)

@@ -22,7 +22,7 @@ class QoServe(KeyPolicy):
     """step_time: a fitted model; None: what steps take is learned while they run."""
 
     name = "qoserve"
-    ignores_decode_steps = True  # nothing of what it learns or decides concerns them
+    ignores_decode_steps = True  # nothing of what it decides concerns them, nor of what it learns by itself
     anchor: Anchor = "slo"
     alpha = 0.008
     """Seconds of deadline that one prompt token more is worth; the paper's value for an A100."""
@@ -35,6 +35,7 @@ class QoServe(KeyPolicy):
         self._deadlines = Deadlines(self.anchor)
         self._pace = Pace(step_time, self.safety)
         self._tokens_per_s = 8500.0
+        self.ignores_decode_steps = not self._pace.is_corrected
 
     def due(self, sequence: Sequence) -> float:
         """What requests are ordered by, besides their work."""
@@ -73,4 +74,5 @@ class QoServe(KeyPolicy):
             if took > 0:
                 self._tokens_per_s += 0.005 * (done.num_prefill_tokens / took - self._tokens_per_s)
             self._deadlines.on_step(done, view)
+        if done.num_prefill_tokens or self._pace.is_corrected:
             self._pace.on_step(done, view)

@@ -1,0 +1,175 @@
+"""The file that a scheduler's inputs are recorded to (`EngineConfig.record`), and what it takes to replay them.
+
+Length-prefixed frames, each of them one call: [call, now, kind (0: plain values), scalars or values], segments. The first one
+is no call but says how the scheduler was built, so that `fresh_scheduler` can build it again anywhere. A file whose writer was
+killed ends with half a frame, which is left out.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+from actorllm.config import EngineConfig, SchedulerConfig
+from actorllm.errors import ConfigError
+from actorllm.messages import StepFailed, StepResult, Submit, pack, unpack
+from actorllm.ring.codec import decode, encode
+from actorllm.scheduling.gate import Gate, load_admission
+from actorllm.scheduling.guard import FALLBACK, GuardedPolicy
+from actorllm.scheduling.policy import POLICIES, PlanPolicy, load_policy
+from actorllm.scheduling.recording import Entry
+from actorllm.scheduling.scheduler import Scheduler
+from actorllm.scheduling.step_time import CorrectedStepTime
+from actorllm.slo.cost_model import from_json
+
+BUILT = "built"
+"""The first frame's call: [configuration as JSON, ids that end a text, the tokenizer's own, whether workers are replaced]."""
+
+
+class RecordFile:
+    """Where entries are written. It is opened with the first of them, at a path that is known only then."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        eos_token_ids: tuple[int, ...],
+        primary_eos_token_id: int | None,
+        has_other_workers: bool = False,
+    ) -> None:
+        """What the scheduler is built with (`scheduler_arguments`)."""
+        self._header = [config.to_json().decode(), list(eos_token_ids), primary_eos_token_id, has_other_workers]
+        self._file: IO[bytes] | None = None
+
+    def open_at(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._write([BUILT, 0.0, 0, self._header], [])
+
+    @property
+    def is_open(self) -> bool:
+        return self._file is not None
+
+    def write(self, entry: Entry) -> None:
+        call, at, argument = entry
+        if isinstance(argument, Submit | StepResult | StepFailed):
+            kind, scalars, arrays = pack(argument)
+        else:
+            kind, scalars, arrays = 0, argument, []
+        self._write([call, at, kind, scalars], arrays)
+
+    def _write(self, values: list[Any], arrays: list[Any]) -> None:
+        assert self._file is not None
+        frame = b"".join(encode(values, arrays))
+        self._file.write(struct.pack("<I", len(frame)) + frame)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _frames(path: str | Path) -> Iterator[tuple[list[Any], Any]]:
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"recording {str(path)!r} cannot be read: {error.strerror}") from error
+    at = 0
+    while at + 4 <= len(data):
+        (size,) = struct.unpack_from("<I", data, at)
+        if at + 4 + size > len(data):
+            return  # it was killed
+        try:
+            yield decode(data[at + 4 : at + 4 + size])
+        except Exception as error:
+            raise ConfigError(f"recording {str(path)!r} is none: byte {at} begins no frame ({error})") from error
+        at += 4 + size
+
+
+def read_recording(path: str | Path) -> Iterator[Entry]:
+    """The recorded calls, for `scheduling.recording.replay`. Raises ConfigError for what is no recording."""
+    for (call, when, kind, scalars), arrays in _frames(path):
+        if call != BUILT:
+            yield call, when, unpack(kind, scalars, arrays) if kind else scalars
+
+
+def recorded_configuration(path: str | Path) -> EngineConfig:
+    """Of the engine that was recorded; its number of KV blocks is known. Raises ConfigError."""
+    return _read_header(path)[0]
+
+
+def _read_header(path: str | Path) -> tuple[EngineConfig, tuple[int, ...], int | None, bool]:
+    nothing: list[Any] = [None]
+    values = next((values for values, _ in _frames(path)), nothing)
+    if values[0] != BUILT:
+        raise ConfigError(
+            f"recording {str(path)!r} does not say of which engine it is: it is empty, or of an older version"
+        )
+    configuration, eos_token_ids, primary, has_other_workers = values[3]
+    return EngineConfig.from_json(configuration), tuple(eos_token_ids), primary, has_other_workers
+
+
+def fresh_scheduler(path: str | Path) -> Scheduler:
+    """One that is built as the recorded one was. Raises ConfigError."""
+    config, *others = _read_header(path)
+    policy = build_policy(config.scheduler)
+    return Scheduler(policy=policy, **scheduler_arguments(config, *others))
+
+
+def scheduler_arguments(
+    config: EngineConfig, eos_token_ids: tuple[int, ...], primary: int | None, has_other_workers: bool = False
+) -> dict[str, Any]:
+    """Of the Scheduler of this configuration, whose KV blocks are known; but for its policy.
+
+    primary: the id that ends a text by the tokenizer. has_other_workers: workers at fault are replaced.
+    """
+    assert config.cache.num_blocks is not None
+    return {
+        "num_blocks": config.cache.num_blocks,
+        "block_size": config.cache.block_size,
+        "max_num_seqs": config.scheduler.max_num_seqs,
+        "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+        "max_model_len": config.model.max_model_len,
+        "vocab_size": config.model.vocab_size,
+        "eos_token_ids": eos_token_ids,
+        "primary_eos_token_id": primary,
+        "depth": config.scheduler.depth,
+        "num_lookahead_tokens": config.scheduler.num_lookahead_tokens,
+        "enable_prefix_caching": config.cache.enable_prefix_caching,
+        "max_num_partial_prefills": config.scheduler.max_num_partial_prefills,
+        "watermark": config.scheduler.watermark,
+        "embedding_bytes": config.model.embedding_bytes,
+        "max_waiting_requests": config.scheduler.max_waiting_requests,
+        "max_waiting_tokens": config.scheduler.max_waiting_tokens,
+        "has_other_workers": has_other_workers,
+        "prefill_chunk": config.scheduler.long_prefill_token_threshold or None,
+    }
+
+
+def build_policy(
+    config: SchedulerConfig,
+    on_failure: Callable[[str, Exception], object] | None = None,
+    on_admission_failure: Callable[[str, Exception], object] | None = None,
+) -> PlanPolicy:
+    """The policies of a live engine: they correct the step-time model that they are given, and what they raise replaces them.
+
+    on_failure and on_admission_failure are told what raised what.
+    """
+    model = None if config.step_model is None else from_json(config.step_model)
+
+    def step_time() -> CorrectedStepTime | None:
+        return None if model is None else CorrectedStepTime(model, model.name)  # each learns for itself
+
+    admission = None if config.admission is None else load_admission(config.admission, step_time())
+
+    def tell_admission(what: str, error: Exception) -> None:
+        if on_admission_failure is not None:
+            on_admission_failure(what, error)
+
+    def gated(policy: PlanPolicy) -> PlanPolicy:
+        return policy if admission is None else cast("PlanPolicy", Gate(policy, admission, tell_admission))
+
+    policy = gated(load_policy(config.policy, step_time()))
+    if config.policy in POLICIES:
+        return policy
+    # a PlanPolicy, with the methods about forks only if that has them
+    return cast("PlanPolicy", GuardedPolicy(policy, on_failure, lambda: gated(load_policy(FALLBACK))))
