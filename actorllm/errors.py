@@ -22,6 +22,7 @@
     │   ├── EngineNotFoundError               no engine of this name runs; lists those that do
     │   ├── AttachError                       it runs and cannot be joined: another version, another user, no answer
     │   └── ForkedProcessError                it belongs to the process that built it, not to a fork of that process
+    ├── DownloadError                         a public trace cannot be downloaded, or is not what it should be
     └── TransportError                        rings and links
         ├── WouldBlock                        a `_nowait` call that would have had to wait
         ├── CorruptLinkError                  a word or frame written by the peer is impossible; the link is dropped
@@ -154,6 +155,10 @@ class AttachError(EngineError):
 
 class ForkedProcessError(EngineError):
     """The engine was built in a parent process; after a fork only the parent may use it."""
+
+
+class DownloadError(ActorLLMError):
+    """A file cannot be downloaded, or what came is something else."""
 
 
 class TransportError(ActorLLMError):

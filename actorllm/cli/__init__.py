@@ -15,6 +15,7 @@ from actorllm.cli.options import Answer, EngineOptions, SamplingOptions
 from actorllm.errors import (
     ActorLLMError,
     ConfigError,
+    DownloadError,
     EngineError,
     InvalidPromptError,
     RequestFailedError,
@@ -29,6 +30,9 @@ app.command("actorllm.cli.laboratory:simulate")
 app.command("actorllm.cli.laboratory:sweep")
 app.command("actorllm.cli.laboratory:report")
 app.command("actorllm.cli.laboratory:explain")
+app.command("actorllm.cli.calibrate:calibrate")
+app.command("actorllm.cli.trace:trace", name="trace")
+# app.command("actorllm.cli.replay:replay")
 
 
 @app.command
@@ -178,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         app(arguments, result_action="return_value", exit_on_error=True)
     except ActorLLMError as error:
         print(f"actorllm: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1 if isinstance(error, EngineError | TransportError | RequestFailedError) else 2
+        return 1 if isinstance(error, EngineError | TransportError | RequestFailedError | DownloadError) else 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -12,9 +12,12 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
+
+from actorllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from actorllm.engine import Engine, Prompt
@@ -73,6 +76,10 @@ class EngineOptions:
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "model"}
         return {name: value for name, value in given.items() if value is not None}
 
+    def changed(self) -> list[str]:
+        """The names of those that were given and are not their default."""
+        return [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
+
     def make_engine(self) -> Engine:
         """Not started yet. Raises ConfigError and ModelError."""
         from actorllm.config import EngineConfig
@@ -88,6 +95,16 @@ class SeededEngineOptions(EngineOptions):
 
     seed: int | None = None
     """Requests that bring no seed get one made of this."""
+
+
+def check_writable(**paths: Path | None) -> None:
+    """Before the work is done, and not after. Raises ConfigError naming the option."""
+    for name, path in paths.items():
+        if path is not None:
+            try:
+                path.open("ab").close()
+            except OSError as error:
+                raise ConfigError(f"{name}={str(path)!r} cannot be written: {error.strerror}") from error
 
 
 @Parameter(name="*")

@@ -1,0 +1,124 @@
+"""Calibration: let an engine run so that its steps tell what they cost, and fit a step-time model to them.
+
+The steps are read from a recording of the scheduler (`record=`), which knows of every one what was in it and when it began and
+ended. `exercise` keeps a number of requests in flight, level after level, so that prompts and decode rows come in many numbers
+and mixtures, and, with one request at a time, on an idle worker. A recording of any other run will do as well, as far as that
+had several batch sizes.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import numpy as np
+
+from actorllm.actors.record_file import fresh_scheduler, read_recording, recorded_configuration
+from actorllm.config import EngineConfig
+from actorllm.errors import ConfigError
+from actorllm.slo.calibration import steps_of
+from actorllm.slo.cost_model import Fit, StepLog, fit
+from actorllm.slo.workload import seed_stream
+
+if TYPE_CHECKING:
+    from actorllm.async_llm import AsyncLLM
+
+LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+MAX_OUTPUT = 64
+
+
+async def exercise(llm: AsyncLLM, duration_s: float, seed: int = 0) -> int:
+    """Run requests for about this time; returns how many there were.
+
+    All levels up and down again: a machine that gets slower meanwhile does not look like a cost of many rows.
+    """
+    await llm.start()
+    rng = seed_stream(seed, "calibration")
+    config = llm.config
+    most = min(config.scheduler.max_num_seqs, (config.cache.num_blocks or 0) * config.cache.block_size // 128)
+    levels = [level for level in LEVELS if level <= max(1, most)]
+    shares = [2 + math.sqrt(level) for level in levels]  # the more rows, the longer it takes until they are there
+    times = [duration_s / 2 * share / sum(shares) for share in shares]
+    num = 0
+
+    async def client(scope: anyio.CancelScope) -> None:
+        """One request after the other, until it is not wanted any more."""
+        nonlocal num
+        while not scope.cancel_called:
+            prompt, params = _request(llm, rng)
+            num += 1
+            await llm.complete(prompt, params)
+
+    async with anyio.create_task_group() as group:
+        clients: list[anyio.CancelScope] = []
+        for level, time_s in [*zip(levels, times, strict=True), *reversed([*zip(levels, times, strict=True)])]:
+            while len(clients) < level:
+                clients.append(anyio.CancelScope())
+                group.start_soon(client, clients[-1])
+            while len(clients) > level:
+                clients.pop().cancel()
+            await anyio.sleep(time_s)
+        group.cancel_scope.cancel()
+    return num
+
+
+def _request(llm: AsyncLLM, rng: np.random.Generator) -> tuple[list[int], Any]:
+    """Random ids: short prompts are as frequent as long ones, and nothing is found in the prefix cache."""
+    from actorllm.request import SamplingParams
+
+    longest = llm.config.model.max_model_len
+    num_output = int(rng.integers(1, min(MAX_OUTPUT, longest // 2) + 1))
+    num_prompt = int(np.exp(rng.uniform(np.log(4), np.log(max(5, longest - num_output)))))
+    prompt = rng.integers(0, llm.config.model.vocab_size, num_prompt).tolist()
+    return prompt, SamplingParams(max_tokens=num_output, ignore_eos=True, detokenize=False, seed=0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Calibration:
+    """What came out of it."""
+
+    fit: Fit
+    log: StepLog
+    config: EngineConfig
+    """Of the engine whose steps these are."""
+
+    @property
+    def repeatability(self) -> float:
+        """Median relative difference of decode steps in a row with the same number of rows: what no model can predict.
+
+        NaN: there are none.
+        """
+        log, taken = self.log, self.log.ended - self.log.started
+        alike = (log.p[1:] == 0) & (log.p[:-1] == 0) & (log.d[1:] == log.d[:-1]) & (taken[1:] > 0) & (taken[:-1] > 0)
+        return float(np.median(np.abs(taken[1:] / taken[:-1] - 1)[alike])) if alike.any() else math.nan
+
+
+def read_steps(path: str | Path) -> StepLog:
+    """Of a recording that an engine made with record=path. Raises ConfigError if it is none."""
+    return steps_of(read_recording(path), fresh_scheduler(path))
+
+
+def calibrate_recording(path: str | Path, name: str | None = None) -> Calibration:
+    """Fit to the steps of a recording. Raises ConfigError, also when there are too few of them."""
+    config = recorded_configuration(path)
+    log = read_steps(path)
+    return Calibration(fit(log, name or f"{Path(config.model.name).name}-calibrated"), log, config)
+
+
+async def calibrate_engine(
+    model: str, duration_s: float, *, seed: int = 0, name: str | None = None, **arguments: Any
+) -> Calibration:
+    """Start an engine, let it run for about this time, stop it, and fit to its steps. arguments: as of `AsyncLLM`."""
+    from actorllm.async_llm import AsyncLLM
+
+    if duration_s <= 0:
+        raise ConfigError(f"duration={duration_s!r} must be a positive number of seconds")
+    with tempfile.TemporaryDirectory(prefix="actorllm-calibrate-") as folder:
+        record = Path(folder) / "run.bin"
+        async with AsyncLLM(model, record=record, **arguments) as llm:
+            await exercise(llm, duration_s, seed)
+        return calibrate_recording(record, name)
