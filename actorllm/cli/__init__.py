@@ -32,7 +32,7 @@ app.command("actorllm.cli.laboratory:report")
 app.command("actorllm.cli.laboratory:explain")
 app.command("actorllm.cli.calibrate:calibrate")
 app.command("actorllm.cli.trace:trace", name="trace")
-# app.command("actorllm.cli.replay:replay")
+app.command("actorllm.cli.replay:replay")
 
 
 @app.command

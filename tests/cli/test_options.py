@@ -16,6 +16,8 @@ GIVEN: dict[str, tuple[str, Any]] = {
     "--tensor-parallel-size=2": ("tensor_parallel_size", 2),
     "--scheduling-policy=priority": ("scheduling_policy", "priority"),
     "--admission-policy=past-future": ("admission_policy", "past-future"),
+    "--policy=edf": ("scheduling_policy", "edf"),
+    "--step-model=a100-llama-3-8b": ("step_model", "a100-llama-3-8b"),
     "--no-enable-prefix-caching": ("enable_prefix_caching", False),
     "--enable-prefix-caching": ("enable_prefix_caching", True),
     "--no-async-scheduling": ("async_scheduling", False),
@@ -55,7 +57,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     return configs
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "run-batch", "throughput", "latency"])
+@pytest.mark.parametrize("command", ["generate", "chat", "run-batch", "replay", "throughput", "latency"])
 def test_every_command_that_builds_an_engine_takes_them(
     command: str, built: list[EngineConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,6 +66,7 @@ def test_every_command_that_builds_an_engine_takes_them(
         "generate": ["generate", "Once"],
         "chat": ["chat"],
         "run-batch": ["run-batch", str(tmp_path / "in"), str(tmp_path / "out"), "--seed=9"],
+        "replay": ["replay"],
         "throughput": ["bench", "throughput", "--input-len=4", "--output-len=4", "--seed=9"],
         "latency": ["bench", "latency", "--input-len=4", "--output-len=4", "--seed=9"],
     }[command]

@@ -1,0 +1,222 @@
+"""Open-loop replay: against targets that block, fail and never answer, and against an engine."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import numpy as np
+import pytest
+
+from actorllm import AsyncLLM
+from actorllm.errors import ConfigError, RequestFailedError
+from actorllm.live.embedded import EmbeddedTarget
+from actorllm.live.replay import Call, LiveRun, Record, replay
+from actorllm.slo.cost_model import preset
+from actorllm.slo.metrics import evaluate
+from actorllm.slo.objective import SLO, RequestClass
+from actorllm.slo.simulator import EngineShape, simulate
+from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED
+from actorllm.slo.workload import (
+    Workload,
+    assign_classes,
+    assign_tenants,
+    fixed_lengths,
+    make_workload,
+    share_prefixes,
+)
+
+
+class FakeTarget:
+    """Answers every request at once."""
+
+    backend = "fake"
+    model = "nobody"
+    vocab_size = 100
+    max_model_len: int | None = None
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    async def prepare(self) -> None: ...
+
+    async def send(self, call: Call, record: Record) -> None:
+        self.calls.append(call)
+        await self.answer(call, record)
+
+    async def answer(self, call: Call, record: Record) -> None:
+        for _ in range(call.max_tokens):
+            record.got(1)
+            await anyio.lowlevel.checkpoint()
+
+
+def workload_of(num: int, gap: float = 0.001, num_output: int = 3) -> Workload:
+    return make_workload(np.arange(num) * gap, fixed_lengths(num, 8, num_output))
+
+
+async def test_the_timeline_is_that_of_a_simulation() -> None:
+    workload = assign_tenants(workload_of(20), [1, 1])
+    ended: list[int] = []
+    run = await replay(workload, FakeTarget(), on_end=ended.append)
+    assert sorted(ended) == list(range(20))
+    assert (run.timeline.outcome == FINISHED).all()
+    assert (run.timeline.num_output == 3).all()
+    assert (run.timeline.ttft >= 0).all()
+    assert (run.lag >= 0).all()
+    metrics = run.evaluate(with_fluidity=True)
+    assert metrics.summary["completed"] == 20
+    assert metrics.summary["total_output_tokens"] == 60
+    assert metrics.summary.keys() == evaluate(run.timeline, tenants=workload.tenant_ids).summary.keys()
+    assert run.errors == ("",) * 20
+
+
+async def test_nobody_waits_for_the_answers_of_others() -> None:
+    """The first request is answered when the last one was sent."""
+
+    class Waiting(FakeTarget):
+        def __init__(self) -> None:
+            super().__init__()
+            self.all_there = anyio.Event()
+
+        async def answer(self, call: Call, record: Record) -> None:
+            if len(self.calls) == 10 + 1:
+                self.all_there.set()
+            if call.row >= 0:
+                await self.all_there.wait()
+            await super().answer(call, record)
+
+    target = Waiting()
+    run = await replay(workload_of(10), target, num_warmups=1)
+    assert (run.timeline.outcome == FINISHED).all()
+    assert sorted(call.row for call in target.calls) == [-1, *range(10)]
+    assert (run.timeline.first_token >= run.timeline.arrival[9]).all()
+
+
+async def test_a_late_client_hides_nothing() -> None:
+    class Blocking(FakeTarget):
+        async def answer(self, call: Call, record: Record) -> None:
+            if not call.row:
+                time.sleep(0.05)  # noqa: ASYNC251 - the client's loop stands still
+            await super().answer(call, record)
+
+    run = await replay(workload_of(5), Blocking(), num_warmups=0)
+    assert run.lag[1:].min() > 0.04, "they were due long before"
+    assert (run.timeline.ttft >= run.lag).all(), "latency counts from when they were due"
+    assert run.timeline.arrival.tolist() == workload_of(5).arrival.tolist()
+    assert any("the client was late" in warning for warning in run.warnings)
+    figures = run.to_dict()
+    assert figures["p99_client_queue_time_ms"] > 40
+    assert (
+        figures["mean_e2el_including_client_queue_ms"] == figures["mean_e2el_ms"] > figures["mean_client_queue_time_ms"]
+    )
+    assert run.as_sent().arrival[1] == pytest.approx(run.timeline.arrival[1] + run.lag[1])
+
+
+async def test_a_request_that_fails_is_a_row() -> None:
+    class Failing(FakeTarget):
+        async def answer(self, call: Call, record: Record) -> None:
+            if call.row == 2:
+                record.got(1)
+                raise RequestFailedError("out of luck")
+            await super().answer(call, record)
+
+    run = await replay(workload_of(5), Failing())
+    assert run.timeline.outcome.tolist() == [FINISHED, FINISHED, FAILED, FINISHED, FINISHED]
+    assert run.errors[2] == "RequestFailedError: out of luck"
+    assert run.timeline.num_output.tolist() == [3, 3, 1, 3, 3]
+    assert run.warnings[0].startswith("1 of 5 requests failed, the first with: RequestFailedError: out of luck")
+    result = run.to_dict(is_detailed=True)
+    assert (result["completed"], result["failed"]) == (4, 1)
+    assert result["errors"] == list(run.errors)
+    assert [len(gaps) for gaps in result["itls"]] == [2, 2, 0, 2, 2]
+    assert result["output_lens"] == [3, 3, 1, 3, 3]
+    assert len(result["ttfts"]) == len(result["queue_times"]) == len(result["start_times"]) == 5
+
+
+async def test_clients_give_up_and_runs_are_cut_off() -> None:
+    class Silent(FakeTarget):
+        async def answer(self, call: Call, record: Record) -> None:
+            record.got(1)
+            await anyio.sleep_forever()
+
+    impatient = RequestClass("impatient", patience=0.02)
+    workload = assign_classes(workload_of(6), [(impatient, 1.0), (RequestClass("patient"), 1.0)], seed=1)
+    assert len(set(workload.class_ids.tolist())) == 2
+    run = await replay(workload, Silent(), until=0.1, num_warmups=0)
+    expected = [ABORTED if kind == 0 else UNFINISHED for kind in workload.class_ids.tolist()]
+    assert run.timeline.outcome.tolist() == expected
+    assert run.timeline.num_output.tolist() == [1] * 6
+    assert np.isnan(run.timeline.end).tolist() == [outcome == UNFINISHED for outcome in expected]
+    assert run.evaluate().worst("tpot") == 0.0
+
+
+async def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
+    target = FakeTarget()
+    target.max_model_len = 10
+    with pytest.raises(ConfigError, match=r"5 of 5 requests are longer than the 10 tokens .* longest has 11"):
+        await replay(workload_of(5), target)
+    with pytest.raises(ConfigError, match="no requests"):
+        await replay(workload_of(0), target)
+    assert target.calls == []
+
+
+class SpyLLM:
+    """An AsyncLLM whose calls are kept."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self.given: list[dict[str, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def generate(self, *arguments: Any, **extras: Any) -> Any:
+        self.given.append({"prompt": arguments[0], "params": arguments[1]} | extras)
+        return self._llm.generate(*arguments, **extras)
+
+
+async def test_an_engine_in_this_process() -> None:
+    mix = [
+        (RequestClass("ls", SLO(ttft=5.0, tpot=0.5), is_latency_sensitive=True, priority=1), 0.5),
+        (RequestClass("be", patience=60.0), 0.5),
+    ]
+    workload = share_prefixes(
+        make_workload(np.arange(8) * 0.01, fixed_lengths(8, 100, 5)), num_groups=1, num_tokens=64, block_tokens=32
+    )
+    workload = assign_tenants(assign_classes(workload, mix, seed=3), [1.0, 1.0])
+    async with AsyncLLM("storyteller", topology="inline", num_threads=1, max_num_seqs=2) as llm:
+        spy: Any = SpyLLM(llm)
+        run: LiveRun = await replay(workload, EmbeddedTarget(spy), seed=4)
+        shape = EngineShape.of(llm.config)
+    assert (run.timeline.outcome == FINISHED).all()
+    assert (run.timeline.num_output == 5).all(), "whatever the model wanted"
+    assert (run.timeline.num_cached[4:] >= 64).all(), "the prefix that they share"
+    assert (run.timeline.scheduled >= run.timeline.arrival).all()
+    assert (run.timeline.scheduled <= run.timeline.first_token).all()
+    assert run.backend, run.model == ("actorllm", "storyteller")
+    for row, given in enumerate(spy.given[1:]):
+        kind = workload.classes[workload.class_ids[row]]
+        assert len(given["prompt"]["prompt_token_ids"]) == 100
+        assert (given["slo"], given["type_info"], given["priority"]) == (kind.slo, kind.name, kind.priority)
+        assert given["is_latency_sensitive"] == kind.is_latency_sensitive
+        assert given["tenant"] == workload.tenants[workload.tenant_ids[row]]  # type: ignore[index]
+        assert (given["deadline"] is None) == (kind.name == "ls")
+        assert given["params"].ignore_eos
+    simulated = simulate(run.as_sent(), shape, preset("a100-llama-3-8b"))
+    assert simulated.evaluate().to_dict().keys() == run.evaluate().to_dict().keys(), "one report for both"
+
+
+async def test_an_engine_that_dies_fails_its_requests_only() -> None:
+    llm = AsyncLLM("storyteller", topology="inline", num_threads=1)
+
+    class Mortal(EmbeddedTarget):
+        async def send(self, call: Call, record: Record) -> None:
+            if call.row == 2:
+                llm.shutdown()
+            await super().send(call, record)
+
+    run = await replay(workload_of(4, gap=0.01, num_output=400), Mortal(llm), num_warmups=0)
+    assert (run.timeline.outcome == FAILED).all()
+    assert all("EngineShutdownError" in error for error in run.errors)
