@@ -70,6 +70,7 @@ def calibrate(
         "MAPE": f"{fit.mape:.1%} on those held out",
         "bias": f"{fit.bias:+.1%}",
         "between steps": f"{fit.model.gap_s * 1e3:.3f} ms; {fit.model.launch_s * 1e3:.3f} ms to an idle worker",
+        "on the way": f"{fit.model.submit_s * 1e3:.3f} ms to the scheduler, {fit.model.deliver_s * 1e3:.3f} ms to the client",
         "regimes": "; ".join(
             "all steps"
             if r.max_tokens == math.inf and len(fit.model.regimes) == 1

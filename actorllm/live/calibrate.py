@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ import anyio
 import numpy as np
 
 from actorllm.actors.record_file import fresh_scheduler, read_recording, recorded_configuration
+from actorllm.clock import now, to_epoch
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.slo.calibration import steps_of
@@ -31,8 +32,16 @@ LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MAX_OUTPUT = 64
 
 
-async def exercise(llm: AsyncLLM, duration_s: float, seed: int = 0) -> int:
-    """Run requests for about this time; returns how many there were.
+@dataclass(frozen=True, slots=True)
+class Delays:
+    """What lies between a client and the scheduler; medians, in seconds."""
+
+    submit_s: float = 0.0
+    deliver_s: float = 0.0
+
+
+async def exercise(llm: AsyncLLM, duration_s: float, seed: int = 0) -> Delays:
+    """Run requests for about this time. Raises ConfigError when there was no time for any.
 
     All levels up and down again: a machine that gets slower meanwhile does not look like a cost of many rows.
     """
@@ -43,15 +52,17 @@ async def exercise(llm: AsyncLLM, duration_s: float, seed: int = 0) -> int:
     levels = [level for level in LEVELS if level <= max(1, most)]
     shares = [2 + math.sqrt(level) for level in levels]  # the more rows, the longer it takes until they are there
     times = [duration_s / 2 * share / sum(shares) for share in shares]
-    num = 0
+    there: list[float] = []
+    back: list[float] = []
 
     async def client(scope: anyio.CancelScope) -> None:
         """One request after the other, until it is not wanted any more."""
-        nonlocal num
         while not scope.cancel_called:
             prompt, params = _request(llm, rng)
-            num += 1
-            await llm.complete(prompt, params)
+            metrics = (await llm.complete(prompt, params)).metrics
+            if metrics is not None:
+                there.append(metrics.queued_ts - metrics.arrival_time)
+                back.append(to_epoch(now()) - metrics.last_token_ts)
 
     async with anyio.create_task_group() as group:
         clients: list[anyio.CancelScope] = []
@@ -63,7 +74,13 @@ async def exercise(llm: AsyncLLM, duration_s: float, seed: int = 0) -> int:
                 clients.pop().cancel()
             await anyio.sleep(time_s)
         group.cancel_scope.cancel()
-    return num
+    if not there:
+        raise ConfigError(f"no request was done within {duration_s:g} s; let the engine run for longer")
+    return Delays(_median(there), _median(back))
+
+
+def _median(values: list[float]) -> float:
+    return max(0.0, float(np.median(values))) if values else 0.0
 
 
 def _request(llm: AsyncLLM, rng: np.random.Generator) -> tuple[list[int], Any]:
@@ -102,11 +119,27 @@ def read_steps(path: str | Path) -> StepLog:
     return steps_of(read_recording(path), fresh_scheduler(path))
 
 
-def calibrate_recording(path: str | Path, name: str | None = None) -> Calibration:
-    """Fit to the steps of a recording. Raises ConfigError, also when there are too few of them."""
+def calibrate_recording(path: str | Path, name: str | None = None, delays: Delays | None = None) -> Calibration:
+    """Fit to the steps of a recording. Raises ConfigError, also when there are too few of them.
+
+    delays: from the client to the scheduler and back, as the client saw them; None: that to the scheduler is in the recording,
+    and that back is not known. From the worker to the scheduler is added.
+    """
     config = recorded_configuration(path)
     log = read_steps(path)
-    return Calibration(fit(log, name or f"{Path(config.model.name).name}-calibrated"), log, config)
+    there: list[float] = []
+    back: list[float] = []
+    for call, at, argument in read_recording(path):
+        if call.startswith("submit"):
+            there.append(at - argument.arrival)
+        elif call == "update":
+            back.append(at - argument.ended)
+    if delays is None:
+        delays = Delays(_median(there))
+    delays = Delays(delays.submit_s, delays.deliver_s + _median(back))
+    found = fit(log, name or f"{Path(config.model.name).name}-calibrated")
+    model = replace(found.model, submit_s=delays.submit_s, deliver_s=delays.deliver_s)
+    return Calibration(replace(found, model=model), log, config)
 
 
 async def calibrate_engine(
@@ -120,5 +153,5 @@ async def calibrate_engine(
     with tempfile.TemporaryDirectory(prefix="actorllm-calibrate-") as folder:
         record = Path(folder) / "run.bin"
         async with AsyncLLM(model, record=record, **arguments) as llm:
-            await exercise(llm, duration_s, seed)
-        return calibrate_recording(record, name)
+            delays = await exercise(llm, duration_s, seed)
+        return calibrate_recording(record, name, delays)

@@ -59,7 +59,8 @@ def with_lengths_scaled(workload: Workload, factor: float) -> Workload:
     """Prompts, outputs and blocks of prefixes so many times as long, and at least a token: for a model that is small."""
 
     def scaled(values: I32) -> I32:
-        return np.maximum(np.rint(values * factor), 1).astype(np.int32)
+        tokens: I32 = np.maximum(np.rint(values * factor), 1).astype(np.int32)
+        return tokens
 
     prefixes = workload.prefixes
     if prefixes is not None:

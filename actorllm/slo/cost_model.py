@@ -52,6 +52,16 @@ class StepModel(Protocol):
         ...
 
     @property
+    def submit_s(self) -> float:
+        """From the client to the scheduler."""
+        ...
+
+    @property
+    def deliver_s(self) -> float:
+        """From the end of a step to the client."""
+        ...
+
+    @property
     def residuals(self) -> tuple[float, ...]:
         """Measured / predicted at evenly spaced quantiles from 0 to 1; empty: steps take what is predicted."""
         ...
@@ -89,6 +99,8 @@ class LinearModel:
     gap_s: float = 0.0
     launch_s: float = 0.0
     residuals: tuple[float, ...] = ()
+    submit_s: float = 0.0
+    deliver_s: float = 0.0
 
     def seconds(
         self, p: float, d: float, decode_context: float, prefill_context: float = 0.0, prefill_pairs: float = 0.0
@@ -132,6 +144,8 @@ class RooflineModel:
     gap_s: float = 0.0
     launch_s: float = 0.0
     residuals: tuple[float, ...] = ()
+    submit_s: float = 0.0
+    deliver_s: float = 0.0
 
     def seconds(
         self, p: float, d: float, decode_context: float, prefill_context: float = 0.0, prefill_pairs: float = 0.0

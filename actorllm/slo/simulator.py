@@ -663,7 +663,7 @@ def simulate(
     outcomes.now = lambda replica: replicas[replica].scheduler.now
     route = make_router(router, num_replicas, seed) if isinstance(router, str) else router
     try:
-        _run_all(workload, shape, replicas, route, outcomes, view_interval_s, until, has_prefixes)
+        _run_all(workload, shape, replicas, route, outcomes, view_interval_s, until, has_prefixes, model.submit_s)
     except Exception as error:
         beside = "" if admission is None else f" and the admission policy {admission!r}"
         error.add_note(f"while simulating {workload.name!r} with the policy {policy!r}{beside}")
@@ -680,6 +680,7 @@ def _run_all(
     view_interval_s: float,
     until: float,
     has_prefixes: bool,
+    submit_s: float,
 ) -> None:
     make = _submits(workload, shape, has_prefixes)
     patience = [math.inf if kind.patience is None else kind.patience for kind in workload.classes]
@@ -703,12 +704,13 @@ def _run_all(
         else:
             number = 0
         replica = replicas[number]
-        replica.run_until(at)
+        there = at + submit_s
+        replica.run_until(there)
         outcomes.replica[row] = number
-        replica.submit(0, make(row, at), at)
+        replica.submit(0, make(row, at), there)
         limit = patience[class_ids[row]]
         if limit < math.inf:
-            replica.abort_at(at + limit, (0, row))
+            replica.abort_at(max(at + limit, there), (0, row))
     for replica in replicas:
         replica.run_until(until)
 
@@ -763,7 +765,8 @@ def _collect(workload: Workload, replicas: list[Replica], outcomes: _Outcomes, m
         np.concatenate([first for _, first, _ in columns]),
         np.concatenate([count for _, _, count in columns]),
     )
-    step_ends = tuple(np.array(replica.tokens.step_ends, np.float64) for replica in replicas)
+    # What the client sees: the steps end earlier, by the time that their tokens are on the way.
+    step_ends = tuple(np.array(replica.tokens.step_ends, np.float64) + model.deliver_s for replica in replicas)
     num_output = np.bincount(spans.request, spans.count, num).astype(np.int32)
     _write_token_times(outcomes, spans, step_ends)
     warnings = [*workload.warnings(), *unattainable(workload, model)]
@@ -790,7 +793,7 @@ def _collect(workload: Workload, replicas: list[Replica], outcomes: _Outcomes, m
         scheduled=outcomes.scheduled,
         first_token=outcomes.first_token,
         last_token=outcomes.last_token,
-        end=outcomes.end,
+        end=outcomes.end + model.deliver_s,
         outcome=outcomes.outcome,
         replica=outcomes.replica,
         num_preemptions=outcomes.num_preemptions,

@@ -438,3 +438,18 @@ def test_the_shape_is_that_of_an_engine(tmp_path: Path) -> None:
     shape = EngineShape.of(known)
     assert (shape.num_blocks, shape.max_num_seqs, shape.max_num_batched_tokens) == (123, 7, 99)
     assert shape.block_size == known.cache.block_size
+
+
+def test_the_way_to_the_scheduler_and_back_is_added() -> None:
+    workload = make_workload(gamma_arrivals(40, 2.0, 1.0, 1), fixed_lengths(40, 50, 8))
+    shape = EngineShape(num_blocks=4000)
+    near = simulate(workload, shape, preset("a100-llama-3-8b")).timeline
+    model = replace(preset("a100-llama-3-8b"), submit_s=0.25, deliver_s=0.5)
+    far = simulate(workload, shape, model).timeline
+    assert far.arrival.tolist() == near.arrival.tolist()
+    assert far.ttft == pytest.approx(near.ttft + 0.75)
+    assert far.e2e == pytest.approx(near.e2e + 0.75)
+    assert far.tpot == pytest.approx(near.tpot)
+    assert far.end == pytest.approx(near.end + 0.75)
+    assert far.scheduled == pytest.approx(near.scheduled + 0.25)
+    assert far.token_times(3) == pytest.approx(near.token_times(3) + 0.75)
