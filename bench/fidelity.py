@@ -1,6 +1,6 @@
 """How well does the simulator predict this engine: step times, latencies, and which of six policies is better?
 
-    python bench/fidelity.py --work DIR [--json FILE] [--stage next|all|NAME] [--seconds S] [--repeats N] [--quick]
+    python bench/fidelity.py [--json FILE] [--work DIR] [--stage next|all|NAME] [--seconds S] [--repeats N] [--quick]
 
 Every stage is a start of the live CPU engine (storyteller) of less than a minute, and leaves a file in DIR; a stage whose file
 is there is not run again. So a machine that is quiet only now and then can be measured in pieces (--stage next); --json writes
@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -290,7 +292,7 @@ def _overlap(a: tuple[float, float], b: tuple[float, float]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json")
-    parser.add_argument("--work", default="build/fidelity")
+    parser.add_argument("--work", help="where the stages leave their files; default: all of them are measured now")
     parser.add_argument("--stage", default="all")
     parser.add_argument(
         "--seconds", type=float, default=30.0, help="of a live run; those of the policies take half of it"
@@ -300,7 +302,13 @@ def main() -> None:
     arguments = parser.parse_args()
     load_before = os.getloadavg()
     seconds = 4.0 if arguments.quick else arguments.seconds
-    stages = Stages(Path(arguments.work), seconds, arguments.repeats)
+    with contextlib.ExitStack() as stack:
+        work = arguments.work or stack.enter_context(tempfile.TemporaryDirectory(prefix="actorllm-fidelity-"))
+        measure(Stages(Path(work), seconds, arguments.repeats), arguments, load_before)
+
+
+def measure(stages: Stages, arguments: argparse.Namespace, load_before: tuple[float, float, float]) -> None:
+    """What is wanted and missing; then, if all is there, the result."""
     wanted = stages.missing()
     if arguments.stage == "next":
         wanted = wanted[:1]
@@ -329,7 +337,7 @@ def main() -> None:
                 "configuration": {
                     "engine": ENGINE,
                     "classes": MIX,
-                    "seconds": seconds,
+                    "seconds": stages.seconds,
                     "capacity requests/s": round(float(told["capacity"]), 2),
                     "of the capacity": [BELOW, ABOVE],
                     "calibration steps": told["num_steps"],

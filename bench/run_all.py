@@ -46,6 +46,7 @@ BENCHES = (
         keeps_models=True,
     ),
     Bench("simulation", ("--requests", "300")),
+    Bench("fidelity", ("--quick", "--repeats", "1")),
     Bench("prefix", ("--rounds", "4", "--models", "storyteller")),
     Bench("parameters", ("--rounds", "1", "--tokens", "8")),
     Bench("recovery", ("--kills", "1")),
