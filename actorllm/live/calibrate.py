@@ -55,28 +55,39 @@ async def exercise(llm: AsyncLLM, duration_s: float, seed: int = 0) -> Delays:
     there: list[float] = []
     back: list[float] = []
 
-    async def client(scope: anyio.CancelScope) -> None:
-        """One request after the other, until it is not wanted any more."""
-        while not scope.cancel_called:
+    wanted = 0
+    alive: set[int] = set()
+
+    async def client(number: int) -> None:
+        """One request after the other, until so many clients are not wanted any more."""
+        while number < wanted:
             prompt, params = _request(llm, rng)
             metrics = (await llm.complete(prompt, params)).metrics
             if metrics is not None:
                 there.append(metrics.queued_ts - metrics.arrival_time)
                 back.append(to_epoch(now()) - metrics.last_token_ts)
+        alive.discard(number)
 
-    async with anyio.create_task_group() as group:
-        clients: list[anyio.CancelScope] = []
-        for level, time_s in [*zip(levels, times, strict=True), *reversed([*zip(levels, times, strict=True)])]:
-            while len(clients) < level:
-                clients.append(anyio.CancelScope())
-                group.start_soon(client, clients[-1])
-            while len(clients) > level:
-                clients.pop().cancel()
-            await anyio.sleep(time_s)
-        group.cancel_scope.cancel()
+    try:
+        async with anyio.create_task_group() as group:
+            up = list(zip(levels, times, strict=True))
+            for wanted, time_s in [*up, *reversed(up)]:
+                for number in set(range(wanted)) - alive:
+                    alive.add(number)
+                    group.start_soon(client, number)
+                await anyio.sleep(time_s)
+            group.cancel_scope.cancel()
+    except BaseExceptionGroup as errors:
+        raise _first(errors) from None  # one that fails ends all of them: the others say nothing new
     if not there:
         raise ConfigError(f"no request was done within {duration_s:g} s; let the engine run for longer")
     return Delays(_median(there), _median(back))
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _median(values: list[float]) -> float:

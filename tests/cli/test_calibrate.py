@@ -6,11 +6,14 @@ import math
 import re
 from pathlib import Path
 
+import anyio
 import pytest
 
-from actorllm import cli
+from actorllm import AsyncLLM, cli
 from actorllm.actors.record_file import RecordFile
 from actorllm.config import EngineConfig
+from actorllm.errors import EngineShutdownError
+from actorllm.live.calibrate import exercise
 from actorllm.scheduling.policy import PlanPolicy
 from actorllm.scheduling.recording import RecordedScheduler
 from actorllm.scheduling.scheduler import Scheduler
@@ -92,3 +95,17 @@ def test_an_engine_is_run_at_several_batch_sizes(tmp_path: Path, capsys: pytest.
     assert "storyteller-calibrated" in out
     assert "hardly known" not in out, "prompts and rows came in many numbers"
     assert load_model(str(model)).seconds(0, 2, 100) > 0
+
+
+async def test_an_engine_that_ends_meanwhile_says_why() -> None:
+    llm = AsyncLLM("storyteller", topology="inline", num_threads=1, max_num_seqs=3)
+    await llm.start()
+    async with anyio.create_task_group() as group:
+
+        async def stop() -> None:
+            await llm.complete("Once")
+            llm.shutdown()
+
+        group.start_soon(stop)
+        with pytest.raises(EngineShutdownError):
+            await exercise(llm, 60)

@@ -15,6 +15,7 @@ from actorllm.errors import ConfigError, DownloadError
 from actorllm.live import catalogue
 from actorllm.live.catalogue import TRACES, PublicTrace, fetch, find_trace, public_trace
 
+SHARED = Path(__file__).parents[3] / "shared" / "traces"
 CONTENT = bytes(range(256)) * 2000
 
 
@@ -156,6 +157,21 @@ def test_what_is_listed_can_be_checked() -> None:
         assert (trace.sha256 is None) == (trace.size is None)
     with pytest.raises(ConfigError, match="did you mean 'azure23-conv'"):
         public_trace("azure23-con")
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason=f"needs the traces in {SHARED}")
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("azure23-code", "AzureLLMInferenceTrace_code.csv"),
+        ("azure23-conv", "AzureLLMInferenceTrace_conv.csv"),
+        ("mooncake-conversation", "mooncake_conversation.jsonl"),
+        ("mooncake-synthetic", "mooncake_synthetic.jsonl"),
+    ],
+)
+def test_the_checksums_are_those_of_the_traces(name: str, file: str) -> None:
+    assert fetch(TRACES[name], SHARED / file) == TRACES[name].sha256
+    assert (SHARED / file).stat().st_size == TRACES[name].size
 
 
 def test_a_trace_is_found_by_path_or_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
