@@ -1,16 +1,17 @@
 """How well does the simulator predict this engine: step times, latencies, and which of six policies is better?
 
-    python bench/fidelity.py [--json FILE] [--work DIR] [--stage next|all|NAME] [--seconds S] [--repeats N] [--quick]
+    python bench/fidelity.py [--json FILE] [--work DIR] [--stage next|all|NAME] [--rounds N] [--quick]
 
-Every stage is a start of the live CPU engine (storyteller) of less than a minute, and leaves a file in DIR; a stage whose file
-is there is not run again. So a machine that is quiet only now and then can be measured in pieces (--stage next); --json writes
-the result when all are there. First the engine is calibrated: on batches of all sizes and a trace of its own. Then two live
-runs of another trace at 80 % of the capacity are held against simulations of it, and for every policy live runs above the
-capacity, where policies differ.
+The live CPU engine (storyteller) runs traces, and the simulator is given a model that was fitted to steps of other traces. So
+that a machine which changes meanwhile changes for all of them, they take turns every few seconds: in the stage `latencies` the
+trace to calibrate on and two live runs of the one that is predicted, at 80 % of the capacity; in every stage `policies-N` six
+engines, one for each policy, above the capacity, where policies differ. A stage takes less than two minutes and leaves a file
+in DIR; what is there is not run again (--stage next: only the first that is missing), and the result is written when all are.
 
-Latencies are those of the client. The simulated engine gets the requests when the client really sent them. A target counts as
-met at the larger of the target and 1.5 times the difference between the two live runs; for the step times, that is the error
-which a model fitted to the second live run makes on the first one.
+Latencies count from when the client sent a request, which is when it arrives in the simulation. A target counts as met at the
+larger of the target and 1.5 times the difference between the two live runs; for step times that is the error which a model
+fitted to the second live run makes on the first one. Where that difference is larger than a quarter, the machine was not quiet
+enough to tell, and the result says so.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import itertools
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,13 @@ from report import NOISE_FACTOR, environment, print_table, versions, write_json
 
 from actorllm import AsyncLLM
 from actorllm.actors.record_file import build_policy
-from actorllm.live.calibrate import calibrate_recording, exercise, read_steps
+from actorllm.clock import now
+from actorllm.config import EngineConfig
+from actorllm.live.calibrate import calibrate_steps, exercise, read_recorded
 from actorllm.live.embedded import EmbeddedTarget
-from actorllm.live.replay import replay
-from actorllm.scheduling.policy import PlanPolicy
+from actorllm.live.replay import Delays, LiveRun, replay
 from actorllm.slo.cost_model import AnyModel, StepLog, fit, from_json, to_json
-from actorllm.slo.metrics import RunMetrics
+from actorllm.slo.metrics import RunMetrics, evaluate
 from actorllm.slo.simulator import EngineShape, simulate
 from actorllm.slo.workload import (
     Workload,
@@ -52,43 +54,107 @@ ENGINE: dict[str, Any] = {
     "num_threads": 1,  # one core for the worker, one for everybody else
     "max_num_seqs": 64,
     "max_num_batched_tokens": 256,
+    "kv_cache_memory_bytes": 200_000_000,
     "enable_prefix_caching": False,
 }
 MIX = "ls:0.5:ttft=0.15+p/2000,tpot=0.03 be:0.5:e2e=6"
 POLICIES = ("fcfs", "edf", "srpf", "hrrn", "qoserve", "cohost")
-BELOW, ABOVE = 0.8, 1.15
+BELOW, ABOVE = 0.8, 1.3
 """Of the capacity: where latencies are predicted, and where policies are compared."""
 SEEDS = 5
 """Simulations whose means are taken: the residuals of steps are drawn."""
+TOO_NOISY = 0.25
 TARGETS = {"mean_tpot_ms": 0.05, "mean_e2el_ms": 0.08, "mean_ttft_ms": 0.12, "p99_ttft_ms": 0.20}
 STEP_TARGET = 0.08
+ALSO = ("p50_ttft_ms", "p99_e2el_ms", "p99_tpot_ms")
 COMPARED: dict[str, Callable[[RunMetrics], float]] = {
-    "mean TTFT": lambda m: float(m.summary["mean_ttft_ms"]),
-    "mean E2E": lambda m: float(m.summary["mean_e2el_ms"]),
-    "mean TTFT of ls": lambda m: next(c.latency_ms["mean_ttft_ms"] for c in m.classes if c.name == "ls"),
+    "mean TTFT, ms": lambda m: float(m.summary["mean_ttft_ms"]),
+    "mean E2E, ms": lambda m: float(m.summary["mean_e2el_ms"]),
+    "mean TTFT of ls, ms": lambda m: next(c.latency_ms["mean_ttft_ms"] for c in m.classes if c.name == "ls"),
     "good by deadline": lambda m: m.overall.attainment["deadline"],
     "good by tpot": lambda m: m.overall.attainment["tpot"],
 }
+CALIBRATE, PREDICT, COMPARE, SATURATE = 1000, 2000, 3000, 4000
+"""First seeds of the traces of a kind."""
 
 
-def trace(seed: int, num: int, rate: float) -> Workload:
+def trace(seed: int, seconds: float, rate: float) -> Workload:
     """Conversations that fit the model; arrivals a little burstier than Poisson ones."""
+    num = max(8, int(seconds * rate))
     lengths = lognormal_lengths(num, (100, 500), (40, 150), longest=600, seed=seed)
     workload = make_workload(gamma_arrivals(num, rate, 1.2, seed), lengths, f"trace-{seed}").fitting(1024)
     return assign_classes(workload, parse_mix(MIX), seed)
 
 
+class Turns:
+    """What engines are asked in one stage, one trace after the other, and when."""
+
+    def __init__(self) -> None:
+        self.windows: dict[str, list[tuple[float, float]]] = {}
+        self.runs: dict[str, list[dict[str, Any]]] = {}
+        self._delays: list[Delays] = []
+
+    @property
+    def delays(self) -> Delays:
+        """Between client and scheduler, in the traces to calibrate on."""
+        return Delays.of([d.submit_s for d in self._delays], [d.deliver_s for d in self._delays])
+
+    async def take(self, kind: str, llm: AsyncLLM, seed: int, seconds: float, rate: float) -> LiveRun:
+        """Replay a trace, and remember it as one of a kind."""
+        began = now()
+        run = await replay(trace(seed, seconds, rate), EmbeddedTarget(llm), num_warmups=0, seed=seed)
+        self.windows.setdefault(kind, []).append((began, now()))
+        if kind == "calibrate":
+            self._delays.append(run.delays)
+        timeline = run.timeline
+        self.runs.setdefault(kind, []).append(
+            {
+                "seed": seed,
+                "seconds": seconds,
+                "rate": rate,
+                "lag": np.nan_to_num(run.lag).tolist(),
+                "errors": sum(map(bool, run.errors)),
+                **{name: getattr(timeline, name).tolist() for name in ("first_token", "last_token", "num_output")},
+                "compared": compared(from_sending(run)),
+            }
+        )
+        return run
+
+    async def capacity(self, llm: AsyncLLM, seconds: float) -> float:
+        """Requests per second when there is always somebody who waits."""
+        await self.take("warm", llm, SATURATE, 1.0, 8.0)
+        run = await self.take("saturated", llm, SATURATE + 1, 1.0, max(8.0, 30 * seconds))
+        return len(run.workload) / run.timeline.duration
+
+
+def from_sending(run: LiveRun) -> RunMetrics:
+    """The figures of a live run with latencies that count from when a request was sent."""
+    timeline = replace(run.timeline, arrival=run.timeline.arrival + np.nan_to_num(run.lag))
+    return evaluate(timeline, run.workload.classes, run.workload.class_ids)
+
+
+def compared(metrics: RunMetrics) -> dict[str, float]:
+    return {label: of(metrics) for label, of in COMPARED.items()}
+
+
+def within(log: StepLog, windows: Sequence[tuple[float, float]]) -> StepLog:
+    """The steps that ran at these times."""
+    rows = np.zeros(len(log), np.bool_)
+    for began, ended in windows:
+        rows |= (log.launched >= began) & (log.ended <= ended)
+    return StepLog(*(getattr(log, column)[rows] for column in StepLog.__slots__))
+
+
 class Stages:
     """What was measured so far, one file for each stage."""
 
-    def __init__(self, folder: Path, seconds: float, repeats: int) -> None:
+    def __init__(self, folder: Path, seconds: float, turns: int, rounds: int) -> None:
         self.folder = folder
         self.seconds = seconds
+        self.turns = turns
+        self.rounds = rounds
         folder.mkdir(parents=True, exist_ok=True)
-        repeated = [f"run-{i + 1}" for i in range(2)]
-        # There and back again: a machine that gets slower meanwhile makes the bands wider, and no policy worse.
-        policies = [f"{p}-{i + 1}" for i in range(repeats) for p in (reversed(POLICIES) if i % 2 else POLICIES)]
-        self.names = ["calibrate", *repeated, *policies]
+        self.names = ["latencies", *(f"policies-{number + 1}" for number in range(rounds))]
 
     def file(self, name: str, suffix: str = "json") -> Path:
         return self.folder / f"{name}.{suffix}"
@@ -100,141 +166,164 @@ class Stages:
         found: dict[str, Any] = json.loads(self.file(name).read_text())
         return found
 
-    def write(self, name: str, **data: Any) -> None:
-        data["load"] = [round(x, 2) for x in os.getloadavg()]
-        part = self.file(name, "part")
-        part.write_text(json.dumps(data))
-        part.rename(self.file(name))
-
     def run(self, name: str) -> None:
         print(f"{name} ...", flush=True)
-        if name == "calibrate":
-            asyncio.run(self._calibrate())
-        else:
-            policy, _, number = name.rpartition("-")
-            asyncio.run(self._live(name, "fcfs" if policy == "run" else policy, int(number)))
-
-    async def _calibrate(self) -> None:
-        record = self.file("calibrate", "bin")
-        async with AsyncLLM("storyteller", record=record, **ENGINE) as llm:
-            delays = await exercise(llm, self.seconds)
-            # Longer than its share of the batches: this is the mixture of steps that is to be predicted.
-            await replay(trace(11, int(8 * self.seconds), 8.0), EmbeddedTarget(llm))
-            shape = EngineShape.of(llm.config)
-        found = calibrate_recording(record, "storyteller", delays)
-        record.unlink()
-        self.file("model", "txt").write_text(to_json(found.fit.model))
-        capacity = self._capacity(shape, found.fit.model)
-        self.write(
-            "calibrate",
-            shape={name: getattr(shape, name) for name in EngineShape.__slots__},
-            capacity=capacity,
-            held_out_mape=found.fit.mape,
-            repeatability=found.repeatability,
-            num_steps=found.fit.num_steps,
-        )
-
-    def _capacity(self, shape: EngineShape, model: AnyModel) -> float:
-        """Requests per second when there is always somebody who waits."""
-        run = simulate(trace(12, 2000, 1e4), shape, model)
-        return len(run.workload) / run.timeline.duration
-
-    def model(self) -> AnyModel:
-        return from_json(self.file("model", "txt").read_text())
-
-    def shape(self) -> EngineShape:
-        return EngineShape(**self.read("calibrate")["shape"])
-
-    def workload(self, name: str) -> Workload:
-        """Of a stage. All policies get the same requests in the same repetition."""
-        capacity = float(self.read("calibrate")["capacity"])
-        if name.startswith("run-"):
-            return trace(21, int(BELOW * capacity * self.seconds), BELOW * capacity)
-        return trace(30, int(ABOVE * capacity * self.seconds / 2), ABOVE * capacity)
-
-    async def _live(self, name: str, policy: str, number: int) -> None:
         record = self.file(name, "bin")
-        is_recorded = name.startswith("run-")
-        arguments = {"record": record} if is_recorded else {}
-        step_model = self.folder / "model.txt"
-        async with AsyncLLM(
-            "storyteller", scheduling_policy=policy, step_model=step_model, **ENGINE, **arguments
-        ) as llm:
-            run = await replay(self.workload(name), EmbeddedTarget(llm), seed=number, num_warmups=20)
-        if is_recorded:
-            log = read_steps(record)
-            np.savez(self.file(name, "npz"), **{column: getattr(log, column) for column in StepLog.__slots__})
-            record.unlink()
-        self.write(
-            name,
-            lag=np.nan_to_num(run.lag).tolist(),
-            summary=run.evaluate().summary,
-            compared={label: of(run.evaluate()) for label, of in COMPARED.items()},
-            warnings=run.warnings,
-        )
+        load = os.getloadavg()[0]
+        stage = self._latencies(record) if name == "latencies" else self._policies(record, int(name.split("-")[1]))
+        found = asyncio.run(stage)
+        record.unlink()
+        part = self.file(name, "part")
+        part.write_text(json.dumps(found | {"load": [round(load, 2), round(os.getloadavg()[0], 2)]}))
+        part.rename(self.file(name))
+
+    async def _latencies(self, record: Path) -> dict[str, Any]:
+        turns = Turns()
+        async with AsyncLLM("storyteller", record=record, **ENGINE) as llm:
+            capacity = await turns.capacity(llm, self.seconds)
+            began = now()
+            await exercise(llm, 2 * self.seconds)
+            turns.windows["calibrate"] = [(began, now())]
+            for number in range(self.turns):
+                await turns.take("calibrate", llm, CALIBRATE + number, self.seconds, BELOW * capacity)
+                for again in (1, 2):
+                    await turns.take(f"live {again}", llm, PREDICT + number, self.seconds, BELOW * capacity)
+            shape = EngineShape.of(llm.config)
+        log, back = read_recorded(record)
+        found = calibrate_steps(within(log, turns.windows["calibrate"]), "storyteller", turns.delays, back)
+        for again in (1, 2):
+            steps = within(log, turns.windows[f"live {again}"])
+            columns = {column: getattr(steps, column) for column in StepLog.__slots__}
+            np.savez(self.file(f"steps-{again}", "npz"), **columns)
+        return {
+            "shape": {name: getattr(shape, name) for name in EngineShape.__slots__},
+            "model": to_json(found.model),
+            "capacity": capacity,
+            "held_out_mape": found.mape,
+            "num_steps": found.num_steps,
+            "runs": turns.runs,
+        }
+
+    async def _policies(self, record: Path, number: int) -> dict[str, Any]:
+        turns = Turns()
+        step_model = self.model_file()
+        async with contextlib.AsyncExitStack() as stack:
+            llms = {}
+            for policy in POLICIES:
+                arguments = {"record": record} if policy == "fcfs" else {}
+                llm = AsyncLLM("storyteller", scheduling_policy=policy, step_model=step_model, **ENGINE, **arguments)
+                llms[policy] = await stack.enter_async_context(llm)
+            fcfs = llms["fcfs"]
+            capacity = await turns.capacity(fcfs, self.seconds)
+            began = now()
+            await exercise(fcfs, self.seconds)
+            turns.windows["calibrate"] = [(began, now())]
+            for policy in reversed(POLICIES) if number % 2 else POLICIES:
+                await turns.take("warm", llms[policy], SATURATE + 2, 1.0, 8.0)
+                await turns.take(policy, llms[policy], COMPARE + number, self.seconds, ABOVE * capacity)
+                await turns.take("calibrate", fcfs, CALIBRATE + number, self.seconds / 6, ABOVE * capacity)
+        log, back = read_recorded(record)
+        found = calibrate_steps(within(log, turns.windows["calibrate"]), "storyteller", turns.delays, back)
+        return {"model": to_json(found.model), "capacity": capacity, "runs": turns.runs}
+
+    def model_file(self) -> Path:
+        """Of the first stage, for policies that plan by it."""
+        path = self.file("model", "txt")
+        path.write_text(self.read("latencies")["model"])
+        return path
 
     # What the simulator says of it
 
-    def simulated(self, name: str) -> list[RunMetrics]:
-        """Of the requests as they were sent in this stage."""
-        policy = name.rpartition("-")[0]
-        workload, lag = self.workload(name), np.array(self.read(name)["lag"])
-        order = np.argsort(workload.arrival + lag, kind="stable")
-        late = lag[order]
-        sent = replace(workload.select(order), arrival=(workload.arrival + lag)[order])
-        model, shape = self.model(), self.shape()
+    def steps(self, number: int) -> StepLog:
+        with np.load(self.file(f"steps-{number}", "npz")) as file:
+            return StepLog(*(file[column] for column in StepLog.__slots__))
 
-        def build() -> PlanPolicy:
-            return build_policy("fcfs" if policy == "run" else policy, to_json(model))
-
+    def simulated(self, stage: str, kind: str, policy: str) -> list[list[Any]]:
+        """For every seed, the runs of this kind as they were sent."""
+        told = self.read(stage)
+        model, shape = from_json(told["model"]), EngineShape(**self.read("latencies")["shape"])
+        # Its policy plans by what the live one planned by, a model that was fitted before, and not by the true step times.
+        config = EngineConfig.from_arguments("storyteller", scheduling_policy=policy, step_model=self.model_file()).scheduler
         found = []
         for seed in range(SEEDS):
-            run = simulate(sent, shape, model, policy=build, seed=seed)
-            # Latencies count from the schedule, in the live run as here.
-            timeline = replace(run.timeline, arrival=run.timeline.arrival - late)
-            found.append(replace(run, timeline=timeline).evaluate())
+            runs = []
+            for live in told["runs"][kind]:
+                workload, lag = trace(live["seed"], live["seconds"], live["rate"]), np.array(live["lag"])
+                order = np.argsort(workload.arrival + lag, kind="stable")
+                sent = replace(workload.select(order), arrival=(workload.arrival + lag)[order])
+                runs.append(simulate(sent, shape, model, policy=lambda: build_policy(config), seed=seed))
+            found.append(runs)
         return found
 
-    def steps(self, name: str) -> StepLog:
-        with np.load(self.file(name, "npz")) as file:
-            return StepLog(*(file[column] for column in StepLog.__slots__))
+
+def latencies(first: Any, last: Any, sent: Any, num_output: Any) -> dict[str, float]:
+    several = num_output > 1
+    values = {
+        "ttft": first - sent,
+        "tpot": (last - first)[several] / (num_output[several] - 1),
+        "e2el": last - sent,
+    }
+    figures = {}
+    for name, seconds in values.items():
+        figures[f"mean_{name}_ms"] = 1e3 * float(seconds.mean())
+        for percent in (50, 99):
+            figures[f"p{percent}_{name}_ms"] = 1e3 * float(np.percentile(seconds, percent))
+    return figures
+
+
+def figures_of_live(runs: list[dict[str, Any]]) -> dict[str, float]:
+    columns = {
+        name: np.concatenate([run[name] for run in runs]) for name in ("first_token", "last_token", "num_output")
+    }
+    sent = np.concatenate(
+        [trace(run["seed"], run["seconds"], run["rate"]).arrival + np.array(run["lag"]) for run in runs]
+    )
+    return latencies(columns["first_token"], columns["last_token"], sent, columns["num_output"])
+
+
+def figures_of_simulated(runs: list[Any]) -> dict[str, float]:
+    columns = [
+        np.concatenate([getattr(run.timeline, name) for run in runs])
+        for name in ("first_token", "last_token", "arrival", "num_output")
+    ]
+    return latencies(*columns)
 
 
 def latency_rows(stages: Stages) -> list[dict[str, Any]]:
-    live = [stages.read(f"run-{i}")["summary"] for i in (1, 2)]
-    simulated = [metrics.summary for i in (1, 2) for metrics in stages.simulated(f"run-{i}")]
+    live = [figures_of_live(stages.read("latencies")["runs"][f"live {i}"]) for i in (1, 2)]
+    simulated = [figures_of_simulated(r) for i in (1, 2) for r in stages.simulated("latencies", f"live {i}", "fcfs")]
     rows = []
-    for key, target in TARGETS.items():
+    for key in (*TARGETS, *ALSO):
+        target = TARGETS.get(key)
         first, second = (run[key] for run in live)
-        told = float(np.mean([run[key] for run in simulated]))
-        truth = (first + second) / 2
-        rows.append(row(key.replace("_", " ").replace(" ms", ", ms"), first, second, told, told / truth - 1, target))
-        rows[-1]["met"] = bool(abs(told / truth - 1) <= max(target, NOISE_FACTOR * abs(first - second) / truth))
-    for key in ("p50_ttft_ms", "p99_e2el_ms", "p99_itl_ms", "output_throughput"):
-        first, second = (run[key] for run in live)
-        told = float(np.mean([run[key] for run in simulated]))
-        rows.append(row(key.replace("_", " "), first, second, told, told / ((first + second) / 2) - 1, None))
+        truth, told = (first + second) / 2, float(np.mean([run[key] for run in simulated]))
+        error, noise = told / truth - 1, abs(first - second) / truth
+        rows.append(
+            {
+                "measure": key.removesuffix("_ms").replace("_", " ").replace("e2el", "e2e") + ", ms",
+                "live 1": round(first, 3),
+                "live 2": round(second, 3),
+                "simulated": round(told, 3),
+                "error": f"{error:+.1%}",
+                "between live": f"{noise:.1%}",
+                "target": f"≤ {target:.0%}" if target else "—",
+                "met": verdict(abs(error), target, noise) if target else "—",
+            }
+        )
     return rows
 
 
-def row(measure: str, first: float, second: float, told: float, error: float, target: float | None) -> dict[str, Any]:
-    return {
-        "measure": measure,
-        "live 1": round(first, 3),
-        "live 2": round(second, 3),
-        "simulated": round(told, 3),
-        "error": f"{error:+.1%}",
-        "between live": f"{abs(first - second) / ((first + second) / 2):.1%}",
-        "target": f"≤ {target:.0%}" if target else "—",
-        "met": "—",
-    }
+def verdict(error: float, target: float, noise: float) -> bool | str:
+    if error > target and noise > TOO_NOISY:
+        return "too noisy"
+    return error <= max(target, NOISE_FACTOR * noise)
 
 
 def step_row(stages: Stages) -> dict[str, Any]:
-    """The calibrated model on the steps of the first live run; and what one that knows the second run makes of it."""
-    model = stages.model()
-    errors = [_mape(model, stages.steps(f"run-{number}")) for number in (1, 2)]
-    noise = _mape(fit(stages.steps("run-2")).model, stages.steps("run-1"))
+    """The calibrated model on the steps of the live runs; and on those of the first, one that knows the second."""
+    model = from_json(stages.read("latencies")["model"])
+    errors = [_mape(model, stages.steps(number)) for number in (1, 2)]
+    noise = _mape(fit(stages.steps(2)).model, stages.steps(1))
     return {
         "measure": "step time, mean absolute error",
         "live 1": "—",
@@ -243,7 +332,7 @@ def step_row(stages: Stages) -> dict[str, Any]:
         "error": f"{errors[0]:.1%}, {errors[1]:.1%}",
         "between live": f"{noise:.1%}",
         "target": f"≤ {STEP_TARGET:.0%}",
-        "met": bool(max(errors) <= max(STEP_TARGET, NOISE_FACTOR * noise)),
+        "met": verdict(max(errors), STEP_TARGET, noise),
     }
 
 
@@ -254,28 +343,35 @@ def _mape(model: AnyModel, log: StepLog) -> float:
     return float(np.abs(told / taken - 1)[is_usable].mean())
 
 
-def ranking_rows(stages: Stages, repeats: int) -> tuple[list[dict[str, Any]], list[str]]:
+def ranking_rows(stages: Stages) -> tuple[list[dict[str, Any]], list[str]]:
     """For every figure: pairs of policies whose live bands do not overlap, and how many the simulator ranks alike."""
-    live = {p: [stages.read(f"{p}-{i + 1}")["compared"] for i in range(repeats)] for p in POLICIES}
+    names = [name for name in stages.names if name.startswith("policies")]
+    live = {p: [run["compared"] for name in names for run in stages.read(name)["runs"][p]] for p in POLICIES}
     simulated = {
-        p: [{k: of(m) for k, of in COMPARED.items()} for i in range(repeats) for m in stages.simulated(f"{p}-{i + 1}")]
+        p: [compared(run.evaluate()) for name in names for runs in stages.simulated(name, p, p) for run in runs]
         for p in POLICIES
     }
     rows, wrong = [], []
     for label in COMPARED:
         bands = {p: (min(r[label] for r in live[p]), max(r[label] for r in live[p])) for p in POLICIES}
         told = {p: float(np.mean([r[label] for r in simulated[p]])) for p in POLICIES}
-        apart = [(a, b) for a, b in itertools.combinations(POLICIES, 2) if not _overlap(bands[a], bands[b])]
+        apart = [
+            (a, b)
+            for a, b in itertools.combinations(POLICIES, 2)
+            if bands[a][1] < bands[b][0] or bands[b][1] < bands[a][0]
+        ]
         alike = 0
         for a, b in apart:
             if (bands[a][0] < bands[b][0]) == (told[a] < told[b]):
                 alike += 1
             else:
-                wrong.append(f"{label}: {a} {bands[a]} and {b} {bands[b]}, simulated {told[a]:.4g} and {told[b]:.4g}")
+                shown = [f"{p} {bands[p][0]:.4g} to {bands[p][1]:.4g}, simulated {told[p]:.4g}" for p in (a, b)]
+                wrong.append(f"{label}: {'; '.join(shown)}")
+        means = {p: float(np.mean([r[label] for r in live[p]])) for p in POLICIES}
         rows.append(
             {
-                "figure": label,
-                **{p: f"{np.mean(bands[p]):.4g} / {told[p]:.4g}" for p in POLICIES},
+                "live / simulated": label,
+                **{p: f"{means[p]:.4g} / {told[p]:.4g}" for p in POLICIES},
                 "pairs apart": len(apart),
                 "ranked alike": alike,
                 "target": "all",
@@ -285,30 +381,23 @@ def ranking_rows(stages: Stages, repeats: int) -> tuple[list[dict[str, Any]], li
     return rows, wrong
 
 
-def _overlap(a: tuple[float, float], b: tuple[float, float]) -> bool:
-    return a[0] <= b[1] and b[0] <= a[1]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json")
     parser.add_argument("--work", help="where the stages leave their files; default: all of them are measured now")
     parser.add_argument("--stage", default="all")
-    parser.add_argument(
-        "--seconds", type=float, default=30.0, help="of a live run; those of the policies take half of it"
-    )
-    parser.add_argument("--repeats", type=int, default=2, help="live runs of every policy")
+    parser.add_argument("--rounds", type=int, default=3, help="live runs of every policy")
     parser.add_argument("--quick", action="store_true", help="whether it runs, not how good it is")
     arguments = parser.parse_args()
-    load_before = os.getloadavg()
-    seconds = 4.0 if arguments.quick else arguments.seconds
     with contextlib.ExitStack() as stack:
         work = arguments.work or stack.enter_context(tempfile.TemporaryDirectory(prefix="actorllm-fidelity-"))
-        measure(Stages(Path(work), seconds, arguments.repeats), arguments, load_before)
+        seconds, turns = (2.0, 1) if arguments.quick else (5.0, 4)
+        measure(Stages(Path(work), seconds, turns, arguments.rounds), arguments)
 
 
-def measure(stages: Stages, arguments: argparse.Namespace, load_before: tuple[float, float, float]) -> None:
+def measure(stages: Stages, arguments: argparse.Namespace) -> None:
     """What is wanted and missing; then, if all is there, the result."""
+    load_before = os.getloadavg()
     wanted = stages.missing()
     if arguments.stage == "next":
         wanted = wanted[:1]
@@ -317,16 +406,15 @@ def measure(stages: Stages, arguments: argparse.Namespace, load_before: tuple[fl
     for name in wanted:
         stages.run(name)
     if missing := stages.missing():
-        print(f"{len(missing)} stages are missing: {', '.join(missing)}")
+        print(f"still missing: {', '.join(missing)}")
         return
-    told = stages.read("calibrate")
     rows = [step_row(stages), *latency_rows(stages)]
     print_table("predicted by the simulator and measured on the engine", rows)
-    rankings, wrong = ranking_rows(stages, arguments.repeats)
-    print_table("policies: mean of the live runs / simulated", rankings)
+    rankings, wrong = ranking_rows(stages)
+    print_table(f"policies at {ABOVE:g} of the capacity, live / simulated", rankings)
     for line in wrong:
         print(f"ranked otherwise: {line}")
-    loads = {name: stages.read(name)["load"][0] for name in stages.names}
+    told = stages.read("latencies")
     if arguments.json:
         write_json(
             arguments.json,
@@ -337,17 +425,16 @@ def measure(stages: Stages, arguments: argparse.Namespace, load_before: tuple[fl
                 "configuration": {
                     "engine": ENGINE,
                     "classes": MIX,
-                    "seconds": stages.seconds,
-                    "capacity requests/s": round(float(told["capacity"]), 2),
+                    "seconds of a turn": stages.seconds,
+                    "capacity requests/s": [round(stages.read(name)["capacity"], 1) for name in stages.names],
                     "of the capacity": [BELOW, ABOVE],
                     "calibration steps": told["num_steps"],
                     "error on held-out steps": round(told["held_out_mape"], 4),
-                    "difference of equal steps in a row": round(told["repeatability"], 4),
-                    "highest load": max(loads.values()),
+                    "loads": {name: stages.read(name)["load"] for name in stages.names},
                     "versions": versions(),
                 },
-                "rows": rows,
-                "targets": rankings,
+                "targets": rows,
+                "rows": rankings,
                 "ranked otherwise": wrong,
             },
         )

@@ -46,7 +46,7 @@ BENCHES = (
         keeps_models=True,
     ),
     Bench("simulation", ("--requests", "300")),
-    Bench("fidelity", ("--quick", "--repeats", "1")),
+    Bench("fidelity", ("--quick", "--rounds", "1")),
     Bench("prefix", ("--rounds", "4", "--models", "storyteller")),
     Bench("parameters", ("--rounds", "1", "--tokens", "8")),
     Bench("recovery", ("--kills", "1")),

@@ -110,9 +110,9 @@ def _read_header(path: str | Path) -> tuple[EngineConfig, tuple[int, ...], int |
 
 def fresh_scheduler(path: str | Path) -> Scheduler:
     """One that is built as the recorded one was. Raises ConfigError."""
-    config, *others = _read_header(path)
+    config, eos_token_ids, primary, has_other_workers = _read_header(path)
     policy = build_policy(config.scheduler)
-    return Scheduler(policy=policy, **scheduler_arguments(config, *others))
+    return Scheduler(policy=policy, **scheduler_arguments(config, eos_token_ids, primary, has_other_workers))
 
 
 def scheduler_arguments(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ from actorllm.actors.record_file import fresh_scheduler, read_recording, recorde
 from actorllm.clock import now, to_epoch
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
+from actorllm.live.replay import Delays
+from actorllm.scheduling.recording import Entry
 from actorllm.slo.calibration import steps_of
 from actorllm.slo.cost_model import Fit, StepLog, fit
 from actorllm.slo.workload import seed_stream
@@ -30,14 +33,6 @@ if TYPE_CHECKING:
 
 LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MAX_OUTPUT = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Delays:
-    """What lies between a client and the scheduler; medians, in seconds."""
-
-    submit_s: float = 0.0
-    deliver_s: float = 0.0
 
 
 async def exercise(llm: AsyncLLM, duration_s: float, seed: int = 0) -> Delays:
@@ -81,17 +76,13 @@ async def exercise(llm: AsyncLLM, duration_s: float, seed: int = 0) -> Delays:
         raise _first(errors) from None  # one that fails ends all of them: the others say nothing new
     if not there:
         raise ConfigError(f"no request was done within {duration_s:g} s; let the engine run for longer")
-    return Delays(_median(there), _median(back))
+    return Delays.of(there, back)
 
 
 def _first(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _median(values: list[float]) -> float:
-    return max(0.0, float(np.median(values))) if values else 0.0
 
 
 def _request(llm: AsyncLLM, rng: np.random.Generator) -> tuple[list[int], Any]:
@@ -125,32 +116,42 @@ class Calibration:
         return float(np.median(np.abs(taken[1:] / taken[:-1] - 1)[alike])) if alike.any() else math.nan
 
 
-def read_steps(path: str | Path) -> StepLog:
-    """Of a recording that an engine made with record=path. Raises ConfigError if it is none."""
-    return steps_of(read_recording(path), fresh_scheduler(path))
+def read_recorded(path: str | Path) -> tuple[StepLog, Delays]:
+    """The steps of a recording that an engine made with record=path, and the delays that it knows of.
 
-
-def calibrate_recording(path: str | Path, name: str | None = None, delays: Delays | None = None) -> Calibration:
-    """Fit to the steps of a recording. Raises ConfigError, also when there are too few of them.
-
-    delays: from the client to the scheduler and back, as the client saw them; None: that to the scheduler is in the recording,
-    and that back is not known. From the worker to the scheduler is added.
+    These are the way there, and of the way back the first half, from the worker to the scheduler. Raises ConfigError if the
+    file is none.
     """
-    config = recorded_configuration(path)
-    log = read_steps(path)
     there: list[float] = []
     back: list[float] = []
-    for call, at, argument in read_recording(path):
-        if call.startswith("submit"):
-            there.append(at - argument.arrival)
-        elif call == "update":
-            back.append(at - argument.ended)
-    if delays is None:
-        delays = Delays(_median(there))
-    delays = Delays(delays.submit_s, delays.deliver_s + _median(back))
-    found = fit(log, name or f"{Path(config.model.name).name}-calibrated")
-    model = replace(found.model, submit_s=delays.submit_s, deliver_s=delays.deliver_s)
-    return Calibration(replace(found, model=model), log, config)
+
+    def watched() -> Iterator[Entry]:
+        for entry in read_recording(path):
+            call, at, argument = entry
+            if call.startswith("submit"):
+                there.append(at - argument.arrival)
+            elif call == "update":
+                back.append(at - argument.ended)
+            yield entry
+
+    log = steps_of(watched(), fresh_scheduler(path))
+    return log, Delays.of(there, back)
+
+
+def calibrate_steps(log: StepLog, name: str, client: Delays | None, recorded: Delays) -> Fit:
+    """Fit a model with its delays. client: as `exercise` found them; without them there is only what was recorded."""
+    found = fit(log, name)
+    submit_s = recorded.submit_s if client is None else client.submit_s
+    deliver_s = recorded.deliver_s + (0.0 if client is None else client.deliver_s)
+    return replace(found, model=replace(found.model, submit_s=submit_s, deliver_s=deliver_s))
+
+
+def calibrate_recording(path: str | Path, name: str | None = None, client: Delays | None = None) -> Calibration:
+    """Fit to the steps of a recording. Raises ConfigError, also when there are too few of them."""
+    config = recorded_configuration(path)
+    log, recorded = read_recorded(path)
+    label = name or f"{Path(config.model.name).name}-calibrated"
+    return Calibration(calibrate_steps(log, label, client, recorded), log, config)
 
 
 async def calibrate_engine(

@@ -72,6 +72,8 @@ class EmbeddedTarget:
 def _note(record: Record, metrics: RequestMetrics) -> None:
     """What only the engine knows of it."""
     record.scheduled = from_epoch(metrics.scheduled_ts) if metrics.scheduled_ts else math.nan
+    record.submitted = from_epoch(metrics.queued_ts) if metrics.queued_ts else math.nan
+    record.reported = from_epoch(metrics.last_token_ts) if metrics.last_token_ts else math.nan
     record.num_preemptions = metrics.num_preemptions
     record.num_cached = metrics.num_cached_tokens or 0
     record.num_wasted = metrics.num_wasted_tokens

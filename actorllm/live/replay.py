@@ -13,7 +13,7 @@ The result is a `RunTimeline` like that of a simulation, so `metrics.evaluate` g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -50,6 +50,19 @@ class Call:
     """When it should be sent, in monotonic seconds."""
 
 
+@dataclass(frozen=True, slots=True)
+class Delays:
+    """What lies between a client and the scheduler; medians, in seconds."""
+
+    submit_s: float = 0.0
+    deliver_s: float = 0.0
+
+    @staticmethod
+    def of(there: Sequence[float], back: Sequence[float]) -> Delays:
+        """Of single ones; 0 of none."""
+        return Delays(*(max(0.0, float(np.median(values))) if len(values) else 0.0 for values in (there, back)))
+
+
 @dataclass(slots=True)
 class Record:
     """What the client saw of one request. Times in monotonic seconds."""
@@ -64,6 +77,9 @@ class Record:
     num_preemptions: int = 0
     num_cached: int = 0
     num_wasted: int = 0
+    submitted: float = math.nan
+    """When the scheduler had it, and when it had its last token: where the engine tells."""
+    reported: float = math.nan
 
     def got(self, num_tokens: int) -> None:
         """So many tokens have come just now."""
@@ -106,6 +122,8 @@ class LiveRun:
     """Of every request; empty for those that did not fail."""
     backend: str
     model: str
+    delays: Delays = Delays()
+    """Of requests that the engine told of; 0 otherwise."""
 
     def evaluate(self, **arguments: Any) -> RunMetrics:
         """The figures of the run; arguments as in `metrics.evaluate`."""
@@ -297,4 +315,12 @@ def _collect(workload: Workload, records: list[Record], start: float, target: Ta
         tuple(record.error or "" for record in records),
         target.backend,
         target.model,
+        Delays.of(
+            [record.submitted - record.sent for record in records if math.isfinite(record.submitted)],
+            [
+                record.times[-1] - record.reported
+                for record in records
+                if math.isfinite(record.reported) and record.times
+            ],
+        ),
     )

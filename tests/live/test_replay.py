@@ -195,7 +195,9 @@ async def test_an_engine_in_this_process() -> None:
     assert (run.timeline.num_cached[4:] >= 64).all(), "the prefix that they share"
     assert (run.timeline.scheduled >= run.timeline.arrival).all()
     assert (run.timeline.scheduled <= run.timeline.first_token).all()
-    assert run.backend, run.model == ("actorllm", "storyteller")
+    assert (run.backend, run.model) == ("actorllm", "storyteller")
+    assert 0 < run.delays.submit_s < run.timeline.ttft.max()
+    assert 0 < run.delays.deliver_s < run.timeline.ttft.max()
     for row, given in enumerate(spy.given[1:]):
         kind = workload.classes[workload.class_ids[row]]
         assert len(given["prompt"]["prompt_token_ids"]) == 100
