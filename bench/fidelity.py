@@ -243,7 +243,9 @@ class Stages:
         told = self.read(stage)
         model, shape = from_json(told["model"]), EngineShape(**self.read("latencies")["shape"])
         # Its policy plans by what the live one planned by, a model that was fitted before, and not by the true step times.
-        config = EngineConfig.from_arguments("storyteller", scheduling_policy=policy, step_model=self.model_file()).scheduler
+        config = EngineConfig.from_arguments(
+            "storyteller", scheduling_policy=policy, step_model=self.model_file()
+        ).scheduler
         found = []
         for seed in range(SEEDS):
             runs = []

@@ -276,7 +276,7 @@ def explain(
 
 
 def _explain_recording(recording: Path, request_id: int, point: Point) -> str:
-    from actorllm.actors.scheduler import read_recording
+    from actorllm.actors.record_file import read_recording
     from actorllm.slo.explanation import explain as explained
     from actorllm.slo.journal import run_of_recording
 
