@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from actorllm.errors import ConfigError
+from actorllm.messages import F64
 from actorllm.slo.experiments.bands import WHO, Band, Who, attainment_band, attainment_of, crossing, drawn
 from actorllm.slo.experiments.point import Point, Scenario, Variant
 from actorllm.slo.experiments.pool import PointError, Pool
@@ -64,12 +65,20 @@ class Results:
     failures: tuple[PointError, ...] = ()
     notes: tuple[str, ...] = ()
     stamp: dict[str, Any] = field(default_factory=stamp)
+    _index: dict[tuple[str, float, float], list[Record]] = field(default_factory=dict, init=False, repr=False)
+    """By label, rate and scale; the seeds in order."""
+    _drawn: dict[tuple[Any, ...], F64] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for record in sorted(self.records, key=lambda r: int(r["seed"])):
+            self._index.setdefault((record["variant"]["label"], record["rate"], record["scale"]), []).append(record)
 
     @classmethod
     def of_records(cls, scenario: Scenario, records: Iterable[Record], stamp: dict[str, Any]) -> Results:
-        """From a results file: every variant and seed that is there."""
-        found = sorted(records, key=lambda r: (r["variant"]["label"], r["rate"], r["scale"], r["seed"]))
-        variants = {r["variant"]["label"]: Variant.from_dict(r["variant"]) for r in found}
+        """From a results file: every variant and seed that is there, variants in the order of the file."""
+        given = list(records)
+        variants = {r["variant"]["label"]: Variant.from_dict(r["variant"]) for r in given}
+        found = sorted(given, key=lambda r: (r["variant"]["label"], r["rate"], r["scale"], r["seed"]))
         seeds = tuple(sorted({r["seed"] for r in found}))
         return cls(scenario, tuple(variants.values()), seeds, tuple(found), stamp=stamp)
 
@@ -78,22 +87,16 @@ class Results:
 
     def points(self, label: str, rate: float, scale: float = 1.0) -> list[Record]:
         """Of every seed, in their order."""
-        found = [
-            r for r in self.records if r["variant"]["label"] == label and r["rate"] == rate and r["scale"] == scale
-        ]
-        return sorted(found, key=lambda r: r["seed"])
+        return self._index.get((label, rate, scale), [])
 
     def rates(self, label: str, scale: float = 1.0) -> list[float]:
         """Those that every seed was simulated at."""
-        seeds: dict[float, set[int]] = {}
-        for r in self.records:
-            if r["variant"]["label"] == label and r["scale"] == scale:
-                seeds.setdefault(r["rate"], set()).add(r["seed"])
-        most = max(map(len, seeds.values()), default=0)
-        return sorted(rate for rate, there in seeds.items() if len(there) == most)
+        seeds = {rate: len(there) for (x, rate, s), there in self._index.items() if x == label and s == scale}
+        most = max(seeds.values(), default=0)
+        return sorted(rate for rate, num in seeds.items() if num == most)
 
     def scales(self, label: str, rate: float) -> list[float]:
-        return sorted({r["scale"] for r in self.records if r["variant"]["label"] == label and r["rate"] == rate})
+        return sorted(scale for x, r, scale in self._index if x == label and r == rate)
 
     def band(self, label: str, rate: float, reading: Reading, who: Who = "worst", scale: float = 1.0) -> Band:
         """Attainment with its band. Raises ConfigError when nothing was simulated there."""
@@ -118,16 +121,29 @@ class Results:
         rates = self.rates(label)
         if not rates:
             return None
-        points = [[r["blocks"] for r in self.points(label, rate)] for rate in rates]
-        value = np.array([_pooled(blocks, reading, who) for blocks in points])
+        value = np.array([self._value(label, rate, reading, who) for rate in rates])
         found = float(crossing(np.array(rates), value, target))
         if not found:
             return None
-        draws = crossing(np.array(rates), np.stack([drawn(p, reading, who) for p in points], axis=-1), target)
+        draws = self.max_rate_draws(label, target, reading, who)
         low, high = np.quantile(draws, (0.025, 0.975)).tolist()
         num_reached = int((np.minimum.accumulate(value) >= target).sum())
         verdict, _ = self.verdict(label, rates[num_reached - 1])
         return MaxRate(found, min(low, found), max(high, found), num_reached < len(rates), verdict)
+
+    def _value(self, label: str, rate: float, reading: Reading, who: Who) -> float:
+        return _pooled([r["blocks"] for r in self.points(label, rate)], reading, who)
+
+    def max_rate_draws(self, label: str, target: float, reading: Reading, who: Who) -> F64:
+        """[num_draws] maximum rates, one for each drawing of seeds and blocks."""
+        rates = self.rates(label)
+        draws = []
+        for rate in rates:
+            key = (label, rate, reading, who)
+            if key not in self._drawn:
+                self._drawn[key] = drawn([r["blocks"] for r in self.points(label, rate)], reading, who)
+            draws.append(self._drawn[key])
+        return crossing(np.array(rates), np.stack(draws, axis=-1), target)
 
 
 def _pooled(blocks: Sequence[Record], reading: Reading, who: Who) -> float:
@@ -322,20 +338,11 @@ def ratio_band(
     one: Results, label: str, other: str, target: float, reading: Reading, who: Who = "worst"
 ) -> Band | None:
     """How many times the maximum rate of `other` that of `label` is, with the draws of the one paired with the other's."""
-    found = []
-    for name in (label, other):
-        rates = one.rates(name)
-        if not rates:
-            return None
-        points = [[r["blocks"] for r in one.points(name, rate)] for rate in rates]
-        value = np.array([_pooled(blocks, reading, who) for blocks in points])
-        draws = np.stack([drawn(p, reading, who) for p in points], axis=-1)
-        found.append((float(crossing(np.array(rates), value, target)), crossing(np.array(rates), draws, target)))
-    (value_a, draws_a), (value_b, draws_b) = found
-    if not value_a or not value_b:
+    mine, theirs = (one.max_rate(name, target, reading, who) for name in (label, other))
+    if mine is None or theirs is None:
         return None
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = draws_a / draws_b
+        ratios = one.max_rate_draws(label, target, reading, who) / one.max_rate_draws(other, target, reading, who)
     ratios = ratios[np.isfinite(ratios)]
     low, high = np.quantile(ratios, (0.025, 0.975)).tolist() if ratios.size else (math.nan, math.nan)
-    return Band(value_a / value_b, low, high)
+    return Band(mine.rate / theirs.rate, low, high)

@@ -51,7 +51,7 @@ def number(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    return f"{100 * value:.3g}%"
+    return f"{100 * value:.3g}%" if abs(value) >= 1e-5 else "0%"
 
 
 def ticks(low: float, high: float, num: int = 5) -> list[float]:

@@ -110,6 +110,7 @@ def _lead(results: Results, rate: float) -> list[str]:
                 told.append("The backlog grew at that rate: in a longer run the figure would be lower.")
             elif best.verdict == "short":
                 told.append("That run was too short to see whether its backlog grows: use more requests.")
+    told = list(dict.fromkeys(told))
     if len(set(winners.values())) > 1:
         told.append("The two readings of a promise per token have different winners: which one is meant decides.")
     return told + [f"Failed and left out: {failure}" for failure in results.failures]
@@ -176,7 +177,8 @@ def _rate_table(results: Results, targets: Sequence[float], who: Sequence[Who]) 
         ratio = ratio_band(results, label, other, targets[0], "deadline") if label != other else None
         cells.append("" if ratio is None else f"{ratio.value:.2f}<br><small>{ratio.low:.2f}–{ratio.high:.2f}</small>")
         rows.append(cells)
-    head = ["requests/s", *(f"{w}, {READS[r]}, {t:.0%}" for t, r, w in columns), f"times {other}"]
+    names = [f"{'' if len(who) == 1 else w + ', '}{READS[r]}, {t:.0%}" for t, r, w in columns]
+    head = ["requests/s", *names, f"times {other}"]
     return table(head, rows)
 
 

@@ -1,0 +1,143 @@
+"""The laboratory on the command line: what is printed, what is written, and what is told of bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from actorllm import cli
+from actorllm.actors.scheduler import read_recording
+from actorllm.llm import LLM
+from actorllm.request import SamplingParams
+
+SMALL = ("--workload", "synthetic", "--num-requests", "60")
+
+
+def run(*arguments: str) -> None:
+    assert cli.main(list(arguments)) == 0
+
+
+def test_simulate_prints_figures_and_writes_what_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {name: tmp_path / name for name in ("run.json", "run.html", "trace.json")}
+    run(
+        "simulate", "--policy", "edf@512", "--rate", "3", *SMALL, "--output-json", str(files["run.json"]),
+        "--report", str(files["run.html"]), "--trace", str(files["trace.json"]),
+    )  # fmt: skip
+    out = capsys.readouterr().out
+    assert out.startswith("edf@512 at 3 requests/s, seed 0: 60 requests of synthetic, poisson arrivals, a100-llama-3-8b")
+    assert "short: 60 requests are too few to tell" in out
+    assert json.loads(files["run.json"].read_bytes())["completed"] == 60
+    assert json.loads(files["trace.json"].read_bytes())["otherData"]["traced"] == 60
+    assert "What steps computed" in files["run.html"].read_text()
+
+
+def test_a_sweep_is_resumed_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, page, table = tmp_path / "sweep.jsonl", tmp_path / "sweep.html", tmp_path / "points.csv"
+    arguments = (
+        "sweep", *SMALL, "--policies", "fcfs@512", "edf@512", "--rates", "2", "4", "--seeds", "1", "--targets", "0",
+        "--results", str(results), "--num-processes", "0",
+    )  # fmt: skip
+    run(*arguments)
+    size = results.stat().st_size
+    run(*arguments, "--report", str(page))
+    assert results.stat().st_size == size
+    assert "Which policy keeps its promises" in page.read_text()
+    page.unlink()
+    run("report", str(results), "--output", str(page), "--csv", str(table))
+    assert "edf@512" in page.read_text()
+    assert len(table.read_text().splitlines()) == 5
+    out = capsys.readouterr().out
+    assert "MAX RATE" in out
+    assert f"report: {page}" in out
+
+
+def test_explain_names_the_causes(capsys: pytest.CaptureFixture[str]) -> None:
+    run("explain", "-1", "--policy", "fcfs@512", "--rate", "9", *SMALL)
+    out = capsys.readouterr().out
+    assert "MISSED ttft" in out
+    assert "the prompts of others were served first" in out
+    run("explain", "3", "--policy", "fcfs@512", "--rate", "1", *SMALL)
+    assert capsys.readouterr().out.startswith("request 3 (")
+
+
+def test_explain_a_recorded_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.bin"
+    with LLM("storyteller", topology="inline", num_threads=1, record=str(file), max_model_len=128) as llm:
+        llm.generate(["Once upon a time"] * 3, SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
+        scheduler = llm.config.scheduler
+        num_blocks = llm.config.cache.num_blocks
+    assert any(call == "schedule" for call, _, _ in read_recording(file))
+    run(
+        "explain", "1", "--recording", str(file), "--num-blocks", str(num_blocks), "--max-model-len", "128",
+        "--max-num-seqs", str(scheduler.max_num_seqs), "--max-num-batched-tokens", str(scheduler.max_num_batched_tokens),
+    )  # fmt: skip
+    out = capsys.readouterr().out
+    assert "8 output tokens, finished" in out
+    assert "first token" in out
+
+
+POLICY = """
+from actorllm.scheduling.policy import KeyPolicy
+class Last(KeyPolicy):
+    def key(self, sequence, view):
+        return (-sequence.arrival_index,)
+"""
+
+
+def test_a_policy_in_the_folder_that_one_is_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "last_comes_first.py").write_text(POLICY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", os.getcwd())])
+    run("simulate", "--policy", "last_comes_first:Last", *SMALL)
+    assert "last_comes_first:Last at 2 requests/s" in capsys.readouterr().out
+    arguments = ("sweep", *SMALL, "--policies", "last_comes_first:Last", "--rates", "2", "--seeds", "1", "--targets", "0")
+    run(*arguments, "--results", "sweep.jsonl", "--num-processes", "1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("simulate", "--policy", "fcsf"), "there is no scheduling policy 'fcsf'"),
+        (("simulate", "--rate", "0"), "rate=0.0 and scale=1.0 must be positive"),
+        (("simulate", "--workload", "nowhere.csv"), "neither sample nor synthetic nor the path of a trace"),
+        (("simulate", "--num-blocks", "10"), "10 blocks of 16 hold less than max_model_len=32768"),
+        (("simulate", "--output-json", "/nowhere/x.json"), "cannot be written"),
+        (("simulate", "--mix", "ls:0.5:tftt=1"), "'tftt' is not known"),
+        (("sweep", "--seeds", "0"), "seeds=0 must be at least 1"),
+        (("sweep", "--targets", "99"), "target=99.0 must be a share between 0 and 1"),
+        (("report", "nowhere.jsonl"), "there is no results file"),
+        (("explain", "99999", "--num-requests", "20"), "there is no request 99999: the run has 20"),
+        (("explain", "0", "--recording", "nowhere.bin"), "there is no recording"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(list(arguments)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_policy_that_raises_is_told_and_the_others_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad_luck.py").write_text(POLICY.replace("return (", "raise RuntimeError('bad luck')\n        return ("))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        cli.main(["sweep", *SMALL, "--policies", "bad_luck:Last", "fcfs", "--rates", "2", "--seeds", "1", "--targets", "0",
+                  "--num-processes", "0", "--report", "page.html"])  # fmt: skip
+    told = capsys.readouterr()
+    assert "failed: bad_luck:Last at 2 requests/s, seed 0: RuntimeError: bad luck" in told.err
+    assert "bad luck" in (tmp_path / "page.html").read_text()

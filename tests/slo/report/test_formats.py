@@ -1,0 +1,169 @@
+"""What other programs read: vLLM's JSON, CSV, and a trace."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actorllm.slo.cost_model import LinearModel, Regime
+from actorllm.slo.experiments import Scenario, Sweep, Variant
+from actorllm.slo.experiments.record import figures_of
+from actorllm.slo.fairness import fairness_of
+from actorllm.slo.journal import Journal
+from actorllm.slo.objective import SLO, RequestClass
+from actorllm.slo.report import bench_json, chrome_trace, results_csv
+from actorllm.slo.report.formats import late_tokens
+from actorllm.slo.simulator import EngineShape, Run, simulate
+from actorllm.slo.timeline import timeline_of_streams
+from actorllm.slo.workload import assign_classes, make_workload
+
+BENCH_KEYS = {
+    "duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput",
+    "request_goodput", "output_throughput", "total_token_throughput", "input_lens", "output_lens", "ttfts", "itls",
+    "latencies", "start_times", "queue_times", "generated_texts", "errors", "max_output_tokens_per_s",
+    "max_concurrent_requests", "rtfx",
+} | {
+    f"{figure}_{metric}_ms"
+    for figure in ("mean", "median", "std", "p50", "p90", "p95", "p99")
+    for metric in ("ttft", "tpot", "itl", "e2el")
+}  # fmt: skip
+"""Of `vllm bench serve --save-result --save-detailed --percentile-metrics ttft,tpot,itl,e2el`."""
+
+SHAPE = EngineShape(
+    num_blocks=128, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=2048, depth=1, enable_prefix_caching=False
+)
+SECOND = LinearModel((Regime(float("inf"), (1.0, 0.0, 0.0, 0.0, 0.0, 0.0)),), "constant")
+
+
+def run(*rows: tuple[float, int, int], slo: SLO = SLO(1.5, 1.2)) -> tuple[Run, Journal]:  # noqa: B008 - frozen
+    arrival, prompt, output = (np.array(column) for column in zip(*rows, strict=True))
+    workload = make_workload(arrival.astype(float), (prompt.astype(np.int32), output.astype(np.int32)))
+    workload = assign_classes(workload, [(RequestClass("ls", slo, True), 1)])
+    journal = Journal()
+    return simulate(workload, SHAPE, SECOND, make_scheduler=journal.scheduler_maker(SHAPE)), journal
+
+
+def test_keys_are_those_of_vllm_and_ours_say_so() -> None:
+    found, _ = run((0.0, 10, 3), (0.5, 20, 1), (30.0, 5, 2))
+    told = bench_json(found.timeline, found.workload, figures_of(found.timeline, found.workload)["summary"])
+    assert {key for key in told if not key.startswith("actorllm_")} == BENCH_KEYS
+    plain = json.loads(json.dumps(told, allow_nan=False))
+    assert plain["input_lens"] == [10, 20, 5]
+    assert plain["itls"] == [[1.0, 1.0], [], [1.0]]
+    assert plain["ttfts"] == [1.0, 1.5, 1.0]
+    assert plain["latencies"] == [3.0, 1.5, 2.0]
+    assert plain["queue_times"] == [0.0, 0.0, 0.0], "of vLLM's client, which never waits here"
+    assert plain["actorllm_queue_times"] == [0.0, 0.5, 0.0]
+    assert plain["errors"] == ["", "", ""]
+    assert (plain["max_output_tokens_per_s"], plain["max_concurrent_requests"]) == (2.0, 2)
+    assert plain["actorllm_classes_of"] == ["ls"] * 3
+
+
+def test_a_row_for_every_point() -> None:
+    scenario = Scenario(workload="synthetic", num_requests=30)
+    results = Sweep(scenario, [Variant.parse("fcfs,name=x@512")], (0, 1)).run(rates=(2.0, 3.0), num_processes=0)
+    rows = list(csv.DictReader(io.StringIO(results_csv(results))))
+    assert [(row["policy"], float(row["rate"]), int(row["seed"])) for row in rows] == [
+        ("fcfs,name=x@512", rate, seed) for rate in (2.0, 3.0) for seed in (0, 1)
+    ]
+    assert all(0 <= float(row["worst_tpot"]) <= 1 and float(row["mean_ttft_ms"]) > 0 for row in rows)
+    assert rows[0]["scenario"] == scenario.digest
+
+
+def slices(trace: dict[str, Any], tid: int) -> list[tuple[str, float, float]]:
+    return [
+        (event["name"], event["ts"] / 1e6, event["dur"] / 1e6)
+        for event in trace["traceEvents"]
+        if event["ph"] == "X" and event["pid"] == 0 and event["tid"] == tid
+    ]
+
+
+def test_the_trace_of_a_run_that_was_made_by_hand() -> None:
+    found, journal = run((0.0, 600, 2), (0.5, 10, 3))
+    trace = json.loads(json.dumps(chrome_trace(found.timeline, found.workload, journal), allow_nan=False))
+    assert slices(trace, 0)[:4] == [
+        ("queued", 0.0, 0.0),
+        ("prefill 256", 0.0, 1.0),
+        ("prefill 246", 1.0, 1.0),
+        ("prefill 98", 2.0, 1.0),
+    ]
+    assert slices(trace, 1)[:2] == [("queued", 0.5, 0.5), ("prefill 10", 1.0, 1.0)]
+    assert slices(trace, 1)[2] == ("decode", 2.0, 2.0)
+    late = [(e["name"], e["tid"], e["ts"] / 1e6) for e in trace["traceEvents"] if e["ph"] == "i"]
+    assert late == [("late: first token", 0, 3.0)], "and what follows is late with it"
+    steps = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["pid"] == 1]
+    assert [(event["name"], event["args"]["prompt_tokens"], event["args"]["decode_rows"]) for event in steps] == [
+        ("prefill step", 256, 0),
+        ("prefill step", 256, 0),
+        ("mixed step", 98, 1),
+        ("decode step", 0, 2),
+    ]
+    counters = {event["name"] for event in trace["traceEvents"] if event["ph"] == "C"}
+    assert counters == {"batch", "requests", "KV"}
+
+
+def test_a_preemption_is_in_the_trace() -> None:
+    found, journal = run((0.0, 1000, 100), (0.0, 1000, 100))
+    track = slices(chrome_trace(found.timeline, found.workload, journal), 1)
+    names = [name.partition(" ")[0] for name, _, _ in track]
+    assert names[0] == "queued"
+    assert names.count("preempted") == 1
+    assert names.count("decode") == 2
+    at = names.index("preempted")
+    assert track[at][2] > 20
+    assert all(duration >= 0 for _, _, duration in track)
+
+
+def test_a_run_that_was_watched_from_outside_has_a_track_for_each_request() -> None:
+    timeline = timeline_of_streams(
+        np.array([0.0, 1.0]),
+        np.array([5, 5], np.int32),
+        [np.array([0.5, 0.6]), np.array([1.5])],
+        scheduled=np.array([0.2, 1.2]),
+    )
+    workload = make_workload(timeline.arrival, (timeline.num_prompt, timeline.num_output))
+    trace = chrome_trace(timeline, workload)
+    assert [name for name, _, _ in slices(trace, 0)] == ["queued", "prefill", "decode"]
+    assert [name for name, _, _ in slices(trace, 1)] == ["queued", "prefill"]
+
+
+def test_a_stretch_of_late_tokens_is_marked_once() -> None:
+    times = np.array([0.5, 0.6, 2.0, 2.1, 2.2, 2.25])
+    assert late_tokens(SLO(1.0, 0.2), times, 0.0, 10) == [(2.0, "token 2")]
+    assert late_tokens(SLO(0.3), times, 0.0, 10) == [(0.5, "first token")]
+    assert late_tokens(None, times, 0.0, 10) == []
+
+
+def test_tenants_that_get_the_same_and_one_that_does_not() -> None:
+    num = 200
+    arrival = np.arange(num) * 0.1
+    ids = (np.arange(num) % 2).astype(np.int32)
+    workload = make_workload(arrival, (np.full(num, 100, np.int32), np.full(num, 10, np.int32)))
+    workload = replace(workload, tenant_ids=ids, tenants=("a", "b"))
+
+    def served(wait_of_b: float) -> Any:
+        """Of b only the first half is ever served."""
+        start = arrival + np.where(ids == 1, wait_of_b, 1.0)
+        streams = [
+            s + np.linspace(0.1, 1.0, 10) if wait_of_b == 1 or i < num // 2 or ids[i] == 0 else np.zeros(0)
+            for i, s in enumerate(start.tolist())
+        ]
+        scheduled = np.where([s.size > 0 for s in streams], start, np.nan)
+        return fairness_of(timeline_of_streams(arrival, workload.num_prompt, streams, scheduled=scheduled), workload)
+
+    even, uneven = served(1.0), served(3.0)
+    assert even.jain == pytest.approx(1.0)
+    assert even.service == (12_000.0, 12_000.0)
+    assert even.num_windows > 40
+    assert even.gap < 250, "a request or two in a window"
+    assert uneven.jain < 0.95
+    assert uneven.gap > even.gap
+    assert uneven.queue_p99_s[1] == pytest.approx(3.0)
+    assert fairness_of(timeline_of_streams(arrival, workload.num_prompt, [arrival[i : i + 1] for i in range(num)]),
+                       replace(workload, tenant_ids=None, tenants=())) is None  # fmt: skip

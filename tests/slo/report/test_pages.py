@@ -1,0 +1,169 @@
+"""Pages hold all that they show, are well-formed, and say what the results say."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from actorllm.slo.cost_model import preset
+from actorllm.slo.experiments import Point, Results, Scenario, Sweep, Variant
+from actorllm.slo.experiments.point import watched_run
+from actorllm.slo.experiments.stamp import stamp
+from actorllm.slo.objective import SLO, RequestClass
+from actorllm.slo.report import run_page, sweep_page
+from actorllm.slo.report.charts import Series, lines, ticks
+from actorllm.slo.timeline import timeline_of_streams
+from actorllm.slo.workload import assign_classes, fixed_lengths, make_workload
+
+VOID = {"meta", "br", "link", "img", "hr", "input"}
+
+
+class Checker(HTMLParser):
+    """Every tag is closed in order; what a browser would fetch is noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = dict(attributes)
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag in ("script", "iframe", "object", "embed", "link", "img"):
+            self.fetched.append(tag)
+        self.fetched += [str(given[name]) for name in ("src", "srcset", "data", "xlink:href") if name in given]
+        if given.get("href"):
+            self.links.append(str(given["href"]))
+        if given.get("id"):
+            self.ids.append(str(given["id"]))
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag, f"</{tag}>"
+
+
+def checked(html: str) -> Checker:
+    checker = Checker()
+    checker.feed(html)
+    assert checker.open == []
+    assert checker.fetched == []
+    assert all(link.startswith("#") and link[1:] in checker.ids for link in checker.links)
+    assert "http://" not in html
+    assert "https://" not in html
+    assert "@import" not in html
+    assert "url(" not in html
+    charts = re.findall(r"<svg.*?</svg>", html, re.DOTALL)
+    for chart in charts:
+        assert "nan" not in chart
+        assert "inf" not in chart.replace("infinity", "")
+        ElementTree.fromstring(chart)
+    return checker
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    scenario = Scenario(workload="synthetic", num_requests=60, tenants=(1.0, 3.0))
+    variants = [Variant.parse("fcfs@512"), Variant.parse("edf@512", "edf <& friends>")]
+    return Sweep(scenario, variants, (0, 1)).run(
+        rates=(3.0, 5.0), scales=(1.0, 0.5, 2.0), scale_rates=(5.0,), targets=(0.9,), who=("worst",), num_processes=0
+    )
+
+
+def test_a_sweep_is_one_page_that_needs_nothing_else(results: Results) -> None:
+    html = sweep_page(results)
+    checker = checked(html)
+    assert len(checker.ids) == 9
+    assert html.count("<svg") > 20
+    for text in (
+        "fcfs@512",
+        "edf &lt;&amp; friends&gt;",
+        "How much each policy sustains",
+        "Why request",
+        "Jain",
+        "tenant-1",
+        results.scenario.digest,
+        np.__version__,
+        "first token in 0.5 s + 1 s per 4,000 prompt tokens, 50 ms per token",
+        "prefers-color-scheme: dark",
+    ):
+        assert text in html, text
+    assert "<& friends>" not in html
+    best = results.max_rate("edf <& friends>", 0.9, "deadline")
+    assert best is not None
+    assert f"{best.rate:.2f}" in html
+
+
+def test_the_page_is_the_same_every_time(results: Results) -> None:
+    assert sweep_page(results) == sweep_page(results)
+
+
+def test_a_sweep_without_any_point_says_so() -> None:
+    scenario = Scenario(workload="synthetic", num_requests=60)
+    html = sweep_page(Results(scenario, (Variant.parse("fcfs"),), (0,), ()))
+    checked(html)
+    assert "No point was simulated." in html
+
+
+def test_a_policy_that_keeps_nothing_has_a_page_as_well() -> None:
+    scenario = Scenario(workload="synthetic", num_requests=40, mix="x:1:ttft=0.0001,tpot=0.0001")
+    html = sweep_page(Sweep(scenario, [Variant.parse("fcfs")], (0,)).run(rates=(2.0,), num_processes=0))
+    checked(html)
+    assert "At no rate that was tried" in html
+    assert "cannot be met by 40 of 40 requests" in html
+
+
+def test_a_simulated_run_shows_its_steps_and_how_well_they_are_predicted() -> None:
+    point = Point(scenario=Scenario(workload="synthetic", num_requests=60), variant=Variant.parse("edf"), rate=3.0)
+    run, journal = watched_run(point)
+    html = run_page("A run", run.timeline, run.workload, journal, preset("a100-llama-3-8b"), stamp())
+    checked(html)
+    for text in ("What steps computed", "KV cache in use", "mean absolute error 0% of a step", "60 requests"):
+        assert text in html, text
+
+
+def test_a_run_that_was_watched_from_outside_has_a_page_too() -> None:
+    rng = np.random.default_rng(3)
+    arrival = np.cumsum(rng.exponential(0.2, 50))
+    streams = [at + 0.3 + np.cumsum(rng.uniform(0.01, 0.08, 20)) for at in arrival.tolist()]
+    streams[7] = np.zeros(0)
+    workload = assign_classes(
+        make_workload(arrival, fixed_lengths(50, 100, 20)), [(RequestClass("x", SLO(0.4, 0.05)), 1)]
+    )
+    timeline = timeline_of_streams(arrival, workload.num_prompt, streams)
+    html = run_page("Live", timeline, workload)
+    checked(html)
+    assert "49 of 50 requests ran to their end" in html
+    assert "was watched from outside" in html
+    workload = replace(workload, tenant_ids=np.zeros(50, np.int32), tenants=("only",))
+    assert "only" in run_page("Live", timeline, workload)
+
+
+def test_an_empty_run_has_a_page() -> None:
+    workload = make_workload(np.zeros(0), fixed_lengths(0, 1, 1))
+    timeline = timeline_of_streams(np.zeros(0), np.zeros(0, np.int32), [])
+    assert "there were no requests" in run_page("Nothing", timeline, workload)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.3, 0.31), (0.0, 12345.0), (1e-6, 3e-6), (5.0, 5.0)])
+def test_ticks_are_round_and_within(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert found
+    assert all(low - 1e-12 <= value <= high + 1e-12 for value in found)
+    assert found == sorted(set(found))
+    assert len(found) <= 12
+
+
+def test_a_chart_of_nothing_and_of_a_point() -> None:
+    assert "nothing to draw" in lines([], "x", "", "")
+    checked(lines([Series("one", [2.0], [0.5], [0.4], [0.6])], "x", "", ""))
