@@ -15,7 +15,7 @@ from actorllm_kernels.attn_decode import LOG2_E, LOWEST
 from actorllm_kernels.configs import dependent, lookup
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def attn_combine_kernel(
     out_ptr,
     partials_ptr,

@@ -35,7 +35,7 @@ def capped(scores, SOFTCAP: tl.constexpr):
     return scores
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def attn_decode_kernel(
     q_ptr,
     keys_ptr,

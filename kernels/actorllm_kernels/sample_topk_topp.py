@@ -61,7 +61,7 @@ class FilterScratch:
 @triton.jit
 def key_of(logits, top, temperature):
     """y, and its key: the smaller the key, the larger y. The same bits in every kernel, or a pivot would not be found."""
-    y = tl.div_rn(logits - top, logits * 0.0 + temperature)
+    y = tl.div_rn(logits - top, tl.zeros_like(logits) + temperature)
     y = tl.where(logits == -float("inf"), -float("inf"), y)
     return y, (0.0 - y).to(tl.int32, bitcast=True)
 
@@ -161,7 +161,9 @@ def cutoff_kernel(
             tl.debug_barrier()  # the order is read by other threads of this program
 
             if min_p > 0.0:
-                cut = tl.minimum(cut, (0.0 - tl.log(min_p)).to(tl.int32, bitcast=True))
+                distance = 0.0 - tl.log(min_p)
+                distance = tl.where(distance > 0.0, distance, 0.0)  # never -0.0, whose bits are negative
+                cut = tl.minimum(cut, distance.to(tl.int32, bitcast=True))
             if (top_k > 0) & (top_k < VOCAB):
                 low = cut * 0 - 1
                 high = cut

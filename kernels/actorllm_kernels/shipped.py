@@ -131,7 +131,7 @@ def _plan_decode(num_rows: int, window: int) -> None:
 
 SHIPPED["plan_decode-512-pdl"] = partial(_plan_decode, 512, 0)
 SHIPPED["plan_decode-512-window-pdl"] = partial(_plan_decode, 512, 4096)
-for shape in ((16, 8, 128), (32, 8, 128), (32, 8, 64), (12, 2, 128), (32, 8, 80), (32, 8, 96), (8, 4, 256)):
+for shape in ((16, 8, 128), (32, 8, 128), (32, 8, 64), (12, 2, 128), (32, 8, 80), (32, 8, 96), (8, 4, 256), (6, 2, 32)):
     SHIPPED[f"attn_decode-256-{'x'.join(map(str, shape))}-pdl"] = partial(_attn_decode, 256, *shape)
 SHIPPED["attn_decode-512-32x8x128-pdl"] = partial(_attn_decode, 512, 32, 8, 128)
 SHIPPED["attn_decode-32-32x8x128-q4-pdl"] = partial(_attn_decode, 32, 32, 8, 128, 4)
@@ -153,7 +153,7 @@ def _attn_prefill(
     )
 
 
-for shape in ((16, 8, 128), (32, 8, 128), (32, 8, 64), (12, 2, 128), (32, 8, 96), (8, 4, 256)):
+for shape in ((16, 8, 128), (32, 8, 128), (32, 8, 64), (12, 2, 128), (32, 8, 96), (8, 4, 256), (6, 2, 32)):
     SHIPPED[f"attn_prefill-{'x'.join(map(str, shape))}"] = partial(_attn_prefill, *shape)
 SHIPPED["attn_prefill-32x8x128-window"] = partial(_attn_prefill, 32, 8, 128, 4096)
 SHIPPED["attn_prefill-8x4x256-window-softcap"] = partial(_attn_prefill, 8, 4, 256, 4096, 50.0)
