@@ -25,6 +25,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)
 """The score of what is not seen; finite, so that a row that sees nothing makes no NaN."""
 
+MAX_Q_LEN = 4
+"""Tokens per sequence; more are the business of `attn_prefill`."""
+
 
 @triton.jit
 def capped(scores, SOFTCAP: tl.constexpr):
@@ -211,6 +214,10 @@ def attn_decode(
     num_tokens, num_heads, dim = q.shape
     _, num_kv_heads, page, _ = keys.shape
     q_len, group = num_tokens // num_rows, num_heads // num_kv_heads
+    if q_len * num_rows != num_tokens or not 1 <= q_len <= MAX_Q_LEN:
+        raise ValueError(
+            f"{num_tokens} tokens of {num_rows} rows: every row must have the same number, from 1 to {MAX_Q_LEN}"
+        )
     config = dict(lookup("attn_decode", shape_class(dim, q_len * group), q.device))
     filled = config.pop("NUM_SMS") * config.pop("PER_SM")
     programs = filled if programs is None else programs

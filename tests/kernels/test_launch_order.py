@@ -192,6 +192,7 @@ class GPU:
         return self.sample(h, rows)
 
 
+@pytest.mark.timeout(200)
 def test_the_tokens_are_those_of_the_cpu_worker(folder: Path) -> None:
     from safetensors.torch import load_file
 

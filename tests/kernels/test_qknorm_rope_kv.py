@@ -8,7 +8,8 @@ from actorllm_kernels.qknorm_rope_kv import qknorm_rope_kv
 from tests.kernels.closeness import DTYPES, assert_close
 
 
-def run(dtype: torch.dtype, num_heads: int, num_kv_heads: int, dim: int, has_norm: bool, page: int = 16) -> None:
+def run(dtype: torch.dtype, num_heads: int, num_kv_heads: int, dim: int, has_norm: bool, offset: int = 0) -> None:
+    page = 16
     positions = torch.tensor([0, 5, 31, 2], dtype=torch.int32)
     slots = torch.tensor([3 * page + 1, 0, -1, 2 * page - 1], dtype=torch.int64)
     angles = torch.outer(torch.arange(32.0), 100.0 ** (-torch.arange(dim // 2) / (dim // 2)))
@@ -19,11 +20,11 @@ def run(dtype: torch.dtype, num_heads: int, num_kv_heads: int, dim: int, has_nor
     pool = torch.randn(5, 2, num_kv_heads, page, dim).to(dtype)  # keys and values of a block side by side
     keys, values = pool[:, 0], pool[:, 1]
     expected = pool.double()
-    qknorm_rope_kv(qkv.view(4, -1), positions, slots, cos, sin, q, keys, values, norms, 1e-6)
+    qknorm_rope_kv(qkv.view(4, -1), positions, slots, cos, sin, q, keys, values, norms, 1e-6, unit_offset=bool(offset))
 
     x = qkv.double()
     queries, key_rows, value_rows = x.split((num_heads, num_kv_heads, num_kv_heads), 1)
-    weights = [weight.double() for weight in norms] if norms else [None, None]
+    weights = [weight.double() + offset for weight in norms] if norms else [None, None]
     c, s, where = cos.double(), sin.double(), positions.long()
     assert_close(q, reference.qknorm_rope(queries, where, c, s, weights[0]), 2)
     reference.write_pages(expected[:, 0], slots, reference.qknorm_rope(key_rows, where, c, s, weights[1]))
@@ -45,3 +46,7 @@ def test_agrees_with_the_reference(dtype: torch.dtype, has_norm: bool) -> None:
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "dim"), [(1, 1, 80), (5, 1, 96), (7, 1, 128), (8, 8, 256)])
 def test_head_sizes_and_groups(num_heads: int, num_kv_heads: int, dim: int) -> None:
     run(torch.float32, num_heads, num_kv_heads, dim, True)
+
+
+def test_norms_stored_less_one() -> None:
+    run(torch.float32, 4, 2, 64, True, offset=1)
