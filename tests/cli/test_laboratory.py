@@ -30,7 +30,9 @@ def test_simulate_prints_figures_and_writes_what_is_asked_for(
         "--report", str(files["run.html"]), "--trace", str(files["trace.json"]),
     )  # fmt: skip
     out = capsys.readouterr().out
-    assert out.startswith("edf@512 at 3 requests/s, seed 0: 60 requests of synthetic, poisson arrivals, a100-llama-3-8b")
+    assert out.startswith(
+        "edf@512 at 3 requests/s, seed 0: 60 requests of synthetic, poisson arrivals, a100-llama-3-8b"
+    )
     assert "short: 60 requests are too few to tell" in out
     assert json.loads(files["run.json"].read_bytes())["completed"] == 60
     assert json.loads(files["trace.json"].read_bytes())["otherData"]["traced"] == 60
@@ -98,7 +100,18 @@ def test_a_policy_in_the_folder_that_one_is_in(
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", os.getcwd())])
     run("simulate", "--policy", "last_comes_first:Last", *SMALL)
     assert "last_comes_first:Last at 2 requests/s" in capsys.readouterr().out
-    arguments = ("sweep", *SMALL, "--policies", "last_comes_first:Last", "--rates", "2", "--seeds", "1", "--targets", "0")
+    arguments = (
+        "sweep",
+        *SMALL,
+        "--policies",
+        "last_comes_first:Last",
+        "--rates",
+        "2",
+        "--seeds",
+        "1",
+        "--targets",
+        "0",
+    )
     run(*arguments, "--results", "sweep.jsonl", "--num-processes", "1")
 
 
@@ -133,7 +146,9 @@ def test_bad_input_is_one_line(
 def test_a_policy_that_raises_is_told_and_the_others_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "bad_luck.py").write_text(POLICY.replace("return (", "raise RuntimeError('bad luck')\n        return ("))
+    (tmp_path / "bad_luck.py").write_text(
+        POLICY.replace("return (", "raise RuntimeError('bad luck')\n        return (")
+    )
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
         cli.main(["sweep", *SMALL, "--policies", "bad_luck:Last", "fcfs", "--rates", "2", "--seeds", "1", "--targets", "0",
