@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from actorllm import cli
-from actorllm.actors.scheduler import read_recording
+from actorllm.actors.record_file import read_recording
 from actorllm.llm import LLM
 from actorllm.request import SamplingParams
 
