@@ -32,7 +32,7 @@ from actorllm.slo.timeline import FINISHED, OUTCOMES, RunTimeline
 from actorllm.slo.workload import Workload
 
 CAUSES = {
-    "step under way": "the step under way when it came had to end first",
+    "step under way": "steps that were under way had to end first",
     "slots": "every slot was taken (max_num_seqs)",
     "blocks": "there were not enough free KV blocks for it",
     "prompts": "the prompts of others were served first",
@@ -298,6 +298,10 @@ class _Explainer:
                     f"chunk {number + 1} of {len(chunks)}: {size} tokens in a step of {_s(took)}"
                     f"{', beside ' + ' and '.join(beside) if beside else ''}",
                 )
+        if chunks:  # the step before the first one was still running when that was planned
+            ahead = min(spent, max(0.0, float(self.table.start[chunks[0][2]]) - started))
+            found["step under way"] += ahead
+            spent -= ahead
         in_steps = min(in_steps, spent)
         alone = min(alone, in_steps)
         in_chunks = min(max(in_chunks, alone), in_steps)
