@@ -20,7 +20,8 @@ import orjson
 
 from actorllm.engine import Prompt
 from actorllm.errors import ActorLLMError, InvalidParameterError, InvalidPromptError, RequestFailedError
-from actorllm.request import CompletionOutput, Logprob, RequestOutput, RequestOutputKind, SamplingParams
+from actorllm.request import CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
+from actorllm.server.logprobs import LogprobsView, Position, of_prompt
 from actorllm.text.chat import Conversation
 
 CHAT = "/v1/chat/completions"
@@ -204,7 +205,7 @@ def success_line(
         },
     }
     if request.url == CHAT and request.params.prompt_logprobs is not None:
-        body["prompt_logprobs"] = _prompt_logprobs(outputs[0])
+        body["prompt_logprobs"] = of_prompt(outputs[0])
     return _line(request.custom_id, {"status_code": 200, "request_id": _request_id(), "body": body}, None)
 
 
@@ -223,14 +224,15 @@ def _choice(
     said = {"message": {"role": "assistant", "content": text}} if request.url == CHAT else {"text": text}
     logprobs: dict[str, Any] | None = None
     if request.num_logprobs is not None:
-        positions: Positions = list(zip(one.token_ids, one.logprobs or (), strict=True))
+        view = LogprobsView(-1 if request.params.logprob_token_ids else request.num_logprobs)
+        positions: list[Position] = list(zip(one.token_ids, one.logprobs or (), strict=True))
         if request.url == CHAT:
-            logprobs = _chat_logprobs(request, positions)
+            logprobs = view.of_message(positions)
         else:
             if request.echo:
                 assert output.prompt_logprobs is not None
                 positions = [*zip(output.prompt_token_ids, output.prompt_logprobs, strict=True), *positions]
-            logprobs = _completion_logprobs(request, positions, decode)
+            logprobs = view.of_text(positions, decode)
     choice: dict[str, Any] = {
         "index": index,
         **said,
@@ -239,91 +241,8 @@ def _choice(
         "stop_reason": one.stop_reason,
     }
     if request.url == COMPLETIONS and request.params.prompt_logprobs is not None:
-        choice["prompt_logprobs"] = _prompt_logprobs(output)
+        choice["prompt_logprobs"] = of_prompt(output)
     return choice
-
-
-# Log-probabilities
-
-Positions = list[tuple[int, Mapping[int, Logprob] | None]]
-"""Of each token its id, and the log-probabilities at its place: its own and those of the most likely ones, by token id."""
-
-LOWEST = -9999.0
-"""What OpenAI has for a token that cannot come: JSON has no infinity."""
-
-
-def _chat_logprobs(request: BatchRequest, positions: Positions) -> dict[str, Any]:
-    """OpenAI's `logprobs` of a message: for each token its own, and the most likely ones."""
-    content = []
-    for token_id, entries in positions:
-        assert entries is not None
-        shown = [_entry(i, entry) for i, entry in _most_likely(request, entries)]
-        content.append(_entry(token_id, entries[token_id]) | {"top_logprobs": shown})
-    return {"content": content}
-
-
-def _completion_logprobs(
-    request: BatchRequest, positions: Positions, decode: Callable[[list[int]], str]
-) -> dict[str, Any]:
-    """OpenAI's `logprobs` of a text, in columns. A token's own is among the most likely ones, even if it is not."""
-    tokens: list[str] = []
-    own: list[float | None] = []
-    top: list[dict[str, float] | None] = []
-    offsets: list[int] = []
-    end = 0
-    for token_id, entries in positions:
-        if not entries:
-            token = decode([token_id])
-            own.append(None)
-            top.append(None)
-        else:
-            token = _token(token_id, entries[token_id])
-            own.append(_finite(entries[token_id]))
-            by_text: dict[str, float] = {}
-            for i, entry in [*_most_likely(request, entries), (token_id, entries[token_id])]:
-                by_text.setdefault(_token(i, entry), _finite(entry))  # several tokens may read alike: the likelier
-            top.append(by_text)
-        tokens.append(token)
-        offsets.append(end)
-        end += len(token)
-    return {"text_offset": offsets, "token_logprobs": own, "tokens": tokens, "top_logprobs": top}
-
-
-def _prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
-    """As vLLM shows them: by token id."""
-    assert output.prompt_logprobs is not None
-    return [
-        {
-            str(i): {"logprob": _finite(entry), "rank": entry.rank, "decoded_token": entry.decoded_token}
-            for i, entry in entries.items()
-        }
-        if entries
-        else None
-        for entries in output.prompt_logprobs
-    ]
-
-
-def _most_likely(request: BatchRequest, entries: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
-    """Those that were asked for, the likeliest first."""
-    number = request.num_logprobs
-    ordered = sorted(entries.items(), key=lambda item: -item[1].logprob)
-    if request.params.logprob_token_ids or number == -1:
-        return ordered
-    return ordered[:number]
-
-
-def _entry(token_id: int, entry: Logprob) -> dict[str, Any]:
-    token = _token(token_id, entry)
-    return {"token": token, "logprob": _finite(entry), "bytes": list(token.encode("utf-8", errors="replace"))}
-
-
-def _token(token_id: int, entry: Logprob) -> str:
-    """Its text, or its number where there is none (detokenize=False)."""
-    return f"token_id:{token_id}" if entry.decoded_token is None else entry.decoded_token
-
-
-def _finite(entry: Logprob) -> float:
-    return max(entry.logprob, LOWEST)
 
 
 # Lines that failed

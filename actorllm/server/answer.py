@@ -1,0 +1,153 @@
+"""`Answer`: how a request's outputs reach its client, and what happens when the client leaves.
+
+Invariants: the status is decided by the first output, so that a prompt that turns out to be impossible, or an engine that is
+overloaded, is a 4xx or 5xx also when a stream was asked for; every output is one write, the last one with the end of the
+stream; a client that goes away is noticed while nothing is sent, too, and its requests are aborted at once. Endpoints return
+an Answer; from there on it is on its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+import anyio
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from actorllm.errors import ActorLLMError, RequestError
+from actorllm.request import RequestOutput
+from actorllm.server.envelope import ApiError, error_of
+from actorllm.server.shape import Shape
+from actorllm.server.state import ServerState
+from actorllm.stream import RequestStream
+
+logger = logging.getLogger(__name__)
+
+JSON = b"application/json"
+
+
+class Answer(Response, ABC):
+    """To the client of one HTTP request, whose engine requests are `streams`, one per prompt."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        shape: Shape,
+        streams: Sequence[RequestStream],
+        fields: Container[str],
+        prompt_field: str,
+        headers: Mapping[str, str],
+    ) -> None:
+        """fields, prompt_field: of the body, for errors to name. headers: of the response."""
+        self.background = None
+        self.status_code = 200
+        self._state = state
+        self._shape = shape
+        self._streams = streams
+        self._fields = fields
+        self._prompt_field = prompt_field
+        self._more_headers = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
+        self._has_started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._state.under_way(self._shape.id, self._streams):
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._watch, receive, group.cancel_scope)
+                try:
+                    await self._respond(send)
+                except Exception as error:
+                    await self._tell(error, send)
+                group.cancel_scope.cancel()
+
+    async def _watch(self, receive: Receive, scope: anyio.CancelScope) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        for stream in self._streams:
+            stream.abort()
+        scope.cancel()
+
+    @abstractmethod
+    async def _respond(self, send: Send) -> None: ...
+
+    async def _start(
+        self, send: Send, status: int, content_type: bytes, more: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
+        self._has_started = True
+        headers = [(b"content-type", content_type), *self._more_headers, *more]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _tell(self, error: Exception, send: Send) -> None:
+        """An error, as the response or as the last event of one that has begun."""
+        if not isinstance(error, ApiError | ActorLLMError):
+            logger.error("request %s failed", self._shape.id, exc_info=error)
+        elif not isinstance(error, RequestError):
+            logger.warning("request %s failed: %s", self._shape.id, error)
+        told = error_of(error, self._fields, self._prompt_field)
+        if self._has_started:
+            body = self._shape.failure(told.body())
+        else:
+            body = told.body()
+            more = [(name.encode(), value.encode()) for name, value in told.headers().items()]
+            await self._start(send, told.status, JSON, [*more, (b"content-length", b"%d" % len(body))])
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+class WholeAnswer(Answer):
+    """Everything at once. The streams are FINAL_ONLY."""
+
+    async def _respond(self, send: Send) -> None:
+        outputs: list[RequestOutput] = []
+        for stream in self._streams:
+            outputs += [output async for output in stream]
+        body = self._shape.whole(outputs)
+        await self._start(send, 200, JSON, [(b"content-length", b"%d" % len(body))])
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+class StreamedAnswer(Answer):
+    """Event by event."""
+
+    async def _respond(self, send: Send) -> None:
+        if len(self._streams) == 1:
+            await self._pump(0, self._streams[0], send, is_alone=True)
+            return
+        failures: list[Exception] = []
+        lock = anyio.Lock()
+
+        async def send_alone(message: Any) -> None:
+            async with lock:
+                await send(message)
+
+        async def pump(number: int, stream: RequestStream) -> None:
+            try:
+                await self._pump(number, stream, send_alone, is_alone=False)
+            except Exception as error:
+                failures.append(error)
+                group.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as group:
+            for number, stream in enumerate(self._streams):
+                group.start_soon(pump, number, stream)
+        if failures:
+            raise failures[0]
+        await self._write(send, self._shape.close(), is_last=True)
+
+    async def _pump(self, number: int, stream: RequestStream, send: Send, is_alone: bool) -> None:
+        """is_alone: the end of this stream is that of the answer."""
+        events = self._shape.events
+        async for output in stream:
+            is_last = is_alone and output.finished
+            chunk = events(number, output)
+            if is_last:
+                chunk += self._shape.close()
+            if chunk:
+                await self._write(send, chunk, is_last)
+
+    async def _write(self, send: Send, chunk: bytes, is_last: bool) -> None:
+        if not self._has_started:
+            more = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+            await self._start(send, 200, self._shape.CONTENT_TYPE, more)
+        await send({"type": "http.response.body", "body": chunk, "more_body": not is_last})

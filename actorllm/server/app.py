@@ -1,0 +1,209 @@
+"""`create_app`: the ASGI application, to be served by `actorllm serve` or mounted into another one.
+
+It needs no lifespan, owns no engine and knows no event loop: whoever mounts it starts and ends the engine, or lets the first
+request start it. One `ServerState` is shared by all endpoints (`app.state.server`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from actorllm import __version__
+from actorllm.async_llm import AsyncLLM
+from actorllm.errors import ActorLLMError, ConfigError
+from actorllm.server import chat, completions, demo
+from actorllm.server.answer import Answer, StreamedAnswer, WholeAnswer
+from actorllm.server.completions import Asked
+from actorllm.server.envelope import KINDS, ApiError, error_of
+from actorllm.server.guards import DEFAULT_BODY_TIMEOUT_S, DEFAULT_MAX_BODY_BYTES, Guards
+from actorllm.server.operations import JSONResponse, read_body, router, state_of, takes
+from actorllm.server.protocol import (
+    AbortRequest,
+    Body,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Generation,
+    TokenizeRequest,
+)
+from actorllm.server.sampling import Defaults
+from actorllm.server.state import ServerState
+
+CHARACTERS_PER_TOKEN = 256
+"""More than the longest token has, in all vocabularies that we know: a text longer than so many per token of the model's
+length is not even tokenized."""
+MIN_PROMPT_CHARACTERS = 1 << 16
+
+BODIES: tuple[type[Body], ...] = (
+    *(CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest, AbortRequest),
+    demo.GenerateRequest,
+)
+
+
+def create_app(
+    llm: AsyncLLM,
+    *,
+    served_model_name: str | Sequence[str] | None = None,
+    api_key: str | Sequence[str] | None = None,
+    allowed_origins: Sequence[str] = (),
+    allowed_methods: Sequence[str] = ("*",),
+    allowed_headers: Sequence[str] = ("*",),
+    allow_credentials: bool = False,
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    body_timeout_s: float = DEFAULT_BODY_TIMEOUT_S,
+    max_concurrent_requests: int | None = None,
+    trust_request_chat_template: bool = False,
+) -> FastAPI:
+    """An application that serves this engine over OpenAI's API.
+
+    served_model_name: what requests call the model; the first of several is in answers to those that call it nothing.
+    api_key: one of these is asked for as a bearer token, except for health and metrics. allowed_origins: of browsers
+    (CORS); none: no headers for them. body_timeout_s: how long the body of a request may take to arrive.
+    max_concurrent_requests: more are answered with 429. trust_request_chat_template: requests may bring their own.
+    Raises ConfigError.
+    """
+    names = _strings("served_model_name", served_model_name) or [llm.config.model.name]
+    keys = _strings("api_key", api_key)
+    for name, value in (("max_body_bytes", max_body_bytes), ("body_timeout_s", body_timeout_s)):
+        if not value > 0:
+            raise ConfigError(f"{name}={value!r} must be above 0")
+    if max_concurrent_requests is not None and max_concurrent_requests < 1:
+        raise ConfigError(f"max_concurrent_requests={max_concurrent_requests!r} must be at least 1")
+    model = llm.config.model
+    defaults = Defaults(
+        sampling=model.sampling_defaults,
+        max_prompt_characters=max(MIN_PROMPT_CHARACTERS, CHARACTERS_PER_TOKEN * model.max_model_len),
+        trusts_chat_templates=trust_request_chat_template,
+    )
+    app = FastAPI(title="actorllm", version=__version__, default_response_class=JSONResponse, responses=_ERRORS)
+    app.state.server = ServerState(llm, names, defaults, max_concurrent_requests, int(time.time()))
+    app.include_router(router)
+    app.add_api_route("/v1/completions", complete, methods=["POST"], openapi_extra=takes(CompletionRequest))
+    app.add_api_route("/v1/chat/completions", converse, methods=["POST"], openapi_extra=takes(ChatCompletionRequest))
+    app.add_api_route("/generate", generate, methods=["POST"], openapi_extra=takes(demo.GenerateRequest))
+    app.add_exception_handler(HTTPException, _tell_of_routing)
+    app.add_exception_handler(ApiError, _tell)
+    app.add_exception_handler(ActorLLMError, _tell)
+    app.add_middleware(Guards, api_keys=keys, max_body_bytes=max_body_bytes, body_timeout_s=body_timeout_s)
+    if allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(allowed_origins),
+            allow_methods=list(allowed_methods),
+            allow_headers=list(allowed_headers),
+            allow_credentials=allow_credentials,
+        )
+    app.openapi = partial(_openapi, app)  # type: ignore[method-assign,assignment]
+    return app
+
+
+async def complete(request: Request) -> Response:
+    """Go on from prompts."""
+    return await _answer(request, CompletionRequest, completions.ask, "prompt")
+
+
+async def converse(request: Request) -> Response:
+    """Answer a conversation."""
+    return await _answer(request, ChatCompletionRequest, chat.ask, "messages")
+
+
+async def _answer(request: Request, model: type[Any], ask: Any, prompt_field: str) -> Answer:
+    state = state_of(request)
+    headers = request.headers
+    body: Generation = await read_body(request, model)
+    name = state.check_model(body.model)
+    state.check_room()
+    if body.request_id is None and "x-request-id" in headers:
+        body.request_id = headers["x-request-id"]
+    fields = model.model_fields
+    try:
+        asked: Asked = ask(body, headers, state.defaults, name, state.decode)
+        streams = [state.llm.generate(prompt, asked.params, **asked.extras.arguments) for prompt in asked.prompts]
+    except (ActorLLMError, RecursionError) as error:
+        raise error_of(error, fields, prompt_field) from error
+    told = {"x-request-id": asked.shape.id}
+    if asked.extras.warnings:
+        told["x-actorllm-warning"] = "; ".join(asked.extras.warnings)
+    answer = StreamedAnswer if asked.is_streamed else WholeAnswer
+    return answer(state, asked.shape, streams, fields, prompt_field, told)
+
+
+async def generate(request: Request) -> Response:
+    """vLLM's plain endpoint: a prompt and sampling parameters in, texts with the prompt out."""
+    state = state_of(request)
+    body = await read_body(request, demo.GenerateRequest)
+    state.check_room()
+    try:
+        params, arguments = demo.ask(body, request.headers, state.defaults)
+        stream = state.llm.generate(body.prompt, params, **arguments)
+    except (ActorLLMError, RecursionError) as error:
+        raise error_of(error, {*demo.GenerateRequest.model_fields, *(body.model_extra or {})}, "prompt") from error
+    shape = demo.DemoShape(stream.request_id, body.prompt, params.n)
+    answer = StreamedAnswer if body.stream else WholeAnswer
+    return answer(state, shape, [stream], demo.GenerateRequest.model_fields, "prompt", {"x-request-id": shape.id})
+
+
+# What goes wrong outside of an Answer
+
+
+async def _tell(request: Request, error: Exception) -> Response:
+    told = error_of(error)
+    return JSONResponse(told.body(), told.status, told.headers())
+
+
+async def _tell_of_routing(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    told = ApiError(error.status_code, f"{request.method} {request.url.path:.200}: {error.detail}")
+    return JSONResponse(told.body(), told.status, {**(error.headers or {}), **told.headers()})
+
+
+def _strings(name: str, value: str | Sequence[str] | None) -> list[str]:
+    values = [] if value is None else [value] if isinstance(value, str) else list(value)
+    if not all(isinstance(one, str) and one for one in values):
+        raise ConfigError(f"{name} must be a string, or several, and none of them empty")
+    return values
+
+
+# The OpenAPI document
+
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "integer"},
+            },
+        }
+    },
+}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": kind, "content": {"application/json": {"schema": _ERROR_SCHEMA}}}
+    for status, kind in KINDS.items()
+    if status != 403
+}
+
+
+def _openapi(app: FastAPI) -> Mapping[str, Any]:
+    if app.openapi_schema is None:
+        tree = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        schemas = tree.setdefault("components", {}).setdefault("schemas", {})
+        for model in BODIES:
+            schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas.update(schema.pop("$defs", {}))
+            schemas[model.__name__] = schema
+        app.openapi_schema = tree
+    return app.openapi_schema

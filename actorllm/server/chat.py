@@ -1,0 +1,143 @@
+"""`POST /v1/chat/completions`: a conversation through the model's template, and the shape of what goes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from actorllm.engine import Prompt
+from actorllm.request import CompletionOutput, RequestOutput, RequestOutputKind
+from actorllm.server.completions import Asked, check_length, check_stream, view_of_logprobs
+from actorllm.server.envelope import ApiError
+from actorllm.server.logprobs import of_prompt
+from actorllm.server.protocol import ChatCompletionRequest, TokenizeRequest
+from actorllm.server.sampling import Defaults, extras_of, sampling_params
+from actorllm.server.shape import OpenAIShape, PromptState, View
+from actorllm.text.chat import Conversation
+
+ROLE = "assistant"
+
+
+def ask(
+    body: ChatCompletionRequest,
+    headers: Mapping[str, str],
+    defaults: Defaults,
+    model: str,
+    decode: Callable[[list[int]], str],
+) -> Asked:
+    """Raises ApiError, InvalidParameterError and InvalidPromptError."""
+    extras = extras_of(body, headers)
+    check_stream(body)
+    is_streamed = bool(body.stream)
+    if body.tools and body.tool_choice != "none":
+        raise ApiError(400, 'tools: this server calls none yet; leave them out, or send tool_choice="none"', "tools")
+    if not body.tools and body.tool_choice not in (None, "none", "auto"):
+        raise ApiError(400, f"tool_choice={body.tool_choice!r:.80} needs tools", "tool_choice")
+    conversation = conversation_of(body, defaults)
+    if body.truncate_prompt_tokens is None:
+        for text in _texts(conversation):
+            check_length(text, defaults.max_prompt_characters)
+    decided: dict[str, Any] = {}
+    if body.max_completion_tokens is not None:
+        decided["max_tokens"] = body.max_completion_tokens
+    elif body.max_tokens is None:
+        decided["max_tokens"] = defaults.sampling.get("max_tokens")
+    number = _num_logprobs(body)
+    if number is not None:
+        decided["logprobs"] = None if body.logprob_token_ids else number
+    kind = RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY
+    params = sampling_params(body, defaults, kind, **decided)
+    logprobs = view_of_logprobs(number, body.logprob_token_ids, body.return_tokens_as_token_ids)
+    view = View.of(body, model, logprobs)
+    shape = ChatShape(view, 1, params.n, extras.slo, decode, body.request_id)
+    shape.shows_prompt_logprobs = params.prompt_logprobs is not None
+    last = conversation.messages[-1]
+    if view.echo and last["role"] == ROLE and isinstance(last.get("content"), str):
+        shape.echoed = last["content"]
+    prompt: Prompt = conversation
+    if body.cache_salt is not None:
+        prompt = {"prompt": conversation, "cache_salt": body.cache_salt}
+    return Asked([prompt], params, extras, shape, is_streamed)
+
+
+def conversation_of(body: ChatCompletionRequest | TokenizeRequest, defaults: Defaults) -> Conversation:
+    """Raises ApiError for a template of the client's own unless that is trusted: it is a program that runs here."""
+    if body.chat_template is not None and not defaults.trusts_chat_templates:
+        raise ApiError(
+            400,
+            "chat_template: this server uses the model's own; it takes others with --trust-request-chat-template",
+            "chat_template",
+        )
+    return Conversation.of(
+        body.messages,
+        chat_template=body.chat_template,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        tools=body.tools or None,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+def _texts(conversation: Conversation) -> list[str]:
+    return [content for message in conversation.messages if isinstance(content := message.get("content"), str)]
+
+
+def _num_logprobs(body: ChatCompletionRequest) -> int | None:
+    """A switch and a number in this API."""
+    if not body.logprobs:
+        if body.top_logprobs:
+            raise ApiError(400, f"top_logprobs={body.top_logprobs} needs logprobs=true", "top_logprobs")
+        if body.logprob_token_ids:
+            raise ApiError(400, "logprob_token_ids needs logprobs=true", "logprob_token_ids")
+        return None
+    number = body.top_logprobs or 0
+    if number < -1:
+        raise ApiError(400, f"top_logprobs={number} must be >= 0, or -1 for those of all tokens", "top_logprobs")
+    return number
+
+
+class ChatShape(OpenAIShape):
+    WHOLE = "chat.completion"
+    CHUNK = "chat.completion.chunk"
+    PREFIX = "chatcmpl"
+    PLAIN = (b',"delta":{"content":', b'},"logprobs":null,"finish_reason":null}')
+
+    echoed = ""
+    """The last message, which the answer goes on from, when it was asked for."""
+    shows_prompt_logprobs = False
+
+    def _whole_choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": {"role": ROLE, "content": self.echoed + one.text},
+            "logprobs": None if self.view.logprobs is None else self.view.logprobs.of_message(self._positions(one)),
+            "finish_reason": one.finish_reason,
+            "stop_reason": one.stop_reason,
+        }
+        if self.view.has_token_ids:
+            choice["token_ids"] = one.token_ids
+        return choice
+
+    def _add_to_whole(self, tree: dict[str, Any], outputs: Sequence[RequestOutput]) -> None:
+        if self.shows_prompt_logprobs:
+            tree["prompt_logprobs"] = of_prompt(outputs[0])
+        if self.view.has_token_ids:
+            tree["prompt_token_ids"] = outputs[0].prompt_token_ids
+
+    def _opening(self, index: int, state: PromptState, output: RequestOutput) -> list[bytes]:
+        delta = {"role": ROLE, "content": self.echoed}
+        choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        if self.view.has_token_ids:
+            choice["prompt_token_ids"] = state.ids
+        return [self._event(choice, state, 0)]
+
+    def _choice(self, index: int, one: CompletionOutput) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "delta": {"content": one.text}, "logprobs": None}
+        if self.view.logprobs is not None:
+            choice["logprobs"] = self.view.logprobs.of_message(self._positions(one))
+        choice["finish_reason"] = one.finish_reason
+        if one.finish_reason is not None:
+            choice["stop_reason"] = one.stop_reason
+        if self.view.has_token_ids:
+            choice["token_ids"] = one.token_ids
+        return choice

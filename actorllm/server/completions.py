@@ -1,0 +1,177 @@
+"""`POST /v1/completions`: prompts as text or token ids, one or several, and the shape of what goes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from actorllm.engine import Prompt
+from actorllm.errors import InvalidParameterError, InvalidPromptError
+from actorllm.request import MAX_N, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
+from actorllm.server.envelope import ApiError
+from actorllm.server.logprobs import LogprobsView, Position, of_prompt
+from actorllm.server.protocol import CompletionRequest
+from actorllm.server.sampling import Defaults, Extras, extras_of, sampling_params
+from actorllm.server.shape import OpenAIShape, PromptState, Shape, View
+
+DEFAULT_MAX_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the engine is asked for one HTTP request."""
+
+    prompts: list[Prompt]
+    params: SamplingParams
+    extras: Extras
+    shape: Shape
+    is_streamed: bool
+
+
+def ask(
+    body: CompletionRequest,
+    headers: Mapping[str, str],
+    defaults: Defaults,
+    model: str,
+    decode: Callable[[list[int]], str],
+) -> Asked:
+    """Raises ApiError, InvalidParameterError and InvalidPromptError."""
+    extras = extras_of(body, headers)
+    is_streamed = bool(body.stream)
+    check_stream(body)
+    prompts = prompts_of(body.prompt, defaults.max_prompt_characters, body.truncate_prompt_tokens)
+    decided: dict[str, Any] = {}
+    number = body.logprobs
+    if number is None and body.logprob_token_ids:
+        raise ApiError(400, "logprob_token_ids needs logprobs, too", "logprob_token_ids")
+    if number is not None:
+        decided["logprobs"] = None if body.logprob_token_ids else number
+        if body.echo and body.prompt_logprobs is None:
+            decided["prompt_logprobs"] = number
+    is_prompt_only = bool(body.echo) and body.max_tokens == 0
+    if is_prompt_only:  # OpenAI's way to ask for the log-probabilities of a text
+        decided |= {"max_tokens": 1, "min_tokens": 0}
+    elif body.max_tokens is None:
+        decided["max_tokens"] = defaults.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
+    kind = RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY
+    params = sampling_params(body, defaults, kind, **decided)
+    if len(prompts) * params.n > MAX_N:
+        raise InvalidParameterError(
+            f"prompt: {len(prompts)} prompts with n={params.n} are more than {MAX_N} sequences; send fewer at a time"
+        )
+    if body.cache_salt is not None:
+        prompts = [_salted(prompt, body.cache_salt) for prompt in prompts]
+    logprobs = view_of_logprobs(number, body.logprob_token_ids, body.return_tokens_as_token_ids)
+    view = View.of(body, model, logprobs)
+    shape = CompletionShape(view, len(prompts), params.n, extras.slo, decode, body.request_id)
+    shape.is_prompt_only = is_prompt_only
+    shape.shows_prompt_logprobs = body.prompt_logprobs is not None
+    return Asked(prompts, params, extras, shape, is_streamed)
+
+
+def view_of_logprobs(number: int | None, token_ids: list[int] | None, as_ids: bool | None) -> LogprobsView | None:
+    return None if number is None else LogprobsView(-1 if token_ids else number, bool(as_ids))
+
+
+def check_stream(body: Any) -> None:
+    """What does not go together with a stream, or without one."""
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream=true", "stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise ApiError(400, "prompt_logprobs are not available in a stream; leave stream out", "prompt_logprobs")
+
+
+def prompts_of(prompt: Any, max_characters: int, truncation: int | None) -> list[Prompt]:
+    """A text, token ids, or a list of either. Raises InvalidPromptError for what is none."""
+    if isinstance(prompt, str):
+        prompts: list[Prompt] = [prompt]
+    elif not isinstance(prompt, list) or not prompt:
+        raise InvalidPromptError(f"prompt={prompt!r:.80} must be text, token ids, or a list of either")
+    elif isinstance(prompt[0], int):
+        prompts = [prompt]
+    else:
+        prompts = list(prompt)
+    for one in prompts:
+        if not isinstance(one, str | list):
+            raise InvalidPromptError(f"prompt={one!r:.80} must be text or token ids")
+        if isinstance(one, str) and truncation is None:
+            check_length(one, max_characters)
+    return prompts
+
+
+def check_length(text: str, max_characters: int) -> None:
+    """A text that cannot fit whatever its tokens are is not worth the tokenizer's time."""
+    if len(text) > max_characters:
+        raise InvalidPromptError(
+            f"the prompt has {len(text)} characters, more than max_model_len tokens could be (at most {max_characters})"
+        )
+
+
+def _salted(prompt: Prompt, salt: str) -> Prompt:
+    return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, "cache_salt": salt}
+
+
+class CompletionShape(OpenAIShape):
+    WHOLE = CHUNK = "text_completion"
+    PREFIX = "cmpl"
+    PLAIN = (b',"text":', b',"logprobs":null,"finish_reason":null,"stop_reason":null}')
+
+    is_prompt_only = False
+    """Only the prompt is shown, and a token that had to be generated is not."""
+    shows_prompt_logprobs = False
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._offsets = [0] * len(self._num_tokens)
+
+    def _echoed(self, output: RequestOutput) -> str:
+        return output.prompt if output.prompt is not None else self._decode(output.prompt_token_ids)
+
+    def _whole_choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
+        text = "" if self.is_prompt_only else one.text
+        if self.view.echo:
+            text = self._echoed(output) + text
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
+        if self.view.logprobs is not None:
+            positions = [] if self.is_prompt_only else self._positions(one)
+            if self.view.echo:
+                assert output.prompt_logprobs is not None
+                positions = [*zip(output.prompt_token_ids, output.prompt_logprobs, strict=True), *positions]
+            choice["logprobs"] = self.view.logprobs.of_text(positions, self._decode)
+        choice |= {"finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
+        if self.shows_prompt_logprobs:
+            choice["prompt_logprobs"] = of_prompt(output)
+        if self.view.has_token_ids:
+            choice |= {"token_ids": one.token_ids, "prompt_token_ids": output.prompt_token_ids}
+        return choice
+
+    def _opening(self, index: int, state: PromptState, output: RequestOutput) -> list[bytes]:
+        if not self.view.echo:
+            return []
+        text = self._echoed(output)
+        logprobs = None
+        if self.view.logprobs is not None:
+            positions: list[Position] = list(zip(state.ids, state.logprobs or (), strict=True))
+            logprobs = self.view.logprobs.of_text(positions, self._decode)
+            self._offsets[index] = sum(map(len, logprobs["tokens"]))
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+        if self.view.has_token_ids:
+            choice["prompt_token_ids"] = state.ids
+        return [self._event(choice, state, 0)]
+
+    def _choice(self, index: int, one: CompletionOutput) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": "" if self.is_prompt_only else one.text,
+            "logprobs": None,
+            "finish_reason": one.finish_reason,
+            "stop_reason": one.stop_reason,
+        }
+        if self.view.logprobs is not None and not self.is_prompt_only:
+            shown = self.view.logprobs.of_text(self._positions(one), self._decode, self._offsets[index])
+            self._offsets[index] += sum(map(len, shown["tokens"]))
+            choice["logprobs"] = shown
+        if self.view.has_token_ids:
+            choice["token_ids"] = one.token_ids
+        return choice

@@ -1,0 +1,115 @@
+"""Errors as OpenAI's clients expect them: a status, and `{"error": {"message", "type", "param", "code"}}`.
+
+Owns which exception is which status, and which field of the body an error is about. Called by everything in this package
+that answers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container
+from typing import Any
+
+import orjson
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from actorllm.errors import (
+    ActorLLMError,
+    EngineError,
+    EngineOverloaded,
+    InvalidPromptError,
+    RequestError,
+    RequestFailedError,
+)
+
+KINDS = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "RequestTooLargeError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+}
+RETRY_AFTER_S = 1
+"""What a client is told that comes when there is too much to do, or when the engine is about to end."""
+
+MAX_MESSAGE = 2000
+_WORD = re.compile(r"[A-Za-z_]\w*")
+
+
+class ApiError(Exception):
+    """A request that is answered with an error. param: the field of the body that it is about, if it is about one."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+
+    def tree(self) -> dict[str, Any]:
+        return {
+            "error": {
+                "message": self.message[:MAX_MESSAGE],
+                "type": KINDS.get(self.status, "APIError"),
+                "param": self.param,
+                "code": self.status,
+            }
+        }
+
+    def body(self) -> bytes:
+        return orjson.dumps(self.tree())
+
+    def headers(self) -> dict[str, str]:
+        if self.status in (429, 503):
+            return {"retry-after": str(RETRY_AFTER_S)}
+        return {"www-authenticate": "Bearer"} if self.status == 401 else {}
+
+
+def error_of(error: BaseException, fields: Container[str] = (), prompt: str | None = None) -> ApiError:
+    """What a client is told of an exception. fields: what its body may hold; prompt: where in it the prompt is.
+
+    What is not an error of this library is not shown to anybody: its text may be about anything.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, error.detail)
+    if isinstance(error, RecursionError):
+        return ApiError(400, "the body is nested too deeply")
+    if not isinstance(error, ActorLLMError):
+        return ApiError(500, "the server failed to answer this request; its log has the reason")
+    message = str(error)
+    if isinstance(error, EngineOverloaded):
+        return ApiError(429, message)
+    if isinstance(error, RequestFailedError):
+        return ApiError(500, message)
+    if isinstance(error, RequestError):
+        param = next((word for word in _WORD.findall(message) if word in fields), None)
+        return ApiError(400, message, (prompt or param) if isinstance(error, InvalidPromptError) else param)
+    return ApiError(503 if isinstance(error, EngineError) else 500, message)
+
+
+def error_of_validation(error: ValidationError) -> ApiError:
+    """The first thing that is wrong with a body, by the name of its field."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    # Below the field there are the names of the alternatives of a type, which nobody wrote.
+    location = [str(part) for part in first["loc"]]
+    param = location[0] if location else None
+    told = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "missing":
+        return ApiError(400, f"{'.'.join(location)}: this field is required", param)
+    return ApiError(400, f"{'.'.join(location)}={_shown(first['input'])}: {told}", param)
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of very many digits
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 100 else f"{text[:100]}..."

@@ -1,0 +1,125 @@
+"""`Guards`: what every HTTP request passes before any endpoint sees it. One ASGI middleware without per-message work.
+
+API keys, the size of the body and the time it may take to arrive; and behind all of it, an exception that nobody foresaw
+becomes a 500 with OpenAI's envelope, and a line in the log. Nothing is parsed here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from actorllm.server.envelope import ApiError, error_of
+
+logger = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset(("/health", "/ping", "/version", "/load", "/metrics"))
+"""What a load balancer or a scraper asks without a key."""
+
+DEFAULT_MAX_BODY_BYTES = 32 << 20
+DEFAULT_BODY_TIMEOUT_S = 30.0
+
+
+class Guards:
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int, body_timeout_s: float) -> None:
+        self._app = app
+        self._digests = [_digest(key.encode()) for key in api_keys]
+        self._max_body_bytes = max_body_bytes
+        self._body_timeout_s = body_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        has_started = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        headers = dict(scope["headers"])
+        try:
+            self._check_key(scope, headers)
+            self._check_length(headers)
+            limited = receive if scope["method"] in ("GET", "HEAD") else _LimitedBody(receive, self).receive
+            await self._app(scope, limited, watched_send)
+        except Exception as error:
+            told = error_of(error)
+            if told.status == 500:
+                logger.exception("%s %s failed", scope["method"], scope["path"])
+            if has_started:
+                raise  # half of a response went out: the connection ends here
+            await send_error(told, send, closes=told.status in (408, 413))
+
+    def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        if not self._digests or scope["method"] == "OPTIONS" or route_path(scope) in OPEN_PATHS:
+            return
+        kind, _, key = headers.get(b"authorization", b"").partition(b" ")
+        digest = _digest(key.strip())
+        matches = [
+            hmac.compare_digest(digest, known) for known in self._digests
+        ]  # all of them: no timing to tell which
+        if kind.lower() != b"bearer" or not any(matches):
+            raise ApiError(401, "no valid API key; send the header 'Authorization: Bearer KEY'")
+
+    def _check_length(self, headers: dict[bytes, bytes]) -> None:
+        length = headers.get(b"content-length", b"")
+        if length.isdigit() and int(length[:20]) > self._max_body_bytes:
+            raise self.too_large()
+
+    def too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self._max_body_bytes} bytes, which is the limit of this server")
+
+
+class _LimitedBody:
+    """The body of one request as the endpoint receives it."""
+
+    def __init__(self, receive: Receive, guards: Guards) -> None:
+        self._receive = receive
+        self._guards = guards
+        self._num_bytes = 0
+        self._until = anyio.current_time() + guards._body_timeout_s
+        self._is_whole = False
+
+    async def receive(self) -> Message:
+        if self._is_whole:
+            return await self._receive()  # what comes now is the disconnect
+        try:
+            with anyio.fail_after(self._until - anyio.current_time()):
+                message = await self._receive()
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {self._guards._body_timeout_s:g} seconds") from None
+        self._is_whole = message["type"] != "http.request" or not message.get("more_body", False)
+        self._num_bytes += len(message.get("body", b""))
+        if self._num_bytes > self._guards._max_body_bytes:
+            raise self._guards.too_large()
+        return message
+
+
+def route_path(scope: Scope) -> str:
+    """The path below the place where the application is mounted."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
+
+
+async def send_error(error: ApiError, send: Send, *, closes: bool = False) -> None:
+    """closes: the rest of the body is not read, so the connection is of no further use."""
+    body = error.body()
+    headers: dict[str, Any] = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
+    if closes:
+        headers["connection"] = "close"
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,198 @@
+"""Every endpoint that generates nothing: models, health, tokenizing, and what an operator asks for."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import orjson
+from anyio import to_thread
+from fastapi import APIRouter, Request, Response
+from pydantic import ValidationError
+
+from actorllm import __version__
+from actorllm.errors import EngineDrainingError, InvalidParameterError
+from actorllm.server import chat
+from actorllm.server.completions import check_length
+from actorllm.server.envelope import ApiError, error_of, error_of_validation
+from actorllm.server.protocol import AbortRequest, Body, DetokenizeRequest, TokenizeRequest
+from actorllm.server.state import ServerState
+from actorllm.text.tokenizer import Tokenizer
+
+router = APIRouter()
+
+B = TypeVar("B", bound=Body)
+
+
+class JSONResponse(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return content if isinstance(content, bytes) else orjson.dumps(content)
+
+
+def state_of(request: Request) -> ServerState:
+    state: ServerState = request.app.state.server
+    return state
+
+
+async def read_body(request: Request, model: type[B]) -> B:
+    """The body, checked against the types of its fields. Raises ApiError."""
+    data = await request.body()
+    try:
+        tree = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+    if not isinstance(tree, dict):
+        raise ApiError(400, f"the body must be a JSON object, not {type(tree).__name__}")
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        raise error_of_validation(error) from error
+
+
+def takes(model: type[Body]) -> dict[str, Any]:
+    """What the OpenAPI document says of an endpoint that calls `read_body`."""
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+# Models
+
+
+def _card(state: ServerState, name: str) -> dict[str, Any]:
+    model = state.engine.config.model
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "actorllm",
+        "root": model.name,
+        "parent": None,
+        "max_model_len": model.max_model_len,
+    }
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    """The model, by every name it is served under."""
+    state = state_of(request)
+    return JSONResponse({"object": "list", "data": [_card(state, name) for name in state.model_names]})
+
+
+@router.get("/v1/models/{name:path}")
+async def model(request: Request, name: str) -> Response:
+    """One of them."""
+    state = state_of(request)
+    return JSONResponse(_card(state, state.check_model(name)))
+
+
+# Health
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """200 while requests are taken; 503 when the engine has ended, or is about to."""
+    state = state_of(request)
+    if state.is_draining:
+        raise EngineDrainingError("the server is about to end")
+    await state.llm.check_health()
+    return Response()
+
+
+@router.api_route("/ping", methods=["GET", "POST"])
+async def ping(request: Request) -> Response:
+    """As /health."""
+    return await health(request)
+
+
+@router.get("/version")
+async def version() -> Response:
+    return JSONResponse({"version": __version__})
+
+
+@router.get("/load")
+async def load(request: Request) -> Response:
+    """How many requests for text are under way in this process."""
+    return JSONResponse({"server_load": state_of(request).num_in_flight})
+
+
+# Tokens
+
+
+def _tokenizer(state: ServerState) -> Tokenizer:
+    return state.engine.tokenizer
+
+
+@router.post("/tokenize", openapi_extra=takes(TokenizeRequest))
+async def tokenize(request: Request) -> Response:
+    """The ids of a prompt, or of a conversation as the model would see it."""
+    state = state_of(request)
+    body = await read_body(request, TokenizeRequest)
+    state.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "one of prompt and messages is needed, and not both", "prompt")
+
+    def run() -> tuple[list[int], list[str] | None]:
+        tokenizer = _tokenizer(state)
+        if body.messages is not None:
+            text = state.engine.chat_template.render(chat.conversation_of(body, state.defaults))
+            adds = bool(body.add_special_tokens)
+        else:
+            text, adds = body.prompt or "", body.add_special_tokens is not False
+        check_length(text, state.defaults.max_prompt_characters)
+        ids: list[int] = tokenizer.encode(text, adds).tolist()
+        return ids, [tokenizer.decode([i]) for i in ids] if body.return_token_strs else None
+
+    try:
+        ids, strings = await to_thread.run_sync(run)
+    except Exception as error:
+        raise error_of(
+            error, TokenizeRequest.model_fields, "prompt" if body.messages is None else "messages"
+        ) from error
+    tree: dict[str, Any] = {"count": len(ids), "max_model_len": state.engine.config.model.max_model_len, "tokens": ids}
+    return JSONResponse({**tree, "token_strs": strings})
+
+
+@router.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    state = state_of(request)
+    body = await read_body(request, DetokenizeRequest)
+    state.check_model(body.model)
+    vocab_size = state.engine.config.model.vocab_size
+    for i in body.tokens:
+        if not 0 <= i < vocab_size:
+            raise ApiError(400, f"tokens: {i!r:.40} is outside the vocabulary of {vocab_size} tokens", "tokens")
+    text = await to_thread.run_sync(lambda: _tokenizer(state).decode(body.tokens))
+    return JSONResponse({"prompt": text})
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> Response:
+    """tokenizer_config.json, which has the chat template too."""
+    state = state_of(request)
+    tokenizer = await to_thread.run_sync(_tokenizer, state)
+    return JSONResponse({"tokenizer_class": None, **tokenizer.config})
+
+
+# Operators
+
+
+@router.post("/abort_requests", openapi_extra=takes(AbortRequest))
+async def abort_requests(request: Request) -> Response:
+    """End requests by the ids in their answers, or all of this process; each is answered with what there is."""
+    state = state_of(request)
+    body = await read_body(request, AbortRequest)
+    if not body.abort_all and body.request_ids is None:
+        raise ApiError(400, "request_ids, or abort_all=true, is needed", "request_ids")
+    return JSONResponse({"num_aborted": state.abort(None if body.abort_all else body.request_ids)})
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget all cached KV. Query: reset_running_requests=true computes that of running requests again, too."""
+    text = request.query_params.get("reset_running_requests", "false").lower()
+    if text not in ("true", "false", "1", "0"):
+        raise InvalidParameterError(f"reset_running_requests={text!r:.40} must be true or false")
+    done = await state_of(request).llm.reset_prefix_cache(text in ("true", "1"))
+    return JSONResponse({"reset": done})

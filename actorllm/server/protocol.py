@@ -1,0 +1,162 @@
+"""What clients may send, as pydantic models: OpenAI's fields, vLLM's sampling fields, and the latency fields of actorllm.
+
+Types only, and the OpenAPI document that comes of them. What the values may be is checked where they are used:
+`SamplingParams`, `Conversation` and the engine have the messages that say what to do. A field that is null counts as not
+given. Fields that are not known here are kept in `model_extra`, so that `sampling` can refuse or name them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, WithJsonSchema
+
+Prompts = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "integer"}},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            ],
+            "description": "Text, token ids, or a list of either.",
+        }
+    ),
+]
+"""Checked by hand: pydantic would try four types on every one of a hundred thousand ids."""
+
+Objective = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "description": "Seconds per output token."},
+                {
+                    "type": "object",
+                    "properties": {
+                        name: {"type": "number"} for name in ("ttft", "tpot", "e2e", "ttft_per_prompt_token")
+                    },
+                    "additionalProperties": False,
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    def given(self) -> dict[str, Any]:
+        """The declared fields that were sent and are not null."""
+        values = self.__dict__
+        return {name: values[name] for name in self.model_fields_set if name in values and values[name] is not None}
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Generation(Body):
+    """What all requests for text share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    length_penalty: float | None = None
+    use_beam_search: bool | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    repetition_detection: dict[str, int] | None = None
+    echo: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    priority: int | None = None
+    slo: Objective = None
+    is_latency_sensitive: bool | None = None
+    type_info: str | None = None
+    tenant: str | None = None
+    return_metrics: bool | None = None
+    """Say how long this request waited and took, in `metrics` of the answer or of its last event."""
+
+
+class CompletionRequest(Generation):
+    """`POST /v1/completions`."""
+
+    prompt: Prompts
+    best_of: int | None = None
+    logprobs: int | None = None
+
+
+class ChatCompletionRequest(Generation):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+
+class TokenizeRequest(Body):
+    """`POST /tokenize`: of a prompt, or of messages through the model's chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class AbortRequest(Body):
+    """`POST /abort_requests`: by the ids that the answers have."""
+
+    request_ids: list[str] | None = None
+    abort_all: bool | None = None

@@ -1,0 +1,156 @@
+"""From a checked body to what the engine is asked: sampling parameters, and what a request brings beside them.
+
+Invariant: what a client sends has an effect, or is refused with the name of the field, or is named in a warning; nothing is
+dropped in silence. Called by `completions` and `chat`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from actorllm.errors import InvalidParameterError, nearest_name
+from actorllm.request import VLLM_PARAMETERS, RequestOutputKind, SamplingParams
+from actorllm.server.envelope import ApiError
+from actorllm.server.protocol import Generation
+from actorllm.slo.objective import SLO
+
+SAMPLING_FIELDS = (
+    *("n", "best_of", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty", "use_beam_search"),
+    *("stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"),
+    *("logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs", "logprob_token_ids", "repetition_detection"),
+)
+"""Fields of a body that are sampling parameters under the same name."""
+
+TOKENIZATION_FIELDS = ("truncate_prompt_tokens", "add_special_tokens")
+
+IDLE: dict[str, tuple[Any, ...]] = {
+    **VLLM_PARAMETERS,
+    "tools": (None, []),
+    "tool_choice": (None, "none"),
+    "functions": (None, []),
+    "function_call": (None, "none"),
+    "response_format": (None, {"type": "text"}),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "structural_tag": (None,),
+    "suffix": (None, ""),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "reasoning_effort": (None,),
+    "verbosity": (None,),
+    "kv_transfer_params": (None,),
+    "prompt_embeds": (None,),
+    "documents": (None, []),
+    "mm_processor_kwargs": (None, {}),
+    "vllm_xargs": (None, {}),
+    "lora_request": (None,),
+}
+"""Fields of OpenAI and vLLM that are accepted at these values, where they ask for what is done anyway."""
+
+WITHOUT_EFFECT = frozenset(
+    (
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "include_reasoning"),
+        *("prompt_cache_retention", "parallel_tool_calls", "guided_decoding_backend", "stream_include_usage"),
+    )
+)
+"""Fields that ask nothing of an engine that keeps no accounts and calls no tools."""
+
+MAX_WARNED = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What the server decides for requests that do not."""
+
+    sampling: Mapping[str, Any]
+    """What the model's author recommends."""
+    max_prompt_characters: int
+    trusts_chat_templates: bool = False
+
+
+@dataclass(slots=True)
+class Extras:
+    """What a request brings beside prompt and parameters, and what is to be said of it."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Of `AsyncLLM.generate`."""
+    slo: SLO | None = None
+    warnings: list[str] = field(default_factory=list)
+
+
+def sampling_params(body: Generation, defaults: Defaults, kind: RequestOutputKind, **decided: Any) -> SamplingParams:
+    """decided: what the endpoint says itself, in the place of fields of the same name. Raises InvalidParameterError."""
+    given = body.given()
+    asked = {name: given[name] for name in SAMPLING_FIELDS if name in given}
+    return SamplingParams.from_optional(**{**defaults.sampling, **asked, **decided, "output_kind": kind})
+
+
+def extras_of(body: Generation, headers: Mapping[str, str]) -> Extras:
+    """Everything else. Raises InvalidParameterError, or ApiError for a field that cannot be honoured."""
+    found = Extras()
+    known = {*type(body).model_fields, *IDLE, *WITHOUT_EFFECT}
+    for name, value in (body.model_extra or {}).items():
+        if name in IDLE:
+            check_idle(name, value)
+        elif name not in WITHOUT_EFFECT:
+            told = f"field {name!r:.60} is not known and has no effect{nearest_name(name, known)}"
+            found.warnings.append(told.encode("ascii", "replace").decode()[:MAX_WARNED])
+    given = body.given()
+    found.slo = objective_of(given.get("slo"), headers)
+    found.arguments = {
+        name: given[name] for name in ("priority", "is_latency_sensitive", "type_info", "tenant") if name in given
+    }
+    if found.slo is not None:
+        found.arguments["slo"] = found.slo
+        contradiction = found.slo.contradiction()
+        if contradiction is not None:
+            found.warnings.append(f"slo: {contradiction}")
+    tokenization = {name: given[name] for name in TOKENIZATION_FIELDS if name in given}
+    if tokenization:
+        found.arguments["tokenization_kwargs"] = tokenization
+    return found
+
+
+def check_idle(name: str, value: Any) -> None:
+    for accepted in IDLE[name]:
+        if type(value) is type(accepted) and value == accepted:
+            return
+        if isinstance(value, int | float) and not isinstance(value, bool) and value == accepted is not False:
+            return
+    raise ApiError(400, f"{name} is not supported by this server yet; leave it out", name)
+
+
+def objective_of(slo: Any, headers: Mapping[str, str]) -> SLO | None:
+    """What the body says, and where it says nothing the headers x-slo-ttft-ms and x-slo-tpot-ms."""
+    parts: dict[str, Any] = {}
+    for header, part in (("x-slo-ttft-ms", "ttft"), ("x-slo-tpot-ms", "tpot")):
+        text = headers.get(header)
+        if text is not None:
+            parts[part] = _seconds(header, text, 1000.0)
+    if isinstance(slo, str):
+        slo = _seconds("slo", slo, 1.0)
+    if isinstance(slo, Mapping):
+        parts |= {name: value for name, value in slo.items() if value is not None}
+    elif slo is not None:
+        stated = SLO.from_value(slo)
+        assert stated is not None
+        parts["tpot"] = stated.tpot
+    return SLO.from_mapping(parts) if parts else None
+
+
+def _seconds(name: str, text: str, per_second: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise InvalidParameterError(f"{name}={text!r:.80} must be a number")
+    return value / per_second
