@@ -24,6 +24,7 @@ from actorllm.errors import (
 
 app = App(name="actorllm", version=__version__, help="An LLM engine to embed in async Python, on the command line.")
 app.command("actorllm.cli.chat:chat")
+app.command("actorllm.cli.serve:serve")
 app.command("actorllm.cli.run_batch:run_batch")
 app.command("actorllm.cli.bench:bench", name="bench")
 app.command("actorllm.cli.laboratory:simulate")

@@ -68,6 +68,8 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         if self.status in (429, 503):
             return {"retry-after": str(RETRY_AFTER_S)}
+        if self.status in (408, 413):
+            return {"connection": "close"}  # the rest of the body is not read
         return {"www-authenticate": "Bearer"} if self.status == 401 else {}
 
 
@@ -90,8 +92,10 @@ def error_of(error: BaseException, fields: Container[str] = (), prompt: str | No
     if isinstance(error, RequestFailedError):
         return ApiError(500, message)
     if isinstance(error, RequestError):
-        param = next((word for word in _WORD.findall(message) if word in fields), None)
-        return ApiError(400, message, (prompt or param) if isinstance(error, InvalidPromptError) else param)
+        named = [word for word in map(str.lower, _WORD.findall(message)) if word in fields]
+        if isinstance(error, InvalidPromptError) and not (named and message.startswith(f"{named[0]}=")):
+            return ApiError(400, message, prompt)
+        return ApiError(400, message, named[0] if named else None)
     return ApiError(503 if isinstance(error, EngineError) else 500, message)
 
 

@@ -10,9 +10,9 @@ import hashlib
 import hmac
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import anyio
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actorllm.server.envelope import ApiError, error_of
@@ -50,13 +50,15 @@ class Guards:
             self._check_length(headers)
             limited = receive if scope["method"] in ("GET", "HEAD") else _LimitedBody(receive, self).receive
             await self._app(scope, limited, watched_send)
+        except ClientDisconnect:
+            logger.debug("a client left before its body was here")
         except Exception as error:
             told = error_of(error)
             if told.status == 500:
                 logger.exception("%s %s failed", scope["method"], scope["path"])
             if has_started:
                 raise  # half of a response went out: the connection ends here
-            await send_error(told, send, closes=told.status in (408, 413))
+            await send_error(told, send)
 
     def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         if not self._digests or scope["method"] == "OPTIONS" or route_path(scope) in OPEN_PATHS:
@@ -110,12 +112,9 @@ def route_path(scope: Scope) -> str:
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
-async def send_error(error: ApiError, send: Send, *, closes: bool = False) -> None:
-    """closes: the rest of the body is not read, so the connection is of no further use."""
+async def send_error(error: ApiError, send: Send) -> None:
     body = error.body()
-    headers: dict[str, Any] = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
-    if closes:
-        headers["connection"] = "close"
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": raw})
     await send({"type": "http.response.body", "body": body})

@@ -99,7 +99,8 @@ async def health(request: Request) -> Response:
     return Response()
 
 
-@router.api_route("/ping", methods=["GET", "POST"])
+@router.get("/ping")
+@router.post("/ping", include_in_schema=False)
 async def ping(request: Request) -> Response:
     """As /health."""
     return await health(request)

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from actorllm import AsyncLLM, SamplingParams
+from actorllm.text.tokenizer import Tokenizer
 from tests.server.conftest import events_of
 
 pytestmark = pytest.mark.anyio
@@ -59,7 +60,7 @@ async def test_an_answer_is_that_of_the_engine(llm: AsyncLLM, client: httpx.Asyn
 async def test_text_and_ids_and_lists_of_both(llm: AsyncLLM, client: httpx.AsyncClient) -> None:
     other = "The dog"
     texts = [(await complete(client, prompt, temperature=0))["choices"][0]["text"] for prompt in (PROMPT, other)]
-    ids = [llm.get_tokenizer().encode(prompt) for prompt in (PROMPT, other)]
+    ids = [Tokenizer(llm.config.model.path).encode(prompt).tolist() for prompt in (PROMPT, other)]
     assert (await complete(client, ids[0], temperature=0))["choices"][0]["text"] == texts[0]
     for several in ([PROMPT, other], ids, [PROMPT, ids[1]]):
         tree = await complete(client, several, temperature=0)

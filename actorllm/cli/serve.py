@@ -1,0 +1,152 @@
+"""`actorllm serve`: an engine and its server in one process, until a signal ends them.
+
+Owns the options, most of which are those of `vllm serve` by name; what they mean is in `actorllm.server`, which is imported
+only here, so that the other commands work without the extra.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from actorllm.cli.options import SeededEngineOptions
+from actorllm.errors import ConfigError
+
+KEY_VARIABLE = "ACTORLLM_API_KEY"
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ServedEngineOptions(SeededEngineOptions):
+    """What a server's engine may be told beside the rest."""
+
+    name: str | None = None
+    """Under which other programs of this user join the engine (AsyncLLM.attach)."""
+    skip_tokenizer_init: bool | None = None
+    stream_interval: int | None = None
+    """New tokens per event."""
+    watermark: float | None = None
+    standby_worker: bool | None = None
+    max_waiting_requests: int | None = None
+    """More than so many waiting sequences are refused with 429."""
+    max_waiting_tokens: int | None = None
+    enable_chunked_prefill: bool | None = None
+    """Always so here."""
+    disable_log_requests: bool | None = None
+    enable_log_requests: bool | None = None
+    disable_log_stats: bool | None = None
+    swap_space: float | None = None
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
+    device: str | None = None
+    pipeline_parallel_size: int | None = None
+    data_parallel_size: int | None = None
+
+
+def serve(
+    model_tag: str | None = None,
+    /,
+    *,
+    engine_options: ServedEngineOptions = ServedEngineOptions(),
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    unix_socket: Annotated[str | None, Parameter(name=["--unix-socket", "--uds"])] = None,
+    api_key: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    served_model_name: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    max_concurrent_requests: int | None = None,
+    max_body_bytes: int = 32 << 20,
+    body_timeout: float = 30.0,
+    drain_timeout: float = 30.0,
+    trust_request_chat_template: bool = False,
+    allowed_origins: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    allowed_methods: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    allowed_headers: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    allow_credentials: bool = False,
+    ssl_keyfile: str | None = None,
+    ssl_certfile: str | None = None,
+    ssl_ca_certs: str | None = None,
+    ssl_cert_reqs: int = 0,
+    uvicorn_log_level: str = "info",
+    disable_uvicorn_access_log: bool = False,
+) -> None:
+    """Serve MODEL over OpenAI's API (needs the extra actorllm[serve]).
+
+    Parameters
+    ----------
+    model_tag
+        The model, as --model.
+    host
+        0.0.0.0 for every interface.
+    port
+        0 for one that is free.
+    unix_socket
+        Listen there instead.
+    api_key
+        Clients must send one of these as a bearer token; $ACTORLLM_API_KEY without the option.
+    served_model_name
+        What clients call the model; default: what it is loaded by.
+    max_concurrent_requests
+        More than so many requests under way are refused with 429.
+    max_body_bytes
+        Of a request.
+    body_timeout
+        Seconds that the body of a request may take to arrive.
+    drain_timeout
+        Seconds that requests have to end after SIGTERM or Ctrl-C; a second one ends them at once.
+    trust_request_chat_template
+        Requests may bring a chat template of their own, which is a program.
+    allowed_origins
+        Of web pages that may call this server; '*' for all.
+    ssl_certfile
+        With --ssl-keyfile: serve HTTPS.
+    """
+    try:
+        import anyio
+
+        from actorllm.server.app import create_app
+        from actorllm.server.launcher import Listener
+        from actorllm.server.launcher import serve as listen
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"serving needs more packages ({error.name}): pip install 'actorllm[serve]'") from error
+    from actorllm.async_llm import AsyncLLM
+
+    keys = api_key or ([os.environ[KEY_VARIABLE]] if os.environ.get(KEY_VARIABLE) else None)
+    arguments: dict[str, Any] = engine_options.arguments()
+    llm = AsyncLLM(model_tag or engine_options.model, **arguments)
+    app = create_app(
+        llm,
+        served_model_name=served_model_name,
+        api_key=keys,
+        allowed_origins=allowed_origins or (),
+        allowed_methods=allowed_methods or ("*",),
+        allowed_headers=allowed_headers or ("*",),
+        allow_credentials=allow_credentials,
+        max_body_bytes=max_body_bytes,
+        body_timeout_s=body_timeout,
+        max_concurrent_requests=max_concurrent_requests,
+        trust_request_chat_template=trust_request_chat_template,
+    )
+    listener = Listener(
+        host=host,
+        port=port,
+        unix_socket=unix_socket,
+        ssl_keyfile=ssl_keyfile,
+        ssl_certfile=ssl_certfile,
+        ssl_ca_certs=ssl_ca_certs,
+        ssl_cert_reqs=ssl_cert_reqs,
+        log_level=uvicorn_log_level,
+        access_log=not disable_uvicorn_access_log,
+        drain_timeout_s=drain_timeout,
+    )
+
+    async def run() -> None:
+        async with llm:
+            await listen(app, listener)
+
+    try:
+        anyio.run(run, backend_options={"use_uvloop": True})
+    except BaseExceptionGroup as group:  # of the task that waits for signals
+        raise next(iter(group.exceptions)) from group

@@ -1,0 +1,268 @@
+"""Whatever a client sends, it hears what is wrong with it; the server lives on and keeps no block."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from actorllm import AsyncLLM
+from actorllm.server import create_app
+from tests.server.conftest import client_of, is_idle, until
+
+pytestmark = pytest.mark.anyio
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+MESSAGES = [{"role": "user", "content": "Once"}]
+
+
+def error_in(response: httpx.Response, status: int = 400, param: str | None = None) -> str:
+    """The message, of an envelope as clients expect it."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    tree = response.json()
+    assert list(tree) == ["error"]
+    assert set(tree["error"]) == {"message", "type", "param", "code"}
+    assert tree["error"]["code"] == status
+    assert tree["error"]["param"] == param
+    assert tree["error"]["message"]
+    message: str = tree["error"]["message"]
+    return message
+
+
+@pytest.fixture(autouse=True, scope="module")
+def serves_on(llm: AsyncLLM) -> Iterator[None]:
+    """After all of it."""
+    yield
+
+    async def check() -> None:
+        async with client_of(create_app(llm)) as client:
+            assert (await client.get("/load")).json() == {"server_load": 0}
+            assert (await client.post(TEXT, json={"prompt": "Once", "max_tokens": 1})).status_code == 200
+        await until(lambda: is_idle(llm))
+
+    anyio.run(check)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b'{"prompt": "\xff\xfe"}', "not valid JSON"),
+        (b'{"prompt": "\\ud800"}', "JSON"),
+        (b'{"prompt": "a", "temperature": NaN}', "not valid JSON"),
+        (b"[1]", "must be a JSON object, not list"),
+        (b"null", "must be a JSON object"),
+        (b'{"prompt": ' + b"[" * 2000 + b"]" * 2000 + b"}", "not valid JSON"),
+    ],
+    ids=["empty", "open", "not UTF-8", "surrogate", "NaN", "list", "null", "deep"],
+)
+async def test_bodies_that_are_no_json_object(client: httpx.AsyncClient, body: bytes, told: str) -> None:
+    assert told in error_in(await client.post(TEXT, content=body))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": ["a", {}]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [10**30]}, "prompt"),
+        ({"prompt": [99_999_999]}, "prompt"),
+        ({"prompt": [5] * 2000}, "prompt"),
+        ({"prompt": "a b " * 2000}, "prompt"),
+        ({"prompt": "a" * 1_000_000}, "prompt"),
+        ({"prompt": ["a"] * 20_000}, "prompt"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.5}, "temperature"),
+        ({"temperature": []}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -5}, "top_k"),
+        ({"n": 0}, "n"),
+        ({"n": -3}, "n"),
+        ({"n": 10**6}, "n"),
+        ({"n": 2, "temperature": 0}, "n"),
+        ({"best_of": 3}, "best_of"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"seed": "x"}, "seed"),
+        ({"logprobs": -2}, "logprobs"),
+        ({"logprobs": 1000}, "logprobs"),
+        ({"stop": ["a"] * 50 + [str(i) for i in range(100)]}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": [10**8]}, "stop_token_ids"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"99999999": 1}}, "logit_bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"stream": "perhaps"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usag": True}}, "stream_options"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"suffix": "end"}, "suffix"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+        ({"slo": -1}, "slo"),
+        ({"slo": "fast"}, "slo"),
+        ({"slo": {"tpott": 1}}, "slo"),
+        ({"slo": []}, "slo"),
+        ({"priority": 2**70}, "priority"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"is_latency_sensitive": "sometimes"}, "is_latency_sensitive"),
+        ({"repetition_detection": {"max_pattern_size": 5}}, "repetition_detection"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_fields_are_refused_by_name(
+    client: httpx.AsyncClient, fields: dict[str, Any], param: str, stream: bool
+) -> None:
+    body = {"prompt": "Once", "max_tokens": 4, **({"stream": True} if stream else {}), **fields}
+    if stream and param in ("stream_options", "stream") and "stream" not in fields:
+        return
+    error_in(await client.post(TEXT, json=body), 400, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "Once"}, "messages"),
+        ({"messages": [{"content": "no role"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "a b " * 5000}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "a" * 1_000_000}]}, "messages"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}, "response_format"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -3}, "top_logprobs"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"max_completion_tokens": -1}, "max_tokens"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"modalities": ["audio"]}, "modalities"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+async def test_conversations_are_refused_by_name(client: httpx.AsyncClient, fields: dict[str, Any], param: str) -> None:
+    error_in(await client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 4, **fields}), 400, param)
+
+
+async def test_nested_without_end(client: httpx.AsyncClient) -> None:
+    nested: Any = "a"
+    for _ in range(900):
+        nested = [nested]
+    messages = [{"role": "user", "content": "Once", "more": nested}]
+    response = await client.post(CHAT, json={"messages": messages, "max_tokens": 1})
+    assert response.status_code in (200, 400), response.text
+    error_in(await client.post(TEXT, json={"prompt": nested, "max_tokens": 1}), 400, "prompt")
+
+
+async def test_what_is_not_there(client: httpx.AsyncClient) -> None:
+    error_in(await client.post(TEXT, json={"prompt": "a", "model": "gpt-4"}), 404, "model")
+    error_in(await client.get("/v1/models/gpt-4"), 404, "model")
+    error_in(await client.get("/v1/completion"), 404)
+    error_in(await client.get(TEXT), 405)
+    assert "more than" not in error_in(await client.post("/v1/embeddings", json={"input": "a"}), 404)
+
+
+async def test_bodies_that_are_too_large(llm: AsyncLLM) -> None:
+    async with client_of(create_app(llm, max_body_bytes=1000)) as client:
+        told = error_in(await client.post(TEXT, content=b"x" * 1001), 413)
+        assert "1000 bytes" in told
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for _ in range(3):
+                yield b" " * 500
+
+        response = await client.post(TEXT, content=chunks())
+        error_in(response, 413)
+        assert response.headers["connection"] == "close"
+
+
+async def test_bodies_that_never_come(llm: AsyncLLM) -> None:
+    async def forever() -> AsyncIterator[bytes]:
+        yield b"{"
+        await anyio.sleep(60)
+
+    async with client_of(create_app(llm, body_timeout_s=0.05)) as client:
+        assert "did not arrive within 0.05" in error_in(await client.post(TEXT, content=forever()), 408)
+
+
+async def test_keys(llm: AsyncLLM) -> None:
+    async with client_of(create_app(llm, api_key=["first", "second"])) as client:
+        assert (await client.get("/health")).status_code == 200
+        for headers in (
+            {},
+            {"authorization": "Bearer third"},
+            {"authorization": "Basic first"},
+            {"authorization": "Bearer"},
+        ):
+            response = await client.get("/v1/models", headers=headers)
+            error_in(response, 401)
+            assert response.headers["www-authenticate"] == "Bearer"
+            error_in(await client.post("/generate", json={"prompt": "a"}, headers=headers), 401)
+        for key in ("first", "second"):
+            response = await client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+            assert response.status_code == 200
+
+
+async def test_too_much_at_once(llm: AsyncLLM) -> None:
+    app = create_app(llm, max_concurrent_requests=1)
+    body = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True}
+    async with client_of(app) as client, anyio.create_task_group() as group:
+        group.start_soon(lambda: client.post(TEXT, json=body))
+
+        async def is_under_way() -> bool:
+            return (await client.get("/load")).json() == {"server_load": 1}
+
+        await until(is_under_way)
+        response = await client.post(TEXT, json=body)
+        error_in(response, 429)
+        assert response.headers["retry-after"] == "1"
+        await client.post("/abort_requests", json={"abort_all": True})
+
+
+async def test_an_unforeseen_failure_is_told_in_the_envelope_and_logged(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise LookupError("secret")
+
+    async with client_of(create_app(llm)) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(llm, "generate", fails)
+            message = error_in(await client.post(TEXT, json={"prompt": "Once"}), 500)
+        with monkeypatch.context() as patch:
+            patch.setattr("actorllm.server.shape.OpenAIShape.events", fails)
+            message += error_in(await client.post(TEXT, json={"prompt": "Once", "stream": True}), 500)
+    assert "secret" not in message
+    assert caplog.text.count("LookupError: secret") == 2

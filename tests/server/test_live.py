@@ -1,0 +1,199 @@
+"""A server as it is started from a shell, and the client that everybody has: openai's."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+REFERENCE = (
+    *("--tensor-parallel-size", "1", "--max-num-seqs", "500", "--trust-remote-code", "--enforce-eager"),
+    *("--max-num-batched-tokens", "512", "--gpu-memory-utilization", "0.02", "--enable-chunked-prefill"),
+)
+"""The flags of the reference demo, as they stand there."""
+
+MESSAGES: Any = [{"role": "user", "content": "Once upon a time"}]
+
+
+class Server:
+    """`actorllm serve` in a process of its own."""
+
+    def __init__(self, *options: str) -> None:
+        command = [sys.executable, "-m", "actorllm.cli", "serve", "storyteller", "--port", "0", *options]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        self.log: list[str] = []
+        for line in self.process.stderr:
+            self.log.append(line)
+            found = re.search(r"running on (http://[\d.:]+)", line)
+            if found:
+                self.url = found[1]
+                return
+        raise AssertionError("".join(self.log))
+
+    def stop(self) -> tuple[int, str]:
+        """Its exit status, and all that it has said."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        out, rest = self.process.communicate(timeout=30)
+        return self.process.returncode, "".join(self.log) + rest + out
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    made = Server(*REFERENCE, "--api-key", "secret", "--num-threads", "1")
+    yield made
+    status, log = made.stop()
+    assert status == 0, log
+    assert "Traceback" not in log
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as made:
+        yield made
+
+
+def test_openai_lists_and_completes(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["storyteller"]
+    assert client.models.retrieve("storyteller").id == "storyteller"
+    whole = client.completions.create(
+        model="storyteller", prompt="Once upon a time", max_tokens=8, temperature=0, logprobs=1
+    )
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 8
+    assert whole.choices[0].logprobs is not None
+    stream = client.completions.create(
+        model="storyteller",
+        prompt="Once upon a time",
+        max_tokens=8,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
+    assert chunks[-1].usage == whole.usage
+
+
+def test_openai_converses(client: openai.OpenAI) -> None:
+    arguments: Any = {"model": "storyteller", "messages": MESSAGES, "max_completion_tokens": 8, "seed": 1, "n": 2}
+    whole = client.chat.completions.create(**arguments, logprobs=True, top_logprobs=1)
+    texts = ["", ""]
+    for chunk in client.chat.completions.create(**arguments, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert [choice.message.content for choice in whole.choices] == texts
+
+
+def test_the_reference_demo(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="storyteller",
+        messages=MESSAGES,
+        temperature=0.7,
+        max_tokens=100,
+        extra_body={"length_penalty": 1.0, "min_tokens": 100, "is_latency_sensitive": "True", "slo": 0.05},
+    )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 100
+
+
+def test_openai_understands_the_errors(server: Server, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="temperature=-1") as error:
+        client.completions.create(model="storyteller", prompt="a", temperature=-1)
+    assert error.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="gpt-4", prompt="a")
+    assert missing.value.param == "model"
+    with pytest.raises(openai.BadRequestError, match="max_model_len"):
+        client.completions.create(model="storyteller", prompt=[5] * 3000, stream=True)
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        stranger.models.list()
+
+
+def test_every_token_is_one_event(server: Server) -> None:
+    body = {"prompt": "Once", "max_tokens": 50, "ignore_eos": True, "stream": True, "seed": 1}
+    headers = {"authorization": "Bearer secret"}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers) as response:
+        chunks = list(response.iter_text())
+    events = [event for event in "".join(chunks).split("\n\n") if event]
+    assert events[-1] == "data: [DONE]"
+    assert 25 < len(events) - 1 <= 50  # a reader that is slower than the engine gets several at once
+
+
+def idle(server: Server) -> bool:
+    return httpx.get(f"{server.url}/load").json() == {"server_load": 0}
+
+
+def becomes_idle(server: Server) -> None:
+    until = time.monotonic() + 20
+    while not idle(server):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_client_that_hangs_up_ends_its_request(server: Server, stream: bool) -> None:
+    body = {"prompt": "Once", "n": 8, "min_tokens": 1000, "stream": stream, "max_tokens": 1000}
+    headers = {"authorization": "Bearer secret"}
+    request = httpx.Request("POST", f"{server.url}/v1/completions", json=body, headers=headers)
+    lines = ["POST /v1/completions HTTP/1.1", *(f"{name}: {value}" for name, value in request.headers.items())]
+    raw = "\r\n".join([*lines, "", ""])
+    host, port = server.url.removeprefix("http://").split(":")
+    for _ in range(3):
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(raw.encode() + request.content)
+            if stream:
+                assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+            else:
+                while idle(server):
+                    time.sleep(0.005)
+    becomes_idle(server)
+
+
+def test_half_a_request_disturbs_nobody(server: Server, client: openai.OpenAI) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as first, socket.create_connection((host, int(port))) as second:
+        first.sendall(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 100\r\nauthorization: Bearer secret\r\n\r\n{")
+        second.sendall(b"POST /v1/compl")
+        assert client.completions.create(model="storyteller", prompt="a", max_tokens=1).choices
+        third = socket.create_connection((host, int(port)))
+        third.sendall(b"\x00\xff rubbish\r\n\r\n")
+        assert third.recv(100).startswith(b"HTTP/1.1 400")
+        third.close()
+
+
+def test_sigterm_finishes_what_is_under_way() -> None:
+    server = Server("--num-threads", "1", "--topology", "inline", "--disable-uvicorn-access-log")
+    body = {"prompt": "Once", "max_tokens": 900, "min_tokens": 900, "stream": True, "ignore_eos": True}
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        with client.stream(
+            "POST", "/v1/completions", json={**body, "stream_options": {"include_usage": True}}
+        ) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            server.process.send_signal(signal.SIGTERM)
+            status = 200
+            while status == 200:
+                status = httpx.get(f"{server.url}/health").status_code
+            assert status == 503
+            refused = httpx.post(f"{server.url}/v1/completions", json=body)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert '"completion_tokens":900' in rest[-2]
+    status, log = server.stop()
+    assert status == 0, log
+    assert "Traceback" not in log
