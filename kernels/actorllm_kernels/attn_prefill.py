@@ -5,6 +5,10 @@ one key-value head, 128 rows at best, so that the matrix units for large tiles a
 that any of its tokens may see. Most tiles of keys are seen by all of them: only the tiles at the diagonal, and those at the
 left edge of a window, are masked. As in `attn_decode`, a tile lies within one block of the cache, and the cache is finite.
 
+There is a second build for sm_90, which nobody has run yet: queries, keys and values are fetched by tensor descriptors, and by
+warps that do nothing else. The compiler wants all three so, four warps and one loop, in which every tile is masked.
+Descriptors take memory that `triton.set_allocator` provides.
+
 The host cuts the step into tiles of queries (`query_tiles`), once for all layers: prefill is not in a graph.
 """
 
@@ -29,9 +33,10 @@ def attend(
     position,
     first,
     last,
-    keys_ptr,
-    values_ptr,
+    keys,
+    values,
     table_ptr,
+    head,
     key_stride,
     value_stride,
     scale_log2,
@@ -42,26 +47,36 @@ def attend(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
+    BY_TMA: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """The sums of a softmax carried on over the tiles [first, last) of one head; the pointers are that head's."""
+    """The sums of a softmax carried on over the tiles [first, last) of one head.
+
+    keys, values: pointers to the cache, or descriptors of it as rows of DIM.
+    """
     PER_PAGE: tl.constexpr = PAGE // TILE
     n = tl.arange(0, TILE)
     d = tl.arange(0, DIM_BLOCK)
     in_head = d < DIM
     k_inside = n[None, :] * DIM + d[:, None]
     v_inside = n[:, None] * DIM + d[None, :]
-    for t in range(first, last):
-        block = tl.load(table_ptr + t // PER_PAGE).to(tl.int64)
-        first_key = (t % PER_PAGE) * (TILE * DIM)
-        k_at = (keys_ptr + block * key_stride + first_key) + k_inside
-        v_at = (values_ptr + block * value_stride + first_key) + v_inside
-        if DIM == DIM_BLOCK:
-            k = tl.load(k_at)
-            v = tl.load(v_at)
+    for t in tl.range(first, last, warp_specialize=BY_TMA):
+        if BY_TMA:
+            block = tl.load(table_ptr + t // PER_PAGE)
+            row = head * PAGE + (t % PER_PAGE) * TILE
+            k = keys.load([block * (key_stride // DIM) + row, 0]).T
+            v = values.load([block * (value_stride // DIM) + row, 0])
         else:
-            k = tl.load(k_at, mask=in_head[:, None], other=0.0)
-            v = tl.load(v_at, mask=in_head[None, :], other=0.0)
+            block = tl.load(table_ptr + t // PER_PAGE).to(tl.int64)
+            first_key = head * (PAGE * DIM) + (t % PER_PAGE) * (TILE * DIM)
+            k_at = (keys + block * key_stride + first_key) + k_inside
+            v_at = (values + block * value_stride + first_key) + v_inside
+            if DIM == DIM_BLOCK:
+                k = tl.load(k_at)
+                v = tl.load(v_at)
+            else:
+                k = tl.load(k_at, mask=in_head[:, None], other=0.0)
+                v = tl.load(v_at, mask=in_head[None, :], other=0.0)
         if UPCAST:
             k = k.to(tl.float32)
             v = v.to(tl.float32)
@@ -83,7 +98,7 @@ def attend(
     return acc, total, highest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks"])
 def attn_prefill_kernel(
     q_ptr,
     keys_ptr,
@@ -95,6 +110,8 @@ def attn_prefill_kernel(
     tiles_ptr,
     weight_sinks_ptr,
     out_ptr,
+    num_tokens,
+    num_blocks,
     table_stride,
     key_stride,
     value_stride,
@@ -110,6 +127,7 @@ def attn_prefill_kernel(
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     UPCAST: tl.constexpr,
+    BY_TMA: tl.constexpr,
 ):
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     NUM_Q: tl.constexpr = NUM_KV * GROUP
@@ -127,7 +145,16 @@ def attn_prefill_kernel(
     in_head = d < DIM
     q_first = ((begin + start) * NUM_Q + head * GROUP).to(tl.int64) * DIM
     q_inside = ((m // GROUP) * NUM_Q + m % GROUP)[:, None] * DIM + d[None, :]
-    q = tl.load(q_ptr + q_first + q_inside, mask=is_row[:, None] & in_head[None, :], other=0.0)
+    if BY_TMA:
+        # Queries come head by head, so that a tile is one piece; rows behind the chunk are read and not stored.
+        queries = tl.make_tensor_descriptor(q_ptr, [num_tokens * NUM_Q, DIM], [DIM, 1], [BLOCK_M, DIM])
+        keys = tl.make_tensor_descriptor(keys_ptr, [num_blocks * (key_stride // DIM), DIM], [DIM, 1], [TILE, DIM])
+        values = tl.make_tensor_descriptor(values_ptr, [num_blocks * (value_stride // DIM), DIM], [DIM, 1], [TILE, DIM])
+        q = queries.load([(head * num_tokens + begin + start) * GROUP, 0])
+    else:
+        keys = keys_ptr
+        values = values_ptr
+        q = tl.load(q_ptr + q_first + q_inside, mask=is_row[:, None] & in_head[None, :], other=0.0)
     if UPCAST:
         q = q.to(tl.float32)
 
@@ -143,26 +170,30 @@ def attn_prefill_kernel(
         diagonal = tl.maximum(diagonal, left)
         inner = tl.minimum(tl.maximum(inner, left), diagonal)
 
-    keys = keys_ptr + head * (PAGE * DIM)
-    values = values_ptr + head * (PAGE * DIM)
     table = table_ptr + tl.load(rows_ptr + i).to(tl.int64) * table_stride
     position = history + token
     highest = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM_BLOCK], tl.float32)
-    if WINDOW > 0:
+    if BY_TMA:  # one loop: the compiler does not take two
         acc, total, highest = attend(
-            acc, total, highest, q, position, left, inner, keys, values, table, key_stride, value_stride, scale_log2,
-            DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, UPCAST, True,
+            acc, total, highest, q, position, left, last, keys, values, table, head, key_stride, value_stride, scale_log2,
+            DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, UPCAST, True, True,
         )  # fmt: skip
-    acc, total, highest = attend(
-        acc, total, highest, q, position, inner, diagonal, keys, values, table, key_stride, value_stride, scale_log2,
-        DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, UPCAST, False,
-    )  # fmt: skip
-    acc, total, highest = attend(
-        acc, total, highest, q, position, diagonal, last, keys, values, table, key_stride, value_stride, scale_log2,
-        DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, UPCAST, True,
-    )  # fmt: skip
+    else:
+        if WINDOW > 0:
+            acc, total, highest = attend(
+                acc, total, highest, q, position, left, inner, keys, values, table, head, key_stride, value_stride,
+                scale_log2, DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, UPCAST, False, True,
+            )  # fmt: skip
+        acc, total, highest = attend(
+            acc, total, highest, q, position, inner, diagonal, keys, values, table, head, key_stride, value_stride,
+            scale_log2, DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, UPCAST, False, False,
+        )  # fmt: skip
+        acc, total, highest = attend(
+            acc, total, highest, q, position, diagonal, last, keys, values, table, head, key_stride, value_stride,
+            scale_log2, DIM, DIM_BLOCK, PAGE, TILE, WINDOW, SOFTCAP, UPCAST, False, True,
+        )  # fmt: skip
     if HAS_SINKS:
         sink = tl.load(weight_sinks_ptr + head * GROUP + m % GROUP, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
         higher = tl.maximum(highest, sink)
@@ -173,13 +204,13 @@ def attn_prefill_kernel(
     tl.store(out_ptr + q_first + q_inside, y.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & in_head[None, :])
 
 
-def _config(head_dim: int, device: torch.device) -> Config:
-    return lookup("attn_prefill", f"d{triton.next_power_of_2(head_dim)}", device)
+def _config(head_dim: int, device: torch.device, by_tma: bool = False) -> Config:
+    return lookup("attn_prefill", f"d{triton.next_power_of_2(head_dim)}" + ("-tma" if by_tma else ""), device)
 
 
-def tokens_per_tile(group: int, head_dim: int, device: torch.device) -> int:
+def tokens_per_tile(group: int, head_dim: int, device: torch.device, by_tma: bool = False) -> int:
     """How many tokens one program takes, for `query_tiles`; group: query heads per key-value head."""
-    return _config(head_dim, device)["BLOCK_M"] // group
+    return _config(head_dim, device, by_tma)["BLOCK_M"] // group
 
 
 def query_tiles(counts: NDArray[np.int32], seq_lens: NDArray[np.int32], tokens: int) -> NDArray[np.int32]:
@@ -214,14 +245,20 @@ def attn_prefill(
     block_m: int | None = None,
     tile: int | None = None,
 ) -> None:
-    """q, out: [num_tokens, num_heads, head_dim], of which tokens [starts[i], starts[i + 1]) are the last of sequence i.
+    """Writes out.
+
+    q, out: [num_tokens, num_heads, head_dim], of which tokens [starts[i], starts[i + 1]) are the last of sequence i.
 
     starts: int32 [num_rows + 1]; tiles: `query_tiles` for `tokens_per_tile`, on the device. The rest as in `attn_decode`;
     block_m and tile are for tests.
+
+    If q comes head by head, [num_kv_heads, num_tokens, group, head_dim], the build by descriptors runs: sm_90 only, head
+    sizes 64 and 128; keys and values must be views of blocks whose size is a multiple of head_dim.
     """
-    _, num_heads, dim = q.shape
+    num_tokens, num_heads, dim = out.shape
     _, num_kv_heads, page, _ = keys.shape
-    config = dict(_config(dim, q.device))
+    by_tma = q.dim() == 4
+    config = dict(_config(dim, q.device, by_tma))
     if block_m is not None:
         config["BLOCK_M"] = block_m
     if tile is not None:
@@ -239,6 +276,8 @@ def attn_prefill(
         tiles,
         q if sinks is None else sinks,
         out,
+        num_tokens,
+        keys.shape[0],
         table.stride(0),
         keys.stride(0),
         values.stride(0),
@@ -252,5 +291,6 @@ def attn_prefill(
         SOFTCAP=softcap,
         HAS_SINKS=sinks is not None,
         UPCAST=q.device.type == "cpu",
+        BY_TMA=by_tma,
         **config,
     )

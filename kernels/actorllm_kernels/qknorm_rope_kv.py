@@ -43,6 +43,7 @@ def qknorm_rope_kv_kernel(
     HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
+    BY_HEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     HALF: tl.constexpr = DIM // 2
@@ -84,7 +85,12 @@ def qknorm_rope_kv_kernel(
     turned1 = (first * cos - second * sin).to(q_ptr.dtype.element_ty)
     turned2 = (second * cos + first * sin).to(q_ptr.dtype.element_ty)
 
-    out = q_ptr + token * (NUM_Q * DIM) + head[:, None] * DIM + pair[None, :]
+    if BY_HEAD:
+        GROUP: tl.constexpr = NUM_Q // NUM_KV
+        q_row = ((head // GROUP) * tl.num_programs(0) + token) * GROUP + head % GROUP
+        out = q_ptr + q_row[:, None] * DIM + pair[None, :]
+    else:
+        out = q_ptr + token * (NUM_Q * DIM) + head[:, None] * DIM + pair[None, :]
     tl.store(out, turned1, mask=is_query & in_head)
     tl.store(out + HALF, turned2, mask=is_query & in_head)
 
@@ -120,10 +126,12 @@ def qknorm_rope_kv(
 
     qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]. positions, slots: [num_tokens] integers; a slot is
     block * block_size + offset, or -1 for a token that is not written. cos, sin: float32 [max_positions, head_dim / 2].
-    q: [num_tokens, num_heads, head_dim]. keys, values: see the module. norms: weights [head_dim] for query and key heads.
+    q: [num_tokens, num_heads, head_dim], or [num_kv_heads, num_tokens, group, head_dim] (see `attn_prefill`). keys, values: see
+    the module. norms: weights [head_dim] for query and key heads.
     """
-    num_tokens, num_heads, dim = q.shape
+    num_tokens, dim = positions.shape[0], q.shape[-1]
     _, num_kv_heads, page, _ = keys.shape
+    num_heads = qkv.shape[-1] // dim - 2 * num_kv_heads
     weight_q, weight_k = norms if norms is not None else (cos, cos)
     config = lookup("qknorm_rope_kv", "few" if num_tokens <= 32 else "many", qkv.device)
     grid = (num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, config["HEADS"]))
@@ -148,6 +156,7 @@ def qknorm_rope_kv(
         PAGE=page,
         HAS_NORM=norms is not None,
         UNIT_OFFSET=unit_offset,
+        BY_HEAD=q.dim() == 4,
         **dependent(pdl, qkv.device),
         **config,
     )

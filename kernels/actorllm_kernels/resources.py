@@ -142,6 +142,8 @@ def resources(compiled: Any) -> Resources:
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": len(re.findall(r"\bmma\.sync", ptx)),
         "cp_async": ptx.count("cp.async.c"),
+        "tma": ptx.count("cp.async.bulk.tensor"),
+        "setmaxnreg": ptx.count("setmaxnreg"),
         "griddepcontrol": ptx.count("griddepcontrol"),
         "prefetch": ptx.count("prefetch.global"),
     }
@@ -154,6 +156,8 @@ def measure(names: list[str], architecture: str) -> dict[str, Resources]:
 
     found = {}
     for name in names:
+        if "-tma" in name and architecture == "sm_80":
+            continue  # has no such unit
         launch = record_one(SHIPPED[name], architecture)
         found[name] = resources(launch.compile(architecture))
     return found
@@ -201,10 +205,12 @@ def violations(found: dict[str, dict[str, Resources]]) -> list[str]:
                 messages.append(f"{where} takes {used['registers']} registers")
             if used["shared"] > MAX_SHARED[architecture]:
                 messages.append(f"{where} takes {used['shared']} bytes of shared memory")
-            if name.startswith(PIPELINED) and not used.get("cp_async"):
+            if name.startswith(PIPELINED) and "-tma" not in name and not used.get("cp_async"):
                 messages.append(f"{where} does not load ahead")
             if architecture == "sm_90" and name.startswith(WARPGROUP) and not used.get("wgmma"):
                 messages.append(f"{where} does not use the matrix units for large tiles")
+            if "-tma" in name and not (used.get("tma") and used.get("setmaxnreg")):
+                messages.append(f"{where} has no warps of its own for loading")
             if architecture == "sm_90" and "-pdl" in name and used.get("griddepcontrol") != 2:
                 messages.append(f"{where} is no dependent launch")
     return messages

@@ -144,12 +144,31 @@ SHIPPED["attn_combine-64x8x64-sinks-pdl"] = partial(_attn_decode, 256, 64, 8, 64
 
 
 def _attn_prefill(
-    num_heads: int, num_kv_heads: int, dim: int, window: int = 0, softcap: float = 0.0, has_sinks: bool = False
+    num_heads: int,
+    num_kv_heads: int,
+    dim: int,
+    window: int = 0,
+    softcap: float = 0.0,
+    has_sinks: bool = False,
+    by_tma: bool = False,
 ) -> None:
-    q, cache, rows = _meta(1024, num_heads, dim), _meta(100, 2, num_kv_heads, PAGE, dim), _meta(3, dtype=I32)
+    out, cache, rows = _meta(1024, num_heads, dim), _meta(100, 2, num_kv_heads, PAGE, dim), _meta(3, dtype=I32)
+    q = out.view(num_kv_heads, 1024, -1, dim) if by_tma else out
     table, tiles, sinks = _meta(600, 640, dtype=I32), _meta(32, 2, dtype=I32), _meta(num_heads) if has_sinks else None
     attn_prefill(
-        q, cache[:, 0], cache[:, 1], rows, table, rows, rows, tiles, q, 0.1, window=window, softcap=softcap, sinks=sinks
+        q,
+        cache[:, 0],
+        cache[:, 1],
+        rows,
+        table,
+        rows,
+        rows,
+        tiles,
+        out,
+        0.1,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
     )
 
 
@@ -246,3 +265,4 @@ def _logits(vocab_size: int, what: str) -> None:
 SHIPPED["edit_logits-151936"] = partial(_logits, 151936, "edits")
 SHIPPED["top_logprobs-151936-20"] = partial(_logits, 151936, "top")
 SHIPPED["top_logprobs-151936-ranks"] = partial(_logits, 151936, "ranks")
+SHIPPED["attn_prefill-32x8x128-tma"] = partial(_attn_prefill, 32, 8, 128, by_tma=True)

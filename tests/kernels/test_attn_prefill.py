@@ -25,6 +25,7 @@ def run(
     softcap: float = 0.0,
     has_sinks: bool = False,
     block_m: int = BLOCK_M,
+    by_tma: bool = False,
 ) -> None:
     counts, seq_lens = (np.array(column, np.int32) for column in zip(*chunks, strict=True))
     cache = Paged.make(seq_lens.tolist(), num_kv_heads, dim, PAGE, dtype)
@@ -34,7 +35,7 @@ def run(
     out = torch.full_like(q, torch.nan)
     starts = np.concatenate(([0], counts.cumsum())).astype(np.int32)
     attn_prefill(
-        q,
+        q.view(len(q), num_kv_heads, group, dim).transpose(0, 1).contiguous() if by_tma else q,
         cache.keys,
         cache.values,
         cache.rows,
@@ -83,6 +84,13 @@ def test_head_sizes(dim: int) -> None:
 ])  # fmt: skip
 def test_variants(window: int, softcap: float, has_sinks: bool) -> None:
     run(CHUNKS, window=window, softcap=softcap, has_sinks=has_sinks)
+
+
+@pytest.mark.parametrize(("dim", "group", "window", "has_sinks"), [
+    (64, 2, 0, False), (128, 7, 0, True), (64, 4, 20, False),
+])  # fmt: skip
+def test_by_descriptors(dim: int, group: int, window: int, has_sinks: bool) -> None:
+    run(CHUNKS, dim=dim, group=group, num_kv_heads=2, window=window, has_sinks=has_sinks, by_tma=True)
 
 
 def test_tiles_cover_every_token_once_and_the_longest_come_first() -> None:

@@ -8,7 +8,15 @@ from actorllm_kernels.qknorm_rope_kv import qknorm_rope_kv
 from tests.kernels.closeness import DTYPES, assert_close
 
 
-def run(dtype: torch.dtype, num_heads: int, num_kv_heads: int, dim: int, has_norm: bool, offset: int = 0) -> None:
+def run(
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    dim: int,
+    has_norm: bool,
+    offset: int = 0,
+    by_head: bool = False,
+) -> None:
     page = 16
     positions = torch.tensor([0, 5, 31, 2], dtype=torch.int32)
     slots = torch.tensor([3 * page + 1, 0, -1, 2 * page - 1], dtype=torch.int64)
@@ -16,7 +24,8 @@ def run(dtype: torch.dtype, num_heads: int, num_kv_heads: int, dim: int, has_nor
     cos, sin = angles.cos(), angles.sin()
     qkv = torch.randn(4, num_heads + 2 * num_kv_heads, dim).to(dtype)
     norms = (torch.randn(dim).to(dtype), torch.randn(dim).to(dtype)) if has_norm else None
-    q = torch.full((4, num_heads, dim), torch.nan, dtype=dtype)
+    shape = (num_kv_heads, 4, num_heads // num_kv_heads, dim) if by_head else (4, num_heads, dim)
+    q = torch.full(shape, torch.nan, dtype=dtype)
     pool = torch.randn(5, 2, num_kv_heads, page, dim).to(dtype)  # keys and values of a block side by side
     keys, values = pool[:, 0], pool[:, 1]
     expected = pool.double()
@@ -26,6 +35,8 @@ def run(dtype: torch.dtype, num_heads: int, num_kv_heads: int, dim: int, has_nor
     queries, key_rows, value_rows = x.split((num_heads, num_kv_heads, num_kv_heads), 1)
     weights = [weight.double() + offset for weight in norms] if norms else [None, None]
     c, s, where = cos.double(), sin.double(), positions.long()
+    if by_head:
+        q = q.transpose(0, 1).reshape(4, num_heads, dim)
     assert_close(q, reference.qknorm_rope(queries, where, c, s, weights[0]), 2)
     reference.write_pages(expected[:, 0], slots, reference.qknorm_rope(key_rows, where, c, s, weights[1]))
     reference.write_pages(expected[:, 1], slots, value_rows)
@@ -50,3 +61,7 @@ def test_head_sizes_and_groups(num_heads: int, num_kv_heads: int, dim: int) -> N
 
 def test_norms_stored_less_one() -> None:
     run(torch.float32, 4, 2, 64, True, offset=1)
+
+
+def test_queries_head_by_head() -> None:
+    run(torch.float32, 6, 2, 64, True, by_head=True)
