@@ -80,8 +80,10 @@ def rows_of(name: str, results: Results) -> list[dict[str, Any]]:
         {"trace": name, "policy": label}
         | {
             f"{target:.0%} {reading}": cell(results, label, target, reading)
+            if target in TARGETS.get(name, (0.99, 0.9))
+            else "—"
             for reading in READINGS
-            for target in TARGETS.get(name, (0.99, 0.9))
+            for target in (0.99, 0.9)
         }
         for label in results.labels()
     ]
