@@ -139,6 +139,7 @@ def simulate(
         trace.write_bytes(orjson.dumps(chrome_trace(run.timeline, run.workload, journal)))
     if report is not None:
         model = _model(point)
+        model = model if model.residuals else None  # without them every step takes just what is predicted
         report.write_text(run_page(str(point), run.timeline, run.workload, journal, model, stamp()), encoding="utf-8")
         print(f"report: {report}")
 

@@ -276,7 +276,7 @@ def _key(entries: Sequence[tuple[str, str]]) -> str:
 
 def _steps(steps: StepTable, edges: F64, shown: list[float], replica: int, num_replicas: int) -> list[Any]:
     section = Section("")
-    of = f" of replica {replica}" if num_replicas > 1 else ""
+    of = f"Replica {replica}: " if num_replicas > 1 else ""
     if not len(steps):
         return []
     at = np.clip(np.searchsorted(edges, steps.end, "right") - 1, 0, edges.size - 2)
@@ -296,7 +296,7 @@ def _steps(steps: StepTable, edges: F64, shown: list[float], replica: int, num_r
     section.add(_key([(kind, name) for name, _, kind in layers]))
     section.figure(
         over_time(shown, layers, "tokens per second over time", is_stacked=True),
-        f"What steps computed{of}",
+        f"{of}What steps computed",
         "tokens per second, by kind",
     )
     longest = np.zeros(edges.size - 1)
@@ -309,7 +309,7 @@ def _steps(steps: StepTable, edges: F64, shown: list[float], replica: int, num_r
             [("longest", (1000 * longest).tolist(), "area2"), ("mean", (1000 * mean).tolist(), "area")],
             "step time over time",
         ),
-        f"How long steps took{of}",
+        f"{of}How long steps took",
         "milliseconds: mean (heavy) and longest of each interval",
     )
     usage = np.interp((edges[1:] + edges[:-1]) / 2, steps.end, steps.kv_usage)
@@ -322,7 +322,7 @@ def _steps(steps: StepTable, edges: F64, shown: list[float], replica: int, num_r
             y_max=1.0 if usage.max() > 0.5 else None,
             has_x=True,
         ),
-        f"KV cache in use{of}",
+        f"{of}KV cache in use",
         "share of the blocks",
     )
     return section.blocks

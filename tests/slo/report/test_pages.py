@@ -104,10 +104,6 @@ def test_a_sweep_is_one_page_that_needs_nothing_else(results: Results) -> None:
     assert f"{best.rate:.2f}" in html
 
 
-def test_the_page_is_the_same_every_time(results: Results) -> None:
-    assert sweep_page(results) == sweep_page(results)
-
-
 def test_a_sweep_without_any_point_says_so() -> None:
     scenario = Scenario(workload="synthetic", num_requests=60)
     html = sweep_page(Results(scenario, (Variant.parse("fcfs"),), (0,), ()))
