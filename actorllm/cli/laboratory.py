@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 from cyclopts import Parameter
 
+from actorllm.cli.options import check_writable
 from actorllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def simulate(
     options: ScenarioOptions = DEFAULT,
     output_json: Path | None = None,
     report: Path | None = None,
-    trace: Path | None = None,
+    timeline: Path | None = None,
 ) -> None:
     """Simulate one run and print its figures.
 
@@ -118,7 +119,7 @@ def simulate(
         Write the figures to this file, with the keys of `vllm bench serve`.
     report
         Write a page with figures and timelines to this file.
-    trace
+    timeline
         Write a Chrome trace of requests and steps to this file (open it in Perfetto).
     """
     from actorllm.slo.experiments.record import figures_of
@@ -126,17 +127,16 @@ def simulate(
     from actorllm.slo.report import bench_json, chrome_trace, run_page
 
     point = _point(options, policy, rate, seed, scale)
-    for path in (output_json, report, trace):
-        _check_writable(path)
-    run, journal = _watched(point) if report is not None or trace is not None else (point.run(), None)
+    check_writable(output_json=output_json, report=report, timeline=timeline)
+    run, journal = _watched(point) if report is not None or timeline is not None else (point.run(), None)
     figures = figures_of(run.timeline, run.workload)
     for warning in run.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     _print_run(point, figures)
     if output_json is not None:
         output_json.write_bytes(orjson.dumps(bench_json(run.timeline, run.workload, figures["summary"])))
-    if trace is not None:
-        trace.write_bytes(orjson.dumps(chrome_trace(run.timeline, run.workload, journal)))
+    if timeline is not None:
+        timeline.write_bytes(orjson.dumps(chrome_trace(run.timeline, run.workload, journal)))
     if report is not None:
         model = _model(point)
         model = model if model.residuals else None  # without them every step takes just what is predicted
@@ -182,7 +182,7 @@ def sweep(
 
     scenario = options.scenario()
     variants = [Variant.parse(text) for text in policies]
-    _check_writable(report)
+    check_writable(report=report)
     if seeds < 1:
         raise ConfigError(f"seeds={seeds} must be at least 1")
     grid = [1.0, 2.0, 3.0, 4.0] if rates is None else rates
@@ -228,8 +228,7 @@ def report(
     from actorllm.slo.experiments import Results, read_results
     from actorllm.slo.report import results_csv, sweep_page
 
-    _check_writable(output)
-    _check_writable(csv)
+    check_writable(output=output, csv=csv)
     found = Results.of_records(*read_results(results, scenario))
     output.write_text(sweep_page(found), encoding="utf-8")
     print(f"report: {output}")
@@ -321,15 +320,6 @@ def _watched(point: Point, request_id: int | None = None) -> Any:
     from actorllm.slo.experiments.point import watched_run
 
     return watched_run(point, () if request_id is None else (request_id,))
-
-
-def _check_writable(path: Path | None) -> None:
-    """Before the work is done, and not after."""
-    if path is not None:
-        try:
-            path.open("ab").close()
-        except OSError as error:
-            raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror}") from error
 
 
 @contextmanager

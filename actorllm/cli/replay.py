@@ -36,6 +36,8 @@ def replay(
     num_warmups: int = 1,
     output_json: Path | None = None,
     save_detailed: bool = False,
+    report: Path | None = None,
+    timeline: Path | None = None,
 ) -> None:
     """Send the requests of TRACE when they are due, whatever becomes of those before, and say how they fared.
 
@@ -74,11 +76,15 @@ def replay(
         Write the figures to this file, with the keys of `vllm bench serve`.
     save_detailed
         Also those of every request.
+    report
+        Write a page with figures and timelines to this file, as of a simulated run.
+    timeline
+        Write a Chrome trace of the requests to this file (open it in Perfetto).
     """
     import anyio
     import orjson
 
-    check_writable(output_json=output_json)
+    check_writable(output_json=output_json, report=report, timeline=timeline)
     workload = _workload(trace, format, block_tokens, num_requests, rate, time_scale, length_scale, mix, seed)
     if url is not None:
         given = engine_options.changed()
@@ -111,6 +117,18 @@ def replay(
     if output_json is not None:
         result = found.to_dict(is_detailed=save_detailed)
         output_json.write_bytes(orjson.dumps(result, option=orjson.OPT_INDENT_2))
+    if timeline is not None:
+        from actorllm.slo.report import chrome_trace
+
+        timeline.write_bytes(orjson.dumps(chrome_trace(found.timeline, found.workload)))
+    if report is not None:
+        from actorllm.slo.experiments.stamp import stamp
+        from actorllm.slo.report import run_page
+
+        title = f"{found.workload.name} on {found.model}, live"
+        html = run_page(title, found.timeline, found.workload, stamp=stamp(), notes=found.warnings)
+        report.write_text(html, encoding="utf-8")
+        print(f"report: {report}")
     if all(found.errors):
         raise EngineError(f"every request failed, the first with: {found.errors[0]}")
 

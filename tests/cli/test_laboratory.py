@@ -27,7 +27,7 @@ def test_simulate_prints_figures_and_writes_what_is_asked_for(
     files = {name: tmp_path / name for name in ("run.json", "run.html", "trace.json")}
     run(
         "simulate", "--policy", "edf@512", "--rate", "3", *SMALL, "--output-json", str(files["run.json"]),
-        "--report", str(files["run.html"]), "--trace", str(files["trace.json"]),
+        "--report", str(files["run.html"]), "--timeline", str(files["trace.json"]),
     )  # fmt: skip
     out = capsys.readouterr().out
     assert out.startswith(

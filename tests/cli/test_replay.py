@@ -34,7 +34,11 @@ class Broken(KeyPolicy):
 
 def test_the_sample_against_an_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "r.json"
-    assert cli.main(["replay", *FEW, *QUICK, "--output-json", str(file), "--save-detailed", "--policy", "edf"]) == 0
+    page, trace = tmp_path / "run.html", tmp_path / "trace.json"
+    files = ("--output-json", str(file), "--save-detailed", "--report", str(page), "--timeline", str(trace))
+    assert cli.main(["replay", *FEW, *QUICK, *files, "--policy", "edf"]) == 0
+    assert "was watched from outside" in page.read_text()
+    assert {event["ph"] for event in json.loads(trace.read_text())["traceEvents"]} >= {"M", "X"}
     captured = capsys.readouterr()
     assert "12 finished, 0 failed, 0 aborted" in captured.out
     assert "sent late by" in captured.out
