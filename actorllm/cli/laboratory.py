@@ -284,7 +284,7 @@ def _explain_recording(recording: Path, request_id: int, point: Point) -> str:
         raise ConfigError(f"there is no recording {str(recording)!r}; an engine with record='run.bin' writes one")
     arguments = point.shape.scheduler_arguments()
     found = run_of_recording(
-        list(read_recording(recording)), arguments, lambda: point.variant.build_policy(_model(point)), request_id
+        list(read_recording(recording)), arguments, lambda: point.variant.build_gated(_model(point)), request_id
     )
     return str(
         explained(

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from actorllm.errors import ConfigError, nearest_name
-from actorllm.scheduling.gate import ADMISSIONS, load_admission
+from actorllm.scheduling.gate import ADMISSIONS, Gate, load_admission
 from actorllm.scheduling.policy import KeyPlanner, KeyPolicy, PlanPolicy, load_policy, policy_path
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.slo.cost_model import PRESETS, StepModel, load_model
@@ -197,6 +197,11 @@ class Variant:
                 changed[name] = value
         policy = type(cls.__name__, (cls,), changed)(**arguments)
         return KeyPlanner(policy) if isinstance(policy, KeyPolicy) else policy
+
+    def build_gated(self, model: StepModel | None) -> PlanPolicy:
+        """The policy behind its admission policy, if it has one, as an engine has them."""
+        policy = self.build_policy(model)
+        return policy if self.admission is None else Gate(policy, load_admission(self.admission))
 
     @property
     def digest(self) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from actorllm.errors import ConfigError
-from actorllm.scheduling.gate import ADMISSIONS, AdmissionPolicy, register_admission
+from actorllm.scheduling.gate import ADMISSIONS, AdmissionPolicy, Gate, register_admission
 from actorllm.scheduling.policies.edf import Edf
-from actorllm.scheduling.policy import Admit, KeyPolicy, View
+from actorllm.scheduling.policy import Admit, KeyPlanner, KeyPolicy, View
 from actorllm.scheduling.sequence import Sequence
 from actorllm.slo.experiments import Point, Results, Scenario, Sweep, Variant, ratio_band, read_results
 from actorllm.slo.experiments.record import record_of
@@ -216,6 +216,11 @@ def test_a_policy_that_raises_ends_its_own_points_only(num_processes: int) -> No
     (failure,) = found.failures
     assert "bad at 2 requests/s" in str(failure)
     assert "no such luck" in str(failure)
+
+
+def test_a_variant_builds_its_policy_behind_its_admission() -> None:
+    assert isinstance(Variant.parse("edf+credit").build_gated(None), Gate)
+    assert isinstance(Variant.parse("edf").build_gated(None), KeyPlanner)
 
 
 def test_knobs_are_those_of_the_policy() -> None:
