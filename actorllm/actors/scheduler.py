@@ -62,6 +62,7 @@ from actorllm.scheduling.policy_watch import PolicyWatch
 from actorllm.scheduling.recording import Entry, RecordedScheduler
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key, Sequence, State
+from actorllm.scheduling.tally import Tally
 from actorllm.text.request_text import RequestText
 from actorllm.text.token_text import LogprobText, TokenText
 from actorllm.text.tokenizer import Tokenizer
@@ -225,6 +226,7 @@ class SchedulerActor(Actor):
         self._num_workers = 1
         self._late_plans: deque[StepPlan] = deque()
         self._full: dict[int, Outlet] = {}
+        self._tally = Tally()
         self._retry_s = RETRY_S
         self._drained: anyio.Event | None = None
         self._idle: anyio.Event | None = None
@@ -760,6 +762,7 @@ class SchedulerActor(Actor):
                 rows.add_logprobs(logprobs)
             if end is not None:
                 rows.end(end)
+                self._tally.add(end, index + len(new))
         for sequence in events.cached:
             frontend, rid = sequence.key
             if frontend in rows_of:  # else nothing is due of it yet, and the end says it
@@ -780,7 +783,9 @@ class SchedulerActor(Actor):
             rows.add(rid, 0, [], "")
             rows.vector_rows.append(len(rows.rids) - 1)
             rows.vectors.append(vector)
-            rows.end(ends.pop(sequence))
+            end = ends.pop(sequence)
+            rows.end(end)
+            self._tally.add(end, 0)
         for sequence, end in ends.items():  # ends without new tokens: aborts, errors
             frontend, rid = sequence.key
             rows = rows_of.setdefault(frontend, OutputRows())
@@ -789,6 +794,7 @@ class SchedulerActor(Actor):
             rows.add(rid, index, new, piece)
             rows.add_logprobs(logprobs)
             rows.end(end)
+            self._tally.add(end, index + len(new))
         return rows_of, began
 
     @staticmethod
@@ -947,6 +953,7 @@ class SchedulerActor(Actor):
             "num_starving": self._watch.num_starving,
             "step_model": None if self._step_watch is None else self._step_watch.statistics(),
             "num_held_outputs": sum(len(outlet.unsent) for outlet in self._full.values()),
+            "requests": self._tally.statistics(),
         }
 
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from actorllm import __version__
 from actorllm.errors import EngineDrainingError, InvalidParameterError
-from actorllm.server import chat
+from actorllm.server import chat, metrics
 from actorllm.server.completions import check_length
 from actorllm.server.envelope import ApiError, error_of, error_of_validation
 from actorllm.server.protocol import AbortRequest, Body, DetokenizeRequest, TokenizeRequest
@@ -197,3 +197,20 @@ async def reset_prefix_cache(request: Request) -> Response:
         raise InvalidParameterError(f"reset_running_requests={text!r:.40} must be true or false")
     done = await state_of(request).llm.reset_prefix_cache(text in ("true", "1"))
     return JSONResponse({"reset": done})
+
+
+async def _metrics(request: Request) -> Response:
+    state = state_of(request)
+    text = metrics.render(await state.llm.stats(), state.model_names[0], state.engine.config.model.max_model_len)
+    return Response(text, media_type=metrics.CONTENT_TYPE)
+
+
+@router.get("/metrics")
+async def get_metrics(request: Request) -> Response:
+    """Counters, gauges and histograms in Prometheus' text format, over all programs that use the engine."""
+    return await _metrics(request)
+
+
+@router.head("/metrics", include_in_schema=False)
+async def head_metrics(request: Request) -> Response:
+    return await _metrics(request)

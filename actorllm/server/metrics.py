@@ -1,0 +1,110 @@
+"""`GET /metrics`: the engine's `stats()` in Prometheus' text format. Pure but for the question; keeps nothing itself.
+
+Names are vLLM's core names behind our prefix, `actorllm:`. Whatever the scheduler counts is counted there, over all programs
+that use the engine, so any of them gives the whole picture; a scheduler that was started again counts from zero, as
+Prometheus expects of one that was restarted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from actorllm.scheduling.tally import BOUNDS
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PREFIX = "actorllm:"
+
+Sample = tuple[str, Mapping[str, str], float]
+"""What follows the name, the labels beside the model's, and the value."""
+
+
+def render(stats: Mapping[str, Any], model: str, max_model_len: int) -> bytes:
+    """stats: of `AsyncLLM.stats`; of an engine that has not started yet there is little to tell."""
+    lines: list[str] = []
+
+    def write(kind: str, name: str, told: str, samples: Iterable[Sample]) -> None:
+        lines.append(f"# HELP {PREFIX}{name} {told}")
+        lines.append(f"# TYPE {PREFIX}{name} {kind}")
+        for suffix, labels, value in samples:
+            named = {"model_name": model, **labels}
+            shown = ",".join(f'{label}="{_escaped(text)}"' for label, text in named.items())
+            lines.append(f"{PREFIX}{name}{suffix}{{{shown}}} {_number(value)}")
+
+    def gauge(name: str, told: str, value: float, **labels: str) -> None:
+        write("gauge", name, told, [("", labels, value)])
+
+    def counter(name: str, told: str, value: float) -> None:
+        write("counter", name, told, [("_total", {}, value)])
+
+    supervisor = stats["supervisor"]
+    counter("recoveries", "Times that a process of the engine died and ran again.", supervisor.get("num_recoveries", 0))
+    counter("recovery_seconds", "From those deaths until everything ran again.", supervisor.get("recovery_s", 0.0))
+    if stats["scheduler"] is None:
+        return _text(lines)
+    scheduler, requests = stats["scheduler"]["scheduler"], stats["scheduler"]["requests"]
+    kv, cache = scheduler["kv"], scheduler["prefix_cache"]
+    gauge("num_requests_running", "Requests in the batch.", scheduler["num_running"])
+    gauge("num_requests_waiting", "Requests that wait for a place in it.", scheduler["num_waiting"])
+    gauge("num_tokens_waiting", "Prompt tokens of those that have not started.", scheduler["num_waiting_tokens"])
+    gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", kv["usage"])
+    facts = {"block_size": str(kv["block_size"]), "num_gpu_blocks": str(kv["num_blocks"])}
+    gauge("cache_config_info", "The KV cache.", 1, **facts)
+    if cache is not None:
+        counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", cache["queries"])
+        counter("prefix_cache_hits", "Those of them that were found.", cache["hits"])
+    counter("num_preemptions", "Times that a request lost its place to another one.", scheduler["num_preemptions"])
+    counter(
+        "prompt_tokens", "Prompt tokens computed; those found in the cache are not.", scheduler["num_prefill_tokens"]
+    )
+    counter("generation_tokens", "Tokens sampled.", scheduler["num_output_tokens"])
+    counter("wasted_tokens", "Tokens sampled for requests that had ended by then.", scheduler["num_wasted_tokens"])
+    counter("engine_steps", "Steps of the model.", scheduler["num_steps"])
+    counter("failed_steps", "Steps that raised.", scheduler["num_failed_steps"])
+    counter("worker_losses", "Times that workers died.", scheduler["num_worker_losses"])
+    counter("recovered_requests", "Times that a request went on after that.", scheduler["num_recovered"])
+    counter("corrupted_requests", "Ended because values were not finite.", scheduler["num_corrupted_requests"])
+    write(
+        "counter",
+        "admission_rejections",
+        "Requests that were refused.",
+        [
+            ("_total", {"reason": "overloaded"}, scheduler["num_overloaded"]),
+            ("_total", {"reason": "policy"}, scheduler.get("num_rejected", 0)),
+        ],
+    )
+    finished = {"stop": 0, "length": 0, "abort": 0, "error": 0, **requests["finished"]}
+    samples: list[Sample] = [("_total", {"finished_reason": reason}, number) for reason, number in finished.items()]
+    write("counter", "request_success", "Sequences that ended, by why.", samples)
+    counter("slo_requests", "Sequences with an objective that ended, and not by an abort.", requests["slo_promised"])
+    samples = [("_total", {"reading": reading}, number) for reading, number in requests["slo_kept"].items()]
+    write("counter", "slo_attained", "Those that kept it, in both readings of a promise per token.", samples)
+    busy = sum(worker.get("busy_s", 0.0) for worker in stats["workers"] or ())
+    counter("worker_busy_seconds", "Time that workers spent in steps, all ranks together.", busy)
+    for name, histogram in requests["histograms"].items():
+        write("histogram", name, "Of sequences that ended.", _buckets(name, histogram, max_model_len))
+    return _text(lines)
+
+
+def _buckets(name: str, histogram: Mapping[str, Any], max_model_len: int) -> Iterable[Sample]:
+    total = 0
+    for bound, count in zip(BOUNDS[name], histogram["counts"][:-1], strict=True):
+        total += count
+        if not (name.endswith("_tokens") and bound > max_model_len):
+            yield "_bucket", {"le": _number(bound)}, total
+    total += histogram["counts"][-1]
+    yield "_bucket", {"le": "+Inf"}, total
+    yield "_sum", {}, histogram["sum"]
+    yield "_count", {}, total
+
+
+def _text(lines: list[str]) -> bytes:
+    return "\n".join([*lines, ""]).encode()
+
+
+def _number(value: float) -> str:
+    return repr(float(value))
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
