@@ -63,8 +63,9 @@ class Listener:
         )
         try:
             config.load()
-        except OSError as error:  # certificates that are not there, or are none
-            raise ConfigError(f"TLS cannot be set up: {error.filename or error}") from error
+        except OSError as error:  # files that are not there, or hold none of it; it does not say which
+            files = f"ssl_certfile={self.ssl_certfile!r}, ssl_keyfile={self.ssl_keyfile!r}"
+            raise ConfigError(f"{files}: TLS cannot be set up with these: {error.strerror or error}") from error
         _close_silent_connections(config)
         return config
 

@@ -35,7 +35,7 @@ def render(stats: Mapping[str, Any], model: str, max_model_len: int) -> bytes:
         write("gauge", name, told, [("", labels, value)])
 
     def counter(name: str, told: str, value: float) -> None:
-        write("counter", name, told, [("_total", {}, value)])
+        write("counter", f"{name}_total", told, [("", {}, value)])
 
     supervisor = stats["supervisor"]
     counter("recoveries", "Times that a process of the engine died and ran again.", supervisor.get("num_recoveries", 0))
@@ -66,19 +66,19 @@ def render(stats: Mapping[str, Any], model: str, max_model_len: int) -> bytes:
     counter("corrupted_requests", "Ended because values were not finite.", scheduler["num_corrupted_requests"])
     write(
         "counter",
-        "admission_rejections",
+        "admission_rejections_total",
         "Requests that were refused.",
         [
-            ("_total", {"reason": "overloaded"}, scheduler["num_overloaded"]),
-            ("_total", {"reason": "policy"}, scheduler.get("num_rejected", 0)),
+            ("", {"reason": "overloaded"}, scheduler["num_overloaded"]),
+            ("", {"reason": "policy"}, scheduler.get("num_rejected", 0)),
         ],
     )
     finished = {"stop": 0, "length": 0, "abort": 0, "error": 0, **requests["finished"]}
-    samples: list[Sample] = [("_total", {"finished_reason": reason}, number) for reason, number in finished.items()]
-    write("counter", "request_success", "Sequences that ended, by why.", samples)
+    samples: list[Sample] = [("", {"finished_reason": reason}, number) for reason, number in finished.items()]
+    write("counter", "request_success_total", "Sequences that ended, by why.", samples)
     counter("slo_requests", "Sequences with an objective that ended, and not by an abort.", requests["slo_promised"])
-    samples = [("_total", {"reading": reading}, number) for reading, number in requests["slo_kept"].items()]
-    write("counter", "slo_attained", "Those that kept it, in both readings of a promise per token.", samples)
+    samples = [("", {"reading": reading}, number) for reading, number in requests["slo_kept"].items()]
+    write("counter", "slo_attained_total", "Those that kept it, in both readings of a promise per token.", samples)
     busy = sum(worker.get("busy_s", 0.0) for worker in stats["workers"] or ())
     counter("worker_busy_seconds", "Time that workers spent in steps, all ranks together.", busy)
     for name, histogram in requests["histograms"].items():

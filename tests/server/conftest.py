@@ -9,6 +9,7 @@ import anyio
 import httpx
 import orjson
 import pytest
+from fastapi import FastAPI
 
 from actorllm import AsyncLLM
 from actorllm.server import create_app
@@ -31,9 +32,14 @@ def client_of(app: Any, **arguments: Any) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=30, **arguments)
 
 
+@pytest.fixture(scope="module")
+def app(llm: AsyncLLM) -> FastAPI:
+    return create_app(llm)
+
+
 @pytest.fixture
-async def client(llm: AsyncLLM) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(create_app(llm)) as made:
+async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(app) as made:
         yield made
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+import orjson
 import pytest
 
 REFERENCE = (
@@ -20,6 +26,8 @@ REFERENCE = (
     *("--max-num-batched-tokens", "512", "--gpu-memory-utilization", "0.02", "--enable-chunked-prefill"),
 )
 """The flags of the reference demo, as they stand there."""
+
+GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 MESSAGES: Any = [{"role": "user", "content": "Once upon a time"}]
 
@@ -163,6 +171,50 @@ def test_a_client_that_hangs_up_ends_its_request(server: Server, stream: bool) -
     becomes_idle(server)
 
 
+def hang_up(server: Server, number: int) -> None:
+    """Send a request, perhaps not all of it, read a little, perhaps nothing, and go."""
+    dice = random.Random(number)
+    body = orjson.dumps(
+        {
+            "prompt": "Once upon a time " * dice.randint(1, 30),
+            "n": dice.choice([1, 1, 2, 4]),
+            "max_tokens": dice.choice([20, 500]),
+            "ignore_eos": True,
+            "stream": dice.random() < 0.7,
+            "temperature": 1.0,
+        }
+    )
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nauthorization: Bearer secret\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    )
+    message = head + body
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(message[: dice.choice([len(message), dice.randrange(len(message))])])
+        connection.settimeout(dice.choice([0.001, 0.05, 0.2]))
+        with contextlib.suppress(TimeoutError):
+            connection.recv(dice.choice([1, 1000]))
+        if dice.random() < 0.5:  # a reset instead of an end
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_many_that_hang_up_leave_nothing_behind(server: Server, count: int) -> None:
+    folder = Path(f"/proc/{server.process.pid}/fd")
+    num_fds = len(list(folder.iterdir()))
+    with ThreadPoolExecutor(32) as pool:
+        list(pool.map(lambda number: hang_up(server, number), range(count)))
+    until = time.monotonic() + 20
+    while True:
+        samples = httpx.get(f"{server.url}/metrics").text
+        left = [re.search(rf"^actorllm:{name}{{.*}} (.*)$", samples, re.MULTILINE) for name in GAUGES]
+        if idle(server) and all(found is not None and float(found[1]) == 0 for found in left):
+            break
+        assert time.monotonic() < until, samples
+        time.sleep(0.01)
+    assert len(list(folder.iterdir())) <= num_fds + 4
+
+
 def test_half_a_request_disturbs_nobody(server: Server, client: openai.OpenAI) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as first, socket.create_connection((host, int(port))) as second:
@@ -176,8 +228,8 @@ def test_half_a_request_disturbs_nobody(server: Server, client: openai.OpenAI) -
 
 
 def test_sigterm_finishes_what_is_under_way() -> None:
-    server = Server("--num-threads", "1", "--topology", "inline", "--disable-uvicorn-access-log")
-    body = {"prompt": "Once", "max_tokens": 900, "min_tokens": 900, "stream": True, "ignore_eos": True}
+    server = Server("--num-threads", "1", "--disable-uvicorn-access-log")
+    body = {"prompt": "Once", "max_tokens": 400, "stream": True, "ignore_eos": True}
     with httpx.Client(base_url=server.url, timeout=30) as client:
         with client.stream(
             "POST", "/v1/completions", json={**body, "stream_options": {"include_usage": True}}
@@ -193,7 +245,7 @@ def test_sigterm_finishes_what_is_under_way() -> None:
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
-        assert '"completion_tokens":900' in rest[-2]
+        assert '"completion_tokens":400' in rest[-2]
     status, log = server.stop()
     assert status == 0, log
     assert "Traceback" not in log

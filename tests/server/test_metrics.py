@@ -32,7 +32,7 @@ async def scrape(client: httpx.AsyncClient) -> dict[str, float]:
             found = SAMPLE.fullmatch(line)
             assert found, line
             name, _, labels, value = found.groups()
-            base = re.sub("_(total|bucket|sum|count)$", "", name)
+            base = re.sub("_(bucket|sum|count)$", "", name)
             assert name in typed or base in typed, line
             values[f"{name.removeprefix('actorllm:')}{{{labels}}}" if labels else name.removeprefix("actorllm:")] = (
                 float(value)

@@ -1,0 +1,77 @@
+"""`Tally`: what it makes of the ends of requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actorllm.messages import DEADLINE_PASSED, Submit
+from actorllm.scheduling.events import End
+from actorllm.scheduling.sequence import Sequence
+from actorllm.scheduling.tally import BOUNDS, FOLD, Tally
+
+
+def sequence_of(
+    slo: list[float | None] | None = None, first: float | None = 11.0, last: float | None = 12.0
+) -> Sequence:
+    """It came at 10.0, began at 10.5, and had 5 prompt tokens."""
+    prompt = np.arange(5, dtype=np.int32)
+    submit = Submit(rid=1, arrival=10.0, prompt=prompt, max_tokens=9, seed=0, slo=slo)
+    sequence = Sequence((0, 1), submit, 0, prompt, 14, frozenset(), frozenset())
+    sequence.scheduled, sequence.first_token, sequence.last_token = 10.5, first, last
+    return sequence
+
+
+def test_times_and_counts_are_those_of_the_requests() -> None:
+    tally = Tally()
+    for _ in range(2 * FOLD + 3):
+        tally.add(End(sequence_of(), "length"), 3)
+    tally.add(End(sequence_of(first=None, last=None), "abort"), -1)
+    told = tally.statistics()
+    number = 2 * FOLD + 3
+    assert told["finished"] == {"length": number, "abort": 1}
+    sums = {name: histogram["sum"] for name, histogram in told["histograms"].items()}
+    counts = {name: sum(histogram["counts"]) for name, histogram in told["histograms"].items()}
+    assert sums["time_to_first_token_seconds"] == pytest.approx(number)
+    assert sums["request_queue_time_seconds"] == pytest.approx(0.5 * (number + 1))
+    assert sums["request_time_per_output_token_seconds"] == pytest.approx(0.5 * number)
+    assert sums["e2e_request_latency_seconds"] == pytest.approx(2 * number)
+    assert sums["request_generation_tokens"] == 3 * number
+    assert counts["request_prompt_tokens"] == number + 1
+    assert counts["request_generation_tokens"] == counts["time_to_first_token_seconds"] == number
+    assert tally.statistics() == told
+
+
+def test_a_bound_is_within_its_bucket() -> None:
+    tally = Tally()
+    for num_output in (1, 2, 3, 10**9):
+        tally.add(End(sequence_of(), "length"), num_output)
+    counts = tally.statistics()["histograms"]["request_generation_tokens"]["counts"]
+    assert BOUNDS["request_generation_tokens"][:3] == (1, 2, 5)
+    assert counts[:3] == [1, 1, 1]
+    assert counts[-1] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "promised", "kept"),
+    [
+        (("length", None), 1, (1, 1)),
+        (("error", None), 1, (0, 0)),
+        (("abort", None), 0, (0, 0)),
+        (("abort", DEADLINE_PASSED), 1, (0, 0)),
+    ],
+)
+def test_a_promise_is_judged_unless_somebody_gave_up(arguments: Any, promised: int, kept: tuple[int, int]) -> None:
+    tally = Tally()
+    tally.add(End(sequence_of([2.0, 1.0, None, 0.0]), *arguments), 3)
+    told = tally.statistics()
+    assert told["slo_promised"] == promised
+    assert told["slo_kept"] == {"tpot": kept[0], "deadline": kept[1]}
+
+
+def test_the_two_readings_of_a_promise() -> None:
+    tally = Tally()
+    tally.add(End(sequence_of([2.0, 0.4, None, 0.0]), "stop"), 3)  # half a second apart, and ahead of the reader
+    assert tally.statistics()["slo_kept"] == {"tpot": 0, "deadline": 1}
