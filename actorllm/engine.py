@@ -10,6 +10,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import functools
+import importlib.util
 import itertools
 import logging
 import math
@@ -1065,7 +1066,13 @@ def _without_endless_policies(config: EngineConfig, death: ActorDeath) -> Engine
     words = "\n".join(death.last_words)
 
     def is_in(path: str | None) -> bool:
-        return path is not None and ":" in path and path.partition(":")[0].replace(".", "/") + ".py" in words
+        if path is None or ":" not in path:
+            return False
+        try:
+            module = importlib.util.find_spec(path.partition(":")[0])
+        except (ImportError, ValueError):
+            return False
+        return module is not None and module.origin is not None and f'File "{module.origin}"' in words
 
     scheduler = config.scheduler
     if is_in(scheduler.policy):

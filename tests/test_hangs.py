@@ -183,6 +183,16 @@ class Endless(KeyPolicy):
         return float("inf")
 
 
+class EndlessDeep(KeyPolicy):
+    """Is caught where many frames lie between it and the loop."""
+
+    def key(self, sequence: Any, view: Any, depth: int = 30) -> Any:
+        if depth:
+            return self.key(sequence, view, depth - 1)
+        while True:
+            pass
+
+
 class EndlessGate(AdmissionPolicy):
     def on_step(self, done: Any, view: Any) -> None:
         while True:
@@ -195,11 +205,14 @@ async def test_a_policy_that_never_returns(build: Callable[..., AsyncLLM]) -> No
     assert "in wake_at" in error, "its last words say where it was"
 
 
-@pytest.mark.parametrize("argument", ["scheduling_policy", "admission_policy"])
+@pytest.mark.parametrize(
+    ("argument", "policy"),
+    [("scheduling_policy", "Endless"), ("scheduling_policy", "EndlessDeep"), ("admission_policy", "EndlessGate")],
+)
 async def test_streams_go_on_without_a_policy_that_never_returns(
-    build: Callable[..., AsyncLLM], argument: str, caplog: pytest.LogCaptureFixture
+    build: Callable[..., AsyncLLM], argument: str, policy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    name = f"tests.test_hangs:{'Endless' if argument == 'scheduling_policy' else 'EndlessGate'}"
+    name = f"tests.test_hangs:{policy}"
     llm = build(on_failure="restart", **{argument: name})
     params = SamplingParams(max_tokens=20, ignore_eos=True, detokenize=False, seed=3)
     *_, last = [output async for output in llm.generate({"prompt_token_ids": [1, 2]}, params)]

@@ -17,6 +17,14 @@ OUT_OF_MEMORY_HINT = (
 )
 
 
+STACK_OF_THE_CURRENT_THREAD = "Current thread "
+"""How `faulthandler` begins it."""
+MAX_QUOTED = 20
+"""Lines of a process's stderr in an error."""
+MAX_BEFORE = 5
+"""Of these, before a stack."""
+
+
 @dataclass(frozen=True, slots=True)
 class ActorDeath:
     """The end of an actor that nobody had asked to end."""
@@ -31,7 +39,7 @@ class ActorDeath:
     reason: str | None = None
     """Why it was killed, if the engine did that: "stuck: step 7 ran for 31.0 s, deadline 30 s"."""
     last_words: tuple[str, ...] = ()
-    """The last lines that the process wrote to its stderr."""
+    """The last lines that the process wrote to its stderr. The error quotes some, `quoted_words`."""
 
     @property
     def description(self) -> str:
@@ -47,12 +55,19 @@ class ActorDeath:
         return "ended by itself"
 
     @property
+    def quoted_words(self) -> tuple[str, ...]:
+        """The last of them; where `faulthandler` wrote a stack, what came before it and the innermost frames, which come first."""
+        words = self.last_words
+        starts = [i for i, line in enumerate(words) if line.startswith(STACK_OF_THE_CURRENT_THREAD)]
+        return words[max(0, starts[-1] - MAX_BEFORE) :][:MAX_QUOTED] if starts else words[-MAX_QUOTED:]
+
+    @property
     def is_killed(self) -> bool:
         """By SIGKILL, without a word."""
         return self.signal == signal.SIGKILL and self.failure is None
 
     def __str__(self) -> str:
-        quoted = "".join(f"\n    {line}" for line in self.last_words)
+        quoted = "".join(f"\n    {line}" for line in self.quoted_words)
         return f"{self.actor} {self.description}" + (f"; its last words:{quoted}" if quoted else "")
 
     def to_error(self) -> EngineDeadError:

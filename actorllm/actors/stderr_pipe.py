@@ -12,8 +12,8 @@ from collections import deque
 
 from actorllm.actors.engine_thread import AsyncioLoop
 
-MAX_LAST_WORDS = 20
-"""Lines of a process's stderr that are kept."""
+MAX_LAST_WORDS = 250
+"""Lines of a process's stderr that are kept: two stacks as `faulthandler` writes them, of at most 100 frames each."""
 MAX_LINE = 500
 """Characters of such a line."""
 MAX_STDERR_BACKLOG = 1 << 16

@@ -353,6 +353,11 @@ def test_descriptions() -> None:
     assert str(ActorDeath("a", exit_code=1, last_words=("x", "y"))) == (
         "a exited with code 1; its last words:\n    x\n    y"
     )
+    stack = ("Current thread 0x1 (most recent call first):", *(f"  frame {i}" for i in range(100)))
+    quoted = str(ActorDeath("a", signal=6, last_words=(*(f"line {i}" for i in range(100)), *stack)))
+    assert "line 99\n    Current thread" in quoted
+    assert "frame 0\n" in quoted
+    assert "frame 50" not in quoted
 
 
 @pytest.mark.parametrize("topology", ["process", "inline"])
