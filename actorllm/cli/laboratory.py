@@ -127,6 +127,7 @@ def simulate(
     from actorllm.slo.report import bench_json, chrome_trace, run_page
 
     point = _point(options, policy, rate, seed, scale)
+    _check_apart(output_json=output_json, report=report, timeline=timeline)
     check_writable(output_json=output_json, report=report, timeline=timeline)
     run, journal = _watched(point) if report is not None or timeline is not None else (point.run(), None)
     figures = figures_of(run.timeline, run.workload)
@@ -182,6 +183,7 @@ def sweep(
 
     scenario = options.scenario()
     variants = [Variant.parse(text) for text in policies]
+    _check_apart(results=results, report=report)
     check_writable(report=report)
     if seeds < 1:
         raise ConfigError(f"seeds={seeds} must be at least 1")
@@ -228,8 +230,9 @@ def report(
     from actorllm.slo.experiments import Results, read_results
     from actorllm.slo.report import results_csv, sweep_page
 
-    check_writable(output=output, csv=csv)
     found = Results.of_records(*read_results(results, scenario))
+    _check_apart(results=results, output=output, csv=csv)
+    check_writable(output=output, csv=csv)
     output.write_text(sweep_page(found), encoding="utf-8")
     print(f"report: {output}")
     if csv is not None:
@@ -307,6 +310,14 @@ def _point(options: ScenarioOptions, policy: str, rate: float, seed: int, scale:
 
     scenario = options.scenario()
     return Point(scenario=scenario, variant=Variant.parse(policy), rate=rate, seed=seed, scale=scale)
+
+
+def _check_apart(**paths: Path | None) -> None:
+    """No file is written over another one of the same command."""
+    names: dict[Path, str] = {}
+    for name, path in paths.items():
+        if path is not None and (other := names.setdefault(path.resolve(), name)) != name:
+            raise ConfigError(f"{name}={str(path)!r} is also {other}: name another file")
 
 
 def _model(point: Point) -> Any:

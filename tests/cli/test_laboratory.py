@@ -143,6 +143,39 @@ def test_bad_input_is_one_line(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("report", "run.json"),
+        ("sweep", "--results", "run.json", *SMALL),
+        ("report", "run.json", "--output", "run.json"),
+    ],
+)
+def test_the_figures_of_a_run_are_no_results_of_a_sweep(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("simulate", *SMALL, "--output-json", "run.json")
+    before = (tmp_path / "run.json").read_bytes()
+    assert cli.main(list(arguments)) == 2
+    assert "'run.json' holds no results of a sweep" in capsys.readouterr().err
+    assert (tmp_path / "run.json").read_bytes() == before
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_no_file_is_written_over_another_of_the_command(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("sweep", *SMALL, "--policies", "fcfs", "--rates", "2", "--seeds", "1", "--targets", "0", "--num-processes", "0")
+    before = (tmp_path / "sweep.jsonl").read_bytes()
+    assert cli.main(["report", "sweep.jsonl", "--output", "./sweep.jsonl"]) == 2
+    assert cli.main(["sweep", *SMALL, "--report", "sweep.jsonl"]) == 2
+    assert cli.main(["simulate", *SMALL, "--output-json", "a", "--report", "a"]) == 2
+    assert capsys.readouterr().err.count("name another file") == 3
+    assert (tmp_path / "sweep.jsonl").read_bytes() == before
+
+
 def test_a_policy_that_raises_is_told_and_the_others_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """`Store`: the results file. One JSON object a line, appended in one write, so that a kill leaves whole lines and at most a
-part of the last one, which is dropped when the file is opened again.
+part of the last one, which is cut off before anything is added. Reading changes nothing, and a file whose first line is no
+scenario is somebody else's: it is refused as it is.
 
     {"scenario": hash, "values": {...}, "stamp": {...}}     before the first point of a scenario
     {"key": hash, "scenario": hash, ...}                     a point (`record.record_of`)
@@ -30,29 +31,35 @@ class Store:
         """Values and stamp by hash, in the order of the file."""
         self.num_dropped = 0
         """Broken lines."""
+        self._cut: tuple[int, int] | None = None
+        """Size of the file and of its whole lines, when a kill has cut the last write short."""
         self._fd: int | None = None
         if self.path is not None and self.path.exists():
             self._read(self.path)
 
     def _read(self, path: Path) -> None:
-        data = path.read_bytes()
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"results file {str(path)!r} cannot be read: {error.strerror}") from error
         whole = data.rfind(b"\n") + 1
+        lines = data[:whole].split(b"\n")[:-1]
+        if data and (not lines or "values" not in (_object_of(lines[0]) or ())):
+            raise ConfigError(
+                f"{str(path)!r} holds no results of a sweep: its first line is not the scenario that `actorllm sweep` "
+                f"writes there; name another file"
+            )
+        for line in lines:
+            given = _object_of(line)
+            if given is None:
+                self.num_dropped += 1
+            elif "values" in given:
+                self.scenarios[given["scenario"]] = given
+            else:
+                self.records[given["key"]] = given
         if whole < len(data):
             self.num_dropped += 1
-            os.truncate(path, whole)  # the write that a kill cut short
-        for number, line in enumerate(data[:whole].split(b"\n")[:-1], 1):
-            try:
-                given = json.loads(line)
-                if "values" in given:
-                    self.scenarios[given["scenario"]] = given
-                else:
-                    self.records[given["key"]] = given
-            except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
-                if number == 1:
-                    raise ConfigError(
-                        f"{str(path)!r} holds no results of a sweep: its first line is no such object; name another file"
-                    ) from error
-                self.num_dropped += 1
+            self._cut = (len(data), whole)
 
     def __enter__(self) -> Self:
         return self
@@ -103,9 +110,23 @@ class Store:
                 self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             except OSError as error:
                 raise ConfigError(f"results file {str(self.path)!r} cannot be written: {error.strerror}") from error
+            if self._cut is not None and os.fstat(self._fd).st_size == self._cut[0]:
+                os.ftruncate(self._fd, self._cut[1])
         data = (json.dumps(line, separators=(",", ":")) + "\n").encode()
         if os.write(self._fd, data) < len(data):
             raise ConfigError(f"results file {str(self.path)!r}: no space is left; the sweep can be resumed")
+
+
+def _object_of(line: bytes) -> dict[str, Any] | None:
+    """A line of a results file: a scenario or a point; None if it is neither."""
+    try:
+        given = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(given, dict) or not isinstance(given.get("scenario"), str):
+        return None
+    is_scenario = isinstance(given.get("values"), dict) and isinstance(given.get("stamp"), dict)
+    return given if is_scenario or {"key", "variant", "code", "blocks", "summary"} <= given.keys() else None
 
 
 def read_results(

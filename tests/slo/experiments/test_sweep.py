@@ -181,14 +181,48 @@ def test_points_of_other_code_are_told(tmp_path: Path, monkeypatch: pytest.Monke
     assert "1 points were made by other code than this (another)" in note
 
 
-def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        "dear diary\n",
+        "no end of line",
+        '{"completed": 60, "ttfts": [0.1]}',
+        '{"key": "mine", "scenario": "rain"}\n{"key"',
+        '{"values": 1, "scenario": "x"}\n',
+        "[" * 100_000 + "\n",
+        "9" * 5000 + "\n",
+        "\n\n",
+    ],
+)
+def test_a_file_of_something_else_is_left_alone(content: str, tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
-    path.write_text("dear diary\n")
+    path.write_text(content)
     with pytest.raises(ConfigError, match="holds no results of a sweep"):
         Sweep(SCENARIO, [FCFS]).run(rates=(2.0,), store=path, num_processes=0)
-    assert path.read_text() == "dear diary\n"
+    with pytest.raises(ConfigError, match="holds no results of a sweep"):
+        read_results(path)
+    assert path.read_text() == content
+
+
+def test_a_results_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no results file"):
         read_results(tmp_path / "nothing.jsonl")
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        read_results(tmp_path)
+
+
+def test_reading_results_leaves_the_line_that_is_being_written(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    sweep = Sweep(Scenario(workload="synthetic", num_requests=30), [FCFS], (0,))
+    sweep.run(rates=(2.0, 3.0), store=path, num_processes=0)
+    cut = path.read_bytes()[:-200]
+    path.write_bytes(cut)
+    assert len(read_results(path)[1]) == 1
+    assert path.read_bytes() == cut
+    (note,) = sweep.run(rates=(2.0, 3.0), store=path, num_processes=0).notes
+    assert "1 broken lines were dropped" in note
+    assert len(read_results(path)[1]) == 2
+    assert path.read_bytes().count(b"\n") == 3
 
 
 def test_a_label_is_only_a_name(tmp_path: Path) -> None:
