@@ -141,7 +141,8 @@ def simulate(
     if report is not None:
         model = _model(point)
         model = model if model.residuals else None  # without them every step takes just what is predicted
-        report.write_text(run_page(str(point), run.timeline, run.workload, journal, model, stamp()), encoding="utf-8")
+        html = run_page(str(point), run.timeline, run.workload, journal, model, stamp(), notes=run.warnings)
+        report.write_text(html, encoding="utf-8")
         print(f"report: {report}")
 
 
@@ -360,6 +361,8 @@ def _print_run(point: Point, figures: dict[str, Any]) -> None:
         f"goodput {summary['request_goodput']:.3g} (tpot) / {summary['actorllm_goodput_deadline']:.3g} (deadline) requests/s, "
         f"{summary['output_throughput']:.0f} tokens/s, {summary['actorllm_num_preemptions']} preemptions"
     )
+    if unfinished := summary["actorllm_num_unfinished"]:
+        print(f"{unfinished} requests never ended")
     print(f"{verdict['verdict']}: {verdict['message']}")
 
 

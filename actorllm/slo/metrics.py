@@ -205,7 +205,7 @@ def _attainment(
         num,
         int(finished.sum()),
         {reading: num_good[reading] / num if num else math.nan for reading in READINGS},
-        {reading: num_good[reading] / seconds if seconds else math.nan for reading in READINGS},
+        {reading: _per_second(num_good[reading], seconds) for reading in READINGS},
         float(judged.mean()) if judged.size else math.nan,
         latency,
     )
@@ -228,9 +228,6 @@ def _summary(timeline: RunTimeline, overall: Attainment, seconds: float) -> dict
     finished = timeline.outcome == FINISHED
     num_input, num_output = int(timeline.num_prompt[finished].sum()), int(timeline.num_output[finished].sum())
 
-    def per_second(value: float) -> float:
-        return value / seconds if seconds else math.nan
-
     return (
         {
             "duration": seconds,
@@ -238,10 +235,10 @@ def _summary(timeline: RunTimeline, overall: Attainment, seconds: float) -> dict
             "failed": len(timeline) - overall.num_finished,
             "total_input_tokens": num_input,
             "total_output_tokens": num_output,
-            "request_throughput": per_second(overall.num_finished),
+            "request_throughput": _per_second(overall.num_finished, seconds),
             "request_goodput": overall.goodput["tpot"],
-            "output_throughput": per_second(num_output),
-            "total_token_throughput": per_second(num_input + num_output),
+            "output_throughput": _per_second(num_output, seconds),
+            "total_token_throughput": _per_second(num_input + num_output, seconds),
         }
         | overall.latency_ms
         | latency_figures("itl", *timeline.gaps())
@@ -255,6 +252,13 @@ def _summary(timeline: RunTimeline, overall: Attainment, seconds: float) -> dict
             "actorllm_num_wasted_tokens": int(timeline.num_wasted.sum()),
         }
     )
+
+
+def _per_second(num: float, seconds: float) -> float:
+    """Nothing of a run that took no time (no request ever ended) is nothing per second."""
+    if seconds:
+        return num / seconds
+    return math.nan if num else 0.0
 
 
 def _fluidity_by_request(timeline: RunTimeline, class_ids: I32 | Any, classes: Iterable[RequestClass]) -> F64:

@@ -115,6 +115,35 @@ def test_a_policy_in_the_folder_that_one_is_in(
     run(*arguments, "--results", "sweep.jsonl", "--num-processes", "1")
 
 
+STALLS = """
+from actorllm.scheduling.policy import Admit, KeyPolicy
+class After(KeyPolicy):
+    num = 0
+    def admit(self, sequence, view):
+        return Admit.ADMIT if sequence.arrival_index < self.num else Admit.WAIT
+"""
+
+
+@pytest.mark.parametrize("num_served", [0, 1, 20])
+def test_a_policy_that_stalls_is_told_and_what_it_did_is_written(
+    num_served: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stalls.py").write_text(STALLS)
+    monkeypatch.chdir(tmp_path)
+    policy = f"stalls:After,num={num_served}"
+    files = ("--output-json", "run.json", "--report", "run.html", "--timeline", "trace.json")
+    run("simulate", "--policy", policy, *SMALL, *files)
+    told = capsys.readouterr()
+    left = 60 - num_served
+    assert f"warning: policy '{policy}' plans nothing: {left} requests of replica 0 wait for ever" in told.err
+    assert f"{left} requests never ended" in told.out
+    found = json.loads((tmp_path / "run.json").read_bytes())
+    assert (found["completed"], found["actorllm_num_unfinished"]) == (num_served, left)
+    assert (found["request_goodput"] == 0) == (num_served == 0)
+    assert "wait for ever" in (tmp_path / "run.html").read_text()
+    assert json.loads((tmp_path / "trace.json").read_bytes())["otherData"]["requests"] == 60
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
