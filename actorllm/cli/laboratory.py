@@ -57,7 +57,7 @@ class ScenarioOptions:
     """How old what a router knows may be, in seconds."""
 
     def scenario(self) -> Scenario:
-        """Raises ConfigError naming what is wrong."""
+        """Tells of the rows of the trace that cannot be used. Raises ConfigError naming what is wrong."""
         from actorllm.slo.experiments.point import MIX, Scenario
         from actorllm.slo.simulator import EngineShape
 
@@ -70,7 +70,7 @@ class ScenarioOptions:
             raise ConfigError(
                 f"{self.num_blocks} blocks of {self.block_size} hold less than max_model_len={self.max_model_len}"
             )
-        return Scenario(
+        scenario = Scenario(
             workload=self.workload,
             num_requests=self.num_requests,
             arrivals=self.arrivals,
@@ -89,6 +89,10 @@ class ScenarioOptions:
             router=self.router,
             view_interval_s=self.view_interval,
         )
+        read = scenario.trace_report()
+        if read is not None and read.num_skipped:
+            print(read, file=sys.stderr)
+        return scenario
 
 
 DEFAULT = ScenarioOptions()

@@ -52,7 +52,7 @@ class SLO:
             return value
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise InvalidParameterError(f"slo={value!r} must be an SLO or a number of seconds per token")
-        return cls(tpot=float(value))
+        return cls(tpot=value)
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, object]) -> SLO:
@@ -150,4 +150,9 @@ class RequestClass:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer larger than any float
+        return False

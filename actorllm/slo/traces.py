@@ -34,6 +34,15 @@ from actorllm.slo.workload import Prefixes, Workload, make_workload, seed_stream
 MAX_PROBLEMS = 20
 """Malformed rows that are told in full; the others are counted."""
 
+MAX_PROBLEM = 200
+"""Characters of one problem that are told."""
+
+MAX_TIME = 1e18
+"""Of a timestamp, whatever its unit."""
+
+MAX_SHOWN = 40
+"""Characters of a value that a message shows."""
+
 FORMATS = ("azure", "vidur", "burstgpt", "mooncake", "timed", "servegen")
 MOONCAKE_BLOCK_TOKENS = 512
 TIMED_BLOCK_TOKENS = 16
@@ -56,7 +65,7 @@ class TraceReport:
     def skip(self, line: int, problem: str) -> None:
         self.num_skipped += 1
         if len(self.problems) < MAX_PROBLEMS:
-            self.problems.append((line, problem))
+            self.problems.append((line, problem if len(problem) <= MAX_PROBLEM else f"{problem[:MAX_PROBLEM]}..."))
 
     def __str__(self) -> str:
         told = f"{self.path}: {self.num_rows} rows of {self.format}, {self.num_skipped} skipped"
@@ -108,7 +117,7 @@ def load_trace(
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"trace {str(path)!r} cannot be read: {error}") from error
-    lines = text.splitlines()
+    lines = text.split("\n")  # splitlines() would also split where JSON may have one of its other ends of line
     if format is None:
         format = _seen_format(lines, path)
     report = TraceReport(str(path), format)
@@ -154,14 +163,25 @@ _CSV_COLUMNS = {
 def _csv_rows(lines: list[str], format: str, unit: float, report: TraceReport) -> Iterator[_Row]:
     names = _CSV_COLUMNS[format]
     reader = csv.reader(lines)
-    header = [name.strip() for name in next(reader, [])]
+    try:
+        header = [name.strip() for name in next(reader, [])]
+    except csv.Error as error:
+        raise ConfigError(f"trace {report.path!r}: its first line has no names of columns: {error}") from error
     if missing := [name for name in names if name not in header]:
         raise ConfigError(f"trace {report.path!r} has no column {missing[0]!r}{nearest_name(missing[0], header)}")
     when, prompt, output = (header.index(name) for name in names)
     label = header.index("Log Type") if "Log Type" in header else -1
     kinds: dict[str, RequestClass] = {}
     read_time: Callable[[str], float] = _azure_time if format == "azure" else lambda text: float(text) * unit
-    for cells in reader:
+    while True:
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            report.num_rows += 1
+            report.skip(reader.line_num, str(error))
+            continue
         if not cells:
             continue
         report.num_rows += 1
@@ -174,7 +194,7 @@ def _csv_rows(lines: list[str], format: str, unit: float, report: TraceReport) -
                 _count(cells[prompt], names[1]),
                 _count(cells[output], names[2]),
             )
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             report.skip(reader.line_num, str(error))
             continue
         if label >= 0:
@@ -193,10 +213,21 @@ def _count(value: Any, name: str) -> int:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{name}={value!r} is not a number") from None
+        raise ValueError(f"{name}={_shown(value)} is not a number") from None
+    except OverflowError:
+        number = math.inf
     if isinstance(value, bool) or not math.isfinite(number) or number != int(number) or not 1 <= number < 2**31:
-        raise ValueError(f"{name}={value!r} must be a whole number of tokens, at least 1")
+        raise ValueError(f"{name}={_shown(value)} must be a whole number of tokens, at least 1")
     return int(number)
+
+
+def _shown(value: Any) -> str:
+    """As it stands in a message: its beginning."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # more digits than Python writes, or lists deep in lists
+        return f"that {type(value).__name__}"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 # JSON lines --------------------------------------------------------------------------------------------------------------
@@ -212,6 +243,8 @@ def _json_rows(lines: list[str], unit: float, report: TraceReport) -> Iterator[_
             yield _json_row(json.loads(line), unit, kinds)
         except json.JSONDecodeError as error:
             report.skip(number, f"not JSON: {error.msg} at column {error.colno}")
+        except RecursionError:
+            report.skip(number, "not JSON: lists or objects too deep in each other")
         except (ValueError, KeyError, TypeError) as error:
             report.skip(number, f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error))
 
@@ -221,13 +254,15 @@ def _json_row(given: Any, unit: float, kinds: dict[tuple[Any, ...], RequestClass
         raise ValueError(f"an object expected, got {type(given).__name__}")
     when = given["timestamp"]
     if isinstance(when, bool) or not isinstance(when, int | float):
-        raise ValueError(f"timestamp={when!r} is not a number")
+        raise ValueError(f"timestamp={_shown(when)} is not a number")
+    if abs(when) > MAX_TIME:
+        raise ValueError(f"timestamp={_shown(when)} is no time")
     ids = given.get("hash_ids")
     if ids is not None and not (isinstance(ids, list) and all(type(i) is int and 0 <= i < 2**62 for i in ids)):
-        raise ValueError(f"hash_ids={str(ids)[:40]!r} must be a list of whole numbers")
+        raise ValueError(f"hash_ids={_shown(ids)} must be a list of whole numbers")
     tenant = given.get("tenant")
     if tenant is not None and not isinstance(tenant, str):
-        raise ValueError(f"tenant={tenant!r} must be a string")
+        raise ValueError(f"tenant={_shown(tenant)} must be a string")
     return _Row(
         _finite(when * unit, "timestamp"),
         _count(given["input_length"], "input_length"),
@@ -244,11 +279,11 @@ def _kind_of(given: dict[str, Any], kinds: dict[tuple[Any, ...], RequestClass]) 
     if slo is None and name is None and not priority and not is_sensitive:
         return None
     if name is not None and not isinstance(name, str):
-        raise ValueError(f"type_info={name!r} must be a string")
-    if type(priority) is not int or type(is_sensitive) is not bool:
-        raise ValueError(
-            f"priority={priority!r} must be a whole number, is_latency_sensitive={is_sensitive!r} a boolean"
-        )
+        raise ValueError(f"type_info={_shown(name)} must be a string")
+    if type(priority) is not int or abs(priority) >= 2**31:
+        raise ValueError(f"priority={_shown(priority)} must be a whole number of 32 bits")
+    if type(is_sensitive) is not bool:
+        raise ValueError(f"is_latency_sensitive={_shown(is_sensitive)} must be true or false")
     promise = SLO.from_mapping(slo) if isinstance(slo, dict) else SLO.from_value(slo)
     key = (name, promise, priority, is_sensitive)
     if key not in kinds:
@@ -396,7 +431,12 @@ def _servegen_windows(
 ) -> Iterator[tuple[float, float, tuple[str, float, float]]]:
     """(begin, end, gaps) of every window with arrivals, cut to start and stop."""
     rows: list[tuple[float, list[str]]] = []
-    for number, line in enumerate(file.read_text().splitlines(), 1):
+    try:
+        lines = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        report.skip(1, f"{file.name}: {error}")
+        return
+    for number, line in enumerate(lines, 1):
         report.num_rows += 1
         cells = line.split(",")
         try:
@@ -422,7 +462,9 @@ def _servegen_lengths(file: Path, report: TraceReport) -> dict[float, tuple[tupl
     found: dict[float, tuple[tuple[Any, Any], tuple[Any, Any]]] = {}
     try:
         given = json.loads(file.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        if not isinstance(given, dict):
+            raise ValueError(f"an object expected, got {type(given).__name__}")
+    except (OSError, ValueError, RecursionError) as error:
         report.skip(1, f"{file.name}: {error}")
         return found
     for at, columns in given.items():
@@ -432,10 +474,11 @@ def _servegen_lengths(file: Path, report: TraceReport) -> dict[float, tuple[tupl
                 shares = ast.literal_eval(columns[name])
                 values = np.array(list(shares), float)
                 weights = np.array(list(shares.values()), float)
-                if not values.size or not np.isfinite(values).all() or weights.min() < 0 or not weights.sum() > 0:
+                has_counts = values.size and np.isfinite(values).all() and np.abs(values).max() < 2**31
+                if not has_counts or not weights.min() >= 0 or not 0 < weights.sum() < math.inf:
                     raise ValueError(f"{name} at {at} is no distribution")
                 pair.append((values, weights / weights.sum()))
             found[float(at)] = (pair[0], pair[1])
-        except (KeyError, ValueError, TypeError, SyntaxError, AttributeError) as error:
+        except (KeyError, ValueError, TypeError, SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
             report.skip(1, f"{file.name}: lengths at {at}: {error}")
     return found

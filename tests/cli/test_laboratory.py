@@ -115,6 +115,20 @@ def test_a_policy_in_the_folder_that_one_is_in(
     run(*arguments, "--results", "sweep.jsonl", "--num-processes", "1")
 
 
+def test_rows_that_cannot_be_used_are_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    good = '{"timestamp": 500, "input_length": 50, "output_length": 5}\n'
+    Path("odd.jsonl").write_text(good * 3 + "[" * 100_000 + "\n" + good)
+    told = "odd.jsonl: 5 rows of mooncake, 1 skipped\n  line 4: not JSON: lists or objects too deep in each other"
+    options = ("--workload", "odd.jsonl", "--arrivals", "poisson", "--num-requests", "20")
+    run("simulate", *options)
+    assert capsys.readouterr().err.count(told) == 1
+    run("sweep", *options, "--policies", "fcfs", "edf", "--rates", "2", "--targets", "0", "--num-processes", "0")
+    assert capsys.readouterr().err.count(told) == 1
+
+
 STALLS = """
 from actorllm.scheduling.policy import Admit, KeyPolicy
 class After(KeyPolicy):

@@ -99,7 +99,18 @@ def test_malformed_rows_are_left_out_and_told(tmp_path: Path) -> None:
         ('{"timestamp": 1, "input_length": 5.5, "output_length": 1}', "input_length=5.5 must be a whole number"),
         ('{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": ["a"]}', "hash_ids="),
         ('{"timestamp": 1, "input_length": 5, "output_length": 1, "slo": {"tppt": 1}}', "SLO tppt=1 is not known"),
-        ('{"timestamp": 1, "input_length": 5, "output_length": 1, "slo": -1}', "SLO tpot=-1.0"),
+        ('{"timestamp": 1, "input_length": 5, "output_length": 1, "slo": -1}', "SLO tpot=-1 must be"),
+        (f'{{"timestamp": 1{"0" * 400}, "input_length": 5, "output_length": 1}}', "000... is no time"),
+        (f'{{"timestamp": 1, "input_length": 1{"0" * 400}, "output_length": 1}}', "input_length=1000"),
+        (f'{{"timestamp": 1, "input_length": 5, "output_length": 1, "slo": 1{"0" * 400}}}', "SLO tpot=1000"),
+        (f'{{"timestamp": 1, "input_length": 5, "output_length": 1, "slo": {{"e2e": 1{"0" * 400}}}}}', "SLO e2e=1000"),
+        (f'{{"timestamp": 1, "input_length": 5, "output_length": 1, "priority": 1{"0" * 400}}}', "priority=1000"),
+        (f'{{"timestamp": {"9" * 5000}, "input_length": 5, "output_length": 1}}', "Exceeds the limit"),
+        ("[" * 100_000, "too deep in each other"),
+        ('{"timestamp": ' + "[" * 900 + "]" * 900 + ', "input_length": 5, "output_length": 1}', "timestamp=[[["),
+        ('{"timestamp": 1, "input_length": 5, "output_length": ' + "[" * 900 + "]" * 900 + "}", "output_length=[[["),
+        ('{"timestamp": 1, "input_length": 5, "output_length": 1, "priority": 1.5}', "priority=1.5 must be a whole"),
+        ('{"timestamp": 1, "input_length": 5, "output_length": 1, "is_latency_sensitive": 1}', "must be true or false"),
     ],
 )
 def test_a_row_of_json_that_is_wrong_says_how(tmp_path: Path, row: str, problem: str) -> None:
@@ -109,6 +120,22 @@ def test_a_row_of_json_that_is_wrong_says_how(tmp_path: Path, row: str, problem:
     ((line, told),) = trace.report.problems
     assert line == 2
     assert problem in told
+    assert len(told) <= 203
+
+
+def test_a_separator_of_lines_within_a_string_ends_no_line(tmp_path: Path) -> None:
+    row = '{"timestamp": 0, "input_length": 5, "output_length": 1, "type_info": "a\u2028b"}'
+    trace = load_trace(write(tmp_path, f"{row}\n{row}\n[]\n"))
+    assert trace.workload.classes[0].name == "a\u2028b"
+    assert trace.report.problems == [(3, "an object expected, got list")]
+
+
+def test_a_cell_that_no_reader_takes_skips_its_row(tmp_path: Path) -> None:
+    text = "arrived_at,num_prefill_tokens,num_decode_tokens\n0,1,1\n" + "9" * 200_000 + ",1,1\n1,2,2\n"
+    trace = load_trace(write(tmp_path, text))
+    assert trace.workload.num_prompt.tolist() == [1, 2]
+    ((line, problem),) = trace.report.problems
+    assert (line, "field larger than field limit" in problem) == (3, True)
 
 
 def test_only_the_first_problems_are_told_and_all_are_counted(tmp_path: Path) -> None:
@@ -207,6 +234,14 @@ def test_clients_of_servegen_are_drawn_from(tmp_path: Path) -> None:
     problems = [problem for _, problem in trace.report.problems]
     assert any("chunk-0-trace.csv: 3 columns instead of 6" in problem for problem in problems)
     assert any("chunk-1-dataset.json: lengths at 600" in problem for problem in problems)
+    for content in (
+        b"[1]",
+        b"[" * 100_000,
+        b"\xff",
+        b'{"0": {"input_tokens": "{1e99: 1}", "output_tokens": "{1: 1}"}}',
+    ):
+        (folder / "chunk-1-dataset.json").write_bytes(content)
+        assert load_trace(folder, start=0, stop=600, seed=4).report.num_skipped == 4
     with pytest.raises(ConfigError, match=r"no request of .* between 600 and 1200"):
         load_trace(folder, start=600, stop=1200)
     with pytest.raises(ConfigError, match="as a ServeGen folder has"):

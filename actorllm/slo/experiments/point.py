@@ -31,7 +31,7 @@ from actorllm.slo.journal import Journal
 from actorllm.slo.objective import RequestClass
 from actorllm.slo.routing import ROUTERS
 from actorllm.slo.simulator import EngineShape, Run, simulate
-from actorllm.slo.traces import SAMPLE, load_trace
+from actorllm.slo.traces import SAMPLE, Trace, TraceReport, load_trace
 from actorllm.slo.workload import (
     Workload,
     assign_classes,
@@ -115,6 +115,10 @@ class Scenario:
         named = [self.model] if self.model not in PRESETS else []
         named += [self.workload] if self.workload not in ("sample", "synthetic") else []
         return _hash({"format": FORMAT, "files": [_file_digest(name) for name in named]} | self.to_dict())
+
+    def trace_report(self) -> TraceReport | None:
+        """What was read of the trace, and which of its rows were left out; None for a workload that is no trace."""
+        return None if self.workload == "synthetic" else _trace(self.workload).report
 
     def describe(self) -> str:
         """In a line, for people."""
@@ -271,7 +275,7 @@ class Point:
         if scenario.workload == "synthetic":
             workload = synthetic(num, 1.0, seed=seed)
         else:
-            workload = _window(_trace(scenario.workload), num, seed)
+            workload = _window(_trace(scenario.workload).workload, num, seed)
         if scenario.arrivals != "trace":
             workload = replace(workload, arrival=_arrivals(scenario.arrivals, num, seed))
         workload = workload.fitting(scenario.shape.max_model_len)
@@ -333,8 +337,8 @@ def _scaled(kind: RequestClass, factor: float) -> RequestClass:
 
 
 @lru_cache(maxsize=4)
-def _trace(name: str) -> Workload:
-    return load_trace(str(SAMPLE) if name == "sample" else name).workload
+def _trace(name: str) -> Trace:
+    return load_trace(str(SAMPLE) if name == "sample" else name)
 
 
 def _window(trace: Workload, num: int, seed: int) -> Workload:
