@@ -238,6 +238,8 @@ def report(
     found = Results.of_records(*read_results(results, scenario))
     _check_apart(results=results, output=output, csv=csv)
     check_writable(output=output, csv=csv)
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
     output.write_text(sweep_page(found), encoding="utf-8")
     print(f"report: {output}")
     if csv is not None:

@@ -30,6 +30,7 @@ def record_of(point: Point, run: Run) -> dict[str, Any]:
         "key": point.key,
         "scenario": point.scenario.digest,
         "variant": point.variant.to_dict(),
+        "version": point.variant.digest,
         "rate": point.rate,
         "seed": point.seed,
         "scale": point.scale,

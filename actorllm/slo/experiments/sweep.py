@@ -75,12 +75,23 @@ class Results:
 
     @classmethod
     def of_records(cls, scenario: Scenario, records: Iterable[Record], stamp: dict[str, Any]) -> Results:
-        """From a results file: every variant and seed that is there, variants in the order of the file."""
+        """From a results file: every variant and seed that is there, variants in the order of the file.
+
+        What a label stood for before it came to stand for something else (a policy that was edited since) is left out and
+        told in `notes`.
+        """
         given = list(records)
-        variants = {r["variant"]["label"]: Variant.from_dict(r["variant"]) for r in given}
-        found = sorted(given, key=lambda r: (r["variant"]["label"], r["rate"], r["scale"], r["seed"]))
+        versions = {r["variant"]["label"]: r.get("version") for r in given}  # the last one of each
+        now = [r for r in given if r.get("version") == versions[r["variant"]["label"]]]
+        notes = []
+        for label in versions:
+            old = sum(r["variant"]["label"] == label for r in given) - sum(r["variant"]["label"] == label for r in now)
+            if old:
+                notes.append(f"{old} points of {label!r} as it was before it was changed are in the file and left out")
+        variants = {r["variant"]["label"]: Variant.from_dict(r["variant"]) for r in now}
+        found = sorted(now, key=lambda r: (r["variant"]["label"], r["rate"], r["scale"], r["seed"]))
         seeds = tuple(sorted({r["seed"] for r in found}))
-        return cls(scenario, tuple(variants.values()), seeds, tuple(found), stamp=stamp)
+        return cls(scenario, tuple(variants.values()), seeds, tuple(found), notes=tuple(notes), stamp=stamp)
 
     def labels(self) -> list[str]:
         return [variant.label for variant in self.variants]

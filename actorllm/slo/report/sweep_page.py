@@ -113,7 +113,7 @@ def _lead(results: Results, rate: float) -> list[str]:
     told = list(dict.fromkeys(told))
     if len(set(winners.values())) > 1:
         told.append("The two readings of a promise per token have different winners: which one is meant decides.")
-    return told + [f"Failed and left out: {failure}" for failure in results.failures]
+    return told + [f"Failed and left out: {failure}" for failure in results.failures] + list(results.notes)
 
 
 # Rates -------------------------------------------------------------------------------------------------------------------

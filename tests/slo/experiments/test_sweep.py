@@ -32,6 +32,13 @@ class Raises(KeyPolicy):
         return (sequence.arrival,)
 
 
+class Patient(KeyPolicy):
+    """Of this file."""
+
+    def key(self, sequence: Sequence, view: View) -> tuple[float]:
+        return (-sequence.arrival,)
+
+
 @pytest.fixture(scope="module")
 def results() -> Results:
     return Sweep(SCENARIO, [FCFS, EDF], (0, 1)).run(
@@ -232,6 +239,25 @@ def test_a_label_is_only_a_name(tmp_path: Path) -> None:
     named = Sweep(small, [Variant.parse("fcfs@512", "baseline")], (0,))
     found = named.run(rates=(2.0,), store=path, num_processes=0, on_progress=lambda *_: pytest.fail("simulated again"))
     assert found.band("baseline", 2.0, "tpot").value > 0
+
+
+def test_a_policy_that_was_edited_is_not_mixed_with_what_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "results.jsonl"
+    sweep = Sweep(Scenario(workload="synthetic", num_requests=30), [FCFS, Variant(policy=f"{__name__}:Patient")], (0,))
+    sweep.run(rates=(2.0, 3.0), store=path, num_processes=0)
+    monkeypatch.setattr("actorllm.slo.experiments.point._own_source", lambda path: f"another {path}")
+    sweep.run(rates=(3.0, 4.0), store=path, num_processes=0)
+    scenario, records, stamp = read_results(path)
+    assert len(records) == 8
+    found = Results.of_records(scenario, records, stamp)
+    for label in found.labels():
+        assert found.rates(label) == [3.0, 4.0]
+        assert [len(found.points(label, rate)) for rate in (3.0, 4.0)] == [1, 1]
+    assert [note.partition(" as it was")[0] for note in found.notes] == [
+        f"2 points of {label!r}" for label in found.labels()
+    ]
 
 
 # What is wrong -----------------------------------------------------------------------------------------------------------
