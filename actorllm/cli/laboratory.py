@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,13 +193,16 @@ def sweep(
     if seeds < 1:
         raise ConfigError(f"seeds={seeds} must be at least 1")
     grid = [1.0, 2.0, 3.0, 4.0] if rates is None else rates
+    if not grid:
+        raise ConfigError("rates is empty: name at least one rate, in requests per second")
+    wanted = [0.99, 0.9] if targets is None else [target for target in targets if target]
     middle = sorted(grid)[len(grid) // 2]
     with _progress() as tell:
         found = Sweep(scenario, variants, range(seeds)).run(
             rates=grid,
             scales=[1.0, *(scales or ())],
             scale_rates=[middle],
-            targets=[t for t in ([0.99, 0.9] if targets is None else targets) if t],
+            targets=wanted,
             who=("worst",),
             store=results,
             num_processes=num_processes,
@@ -207,7 +210,9 @@ def sweep(
         )
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
-    _print_sweep(found)
+    for warning in found.warnings():
+        print(f"warning: {warning}", file=sys.stderr)
+    _print_sweep(found, wanted)
     print(f"results: {results}")
     if report is not None:
         report.write_text(sweep_page(found), encoding="utf-8")
@@ -372,14 +377,19 @@ def _print_run(point: Point, figures: dict[str, Any]) -> None:
     print(f"{verdict['verdict']}: {verdict['message']}")
 
 
-def _print_sweep(found: Results) -> None:
-    """The headline: the highest rates by policy, reading and target."""
-    targets = [t for t in (0.99, 0.9) if any(found.max_rate(x, t, "tpot") for x in found.labels())]
-    rows: list[tuple[str, ...]] = [("MAX RATE", *(f"{r} @{t:.0%}" for r in ("tpot", "deadline") for t in targets))]
+def _print_sweep(found: Results, searched: Sequence[float]) -> None:
+    """The headline: the highest rates by policy, reading and target; without a search those that the rates show."""
+    from actorllm.slo.objective import READINGS
+
+    targets = sorted(searched, reverse=True) or [
+        t for t in (0.99, 0.9) if any(found.max_rate(x, t, r) for x in found.labels() for r in READINGS)
+    ]
+    heads = [f"{reading} @{100 * target:g}%" for reading in READINGS for target in targets]
+    rows: list[tuple[str, ...]] = [("MAX RATE", *heads)]
     flagged = False
     for label in found.labels():
         cells = []
-        for reading in ("tpot", "deadline"):
+        for reading in READINGS:
             for target in targets:
                 best = found.max_rate(label, target, reading)
                 if best is None:

@@ -226,6 +226,8 @@ def _check_positive(name: str, value: float) -> None:
 
 def seed_stream(seed: int, purpose: str) -> np.random.Generator:
     """Random numbers for one purpose: what others draw with the same seed does not move them."""
+    if seed < 0:
+        raise InvalidParameterError(f"seed={seed} must be 0 or more")
     digest = hashlib.sha256(purpose.encode()).digest()
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, int.from_bytes(digest[:8], "little")])))
 

@@ -129,6 +129,34 @@ def test_rows_that_cannot_be_used_are_told_once(
     assert capsys.readouterr().err.count(told) == 1
 
 
+def test_a_sweep_prints_the_targets_that_it_searched(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ("--policies", "fcfs", "--rates", "2", "--seeds", "1", "--num-processes", "0")
+    run("sweep", *SMALL, *options, "--targets", "0.5", "0.975")
+    head = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("MAX RATE"))
+    assert head.split()[2:] == ["tpot", "@97.5%", "tpot", "@50%", "deadline", "@97.5%", "deadline", "@50%"]
+
+
+def test_a_sweep_tells_each_warning_once_and_whose_it_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stalls.py").write_text(STALLS)
+    monkeypatch.chdir(tmp_path)
+    policies = ("stalls:After,num=3", "stalls:After,num=40", "fcfs")
+    options = ("--rates", "2", "3", "--seeds", "2", "--targets", "0", "--num-processes", "0", "--mix", "a:1:tpot=0.001")
+    run("sweep", *SMALL, "--policies", *policies, *options, "--report", "page.html")
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    stalled = [line for line in told if "wait for ever" in line]
+    assert [line.partition(":")[2].split(" at ")[0].strip() for line in stalled] == list(policies[:2])
+    assert all("(and 3 more runs)" in line for line in stalled)
+    (impossible,) = [line for line in told if "tpot cannot be met by" in line]
+    assert impossible.startswith("warning: class 'a': ")
+    assert "(and 11 more runs)" in impossible
+    assert "wait for ever" in (tmp_path / "page.html").read_text()
+
+
 STALLS = """
 from actorllm.scheduling.policy import Admit, KeyPolicy
 class After(KeyPolicy):
@@ -167,6 +195,10 @@ def test_a_policy_that_stalls_is_told_and_what_it_did_is_written(
         (("simulate", "--num-blocks", "10"), "10 blocks of 16 hold less than max_model_len=32768"),
         (("simulate", "--output-json", "/nowhere/x.json"), "cannot be written"),
         (("simulate", "--mix", "ls:0.5:tftt=1"), "'tftt' is not known"),
+        (("simulate", "--seed", "-1"), "seed=-1 must be 0 or more"),
+        (("simulate", "--view-interval", "-1"), "view_interval=-1.0 must be a number of seconds, 0 or more"),
+        (("trace", "sample", "x.jsonl", "--seed", "-1"), "seed=-1 must be 0 or more"),
+        (("sweep", "--empty-rates"), "rates is empty: name at least one"),
         (("sweep", "--seeds", "0"), "seeds=0 must be at least 1"),
         (("sweep", "--targets", "99"), "target=99.0 must be a share between 0 and 1"),
         (("report", "nowhere.jsonl"), "there is no results file"),

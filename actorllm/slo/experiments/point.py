@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
@@ -81,6 +82,8 @@ class Scenario:
             raise ConfigError(f"num_requests={self.num_requests} must be at least 1")
         if self.num_replicas < 1:
             raise ConfigError(f"num_replicas={self.num_replicas} must be at least 1")
+        if not (math.isfinite(self.view_interval_s) and self.view_interval_s >= 0):
+            raise ConfigError(f"view_interval={self.view_interval_s} must be a number of seconds, 0 or more")
         kind, _, cv = self.arrivals.partition(":")
         if kind not in ARRIVALS:
             raise ConfigError(f"arrivals={self.arrivals!r} is not known{nearest_name(kind, ARRIVALS)}")
@@ -233,6 +236,8 @@ class Point:
     def __post_init__(self) -> None:
         if not self.rate > 0 or not self.scale > 0:
             raise ConfigError(f"rate={self.rate} and scale={self.scale} must be positive")
+        if self.seed < 0:
+            raise ConfigError(f"seed={self.seed} must be 0 or more")
 
     @property
     def key(self) -> str:

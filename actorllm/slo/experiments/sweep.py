@@ -11,6 +11,8 @@ What comes out depends on the arguments only: not on the number of processes, no
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -141,6 +143,28 @@ class Results:
         num_reached = int((np.minimum.accumulate(value) >= target).sum())
         verdict, _ = self.verdict(label, rates[num_reached - 1])
         return MaxRate(found, min(low, found), max(high, found), num_reached < len(rates), verdict)
+
+    def warnings(self) -> list[str]:
+        """What the runs warn of, each kind of warning once: of a policy with its label and the first run that has it."""
+        first: dict[tuple[str, str], tuple[Record, str]] = {}
+        num: Counter[tuple[str, str]] = Counter()
+        for record in self.records:
+            for text in record["warnings"]:
+                # Objectives that nobody can keep are those of the workload; how many requests it concerns is no kind.
+                whose = "" if text.startswith("class ") else record["variant"]["label"]
+                kind = whose, re.sub(r"[-+]?\d[\d.,e+-]*", "#", text)
+                first.setdefault(kind, (record, text))
+                num[kind] += 1
+        found = []
+        for kind, (record, text) in first.items():
+            more = f" (and {num[kind] - 1} more runs)" if num[kind] > 1 else ""
+            if not kind[0]:
+                found.append(f"{text}{more}")
+                continue
+            scale = "" if record["scale"] == 1 else f", objectives x {record['scale']:g}"
+            run = f"{kind[0]} at {record['rate']:.3g} requests/s, seed {record['seed']}{scale}"
+            found.append(f"{run}: {text}{more}")
+        return found
 
     def _value(self, label: str, rate: float, reading: Reading, who: Who) -> float:
         return _pooled([r["blocks"] for r in self.points(label, rate)], reading, who)

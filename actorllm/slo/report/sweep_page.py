@@ -451,9 +451,8 @@ def _made(results: Results) -> Section:
     )
     kinds = Point(scenario=scenario, variant=results.variants[0], rate=1.0).workload().classes
     section.add(table(["class", "promise"], [[escape(kind.name), escape(promise(kind.slo))] for kind in kinds]))
-    warnings = sorted({warning for record in results.records for warning in record["warnings"]})
-    if warnings:
-        items = "".join(f"<li>{escape(warning)}</li>" for warning in warnings[:20])
+    if warnings := results.warnings():
+        items = "".join(f"<li>{escape(warning)}</li>" for warning in warnings)
         section.add(f"<details><summary>{len(warnings)} warnings</summary><ul>{items}</ul></details>")
     values = escape(json.dumps(scenario.to_dict(), indent=1))
     section.add(f"<details><summary>The whole scenario</summary><pre>{values}</pre></details>")
