@@ -115,6 +115,16 @@ def test_a_policy_in_the_folder_that_one_is_in(
     run(*arguments, "--results", "sweep.jsonl", "--num-processes", "1")
 
 
+def test_requests_that_are_too_long_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    run("simulate", *SMALL, "--max-model-len", "1200")
+    told = capsys.readouterr()
+    (warning,) = [line for line in told.err.splitlines() if "left out" in line]
+    num = int(warning.removeprefix("warning: requests left out: ").split()[0])
+    assert "of 60 are longer than 1200 tokens (max_model_len)" in warning
+    overall = [line for line in told.out.splitlines() if line.startswith("all ")]
+    assert overall[0].split()[1] == str(60 - num)
+
+
 def test_rows_that_cannot_be_used_are_told_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

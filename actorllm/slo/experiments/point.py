@@ -53,6 +53,8 @@ MIX = "ls:0.5:ttft=0.5+p/4000,tpot=0.05 be:0.5:e2e=120"
 ARRIVALS = ("trace", "poisson", "gamma", "bursty", "constant")
 SHAPE = EngineShape(num_blocks=25_000, max_num_batched_tokens=512, enable_prefix_caching=False)
 MODULES = ("cost_model", "metrics", "objective", "routing", "simulator", "timeline", "traces", "workload")
+LEFT_OUT = "requests left out:"
+"""How the warning of requests begins that are too long for the model."""
 Knob = bool | int | float | str
 
 
@@ -302,8 +304,9 @@ class Point:
         """Simulate it; the same point gives the same run. make_scheduler: as in `simulate`."""
         scenario = self.scenario
         model = load_model(scenario.model)
-        return simulate(
-            self.workload(),
+        workload = self.workload()
+        run = simulate(
+            workload,
             self.shape,
             model,
             policy=_Build(self.variant, model),
@@ -313,6 +316,10 @@ class Point:
             seed=self.seed,
             make_scheduler=make_scheduler,
         )
+        if left_out := scenario.num_requests - len(workload):
+            told = f"{LEFT_OUT} {left_out} of {scenario.num_requests} are longer than {scenario.shape.max_model_len} tokens"
+            run = replace(run, warnings=(f"{told} (max_model_len)", *run.warnings))
+        return run
 
 
 def watched_run(point: Point, watched: Iterable[int] = ()) -> tuple[Run, Journal]:

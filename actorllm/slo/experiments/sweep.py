@@ -24,7 +24,7 @@ import numpy as np
 from actorllm.errors import ConfigError
 from actorllm.messages import F64
 from actorllm.slo.experiments.bands import WHO, Band, Who, attainment_band, attainment_of, crossing, drawn
-from actorllm.slo.experiments.point import Point, Scenario, Variant
+from actorllm.slo.experiments.point import LEFT_OUT, Point, Scenario, Variant
 from actorllm.slo.experiments.pool import PointError, Pool
 from actorllm.slo.experiments.search import Ladder, search
 from actorllm.slo.experiments.stamp import stamp
@@ -150,8 +150,8 @@ class Results:
         num: Counter[tuple[str, str]] = Counter()
         for record in self.records:
             for text in record["warnings"]:
-                # Objectives that nobody can keep are those of the workload; how many requests it concerns is no kind.
-                whose = "" if text.startswith("class ") else record["variant"]["label"]
+                # What is wrong with the workload concerns every policy; how many requests it concerns is no kind.
+                whose = "" if text.startswith(("class ", LEFT_OUT)) else record["variant"]["label"]
                 kind = whose, re.sub(r"[-+]?\d[\d.,e+-]*", "#", text)
                 first.setdefault(kind, (record, text))
                 num[kind] += 1
