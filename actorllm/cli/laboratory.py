@@ -287,7 +287,16 @@ def explain(
         request_id = worst_request(run.timeline, run.workload)
     run, journal = _watched(point, request_id)
     workload = run.workload
-    print(explained(request_id, run.timeline, workload.classes, workload.class_ids, journal, _model(point)))
+    told = explained(
+        request_id,
+        run.timeline,
+        workload.classes,
+        workload.class_ids,
+        journal,
+        _model(point),
+        promises=workload.own_promises,
+    )
+    print(told)
 
 
 def _explain_recording(recording: Path, request_id: int, point: Point) -> str:
@@ -310,6 +319,7 @@ def _explain_recording(recording: Path, request_id: int, point: Point) -> str:
             found.journal,
             _model(point) if found.model is None else found.model,
             key=found.key,
+            promises=found.workload.own_promises,
         )
     )
 

@@ -50,7 +50,7 @@ class EmbeddedTarget:
             priority=kind.priority,
             slo=kind.slo,
             is_latency_sensitive=kind.is_latency_sensitive,
-            type_info=kind.name,
+            type_info=kind.label or None,
             tenant=call.tenant,
             deadline=None if kind.patience is None else call.due + kind.patience,
             arrival_time=to_epoch(call.due),

@@ -128,7 +128,8 @@ class LiveRun:
     def evaluate(self, **arguments: Any) -> RunMetrics:
         """The figures of the run; arguments as in `metrics.evaluate`."""
         workload = self.workload
-        return evaluate(self.timeline, workload.classes, workload.class_ids, tenants=workload.tenant_ids, **arguments)
+        arguments |= {"promises": workload.own_promises, "tenants": workload.tenant_ids}
+        return evaluate(self.timeline, workload.classes, workload.class_ids, **arguments)
 
     @property
     def warnings(self) -> list[str]:
@@ -275,7 +276,7 @@ async def replay(
                     row,
                     prompts.ids(row).tolist(),
                     int(workload.num_output[row]),
-                    workload.classes[workload.class_ids[row]],
+                    workload.kind(row),
                     None if workload.tenant_ids is None else workload.tenants[workload.tenant_ids[row]],
                     start + at,
                 )

@@ -456,24 +456,23 @@ def _positive_median(values: NDArray[np.float64]) -> float:
 def unattainable(workload: Workload, model: StepModel) -> list[str]:
     """Which objectives of a workload not even an empty engine with this model would meet, and for how many requests."""
     found = []
+    promises = workload.promises
     for number, kind in enumerate(workload.classes):
         mine = workload.class_ids == number
         num = int(mine.sum())
-        if kind.slo is None or not num:
+        limits = promises.select(mine)
+        if not num or not np.isfinite((limits.ttft, limits.tpot, limits.e2e)).any():
             continue
         size, steps = workload.num_prompt[mine].astype(float), workload.num_output[mine] - 1
         sizes, which = np.unique(size, return_inverse=True)
         none, row = np.zeros(sizes.size), np.ones(sizes.size)
         prefill = _predict(model, np.stack((row, sizes, none, none, none, sizes * (sizes + 1) / 2), axis=1))[which]
         one = _predict(model, np.stack((row, none, row, sizes, none, none), axis=1))[which]
-        ttft = None if kind.slo.ttft is None else kind.slo.ttft + kind.slo.ttft_per_prompt_token * size
         for label, limit, least, why in (
-            ("ttft", ttft, prefill, "the prompt alone takes"),
-            ("tpot", kind.slo.tpot, one, "a step with nobody else takes"),
-            ("e2e", kind.slo.e2e, prefill + steps * one, "on an empty engine it takes"),
+            ("ttft", limits.ttft + limits.ttft_per_prompt_token * size, prefill, "the prompt alone takes"),
+            ("tpot", limits.tpot, one, "a step with nobody else takes"),
+            ("e2e", limits.e2e, prefill + steps * one, "on an empty engine it takes"),
         ):
-            if limit is None:
-                continue
             missed = int((least > limit).sum())
             if missed:
                 found.append(

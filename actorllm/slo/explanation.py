@@ -16,18 +16,18 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.errors import ConfigError
-from actorllm.messages import F64
 from actorllm.scheduling.sequence import Key
 from actorllm.slo.cost_model import StepModel
 from actorllm.slo.journal import Journal, StepEntry, Wait
 from actorllm.slo.objective import SLO, RequestClass
+from actorllm.slo.promises import Promises
 from actorllm.slo.timeline import FINISHED, OUTCOMES, RunTimeline
 from actorllm.slo.workload import Workload
 
@@ -143,14 +143,18 @@ def explain(
     model: StepModel,
     *,
     key: Key | None = None,
+    promises: Promises | None = None,
 ) -> Explanation:
-    """Of one request of a run; the journal must have watched it. key: its key there, (0, row) in a simulation."""
+    """Of one request of a run; the journal must have watched it. key: its key there, (0, row) in a simulation. promises: those
+    of the workload's own."""
     if not 0 <= row < len(timeline):
         raise ConfigError(f"there is no request {row}: the run has {len(timeline)}, from 0 on")
     key = (0, row) if key is None else key
     if key not in journal.watched:
         raise ConfigError(f"the journal has not watched request {row}: run it again with Journal(frozenset({{{key}}}))")
     kind = classes[int(class_ids[row])]
+    if promises is not None:
+        kind = replace(kind, slo=promises.slo(row))
     return _Explainer(row, key, timeline, kind, journal, model).explain()
 
 
@@ -407,16 +411,10 @@ def _spared(parts: tuple[Part, ...]) -> tuple[Part, ...]:
 def worst_request(timeline: RunTimeline, workload: Workload) -> int:
     """The one that missed its promises by most, relative to them; the slowest one if none did."""
     worst = np.zeros(len(timeline))
-    for number, kind in enumerate(workload.classes):
-        if kind.slo is None:
-            continue
-        mine = workload.class_ids == number
-        limits: list[tuple[F64, Any]] = [(timeline.tpot, kind.slo.tpot), (timeline.e2e, kind.slo.e2e)]
-        if kind.slo.ttft is not None:
-            limits.append((timeline.ttft, kind.slo.ttft + kind.slo.ttft_per_prompt_token * timeline.num_prompt))
-        for took, limit in limits:
-            if limit is not None:
-                worst = np.where(mine, np.fmax(worst, took / limit), worst)
+    promises = workload.promises
+    limits = (promises.tpot, promises.e2e, promises.ttft_limit(timeline.num_prompt))
+    for took, limit in zip((timeline.tpot, timeline.e2e, timeline.ttft), limits, strict=True):
+        worst = np.fmax(worst, took / limit)
     if not len(timeline):
         raise ConfigError("the run has no requests")
     return int(np.nanargmax(worst if worst.any() else np.nan_to_num(timeline.e2e)))

@@ -28,10 +28,10 @@ from actorllm.scheduling.recording import Entry, replay
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key, Sequence, State
 from actorllm.slo.cost_model import StepLog, StepModel, fit
-from actorllm.slo.objective import SLO, RequestClass
+from actorllm.slo.objective import SLO
 from actorllm.slo.simulator import EngineShape, features_of
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline, timeline_of_streams
-from actorllm.slo.workload import Workload
+from actorllm.slo.workload import Workload, classes_of
 
 EventKind = Literal["arrive", "start", "preempt", "end"]
 Hold = Literal["slots", "blocks", "prompts", "policy"]
@@ -393,20 +393,19 @@ def run_of_recording(
         watched = int(np.nanargmax(np.nan_to_num(plain[1].ttft)))
     key = keys[watched]
     journal, timeline = _go_through(entries, scheduler_arguments, policy(), frozenset((key,)), keys)
-    classes: dict[RequestClass, int] = {}
-    for _, submit in submits:
-        kind = RequestClass(submit.type_info or "requests", SLO.from_fields(submit.slo), submit.is_latency_sensitive)
-        classes.setdefault(kind, len(classes))
-    ids = [
-        classes[RequestClass(m.type_info or "requests", SLO.from_fields(m.slo), m.is_latency_sensitive)]
-        for _, m in submits
-    ]
+    classes, class_ids, own_promises = classes_of(
+        [
+            (m.type_info or "requests", SLO.from_fields(m.slo), m.is_latency_sensitive, m.priority, None)
+            for _, m in submits
+        ]
+    )
     workload = Workload(
         arrival=np.maximum.accumulate(timeline.arrival - timeline.arrival.min()),
         num_prompt=timeline.num_prompt,
         num_output=np.maximum(timeline.num_output, 1),
-        class_ids=np.array(ids, np.int16),
-        classes=tuple(classes),
+        class_ids=class_ids,
+        classes=classes,
+        own_promises=own_promises,
         name="recording",
     )
     return RecordedRun(workload, timeline, journal, tuple(keys), watched, key, _fitted(journal, timeline))

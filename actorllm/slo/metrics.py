@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actorllm.messages import F64, I32, I64
+from actorllm.messages import F64, I64
 from actorllm.slo.objective import READINGS, SLO, Reading, RequestClass
+from actorllm.slo.promises import Promises
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline
 
 PERCENTILES = (50, 90, 95, 99)
@@ -42,36 +43,18 @@ def percentiles(values: F64, counts: I64, percents: Iterable[float]) -> list[flo
     return found
 
 
-def good(timeline: RunTimeline, slo: SLO | None, reading: Reading) -> NDArray[np.bool_]:
-    """Which requests would be good if all of them had this objective: `SLO.is_met` by column."""
+def good(timeline: RunTimeline, promises: Promises, reading: Reading) -> NDArray[np.bool_]:
+    """Which requests kept what they were promised: `SLO.is_met` by column."""
     is_good: NDArray[np.bool_] = timeline.outcome == FINISHED
-    if slo is None:
-        return is_good
-    first, last = timeline.first_token, timeline.last_token
-    due = timeline.arrival + np.inf
-    if slo.ttft is not None:
-        due = timeline.arrival + (slo.ttft + slo.ttft_per_prompt_token * timeline.num_prompt)
-        is_good &= timeline.ttft <= slo.ttft + slo.ttft_per_prompt_token * timeline.num_prompt
-    if slo.e2e is not None:
-        is_good &= timeline.e2e <= slo.e2e
-    if slo.tpot is not None:
-        if reading == "tpot":
-            is_good &= timeline.tpot <= slo.tpot
-        else:
-            start = np.where(np.isfinite(due), due, first)
-            is_good &= (timeline.num_output <= 1) | (last <= start + slo.tpot * (timeline.num_output - 1))
-    return is_good
-
-
-def good_by_class(
-    timeline: RunTimeline, class_ids: NDArray[np.integer[Any]], classes: Iterable[RequestClass], reading: Reading
-) -> NDArray[np.bool_]:
-    """Which requests kept the objective of their class."""
-    is_good = np.zeros(len(timeline), np.bool_)
-    for number, kind in enumerate(classes):
-        mine = class_ids == number
-        is_good[mine] = good(timeline, kind.slo, reading)[mine]
-    return is_good
+    ttft_limit = promises.ttft_limit(timeline.num_prompt)
+    is_good &= np.isinf(ttft_limit) | (timeline.ttft <= ttft_limit)
+    is_good &= np.isinf(promises.e2e) | (timeline.e2e <= promises.e2e)
+    if reading == "tpot":
+        return is_good & (np.isinf(promises.tpot) | (timeline.tpot <= promises.tpot))
+    start = np.where(np.isinf(ttft_limit), timeline.first_token, timeline.arrival + ttft_limit)
+    has_more = (timeline.num_output > 1) & np.isfinite(promises.tpot)
+    due = start + np.where(has_more, promises.tpot, 0.0) * (timeline.num_output - 1)
+    return is_good & (~has_more | (timeline.last_token <= due))
 
 
 def fluidity(times: F64, slo: SLO, arrival: float, num_prompt: int) -> float:
@@ -156,16 +139,19 @@ def evaluate(
     duration: float | None = None,
     with_fluidity: bool = False,
     tenants: NDArray[np.integer[Any]] | None = None,
+    promises: Promises | None = None,
 ) -> RunMetrics:
-    """All figures of a run. classes, class_ids, tenants: as in the workload (None: all of class 0).
+    """All figures of a run. classes, class_ids, tenants: as in the workload (None: all of class 0); promises: its own ones.
 
     duration: seconds to divide by; None: from the first arrival to the last end. with_fluidity looks at every token.
     """
     if class_ids is None:
-        class_ids = np.zeros(len(timeline), np.int16)
+        class_ids = np.zeros(len(timeline), np.int32)
+    if promises is None:
+        promises = Promises.of_classes(classes, class_ids)
     seconds = timeline.duration if duration is None else duration
-    is_good = {reading: good_by_class(timeline, class_ids, classes, reading) for reading in READINGS}
-    smooth = _fluidity_by_request(timeline, class_ids, classes) if with_fluidity else np.full(len(timeline), np.nan)
+    is_good = {reading: good(timeline, promises, reading) for reading in READINGS}
+    smooth = _fluidity_by_request(timeline, promises) if with_fluidity else np.full(len(timeline), np.nan)
     everything = np.ones(len(timeline), np.bool_)
     overall = _attainment("all", timeline, everything, is_good, smooth, seconds)
     by_class = [
@@ -261,15 +247,14 @@ def _per_second(num: float, seconds: float) -> float:
     return math.nan if num else 0.0
 
 
-def _fluidity_by_request(timeline: RunTimeline, class_ids: I32 | Any, classes: Iterable[RequestClass]) -> F64:
+def _fluidity_by_request(timeline: RunTimeline, promises: Promises) -> F64:
     """NaN for requests without a token or without an objective per token."""
     found = np.full(len(timeline), np.nan)
-    for number, kind in enumerate(classes):
-        if kind.slo is None or kind.slo.tpot is None:
-            continue
-        for row in np.flatnonzero((class_ids == number) & (timeline.num_output > 0)).tolist():
-            times = timeline.token_times(row)
-            found[row] = fluidity(times, kind.slo, float(timeline.arrival[row]), int(timeline.num_prompt[row]))
+    for row in np.flatnonzero(np.isfinite(promises.tpot) & (timeline.num_output > 0)).tolist():
+        slo = promises.slo(row)
+        assert slo is not None
+        times = timeline.token_times(row)
+        found[row] = fluidity(times, slo, float(timeline.arrival[row]), int(timeline.num_prompt[row]))
     return found
 
 

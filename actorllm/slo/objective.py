@@ -134,13 +134,21 @@ class RequestClass:
     """What the requests of one kind have in common: their label, their promise, and how they are treated."""
 
     name: str
-    """The `type_info` of its requests."""
+    """What it is called in tables; no two classes of a workload are called alike."""
     slo: SLO | None = None
+    """What each of its requests is promised, unless the workload has promises of its own for them."""
     is_latency_sensitive: bool = False
     priority: int = 0
     """Lower is sooner."""
     patience: float | None = None
     """Seconds after which the client gives up and aborts; None: never."""
+    type_info: str | None = None
+    """What its requests carry; None: the name. Classes that differ in something else may share it."""
+
+    @property
+    def label(self) -> str:
+        """The `type_info` of its requests."""
+        return self.name if self.type_info is None else self.type_info
 
     def __post_init__(self) -> None:
         if self.patience is not None and not (_is_number(self.patience) and self.patience > 0):

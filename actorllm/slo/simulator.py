@@ -45,6 +45,7 @@ from actorllm.scheduling.sequence import Sequence as Request
 from actorllm.scheduling.statistics import SchedulerStatistics
 from actorllm.slo.cost_model import StepModel, unattainable
 from actorllm.slo.metrics import RunMetrics, evaluate
+from actorllm.slo.objective import SLO
 from actorllm.slo.routing import ReplicaView, Router, make_router
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline, Spans
 from actorllm.slo.workload import Workload, seed_stream
@@ -562,7 +563,8 @@ class Run:
     def evaluate(self, **arguments: Any) -> RunMetrics:
         """The figures of the run; arguments as in `metrics.evaluate`."""
         workload = self.workload
-        return evaluate(self.timeline, workload.classes, workload.class_ids, tenants=workload.tenant_ids, **arguments)
+        arguments |= {"promises": workload.own_promises, "tenants": workload.tenant_ids}
+        return evaluate(self.timeline, workload.classes, workload.class_ids, **arguments)
 
 
 class _Outcomes:
@@ -722,7 +724,8 @@ def _submits(workload: Workload, shape: EngineShape, has_prefixes: bool) -> Call
     max_tokens = num_output if workload.max_tokens is None else workload.max_tokens.tolist()
     stop_token_ids = () if workload.max_tokens is None else (END_OF_TEXT,)
     class_ids, kinds = workload.class_ids.tolist(), workload.classes
-    slos = [None if kind.slo is None else tuple(kind.slo.to_fields()) for kind in kinds]
+    slos = [_fields(kind.slo) for kind in kinds]
+    own = workload.own_promises
     tenant_ids = None if workload.tenant_ids is None else workload.tenant_ids.tolist()
     prefixes = workload.prefixes if has_prefixes else None
 
@@ -739,9 +742,9 @@ def _submits(workload: Workload, shape: EngineShape, has_prefixes: bool) -> Call
             ignore_eos=True,
             detokenize=False,
             priority=kind.priority,
-            slo=slos[number],
+            slo=slos[number] if own is None else _fields(own.slo(row)),
             is_latency_sensitive=kind.is_latency_sensitive,
-            type_info=kind.name,
+            type_info=kind.label or None,
             tenant=None if tenant_ids is None else workload.tenants[tenant_ids[row]],
             deadline=None if kind.patience is None else at + kind.patience,
             block_hashes=NO_U8 if prefixes is None else prefixes.block_hashes(row, size, shape.block_size),
@@ -750,6 +753,10 @@ def _submits(workload: Workload, shape: EngineShape, has_prefixes: bool) -> Call
         )
 
     return make
+
+
+def _fields(slo: SLO | None) -> tuple[float | None, ...] | None:
+    return None if slo is None else tuple(slo.to_fields())
 
 
 def _collect(workload: Workload, replicas: list[Replica], outcomes: _Outcomes, model: StepModel, policy: object) -> Run:
@@ -824,11 +831,15 @@ def _starvation(workload: Workload, outcomes: _Outcomes, policy: object) -> list
         later = np.minimum.accumulate(np.append(scheduled[mine][1:], np.inf)[::-1])[::-1]
         is_overtaken[mine] = later < until[mine]
     limit = np.full(len(workload), STARVED_S)
+    own = workload.own_promises
     for number, kind in enumerate(workload.classes):
-        if kind.slo is not None:
+        if own is None and kind.slo is not None:
             mine = workload.class_ids == number
             fields = kind.slo.to_fields()
             limit[mine] = [patience(fields, size) for size in workload.num_prompt[mine].tolist()]
+    for row in np.flatnonzero(is_overtaken & (waited > STARVED_S)).tolist():
+        if own is not None and (slo := own.slo(row)) is not None:
+            limit[row] = patience(slo.to_fields(), int(workload.num_prompt[row]))
     starved = is_overtaken & (waited > limit)
     if not starved.any():
         return []

@@ -8,7 +8,8 @@
     servegen  a folder of chunk-N-trace.csv and chunk-N-dataset.json               alibaba/ServeGen; drawn from, not replayed
 
 Rows of the JSON formats may also carry slo (seconds per token, or an object with the fields of SLO), type_info, tenant,
-priority and is_latency_sensitive; `write_trace` writes these. A row that cannot be used is left out and reported with its
+priority, is_latency_sensitive and patience (seconds); `write_trace` writes these. Who shares all of them but the objective and
+the tenant is a class (`workload.classes_of`). A row that cannot be used is left out and reported with its
 line number and what is wrong; a file without any usable row is an error.
 """
 
@@ -29,7 +30,7 @@ import numpy as np
 from actorllm.errors import ConfigError, nearest_name
 from actorllm.messages import F64
 from actorllm.slo.objective import SLO, RequestClass
-from actorllm.slo.workload import Prefixes, Workload, make_workload, seed_stream
+from actorllm.slo.workload import Prefixes, Workload, classes_of, make_workload, seed_stream
 
 MAX_PROBLEMS = 20
 """Malformed rows that are told in full; the others are counted."""
@@ -81,6 +82,10 @@ class Trace:
     report: TraceReport
 
 
+Kind = tuple[str | None, SLO | None, bool, int, float | None]
+"""type_info, slo, is_latency_sensitive, priority and patience of a request."""
+
+
 @dataclass(slots=True)
 class _Row:
     """One request, as a row told it."""
@@ -89,7 +94,7 @@ class _Row:
     num_prompt: int
     num_output: int
     hash_ids: list[int] | None = None
-    kind: RequestClass | None = None
+    kind: Kind = (None, None, False, 0, None)
     tenant: str | None = None
 
 
@@ -171,7 +176,6 @@ def _csv_rows(lines: list[str], format: str, unit: float, report: TraceReport) -
         raise ConfigError(f"trace {report.path!r} has no column {missing[0]!r}{nearest_name(missing[0], header)}")
     when, prompt, output = (header.index(name) for name in names)
     label = header.index("Log Type") if "Log Type" in header else -1
-    kinds: dict[str, RequestClass] = {}
     read_time: Callable[[str], float] = _azure_time if format == "azure" else lambda text: float(text) * unit
     while True:
         try:
@@ -198,7 +202,7 @@ def _csv_rows(lines: list[str], format: str, unit: float, report: TraceReport) -
             report.skip(reader.line_num, str(error))
             continue
         if label >= 0:
-            row.kind = kinds.setdefault(cells[label], RequestClass(cells[label]))
+            row.kind = (cells[label], None, False, 0, None)
         yield row
 
 
@@ -234,13 +238,12 @@ def _shown(value: Any) -> str:
 
 
 def _json_rows(lines: list[str], unit: float, report: TraceReport) -> Iterator[_Row]:
-    kinds: dict[tuple[Any, ...], RequestClass] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         report.num_rows += 1
         try:
-            yield _json_row(json.loads(line), unit, kinds)
+            yield _json_row(json.loads(line), unit)
         except json.JSONDecodeError as error:
             report.skip(number, f"not JSON: {error.msg} at column {error.colno}")
         except RecursionError:
@@ -249,7 +252,7 @@ def _json_rows(lines: list[str], unit: float, report: TraceReport) -> Iterator[_
             report.skip(number, f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error))
 
 
-def _json_row(given: Any, unit: float, kinds: dict[tuple[Any, ...], RequestClass]) -> _Row:
+def _json_row(given: Any, unit: float) -> _Row:
     if not isinstance(given, dict):
         raise ValueError(f"an object expected, got {type(given).__name__}")
     when = given["timestamp"]
@@ -268,31 +271,25 @@ def _json_row(given: Any, unit: float, kinds: dict[tuple[Any, ...], RequestClass
         _count(given["input_length"], "input_length"),
         _count(given["output_length"], "output_length"),
         ids,
-        _kind_of(given, kinds),
+        _kind_of(given),
         tenant,
     )
 
 
-def _kind_of(given: dict[str, Any], kinds: dict[tuple[Any, ...], RequestClass]) -> RequestClass | None:
+def _kind_of(given: dict[str, Any]) -> Kind:
     slo, name = given.get("slo"), given.get("type_info")
     priority, is_sensitive = given.get("priority", 0), given.get("is_latency_sensitive", False)
-    if slo is None and name is None and not priority and not is_sensitive:
-        return None
     if name is not None and not isinstance(name, str):
         raise ValueError(f"type_info={_shown(name)} must be a string")
     if type(priority) is not int or abs(priority) >= 2**31:
         raise ValueError(f"priority={_shown(priority)} must be a whole number of 32 bits")
     if type(is_sensitive) is not bool:
         raise ValueError(f"is_latency_sensitive={_shown(is_sensitive)} must be true or false")
+    patience = given.get("patience")
+    if patience is not None:
+        RequestClass(name or "", patience=patience)  # checks it
     promise = SLO.from_mapping(slo) if isinstance(slo, dict) else SLO.from_value(slo)
-    key = (name, promise, priority, is_sensitive)
-    if key not in kinds:
-        taken = {kind.name for kind in kinds.values()}
-        label = name or f"class-{len(kinds)}"
-        kinds[key] = RequestClass(
-            label if label not in taken else f"{label}-{len(kinds)}", promise, is_sensitive, priority
-        )
-    return kinds[key]
+    return name or None, promise, is_sensitive, priority, patience
 
 
 # Columns of rows ---------------------------------------------------------------------------------------------------------
@@ -303,11 +300,7 @@ def _workload_of(rows: list[_Row], block_tokens: int, path: Path, report: TraceR
         raise ConfigError(f"trace has no usable row; {report}")
     rows.sort(key=lambda row: row.arrival)
     first = rows[0].arrival
-    kinds: dict[RequestClass, int] = {}
-    plain = RequestClass("all")
-    class_ids = np.zeros(len(rows), np.int16)
-    for i, row in enumerate(rows):
-        class_ids[i] = kinds.setdefault(row.kind or plain, len(kinds))
+    classes, class_ids, own_promises = classes_of([row.kind for row in rows])
     tenants = sorted({row.tenant for row in rows if row.tenant is not None})
     numbers = {name: i for i, name in enumerate(["", *tenants] if any(row.tenant is None for row in rows) else tenants)}
     prefixes = None
@@ -321,11 +314,12 @@ def _workload_of(rows: list[_Row], block_tokens: int, path: Path, report: TraceR
         num_prompt=np.array([row.num_prompt for row in rows], np.int32),
         num_output=np.array([row.num_output for row in rows], np.int32),
         class_ids=class_ids,
-        classes=tuple(kinds),
+        classes=classes,
         tenant_ids=np.array([numbers[row.tenant or ""] for row in rows], np.int32) if tenants else None,
         tenants=tuple(numbers) if tenants else (),
         prefixes=prefixes,
         name=path.stem,
+        own_promises=own_promises,
     )
 
 
@@ -338,8 +332,9 @@ def _json_of(workload: Workload) -> Iterable[dict[str, Any]]:
     prefixes = workload.prefixes
     if prefixes is not None and prefixes.block_tokens != MOONCAKE_BLOCK_TOKENS:
         raise ConfigError(f"a Mooncake trace has blocks of {MOONCAKE_BLOCK_TOKENS} tokens, not {prefixes.block_tokens}")
+    has_labels = len(workload.classes) > 1
     for i in range(len(workload)):
-        kind = workload.classes[workload.class_ids[i]]
+        kind = workload.kind(i)
         row: dict[str, Any] = {
             "timestamp": round(float(workload.arrival[i]) * 1e3, 3),
             "input_length": int(workload.num_prompt[i]),
@@ -347,8 +342,8 @@ def _json_of(workload: Workload) -> Iterable[dict[str, Any]]:
         }
         if prefixes is not None:
             row["hash_ids"] = prefixes.of(i).tolist()
-        if kind != RequestClass("all"):
-            row["type_info"] = kind.name
+        if kind.label and (has_labels or kind.label != "all"):
+            row["type_info"] = kind.label
         if kind.slo is not None:
             promise = zip(SLO.__slots__, kind.slo.to_fields(), strict=True)
             row["slo"] = {name: value for name, value in promise if value}
@@ -356,6 +351,8 @@ def _json_of(workload: Workload) -> Iterable[dict[str, Any]]:
             row["is_latency_sensitive"] = True
         if kind.priority:
             row["priority"] = kind.priority
+        if kind.patience is not None:
+            row["patience"] = kind.patience
         if workload.tenant_ids is not None:
             row["tenant"] = workload.tenants[workload.tenant_ids[i]]
         yield row

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,8 +26,7 @@ from numpy.typing import NDArray
 from actorllm.errors import InvalidParameterError, nearest_name
 from actorllm.messages import F64, I32, I64, NO_U8, U8
 from actorllm.slo.objective import SLO, RequestClass
-
-I16 = NDArray[np.int16]
+from actorllm.slo.promises import Promises
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -86,7 +86,7 @@ class Workload:
     num_prompt: I32
     num_output: I32
     """Tokens after which a request ends; at least 1."""
-    class_ids: I16
+    class_ids: I32
     """Into `classes`."""
     classes: tuple[RequestClass, ...] = (RequestClass("all"),)
     tenant_ids: I32 | None = None
@@ -97,6 +97,8 @@ class Workload:
     name: str = "workload"
     max_tokens: I32 | None = None
     """What requests ask for at most. None: exactly what they get, which schedulers that look at it then know beforehand."""
+    own_promises: Promises | None = None
+    """What each request is promised, where not all of a class are promised the same. None: what its class is."""
 
     def __post_init__(self) -> None:
         size = self.arrival.size
@@ -104,6 +106,10 @@ class Workload:
             column = getattr(self, label)
             if column is not None and column.size != size:
                 raise InvalidParameterError(f"workload {self.name!r}: {label} has {column.size} rows, arrival {size}")
+        if self.own_promises is not None and len(self.own_promises) != size:
+            raise InvalidParameterError(
+                f"workload {self.name!r}: own_promises has {len(self.own_promises)} rows, arrival {size}"
+            )
         if not size:
             return
         if not np.isfinite(self.arrival).all() or self.arrival[0] < 0 or (np.diff(self.arrival) < 0).any():
@@ -117,6 +123,16 @@ class Workload:
 
     def __len__(self) -> int:
         return self.arrival.size
+
+    @property
+    def promises(self) -> Promises:
+        """What every request is promised."""
+        return Promises.of_classes(self.classes, self.class_ids) if self.own_promises is None else self.own_promises
+
+    def kind(self, row: int) -> RequestClass:
+        """The class of a request, with what this one is promised."""
+        kind = self.classes[int(self.class_ids[row])]
+        return kind if self.own_promises is None else replace(kind, slo=self.own_promises.slo(row))
 
     @property
     def rate(self) -> float:
@@ -142,6 +158,7 @@ class Workload:
             tenant_ids=None if self.tenant_ids is None else self.tenant_ids[index],
             prefixes=None if self.prefixes is None else self.prefixes.select(index),
             max_tokens=None if self.max_tokens is None else self.max_tokens[index],
+            own_promises=None if self.own_promises is None else self.own_promises.select(index),
         )
 
     def head(self, num: int) -> Workload:
@@ -204,6 +221,7 @@ class Workload:
             tenant_ids=None if self.tenant_ids is None else self.tenant_ids[rows],
             prefixes=prefixes,
             max_tokens=None if self.max_tokens is None else self.max_tokens[rows],
+            own_promises=None if self.own_promises is None else self.own_promises.select(rows),
         )
 
     def prefixes_end(self) -> int:
@@ -212,11 +230,25 @@ class Workload:
 
     def warnings(self) -> list[str]:
         """Objectives that no engine could keep, with the reason."""
+        if self.own_promises is not None:
+            return self._own_contradictions(self.own_promises)
         return [
             f"class {kind.name!r}: {reason}"
             for kind in self.classes
             if kind.slo is not None and (reason := kind.slo.contradiction()) is not None
         ]
+
+    def _own_contradictions(self, promises: Promises) -> list[str]:
+        """For each class and reason: how many requests, and the first of them."""
+        suspects = (promises.e2e < promises.ttft) & np.isfinite(promises.ttft)
+        suspects |= np.isinf(promises.ttft) & (promises.ttft_per_prompt_token > 0)
+        found = []
+        for number in np.unique(self.class_ids[suspects]).tolist():
+            rows = np.flatnonzero(suspects & (self.class_ids == number))
+            slo = promises.slo(int(rows[0]))
+            reason = None if slo is None else slo.contradiction()
+            found.append(f"class {self.classes[number].name!r}: {rows.size} requests, as {int(rows[0])}: {reason}")
+        return found
 
 
 def _check_positive(name: str, value: float) -> None:
@@ -315,7 +347,7 @@ def resampled_lengths(num: int, source: Workload, seed: int = 0) -> tuple[I32, I
 
 
 def make_workload(arrival: F64, lengths: tuple[I32, I32], name: str = "workload") -> Workload:
-    return Workload(arrival, *lengths, class_ids=np.zeros(arrival.size, np.int16), name=name)
+    return Workload(arrival, *lengths, class_ids=np.zeros(arrival.size, np.int32), name=name)
 
 
 def synthetic(num: int, rate: float, *, seed: int = 0, cv: float = 1.0) -> Workload:
@@ -367,7 +399,42 @@ def assign_classes(workload: Workload, mix: Iterable[tuple[RequestClass, float]]
     # One uniform number per request: a larger share of one class moves as few requests as can be.
     drawn = seed_stream(seed, "classes").random(len(workload))
     ids = np.searchsorted(np.cumsum(shares / shares.sum())[:-1], drawn, side="right")
-    return replace(workload, class_ids=ids.astype(np.int16), classes=tuple(kind for kind, _ in pairs))
+    classes = tuple(kind for kind, _ in pairs)
+    return replace(workload, class_ids=ids.astype(np.int32), classes=classes, own_promises=None)
+
+
+def classes_of(
+    kinds: Sequence[tuple[str | None, SLO | None, bool, int, float | None]],
+) -> tuple[tuple[RequestClass, ...], I32, Promises | None]:
+    """Classes of requests that tell of themselves: (type_info, slo, is_latency_sensitive, priority, patience).
+
+    A class is who shares all but the objective. Returns the classes in order of their first request, the class of each
+    request, and what each is promised unless all of every class are promised the same.
+    """
+    numbers: dict[tuple[str | None, bool, int, float | None], int] = {}
+    ids = np.array([numbers.setdefault((k[0], k[2], k[3], k[4]), len(numbers)) for k in kinds], np.int32)
+    slos: list[set[SLO | None]] = [set() for _ in numbers]
+    for number, kind in zip(ids.tolist(), kinds, strict=True):
+        slos[number].add(kind[1])
+    num_of = Counter(key[0] for key in numbers)
+    classes = []
+    names: set[str] = set()
+    for (info, is_sensitive, priority, patience), promised in zip(numbers, slos, strict=True):
+        name = info if info is not None else "all" if len(numbers) == 1 else "unlabelled"
+        if num_of[info] > 1:
+            name += ", latency sensitive" if is_sensitive else ""
+            name += f", priority {priority}" if priority else ""
+            name += f", patience {patience:g} s" if patience is not None else ""
+        plain, again = name, 1
+        while name in names:  # somebody's type_info reads like that
+            again += 1
+            name = f"{plain} ({again})"
+        names.add(name)
+        slo = next(iter(promised)) if len(promised) == 1 else None
+        carried = None if name == info or (info is None and name == "all") else info or ""
+        classes.append(RequestClass(name, slo, is_sensitive, priority, patience, carried))
+    own = None if all(len(promised) == 1 for promised in slos) else Promises.of(kind[1] for kind in kinds)
+    return tuple(classes), ids, own
 
 
 def assign_tenants(workload: Workload, shares: Sequence[float], seed: int = 0) -> Workload:

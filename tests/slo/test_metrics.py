@@ -9,6 +9,7 @@ import pytest
 
 from actorllm.slo.metrics import evaluate, fluidity, good, jain, percentiles
 from actorllm.slo.objective import SLO, RequestClass
+from actorllm.slo.promises import Promises
 from actorllm.slo.timeline import ABORTED, FINISHED, RunTimeline, timeline_of_streams
 
 
@@ -55,9 +56,10 @@ def test_gaps_of_a_long_run_are_rounded_and_none_is_lost(monkeypatch: pytest.Mon
 def test_the_two_readings_differ_where_they_should() -> None:
     timeline = make_timeline()
     slo = SLO(ttft=1.0, tpot=0.2)
-    assert good(timeline, slo, "tpot").tolist() == [True, False, False, False]
-    assert good(timeline, slo, "deadline").tolist() == [True, True, False, False], "due at 2.6, there at 2.1"
-    assert good(timeline, None, "tpot").tolist() == [True, True, True, False]
+    promises, nothing = (Promises.of([one] * 4) for one in (slo, None))
+    assert good(timeline, promises, "tpot").tolist() == [True, False, False, False]
+    assert good(timeline, promises, "deadline").tolist() == [True, True, False, False], "due at 2.6, there at 2.1"
+    assert good(timeline, nothing, "tpot").tolist() == [True, True, True, False]
 
 
 @pytest.mark.parametrize("reading", ["tpot", "deadline"])
@@ -66,7 +68,7 @@ def test_columns_judge_as_single_requests_do(reading: str) -> None:
     streams = [np.sort(rng.uniform(0, 4, rng.integers(1, 9))) + i / 10 for i in range(200)]
     timeline = timeline_of_streams(np.arange(200) / 10, rng.integers(1, 3000, 200).astype(np.int32), streams)
     for slo in (SLO(1, 0.4), SLO(None, 0.4), SLO(0.5, None, 3.0, 1e-3), SLO(e2e=3)):
-        judged = good(timeline, slo, reading)  # type: ignore[arg-type]
+        judged = good(timeline, Promises.of([slo] * 200), reading)  # type: ignore[arg-type]
         single = [
             slo.is_met(
                 arrival=float(timeline.arrival[i]),

@@ -19,7 +19,9 @@ from actorllm.scheduling.policy import Admit, KeyPlanner, KeyPolicy, PlanPolicy,
 from actorllm.scheduling.recording import Entry, RecordedScheduler, replay
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.slo.cost_model import LinearModel, Regime, preset
+from actorllm.slo.explanation import worst_request
 from actorllm.slo.objective import SLO, RequestClass
+from actorllm.slo.promises import Promises
 from actorllm.slo.routing import ROUTERS, ReplicaView, RoundRobin, make_router
 from actorllm.slo.simulator import EngineShape, Run, rerun, simulate
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline
@@ -228,6 +230,37 @@ def test_every_request_gets_the_tokens_it_wants(num_blocks: int) -> None:
     assert counts.sum() == (workload.num_output - 1).sum()
     assert (values * counts).sum() == pytest.approx((timeline.last_token - timeline.first_token).sum())
     assert run.statistics[0].kv.usage == 0
+
+
+def test_every_request_may_be_promised_something_else() -> None:
+    """Policies see it, and what is promised to one is what it is judged by."""
+    slos = [
+        None,
+        SLO(ttft=0.001),
+        SLO(ttft=9.0),
+        SLO(tpot=0.05),
+        SLO(tpot=0.15),
+        SLO(e2e=0.05),
+        SLO(e2e=99.0, ttft=100.0),
+    ]
+    seen: dict[int, SLO | None] = {}
+
+    class Looks(KeyPolicy):
+        def key(self, sequence: Any, view: Any) -> Any:
+            seen[sequence.key[1]] = SLO.from_fields(sequence.submit.slo)
+            return (sequence.arrival,)
+
+    num = len(slos)
+    workload = make_workload(np.arange(num) * 10.0, fixed_lengths(num, 10, 5))
+    workload = replace(workload, own_promises=Promises.of(slos))
+    run = simulate(workload, SHAPE, every_step(0.1), policy=lambda: KeyPlanner(Looks()))
+    assert [seen[row] for row in range(num)] == slos
+    metrics = run.evaluate(with_fluidity=True)
+    assert metrics.overall.attainment == {"tpot": 4 / 7, "deadline": 4 / 7}
+    assert metrics.worst("tpot") == 4 / 7, "one class"
+    assert worst_request(run.timeline, workload) == 1
+    assert sum("class 'all': 1 requests, as 6: e2e=99.0 ends before ttft=100.0" in text for text in run.warnings) == 1
+    assert any("ttft cannot be met by 1 of 7 requests" in text for text in run.warnings)
 
 
 # Policies that go wrong ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from actorllm.errors import ConfigError
 from actorllm.slo.objective import SLO, RequestClass
 from actorllm.slo.traces import SAMPLE, load_trace, write_trace
-from actorllm.slo.workload import sample
+from actorllm.slo.workload import assign_classes, parse_mix, sample
 
 
 def write(folder: Path, text: str) -> Path:
@@ -111,6 +111,7 @@ def test_malformed_rows_are_left_out_and_told(tmp_path: Path) -> None:
         ('{"timestamp": 1, "input_length": 5, "output_length": ' + "[" * 900 + "]" * 900 + "}", "output_length=[[["),
         ('{"timestamp": 1, "input_length": 5, "output_length": 1, "priority": 1.5}', "priority=1.5 must be a whole"),
         ('{"timestamp": 1, "input_length": 5, "output_length": 1, "is_latency_sensitive": 1}', "must be true or false"),
+        ('{"timestamp": 1, "input_length": 5, "output_length": 1, "patience": -1}', "patience=-1 must be a positive"),
     ],
 )
 def test_a_row_of_json_that_is_wrong_says_how(tmp_path: Path, row: str, problem: str) -> None:
@@ -200,14 +201,74 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         again.classes
         == first.classes
         == (
-            RequestClass("class-0", SLO(0.5, 0.05), True),
+            RequestClass("unlabelled, latency sensitive", SLO(0.5, 0.05), True, type_info=""),
             RequestClass("batch", None, False, 4),
-            RequestClass("class-2", SLO(tpot=0.1)),
+            RequestClass("unlabelled", SLO(tpot=0.1), type_info=""),
         )
     )
     assert again.tenants == ("", "a", "b")
     assert again.tenant_ids is not None
     assert again.tenant_ids.tolist() == [1, 2, 0]
+
+
+def own_promises(folder: Path, num: int, **more: object) -> Path:
+    """Rows of one type_info, each with a promise of its own; every second one is latency sensitive."""
+    rows = [
+        {
+            "timestamp": 100 * i,
+            "input_length": 20 + i % 7,
+            "output_length": 3,
+            "type_info": "chat",
+            "is_latency_sensitive": i % 2 == 0,
+            "slo": {"ttft": 1.0 + i / 1000, "tpot": 0.05} if i % 3 else None,
+        }
+        | more
+        for i in range(num)
+    ]
+    return write(folder, "\n".join(map(json.dumps, rows)))
+
+
+def test_requests_may_be_promised_what_no_other_is(tmp_path: Path) -> None:
+    num = 40_000
+    workload = load_trace(own_promises(tmp_path, num)).workload
+    assert [kind.name for kind in workload.classes] == ["chat, latency sensitive", "chat"]
+    assert [kind.label for kind in workload.classes] == ["chat", "chat"]
+    assert workload.class_ids.tolist() == [0, 1] * (num // 2)
+    assert workload.kind(num - 1).slo is None
+    assert workload.kind(num - 2) == RequestClass(
+        "chat, latency sensitive", SLO(1.0 + (num - 2) / 1000, 0.05), True, type_info="chat"
+    )
+    assert workload.repeated(2 * num).kind(num + 1).slo == workload.kind(1).slo
+    assert workload.select(np.array([5, 7])).kind(1).slo == workload.kind(7).slo
+    assert assign_classes(workload, [(RequestClass("plain"), 1)]).promises.slo(1) is None
+
+
+def test_a_class_of_which_all_are_promised_the_same_is_promised_it(tmp_path: Path) -> None:
+    workload = load_trace(own_promises(tmp_path, 10, slo=0.1, is_latency_sensitive=True)).workload
+    assert workload.classes == (RequestClass("chat", SLO(tpot=0.1), True),)
+    assert workload.own_promises is None
+
+
+def test_labels_of_classes_are_told_apart(tmp_path: Path) -> None:
+    rows = [{"type_info": name, "priority": p} for name, p in (("a", 0), ("a", 2), ("a, priority 2", 0), (None, 0))]
+    rows = [row | {"timestamp": i, "input_length": 1, "output_length": 1} for i, row in enumerate(rows)]
+    workload = load_trace(write(tmp_path, "\n".join(map(json.dumps, rows)))).workload
+    assert [(kind.name, kind.label) for kind in workload.classes] == [
+        ("a", "a"), ("a, priority 2", "a"), ("a, priority 2 (2)", "a, priority 2"), ("unlabelled", ""),
+    ]  # fmt: skip
+
+
+def test_everything_of_a_class_is_written(tmp_path: Path) -> None:
+    first = load_trace(own_promises(tmp_path, 30)).workload
+    write_trace(first, tmp_path / "again.jsonl")
+    again = load_trace(tmp_path / "again.jsonl").workload
+    assert [again.kind(i) for i in range(30)] == [first.kind(i) for i in range(30)]
+    mix = parse_mix("ls:0.5:ttft=0.5+p/4000,tpot=0.05,patience=3.5,priority=2 be:0.5:sensitive=1")
+    mixed = assign_classes(first, mix)
+    write_trace(mixed, tmp_path / "mixed.jsonl")
+    again = load_trace(tmp_path / "mixed.jsonl").workload
+    assert [again.kind(i) for i in range(30)] == [mixed.kind(i) for i in range(30)]
+    assert {kind.patience for kind in again.classes} == {3.5, None}
 
 
 def servegen(folder: Path) -> Path:

@@ -52,7 +52,7 @@ FORMAT = 1
 MIX = "ls:0.5:ttft=0.5+p/4000,tpot=0.05 be:0.5:e2e=120"
 ARRIVALS = ("trace", "poisson", "gamma", "bursty", "constant")
 SHAPE = EngineShape(num_blocks=25_000, max_num_batched_tokens=512, enable_prefix_caching=False)
-MODULES = ("cost_model", "metrics", "objective", "routing", "simulator", "timeline", "traces", "workload")
+MODULES = ("cost_model", "metrics", "objective", "promises", "routing", "simulator", "timeline", "traces", "workload")
 LEFT_OUT = "requests left out:"
 """How the warning of requests begins that are too long for the model."""
 Knob = bool | int | float | str
@@ -297,7 +297,12 @@ class Point:
         if scenario.tenants:
             workload = assign_tenants(workload, scenario.tenants, seed)
         if self.scale != 1:
-            workload = replace(workload, classes=tuple(_scaled(kind, self.scale) for kind in workload.classes))
+            own = workload.own_promises
+            workload = replace(
+                workload,
+                classes=tuple(_scaled(kind, self.scale) for kind in workload.classes),
+                own_promises=None if own is None else own.scaled(self.scale),
+            )
         return workload
 
     def run(self, make_scheduler: Callable[[int, PlanPolicy], Scheduler] | None = None) -> Run:

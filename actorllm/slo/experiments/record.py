@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from actorllm.slo.experiments.point import Point, code_digest
 from actorllm.slo.experiments.stationarity import judge
-from actorllm.slo.metrics import evaluate, good_by_class
+from actorllm.slo.metrics import evaluate, good
 from actorllm.slo.objective import READINGS
 from actorllm.slo.simulator import Run
 from actorllm.slo.timeline import RunTimeline
@@ -52,15 +52,17 @@ def figures_of(timeline: RunTimeline, workload: Workload) -> dict[str, Any]:
         workload.classes,
         workload.class_ids,
         tenants=workload.tenant_ids,
+        promises=workload.own_promises,
         with_fluidity=len(timeline) <= 20_000,
     )
-    good = {reading: good_by_class(timeline, workload.class_ids, workload.classes, reading) for reading in READINGS}
+    promises = workload.promises
+    is_good = {reading: good(timeline, promises, reading) for reading in READINGS}
     return {
         "classes": [kind.name for kind in workload.classes],
         "summary": metrics.to_dict(),
-        "blocks": _blocks(workload, good),
-        "lengths": _lengths(workload, good),
-        "stationarity": judge(timeline, workload.classes).to_dict(),
+        "blocks": _blocks(workload, is_good),
+        "lengths": _lengths(workload, is_good),
+        "stationarity": judge(timeline, workload.classes, workload.own_promises).to_dict(),
     }
 
 

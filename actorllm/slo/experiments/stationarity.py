@@ -22,6 +22,7 @@ import numpy as np
 
 from actorllm.messages import F64
 from actorllm.slo.objective import RequestClass
+from actorllm.slo.promises import Promises
 from actorllm.slo.timeline import RunTimeline
 
 Verdict = Literal["stationary", "growing", "short"]
@@ -64,8 +65,10 @@ def backlog(timeline: RunTimeline, times: F64, weights: F64 | None = None) -> F6
     return found
 
 
-def judge(timeline: RunTimeline, classes: tuple[RequestClass, ...] = ()) -> Stationarity:
-    """The verdict on a run; classes: for the length of what they are promised."""
+def judge(
+    timeline: RunTimeline, classes: tuple[RequestClass, ...] = (), promises: Promises | None = None
+) -> Stationarity:
+    """The verdict on a run; classes, and promises of the requests' own: for the length of what they are promised."""
     num = len(timeline)
     if num < MIN_REQUESTS:
         return Stationarity("short", f"{num} requests are too few to tell; {MIN_REQUESTS} are needed", 0.0, 0.0)
@@ -93,7 +96,10 @@ def judge(timeline: RunTimeline, classes: tuple[RequestClass, ...] = ()) -> Stat
         )
         return Stationarity("growing", message, drift, score)
     score, drift, _, _ = max(found, key=lambda one: one[1])
-    longest, whose = _longest_promise(classes, float(np.quantile(timeline.num_prompt, 0.99)))
+    if promises is None:
+        longest, whose = _longest_promise(classes, float(np.quantile(timeline.num_prompt, 0.99)))
+    else:
+        longest, whose = _longest_of_all(promises, timeline), "one request in a hundred"
     if span < MIN_PROMISES * longest:
         message = (
             f"requests came for {span:.0f} s, {span / longest:.1f} times the {longest:.0f} s that {whose} is promised: a backlog "
@@ -116,6 +122,13 @@ def _slope(means: F64) -> tuple[float, float]:
     num_independent = max(3.0, num * (1 - correlation) / (1 + correlation))
     error = math.sqrt(variance / (num_independent - 2) / float((at**2).sum()))
     return slope, max(-MAX_SCORE, min(MAX_SCORE, slope / error))
+
+
+def _longest_of_all(promises: Promises, timeline: RunTimeline) -> float:
+    """Without the longest hundredth: one promise that is kept in an hour asks for no run of four hours."""
+    limits = np.stack((promises.e2e, promises.ttft_limit(timeline.num_prompt)))
+    longest = np.where(np.isfinite(limits), limits, 0.0).max(axis=0)
+    return float(np.quantile(longest, 0.99, method="lower"))
 
 
 def _longest_promise(classes: tuple[RequestClass, ...], num_prompt: float) -> tuple[float, str]:

@@ -202,7 +202,7 @@ def _request_track(
     chunks: list[tuple[float, float, int]],
     lost: list[float],
 ) -> list[dict[str, Any]]:
-    kind = workload.classes[int(workload.class_ids[row])]
+    kind = workload.kind(row)
     arrival, scheduled = float(timeline.arrival[row]), float(timeline.scheduled[row])
     first, last = float(timeline.first_token[row]), float(timeline.last_token[row])
     name = f"{row} {kind.name}"

@@ -16,8 +16,8 @@ from actorllm.slo.experiments.record import OUTPUT_EDGES, PROMPT_EDGES, figures_
 from actorllm.slo.experiments.stationarity import backlog
 from actorllm.slo.fairness import Fairness, fairness_of
 from actorllm.slo.journal import Journal, StepTable
-from actorllm.slo.metrics import good_by_class, latency_figures
-from actorllm.slo.objective import READINGS, SLO, Reading
+from actorllm.slo.metrics import good, latency_figures
+from actorllm.slo.objective import READINGS, SLO, Reading, RequestClass
 from actorllm.slo.report.charts import Series, heat, legend, lines, number, over_time, percent
 from actorllm.slo.report.page import Section, figure, grid, page, table
 from actorllm.slo.timeline import RunTimeline
@@ -90,6 +90,10 @@ def promise(slo: SLO | None) -> str:
     return ", ".join(parts)
 
 
+def promise_of(workload: Workload, kind: RequestClass) -> str:
+    return promise(kind.slo) if workload.own_promises is None or kind.slo is not None else "what each request says"
+
+
 def promises(timeline: RunTimeline, workload: Workload, summary: Mapping[str, Any]) -> Section:
     section = Section("What was promised, and what was kept")
     found = summary["actorllm_classes"]
@@ -100,7 +104,7 @@ def promises(timeline: RunTimeline, workload: Workload, summary: Mapping[str, An
         mine = found[kind.name]
         share = [_share(mine["attainment"][r]) for r in READINGS]
         fluid = "–" if mine["fluidity"] is None else percent(mine["fluidity"])
-        rows.append([escape(kind.name), escape(promise(kind.slo)), f"{mine['requests']:,}", *share, fluid])
+        rows.append([escape(kind.name), escape(promise_of(workload, kind)), f"{mine['requests']:,}", *share, fluid])
     section.add(table(["class", "promise", "requests", "kept, mean gap", "kept, due dates", "fluidity"], rows))
     section.paragraph(
         "Mean gap: (last token - first token) / (tokens - 1), as vllm bench serve counts; every pause is minded. Due dates: "
@@ -256,8 +260,7 @@ def _count(arrive: F64, leave: F64, at: F64) -> F64:
 
 
 def _misses_over_time(timeline: RunTimeline, workload: Workload) -> list[tuple[float, str]]:
-    good = good_by_class(timeline, workload.class_ids, workload.classes, "deadline")
-    rows = np.flatnonzero(~good)
+    rows = np.flatnonzero(~good(timeline, workload.promises, "deadline"))
     rows = rows[:: max(1, rows.size // 300)]
     return [
         (float(timeline.arrival[i]), f"request {i} ({workload.classes[int(workload.class_ids[i])].name})")

@@ -23,7 +23,7 @@ from actorllm.slo.report.run_page import (
     class_table,
     fairness_section,
     length_heat,
-    promise,
+    promise_of,
     provenance,
     timelines,
 )
@@ -381,7 +381,8 @@ def _runs(results: Results, rate: float) -> tuple[Section, list[tuple[str, Fairn
         run, journal = watched_run(point)
         row = worst_request(run.timeline, run.workload)
         again, watching = watched_run(point, (row,))
-        why = explain(row, again.timeline, again.workload.classes, again.workload.class_ids, watching, model)
+        given = again.workload
+        why = explain(row, again.timeline, given.classes, given.class_ids, watching, model, promises=given.own_promises)
         band = results.band(variant.label, rate, "deadline")
         blocks = "".join(timelines(run.timeline, run.workload, journal))
         is_open = " open" if variant.label == best else ""
@@ -449,8 +450,9 @@ def _made(results: Results) -> Section:
             "code of the points": ", ".join(codes),
         },
     )
-    kinds = Point(scenario=scenario, variant=results.variants[0], rate=1.0).workload().classes
-    section.add(table(["class", "promise"], [[escape(kind.name), escape(promise(kind.slo))] for kind in kinds]))
+    workload = Point(scenario=scenario, variant=results.variants[0], rate=1.0).workload()
+    rows = [[escape(kind.name), escape(promise_of(workload, kind))] for kind in workload.classes]
+    section.add(table(["class", "promise"], rows))
     if warnings := results.warnings():
         items = "".join(f"<li>{escape(warning)}</li>" for warning in warnings)
         section.add(f"<details><summary>{len(warnings)} warnings</summary><ul>{items}</ul></details>")

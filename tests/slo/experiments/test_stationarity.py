@@ -7,6 +7,7 @@ import pytest
 
 from actorllm.slo.experiments.stationarity import backlog, judge
 from actorllm.slo.objective import SLO, RequestClass
+from actorllm.slo.promises import Promises
 from actorllm.slo.timeline import RunTimeline, timeline_of_streams
 
 
@@ -56,6 +57,10 @@ def test_a_run_shorter_than_its_promises_proves_nothing() -> None:
     found = judge(timeline, (RequestClass("be", SLO(e2e=600.0)), RequestClass("ls", SLO(0.5, 0.05))))
     assert found.verdict == "short"
     assert "the 600 s that be is promised" in found.message
+    own = Promises.of([SLO(e2e=600.0 if row % 50 == 0 else 6.0) for row in range(len(timeline))])
+    assert "the 600 s that one request in a hundred is promised" in judge(timeline, (), own).message
+    one = Promises.of([SLO(e2e=1e9 if row == 7 else 6.0) for row in range(len(timeline))])
+    assert judge(timeline, (), one).verdict == "stationary"
     assert judge(one_server(0.7, 50, 1)).message == "50 requests are too few to tell; 100 are needed"
 
 
