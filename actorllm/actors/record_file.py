@@ -36,10 +36,9 @@ class RecordFile:
         config: EngineConfig,
         eos_token_ids: tuple[int, ...],
         primary_eos_token_id: int | None,
-        has_other_workers: bool = False,
     ) -> None:
         """What the scheduler is built with (`scheduler_arguments`)."""
-        self._header = [config.to_json().decode(), list(eos_token_ids), primary_eos_token_id, has_other_workers]
+        self._header = [config.to_json().decode(), list(eos_token_ids), primary_eos_token_id]
         self._file: IO[bytes] | None = None
 
     def open_at(self, path: Path) -> None:
@@ -97,30 +96,28 @@ def recorded_configuration(path: str | Path) -> EngineConfig:
     return _read_header(path)[0]
 
 
-def _read_header(path: str | Path) -> tuple[EngineConfig, tuple[int, ...], int | None, bool]:
+def _read_header(path: str | Path) -> tuple[EngineConfig, tuple[int, ...], int | None]:
     nothing: list[Any] = [None]
     values = next((values for values, _ in _frames(path)), nothing)
     if values[0] != BUILT:
         raise ConfigError(
             f"recording {str(path)!r} does not say of which engine it is: it is empty, or of an older version"
         )
-    configuration, eos_token_ids, primary, has_other_workers = values[3]
-    return EngineConfig.from_json(configuration), tuple(eos_token_ids), primary, has_other_workers
+    configuration, eos_token_ids, primary = values[3]
+    return EngineConfig.from_json(configuration), tuple(eos_token_ids), primary
 
 
 def fresh_scheduler(path: str | Path) -> Scheduler:
     """One that is built as the recorded one was. Raises ConfigError."""
-    config, eos_token_ids, primary, has_other_workers = _read_header(path)
+    config, eos_token_ids, primary = _read_header(path)
     policy = build_policy(config.scheduler)
-    return Scheduler(policy=policy, **scheduler_arguments(config, eos_token_ids, primary, has_other_workers))
+    return Scheduler(policy=policy, **scheduler_arguments(config, eos_token_ids, primary))
 
 
-def scheduler_arguments(
-    config: EngineConfig, eos_token_ids: tuple[int, ...], primary: int | None, has_other_workers: bool = False
-) -> dict[str, Any]:
+def scheduler_arguments(config: EngineConfig, eos_token_ids: tuple[int, ...], primary: int | None) -> dict[str, Any]:
     """Of the Scheduler of this configuration, whose KV blocks are known; but for its policy.
 
-    primary: the id that ends a text by the tokenizer. has_other_workers: workers at fault are replaced.
+    primary: the id that ends a text by the tokenizer.
     """
     assert config.cache.num_blocks is not None
     return {
@@ -140,7 +137,6 @@ def scheduler_arguments(
         "embedding_bytes": config.model.embedding_bytes,
         "max_waiting_requests": config.scheduler.max_waiting_requests,
         "max_waiting_tokens": config.scheduler.max_waiting_tokens,
-        "has_other_workers": has_other_workers,
         "prefill_chunk": config.scheduler.long_prefill_token_threshold or None,
     }
 

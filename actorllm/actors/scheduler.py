@@ -33,7 +33,7 @@ from actorllm.actors.topology import ATTACHED
 from actorllm.clock import now
 from actorllm.config import EngineConfig, SchedulerConfig
 from actorllm.embeds import ids_before_text
-from actorllm.errors import ConfigError, CorruptLinkError, PeerLostError, PeerRestartedError, TransportError, WouldBlock
+from actorllm.errors import ConfigError, CorruptLinkError, PeerLostError, PeerRestartedError, TransportError
 from actorllm.logprobs import LogprobSpan, columns_of
 from actorllm.messages import (
     DRAINING,
@@ -208,8 +208,6 @@ class SchedulerActor(Actor):
 
     def __init__(self, name: str = "scheduler", rank: int = 0) -> None:
         super().__init__(name, rank)
-        self.replaces_workers = True
-        """Whether workers that fail are ended, for others to be started or the engine to end."""
         self._inbox: deque[tuple[int, Submit | Abort | Unblock]] = deque()
         self._results: deque[StepResult | StepFailed] = deque()
         self._acknowledged: dict[int, dict[int, StepResult | StepFailed]] = {}
@@ -268,7 +266,7 @@ class SchedulerActor(Actor):
     def _build(self, config: EngineConfig) -> Scheduler:
         eos_token_ids = self._eos_token_ids(config)
         primary = None if self._tokenizer is None else self._tokenizer.eos_token_id
-        arguments = scheduler_arguments(config, eos_token_ids, primary, self.replaces_workers)
+        arguments = scheduler_arguments(config, eos_token_ids, primary)
         arguments["policy"] = self._policy(config.scheduler)
         if config.record is None:
             return Scheduler(**arguments)
@@ -277,7 +275,7 @@ class SchedulerActor(Actor):
         except OSError as error:
             raise ConfigError(f"record={config.record!r} cannot be written: {error.strerror}") from error
         self._record_path = Path(config.record)
-        self._record = RecordFile(config, eos_token_ids, primary, self.replaces_workers)
+        self._record = RecordFile(config, eos_token_ids, primary)
         return RecordedScheduler(sink=self._write_entry, **arguments)
 
     def _policy(self, config: SchedulerConfig) -> PlanPolicy:
@@ -481,27 +479,10 @@ class SchedulerActor(Actor):
         self._send(*self._render(events))  # while the next step runs; ends at stop strings before it is planned
         if self._trial:
             self._trial.on_step(sequence.key for sequence in events.sequences)
-        if (events.ends or isinstance(result, StepFailed)) and self.scheduler.is_fault_of_workers and self._has_workers:
-            self._has_workers = False  # nothing more is planned for them
-            error = result.error if isinstance(result, StepFailed) else events.ends[-1].error
-            self.start_soon(self._replace_workers, self._workers, str(error))
         if self._is_unproven and events.tokens.size:
             self._is_unproven = False
             self._num_losses_in_a_row = 0
             self.report_progress()
-
-    async def _replace_workers(self, link: Link, error: str) -> None:
-        """End the workers, which can do nothing any more: others take their place, as long as that may be."""
-        reason = f"no step comes to anything, whatever the request; the last error: {error}"
-        logger.error("the workers are to be replaced: %s", reason)
-        try:
-            await self.ask_all(link, "give_up", reason=reason)
-        except PeerLostError:
-            return
-        except (TimeoutError, WouldBlock) as silent:
-            logger.warning("the workers do not answer, and go on: %s", silent)
-            self._has_workers = self._has_workers or link.is_open
-            self.wake()
 
     def next_deadline(self) -> float | None:
         """When the loop must turn even if nothing arrives: for a policy, a deadline, or what could not be sent."""

@@ -59,7 +59,6 @@ class Stepper:
         self._is_running_posted = False
         self._frontend = frontend
         self._scheduler = SchedulerActor()
-        self._scheduler.replaces_workers = False  # the caller sees every failure, and what it means to him
         self._worker = WorkerActor()
 
     # As EngineThread

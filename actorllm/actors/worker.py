@@ -12,7 +12,6 @@ the dead scheduler had sent, which was the same for all.
 from __future__ import annotations
 
 import logging
-import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +23,7 @@ from actorllm.actors.pulse import WITHOUT_NUMBER
 from actorllm.actors.vigil import NEW_BUDGET_S, StepBudget
 from actorllm.clock import now
 from actorllm.config import EngineConfig
-from actorllm.errors import EngineError, PeerLostError
+from actorllm.errors import PeerLostError
 from actorllm.messages import LateInputs, Message, StepFailed, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ logger = logging.getLogger(__name__)
 class WorkerActor(Actor):
     """Executes plans; only rank 0 reports tokens, the others acknowledge."""
 
-    VERBS = (*Actor.VERBS, "start_profile", "stop_profile", "give_up")
+    VERBS = (*Actor.VERBS, "start_profile", "stop_profile")
 
     def __init__(self, name: str = "worker0", rank: int = 0) -> None:
         super().__init__(name, rank)
@@ -49,8 +48,6 @@ class WorkerActor(Actor):
         self._num_decode = 0
         self._num_steps = 0
         self._num_failed = 0
-        self._last_error: Exception | None = None
-        """Why the last step failed, unless it went through."""
         self._num_orphaned = 0
         self._busy_s = 0.0
         self._profile_prefix = ""
@@ -156,17 +153,12 @@ class WorkerActor(Actor):
                 error=f"{type(error).__name__}: {error}",
                 is_out_of_memory=self.runner.is_memory_shortage(error),
             )
-            error.add_note("".join(traceback.format_exception(error)))
-            error.__traceback__ = error.__context__ = error.__cause__ = (
-                None  # their frames hold the tensors of the step
-            )
-            self._last_error = error
+            error.__traceback__ = None  # its frames hold the tensors of the step
             self.runner.discard()
             self._report(link, failure)
             return
         ended = now()
         self._num_steps += 1
-        self._last_error = None
         self._busy_s += ended - started
         if self.rank:
             result = StepResult(step=plan.step)
@@ -199,9 +191,6 @@ class WorkerActor(Actor):
                 return self._take_time(self._start_profile, arguments.get("prefix", ""))
             case "stop_profile":
                 return self._take_time(self.runner.stop_profile, arguments["folder"], self._profile_prefix)
-            case "give_up":
-                self._runner.fail(self._last_error or EngineError(arguments["reason"]))
-                return True
         return super().answer(verb, arguments)
 
     def _start_profile(self, prefix: str) -> bool:

@@ -2,9 +2,7 @@
 
 A failed step, and the death of the workers, say at best who was there. Each is answered by letting fewer run until it is
 known: after failed steps smaller and smaller groups (`suspects`) or smaller steps if memory was short (`memory_backoff`);
-after deaths the few who are tried (`quarantine`). Who has failed alone is set aside while there are others to try: a step of
-theirs that goes through shows that it was him, and when nothing comes of anybody it was the workers (`failure_streak`). Owns
-these four, the limits that hold meanwhile, and who waits for a token
+after deaths the few who are tried (`quarantine`). Owns these three, the limits that hold meanwhile, and who waits for a token
 since the workers died. The Scheduler voids the steps, computes everybody again and ends who is found guilty here.
 
 Invariants: the suspects of failed steps are forgotten when the workers die; from there on the quarantine alone says who is
@@ -23,7 +21,6 @@ from numpy.typing import NDArray
 
 from actorllm.messages import I32
 from actorllm.scheduling.batch import Batch
-from actorllm.scheduling.failure_streak import MAX_PROMPTS, FailureStreak
 from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.memory_backoff import SMALL_CHUNK, MemoryBackoff
 from actorllm.scheduling.policy import Limits
@@ -36,9 +33,9 @@ KILLED = f"the workers died {MAX_ALONE} times while they ran this request alone;
 
 
 class Faults:
-    """limits: those of the engine. has_other_workers: whether others can take the place of those that fail."""
+    """limits: those of the engine."""
 
-    def __init__(self, limits: Limits, batch: Batch, has_other_workers: bool = False) -> None:
+    def __init__(self, limits: Limits, batch: Batch) -> None:
         self.limits = limits
         """Those that hold now."""
         self.is_restricted = False
@@ -55,25 +52,10 @@ class Faults:
         self._suspects = Suspects()
         self._memory = MemoryBackoff(limits.max_seqs, limits.max_tokens)
         self._quarantine = Quarantine()
-        self._streak = FailureStreak()
-        self._has_other_workers = has_other_workers
-        self._set_aside: dict[Sequence, str] = {}
-        """Those that failed alone, and with what, while others are to be tried."""
-        self._first_failed: tuple[Sequence, ...] = ()
-        """Who was in the first of the failed steps since one went through: workers may be broken since then."""
         self._interrupted: set[Sequence] = set()
         """Their workers died, and they have had no token since."""
 
     # Who may run ------------------------------------------------------------------------------------------------------
-
-    @property
-    def is_of_workers(self) -> bool:
-        """Whether it is the workers that fail, and no request."""
-        if not self._has_other_workers or not self._streak:
-            return False
-        # Where workers were lost before, it takes fresh ones to know more about who is tried: he may have broken these.
-        is_undecided = bool(self._set_aside) and not self._suspects and bool(self._quarantine)
-        return is_undecided or self._streak.num_prompts >= MAX_PROMPTS
 
     @property
     def is_holding_back(self) -> bool:
@@ -135,7 +117,6 @@ class Faults:
     def forgive(self) -> None:
         """Nobody could run: failed steps keep nobody back any more."""
         self._suspects.clear()
-        self._set_aside.clear()
         self._memory.lift()
         self._sum_up()
 
@@ -147,60 +128,36 @@ class Faults:
         """After a change of whatever kind."""
         self.is_restricted = bool(self._suspects) or self._memory.is_active
         self.is_choosy = self.is_restricted or self._quarantine.is_trying
-        self.is_any = self.is_restricted or bool(self._interrupted) or bool(self._quarantine) or bool(self._streak)
+        self.is_any = self.is_restricted or bool(self._interrupted) or bool(self._quarantine)
         if self.limits.max_tokens != self._memory.max_tokens:
             self.limits = replace(self.limits, max_tokens=self._memory.max_tokens)
 
     # What happens -----------------------------------------------------------------------------------------------------
 
-    def on_failed_step(
-        self, failed: StepRecord, error: str, rows: I32, is_out_of_memory: bool
-    ) -> list[tuple[Sequence, str]]:
-        """A step failed; rows: those that are known to be at fault, if that is known. Returns who is to end, with which error."""
+    def on_failed_step(self, failed: StepRecord, rows: I32, is_out_of_memory: bool) -> list[Sequence]:
+        """A step failed; rows: those that are known to be at fault, if that is known. Returns who is to end for it."""
         self.num_failed_steps += 1
         named = failed.named
         present = dict.fromkeys(named)
         alive = [s for s in present if s.state is not State.FINISHED]
         known = {named[row] for row in rows.tolist() if 0 <= row < len(named)}
-        at_fault = [(s, error) for s in alive if s in known]
+        at_fault = [s for s in alive if s in known]
         if not known:
-            self._first_failed = self._first_failed or tuple(alive)
             for sequence in alive:
                 sequence.num_failures += 1
-            at_fault = [(s, error) for s in alive if s.num_failures > MAX_FAILURES]
+            at_fault = [s for s in alive if s.num_failures > MAX_FAILURES]
             rest = [s for s in alive if s.num_failures <= MAX_FAILURES]
             can_shrink = len(rest) > 1 or (failed.num_tokens > SMALL_CHUNK and not any(s.is_whole for s in rest))
             if is_out_of_memory and rest and can_shrink:
                 self._memory.shrink(len(alive), failed.num_tokens)
             elif rest and (culprit := self._suspects.accuse(rest, len(present) - len(rest))) is not None:
-                at_fault += self._judge(culprit, error)
+                at_fault.append(culprit)
         self._sum_up()
         return at_fault
-
-    def _judge(self, culprit: Sequence, error: str) -> list[tuple[Sequence, str]]:
-        """A request failed alone. Nothing is decided while others can still show whether it was him."""
-        self._streak.add([culprit])
-        if not self._has_other_workers:
-            return [(culprit, error)]
-        self._set_aside[culprit] = error
-        return [] if self._suspects or self.is_of_workers else self._convict()
-
-    def _convict(self) -> list[tuple[Sequence, str]]:
-        convicted, self._set_aside = [*self._set_aside.items()], {}
-        return convicted
-
-    def on_corrupted_step(self, sequences: Iterable[Sequence]) -> None:
-        """Of a step came nothing but values that are not finite, and these have ended."""
-        self._streak.add(sequences)
-        self._sum_up()
 
     def on_loss(self) -> None:
         """The workers died: from here on the quarantine says who is tried, and nobody else."""
         self.num_losses += 1
-        if not self.is_of_workers:
-            self._first_failed = ()
-        self._streak.clear()
-        self._set_aside.clear()
         self._suspects.clear()
         self._sum_up()
 
@@ -209,8 +166,6 @@ class Faults:
     ) -> list[Sequence]:
         """With these steps in flight; waiting: those who may run now. Returns who is found guilty."""
         present = dict.fromkeys(sequence for record in in_flight for sequence in record.named)
-        present |= dict.fromkeys(self._first_failed)  # of workers that were ended nothing is in flight any more
-        self._first_failed = ()
         alive = [s for s in present if s.state is not State.FINISHED]
         for sequence in alive:
             sequence.num_recoveries += 1
@@ -221,10 +176,8 @@ class Faults:
         self._sum_up()
         return guilty
 
-    def on_good_step(self, sequences: NDArray[Any], now: float) -> list[tuple[Sequence, str]]:
-        """A step went through, and these had a token. Returns who is to end, since the workers are good: with which error."""
-        self._streak.clear()
-        self._first_failed = ()
+    def on_good_step(self, sequences: NDArray[Any], now: float) -> None:
+        """A step went through, and these had a token."""
         if self._quarantine:
             self._quarantine.had_token(sequences)
         if self._interrupted:
@@ -240,22 +193,14 @@ class Faults:
             if self._memory.is_active:
                 self._memory.on_good_step()
         self._sum_up()
-        if not self._set_aside:
-            return []
-        for sequence in sequences:
-            self._set_aside.pop(sequence, None)
-        return self._convict()
 
     def discard(self, sequence: Sequence) -> None:
         """It has ended."""
-        self._set_aside.pop(sequence, None)
         self._interrupted.discard(sequence)
         if self._quarantine:
             self._quarantine.acquit([sequence])
         if self.is_restricted:
             self._suspects.acquit(sequence)
-            if not self._suspects:
-                self._set_aside.clear()  # nobody is left to show whether it was them: they are tried once more
         self._sum_up()
 
     def check_integrity(self) -> None:

@@ -82,13 +82,11 @@ class Scheduler:
         embedding_bytes: int = 0,
         max_waiting_requests: int | None = None,
         max_waiting_tokens: int | None = None,
-        has_other_workers: bool = False,
         is_simulated: bool = False,
     ) -> None:
         """eos_token_ids: what ends a text; all but the primary one, the tokenizer's own, are told as the stop_reason.
-        embedding_bytes: of each position of a prompt that is given as an embedding; 0: none is. has_other_workers: whoever
-        drives this one replaces them when it is their fault (`is_fault_of_workers`). is_simulated: nobody looks at the
-        contents of plans, nor for the ids of sampled tokens, and neither is made; not with prefix caching."""
+        embedding_bytes: of each position of a prompt that is given as an embedding; 0: none is. is_simulated: nobody
+        looks at the contents of plans, nor for the ids of sampled tokens, and neither is made; not with prefix caching."""
         # Room kept per row, beyond the token that a step samples: for what every step in flight may return beyond one.
         spare = num_lookahead_tokens * depth
         if num_blocks * block_size < max_model_len + spare:
@@ -122,7 +120,7 @@ class Scheduler:
         self._decode = DecodeRows(batch, kv, spare)
         self._builder = NoPlanBuilder() if is_simulated else PlanBuilder(eos_ids)
         self._cache = PrefixCache(kv, batch, self.ledger, spare)
-        self._faults = Faults(limits, batch, has_other_workers)
+        self._faults = Faults(limits, batch)
         self._stopping = Stopping(eos_ids, vocab_size)
         self._payload = Payload(embedding_bytes)
         self._expiry = Expiry()
@@ -505,11 +503,8 @@ class Scheduler:
         if error is not None:
             return self._void([record, *self.ledger.void(record.step + 1)], error, NO_I32)
         events = self._results.apply(result, record, spans)
-        if not events.sequences.size and (bad := [end.sequence for end in events.ends if end.sequence.num_nonfinite]):
-            self._faults.on_corrupted_step(bad)
-        elif self._faults.is_any and (guilty := self._faults.on_good_step(events.sequences, now)):
-            ends = [self._roster.end(sequence, "error", error=error) for sequence, error in guilty]
-            events = replace(events, ends=(*events.ends, *ends))
+        if self._faults.is_any:
+            self._faults.on_good_step(events.sequences, now)
         self._roster.readmit()
         self._policy.on_step(
             StepDone(
@@ -548,8 +543,8 @@ class Scheduler:
         return self._void(voided, failure.error, failure.rows, failure.is_out_of_memory)
 
     def _void(self, voided: list[StepRecord], error: str, rows: I32, is_out_of_memory: bool = False) -> Events:
-        at_fault = self._faults.on_failed_step(voided[0], error, rows, is_out_of_memory)
-        ends = [self._roster.end(sequence, "error", error=own) for sequence, own in at_fault]
+        at_fault = self._faults.on_failed_step(voided[0], rows, is_out_of_memory)
+        ends = [self._roster.end(sequence, "error", error=error) for sequence in at_fault]
         self._roster.compute_again(voided)
         return Events(NOTHING.sequences, NO_I32, NO_I32, ends=tuple(ends))
 
@@ -570,11 +565,6 @@ class Scheduler:
         waiting = self._roster.waiting if self.pause_state is PauseState.RUNNING else self._roster.resuming
         guilty = self._faults.whom_they_died_of(in_flight, waiting, now)
         return [self._roster.end(sequence, "error", error=KILLED + error) for sequence in guilty]
-
-    @property
-    def is_fault_of_workers(self) -> bool:
-        """Whether nothing comes of anything any more (`failure_streak`): others are wanted in their place."""
-        return self._faults.is_of_workers
 
     @property
     def is_narrowing(self) -> bool:

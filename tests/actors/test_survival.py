@@ -25,7 +25,7 @@ from actorllm.config import EngineConfig
 from actorllm.errors import EngineDeadError, EngineShutdownError, PeerRestartedError, RequestFailedError
 from actorllm.messages import NO_I32, Abort, LateInputs, OnTrial, Outputs, StepResult, Submit
 from tests.actors import deadly_policies
-from tests.actors.scripted_worker import BREAKING, DEADLY, VOCAB, DeadlyRunner
+from tests.actors.scripted_worker import DEADLY, VOCAB
 from tests.actors.test_engine_actors import make_worker, plan_for
 from tests.actors.test_scheduler_actor import FakeLink, running
 from tests.actors.test_scheduler_actor import submit as submit_of
@@ -302,72 +302,6 @@ async def test_where_there_are_only_deadly_requests_the_engine_ends(llm: AsyncLL
     assert str(dead[0]) == "worker0 was killed by signal 9 (SIGKILL)"
     assert llm.health().state == "dead"
     assert llm.errored
-
-
-async def test_workers_that_one_request_breaks_are_replaced_and_nobody_else_fails(llm: AsyncLLM) -> None:
-    await llm.start()
-    ends: dict[int, Any] = {}
-
-    async def one(number: int) -> None:
-        try:
-            ends[number] = await tokens_of(llm, [5, BREAKING if number == 3 else 6, 7 + number], seed=number)
-        except RequestFailedError as error:
-            ends[number] = error
-
-    async with anyio.create_task_group() as tasks:
-        for number in range(8):
-            tasks.start_soon(one, number)
-    error = ends.pop(3)
-    assert str(error).startswith("the workers died 2 times while they ran this request alone; the last time worker0")
-    assert "RuntimeError: the accelerator is gone" in str(error)
-    for number, tokens in ends.items():
-        assert tokens == reference_stream([5, 6, 7 + number], number, 30, VOCAB)
-    assert llm.health().actors["worker0"].num_restarts <= 8
-    assert llm.health().state == "running"
-
-
-async def test_workers_that_can_do_nothing_end_the_engine_with_their_error(
-    make_llm: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ACTORLLM_TEST_BROKEN", "1")
-    llm = make_llm()
-    await llm.start()
-    errors: list[Exception] = []
-    while not llm.errored:
-        try:
-            await tokens_of(llm, [5, 6, len(errors)])
-        except (RequestFailedError, EngineDeadError) as error:
-            errors.append(error)
-    failed = [str(error) for error in errors if isinstance(error, RequestFailedError)]
-    assert set(failed) == {"RuntimeError: the accelerator is gone"}
-    assert 8 <= len(failed) <= 15, "a few of each life of the workers, and there were five"
-    assert str(llm.dead_error).startswith("worker0 failed with RuntimeError: the accelerator is gone")
-    assert "in execute" in "".join(llm.dead_error.__notes__), "where it was raised"
-
-
-@pytest.mark.parametrize("topology", ["process", "inline"])
-async def test_the_first_time_is_enough_where_nothing_is_started_again(
-    make_llm: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch, topology: str
-) -> None:
-    monkeypatch.setenv("ACTORLLM_TEST_BROKEN", "1")
-    monkeypatch.setattr(DeadlyRunner, "is_broken", True)
-    llm = make_llm(on_failure="raise", topology=topology)
-    await llm.start()
-    errors: list[Exception] = []
-
-    async def one(number: int) -> None:
-        try:
-            await tokens_of(llm, [5, 6, number])
-        except Exception as error:
-            errors.append(error)
-
-    async with anyio.create_task_group() as tasks:
-        for number in range(6):
-            tasks.start_soon(one, number)
-    dead = [error for error in errors if isinstance(error, EngineDeadError)]
-    assert len(errors) == 6
-    assert len(dead) >= 4, "of the others each was alone in a step before the next came"
-    assert str(dead[0]).startswith("worker0 failed with RuntimeError: the accelerator is gone")
 
 
 # Requests that schedulers die of ---------------------------------------------------------------------------------------
