@@ -107,11 +107,14 @@ def _read_header(path: str | Path) -> tuple[EngineConfig, tuple[int, ...], int |
     return EngineConfig.from_json(configuration), tuple(eos_token_ids), primary
 
 
+def recorded_arguments(path: str | Path) -> dict[str, Any]:
+    """What the recorded scheduler was built with, but for its policy (`build_policy`). Raises ConfigError."""
+    return scheduler_arguments(*_read_header(path))
+
+
 def fresh_scheduler(path: str | Path) -> Scheduler:
     """One that is built as the recorded one was. Raises ConfigError."""
-    config, eos_token_ids, primary = _read_header(path)
-    policy = build_policy(config.scheduler)
-    return Scheduler(policy=policy, **scheduler_arguments(config, eos_token_ids, primary))
+    return Scheduler(policy=build_policy(recorded_configuration(path).scheduler), **recorded_arguments(path))
 
 
 def scheduler_arguments(config: EngineConfig, eos_token_ids: tuple[int, ...], primary: int | None) -> dict[str, Any]:

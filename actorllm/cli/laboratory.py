@@ -61,8 +61,7 @@ class ScenarioOptions:
         from actorllm.slo.experiments.point import MIX, Scenario
         from actorllm.slo.simulator import EngineShape
 
-        if "" not in sys.path and os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())  # for policies in the folder that one is in
+        _see_own_folder()
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
@@ -93,6 +92,12 @@ class ScenarioOptions:
         if read is not None and read.num_skipped:
             print(read, file=sys.stderr)
         return scenario
+
+
+def _see_own_folder() -> None:
+    """For policies in the folder that one is in."""
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 DEFAULT = ScenarioOptions()
@@ -256,7 +261,7 @@ def explain(
     request_id: int,
     /,
     *,
-    policy: str = "fcfs",
+    policy: str | None = None,
     rate: float = 2.0,
     seed: int = 0,
     scale: float = 1.0,
@@ -270,18 +275,18 @@ def explain(
     request_id
         Its number in the run, from 0; -1: the one that missed its first token by most.
     policy
-        NAME[,knob=value...][@tokens per step][+admission].
+        NAME[,knob=value...][@tokens per step][+admission]; fcfs if not given.
     recording
-        What an engine wrote that ran with record=FILE; the options of the engine and its policy are said as for a
-        simulation.
+        What an engine wrote that ran with record=FILE. It says how its engine was built, so no other options are needed.
     """
     from actorllm.slo.explanation import explain as explained
     from actorllm.slo.explanation import worst_request
 
-    point = _point(options, policy, rate, seed, scale)
     if recording is not None:
-        print(_explain_recording(recording, request_id, point))
+        _check_of_recording(recording, policy, options, {"rate": (rate, 2.0), "seed": (seed, 0), "scale": (scale, 1.0)})
+        print(_explain_recording(recording, request_id, options.model))
         return
+    point = _point(options, policy or "fcfs", rate, seed, scale)
     if request_id < 0:
         run = point.run()
         request_id = worst_request(run.timeline, run.workload)
@@ -299,28 +304,79 @@ def explain(
     print(told)
 
 
-def _explain_recording(recording: Path, request_id: int, point: Point) -> str:
-    from actorllm.actors.record_file import read_recording
+def _explain_recording(recording: Path, request_id: int, model: str) -> str:
+    from actorllm.actors.record_file import build_policy, read_recording, recorded_arguments, recorded_configuration
+    from actorllm.slo.cost_model import load_model
     from actorllm.slo.explanation import explain as explained
     from actorllm.slo.journal import run_of_recording
 
-    if not recording.exists():
-        raise ConfigError(f"there is no recording {str(recording)!r}; an engine with record='run.bin' writes one")
-    arguments = point.shape.scheduler_arguments()
+    _see_own_folder()
+    built = recorded_configuration(recording).scheduler
     found = run_of_recording(
-        list(read_recording(recording)), arguments, lambda: point.variant.build_gated(_model(point)), request_id
+        list(read_recording(recording)), recorded_arguments(recording), lambda: build_policy(built), request_id
     )
+    if found.deviation is not None:
+        print(
+            f"warning: this is not what the engine did: {found.deviation}. Its scheduler was another version, or its policy "
+            f"{built.policy!r} has changed since; from there on, nothing below is sure",
+            file=sys.stderr,
+        )
+    if found.model is None:
+        print(f"note: too few steps to fit step times to; causes are told apart by those of {model!r}", file=sys.stderr)
+    workload = found.workload
     return str(
         explained(
             found.row,
             found.timeline,
-            found.workload.classes,
-            found.workload.class_ids,
+            workload.classes,
+            workload.class_ids,
             found.journal,
-            _model(point) if found.model is None else found.model,
-            key=found.key,
-            promises=found.workload.own_promises,
+            load_model(model) if found.model is None else found.model,
+            keys=found.keys,
+            promises=workload.own_promises,
         )
+    )
+
+
+def _check_of_recording(
+    recording: Path, policy: str | None, options: ScenarioOptions, of_run: dict[str, tuple[Any, Any]]
+) -> None:
+    """Raises ConfigError for options that contradict what a recording says of itself. of_run: values and their defaults."""
+    from actorllm.actors.record_file import recorded_configuration
+    from actorllm.slo.experiments import Variant
+    from actorllm.slo.simulator import EngineShape
+
+    if not recording.exists():
+        raise ConfigError(f"there is no recording {str(recording)!r}; an engine with record='run.bin' writes one")
+    config = recorded_configuration(recording)
+    shape = EngineShape.of(config)
+    given = {name: (getattr(options, name), getattr(DEFAULT, name)) for name in ScenarioOptions.__dataclass_fields__}
+    del given["model"]  # which may be needed: short recordings have no step times of their own
+    for name, (value, default) in (given | of_run).items():
+        if value == default:
+            continue
+        if not hasattr(shape, name):
+            raise ConfigError(f"{name}={value!r} is of a simulation: a recording has its own requests; leave it out")
+        if value != getattr(shape, name):
+            _refuse(recording, name, value, getattr(shape, name))
+    if policy is None:
+        return
+    variant, scheduler = Variant.parse(policy), config.scheduler
+    if variant.knobs:
+        raise ConfigError(
+            f"policy={policy!r}: a recording is explained with the policy that its engine had, without knobs"
+        )
+    if variant.policy != scheduler.policy:
+        _refuse(recording, "policy", variant.policy, scheduler.policy)
+    if variant.tokens not in (None, scheduler.max_num_batched_tokens):
+        _refuse(recording, "max_num_batched_tokens", variant.tokens, scheduler.max_num_batched_tokens)
+    if variant.admission not in (None, scheduler.admission):
+        _refuse(recording, "admission", variant.admission, scheduler.admission)
+
+
+def _refuse(recording: Path, name: str, given: Any, recorded: Any) -> None:
+    raise ConfigError(
+        f"{name}={given!r} contradicts the recording {str(recording)!r}, whose engine had {recorded!r}; leave it out"
     )
 
 

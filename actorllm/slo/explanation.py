@@ -85,7 +85,8 @@ class Miss:
 class Explanation:
     """What `explain` returns; `str()` of it is for people."""
 
-    key: Key
+    number: int
+    """Of the request in its run, from 0."""
     kind: str
     num_prompt: int
     num_output: int
@@ -105,7 +106,7 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [
-            f"request {self.key[1]} ({self.kind}): {self.num_prompt} prompt tokens, {self.num_output} output tokens, "
+            f"request {self.number} ({self.kind}): {self.num_prompt} prompt tokens, {self.num_output} output tokens, "
             f"{self.outcome}"
         ]
         if self.slo is None:
@@ -142,26 +143,37 @@ def explain(
     journal: Journal,
     model: StepModel,
     *,
-    key: Key | None = None,
+    keys: Sequence[Key] | None = None,
     promises: Promises | None = None,
 ) -> Explanation:
-    """Of one request of a run; the journal must have watched it. key: its key there, (0, row) in a simulation. promises: those
-    of the workload's own."""
+    """Of one request of a run; the journal must have watched it. keys: of every row there; None: (0, row), of a simulation.
+
+    promises: those of the workload's own.
+    """
     if not 0 <= row < len(timeline):
         raise ConfigError(f"there is no request {row}: the run has {len(timeline)}, from 0 on")
-    key = (0, row) if key is None else key
+    key = (0, row) if keys is None else keys[row]
     if key not in journal.watched:
         raise ConfigError(f"the journal has not watched request {row}: run it again with Journal(frozenset({{{key}}}))")
     kind = classes[int(class_ids[row])]
     if promises is not None:
         kind = replace(kind, slo=promises.slo(row))
-    return _Explainer(row, key, timeline, kind, journal, model).explain()
+    rows = None if keys is None else {key: number for number, key in enumerate(keys)}
+    return _Explainer(row, key, rows, timeline, kind, journal, model).explain()
 
 
 class _Explainer:
     def __init__(
-        self, row: int, key: Key, timeline: RunTimeline, kind: RequestClass, journal: Journal, model: StepModel
+        self,
+        row: int,
+        key: Key,
+        rows: dict[Key, int] | None,
+        timeline: RunTimeline,
+        kind: RequestClass,
+        journal: Journal,
+        model: StepModel,
     ) -> None:
+        self.rows = rows
         self.row, self.key, self.timeline, self.kind, self.journal, self.model = (
             row,
             key,
@@ -187,7 +199,7 @@ class _Explainer:
         if math.isfinite(end):
             self._tell(end, f"ends: {outcome} with {self.num_output} tokens")
         return Explanation(
-            self.key,
+            self.row,
             self.kind.name,
             self.num_prompt,
             self.num_output,
@@ -198,6 +210,10 @@ class _Explainer:
             self._misses(before, after),
             tuple(sorted(((at - self.arrival, what) for at, what in self.told), key=lambda one: one[0])),
         )
+
+    def _number(self, key: Key) -> int:
+        """Of any request in the run: its row."""
+        return key[1] if self.rows is None else self.rows[key]
 
     def _tell(self, at: float, what: str) -> None:
         self.told.append((at, what))
@@ -254,7 +270,7 @@ class _Explainer:
                 return f" ({one.free_blocks} free, {one.needed_blocks} needed)"
             case "prompts":
                 others = Counter(key for wait in run for key in wait.prefills)
-                later = sum(key[1] > self.key[1] for key in others)
+                later = sum(self._number(key) > self.row for key in others)
                 after = f", {later} of which came after it" if later else ""
                 return f" ({sum(wait.num_prompt for wait in run)} tokens of {len(others)} others{after})"
             case "slots":
@@ -270,7 +286,7 @@ class _Explainer:
                 continue
             again = next((e.at for e in self.events[number + 1 :] if e.kind == "start"), until)
             found.append((event.at, min(again, until)))
-            whom = f" for {', '.join(f'request {key[1]}' for key in event.by[:3])}" if event.by else ""
+            whom = f" for {', '.join(f'request {self._number(key)}' for key in event.by[:3])}" if event.by else ""
             why = "those who run needed its KV blocks" if event.why == "blocks" else f"displaced{whom}"
             self._tell(event.at, f"is preempted ({why}) and waits {_s(min(again, until) - event.at)}")
         return found

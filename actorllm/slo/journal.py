@@ -371,6 +371,8 @@ class RecordedRun:
     key: Key
     model: StepModel | None
     """Fitted to its steps; None: there were too few."""
+    deviation: str | None = None
+    """Where what is planned again is known not to be what was planned then; what follows is not what happened."""
 
 
 def run_of_recording(
@@ -378,7 +380,7 @@ def run_of_recording(
 ) -> RecordedRun:
     """Make the calls of a recording again on a fresh scheduler of the same configuration, and write down what it decides.
 
-    scheduler_arguments: as the engine's scheduler had them (`EngineShape.scheduler_arguments`); policy: builds its policy.
+    scheduler_arguments: as the engine's scheduler had them (`record_file.recorded_arguments`); policy: builds its policy.
     watched: the number of a request, in order of arrival; -1: the one whose first token took longest. Classes are made of
     type_info and objective.
     """
@@ -392,7 +394,7 @@ def run_of_recording(
         plain = _go_through(entries, scheduler_arguments, policy(), frozenset(), keys)
         watched = int(np.nanargmax(np.nan_to_num(plain[1].ttft)))
     key = keys[watched]
-    journal, timeline = _go_through(entries, scheduler_arguments, policy(), frozenset((key,)), keys)
+    journal, timeline, deviation = _go_through(entries, scheduler_arguments, policy(), frozenset((key,)), keys)
     classes, class_ids, own_promises = classes_of(
         [
             (m.type_info or "requests", SLO.from_fields(m.slo), m.is_latency_sensitive, m.priority, None)
@@ -408,12 +410,12 @@ def run_of_recording(
         own_promises=own_promises,
         name="recording",
     )
-    return RecordedRun(workload, timeline, journal, tuple(keys), watched, key, _fitted(journal, timeline))
+    return RecordedRun(workload, timeline, journal, tuple(keys), watched, key, _fitted(journal, timeline), deviation)
 
 
 def _go_through(
     entries: Iterable[Entry], arguments: dict[str, Any], policy: PlanPolicy, watched: frozenset[Key], keys: list[Key]
-) -> tuple[Journal, RunTimeline]:
+) -> tuple[Journal, RunTimeline, str | None]:
     journal = Journal(watched)
     scheduler = _Listening(journal=journal, policy=policy, **arguments)
     for _ in replay(entries, scheduler):
@@ -444,7 +446,7 @@ def _go_through(
         num_preemptions=preemptions,
         **columns,
     )
-    return journal, timeline
+    return journal, timeline, scheduler.deviation
 
 
 class _Listening(WatchedScheduler):
@@ -455,6 +457,7 @@ class _Listening(WatchedScheduler):
         self.times: dict[Key, list[float]] = {}
         self.submitted: dict[Key, Submit] = {}
         self.reasons: dict[Key, str] = {}
+        self.deviation: str | None = None
 
     def submit(self, frontend: int, submit: Submit, now: float) -> End | None:
         self.submitted.setdefault((frontend, submit.rid), submit)
@@ -479,7 +482,18 @@ class _Listening(WatchedScheduler):
         self.reasons.update((end.sequence.key, end.reason) for end in found)
         return found
 
+    def _compare(self, result: StepResult) -> None:
+        """A result that does not fit the plan is of another plan. One of a step that failed meanwhile is none of either."""
+        oldest = next(iter(self.ledger), None)
+        if result.step >= self.ledger.next_step:
+            self.deviation = f"step {result.step} was computed, and is not planned now"
+        elif oldest is not None and oldest.step == result.step:
+            error, _ = self._results.check(result, oldest)
+            self.deviation = None if error is None else f"step {result.step} was another one: {error}"
+
     def update(self, result: StepResult, now: float) -> Events:
+        if self.deviation is None:
+            self._compare(result)
         events = super().update(result, now)
         self._keep(events.ends)
         for number, sequence in enumerate(events.sequences.tolist()):

@@ -13,6 +13,8 @@ from actorllm import cli
 from actorllm.actors.record_file import read_recording
 from actorllm.llm import LLM
 from actorllm.request import SamplingParams
+from actorllm.scheduling.policies.srpf import Srpf
+from actorllm.scheduling.policy import Admit
 
 SMALL = ("--workload", "synthetic", "--num-requests", "60")
 
@@ -68,20 +70,46 @@ def test_explain_names_the_causes(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("request 3 (")
 
 
-def test_explain_a_recorded_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recording_says_itself_of_which_engine_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.bin"
-    with LLM("storyteller", topology="inline", num_threads=1, record=str(file), max_model_len=128) as llm:
+    with LLM("storyteller", topology="inline", num_threads=1, record=str(file), scheduling_policy="edf") as llm:
         llm.generate(["Once upon a time"] * 3, SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
-        scheduler = llm.config.scheduler
         num_blocks = llm.config.cache.num_blocks
     assert any(call == "schedule" for call, _, _ in read_recording(file))
-    run(
-        "explain", "1", "--recording", str(file), "--num-blocks", str(num_blocks), "--max-model-len", "128",
-        "--max-num-seqs", str(scheduler.max_num_seqs), "--max-num-batched-tokens", str(scheduler.max_num_batched_tokens),
-    )  # fmt: skip
-    out = capsys.readouterr().out
-    assert "8 output tokens, finished" in out
-    assert "first token" in out
+    run("explain", "2", "--recording", str(file), "--num-blocks", str(num_blocks))
+    told = capsys.readouterr()
+    assert told.out.startswith("request 2 (requests): ")
+    assert "8 output tokens, finished" in told.out
+    assert "first token" in told.out
+    assert "warning" not in told.err
+    for arguments, message in [
+        (
+            ("--num-blocks", "2048"),
+            f"num_blocks=2048 contradicts the recording {str(file)!r}, whose engine had {num_blocks}",
+        ),
+        (("--policy", "fcfs"), "policy='fcfs' contradicts the recording"),
+        (("--policy", "edf@7"), "max_num_batched_tokens=7 contradicts the recording"),
+        (("--policy", "edf+worst-case"), "admission='worst-case' contradicts the recording"),
+        (("--rate", "3"), "rate=3.0 is of a simulation: a recording has its own requests"),
+        (("--num-requests", "3"), "num_requests=3 is of a simulation"),
+    ]:
+        assert cli.main(["explain", "2", "--recording", str(file), *arguments]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_replay_that_is_not_what_happened_is_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy has changed since the engine ran."""
+    file = tmp_path / "run.bin"
+    with LLM("storyteller", topology="inline", num_threads=1, record=str(file), scheduling_policy="srpf") as llm:
+        llm.generate(["Once upon a time"] * 3, SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
+    monkeypatch.setattr(Srpf, "admit", lambda self, sequence, view: Admit.WAIT)
+    run("explain", "0", "--recording", str(file))
+    assert (
+        "warning: this is not what the engine did: step 1 was computed, and is not planned now"
+        in capsys.readouterr().err
+    )
 
 
 POLICY = """

@@ -194,13 +194,13 @@ def test_the_worst_request_and_one_that_is_not_there() -> None:
 # A live engine's recording: what a RecordedScheduler wrote down ----------------------------------------------------------
 
 
-def record(workload: Workload, shape: EngineShape, model: Any) -> tuple[list[Entry], Run]:
+def record(workload: Workload, shape: EngineShape, model: Any, policy: str = "fcfs") -> tuple[list[Entry], Run]:
     entries: list[Entry] = []
 
     def make(replica: int, policy: PlanPolicy) -> RecordedScheduler:
         return RecordedScheduler(sink=entries.append, policy=policy, **shape.scheduler_arguments())
 
-    return entries, simulate(workload, shape, model, skip=False, make_scheduler=make)
+    return entries, simulate(workload, shape, model, policy=policy, skip=False, make_scheduler=make)
 
 
 def test_a_recording_is_explained_like_the_run_itself() -> None:
@@ -213,12 +213,37 @@ def test_a_recording_is_explained_like_the_run_itself() -> None:
     assert found.workload.classes == (RequestClass("ls", PROMISE.slo, True),)
     told = explain(
         found.row, found.timeline, found.workload.classes, found.workload.class_ids, found.journal, SECOND,
-        key=found.key,
+        keys=found.keys,
     )  # fmt: skip
     causes = {part.cause: round(part.seconds, 6) for part in (*told.waiting_and_prompt, *told.decoding)}
     assert causes == {"step under way": 0.5, "prompts": 1.0, "own prompt": 1.0, "own tokens": 2.0}
     with pytest.raises(ConfigError, match="there is no request 3: the recording has 3"):
         run_of_recording(entries, SHAPE.scheduler_arguments(), lambda: load_policy("fcfs"), 3)
+
+
+def test_a_recording_of_another_engine_is_told_apart() -> None:
+    entries, _ = record(requests((1.0, 256, 1), (1.25, 256, 1), (1.5, 256, 3)), SHAPE, SECOND)
+    same = run_of_recording(entries, SHAPE.scheduler_arguments(), lambda: load_policy("fcfs"), 2)
+    assert same.deviation is None
+    other = replace(SHAPE, max_num_batched_tokens=100)
+    found = run_of_recording(entries, other.scheduler_arguments(), lambda: load_policy("fcfs"), 2)
+    assert found.deviation is not None
+    assert found.deviation.startswith("step 1 was another one: ")
+
+
+def test_requests_of_a_recording_have_their_numbers_in_it() -> None:
+    """Not those that a frontend gave them."""
+    entries, _ = record(requests((0.0, 256, 3), (0.1, 10, 1), (0.2, 600, 1), (0.3, 256, 1)), SHAPE, SECOND, "srpf")
+    renamed: list[Entry] = [
+        (c.replace("submit 0", "submit 7"), at, replace(m, rid=m.rid + 40) if isinstance(m, Submit) else m)
+        for c, at, m in entries
+    ]
+    found = run_of_recording(renamed, SHAPE.scheduler_arguments(), lambda: load_policy("srpf"), 2)
+    told = explain(
+        2, found.timeline, found.workload.classes, found.workload.class_ids, found.journal, SECOND, keys=found.keys
+    )
+    assert told.number == 2
+    assert "of 2 others, 1 of which came after it)" in str(told)
 
 
 def test_a_recording_long_enough_brings_its_own_step_times() -> None:
@@ -238,6 +263,6 @@ def test_a_request_that_gave_up_is_told_so() -> None:
     entries = [entry for entry in entries if entry[1] < 3.0] + [("abort", 3.0, [[0, 0]])]
     found = run_of_recording(entries, SHAPE.scheduler_arguments(), lambda: load_policy("fcfs"), 0)
     told = explain(
-        0, found.timeline, found.workload.classes, found.workload.class_ids, found.journal, SECOND, key=found.key
+        0, found.timeline, found.workload.classes, found.workload.class_ids, found.journal, SECOND, keys=found.keys
     )
     assert told.outcome == "aborted"
