@@ -291,6 +291,8 @@ def explain(
         run = point.run()
         request_id = worst_request(run.timeline, run.workload)
     run, journal = _watched(point, request_id)
+    for warning in run.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     workload = run.workload
     told = explained(
         request_id,
@@ -427,7 +429,7 @@ def _progress() -> Iterator[Any]:
 
 def _print_run(point: Point, figures: dict[str, Any]) -> None:
     summary, verdict = figures["summary"], figures["stationarity"]
-    print(f"{point}: {point.scenario.describe()}")
+    print(f"{point}: {point.scenario.describe(summary['actorllm_overall']['requests'])}")
     rows = [("CLASS", "REQUESTS", "TPOT", "DEADLINE", "TTFT P50", "TTFT P99", "TPOT P99", "E2E P99")]
     for name, kind in [*summary["actorllm_classes"].items(), ("all", summary["actorllm_overall"])]:
         share = [f"{kind['attainment'][reading]:.1%}" for reading in ("tpot", "deadline")]
@@ -466,7 +468,7 @@ def _print_sweep(found: Results, searched: Sequence[float]) -> None:
                 more = "" if best.is_bounded else ">"
                 cells.append(f"{more}{best.rate:.2f}{mark} [{best.low:.2f}, {best.high:.2f}]")
         rows.append((label, *cells))
-    print(f"requests/s at which the worst class keeps its promises, with 95 % bands; {found.scenario.describe()}")
+    print(f"requests/s at which the worst class keeps its promises, with 95 % bands; {found.describe()}")
     _print_rows(rows)
     if flagged:
         print("* the backlog grew at that rate   ~ the run was too short to see whether it did")

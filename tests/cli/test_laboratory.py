@@ -61,6 +61,29 @@ def test_a_sweep_is_resumed_and_reported(tmp_path: Path, capsys: pytest.CaptureF
     assert f"report: {page}" in out
 
 
+def test_what_is_left_out_of_a_trace_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "bad.jsonl"
+    rows = [
+        f'{{"timestamp": {n * 1000}, "input_length": {100 if n % 2 else 900}, "output_length": 5}}' for n in range(10)
+    ]
+    rows[2:2] = ["{", '{"timestamp": 1}', '{"timestamp": 1, "input_length": -1, "output_length": 1}', "[]"]
+    trace.write_text("\n".join(rows))
+    given = ("--workload", str(trace), "--num-requests", "10", "--max-model-len", "512")
+    too_long = "requests left out: 5 of 10 are longer than 512 tokens"
+    run("simulate", *given)
+    told = capsys.readouterr()
+    assert f"{trace}: 14 rows of mooncake, 4 skipped\n  line 3: not JSON" in told.err
+    assert too_long in told.err
+    assert "seed 0: 5 of 10 requests of bad.jsonl" in told.out
+    run("explain", "-1", *given)
+    told = capsys.readouterr()
+    assert "4 skipped" in told.err
+    assert too_long in told.err
+    run("sweep", *given, "--policies", "fcfs", "--rates", "2", "--seeds", "2", "--targets", "0", "--num-processes", "0",
+        "--results", str(tmp_path / "sweep.jsonl"))  # fmt: skip
+    assert "; 5 of 10 requests of bad.jsonl" in capsys.readouterr().out
+
+
 def test_explain_names_the_causes(capsys: pytest.CaptureFixture[str]) -> None:
     run("explain", "-1", "--policy", "fcfs@512", "--rate", "9", *SMALL)
     out = capsys.readouterr().out

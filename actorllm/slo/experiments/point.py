@@ -125,10 +125,11 @@ class Scenario:
         """What was read of the trace, and which of its rows were left out; None for a workload that is no trace."""
         return None if self.workload == "synthetic" else _trace(self.workload).report
 
-    def describe(self) -> str:
-        """In a line, for people."""
+    def describe(self, num_there: int | None = None) -> str:
+        """In a line, for people. num_there: so many requests there were, of those that were asked for; None: all."""
+        left = "" if num_there in (None, self.num_requests) else f"{num_there} of "
         replicas = f", {self.num_replicas} replicas behind {self.router}" if self.num_replicas > 1 else ""
-        return f"{self.num_requests} requests of {Path(self.workload).name}, {self.arrivals} arrivals, {self.model}{replicas}"
+        return f"{left}{self.num_requests} requests of {Path(self.workload).name}, {self.arrivals} arrivals, {self.model}{replicas}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

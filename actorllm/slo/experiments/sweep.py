@@ -75,6 +75,11 @@ class Results:
         for record in sorted(self.records, key=lambda r: int(r["seed"])):
             self._index.setdefault((record["variant"]["label"], record["rate"], record["scale"]), []).append(record)
 
+    def describe(self) -> str:
+        """In a line, for people. Seeds may have left out different numbers of requests: with the fewest that were there."""
+        there = [record["summary"]["actorllm_overall"]["requests"] for record in self.records]
+        return self.scenario.describe(min(there, default=None))
+
     @classmethod
     def of_records(cls, scenario: Scenario, records: Iterable[Record], stamp: dict[str, Any]) -> Results:
         """From a results file: every variant and seed that is there, variants in the order of the file.

@@ -53,7 +53,7 @@ def sweep_page(results: Results, title: str = "Which policy keeps its promises")
 
 def _subtitle(results: Results) -> str:
     seeds = f"{len(results.seeds)} seed{'s' if len(results.seeds) != 1 else ''}"
-    return f"{results.scenario.describe()}, {seeds}, {len(results.records)} simulated runs"
+    return f"{results.describe()}, {seeds}, {len(results.records)} simulated runs"
 
 
 def _telling_rate(results: Results) -> float:
