@@ -88,6 +88,7 @@ class ScenarioOptions:
             router=self.router,
             view_interval_s=self.view_interval,
         )
+        scenario.check_files()
         read = scenario.trace_report()
         if read is not None and read.num_skipped:
             print(read, file=sys.stderr)
@@ -245,6 +246,7 @@ def report(
     from actorllm.slo.experiments import Results, read_results
     from actorllm.slo.report import results_csv, sweep_page
 
+    _see_own_folder()
     found = Results.of_records(*read_results(results, scenario))
     _check_apart(results=results, output=output, csv=csv)
     check_writable(output=output, csv=csv)

@@ -15,6 +15,7 @@ from actorllm.llm import LLM
 from actorllm.request import SamplingParams
 from actorllm.scheduling.policies.srpf import Srpf
 from actorllm.scheduling.policy import Admit
+from actorllm.slo.experiments import point as point_module
 
 SMALL = ("--workload", "synthetic", "--num-requests", "60")
 
@@ -82,6 +83,37 @@ def test_what_is_left_out_of_a_trace_is_told(tmp_path: Path, capsys: pytest.Capt
     run("sweep", *given, "--policies", "fcfs", "--rates", "2", "--seeds", "2", "--targets", "0", "--num-processes", "0",
         "--results", str(tmp_path / "sweep.jsonl"))  # fmt: skip
     assert "; 5 of 10 requests of bad.jsonl" in capsys.readouterr().out
+
+
+def forget_files() -> None:
+    """As another process would not know them."""
+    point_module._file_digest.cache_clear()
+    point_module._trace.cache_clear()
+
+
+@pytest.mark.parametrize("mix", ["ls:1:ttft=1", "trace"])
+def test_results_are_read_without_the_trace(mix: str, tmp_path: Path) -> None:
+    trace, results, page = tmp_path / "mine.jsonl", tmp_path / "sweep.jsonl", tmp_path / "page.html"
+    rows = [f'{{"timestamp": {n * 500}, "input_length": 100, "output_length": 5}}\n' for n in range(20)]
+    trace.write_text("".join(rows))
+    run(
+        "sweep", "--workload", str(trace), "--num-requests", "20", "--mix", mix,
+        "--policies", "fcfs", "edf", "--rates", "2", "--seeds", "1",
+        "--targets", "0", "--num-processes", "0", "--results", str(results),
+    )  # fmt: skip
+    run("report", str(results), "--output", str(page))
+    with_runs = page.read_text()
+    assert "not simulated again" not in with_runs
+    trace.write_text("".join(rows[:10]))
+    forget_files()
+    run("report", str(results), "--output", str(page))
+    assert "mine.jsonl&#x27; or the step-time model has changed since" in page.read_text()
+    trace.rename(tmp_path / "moved.jsonl")
+    forget_files()
+    run("report", str(results), "--output", str(page), "--csv", str(tmp_path / "points.csv"))
+    assert "mine.jsonl&#x27; cannot be read (No such file or directory)" in page.read_text()
+    assert page.read_text().count("edf") > 2
+    assert len((tmp_path / "points.csv").read_text().splitlines()) == 3
 
 
 def test_explain_names_the_causes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,12 +97,15 @@ class Scenario:
             object.__setattr__(self, "arrivals", "poisson")
         if self.router not in ROUTERS:
             raise ConfigError(f"router={self.router!r} is not known{nearest_name(self.router, ROUTERS)}")
+        if self.mix is not None:
+            parse_mix(self.mix)
+
+    def check_files(self) -> None:
+        """Raises ConfigError if what it names is not there. Only who simulates needs it: results are read without."""
         if self.workload not in ("sample", "synthetic") and not Path(self.workload).exists():
             raise ConfigError(f"workload={self.workload!r} is neither sample nor synthetic nor the path of a trace")
         if self.model not in PRESETS:
             load_model(self.model)
-        if self.mix is not None:
-            parse_mix(self.mix)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -204,6 +204,7 @@ class Sweep:
     seeds: Sequence[int] = (0, 1, 2)
 
     def __post_init__(self) -> None:
+        self.scenario.check_files()
         if not self.variants or not self.seeds:
             raise ConfigError("a sweep needs at least one policy and one seed")
         labels = [variant.label for variant in self.variants]

@@ -23,10 +23,12 @@ from actorllm.slo.report.run_page import (
     class_table,
     fairness_section,
     length_heat,
+    promise,
     promise_of,
     provenance,
     timelines,
 )
+from actorllm.slo.workload import parse_mix
 
 MARKS = {"stationary": "●", "growing": "▲", "short": "○"}
 MAX_RUN = 20_000
@@ -368,6 +370,9 @@ def _runs(results: Results, rate: float) -> tuple[Section, list[tuple[str, Fairn
             f"Runs of more than {MAX_RUN:,} requests are not simulated again for their timelines.", "none"
         )
         return section, fair
+    if (why_not := _why_not_again(results)) is not None:
+        section.paragraph(f"The runs are not simulated again for their timelines: {why_not}.", "none")
+        return section, fair
     seed = results.seeds[0]
     model = load_model(results.scenario.model)
     section.paragraph(f"The same requests under every policy (seed {seed}). Open one to see it.")
@@ -396,6 +401,15 @@ def _runs(results: Results, rate: float) -> tuple[Section, list[tuple[str, Fairn
         if found is not None:
             fair.append((variant.label, found))
     return section, fair
+
+
+def _why_not_again(results: Results) -> str | None:
+    """Why simulating again would not give the runs that the results are of; None: it would."""
+    try:
+        is_same = results.scenario.digest == results.records[0]["scenario"]
+    except OSError as error:
+        return f"{str(error.filename)!r} cannot be read ({error.strerror})"
+    return None if is_same else f"{results.scenario.workload!r} or the step-time model has changed since"
 
 
 # What to believe, and how to make it again -------------------------------------------------------------------------------
@@ -444,15 +458,20 @@ def _made(results: Results) -> Section:
     section = provenance(
         results.stamp,
         {
-            "configuration": scenario.digest,
+            "configuration": results.records[0]["scenario"],
             "seeds": ", ".join(map(str, results.seeds)),
             "policies": "; ".join(variant.text for variant in results.variants),
             "code of the points": ", ".join(codes),
         },
     )
-    workload = Point(scenario=scenario, variant=results.variants[0], rate=1.0).workload()
-    rows = [[escape(kind.name), escape(promise_of(workload, kind))] for kind in workload.classes]
-    section.add(table(["class", "promise"], rows))
+    rows: list[list[str]] = []
+    if scenario.mix is not None:
+        rows = [[escape(kind.name), escape(promise(kind.slo))] for kind, _ in parse_mix(scenario.mix)]
+    elif _why_not_again(results) is None:  # only the trace knows them
+        workload = Point(scenario=scenario, variant=results.variants[0], rate=1.0).workload()
+        rows = [[escape(kind.name), escape(promise_of(workload, kind))] for kind in workload.classes]
+    if rows:
+        section.add(table(["class", "promise"], rows))
     if warnings := results.warnings():
         items = "".join(f"<li>{escape(warning)}</li>" for warning in warnings)
         section.add(f"<details><summary>{len(warnings)} warnings</summary><ul>{items}</ul></details>")

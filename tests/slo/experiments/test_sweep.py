@@ -324,7 +324,7 @@ def test_a_variant_that_cannot_be_is_told_at_once(text: str, message: str) -> No
 )
 def test_a_scenario_that_cannot_be_is_told_at_once(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Scenario(**values)
+        Sweep(Scenario(**values), [Variant.parse("fcfs")])
 
 
 def test_a_class_of_the_program_itself_is_for_this_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
