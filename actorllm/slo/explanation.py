@@ -28,7 +28,7 @@ from actorllm.slo.cost_model import StepModel
 from actorllm.slo.journal import Journal, StepEntry, Wait
 from actorllm.slo.objective import SLO, RequestClass
 from actorllm.slo.promises import Promises
-from actorllm.slo.timeline import FINISHED, OUTCOMES, RunTimeline
+from actorllm.slo.timeline import FINISHED, OUTCOMES, UNFINISHED, RunTimeline
 from actorllm.slo.workload import Workload
 
 CAUSES = {
@@ -227,9 +227,10 @@ class _Explainer:
         started = starts[0] if starts else until
         found: Seconds = defaultdict(float)
         waits = [wait for wait in self.journal.waits.get(self.key, []) if wait.at < started]
-        self._divide_waiting(found, waits, self.arrival, min(started, until))
+        stop = min(started, until) if starts else min(self._last_step_end(), until)
+        self._divide_waiting(found, waits, self.arrival, stop)
         if not starts:
-            self._tell(until, "is still waiting" if until > self.arrival else "never waits")
+            self._tell_never_started(found, until)
             return _parts(found)
         self._tell(started, f"gets a slot after {_s(started - self.arrival)}")
         lost = self._preempted_between(started, until)
@@ -239,7 +240,21 @@ class _Explainer:
 
     def _cut_off(self) -> float:
         end = float(self.timeline.end[self.row])
-        return end if math.isfinite(end) else float(self.table.end.max(initial=self.arrival))
+        return end if math.isfinite(end) else max(self._last_step_end(), float(self.timeline.arrival.max()))
+
+    def _last_step_end(self) -> float:
+        return float(self.table.end.max(initial=self.arrival))
+
+    def _tell_never_started(self, found: Seconds, until: float) -> None:
+        """With nothing planned any more, it is not the others that it waits for."""
+        idle_from = min(self._last_step_end(), until)
+        if until > idle_from:
+            found["policy"] += until - idle_from
+            self._tell(idle_from, f"waits {_s(until - idle_from)} without any step: {CAUSES['policy']}")
+        is_left = int(self.timeline.outcome[self.row]) == UNFINISHED
+        still = " and is still waiting when the run ends" if is_left else ""
+        why = f"; nothing is planned for it: {CAUSES['policy']}" if is_left and until <= self.arrival else ""
+        self._tell(until, f"has waited all the time, {_s(until - self.arrival)},{still or ' and never started'}{why}")
 
     def _divide_waiting(self, found: Seconds, waits: list[Wait], begin: float, until: float) -> None:
         """Each step that is planned without it holds it until the next one is planned."""

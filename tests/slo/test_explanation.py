@@ -59,7 +59,7 @@ def explained(
 
 def assert_unchanged(run: Run, plain: Run) -> None:
     """Being looked at changes nothing."""
-    assert run.timeline.end.tolist() == plain.timeline.end.tolist()
+    np.testing.assert_array_equal(run.timeline.end, plain.timeline.end)
     assert run.num_steps_skipped == plain.num_steps_skipped
 
 
@@ -150,6 +150,28 @@ class Reluctant(KeyPolicy):
 def test_a_policy_that_holds_back() -> None:
     _, causes = explained(1, requests((0.0, 10, 9), (0.5, 10, 1)), policy=lambda: KeyPlanner(Reluctant()))
     assert causes == {"step under way": 0.5, "policy": 4.0, "own prompt": 1.0}
+
+
+class Never(KeyPolicy):
+    """Only the first one starts."""
+
+    def admit(self, sequence: Sequence, view: View) -> Admit:
+        return Admit.ADMIT if sequence.arrival_index == 0 else Admit.WAIT
+
+
+def test_a_policy_that_stalls() -> None:
+    workload = requests((0.0, 10, 3), (0.5, 10, 1), (9.0, 10, 1), (10.0, 10, 1))
+    found, causes = explained(1, workload, policy=lambda: KeyPlanner(Never()))
+    assert causes == {"step under way": 0.5, "policy": 9.0}
+    assert found.misses[0].causes[0].cause == "policy"
+    assert "has waited all the time, 9.50 s, and is still waiting when the run ends" in str(found)
+    found, causes = explained(2, workload, policy=lambda: KeyPlanner(Never()))
+    assert causes == {"policy": 1.0}
+    assert "waits 1.00 s without any step: the policy or the admission held it back" in str(found)
+    text = str(explained(3, workload, policy=lambda: KeyPlanner(Never()))[0])
+    assert (
+        "still waiting when the run ends; nothing is planned for it: the policy or the admission held it back" in text
+    )
 
 
 class Skips(KeyPolicy):
