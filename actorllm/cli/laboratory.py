@@ -145,7 +145,9 @@ def simulate(
         print(f"warning: {warning}", file=sys.stderr)
     _print_run(point, figures)
     if output_json is not None:
-        output_json.write_bytes(orjson.dumps(bench_json(run.timeline, run.workload, figures["summary"])))
+        model_name, warnings = point.scenario.model, run.warnings
+        told = bench_json(run.timeline, run.workload, figures["summary"], model=model_name, warnings=warnings)
+        output_json.write_bytes(orjson.dumps(told))
     if timeline is not None:
         timeline.write_bytes(orjson.dumps(chrome_trace(run.timeline, run.workload, journal)))
     if report is not None:

@@ -25,7 +25,14 @@ from actorllm.clock import now
 from actorllm.errors import ConfigError
 from actorllm.live.prompts import Prompts
 from actorllm.messages import F64
-from actorllm.slo.metrics import RunMetrics, evaluate, latency_figures
+from actorllm.slo.metrics import (
+    RunMetrics,
+    bench_setting,
+    evaluate,
+    latency_figures,
+    max_concurrent,
+    max_tokens_per_second,
+)
 from actorllm.slo.objective import RequestClass
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline, timeline_of_streams
 from actorllm.slo.workload import Workload
@@ -161,17 +168,12 @@ class LiveRun:
         Latencies count from the schedule, so `e2el` and `e2el_including_client_queue` are the same here.
         """
         timeline, workload = self.timeline, self.workload
-        metrics = self.evaluate().to_dict()
-        seconds, tokens, requests = _by_second(timeline)
-        rate = workload.rate if math.isfinite(workload.rate) else "inf"
+        metrics = self.evaluate(with_fluidity=True).to_dict()
         result: dict[str, Any] = {
-            "backend": self.backend,
-            "model_id": self.model,
-            "num_prompts": len(workload),
-            "request_rate": rate,
+            **bench_setting(self.backend, self.model, len(workload), workload.rate),
             **metrics,
-            "max_output_tokens_per_s": float(tokens.max(initial=0)) if seconds else 0.0,
-            "max_concurrent_requests": int(requests.max(initial=0)) if seconds else 0,
+            "max_output_tokens_per_s": max_tokens_per_second(timeline),
+            "max_concurrent_requests": max_concurrent(timeline),
             **_finite(latency_figures("client_queue_time", self.lag[np.isfinite(self.lag)])),
             **{
                 key.replace("_e2el_", "_e2el_including_client_queue_"): value
@@ -203,19 +205,6 @@ def _zeros(values: F64) -> list[float]:
 
 def _finite(figures: dict[str, float]) -> dict[str, float | None]:
     return {key: value if math.isfinite(value) else None for key, value in figures.items()}
-
-
-def _by_second(timeline: RunTimeline) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
-    """How many seconds there were, and in each of them the tokens that came and the requests that were there."""
-    ends = np.where(np.isfinite(timeline.last_token), timeline.last_token, timeline.arrival)
-    if not len(timeline):
-        return 0, np.zeros(0, np.int64), np.zeros(0, np.int64)
-    seconds = int(ends.max()) + 1
-    all_times = timeline.step_ends[0] if timeline.step_ends else np.zeros(0)
-    tokens = np.bincount(np.maximum(all_times, 0).astype(np.int64), minlength=seconds)
-    change = np.bincount(timeline.arrival.astype(np.int64), minlength=seconds + 1)
-    change = change - np.bincount(ends.astype(np.int64) + 1, minlength=seconds + 1)[: change.size]
-    return seconds, tokens, np.cumsum(change)
 
 
 async def replay(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -208,6 +209,52 @@ def latency_figures(label: str, seconds: F64, counts: I64 | None = None) -> dict
     figures = {f"mean_{label}_ms": mean, f"median_{label}_ms": median, f"std_{label}_ms": math.sqrt(variance)}
     figures |= {f"p{p}_{label}_ms": value for p, value in zip(PERCENTILES, tail, strict=True)}
     return {key: value * 1e3 for key, value in figures.items()}
+
+
+def bench_setting(backend: str, model: str, num_prompts: int, request_rate: float) -> dict[str, Any]:
+    """What `vllm bench serve` writes of how a run was made. Rate: requests per second; arrivals are those of the workload."""
+    return {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": backend,
+        "backend": backend,
+        "label": None,
+        "model_id": model,
+        "tokenizer_id": model,
+        "num_prompts": num_prompts,
+        "request_rate": request_rate if math.isfinite(request_rate) else "inf",
+        "burstiness": 1.0,
+        "max_concurrency": None,
+    }
+
+
+def max_tokens_per_second(timeline: RunTimeline) -> float:
+    """The most tokens that came within one second, counted from the first arrival."""
+    begin = float(timeline.arrival.min(initial=math.inf))
+    counts: dict[int, int] = {}
+    spans = timeline.spans
+    for replica, ends in enumerate(timeline.step_ends):
+        mine = spans.replica == replica
+        covering = np.zeros(ends.size + 1, np.int64)
+        np.add.at(covering, spans.first_step[mine], 1)
+        np.add.at(covering, spans.first_step[mine] + spans.count[mine], -1)
+        tokens = np.cumsum(covering)[:-1]
+        for second, count in zip(np.floor(ends - begin).astype(np.int64).tolist(), tokens.tolist(), strict=True):
+            counts[second] = counts.get(second, 0) + count
+    return float(max(counts.values(), default=0))
+
+
+def max_concurrent(timeline: RunTimeline) -> int:
+    """The most requests that were there within one second, counted as `vllm bench serve` does: from the first arrival, a
+    request in every second from the one in which it arrives to that of its last token."""
+    if not len(timeline):
+        return 0
+    begin = float(timeline.arrival.min())
+    ends = np.where(np.isfinite(timeline.last_token), timeline.last_token, timeline.arrival)
+    first, last = (np.floor(times - begin).astype(np.int64) for times in (timeline.arrival, ends))
+    change = np.concatenate((np.ones(first.size, np.int64), np.full(last.size, -1, np.int64)))
+    at = np.concatenate((first, last + 1))
+    order = np.lexsort((change, at))
+    return int(np.cumsum(change[order]).max())
 
 
 def _summary(timeline: RunTimeline, overall: Attainment, seconds: float) -> dict[str, Any]:

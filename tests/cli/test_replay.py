@@ -55,6 +55,7 @@ def test_the_sample_against_an_engine(tmp_path: Path, capsys: pytest.CaptureFixt
     ):
         assert key in result, key
     assert result["completed"] == result["num_prompts"] == 12
+    assert 0 <= result["actorllm_classes"]["ls"]["fluidity"] <= 1
     assert result["total_output_tokens"] == sum(result["output_lens"])
     assert 1 <= result["max_concurrent_requests"] <= 12
 

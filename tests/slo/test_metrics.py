@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from actorllm.slo.metrics import evaluate, fluidity, good, jain, percentiles
+from actorllm.slo.metrics import evaluate, fluidity, good, jain, max_concurrent, max_tokens_per_second, percentiles
 from actorllm.slo.objective import SLO, RequestClass
 from actorllm.slo.promises import Promises
 from actorllm.slo.timeline import ABORTED, FINISHED, RunTimeline, timeline_of_streams
@@ -60,6 +60,16 @@ def test_the_two_readings_differ_where_they_should() -> None:
     assert good(timeline, promises, "tpot").tolist() == [True, False, False, False]
     assert good(timeline, promises, "deadline").tolist() == [True, True, False, False], "due at 2.6, there at 2.1"
     assert good(timeline, nothing, "tpot").tolist() == [True, True, True, False]
+
+
+def test_requests_are_there_in_whole_seconds() -> None:
+    """As `vllm bench serve` counts: who ends at 5.1 and who comes at 5.9 were there in the same second."""
+    arrival = np.array([2.5, 3.4, 5.4, 8.6])
+    timeline = timeline_of_streams(
+        arrival, np.ones(4, np.int32), [np.array([5.1]), np.array([3.45, 5.3]), np.array([5.41]), np.zeros(0)]
+    )
+    assert max_concurrent(timeline) == 3
+    assert max_tokens_per_second(timeline) == 3.0
 
 
 @pytest.mark.parametrize("reading", ["tpot", "deadline"])

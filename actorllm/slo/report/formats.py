@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from actorllm.messages import F64
 from actorllm.slo.experiments.sweep import Results
 from actorllm.slo.journal import Journal
+from actorllm.slo.metrics import bench_setting, max_concurrent, max_tokens_per_second
 from actorllm.slo.objective import SLO
 from actorllm.slo.timeline import OUTCOMES, RunTimeline
 from actorllm.slo.workload import Workload
@@ -20,57 +22,40 @@ MAX_TRACED = 5000
 """Requests in a trace: more than that no viewer shows in a way that helps."""
 
 
-def bench_json(timeline: RunTimeline, workload: Workload, summary: dict[str, Any]) -> dict[str, Any]:
+def bench_json(
+    timeline: RunTimeline, workload: Workload, summary: dict[str, Any], *, model: str = "", warnings: Sequence[str] = ()
+) -> dict[str, Any]:
     """The keys of the file that `vllm bench serve --save-result --save-detailed` writes, and ours: `actorllm_*`.
 
-    summary: `RunMetrics.to_dict()`. Texts are empty: nobody wrote any.
+    summary: `RunMetrics.to_dict()`. model: what took the time, and warnings: of the run. Texts are empty: nobody wrote any.
     """
     num = len(timeline)
     end = np.where(np.isfinite(timeline.end), timeline.end, timeline.last_token)
-    return summary | {
-        "max_output_tokens_per_s": _tokens_per_second(timeline),
-        "max_concurrent_requests": _running(timeline),
-        "input_lens": timeline.num_prompt.tolist(),
-        "output_lens": timeline.num_output.tolist(),
-        "ttfts": _plain(timeline.ttft),
-        "itls": [np.diff(timeline.token_times(row)).round(9).tolist() for row in range(num)],
-        "latencies": _plain(end - timeline.arrival),
-        "start_times": _plain(timeline.arrival),
-        "queue_times": [0.0] * num,  # of vLLM's client, before it sends: nobody waits there
-        "generated_texts": [""] * num,
-        "errors": ["" if o == 0 else OUTCOMES[o] for o in timeline.outcome.tolist()],
-        "rtfx": 0.0,  # of audio
-        "actorllm_queue_times": _plain(timeline.scheduled - timeline.arrival),
-        "actorllm_classes_of": [workload.classes[i].name for i in workload.class_ids.tolist()],
-    }
+    return (
+        bench_setting("actorllm simulate", model, num, workload.rate)
+        | summary
+        | {
+            "max_output_tokens_per_s": max_tokens_per_second(timeline),
+            "max_concurrent_requests": max_concurrent(timeline),
+            "input_lens": timeline.num_prompt.tolist(),
+            "output_lens": timeline.num_output.tolist(),
+            "ttfts": _plain(timeline.ttft),
+            "itls": [np.diff(timeline.token_times(row)).round(9).tolist() for row in range(num)],
+            "latencies": _plain(end - timeline.arrival),
+            "start_times": _plain(timeline.arrival),
+            "queue_times": [0.0] * num,  # of vLLM's client, before it sends: nobody waits there
+            "generated_texts": [""] * num,
+            "errors": ["" if o == 0 else OUTCOMES[o] for o in timeline.outcome.tolist()],
+            "rtfx": 0.0,  # of audio
+            "actorllm_warnings": list(warnings),
+            "actorllm_queue_times": _plain(timeline.scheduled - timeline.arrival),
+            "actorllm_classes_of": [workload.classes[i].name for i in workload.class_ids.tolist()],
+        }
+    )
 
 
 def _plain(values: F64) -> list[float | None]:
     return [round(v, 9) if math.isfinite(v) else None for v in values.tolist()]
-
-
-def _tokens_per_second(timeline: RunTimeline) -> float:
-    """The most tokens that came within one second of the run's clock."""
-    begin = float(timeline.arrival.min(initial=0.0))
-    counts: dict[int, int] = {}
-    spans = timeline.spans
-    for replica, ends in enumerate(timeline.step_ends):
-        mine = spans.replica == replica
-        covering = np.zeros(ends.size + 1, np.int64)
-        np.add.at(covering, spans.first_step[mine], 1)
-        np.add.at(covering, spans.first_step[mine] + spans.count[mine], -1)
-        tokens = np.cumsum(covering)[:-1]
-        for second, count in zip(np.floor(ends - begin).astype(np.int64).tolist(), tokens.tolist(), strict=True):
-            counts[second] = counts.get(second, 0) + count
-    return float(max(counts.values(), default=0))
-
-
-def _running(timeline: RunTimeline) -> int:
-    end = np.where(np.isfinite(timeline.end), timeline.end, math.inf)
-    times = np.concatenate((timeline.arrival, end))
-    change = np.concatenate((np.ones(len(timeline)), -np.ones(len(timeline))))
-    order = np.lexsort((change, times))
-    return int(np.cumsum(change[order]).max(initial=0))
 
 
 # CSV ---------------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ BENCH_KEYS = {
     "duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput",
     "request_goodput", "output_throughput", "total_token_throughput", "input_lens", "output_lens", "ttfts", "itls",
     "latencies", "start_times", "queue_times", "generated_texts", "errors", "max_output_tokens_per_s",
-    "max_concurrent_requests", "rtfx",
+    "max_concurrent_requests", "rtfx", "date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id",
+    "num_prompts", "request_rate", "burstiness", "max_concurrency",
 } | {
     f"{figure}_{metric}_ms"
     for figure in ("mean", "median", "std", "p50", "p90", "p95", "p99")
@@ -51,9 +52,11 @@ def run(*rows: tuple[float, int, int], slo: SLO = SLO(1.5, 1.2)) -> tuple[Run, J
 
 def test_keys_are_those_of_vllm_and_ours_say_so() -> None:
     found, _ = run((0.0, 10, 3), (0.5, 20, 1), (30.0, 5, 2))
-    told = bench_json(found.timeline, found.workload, figures_of(found.timeline, found.workload)["summary"])
+    summary = figures_of(found.timeline, found.workload)["summary"]
+    told = bench_json(found.timeline, found.workload, summary, model="constant", warnings=found.warnings)
     assert {key for key in told if not key.startswith("actorllm_")} == BENCH_KEYS
     plain = json.loads(json.dumps(told, allow_nan=False))
+    assert (plain["model_id"], plain["num_prompts"], plain["request_rate"]) == ("constant", 3, 2 / 30)
     assert plain["input_lens"] == [10, 20, 5]
     assert plain["itls"] == [[1.0, 1.0], [], [1.0]]
     assert plain["ttfts"] == [1.0, 1.5, 1.0]
