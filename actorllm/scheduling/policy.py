@@ -254,6 +254,9 @@ class KeyPolicy:
 
     def on_admit(self, sequence: Sequence, view: View) -> None: ...
 
+    def on_held_back(self, sequence: Sequence, view: View) -> None:
+        """It is next, and the admission policy does not let it start in this step."""
+
     def on_preempt(self, sequence: Sequence, view: View) -> None:
         """A preempted request waits again."""
 
@@ -499,6 +502,8 @@ class KeyPlanner:
         verdict = self.policy.admit(sequence, view)
         if verdict is Admit.ADMIT and self.gatekeeper is not None:
             verdict = self.gatekeeper.admit(sequence, room.admitted, [*decision.preempt, *victims], view)
+            if verdict is not Admit.ADMIT:
+                self.policy.on_held_back(sequence, view)
         if verdict is not Admit.ADMIT:
             return verdict
         remaining = view.remaining(sequence)

@@ -12,8 +12,10 @@ from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, InvalidParameterError
 from actorllm.scheduling.gate import AdmissionPolicy
 from actorllm.slo.cost_model import LinearModel, Regime, preset
+from actorllm.slo.journal import Journal
 from actorllm.slo.simulator import EngineShape, Run, simulate
 from actorllm.slo.timeline import FAILED, FINISHED
+from actorllm.slo.traces import SAMPLE, load_trace
 from actorllm.slo.workload import (
     Workload,
     assign_classes,
@@ -58,6 +60,20 @@ def test_past_future_preempts_less_than_nobody_and_admits_more_than_the_worst_ca
     assert past.timeline.duration < 0.85 * worst.timeline.duration
     for run in (open_, worst, past):
         assert run.timeline.num_output.tolist() == np.minimum(workload.num_output, 2048).tolist()
+
+
+def test_those_that_hold_the_memory_do_not_pause_for_those_that_wait_for_it() -> None:
+    """Else both wait. And under worst-case, a policy that displaces does so still: that is no want of memory of who runs."""
+    workload = assign_classes(load_trace(SAMPLE).workload.at_rate(6.0), parse_mix(MIX), seed=1)
+    shape = replace(SHAPE, num_blocks=1200, max_num_seqs=64)
+    journal = Journal()
+    maker = journal.scheduler_maker(shape)
+    cohost = simulate(workload, shape, MODEL, policy="cohost", admission="worst-case", make_scheduler=maker)
+    qoserve = simulate(workload, shape, MODEL, policy="qoserve", admission="worst-case")
+    assert cohost.timeline.duration < 1.3 * qoserve.timeline.duration
+    assert cohost.evaluate().worst("deadline") > qoserve.evaluate().worst("deadline") - 0.05
+    assert {event.why for event in journal.events if event.kind == "preempt"} <= {"displaced"}
+    assert num_preempted(qoserve) == 0
 
 
 def test_credits_keep_the_pace_of_who_was_promised_one() -> None:

@@ -1,6 +1,7 @@
 """Worst case: who starts has room for its prompt and its `max_tokens`, whatever the others come to (Orca, OSDI 2022).
 
-Nobody is ever preempted for want of memory, and memory that answers shorter than `max_tokens` would have needed stays empty.
+Nobody is ever preempted because those who run want memory (a policy may displace them for others), and memory that answers
+shorter than `max_tokens` would have needed stays empty.
 """
 
 from __future__ import annotations

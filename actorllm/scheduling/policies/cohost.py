@@ -39,6 +39,8 @@ class Cohost(QoServe):
         self._waiting: set[Sequence] = set()
         """The sensitive ones."""
         self._num_plans = 0
+        self._is_held_back = False
+        """In the last plan the admission policy let the next one not start."""
 
     def due(self, sequence: Sequence) -> float:
         """Sensitive ones that are promised nothing are due at once."""
@@ -58,7 +60,10 @@ class Cohost(QoServe):
         return Admit.ADMIT if left >= self.reserve * view.kv.pool.num_blocks else Admit.SKIP
 
     def decode_mask(self, view: View) -> NDArray[np.bool_] | None:
-        if not self._waiting and not any(s.submit.is_latency_sensitive for s in view.prefilling):
+        # Who waits for what an admission policy keeps free waits for running ones to end, and pauses would put that off.
+        is_held_back, self._is_held_back = self._is_held_back, False
+        waits = self._waiting and not is_held_back
+        if not waits and not any(s.submit.is_latency_sensitive for s in view.prefilling):
             return None
         self._num_plans += 1
         slots = view.decode_slots
@@ -83,6 +88,9 @@ class Cohost(QoServe):
         self._is_sensitive[sequence.slot] = sequence.submit.is_latency_sensitive
         self._yields_until[sequence.slot] = math.inf if e2e is None else sequence.arrival + self.yields * e2e
         self._waiting.discard(sequence)
+
+    def on_held_back(self, sequence: Sequence, view: View) -> None:
+        self._is_held_back = True
 
     def on_end(self, sequence: Sequence, view: View) -> None:
         self._waiting.discard(sequence)
