@@ -16,6 +16,7 @@ nothing dies.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -108,6 +109,15 @@ class Trial:
     def take(self, keys: Iterable[Key]) -> list[tuple[Key, Submit]]:
         """Those of these requests that are held, which they are no more."""
         return [(key, self._held.pop(key)) for key in keys if key in self._held]
+
+    @property
+    def expires_at(self) -> float:
+        """When the deadline of one that is held passes; infinity: none has any."""
+        return min((d for s in self._held.values() if (d := s.deadline) is not None), default=math.inf)
+
+    def take_due(self, now: float) -> list[tuple[Key, Submit]]:
+        """Those that are held although their deadline has passed; they are held no more."""
+        return self.take([key for key, s in self._held.items() if s.deadline is not None and s.deadline <= now])
 
     def take_all(self) -> list[tuple[Key, Submit]]:
         """Everything that is held, in the order of its arrival; the trial goes on."""

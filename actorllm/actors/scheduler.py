@@ -36,6 +36,7 @@ from actorllm.embeds import ids_before_text
 from actorllm.errors import ConfigError, CorruptLinkError, PeerLostError, PeerRestartedError, TransportError
 from actorllm.logprobs import LogprobSpan, columns_of
 from actorllm.messages import (
+    DEADLINE_PASSED,
     DRAINING,
     NO_I32,
     Abort,
@@ -446,7 +447,7 @@ class SchedulerActor(Actor):
         self.take_inbox()
         if self._trial:
             self._go_on_with_trial()
-        if scheduler.expires_at < math.inf:
+        if scheduler.expires_at < math.inf or self._trial:
             self._expire()
         while scheduler.has_room and self._has_workers:  # up to `depth` steps in flight
             plan = scheduler.schedule(now())
@@ -487,8 +488,10 @@ class SchedulerActor(Actor):
     def next_deadline(self) -> float | None:
         """When the loop must turn even if nothing arrives: for a policy, a deadline, or what could not be sent."""
         wake_at = min(self.scheduler.wake_at, self.scheduler.expires_at)
-        if self._trial and self._resubmitting and now() < self._trial_at:
-            wake_at = min(wake_at, self._trial_at)
+        if self._trial:
+            wake_at = min(wake_at, self._trial.expires_at)
+            if self._resubmitting and now() < self._trial_at:
+                wake_at = min(wake_at, self._trial_at)
         if self._full:
             return max(min(wake_at, now() + self._retry_s), now() + SHORTEST_TIMER_S)
         return max(wake_at, now() + SHORTEST_TIMER_S) if wake_at < math.inf else None
@@ -534,6 +537,9 @@ class SchedulerActor(Actor):
         at = now()
         if self.scheduler.expires_at <= at:
             self._send_ends(self.scheduler.expire(at))
+        if self._trial:
+            due = self._trial.take_due(at)
+            self._send_ends([_end_of_unknown(*held, "abort", stop_reason=DEADLINE_PASSED) for held in due])
 
     def _submit(self, frontend: int, message: Submit) -> list[End]:
         key: Key = (frontend, message.rid)
@@ -944,10 +950,11 @@ def _end_of_unknown(
     reason: FinishReason,
     error: str | None = None,
     details: dict[str, Any] | None = None,
+    stop_reason: str | None = None,
 ) -> End:
     """Of a request that the scheduler has not taken on."""
     sequence = Sequence(key, message, 0, message.prompt, 0, frozenset(), frozenset(), queued=now())
-    return End(sequence, reason, error=error, details=details)
+    return End(sequence, reason, stop_reason, error, details)
 
 
 def _refusal_to_drain(key: Key, message: Submit) -> End:

@@ -500,6 +500,25 @@ async def test_a_request_that_goes_on_has_had_its_first_output() -> None:
         assert [len(o.tokens) for o in bench.outputs] == [4, 1]
 
 
+async def test_deadlines_pass_for_those_who_wait_for_a_trial_as_well() -> None:
+    """A suspect is tried, and its step is long; whoever is held meanwhile has a deadline all the same."""
+    async with running() as bench:
+        bench.frontend = FakeLink("frontend")
+        bench.frontend.generation = 2  # a scheduler died: everybody submits again
+        bench.actor.on_link(bench.frontend)  # type: ignore[arg-type]
+        await bench.send(submit(rid=1, num_deaths=1, is_resumed=True))
+        await bench.send(submit(rid=2, is_resumed=True, deadline=now() + 0.05))
+        await bench.send(Abort(rids=NO_I32))  # that was all
+        assert bench.actor._trial.has_held
+        ended: list[list[Any]] = []
+        with anyio.fail_after(10):
+            while not ended:
+                await anyio.sleep(0.01)
+                ended = [end for m in bench.frontend.sent if isinstance(m, Outputs) for end in m.ends]
+        assert ended[0][1:3] == ["abort", "deadline"]
+        assert not bench.actor._trial.has_held
+
+
 async def test_what_is_held_back_goes_with_its_frontend() -> None:
     async with running() as bench:
         await bench.send(submit(stream_interval=0))
