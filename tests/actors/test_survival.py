@@ -139,7 +139,10 @@ async def test_every_sequence_of_a_request_goes_on(llm: AsyncLLM, victims: tuple
             kills_at.pop(0)
             for name in victims:
                 os.kill(llm._engine.pids[name], signal.SIGKILL)
-            while any(llm.health().actors[name].num_restarts < 2 - len(kills_at) for name in victims):
+            while any(
+                llm.health().actors[name].num_restarts < 2 - len(kills_at) or name not in llm._engine.pids
+                for name in victims
+            ):
                 await anyio.sleep(0.001)
     assert not kills_at
     for index in range(4):
