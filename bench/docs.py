@@ -26,7 +26,7 @@ ROOT = HERE.parent
 ORDER = ("scheduler", "ring", "model", "streaming", "models", "prefix", "start", "idle")
 RELIABILITY = ("recovery", "soak", "fuzz_rings")
 """Those of the other page."""
-EMBEDDED = ("slo_science",)
+EMBEDDED = ("fidelity", "slo_science")
 """Those within docs/slo.md."""
 TABLES = ("targets", "rows", "growth")
 """Which entries of a result are tables, in the order of the page."""
