@@ -20,8 +20,10 @@ import torch
 
 Config: TypeAlias = dict[str, int]
 Table: TypeAlias = dict[str, dict[str, dict[str, Config]]]
+Overrides: TypeAlias = dict[str, Config]
 
 _architecture: ContextVar[str] = ContextVar("architecture", default="sm_90")
+_tried: ContextVar[Overrides | None] = ContextVar("tried", default=None)
 
 
 @cache
@@ -41,6 +43,16 @@ def target(architecture: str) -> Iterator[None]:
         _architecture.reset(token)
 
 
+@contextmanager
+def trying(kernel: str, **config: int) -> Iterator[None]:
+    """Launches of this kernel have these arguments instead of the table's: how bench/gpu.py looks for better entries."""
+    token = _tried.set({**(_tried.get() or {}), kernel: config})
+    try:
+        yield
+    finally:
+        _tried.reset(token)
+
+
 @cache
 def _capability(device: torch.device) -> str:
     major, _ = torch.cuda.get_device_capability(device)
@@ -54,7 +66,9 @@ def architecture_of(device: torch.device) -> str:
 
 def lookup(kernel: str, shape_class: str, device: torch.device) -> Config:
     """The most special entry of the table. Raises KeyError with what was looked for."""
-    return _lookup(kernel, shape_class, architecture_of(device))
+    found = _lookup(kernel, shape_class, architecture_of(device))
+    tried = _tried.get()
+    return {**found, **tried[kernel]} if tried and kernel in tried else found
 
 
 def dependent(is_dependent: bool, device: torch.device) -> Config:

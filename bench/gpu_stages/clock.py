@@ -1,0 +1,106 @@
+"""How long calls take on a GPU: from CUDA events around replays of a graph, so that Python is not in it.
+
+A `Bench` is what every stage gets: the device, a clock, and whether this is only a walk through the script on a CPU, in which
+sizes are tiny and no time means anything.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+
+ROUNDS = 15
+MIN_GRAPH_S = 0.0015
+"""A graph shorter than this is measured with its calls in it several times over: events tell half a microsecond."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """device: where tensors go. is_check: on a CPU, in Triton's interpreter, in tiny sizes."""
+
+    device: torch.device
+    is_check: bool
+
+    @property
+    def pdl(self) -> bool:
+        """Whether kernels are launched as dependents of each other; the interpreter cannot."""
+        return not self.is_check
+
+    def pick(self, real: Any, tiny: Any) -> Any:
+        """The sizes of this run."""
+        return tiny if self.is_check else real
+
+    def seconds(self, calls: Sequence[Call] | Call) -> float:
+        """The median time of one of the calls, all of them in one graph, one behind the other.
+
+        Several calls on different data keep the second-level cache from holding what is to come from memory.
+        """
+        calls = [calls] if callable(calls) else list(calls)
+        if self.is_check:
+            began = time.perf_counter()
+            calls[0]()
+            return time.perf_counter() - began
+        for call in calls:  # compiles, and lets libraries make their choices
+            call()
+        graph = captured(calls)
+        total = statistics.median(replayed(graph, 3))
+        if total < MIN_GRAPH_S:
+            times = min(1000, max(1, round(MIN_GRAPH_S / max(total, 1e-6))))
+            calls = calls * times
+            graph = captured(calls)
+        return statistics.median(replayed(graph, ROUNDS)) / len(calls)
+
+    def eager_seconds(self, call: Call, rounds: int = ROUNDS) -> float:
+        """The same without a graph, one call a round: for what cannot be captured."""
+        call()
+        if self.is_check:
+            began = time.perf_counter()
+            call()
+            return time.perf_counter() - began
+        torch.cuda.synchronize()
+        times = []
+        for _ in range(rounds):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e-3)
+        return statistics.median(times)
+
+    def empty_cache(self) -> None:
+        if not self.is_check:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+
+def captured(calls: Sequence[Call]) -> Any:
+    """A CUDA graph of the calls."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def replayed(graph: Any, rounds: int) -> list[float]:
+    """The time of every replay, seconds."""
+    times = []
+    for _ in range(rounds):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3)
+    return times

@@ -1,0 +1,399 @@
+"""Every kernel as it is compiled for this GPU, in bfloat16, against its reference in float64.
+
+A kernel that is wrong here is wrong for every model, and no figure after this one counts. Errors are those of bfloat16: a few
+units in the last place of the result. Tokens must be those of the CPU's sampler wherever its margin says that there is only
+one right choice.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from actorllm.model.sampler import Sampler, SamplingColumns
+from actorllm_kernels import reference
+from actorllm_kernels.attn_combine import attn_combine
+from actorllm_kernels.attn_decode import attn_decode, num_programs
+from actorllm_kernels.attn_prefill import attn_prefill, query_tiles, tokens_per_tile
+from actorllm_kernels.edit_logits import Edits, Penalties, edit_logits
+from actorllm_kernels.embed import embed
+from actorllm_kernels.kv_copy import kv_copy
+from actorllm_kernels.lm_head_sample import lm_head_sample
+from actorllm_kernels.plan_decode import plan_decode
+from actorllm_kernels.qknorm_rope_kv import qknorm_rope_kv
+from actorllm_kernels.rmsnorm import rmsnorm
+from actorllm_kernels.sample_pick import Offers, SamplingState, sample_pick
+from actorllm_kernels.sample_topk_topp import FilterScratch, FilterState, sample_topk_topp, tile_maxima
+from actorllm_kernels.silu_mul import ACTIVATIONS, activation_mul
+from actorllm_kernels.skinny_gemm import skinny_gemm
+from actorllm_kernels.step_prep import step_prep
+from actorllm_kernels.top_logprobs import top_logprobs
+
+from .clock import Bench
+from .inputs import I32, Paged, bf16, state_table
+
+TOLERANCE = 3e-2
+"""Of a bfloat16 result, relative to 1 + its size."""
+MARGIN = 1e-3
+"""Choices that are closer than this may differ: products of bfloat16 are summed in another order."""
+
+Check = Callable[[Bench], float]
+
+
+def run(bench: Bench) -> dict[str, Any]:
+    torch.manual_seed(0)
+    rows = []
+    for name, check, limit in checks(bench):
+        try:
+            error, why = check(bench), ""
+        except Exception as problem:
+            error, why = (
+                float("nan"),
+                f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}",
+            )
+            traceback.print_exc()
+        is_right = error <= limit
+        rows.append({"kernel": name, "error": error, "limit": limit, "right": is_right, "problem": why})
+        print(f"  {name}: {'ok' if is_right else 'WRONG ' + why} ({error:.2e})", flush=True)
+    return {"checks": rows, "num_wrong": sum(not row["right"] for row in rows)}
+
+
+def checks(bench: Bench) -> Iterator[tuple[str, Check, float]]:
+    """Name, what gives the error, and the largest that is right."""
+    big, small = not bench.is_check, bench.is_check
+    for size in (1024, 4096) if big else (96,):
+        yield f"rmsnorm {size}", partial(check_rmsnorm, size), TOLERANCE
+    for activation in ACTIVATIONS:
+        yield f"activation_mul {activation}", partial(check_activation, activation), TOLERANCE
+    for heads, kv_heads, dim, has_norm in (
+        ((16, 8, 128, True), (32, 8, 64, False), (12, 2, 80, True)) if big else ((4, 2, 32, True),)
+    ):
+        yield (
+            f"qknorm_rope_kv {heads}x{kv_heads}x{dim}",
+            partial(check_qknorm, heads, kv_heads, dim, has_norm),
+            TOLERANCE,
+        )
+    yield "embed", check_embed, 0.0
+    yield "kv_copy", check_kv_copy, 0.0
+    yield "step_prep", check_step_prep, 0.0
+    page = 64
+    lens = (0, 1, page - 1, page, page + 1, 700, 3001, 33, 12) if big else (0, 1, page + 1)
+    variants: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
+        ((4, 2, 32), {}),
+        ((4, 2, 32), {"window": 20, "has_sinks": True}),
+    ]
+    if big:
+        variants = [
+            *(
+                ((heads, kv, dim), {})
+                for heads, kv, dim in (
+                    (16, 8, 128),
+                    (32, 8, 64),
+                    (12, 2, 128),
+                    (28, 4, 128),
+                    (32, 8, 80),
+                    (32, 8, 96),
+                    (8, 4, 256),
+                )
+            ),
+            ((32, 8, 128), {"window": 300}),
+            ((8, 4, 256), {"window": 300, "softcap": 50.0}),
+            ((64, 8, 64), {"window": 128, "has_sinks": True}),
+        ]
+    for shape, what in variants:
+        name = " ".join(["x".join(map(str, shape)), *what])
+        yield f"attn_decode {name}", partial(check_decode, shape, lens, 1, what), TOLERANCE
+        yield f"attn_prefill {name}", partial(check_prefill, shape, what), TOLERANCE
+    for q_len in (2, 4):
+        shape = (32, 8, 128) if big else (4, 2, 32)
+        yield (
+            f"attn_decode q_len {q_len}",
+            partial(check_decode, shape, tuple(n for n in lens if n == 0 or n >= q_len), q_len, {}),
+            TOLERANCE,
+        )
+    for rows, outputs, inputs, activation in (
+        (
+            (1, 4096, 1024, ""),
+            (16, 1024, 3072, ""),
+            (32, 6144, 4096, ""),
+            (64, 14336, 4096, "silu"),
+            (7, 1536, 8960, "silu"),
+        )
+        if big
+        else ((2, 48, 96, ""), (3, 32, 64, "silu"))
+    ):
+        yield (
+            f"skinny_gemm {rows} {outputs}x{inputs} {activation}".rstrip(),
+            partial(check_gemm, rows, outputs, inputs, activation),
+            TOLERANCE,
+        )
+    vocab, size = (151936, 1024) if big else (600, 64)
+    for rows in (1, 16, 33, 64) if big else (3,):
+        yield f"lm_head_sample {rows}", partial(check_head, rows, vocab, size), 0.0
+    yield "sample_topk_topp", partial(check_filters, 32 if big else 3, vocab), 0.0
+    yield "edit_logits", partial(check_edits, vocab), 1e-5
+    yield "top_logprobs", partial(check_logprobs, vocab), 1e-4
+    if big and small is False and torch.cuda.get_device_capability()[0] >= 9:
+        yield "attn_prefill by descriptors", partial(check_prefill, (32, 8, 128), {"by_tma": True}), TOLERANCE
+
+
+def off(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest error, relative to 1 + the value; NaN counts as infinite."""
+    actual, expected = actual.detach().cpu().double(), expected.detach().cpu().double()
+    error = ((actual - expected).abs() / (1 + expected.abs())).nan_to_num(nan=float("inf"))
+    return float(error.max()) if error.numel() else 0.0
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu().double()
+
+
+def check_rmsnorm(size: int, bench: Bench) -> float:
+    x, residual = (bf16(33 if not bench.is_check else 3, size, device=bench.device) for _ in range(2))
+    weight = (1 + bf16(size, device=bench.device) / 4).to(torch.bfloat16)
+    total = wide((x.float() + residual.float()).to(torch.bfloat16))
+    y = torch.empty_like(x)
+    rmsnorm(x, weight, 1e-6, y, residual)
+    return max(off(residual, total), off(y, reference.rmsnorm(total, wide(weight), 1e-6)))
+
+
+def check_activation(activation: str, bench: Bench) -> float:
+    x = bf16(33 if not bench.is_check else 2, 2 * bench.pick(3072, 80), device=bench.device, scale=3)
+    y = torch.empty(len(x), x.shape[1] // 2, dtype=x.dtype, device=bench.device)
+    activation_mul(x, y, activation)
+    return off(y, reference.activation_mul(wide(x), activation))
+
+
+def check_qknorm(heads: int, kv_heads: int, dim: int, has_norm: bool, bench: Bench) -> float:
+    count, page, worst = bench.pick(40, 4), 64, 0.0
+    positions = torch.randint(0, 1000, (count,), dtype=I32)
+    slots = torch.randperm(4 * page)[:count]
+    slots[1] = -1
+    angles = torch.outer(torch.arange(1000.0), 10000.0 ** (-torch.arange(dim // 2) / (dim // 2)))
+    cos, sin = angles.cos(), angles.sin()
+    device = bench.device
+    qkv = bf16(count, (heads + 2 * kv_heads) * dim, device=device)
+    norms = tuple((1 + bf16(dim, device=device) / 4).to(torch.bfloat16) for _ in range(2)) if has_norm else None
+    q = torch.empty(count, heads, dim, dtype=torch.bfloat16, device=device)
+    pool = bf16(4, 2, kv_heads, page, dim, device=device)
+    expected = wide(pool)
+    qknorm_rope_kv(
+        qkv,
+        positions.to(device),
+        slots.to(device),
+        cos.to(device),
+        sin.to(device),
+        q,
+        pool[:, 0],
+        pool[:, 1],
+        norms,
+        1e-6,
+    )
+    queries, keys, values = wide(qkv).view(count, -1, dim).split((heads, kv_heads, kv_heads), 1)
+    weights = [wide(norm) for norm in norms] if norms else [None, None]
+    where, c, s = positions.long(), cos.double(), sin.double()
+    worst = off(q, reference.qknorm_rope(queries, where, c, s, weights[0]))
+    reference.write_pages(expected[:, 0], slots, reference.qknorm_rope(keys, where, c, s, weights[1]))
+    reference.write_pages(expected[:, 1], slots, values)
+    return max(worst, off(pool, expected))
+
+
+def check_embed(bench: Bench) -> float:
+    weight, ids = bf16(500, bench.pick(4096, 80), device=bench.device), torch.tensor([499, 0, -1, 500, 3], dtype=I32)
+    y = torch.empty(5, weight.shape[1], dtype=weight.dtype, device=bench.device)
+    embed(ids.to(bench.device), weight, y)
+    return off(y, reference.embed(ids.long(), wide(weight)))
+
+
+def check_kv_copy(bench: Bench) -> float:
+    pool = bf16(2, 9, 2, 8, 64, 128 if not bench.is_check else 4, device=bench.device)
+    expected = reference.copy_pages(pool.cpu(), [1, 8, 1], [0, 2, 7])
+    kv_copy(pool, np.array([1, 8, 1], np.int32), np.array([0, 2, 7], np.int32))
+    return off(pool, expected)
+
+
+def check_step_prep(bench: Bench) -> float:
+    count, page = bench.pick(256, 9), 64
+    last, computed = torch.randint(0, 1000, (count,), dtype=I32), torch.randint(0, 300, (count,), dtype=I32)
+    table, rows = torch.randperm(count * 6).to(I32).view(count, 6), torch.randperm(count).to(I32)
+    rows[0] = -1
+    lists = last.tolist(), computed.tolist(), table.tolist()
+    expected = [reference.step_prep(slot, *lists, page) for slot in rows.tolist()]
+    device = bench.device
+    ids, positions, lens = (torch.zeros(count, dtype=I32, device=device) for _ in range(3))
+    kv_slots = torch.zeros(count, dtype=torch.int64, device=device)
+    step_prep(
+        rows.to(device), last.to(device), computed.to(device), table.to(device), page, ids, positions, kv_slots, lens
+    )
+    columns = zip(ids.tolist(), positions.tolist(), kv_slots.tolist(), lens.tolist(), strict=True)
+    return float(sum(reference.StepRow(*row) != want for row, want in zip(columns, expected, strict=True)))
+
+
+def check_decode(
+    shape: tuple[int, int, int], lens: tuple[int, ...], q_len: int, what: dict[str, Any], bench: Bench
+) -> float:
+    heads, kv_heads, dim = shape
+    device, group = bench.device, heads // kv_heads
+    cache = Paged.make(lens, kv_heads, dim, 64, device)
+    programs = num_programs(device, dim, q_len * group) if not bench.is_check else 3
+    window, softcap = what.get("window", 0), what.get("softcap", 0.0)
+    sinks = bf16(heads, device=device) if what.get("has_sinks") else None
+    q = bf16(len(lens) * q_len, heads, dim, device=device, scale=2)
+    out = torch.full_like(q, float("nan"))
+    ends, quota = (torch.zeros(n, dtype=I32, device=device) for n in (len(lens) + 1, 1))
+    partials, lse = (torch.zeros(2 * programs, q_len * group, *extra, device=device) for extra in ((dim,), ()))
+    plan_decode(cache.seq_lens, ends, quota, programs, kv_heads, q_len=q_len, window=window)
+    attn_decode(
+        q, cache.keys, cache.values, cache.rows, cache.table, cache.seq_lens, ends, quota, out, partials, lse, dim**-0.5,
+        window=window, softcap=softcap, sinks=sinks, programs=programs,
+    )  # fmt: skip
+    attn_combine(out, partials, lse, ends, quota, kv_heads, sinks=sinks)
+    worst = 0.0
+    for i, n in enumerate(lens):
+        tokens = slice(i * q_len, (i + 1) * q_len)
+        expected = torch.zeros(q_len, heads, dim)
+        if n:
+            keys, values = (wide(x) for x in cache.sequence(i))
+            far = None if sinks is None else wide(sinks)
+            expected = reference.attention(
+                wide(q[tokens]), keys, values, dim**-0.5, window=window, softcap=softcap, sinks=far
+            )
+        worst = max(worst, off(out[tokens], expected))
+    return worst
+
+
+def check_prefill(shape: tuple[int, int, int], what: dict[str, Any], bench: Bench) -> float:
+    heads, kv_heads, dim = shape
+    device, group, by_tma = bench.device, heads // kv_heads, what.get("by_tma", False)
+    chunks = ((1, 1), (130, 130), (300, 1000), (7, 71), (40, 41)) if not bench.is_check else ((5, 5), (7, 71))
+    counts, lens = (np.array(column, np.int32) for column in zip(*chunks, strict=True))
+    cache = Paged.make(lens.tolist(), kv_heads, dim, 64, device)
+    window, softcap = what.get("window", 0), what.get("softcap", 0.0)
+    sinks = bf16(heads, device=device) if what.get("has_sinks") else None
+    q = bf16(int(counts.sum()), heads, dim, device=device, scale=2)
+    out = torch.full_like(q, float("nan"))
+    starts = np.concatenate(([0], counts.cumsum())).astype(np.int32)
+    tiles = query_tiles(counts, lens, tokens_per_tile(group, dim, device, by_tma))
+    given = q.view(len(q), kv_heads, group, dim).transpose(0, 1).contiguous() if by_tma else q
+    attn_prefill(
+        given, cache.keys, cache.values, cache.rows, cache.table, cache.seq_lens, torch.from_numpy(starts).to(device),
+        torch.from_numpy(tiles).to(device), out, dim**-0.5, window=window, softcap=softcap, sinks=sinks,
+    )  # fmt: skip
+    worst = 0.0
+    for i in range(len(chunks)):
+        tokens = slice(starts[i], starts[i + 1])
+        keys, values = (wide(x) for x in cache.sequence(i))
+        far = None if sinks is None else wide(sinks)
+        expected = reference.attention(
+            wide(q[tokens]), keys, values, dim**-0.5, window=window, softcap=softcap, sinks=far
+        )
+        worst = max(worst, off(out[tokens], expected))
+    return worst
+
+
+def check_gemm(rows: int, outputs: int, inputs: int, activation: str, bench: Bench) -> float:
+    device = bench.device
+    x = bf16(rows, inputs, device=device)
+    weight = bf16(outputs * (2 if activation else 1), inputs, device=device, scale=inputs**-0.5)
+    norm, residual = (1 + bf16(inputs, device=device) / 4).to(torch.bfloat16), bf16(rows, outputs, device=device)
+    expected = reference.fused_linear(
+        wide(x), wide(weight), norm=wide(norm), residual=wide(residual), activation=activation
+    )
+    skinny_gemm(x, weight, residual, norm=norm, residual=residual, activation=activation)
+    return off(residual, expected)
+
+
+def check_head(rows: int, vocab: int, size: int, bench: Bench) -> float:
+    """How many tokens are not the CPU's although it is clear which is right; and rows that are said not to be finite."""
+    device = bench.device
+    x, weight = bf16(rows, size, device=device), bf16(vocab, size, device=device, scale=3 * size**-0.5)
+    norm = (1 + bf16(size, device=device) / 4).to(torch.bfloat16)
+    state, slots = state_table(rows + 5, device, num_greedy=2), torch.randperm(rows + 5)[:rows].to(I32)
+    scaled = (x.float() * norm.float()).to(torch.bfloat16).double()
+    logits = scaled @ weight.double().T * torch.rsqrt(x.double().square().mean(1, keepdim=True) + 1e-6)
+    expected, is_clear = on_the_cpu(logits.cpu(), state, slots)
+    tokens, is_finite = (torch.zeros(rows, dtype=I32, device=device) for _ in range(2))
+    offers = Offers.empty(rows, vocab, device)
+    lm_head_sample(x, weight, slots.to(device), state, offers, norm=norm)
+    sample_pick(offers, slots.to(device), state, tokens, is_finite)
+    return float(((tokens.cpu().numpy() != expected) & is_clear).sum() + (is_finite == 0).sum().item())
+
+
+def on_the_cpu(
+    logits: torch.Tensor, state: SamplingState, slots: torch.Tensor, filters: FilterState | None = None
+) -> tuple[Any, Any]:
+    """Tokens, and where the margin is large enough for them to be the only right ones."""
+    at, count = slots.long(), len(slots)
+    column = {
+        name: getattr(state, name).cpu()[at].numpy() for name in ("temperature", "seed", "sample_index", "token_index")
+    }
+    columns = SamplingColumns(
+        temperature=column["temperature"],
+        top_k=np.zeros(count, np.int32) if filters is None else filters.top_k.cpu()[at].numpy(),
+        top_p=np.ones(count, np.float32) if filters is None else filters.top_p.cpu()[at].numpy(),
+        min_p=np.zeros(count, np.float32) if filters is None else filters.min_p.cpu()[at].numpy(),
+        seeds=column["seed"].view(np.uint64),
+        sample_index=column["sample_index"],
+        token_index=column["token_index"],
+    )
+    tokens, margins = Sampler(logits.shape[1]).sample_with_margin(logits.float(), columns)
+    return tokens, margins > MARGIN
+
+
+def check_filters(rows: int, vocab: int, bench: Bench) -> float:
+    device = bench.device
+    logits = torch.randn(rows, vocab, device=device) * 3
+    state, slots = state_table(rows, device, num_greedy=1), torch.randperm(rows).to(I32)
+    filters = FilterState(
+        torch.randint(0, 50, (rows,), dtype=I32).to(device),
+        (0.5 + torch.rand(rows) / 2).to(device),
+        (torch.rand(rows) / 100).to(device),
+    )
+    expected, is_clear = on_the_cpu(logits.cpu(), state, slots, filters)
+    offers, scratch = Offers.empty(rows, vocab, device), FilterScratch.empty(rows, vocab, device)
+    tokens, is_finite = (torch.zeros(rows, dtype=I32, device=device) for _ in range(2))
+    sample_topk_topp(logits, slots.to(device), state, filters, scratch, offers)
+    sample_pick(offers, slots.to(device), state, tokens, is_finite)
+    return float(((tokens.cpu().numpy() != expected) & is_clear).sum() + (is_finite == 0).sum().item())
+
+
+def check_edits(vocab: int, bench: Bench) -> float:
+    rows, count = 4, bench.pick(500, 20)
+    logits = torch.randn(rows, vocab)
+    where = torch.randperm(rows * vocab)[:count]
+    row, id = (where // vocab).to(I32), (where % vocab).to(I32)
+    bias, times = torch.randn(count), torch.randint(-1, 4, (count,), dtype=I32)
+    presence, frequency, repetition = (torch.rand(rows) + extra for extra in (0, 0, 1))
+    expected = logits.double()
+    for j in range(count):
+        i, k = int(row[j]), int(id[j])
+        penalties = (float(presence[i]), float(frequency[i]), float(repetition[i]))
+        expected[i, k] = reference.edit_logit(float(logits[i, k]), float(bias[j]), int(times[j]), *penalties)
+    device = bench.device
+    on_device = logits.to(device)
+    edits = Edits(*(column.to(device) for column in (row, id, bias, times)))
+    edit_logits(on_device, edits, Penalties(*(column.to(device) for column in (presence, frequency, repetition))))
+    return off(on_device, expected)
+
+
+def check_logprobs(vocab: int, bench: Bench) -> float:
+    rows, num_top = bench.pick(32, 2), bench.pick(20, 3)
+    device = bench.device
+    logits, tokens = torch.randn(rows, vocab, device=device), torch.randint(0, vocab, (rows,), dtype=I32).to(device)
+    scratch = FilterScratch.empty(rows, vocab, device)
+    ids = torch.zeros(rows, num_top + 1, dtype=I32, device=device)
+    logprobs, ranks = torch.zeros(rows, num_top + 1, device=device), torch.zeros(rows, dtype=I32, device=device)
+    tile_maxima(logits, scratch, has_mass=True)
+    top_logprobs(logits, tokens, scratch, ids, logprobs, ranks)
+    worst = 0.0
+    for i in range(rows):
+        want_ids, want, rank = reference.top_logprobs(logits[i].cpu().double(), int(tokens[i]), num_top)
+        if ids[i].tolist() != want_ids or int(ranks[i]) != rank:
+            return float("inf")
+        worst = max(worst, off(logprobs[i], want))
+    return worst

@@ -1,0 +1,62 @@
+"""bench/gpu.py cannot be run without a GPU, so it is walked through on a CPU: it must not rot until somebody has one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "gpu.py"), *arguments], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.timeout(240)
+def test_every_stage_runs_and_no_kernel_is_wrong(tmp_path: Path) -> None:
+    work, result = tmp_path / "work", tmp_path / "gpu.json"
+    done = run("--cpu-check", "--work", str(work), "--json", str(result))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(result.read_text())
+    assert found["correctness"]["num_wrong"] == 0
+    assert found["decode"]["decode"][0]["GB/s"] > 0
+    page = result.with_suffix(".md").read_text()
+    assert "Not measured" not in page
+    assert "a walk through the script on a CPU" in page
+    (work / "head.json").unlink()
+    again = run("--cpu-check", "--work", str(work), "--stage", "next")
+    assert again.returncode == 0, again.stderr
+    assert "head ..." in again.stdout
+    assert "ceilings ..." not in again.stdout, "what is there is not measured again"
+
+
+def test_bad_arguments_are_named() -> None:
+    assert "--stage tail is none of next, all, ceilings" in run("--cpu-check", "--stage", "tail").stderr
+    assert "--models gpt: the models are tiny-qwen3" in run("--cpu-check", "--models", "gpt").stderr
+
+
+def test_the_best_configuration_loses_least_over_all_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    from gpu_stages.products import max_rows
+    from gpu_stages.tables import choose
+
+    costs = {(1, 8): {"a": 1.0, "b": 4.0}, (2, 8): {"a": 1.3, "b": 2.0}, (3, 8): {"a": 9.0}}
+    rows = [
+        {"class": "d", "case": case, "us": us, "BLOCK": block, "warps": warps}
+        for (block, warps), by_case in costs.items()
+        for case, us in by_case.items()
+    ]
+    chosen = choose(rows, lambda row: row["class"], lambda row: row["case"], lambda row: row["us"], ("BLOCK", "warps"))
+    assert chosen == {"d": {"BLOCK": 2, "warps": 8}}
+
+    products = [
+        {"weight": "1024x64", "product": "o", "rows": count, "ratio": ratio}
+        for count, ratio in ((1, 0.7), (8, 0.9), (16, 1.1), (32, 0.9))
+    ]
+    assert max_rows(products) == {"narrow": 8}
