@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import orjson
 
+from actorllm import shapes
 from actorllm.errors import (
     ConfigError,
     CorruptModelError,
@@ -189,7 +190,8 @@ class EngineConfig:
         Raises ConfigError (naming the argument, its value and the fix) or ModelError.
         """
         given = _checked_arguments(arguments)
-        path, hf = read_model_folder(model)
+        load_format = _choice("load_format", given["load_format"], ("auto", "safetensors", "dummy"))
+        path, hf = read_model_folder(model, load_format)
         text = hf.get("text_config") or hf
         if not isinstance(text, dict):
             raise CorruptModelError(f"{path}/config.json: text_config is {text!r}, an object is needed")
@@ -203,18 +205,20 @@ class EngineConfig:
                 f"could not hold one token of every running sequence; raise the one or lower the other"
             )
         generation = read_generation_config(path, given["generation_config"])
-        tokenizer = given["tokenizer"] if given["tokenizer"] is not None else str(path)
+        tokenizer = given["tokenizer"]
+        if tokenizer is None and path.parent != shapes.FOLDER:  # those have none
+            tokenizer = str(path)
         return cls(
             model=ModelConfig(
                 name=os.fspath(model),
                 path=str(path),
-                tokenizer=None if given["skip_tokenizer_init"] else str(tokenizer),
+                tokenizer=None if tokenizer is None or given["skip_tokenizer_init"] else str(tokenizer),
                 architecture=_architecture(path, hf),
                 dtype=_dtype(given["dtype"], hf),
                 max_model_len=max_model_len,
                 vocab_size=_config_int(path, text, "vocab_size"),
                 eos_token_ids=_eos_token_ids(text, generation),
-                load_format=_choice("load_format", given["load_format"], ("auto", "safetensors", "dummy")),
+                load_format=load_format,
                 seed=given["seed"] or 0,
                 sampling_defaults=sampling_defaults(
                     generation, given["generation_config"], given["override_generation_config"]
@@ -617,12 +621,19 @@ def check_engine_name(name: Any) -> None:
         )
 
 
-def read_model_folder(model: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
-    """The folder of a model and its config.json: a bundled name, a path, or a Hugging Face id in the local cache."""
+def read_model_folder(model: str | os.PathLike[str], load_format: str = "auto") -> tuple[Path, dict[str, Any]]:
+    """The folder of a model and its config.json: a bundled name, a path, or a Hugging Face id in the local cache.
+
+    load_format "dummy" needs no weights, so that a model of `actorllm.shapes` needs no download either.
+    """
     name = os.fspath(model) if isinstance(model, str | os.PathLike) else None
     if not isinstance(name, str) or not name:
         raise ConfigError(f"model={model!r} must be the name or the folder of a model")
-    path = BUNDLED_MODELS.get(name) or _local_folder(name)
+    path = BUNDLED_MODELS.get(name)
+    if path is None and load_format == "dummy" and not Path(name).expanduser().is_dir():
+        path = shapes.shape_folder(name)
+    if path is None:
+        path = _local_folder(name)
     config = path / "config.json"
     if not config.is_file():
         raise ModelNotFoundError(

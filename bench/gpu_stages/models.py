@@ -7,8 +7,10 @@ machine, so that a share of the limit says something about us and not about the 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Any
+
+from actorllm import shapes
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,6 @@ class Shape:
     """A decoder of the Llama kind in bfloat16."""
 
     name: str
-    architecture: str
     hidden: int
     layers: int
     heads: int
@@ -26,7 +27,6 @@ class Shape:
     vocab: int
     has_qk_norm: bool = False
     has_bias: bool = False
-    is_tied: bool = True
 
     @property
     def linears(self) -> list[tuple[str, int, int]]:
@@ -65,37 +65,32 @@ class Shape:
         attention = 4 * self.layers * self.heads * self.head_dim * num_tokens / 2
         return num_tokens * (2 * self.num_layer_weights + attention) + 2 * self.vocab * self.hidden
 
-    def config(self) -> dict[str, Any]:
-        """For `transformers.AutoConfig.for_model`."""
-        return {
-            "vocab_size": self.vocab,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "max_position_embeddings": 40960,
-            "tie_word_embeddings": self.is_tied,
-        }
+    @classmethod
+    def of(cls, name: str) -> Shape:
+        """One of those that the package knows (`actorllm.shapes`), whose weights `load_format="dummy"` draws."""
+        config = json.loads((shapes.FOLDER / name / "config.json").read_text())
+        heads = config["num_attention_heads"]
+        return cls(
+            name,
+            config["hidden_size"],
+            config["num_hidden_layers"],
+            heads,
+            config["num_key_value_heads"],
+            config.get("head_dim", config["hidden_size"] // heads),
+            config["intermediate_size"],
+            config["vocab_size"],
+            has_qk_norm=config["model_type"] == "qwen3",
+            has_bias=config["model_type"] == "qwen2",
+        )
 
 
-MODELS = {
-    shape.name: shape
-    for shape in (
-        Shape("qwen3-0.6b", "qwen3", 1024, 28, 16, 8, 128, 3072, 151936, has_qk_norm=True),
-        Shape("llama-3.2-1b", "llama", 2048, 16, 32, 8, 64, 8192, 128256),
-        Shape("qwen2.5-1.5b", "qwen2", 1536, 28, 12, 2, 128, 8960, 151936, has_bias=True),
-        Shape("qwen3-8b", "qwen3", 4096, 36, 32, 8, 128, 12288, 151936, has_qk_norm=True, is_tied=False),
-        Shape("llama-3.1-8b", "llama", 4096, 32, 32, 8, 128, 14336, 128256, is_tied=False),
-    )
-}
+MODELS = {name: Shape.of(name) for name in ("Qwen3-0.6B", "Llama-3.2-1B", "Qwen2.5-1.5B", "Qwen3-8B", "Llama-3.1-8B")}
 
 TINY = {
     shape.name: shape
     for shape in (
-        Shape("tiny-qwen3", "qwen3", 64, 2, 4, 2, 32, 96, 600, has_qk_norm=True),
-        Shape("tiny-llama", "llama", 64, 2, 4, 2, 32, 96, 600, is_tied=False),
+        Shape("tiny-qwen3", 64, 2, 4, 2, 32, 96, 600, has_qk_norm=True),
+        Shape("tiny-llama", 64, 2, 4, 2, 32, 96, 600),
     )
 }
 """Those of a walk through the script."""
