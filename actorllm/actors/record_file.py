@@ -16,7 +16,8 @@ from actorllm.config import EngineConfig, SchedulerConfig
 from actorllm.errors import ConfigError
 from actorllm.messages import StepFailed, StepResult, Submit, pack, unpack
 from actorllm.ring.codec import decode, encode
-from actorllm.scheduling.gate import Gate, load_admission
+from actorllm.scheduling.decisions import DECIDE, ToldPolicy
+from actorllm.scheduling.gate import ADMISSIONS, Gate, load_admission
 from actorllm.scheduling.guard import FALLBACK, GuardedPolicy
 from actorllm.scheduling.policy import POLICIES, PlanPolicy, load_policy
 from actorllm.scheduling.recording import Entry
@@ -115,6 +116,28 @@ def recorded_arguments(path: str | Path) -> dict[str, Any]:
 def fresh_scheduler(path: str | Path) -> Scheduler:
     """One that is built as the recorded one was. Raises ConfigError."""
     return Scheduler(policy=build_policy(recorded_configuration(path).scheduler), **recorded_arguments(path))
+
+
+def is_of_user(config: SchedulerConfig) -> bool:
+    """Whether a policy is not of this package: its decisions are recorded, because it may not be there to make them again."""
+    return config.policy not in POLICIES or (config.admission is not None and config.admission not in ADMISSIONS.names)
+
+
+def recorded_policy(path: str | Path) -> Callable[[], PlanPolicy]:
+    """Builds what decides as the recorded policy did: from its decisions where the recording has them, else anew.
+
+    What it builds raises ConfigError for a policy that cannot be loaded.
+    """
+    entries = [entry for entry in read_recording(path) if entry[0].startswith(DECIDE)]
+    if entries:
+        return lambda: cast("PlanPolicy", ToldPolicy(entries))
+    config = recorded_configuration(path).scheduler
+    return lambda: build_policy(config)
+
+
+def told_scheduler(path: str | Path) -> Scheduler:
+    """One that is built as the recorded one was, and decides as that did, whether or not its policy is at hand."""
+    return Scheduler(policy=recorded_policy(path)(), **recorded_arguments(path))
 
 
 def scheduler_arguments(config: EngineConfig, eos_token_ids: tuple[int, ...], primary: int | None) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from actorllm.actors.foreign import check_foreign
 from actorllm.actors.link import Link
 from actorllm.actors.outlet import ForFrontend, Outlet
 from actorllm.actors.pacing import Pacing
-from actorllm.actors.record_file import RecordFile, build_policy, scheduler_arguments
+from actorllm.actors.record_file import RecordFile, build_policy, is_of_user, scheduler_arguments
 from actorllm.actors.timeline import Timeline
 from actorllm.actors.topology import ATTACHED
 from actorllm.clock import now
@@ -54,12 +54,13 @@ from actorllm.messages import (
     sequences_of,
 )
 from actorllm.request import FinishReason
+from actorllm.scheduling.decisions import TellingPolicy
 from actorllm.scheduling.events import NOTHING, End, Events
-from actorllm.scheduling.guard import FALLBACK, StalledPolicyError
+from actorllm.scheduling.guard import FALLBACK
 from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.pause import PauseState
 from actorllm.scheduling.policy import PlanPolicy
-from actorllm.scheduling.policy_watch import PolicyWatch
+from actorllm.scheduling.policy_watch import SHORTEST_TIMER_S, PolicyWatch, WakeTimer
 from actorllm.scheduling.recording import Entry, RecordedScheduler
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key, Sequence, State
@@ -84,9 +85,6 @@ requests."""
 
 JOURNAL_PATIENCE_S = 1.0
 """How long a trial waits for the journals of all frontends before it begins with what is there."""
-
-SHORTEST_TIMER_S = 0.001
-"""Who asks to be woken in the past is woken this often, and does not hold a core."""
 
 
 class OutputRows:
@@ -241,8 +239,12 @@ class SchedulerActor(Actor):
         """Requests that were submitted again and have not been in a step of this scheduler."""
         self._timeline: Timeline | None = None
         self._policy_name = "fcfs"
+        self._policy_failure: str | None = None
         self._admission_failure: str | None = None
         self._watch = PolicyWatch()
+        self._timer = WakeTimer()
+        self._wake_at = math.inf
+        """When the policy is to be asked again even if nothing happens."""
         self._has_told_stall = False
         self._step_watch: StepWatch | None = None
         self._tokenizer: Tokenizer | None = None
@@ -277,6 +279,8 @@ class SchedulerActor(Actor):
             raise ConfigError(f"record={config.record!r} cannot be written: {error.strerror}") from error
         self._record_path = Path(config.record)
         self._record = RecordFile(config, eos_token_ids, primary)
+        if is_of_user(config.scheduler):  # who reads the recording may not have it
+            arguments["policy"] = TellingPolicy(arguments["policy"], self._write_entry)
         return RecordedScheduler(sink=self._write_entry, **arguments)
 
     def _policy(self, config: SchedulerConfig) -> PlanPolicy:
@@ -294,6 +298,7 @@ class SchedulerActor(Actor):
 
         def log(what: str, error: Exception) -> None:
             name = config.policy
+            self._policy_failure = f"{what} raised {type(error).__name__}: {error}"
             logger.error("scheduling policy %r failed in %s; %r takes its place", name, what, FALLBACK, exc_info=error)
 
         return build_policy(config, log, log_admission)
@@ -303,13 +308,20 @@ class SchedulerActor(Actor):
         reason = self._watch.stall(self.scheduler)
         if reason is None:
             return False
-        give_up = getattr(self.scheduler.policy, "give_up", None)
-        if give_up is not None and give_up(StalledPolicyError(reason), self.scheduler):
+        if self.scheduler.give_up_policy(reason, now()):
             return True
         if not self._has_told_stall:
             self._has_told_stall = True
             logger.error("scheduling policy %r stalls: %s", self._policy_name, reason)
         return False
+
+    def _set_timer(self) -> None:
+        """For a policy that planned nothing, and asks to be asked again."""
+        if self.scheduler.wake_at == math.inf:
+            return
+        self._wake_at = self._timer.next(self.scheduler)
+        if complaint := self._timer.complaint(self.scheduler):
+            logger.warning("scheduling policy %r: %s", self._policy_name, complaint)
 
     def _eos_token_ids(self, config: EngineConfig) -> tuple[int, ...]:
         """What ends a text: the ids of the model's files, and the tokenizer's own."""
@@ -449,12 +461,14 @@ class SchedulerActor(Actor):
             self._go_on_with_trial()
         if scheduler.expires_at < math.inf or self._trial:
             self._expire()
+        self._wake_at = math.inf  # with no room for a step there will be a result
         while scheduler.has_room and self._has_workers:  # up to `depth` steps in flight
             plan = scheduler.schedule(now())
             if scheduler.has_rejected:
                 self._send_ends(scheduler.take_rejected())
             if plan is None:
                 if scheduler.num_in_flight or not self._ends_stall():
+                    self._set_timer()
                     break
                 continue
             self._launch(plan)
@@ -487,7 +501,7 @@ class SchedulerActor(Actor):
 
     def next_deadline(self) -> float | None:
         """When the loop must turn even if nothing arrives: for a policy, a deadline, or what could not be sent."""
-        wake_at = min(self.scheduler.wake_at, self.scheduler.expires_at)
+        wake_at = min(self._wake_at, self.scheduler.expires_at)
         if self._trial:
             wake_at = min(wake_at, self._trial.expires_at)
             if self._resubmitting and now() < self._trial_at:
@@ -934,10 +948,11 @@ class SchedulerActor(Actor):
     def statistics(self) -> dict[str, Any]:
         return super().statistics() | {
             "scheduler": asdict(self.scheduler.statistics()),
-            "policy_failure": getattr(self.scheduler.policy, "failure", None),
+            "policy_failure": self._policy_failure,
             "num_held_requests": len(self._trial),
             "admission_failure": self._admission_failure,
             "num_starving": self._watch.num_starving,
+            "num_wakes_in_vain": self._timer.num_in_vain,
             "step_model": None if self._step_watch is None else self._step_watch.statistics(),
             "num_held_outputs": sum(len(outlet.unsent) for outlet in self._full.values()),
             "requests": self._tally.statistics(),

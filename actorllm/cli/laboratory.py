@@ -311,7 +311,7 @@ def explain(
 
 
 def _explain_recording(recording: Path, request_id: int, model: str) -> str:
-    from actorllm.actors.record_file import build_policy, read_recording, recorded_arguments, recorded_configuration
+    from actorllm.actors.record_file import read_recording, recorded_arguments, recorded_configuration, recorded_policy
     from actorllm.slo.cost_model import load_model
     from actorllm.slo.explanation import explain as explained
     from actorllm.slo.journal import run_of_recording
@@ -319,7 +319,7 @@ def _explain_recording(recording: Path, request_id: int, model: str) -> str:
     _see_own_folder()
     built = recorded_configuration(recording).scheduler
     found = run_of_recording(
-        list(read_recording(recording)), recorded_arguments(recording), lambda: build_policy(built), request_id
+        list(read_recording(recording)), recorded_arguments(recording), recorded_policy(recording), request_id
     )
     if found.deviation is not None:
         print(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import numpy as np
 
-from actorllm.actors.record_file import fresh_scheduler, read_recording, recorded_configuration
+from actorllm.actors.record_file import read_recording, recorded_configuration, told_scheduler
 from actorllm.clock import now, to_epoch
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
@@ -134,7 +134,7 @@ def read_recorded(path: str | Path) -> tuple[StepLog, Delays]:
                 back.append(at - argument.ended)
             yield entry
 
-    log = steps_of(watched(), fresh_scheduler(path))
+    log = steps_of(watched(), told_scheduler(path))
     return log, Delays.of(there, back)
 
 

@@ -3,10 +3,11 @@
     stall        nothing is planned although somebody could run, and nothing will happen that changes it
     starvation   requests wait and wait while others that came later are started
     objectives   a promise that not even the fastest step keeps
+    timers       it asks to be woken at times that have passed (`WakeTimer`)
 
 Says what is wrong in a sentence without the policy's name, which the caller adds. Costs nothing per step: stalls are looked
 for when nothing was planned, starvation when a request comes, objectives in a few steps after a new one was seen. Used by
-the scheduler actor; pure.
+the scheduler actor, and its timers by the simulator; pure.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ NUM_STEPS = 20
 """In which the fastest step is looked for."""
 MAX_OBJECTIVES = 1000
 """So many different ones are told apart."""
+SHORTEST_TIMER_S = 0.001
+LONGEST_TIMER_S = 0.1
+"""Between two timers of a policy that asks for times that have passed, at first and at last."""
+MANY_IN_VAIN = 10
+"""So many of them in a row are told of."""
 
 Fields = tuple[float | None, ...]
 
@@ -118,6 +124,47 @@ class PolicyWatch:
             return []
         unjudged, self._unjudged = self._unjudged, []
         return [told for fields in unjudged for told in _impossible(fields, self._fastest)]
+
+
+class WakeTimer:
+    """When a policy that asks to be woken (`Decision.wake_at`) is: at that time.
+
+    A time that has passed, or is less than SHORTEST_TIMER_S away, is asked for in vain if nothing is planned then. So it is
+    granted after SHORTEST_TIMER_S, after twice as long when it is asked for again, and so on up to LONGEST_TIMER_S, until a
+    step is planned. Such a policy holds no core, and whatever happens to requests is planned at once all the same.
+    """
+
+    def __init__(self) -> None:
+        self.num_in_vain = 0
+        """Timers in a row that had passed when they were asked for."""
+        self._step = -1
+        self._at = -math.inf
+        self._has_told = False
+
+    def next(self, scheduler: Scheduler) -> float:
+        """Nothing was planned though there was room. When to plan again even if nothing happens."""
+        at, now, step = scheduler.wake_at, scheduler.now, scheduler.ledger.next_step
+        if step != self._step or at >= now + SHORTEST_TIMER_S:
+            self._step, self._at, self.num_in_vain = step, -math.inf, 0
+        if at >= now + SHORTEST_TIMER_S:
+            return at
+        if now >= self._at:  # else something else happened meanwhile
+            wait = SHORTEST_TIMER_S * 2.0 ** min(self.num_in_vain, 60)
+            self._at = now + min(wait, LONGEST_TIMER_S)
+            self.num_in_vain += 1
+        return self._at
+
+    def complaint(self, scheduler: Scheduler) -> str | None:
+        """What is wrong with its timers, once."""
+        if self._has_told or self.num_in_vain < MANY_IN_VAIN:
+            return None
+        self._has_told = True
+        ago = scheduler.now - scheduler.wake_at
+        when = f"{ago:.3g} s ago" if 0 <= ago < math.inf else "at once" if ago < 0 else "long ago"
+        return (
+            f"it asks to be woken {when}, {self.num_in_vain} times in a row, and plans nothing then; until it plans a step it is "
+            f"woken every {LONGEST_TIMER_S:g} s, and whenever something happens to a request"
+        )
 
 
 def starving(scheduler: Scheduler, now: float) -> Iterator[Sequence]:

@@ -76,6 +76,12 @@ class RecordedScheduler(Scheduler):
         self._sink(("lose_workers", now, error))
         return super().lose_workers(error, now)
 
+    def give_up_policy(self, reason: str, now: float) -> bool:
+        is_replaced = super().give_up_policy(reason, now)
+        if is_replaced:  # else nothing has changed, and it may be asked for in every turn
+            self._sink(("give_up", now, reason))
+        return is_replaced
+
     def finish(self, stops: Iterable[tuple[Sequence, FinishReason, int | str | None]], now: float) -> list[End]:
         stops = list(stops)
         if stops:
@@ -115,6 +121,10 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[StepPlan]
                 scheduler.resume(now)
             case "lose_workers":
                 scheduler.lose_workers(argument, now)
+            case "give_up":
+                scheduler.give_up_policy(argument, now)
+            case "decide":
+                pass  # what came of it: `decisions.ToldPolicy`
             case "finish":
                 stops = [(scheduler.sequence((f, rid)), reason, stop) for (f, rid), reason, stop in argument]
                 scheduler.finish([(s, reason, stop) for s, reason, stop in stops if s is not None], now)

@@ -9,6 +9,7 @@
     reset_prefix_cache(now)    nothing that was computed until now is found by later requests
     pause(mode, now), resume   requests are taken all the time, and none of them is started while paused
     lose_workers(error, now)   the workers died, others will come: every request goes on from its known tokens
+    give_up_policy(reason, now)  it stalls, and is replaced
     expire(now)                requests whose deadline has passed end; the next one is due at `expires_at`
 
 Pure: the same calls with the same arguments give the same plans (`recording` shows it). Cost follows change: a steady
@@ -44,6 +45,7 @@ from actorllm.scheduling.events import NOTHING, End, Events
 from actorllm.scheduling.expiry import Expiry
 from actorllm.scheduling.faults import KILLED, Faults
 from actorllm.scheduling.forks import Forks
+from actorllm.scheduling.guard import StalledPolicyError
 from actorllm.scheduling.intake import Intake
 from actorllm.scheduling.ledger import Ledger, StepRecord
 from actorllm.scheduling.pause import PAUSE_MODES, PauseState
@@ -258,6 +260,12 @@ class Scheduler:
     def resume(self, now: float) -> None:
         self.now = now
         self.pause_state = PauseState.RUNNING
+
+    def give_up_policy(self, reason: str, now: float) -> bool:
+        """The policy stalls: replace it, if it is one that can be replaced (`guard`). Whether it was."""
+        self.now = now
+        give_up = getattr(self._policy, "give_up", None)
+        return give_up is not None and bool(give_up(StalledPolicyError(reason), self))
 
     def reset_prefix_cache(self, now: float, reset_running_requests: bool = False) -> None:
         """Forget everything that is cached. Running requests keep their blocks, and leave nothing behind.

@@ -37,7 +37,7 @@ from actorllm.scheduling.events import End
 from actorllm.scheduling.gate import AdmissionPolicy, Gate, load_admission
 from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.policy import PlanPolicy, load_policy
-from actorllm.scheduling.policy_watch import STARVED_S, patience
+from actorllm.scheduling.policy_watch import STARVED_S, WakeTimer, patience
 from actorllm.scheduling.recording import Entry
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key
@@ -53,9 +53,6 @@ from actorllm.slo.workload import Workload, seed_stream
 VOCAB_SIZE = 1 << 16
 END_OF_TEXT = VOCAB_SIZE - 1
 """The last token of a request that ends before its `max_tokens`."""
-SHORTEST_TIMER_S = 0.001
-"""As in the scheduler actor: a policy that asks to be woken in the past is woken this often."""
-
 MAX_IDLE_WAKES = 100_000
 """A policy that is woken so often in a row without planning a step has stalled."""
 
@@ -377,6 +374,9 @@ class Replica:
         self._can_skip = skip and on_plan is None
         self._turn_at = math.inf
         self._timer_at = math.inf
+        self._timer = WakeTimer()
+        self.complaint: str | None = None
+        """What is wrong with the timers of its policy."""
         self._num_idle_wakes = 0
         self._aborts: list[tuple[float, Key]] = []
         self._finishes: dict[int, list[tuple[Key, Any, Any]]] = {}
@@ -404,6 +404,11 @@ class Replica:
     def expire(self, now: float) -> None:
         """Requests whose deadline has passed end."""
         self._tell(self.scheduler.expire(now))
+        self._happened(now)
+
+    def give_up_policy(self, reason: str, now: float) -> None:
+        """It stalls, and is replaced."""
+        self.scheduler.give_up_policy(reason, now)
         self._happened(now)
 
     def abort_at(self, at: float, key: Key) -> None:
@@ -465,7 +470,8 @@ class Replica:
                 self._tell(scheduler.take_rejected())
             if plan is None:
                 if scheduler.wake_at < math.inf:
-                    self._timer_at = max(scheduler.wake_at, now + SHORTEST_TIMER_S)
+                    self._timer_at = worker.turn_after(self._timer.next(scheduler))
+                    self.complaint = self.complaint or self._timer.complaint(scheduler)
                 break
             worker.launch(scheduler.ledger.newest, scheduler, now)
             has_launched = True
@@ -792,6 +798,8 @@ def _collect(workload: Workload, replicas: list[Replica], outcomes: _Outcomes, m
             warnings.append(
                 f"policy {policy!r} {why}: {left.num_waiting} requests of replica {replica.number} wait for ever"
             )
+        if replica.complaint is not None:
+            warnings.append(f"policy {policy!r}: {replica.complaint}")
     warnings += _starvation(workload, outcomes, policy)
     timeline = RunTimeline(
         arrival=workload.arrival,
@@ -889,10 +897,10 @@ def rerun(entries: Iterable[Entry], scheduler: Scheduler) -> list[StepPlan]:
             has_planned = True
         elif verb == "finish":
             finishes.setdefault(last_step, []).extend(((f, rid), reason, stop) for (f, rid), reason, stop in argument)
-        elif verb in ("submit", "abort", "unblock", "expire"):
+        elif verb in ("submit", "abort", "unblock", "expire", "give_up"):
             arrivals.append((now, call, argument))
             has_planned = False
-        else:
+        elif verb != "decide":
             raise ValueError(f"a simulation has no {verb}: only recordings without it can be run again")
     plans: list[StepPlan] = []
     replica = Replica(scheduler, ScriptedWorker(results, turns), on_plan=plans.append)
@@ -908,6 +916,8 @@ def rerun(entries: Iterable[Entry], scheduler: Scheduler) -> list[StepPlan]:
                 replica.abort([(f, rid) for f, rid in argument], now)
             case "expire":
                 replica.expire(now)
+            case "give_up":
+                replica.give_up_policy(argument, now)
             case _:
                 replica.unblock((argument[0][0], argument[0][1]), argument[1], now)
     replica.run_until(math.inf)

@@ -15,12 +15,14 @@ import pytest
 import actorllm.engine
 from actorllm import LLM, SamplingParams
 from actorllm.actors.engine_thread import HostLoop
-from actorllm.actors.record_file import fresh_scheduler, read_recording, recorded_configuration
+from actorllm.actors.record_file import fresh_scheduler, read_recording, recorded_configuration, told_scheduler
 from actorllm.actors.topology import Topology, engine_topology
 from actorllm.config import EngineConfig
 from actorllm.errors import RequestFailedError
 from actorllm.messages import LateInputs, StepFailed, StepPlan, StepResult, Submit, pack
-from actorllm.scheduling.policy import load_policy
+from actorllm.scheduling.decisions import has_decisions
+from actorllm.scheduling.gate import AdmissionPolicy
+from actorllm.scheduling.policy import Admit, KeyPolicy, load_policy
 from actorllm.scheduling.recording import RecordedScheduler, replay
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.slo.simulator import rerun
@@ -157,10 +159,51 @@ def test_a_profile_is_taken_of_every_rank(build: Callable[..., LLM]) -> None:
     assert llm._engine.ask_scheduler("stop_profile", folder="f").result(5) == ["f/rank0", "f/rank1"]
 
 
+class SulksLater(KeyPolicy):
+    """Shortest prompt first, with pauses of the decode, until it lets nobody in any more and nobody decode: it is replaced."""
+
+    num_plans = 0
+
+    def key(self, sequence: Any, view: Any) -> Any:
+        return (sequence.num_prompt,)
+
+    def decode_mask(self, view: Any) -> Any:
+        self.num_plans += 1
+        is_sulking = self.num_plans > 40
+        return np.full(view.decode_slots.size, not is_sulking) if is_sulking or self.num_plans % 3 else None
+
+    def admit(self, sequence: Any, view: Any) -> Admit:
+        return Admit.WAIT if self.num_plans > 30 else Admit.ADMIT
+
+
+class ShutsLater(AdmissionPolicy):
+    name = "shuts-later"
+    num_asked = 0
+
+    def admit(self, *arguments: Any) -> Admit:
+        self.num_asked += 1
+        return Admit.WAIT if self.num_asked > 12 else Admit.ADMIT
+
+
+OWN = "tests.actors.test_engine_actors"
+
+
+@pytest.mark.parametrize(
+    "policies",
+    [
+        {},
+        {"scheduling_policy": f"{OWN}:SulksLater"},
+        {"scheduling_policy": "srpf", "admission_policy": f"{OWN}:ShutsLater"},
+    ],
+    ids=["built in", "stalls", "admission stalls"],
+)
 def test_a_live_recording_replays_byte_for_byte(
-    build: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    build: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policies: dict[str, str]
 ) -> None:
-    """The plans of the engine, of its recorded calls, and of the simulator's own loop with the recorded times."""
+    """The plans of the engine, of its recorded calls, and of the simulator's own loop with the recorded times.
+
+    Of policies of one's own also of their recorded decisions, without them. Those that stall are replaced on the way.
+    """
     file = tmp_path / "recording"
     live: list[StepPlan] = []
     schedule = RecordedScheduler.schedule
@@ -171,22 +214,29 @@ def test_a_live_recording_replays_byte_for_byte(
         return plan
 
     monkeypatch.setattr(RecordedScheduler, "schedule", watched)
-    llm = build(topology="inline", record=str(file), kv_cache_memory_bytes=None, max_model_len=320, max_num_seqs=8)
+    given = {"kv_cache_memory_bytes": None, "max_model_len": 320, "max_num_seqs": 8, **policies}
+    llm = build(topology="inline", record=str(file), **given)
     with ThreadPoolExecutor(3) as callers:  # so that requests come while others run
         for call in [callers.submit(run, llm, count) for count in (16, 9, 5)]:
             call.result()
-    config = llm.config
+    config, told = llm.config, llm.stats()["scheduler"]
     llm.shutdown()
     assert recorded_configuration(file) == config, "with its KV blocks"
+    failures = [kind for kind in ("policy", "admission") if "StalledPolicyError" in str(told[f"{kind}_failure"])]
+    assert failures == [kind.split("_")[0].replace("scheduling", "policy") for kind in list(policies)[-1:]]
     plans = [[pack(plan) for plan in live]]
-    for drive in (replay, rerun):
-        scheduler = fresh_scheduler(file)
+    for drive, make in ((replay, fresh_scheduler), (rerun, fresh_scheduler), (replay, told_scheduler)):
+        if make is told_scheduler:  # as if it had never been there
+            monkeypatch.setattr("actorllm.actors.record_file.build_policy", None)
+            assert has_decisions(read_recording(file)) == bool(policies)
+            if not policies:
+                break
+        scheduler = make(file)
         plans.append([pack(plan) for plan in drive(read_recording(file), scheduler)])
         assert scheduler.statistics().num_dropped_results == 0, "every recorded result fits the replayed plans"
         assert scheduler.statistics().num_running == 0
-    engine, replayed, simulated = [[(k, s, [a.tobytes() for a in r]) for k, s, r in packed] for packed in plans]
-    assert engine == replayed
-    assert engine == simulated
+    engine, *others = [[(k, s, [a.tobytes() for a in r]) for k, s, r in packed] for packed in plans]
+    assert [other == engine for other in others] == [True] * (3 if policies else 2)
     assert len(engine) == sum(1 for call, _, result in read_recording(file) if call == "update")
 
 

@@ -22,6 +22,7 @@ from actorllm.messages import NO_I32, Abort, LateInputs, Outputs, StepFailed, St
 from actorllm.scheduling.gate import AdmissionPolicy, Gate
 from actorllm.scheduling.guard import GuardedPolicy
 from actorllm.scheduling.policy import Admit, KeyPolicy
+from actorllm.scheduling.policy_watch import LONGEST_TIMER_S
 from tests.scheduling.conftest import ScriptedWorker, reference_stream
 
 VOCAB = 4096
@@ -684,6 +685,36 @@ async def test_a_built_in_policy_that_stalls_is_told_of_once(
             await bench.send(submit(rid))
         assert bench.plans == []
     assert caplog.text.count("scheduling policy 'fcfs' stalls: it plans nothing for") == 1
+
+
+class Restless(KeyPolicy):
+    """Wants to be woken, always in the past, and lets nobody in until it was asked often enough."""
+
+    num_asked = 0
+
+    def admit(self, sequence: Any, view: Any) -> Admit:
+        self.num_asked += 1
+        return Admit.ADMIT if self.num_asked > 12 else Admit.WAIT
+
+    def wake_at(self, view: Any) -> float:
+        return float(view.now) - 1.0
+
+
+async def test_one_that_asks_for_times_that_have_passed_holds_no_core_and_is_told_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    name = "tests.actors.test_scheduler_actor:Restless"
+    async with running(scheduling_policy=name) as bench:
+        await bench.send(submit())
+        while not bench.plans:
+            deadline = bench.actor.next_deadline()
+            assert deadline is not None
+            assert deadline - now() <= LONGEST_TIMER_S
+            await anyio.sleep(max(0.0, deadline - now()))
+            await bench.settle()
+        await bench.work()
+        assert bench.tokens() == stream_of()
+    assert caplog.text.count(f"scheduling policy {name!r}: it asks to be woken 1 s ago, 10 times in a row") == 1
 
 
 class LastComeFirst(KeyPolicy):

@@ -14,7 +14,17 @@ from actorllm.scheduling.guard import GuardedPolicy, StalledPolicyError
 from actorllm.scheduling.policies.fcfs import Fcfs
 from actorllm.scheduling.policies.srpf import Srpf
 from actorllm.scheduling.policy import Admit, KeyPlanner, KeyPolicy, load_policy
-from actorllm.scheduling.policy_watch import MAX_IDLE_S, NUM_STEPS, STARVED_S, PolicyWatch, patience
+from actorllm.scheduling.policy_watch import (
+    LONGEST_TIMER_S,
+    MANY_IN_VAIN,
+    MAX_IDLE_S,
+    NUM_STEPS,
+    SHORTEST_TIMER_S,
+    STARVED_S,
+    PolicyWatch,
+    WakeTimer,
+    patience,
+)
 from tests.scheduling.conftest import Engine, reference_stream
 
 
@@ -150,3 +160,44 @@ def test_promises_beyond_the_fastest_step_are_told_of_once() -> None:
     ]
     watch.see([0.001, 0.004, 0.5, 0.0])
     assert not watch.wants_steps
+
+
+# Timers
+
+
+@pytest.mark.parametrize("wake_in", [0.0, -5.0, -math.inf, SHORTEST_TIMER_S / 2])
+def test_times_that_have_passed_are_granted_ever_more_rarely_and_told_of_once(wake_in: float) -> None:
+    engine, timer = with_one(KeyPlanner(Sulking(wake_in))), WakeTimer()
+    woken, told = [], []
+    for _ in range(2 * MANY_IN_VAIN):
+        assert engine.launch() is None
+        at = timer.next(engine.scheduler)
+        told.append(timer.complaint(engine.scheduler))
+        woken.append(at - engine.now)
+        engine.now += (at - engine.now) / 2
+        assert timer.next(engine.scheduler) == at, "what else happens meanwhile does not put it off"
+        engine.now = at
+    assert woken[0] == pytest.approx(SHORTEST_TIMER_S)
+    assert max(woken) == pytest.approx(LONGEST_TIMER_S)
+    assert woken[-1] == pytest.approx(LONGEST_TIMER_S)
+    (complaint,) = [text for text in told if text is not None]
+    assert f"{MANY_IN_VAIN} times in a row, and plans nothing then" in complaint
+
+
+def test_times_to_come_are_kept_and_a_step_begins_anew() -> None:
+    policy = Sulking(0.5)
+    engine, timer = with_one(KeyPlanner(policy)), WakeTimer()
+    engine.launch()
+    assert timer.next(engine.scheduler) == engine.now + 0.5
+    policy.wake_in = 0.0
+    for _ in range(5):
+        engine.launch()
+        engine.now = timer.next(engine.scheduler)
+    assert timer.num_in_vain == 5
+    policy.admit = lambda *arguments: Admit.ADMIT  # type: ignore[method-assign]
+    engine.launch()
+    engine.complete()
+    policy.decode_mask = lambda view: np.zeros(view.decode_slots.size, bool)  # type: ignore[method-assign]
+    assert engine.launch() is None
+    assert timer.next(engine.scheduler) == pytest.approx(engine.now + SHORTEST_TIMER_S)
+    assert timer.num_in_vain == 1

@@ -300,6 +300,7 @@ def test_a_policy_that_asks_for_ever_to_be_woken_is_stopped(monkeypatch: pytest.
     workload = make_workload(np.array([0.0]), fixed_lengths(1, 10, 5))
     run = simulate(workload, SHAPE, every_step(0.1), policy=lambda: KeyPlanner(Restless()))
     assert "asks again and again to be woken and plans nothing: 1 requests of replica 0" in run.warnings[0]
+    assert "it asks to be woken 0 s ago, 10 times in a row, and plans nothing then" in run.warnings[1]
 
 
 def test_a_policy_that_raises_is_named() -> None:
