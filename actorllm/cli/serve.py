@@ -1,4 +1,4 @@
-"""`actorllm serve`: an engine and its server in one process, until a signal ends them.
+"""`actorllm serve`: an engine and its server in one process or several, until a signal ends them.
 
 Owns the options, most of which are those of `vllm serve` by name; what they mean is in `actorllm.server`, which is imported
 only here, so that the other commands work without the extra.
@@ -7,6 +7,7 @@ only here, so that the other commands work without the extra.
 from __future__ import annotations
 
 import os
+import uuid
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -56,6 +57,7 @@ def serve(
     unix_socket: Annotated[str | None, Parameter(name=["--unix-socket", "--uds"])] = None,
     api_key: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     served_model_name: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    api_processes: Annotated[int, Parameter(name=["--api-processes", "--api-server-count"])] = 1,
     max_concurrent_requests: int | None = None,
     max_body_bytes: int = 32 << 20,
     body_timeout: float = 30.0,
@@ -88,6 +90,9 @@ def serve(
         Clients must send one of these as a bearer token; $ACTORLLM_API_KEY without the option.
     served_model_name
         What clients call the model; default: what it is loaded by.
+    api_processes
+        Processes that take requests and write answers, in front of the one engine. One that dies loses its own
+        connections and is started again.
     max_concurrent_requests
         More than so many requests under way are refused with 429.
     max_body_bytes
@@ -109,26 +114,31 @@ def serve(
         from actorllm.server.app import create_app
         from actorllm.server.launcher import Listener
         from actorllm.server.launcher import serve as listen
+        from actorllm.server.processes import ApiProcesses
     except ModuleNotFoundError as error:
         raise ConfigError(f"serving needs more packages ({error.name}): pip install 'actorllm[serve]'") from error
     from actorllm.async_llm import AsyncLLM
 
     keys = api_key or ([os.environ[KEY_VARIABLE]] if os.environ.get(KEY_VARIABLE) else None)
     arguments: dict[str, Any] = engine_options.arguments()
+    if api_processes < 1:
+        raise ConfigError(f"--api-processes {api_processes} must be at least 1")
+    if api_processes > 1 and arguments.get("name") is None:
+        arguments["name"] = f"serve-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     llm = AsyncLLM(model_tag or engine_options.model, **arguments)
-    app = create_app(
-        llm,
-        served_model_name=served_model_name,
-        api_key=keys,
-        allowed_origins=allowed_origins or (),
-        allowed_methods=allowed_methods or ("*",),
-        allowed_headers=allowed_headers or ("*",),
-        allow_credentials=allow_credentials,
-        max_body_bytes=max_body_bytes,
-        body_timeout_s=body_timeout,
-        max_concurrent_requests=max_concurrent_requests,
-        trust_request_chat_template=trust_request_chat_template,
-    )
+    app: dict[str, Any] = {
+        "served_model_name": served_model_name,
+        "api_key": keys,
+        "allowed_origins": allowed_origins or (),
+        "allowed_methods": allowed_methods or ("*",),
+        "allowed_headers": allowed_headers or ("*",),
+        "allow_credentials": allow_credentials,
+        "max_body_bytes": max_body_bytes,
+        "body_timeout_s": body_timeout,
+        "max_concurrent_requests": max_concurrent_requests,
+        "trust_request_chat_template": trust_request_chat_template,
+    }
+    made = create_app(llm, **app)  # says what is wrong with them before anything is started
     listener = Listener(
         host=host,
         port=port,
@@ -143,8 +153,11 @@ def serve(
     )
 
     async def run() -> None:
+        if api_processes > 1:
+            await ApiProcesses(llm, api_processes, app, listener).run()
+            return
         async with llm:
-            await listen(app, listener)
+            await listen(made, listener)
 
     try:
         anyio.run(run, backend_options={"use_uvloop": True})

@@ -1,21 +1,28 @@
-"""A server process of its own: uvicorn around the application, and an orderly end.
+"""A server process: uvicorn around the application, and an orderly end.
 
 On SIGTERM or SIGINT nothing new is taken (503 with Retry-After, `/health` included, so that load balancers turn away), what
 is under way is finished or, after the drain timeout, answered with what there is; then the listeners close. A second signal
-ends it at once. Called by `actorllm serve`; owns neither engine nor application.
+ends it at once. Called by `actorllm serve`; owns neither engine nor application. Of several API processes each has the
+`Server` of here, and `processes` has the signals.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
+import os
 import signal
-from collections.abc import Iterator
+import socket
+import stat
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import anyio
 import uvicorn
+import uvicorn.config
 from fastapi import FastAPI
 
 from actorllm.errors import ConfigError
@@ -26,6 +33,9 @@ logger = logging.getLogger(__name__)
 HEADERS_TIMEOUT_S = 30.0
 GRACE_S = 5
 """For responses to reach their clients, after the engine has ended them."""
+BACKLOG = 2048
+SOCKET_MODE = 0o666
+"""Of a unix socket: who may enter its folder may connect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +53,8 @@ class Listener:
     access_log: bool = True
     drain_timeout_s: float = 30.0
 
-    def config(self, app: FastAPI) -> uvicorn.Config:
+    def config(self, app: Any) -> uvicorn.Config:
+        """Raises ConfigError when TLS cannot be set up."""
         tls: dict[str, Any] = {}
         if self.ssl_certfile is not None:
             tls = {"ssl_certfile": self.ssl_certfile, "ssl_keyfile": self.ssl_keyfile}
@@ -55,6 +66,8 @@ class Listener:
             host=self.host,
             port=self.port,
             uds=self.unix_socket,
+            backlog=BACKLOG,
+            log_config=log_config(),
             log_level=self.log_level,
             access_log=self.access_log,
             lifespan="off",
@@ -69,50 +82,112 @@ class Listener:
         _close_silent_connections(config)
         return config
 
+    def bind(self) -> socket.socket:
+        """The socket for several processes to listen on. Raises ConfigError."""
+        is_unix = self.unix_socket is not None
+        family = socket.AF_UNIX if is_unix else socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        bound = socket.socket(family)
+        try:
+            if self.unix_socket is not None:
+                _remove_stale(self.unix_socket)
+                bound.bind(self.unix_socket)
+                os.chmod(self.unix_socket, SOCKET_MODE)
+            else:
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                bound.bind((self.host, self.port))
+        except (OSError, OverflowError) as error:
+            bound.close()
+            raise ConfigError(f"cannot listen on {self.place()}: {error}") from None
+        return bound
 
-class _Server(uvicorn.Server):
-    """uvicorn's, without signal handlers: `serve` has its own."""
+    def place(self, bound: socket.socket | None = None) -> str:
+        """Where it is, in words; bound: with the port that was found."""
+        if self.unix_socket is not None:
+            return f"unix socket {self.unix_socket}"
+        port = self.port if bound is None else bound.getsockname()[1]
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'http' if self.ssl_certfile is None else 'https'}://{host}:{port}"
+
+
+def _remove_stale(path: str) -> None:
+    """A unix socket that nobody listens on any more."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)
+
+
+def log_config() -> dict[str, Any]:
+    """uvicorn's, with this library's loggers beside its own."""
+    config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    config["loggers"]["actorllm"] = {"handlers": ["default"], "level": "INFO", "propagate": False}
+    return config
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, without signal handlers: `serve` has its own. on_started: to be called once it listens."""
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], object] = bool) -> None:
+        super().__init__(config)
+        self._on_started = on_started
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
+
+    def end(self, is_forced: bool = False) -> None:
+        self.force_exit |= is_forced
+        self.should_exit = True
+
 
 async def serve(app: FastAPI, listener: Listener) -> None:
     """Listen until a signal comes and everything is answered. Raises ConfigError when it cannot listen there."""
     state: ServerState = app.state.server
-    server = _Server(listener.config(app))
+    server = Server(listener.config(app))
+
+    async def drain_and_end() -> None:
+        await drain(state, server, listener.drain_timeout_s)
+
     async with anyio.create_task_group() as group:
-        group.start_soon(_end_on_signal, state, server, listener.drain_timeout_s)
+        group.start_soon(end_on_signal, drain_and_end, partial(server.end, True))
+        group.start_soon(state.watch_lag)
         try:
             await server.serve()
         except SystemExit:  # uvicorn's way to say that it could not listen, after it has logged why
-            raise ConfigError(f"cannot listen on {_place(listener)}; the reason is in the log above") from None
+            raise ConfigError(f"cannot listen on {listener.place()}; the reason is in the log above") from None
         finally:
             group.cancel_scope.cancel()
 
 
-async def _end_on_signal(state: ServerState, server: uvicorn.Server, drain_timeout_s: float) -> None:
+async def end_on_signal(drain: Callable[[], Coroutine[Any, Any, None]], force: Callable[[], object]) -> None:
+    """The first signal begins an orderly end, the second one makes an end."""
+    is_draining = False
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async with anyio.create_task_group() as group:
             async for _ in signals:
-                if state.is_draining:
-                    server.force_exit = server.should_exit = True
+                if is_draining:
+                    force()
                     group.cancel_scope.cancel()
                     return
-                state.is_draining = True
-                logger.info("%d requests are finished before the end", state.num_in_flight)
-                group.start_soon(_drain, state, server, drain_timeout_s)
+                is_draining = True
+                group.start_soon(drain)
 
 
-async def _drain(state: ServerState, server: uvicorn.Server, timeout_s: float) -> None:
+async def drain(state: ServerState, server: Server, timeout_s: float) -> None:
+    """Take nothing more, finish what is under way, and end the server."""
+    state.is_draining = True
+    logger.info("%d requests are finished before the end", state.num_in_flight)
     if not await state.llm.drain(timeout_s):
         logger.warning("requests that took longer than %g s were ended", timeout_s)
-    server.should_exit = True
-
-
-def _place(listener: Listener) -> str:
-    return listener.unix_socket or f"{listener.host}:{listener.port}"
+    server.end()
 
 
 def _close_silent_connections(config: uvicorn.Config) -> None:

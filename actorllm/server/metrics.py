@@ -7,10 +7,11 @@ Prometheus expects of one that was restarted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from actorllm.scheduling.tally import BOUNDS
+from actorllm.server.board import LAG_BOUNDS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "actorllm:"
@@ -19,8 +20,8 @@ Sample = tuple[str, Mapping[str, str], float]
 """What follows the name, the labels beside the model's, and the value."""
 
 
-def render(stats: Mapping[str, Any], model: str, max_model_len: int) -> bytes:
-    """stats: of `AsyncLLM.stats`; of an engine that has not started yet there is little to tell."""
+def render(stats: Mapping[str, Any], model: str, max_model_len: int, lag: Mapping[str, Any]) -> bytes:
+    """stats: of `AsyncLLM.stats`; of an engine that has not started yet there is little to tell. lag: of `Board.lag`."""
     lines: list[str] = []
 
     def write(kind: str, name: str, told: str, samples: Iterable[Sample]) -> None:
@@ -40,6 +41,8 @@ def render(stats: Mapping[str, Any], model: str, max_model_len: int) -> bytes:
     supervisor = stats["supervisor"]
     counter("recoveries", "Times that a process of the engine died and ran again.", supervisor.get("num_recoveries", 0))
     counter("recovery_seconds", "From those deaths until everything ran again.", supervisor.get("recovery_s", 0.0))
+    buckets = _buckets(LAG_BOUNDS, lag)
+    write("histogram", "api_loop_lag_seconds", "How late the loops of the API processes came to what was due.", buckets)
     if stats["scheduler"] is None:
         return _text(lines)
     scheduler, requests = stats["scheduler"]["scheduler"], stats["scheduler"]["requests"]
@@ -82,17 +85,18 @@ def render(stats: Mapping[str, Any], model: str, max_model_len: int) -> bytes:
     busy = sum(worker.get("busy_s", 0.0) for worker in stats["workers"] or ())
     counter("worker_busy_seconds", "Time that workers spent in steps, all ranks together.", busy)
     for name, histogram in requests["histograms"].items():
-        write("histogram", name, "Of sequences that ended.", _buckets(name, histogram, max_model_len))
+        bounds = [bound for bound in BOUNDS[name] if not (name.endswith("_tokens") and bound > max_model_len)]
+        write("histogram", name, "Of sequences that ended.", _buckets(bounds, histogram))
     return _text(lines)
 
 
-def _buckets(name: str, histogram: Mapping[str, Any], max_model_len: int) -> Iterable[Sample]:
+def _buckets(bounds: Sequence[float], histogram: Mapping[str, Any]) -> Iterable[Sample]:
+    """Of all its bounds, or of those that there can be anything below."""
     total = 0
-    for bound, count in zip(BOUNDS[name], histogram["counts"][:-1], strict=True):
+    for bound, count in zip(bounds, histogram["counts"], strict=False):
         total += count
-        if not (name.endswith("_tokens") and bound > max_model_len):
-            yield "_bucket", {"le": _number(bound)}, total
-    total += histogram["counts"][-1]
+        yield "_bucket", {"le": _number(bound)}, total
+    total = sum(histogram["counts"])
     yield "_bucket", {"le": "+Inf"}, total
     yield "_sum", {}, histogram["sum"]
     yield "_count", {}, total

@@ -113,7 +113,7 @@ async def version() -> Response:
 
 @router.get("/load")
 async def load(request: Request) -> Response:
-    """How many requests for text are under way in this process."""
+    """How many requests for text are under way, in all API processes of this server."""
     return JSONResponse({"server_load": state_of(request).num_in_flight})
 
 
@@ -181,12 +181,13 @@ async def tokenizer_info(request: Request) -> Response:
 
 @router.post("/abort_requests", openapi_extra=takes(AbortRequest))
 async def abort_requests(request: Request) -> Response:
-    """End requests by the ids in their answers, or all of this process; each is answered with what there is."""
+    """End requests by the ids in their answers, or all of this server; each is answered with what there is."""
     state = state_of(request)
     body = await read_body(request, AbortRequest)
     if not body.abort_all and body.request_ids is None:
         raise ApiError(400, "request_ids, or abort_all=true, is needed", "request_ids")
-    return JSONResponse({"num_aborted": state.abort(None if body.abort_all else body.request_ids)})
+    names = None if body.abort_all else body.request_ids
+    return JSONResponse({"num_aborted": state.abort(names) + await state.peers.abort(names)})
 
 
 @router.post("/reset_prefix_cache")
@@ -201,7 +202,12 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 async def _metrics(request: Request) -> Response:
     state = state_of(request)
-    text = metrics.render(await state.llm.stats(), state.model_names[0], state.engine.config.model.max_model_len)
+    stats = await state.llm.stats()
+    supervisor = await state.peers.supervisor()
+    if supervisor is not None:
+        stats["supervisor"] = supervisor
+    model = state.engine.config.model
+    text = metrics.render(stats, state.model_names[0], model.max_model_len, state.board.lag())
     return Response(text, media_type=metrics.CONTENT_TYPE)
 
 

@@ -1,19 +1,40 @@
 """`ServerState`: what the endpoints of one application share. It owns no engine: who made that, ends it.
 
-It knows the streams of every request under way, by the id that its client was told, and how many there are.
+It knows the streams of every request under way, by the id that its client was told, and how many there are; and where the
+server has several API processes, what it must ask the others (`Peers`).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
+
+import anyio
 
 from actorllm.async_llm import AsyncLLM
+from actorllm.clock import now
 from actorllm.engine import Engine
 from actorllm.errors import EngineDrainingError
+from actorllm.server.board import Board
 from actorllm.server.envelope import ApiError
 from actorllm.server.sampling import Defaults
 from actorllm.stream import RequestStream
+
+LAG_PERIOD_S = 0.1
+"""How often it is looked whether the loop is late, while requests are under way."""
+
+
+class Peers:
+    """The other API processes of the server, as one of them sees them. Here there are none."""
+
+    async def abort(self, names: Sequence[str] | None) -> int:
+        """End requests there, too; returns how many were known."""
+        return 0
+
+    async def supervisor(self) -> dict[str, Any] | None:
+        """What the supervisor of the engine counts, where that is another process's."""
+        return None
 
 
 class ServerState:
@@ -30,11 +51,24 @@ class ServerState:
         self.model_names = tuple(model_names)
         self.defaults = defaults
         self.created = created
-        self.num_in_flight = 0
         self.is_draining = False
         """Nothing new is taken: a load balancer that asks for the health hears it."""
+        self.peers = Peers()
+        self.board = Board(1)
+        self._row = 0
+        self._num_in_flight = 0
+        self._busy = anyio.Event()
         self._max_concurrent_requests = max_concurrent_requests
         self._streams: dict[str, list[RequestStream]] = {}
+
+    def join(self, board: Board, row: int, peers: Peers) -> None:
+        """Be one of several API processes. Called before the first request."""
+        self.board, self._row, self.peers = board, row, peers
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests under way, of all API processes together."""
+        return self.board.num_in_flight
 
     @property
     def engine(self) -> Engine:
@@ -61,15 +95,13 @@ class ServerState:
         if self.is_draining:
             raise EngineDrainingError("the server is about to end; send this request elsewhere")
         limit = self._max_concurrent_requests
-        if limit is not None and self.num_in_flight >= limit:
-            raise ApiError(
-                429, f"{self.num_in_flight} requests are under way, and the limit is {limit}; try again later"
-            )
+        if limit is not None and (number := self.num_in_flight) >= limit:
+            raise ApiError(429, f"{number} requests are under way, and the limit is {limit}; try again later")
 
     @contextlib.contextmanager
     def under_way(self, name: str, streams: Sequence[RequestStream]) -> Iterator[None]:
         """While a request is answered. Whatever is left of its streams then is aborted."""
-        self.num_in_flight += 1
+        self._count(1)
         mine = self._streams.setdefault(name, [])
         mine += streams
         try:
@@ -80,7 +112,23 @@ class ServerState:
                 mine.remove(stream)
             if not mine:
                 self._streams.pop(name, None)
-            self.num_in_flight -= 1
+            self._count(-1)
+
+    def _count(self, difference: int) -> None:
+        self._num_in_flight += difference
+        self.board.set_in_flight(self._row, self._num_in_flight)
+        if difference > 0 and self._num_in_flight == 1:
+            self._busy.set()
+
+    async def watch_lag(self) -> None:
+        """Note how late the loop comes to what is due, while requests are under way; else it sleeps. Never returns."""
+        while True:
+            if not self._num_in_flight:
+                self._busy = anyio.Event()
+                await self._busy.wait()
+            due = now() + LAG_PERIOD_S
+            await anyio.sleep(LAG_PERIOD_S)
+            self.board.note_lag(self._row, max(0.0, now() - due))
 
     def abort(self, names: Sequence[str] | None) -> int:
         """End requests by their ids, or all of them; each is answered with what there is. Returns how many were known."""

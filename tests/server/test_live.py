@@ -8,8 +8,6 @@ import re
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +19,8 @@ import openai
 import orjson
 import pytest
 
+from tests.server.live_server import Server, becomes_true
+
 REFERENCE = (
     *("--tensor-parallel-size", "1", "--max-num-seqs", "500", "--trust-remote-code", "--enforce-eager"),
     *("--max-num-batched-tokens", "512", "--gpu-memory-utilization", "0.02", "--enable-chunked-prefill"),
@@ -30,30 +30,6 @@ REFERENCE = (
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 MESSAGES: Any = [{"role": "user", "content": "Once upon a time"}]
-
-
-class Server:
-    """`actorllm serve` in a process of its own."""
-
-    def __init__(self, *options: str) -> None:
-        command = [sys.executable, "-m", "actorllm.cli", "serve", "storyteller", "--port", "0", *options]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.process.stderr is not None
-        self.log: list[str] = []
-        for line in self.process.stderr:
-            self.log.append(line)
-            found = re.search(r"running on (http://[\d.:]+)", line)
-            if found:
-                self.url = found[1]
-                return
-        raise AssertionError("".join(self.log))
-
-    def stop(self) -> tuple[int, str]:
-        """Its exit status, and all that it has said."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        out, rest = self.process.communicate(timeout=30)
-        return self.process.returncode, "".join(self.log) + rest + out
 
 
 @pytest.fixture(scope="module")
@@ -145,13 +121,6 @@ def idle(server: Server) -> bool:
     return httpx.get(f"{server.url}/load").json() == {"server_load": 0}
 
 
-def becomes_idle(server: Server) -> None:
-    until = time.monotonic() + 20
-    while not idle(server):
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_a_client_that_hangs_up_ends_its_request(server: Server, stream: bool) -> None:
     body = {"prompt": "Once", "n": 8, "min_tokens": 1000, "stream": stream, "max_tokens": 1000}
@@ -168,7 +137,7 @@ def test_a_client_that_hangs_up_ends_its_request(server: Server, stream: bool) -
             else:
                 while idle(server):
                     time.sleep(0.005)
-    becomes_idle(server)
+    becomes_true(lambda: idle(server))
 
 
 def hang_up(server: Server, number: int) -> None:
@@ -246,6 +215,6 @@ def test_sigterm_finishes_what_is_under_way() -> None:
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert '"completion_tokens":400' in rest[-2]
-    status, log = server.stop()
+    status, log = server.wait()
     assert status == 0, log
     assert "Traceback" not in log

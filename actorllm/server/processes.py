@@ -1,0 +1,240 @@
+"""`ApiProcesses`: several API processes on one engine, started one for one when they die.
+
+The owner holds the engine and the listening socket, and serves nothing itself. Each API process joins the engine by name
+(`AsyncLLM.attach`) and accepts from the same socket, so that one that dies loses its own connections and nothing else; its
+place is taken again after a pause that doubles while deaths follow each other. Numbers that all of them must know are on the
+`Board`, questions to the others go through here. Called by `actorllm serve --api-processes N`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import anyio
+from anyio import to_thread
+
+from actorllm.actors.child import FOR_THE_OWNER
+from actorllm.async_llm import AsyncLLM
+from actorllm.clock import now
+from actorllm.errors import ActorLLMError, ConfigError, EngineError, PeerLostError
+from actorllm.server.board import Board
+from actorllm.server.launcher import GRACE_S, Listener, end_on_signal
+from actorllm.server.line import Line
+
+logger = logging.getLogger(__name__)
+
+SERVE_TIMEOUT_S = 120.0
+"""How long a process may take to import, join and listen."""
+ASK_TIMEOUT_S = 2.0
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
+STEADY_S = 10.0
+"""A process that has lived so long is started again as if it were the first death."""
+
+PROGRAM = "import json,sys; sys.path[:] = json.loads(sys.argv[3]); from actorllm.server.api_process import main; main()"
+
+
+class ApiProcess:
+    """One life of one of them."""
+
+    def __init__(self, owner: ApiProcesses, row: int) -> None:
+        self._owner = owner
+        self._row = row
+        self.is_ready = False
+        self.failure: Exception | None = None
+        """Why it does not serve, in its own words."""
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Inherited until the child ignores them: a Ctrl-C is for the owner.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_OWNER)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", PROGRAM, str(theirs.fileno()), str(os.getpid()), json.dumps(sys.path)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            theirs.close()
+        self._control = control
+        self.pid = self._process.pid
+        self.line = Line(control, self._answer)
+
+    async def live(self) -> int:
+        """From the spawn to the end; returns the exit status."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._begin)
+                await self.line.run()
+                tasks.cancel_scope.cancel()
+            return await to_thread.run_sync(self._process.wait, abandon_on_cancel=True)
+        finally:
+            self.kill()
+            self._process.wait()
+            self._control.close()
+
+    async def _begin(self) -> None:
+        try:
+            self.is_ready = await self.line.ask("serve", SERVE_TIMEOUT_S, **self._owner.orders(self._row))
+        except PeerLostError:
+            return  # it is gone, which the end of its line says as well
+        except (ActorLLMError, TimeoutError) as error:
+            self.failure = error
+            self.kill()
+        self._owner.note_ready()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    async def _answer(self, verb: str, arguments: dict[str, Any], fds: tuple[int, ...]) -> Any:
+        match verb:
+            case "abort":
+                return await self._owner.abort_elsewhere(self, arguments["names"])
+            case "supervisor":
+                counts = self._owner.llm._engine.statistics()["supervisor"]
+                return {name: counts[name] for name in ("num_recoveries", "recovery_s")}
+            case _:
+                raise EngineError(f"the owner of API processes has no answer for {verb!r}")
+
+
+class ApiProcesses:
+    def __init__(self, llm: AsyncLLM, number: int, app: dict[str, Any], listener: Listener) -> None:
+        """llm: an engine with a name. app: the arguments of `create_app`, as JSON values."""
+        if llm.config.name is None:
+            raise ConfigError("several API processes need an engine with a name")
+        self.llm = llm
+        self._app = app
+        self._listener = listener
+        self._number = number
+        self._processes: dict[int, ApiProcess] = {}
+        self._is_ending = False
+        self._ending = anyio.Event()
+        self._ready = anyio.Event()
+
+    async def run(self) -> None:
+        """Start the engine, serve until a signal comes and everything is answered, and end it.
+
+        Raises ConfigError when that cannot begin, and what kept the engine from starting.
+        """
+        self._listener.config(_nobody)  # says what is wrong with it, and configures logging
+        self._socket = self._listener.bind()
+        self._board_fd = Board.share(self._number)
+        self._board = Board(self._number, self._board_fd)
+        try:
+            async with anyio.create_task_group() as group:
+                try:
+                    await self.llm.start()
+                    group.start_soon(end_on_signal, self._drain, self._kill)
+                    async with anyio.create_task_group() as lives:
+                        for row in range(self._number):
+                            lives.start_soon(self._keep, row)
+                        await self._ready.wait()
+                        place = self._listener.place(self._socket)
+                        logger.info("%d API processes running on %s", self._number, place)
+                finally:
+                    group.cancel_scope.cancel()
+        except BaseExceptionGroup as group_of_one:
+            raise _innermost(group_of_one) from None
+        finally:
+            self.llm.shutdown()
+            os.close(self._board_fd)
+            self._socket.close()
+            if self._listener.unix_socket is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._listener.unix_socket)
+
+    def orders(self, row: int) -> dict[str, Any]:
+        """What a process is told to serve."""
+        return {
+            "fds": (self._socket.fileno(), self._board_fd),
+            "engine": self.llm.config.name,
+            "row": row,
+            "num_rows": self._number,
+            "app": self._app,
+            "listener": asdict(self._listener),
+        }
+
+    def note_ready(self) -> None:
+        if len(self._processes) == self._number and all(process.is_ready for process in self._processes.values()):
+            self._ready.set()
+
+    async def _keep(self, row: int) -> None:
+        """Have a process in this place until the end."""
+        pause_s = FIRST_PAUSE_S
+        while not self._is_ending:
+            began = now()
+            process = self._processes[row] = ApiProcess(self, row)
+            status = await process.live()
+            del self._processes[row]
+            self._board.clear(row)
+            if self._is_ending:
+                return
+            if not self._ready.is_set() and not process.is_ready:
+                why = process.failure or f"it ended with status {status}; the log above has the reason"
+                raise ConfigError(f"an API process does not serve: {why}")
+            if now() - began > STEADY_S:
+                pause_s = FIRST_PAUSE_S
+            logger.error(
+                "API process %d ended with status %d; its connections are lost, and it is started again in %g s",
+                *(process.pid, status, pause_s),
+            )
+            with anyio.move_on_after(pause_s):
+                await self._ending.wait()
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def abort_elsewhere(self, asking: ApiProcess, names: Sequence[str] | None) -> int:
+        counts: list[int] = []
+
+        async def ask(process: ApiProcess) -> None:
+            with contextlib.suppress(ActorLLMError, TimeoutError):  # it is gone, and its requests with it
+                counts.append(await process.line.ask("abort", ASK_TIMEOUT_S, names=names))
+
+        async with anyio.create_task_group() as tasks:
+            for process in list(self._processes.values()):
+                if process is not asking and process.is_ready:
+                    tasks.start_soon(ask, process)
+        return sum(counts)
+
+    async def _drain(self) -> None:
+        self._is_ending = True
+        self._ending.set()
+        timeout_s = self._listener.drain_timeout_s
+
+        async def ask(process: ApiProcess) -> None:
+            with contextlib.suppress(ActorLLMError, TimeoutError):
+                await process.line.ask("drain", ASK_TIMEOUT_S)
+
+        async with anyio.create_task_group() as tasks:
+            for process in list(self._processes.values()):
+                if process.is_ready:
+                    tasks.start_soon(ask, process)
+                else:
+                    process.kill()
+            tasks.start_soon(self.llm.drain, timeout_s)  # programs that joined the engine by themselves
+        await anyio.sleep(timeout_s + 2 * GRACE_S)
+        self._kill()
+
+    def _kill(self) -> None:
+        self._is_ending = True
+        self._ending.set()
+        for process in list(self._processes.values()):
+            process.kill()
+
+
+async def _nobody(scope: Any, receive: Any, send: Any) -> None:
+    """The application of a process that serves none."""
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,169 @@
+"""Several API processes on one engine: what one of them knows, all know; what one of them loses, the others keep."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import ssl
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from tests.server.live_server import Server, becomes_true, sample
+
+LONG: dict[str, Any] = {"prompt": "Once", "max_tokens": 1000, "min_tokens": 1000, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    made = Server("--api-processes", "2", "--num-threads", "1", "--max-concurrent-requests", "24")
+    yield made
+    status, log = made.stop()
+    assert status == 0, log
+    assert "Traceback" not in log
+    assert not any(name.startswith("actorllm") for name in os.listdir("/dev/shm"))
+
+
+def api_pids(server: Server) -> list[int]:
+    task = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text()
+    return [pid for pid in map(int, task.split()) if Path(f"/proc/{pid}/comm").read_text().strip() == "actorllm:api"]
+
+
+class Stream:
+    """A connection of its own with a long answer on it."""
+
+    def __init__(self, server: Server, **fields: Any) -> None:
+        body = orjson.dumps({**LONG, **fields})
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(
+            body
+        )
+        self.connection = socket.create_connection(server.address)
+        self.connection.sendall(head + body)
+        self.data = self.connection.recv(1 << 16)
+        assert self.data.startswith(b"HTTP/1.1 200")
+
+    def served_by(self, pids: list[int]) -> int | None:
+        """Which of the processes has the other end."""
+        port = self.connection.getsockname()[1]
+        inodes = [
+            fields[9]
+            for fields in map(str.split, Path("/proc/net/tcp").read_text().splitlines()[1:])
+            if int(fields[2].rpartition(":")[2], 16) == port
+        ]
+        for pid in pids:
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if os.readlink(link) in [f"socket:[{inode}]" for inode in inodes]:
+                        return pid
+        return None
+
+    def read(self) -> bytes:
+        with self.connection, contextlib.suppress(ConnectionResetError):
+            while data := self.connection.recv(1 << 16):
+                self.data += data
+        return self.data
+
+
+def test_a_killed_process_loses_only_its_own_connections(server: Server) -> None:
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        pids = api_pids(server)
+        assert len(pids) == 2
+        streams: dict[int, list[Stream]] = {pid: [] for pid in pids}
+        others: list[Stream] = []
+        while not all(streams.values()):
+            assert len(others) + sum(map(len, streams.values())) < 20, "one process takes all connections"
+            stream = Stream(server)
+            pid = stream.served_by(pids)
+            (others if pid is None else streams[pid]).append(stream)
+        victim, survivor = sorted(pids, key=lambda pid: len(streams[pid]))
+        os.kill(victim, signal.SIGKILL)
+        with ThreadPoolExecutor(20) as pool:
+            lost = list(pool.map(Stream.read, streams[victim]))
+            kept = list(pool.map(Stream.read, streams[survivor]))
+        assert not any(b"[DONE]" in data for data in lost)
+        assert all(data.rstrip().endswith(b"0") and b"[DONE]" in data for data in kept)
+        becomes_true(lambda: sample(client, "num_requests_running") == sample(client, "kv_cache_usage_perc") == 0)
+        becomes_true(lambda: client.get("/load").json() == {"server_load": 0})
+        becomes_true(lambda: len(api_pids(server)) == 2, 40)
+        assert survivor in api_pids(server)
+        assert victim not in api_pids(server)
+
+
+def test_what_one_knows_all_know(server: Server) -> None:
+    pids = api_pids(server)
+    streams = [Stream(server, request_id=f"s{number}") for number in range(12)]
+    assert len({stream.served_by(pids) for stream in streams} - {None}) == 2
+    scrapes = set()
+    for _ in range(8):
+        with httpx.Client(base_url=server.url, timeout=30) as client:
+            assert client.get("/load").json() == {"server_load": 12}
+            scrapes.add(sample(client, "num_requests_running"))
+            assert "recoveries_total" in client.get("/metrics").text
+    assert scrapes == {12}
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        told = client.post("/abort_requests", json={"request_ids": ["cmpl-s0", "cmpl-s1", "cmpl-nobody"]})
+        assert told.json() == {"num_aborted": 2}
+        more = [Stream(server) for _ in range(14)]  # up to the limit, wherever they land
+        refused = client.post("/v1/completions", json={"prompt": "a"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert client.post("/abort_requests", json={"abort_all": True}).json() == {"num_aborted": 24}
+    for stream in (*streams, *more):
+        assert b'"finish_reason":"abort"' in stream.read()
+
+
+def test_a_client_that_leaves_frees_its_blocks(server: Server) -> None:
+    streams = [Stream(server, n=2) for _ in range(6)]
+    for stream in streams:
+        stream.connection.close()
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        becomes_true(lambda: sample(client, "num_requests_running") == sample(client, "kv_cache_usage_perc") == 0)
+
+
+def test_unix_socket_tls_and_an_orderly_end(tmp_path: Path) -> None:
+    path, key, certificate = (tmp_path / name for name in ("socket", "key.pem", "certificate.pem"))
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))  # of a server that was killed
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=unix"]
+    subprocess.run(
+        [*make, "-addext", "subjectAltName=DNS:unix", "-keyout", str(key), "-out", str(certificate)],
+        check=True,
+        capture_output=True,
+    )
+    tls = ("--ssl-keyfile", str(key), "--ssl-certfile", str(certificate))
+    server = Server("--unix-socket", str(path), *tls, "--api-processes", "2", "--num-threads", "1")
+    context = ssl.create_default_context(cafile=str(certificate))
+    transport = httpx.HTTPTransport(uds=str(path), verify=context)
+    with httpx.Client(transport=transport, base_url="https://unix", timeout=30) as client:
+        for _ in range(4):
+            assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        with client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 400, "min_tokens": 400}) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            server.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in rest[-2]
+    status, log = server.wait()
+    assert status == 0, log
+    assert "Traceback" not in log
+    assert not path.exists()
+
+
+def test_what_keeps_them_from_serving_is_told(tmp_path: Path) -> None:
+    missing = ("--ssl-keyfile", str(tmp_path / "no"), "--ssl-certfile", str(tmp_path / "no"))
+    with pytest.raises(AssertionError, match="TLS cannot be set up"):
+        Server("--api-processes", "2", *missing)
+    (tmp_path / "file").touch()
+    with pytest.raises(AssertionError, match=r"cannot listen on unix socket .*in use"):
+        Server("--api-processes", "2", "--unix-socket", str(tmp_path / "file"))
+    with pytest.raises(AssertionError, match=re.escape("--api-processes 0 must be at least 1")):
+        Server("--api-processes", "0")
