@@ -29,7 +29,7 @@ if "--cpu-check" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports Triton
 
 import torch
-from gpu_stages import attention, ceilings, correctness, head, products
+from gpu_stages import attention, ceilings, correctness, engine, head, peers, products
 from gpu_stages.clock import Bench
 from gpu_stages.models import MODELS, TINY, Shape
 from gpu_stages.tables import markdown, write_configs
@@ -56,6 +56,11 @@ STAGES: dict[str, Stage] = {
     "decode": lambda bench, shapes, results: attention.decode(bench, _bandwidth(results)),
     "prefill": lambda bench, shapes, results: attention.prefill(bench),
     "head": lambda bench, shapes, results: head.run(bench, shapes, _bandwidth(results)),
+    "offline": lambda bench, shapes, results: engine.offline(bench, shapes),
+    "latency": lambda bench, shapes, results: engine.latency(bench, _searched(shapes)),
+    "idle": lambda bench, shapes, results: engine.idle(bench, shapes),
+    "start": lambda bench, shapes, results: engine.start(bench, shapes),
+    "peers": lambda bench, shapes, results: peers.run(bench, shapes),
     "search-products": lambda bench, shapes, results: products.search_all(bench, _searched(shapes)),
     "search-decode": lambda bench, shapes, results: attention.search(bench),
 }

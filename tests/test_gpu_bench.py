@@ -26,6 +26,8 @@ def test_every_stage_runs_and_no_kernel_is_wrong(tmp_path: Path) -> None:
     found = json.loads(result.read_text())
     assert found["correctness"]["num_wrong"] == 0
     assert found["decode"]["decode"][0]["GB/s"] > 0
+    assert found["offline"]["offline"][0]["output tokens/s"] > 0
+    assert not any(row["problem"] for row in found["peers"]["peers"])
     page = result.with_suffix(".md").read_text()
     assert "Not measured" not in page
     assert "a walk through the script on a CPU" in page
@@ -60,3 +62,24 @@ def test_the_best_configuration_loses_least_over_all_cases(monkeypatch: pytest.M
         for count, ratio in ((1, 0.7), (8, 0.9), (16, 1.1), (32, 0.9))
     ]
     assert max_rows(products) == {"narrow": 8}
+
+
+def test_the_time_between_steps_is_that_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    from gpu_stages.engine import between_steps
+
+    def kernel(name: str, start: float, length: float) -> dict[str, object]:
+        return {"cat": "kernel", "name": name, "ts": start, "dur": length}
+
+    steps = [
+        [
+            kernel("step_prep_kernel", at, 2),
+            kernel("attn_decode_kernel", at + 1, 60),
+            kernel("sample_pick_kernel", at + 70, 20),
+        ]
+        for at in (0, 100, 210)
+    ]
+    other = {"cat": "cpu_op", "name": "step_prep_kernel", "ts": 50, "dur": 5}
+    found = between_steps([other, *sum(steps, [])])
+    assert found == {"steps": 2, "step, us": 105, "idle between steps, us": 15, "share": 30 / 210}
+    assert between_steps([other])["share"] is None

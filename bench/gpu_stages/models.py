@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from actorllm import shapes
 
@@ -64,6 +66,32 @@ class Shape:
         """Of a prompt from its beginning, the head once."""
         attention = 4 * self.layers * self.heads * self.head_dim * num_tokens / 2
         return num_tokens * (2 * self.num_layer_weights + attention) + 2 * self.vocab * self.hidden
+
+    def config(self) -> dict[str, Any]:
+        """A config.json of this shape."""
+        kind = "qwen3" if self.has_qk_norm else "qwen2" if self.has_bias else "llama"
+        return {
+            "architectures": [f"{kind.capitalize()}ForCausalLM"],
+            "model_type": kind,
+            "dtype": "bfloat16",
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "max_position_embeddings": 40960,
+            "tie_word_embeddings": True,
+        }
+
+    def write(self, folder: Path) -> Path:
+        """The folder, with its config.json."""
+        (folder / "config.json").write_text(json.dumps(self.config()))
+        return folder
 
     @classmethod
     def of(cls, name: str) -> Shape:

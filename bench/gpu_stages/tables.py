@@ -19,6 +19,11 @@ TITLES = {
     "decode": "Decode attention",
     "prefill": "Prefill attention",
     "head": "LM head, draw, filters",
+    "offline": "Offline throughput, the workload of nano-vllm",
+    "latency": "Latencies of requests that come together",
+    "idle": "Between two steps",
+    "start": "The start, until the first token",
+    "peers": "transformers on the same GPU",
     "search-products": "Configurations tried: products",
     "search-decode": "Configurations tried: decode attention",
 }

@@ -1,0 +1,207 @@
+"""The whole engine on a GPU: offline throughput, latencies by batch size, the gap between steps, and the start.
+
+Weights are random (`load_format="dummy"`), requests go on to their full length, prefix caching is off. The workload of offline
+throughput is nano-vllm's bench.py: 256 requests, 100 to 1,024 tokens in and out, seed 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from report import quantile
+
+from actorllm import LLM, AsyncLLM, SamplingParams, TokensPrompt
+
+from .clock import Bench
+from .models import Shape
+
+Lengths = list[tuple[int, int]]
+
+
+def arguments(bench: Bench, shape: Shape, folder: str, **more: Any) -> dict[str, Any]:
+    """Of `LLM`. folder: where the config.json of a shape goes that the package does not know."""
+    sizes = bench.pick(
+        {"max_model_len": 4096, "max_num_seqs": 256, "device": "cuda"},
+        {"max_model_len": 256, "max_num_seqs": 4, "topology": "inline"},
+    )
+    return {
+        "model": shape.name if not bench.is_check else str(shape.write(Path(folder))),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        **sizes,
+        **more,
+    }
+
+
+def workload(bench: Bench) -> Lengths:
+    """Tokens in and out."""
+    draw = random.Random(0)
+    count, low, high = bench.pick((256, 100, 1024), (3, 3, 8))
+    return [(draw.randint(low, high), draw.randint(low, high)) for _ in range(count)]
+
+
+def prompts(shape: Shape, lengths: Lengths) -> list[TokensPrompt]:
+    draw = random.Random(1)
+    return [
+        TokensPrompt(prompt_token_ids=[draw.randrange(min(10000, shape.vocab)) for _ in range(n)]) for n, _ in lengths
+    ]
+
+
+def params(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.6, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+
+
+def offline(bench: Bench, shapes: list[Shape]) -> dict[str, Any]:
+    """Output tokens per second; with and without graphs, and without a second step in flight."""
+    rows, lengths = [], workload(bench)
+    ways: dict[str, dict[str, Any]] = {"": {}, "eager": {"enforce_eager": True}, "depth 1": {"async_scheduling": False}}
+    cases = [(shapes[0], way) for way in ways] + [(shape, "") for shape in shapes[1:]]
+    for shape, way in cases[: bench.pick(None, 2)]:
+        with tempfile.TemporaryDirectory() as folder, LLM(**arguments(bench, shape, folder, **ways[way])) as llm:
+            llm.generate(prompts(shape, lengths[:2]), params(8), use_tqdm=False)
+            began = time.perf_counter()
+            llm.generate(prompts(shape, lengths), [params(n) for _, n in lengths], use_tqdm=False)
+            seconds = time.perf_counter() - began
+        rate = sum(n for _, n in lengths) / seconds
+        rows.append({"model": shape.name, "way": way or "as it is", "seconds": seconds, "output tokens/s": rate})
+    return {"offline": rows}
+
+
+def latency(bench: Bench, shapes: list[Shape]) -> dict[str, Any]:
+    """TTFT and ITL of requests that come together, 1,024 tokens in and 128 out, seen by the application."""
+    rows = []
+    for shape, batch in itertools.product(shapes, bench.pick((1, 32, 256), (2,))):
+        with tempfile.TemporaryDirectory() as folder:
+            found = asyncio.run(_latency(bench, shape, folder, batch))
+        rows.append({"model": shape.name, **found})
+    return {"latency": rows}
+
+
+async def _latency(bench: Bench, shape: Shape, folder: str, batch: int) -> dict[str, Any]:
+    num_in, num_out = bench.pick((1024, 128), (20, 5))
+    asked = prompts(shape, [(num_in, num_out)] * batch)
+    async with AsyncLLM(**arguments(bench, shape, folder)) as llm:
+
+        async def one(prompt: TokensPrompt) -> list[float]:
+            began = time.perf_counter()
+            return [began, *[time.perf_counter() async for _ in llm.generate(prompt, params(num_out))]]
+
+        for _ in range(2):  # the first round compiles, and records graphs
+            found = await asyncio.gather(*(one(prompt) for prompt in asked))
+    first = [times[1] - times[0] for times in found]
+    gaps = [later - earlier for times in found for earlier, later in itertools.pairwise(times[1:])]
+    return {
+        "batch": batch,
+        "TTFT p50, ms": statistics.median(first) * 1e3,
+        "TTFT p99, ms": quantile(first, 0.99) * 1e3,
+        "ITL p50, ms": statistics.median(gaps) * 1e3,
+        "ITL p99, ms": quantile(gaps, 0.99) * 1e3,
+        "output tokens/s": batch
+        * (num_out - 1)
+        / (max(times[-1] for times in found) - min(times[1] for times in found)),
+    }
+
+
+def idle(bench: Bench, shapes: list[Shape]) -> dict[str, Any]:
+    """How long the GPU has nothing to do between two decode steps, from a profile of the worker."""
+    rows = []
+    for shape, batch in bench.pick([(shapes[0], 1), (shapes[-1], 256)], [(shapes[0], 1)]):
+        with tempfile.TemporaryDirectory() as folder:
+            trace = asyncio.run(_profiled(bench, shape, folder, batch))
+            rows.append({"model": shape.name, "batch": batch, **between_steps(trace)})
+    return {"idle": rows}
+
+
+async def _profiled(bench: Bench, shape: Shape, folder: str, batch: int) -> list[dict[str, Any]]:
+    """The events of the worker's profile of some steady steps."""
+    traces = Path(folder) / "traces"
+    more = {"profiler_config": {"profiler": "torch", "torch_profiler_dir": str(traces)}}
+    num_in, num_out = bench.pick((1024, 400), (8, 40))
+    async with AsyncLLM(**arguments(bench, shape, folder, **more)) as llm:
+        streams = [llm.generate(prompt, params(num_out)) for prompt in prompts(shape, [(num_in, num_out)] * batch)]
+
+        async def drain(stream: Any, started: asyncio.Event) -> None:
+            seen = 0
+            async for _ in stream:
+                seen += 1
+                if seen == num_out // 4:
+                    started.set()
+
+        begun = [asyncio.Event() for _ in streams]
+        tasks = [asyncio.create_task(drain(*pair)) for pair in zip(streams, begun, strict=True)]
+        await asyncio.gather(*(event.wait() for event in begun))
+        await llm.start_profile()
+        await asyncio.sleep(bench.pick(0.3, 0.01))
+        await llm.stop_profile()
+        await asyncio.gather(*tasks)
+    events: list[dict[str, Any]] = []
+    for file in traces.glob("**/*"):
+        if file.is_file():
+            events += json.loads(_text(file))["traceEvents"]
+    return events
+
+
+def _text(file: Path) -> bytes:
+    if file.suffix == ".gz":
+        import gzip
+
+        return gzip.decompress(file.read_bytes())
+    return file.read_bytes()
+
+
+def between_steps(events: list[dict[str, Any]], first_kernel: str = "step_prep_kernel") -> dict[str, Any]:
+    """A step begins with `first_kernel`. None where the profile has no kernels, as on a CPU."""
+    kernels = sorted(
+        (event["ts"], event["ts"] + event["dur"], event["name"]) for event in events if event.get("cat") == "kernel"
+    )
+    gaps, lengths, begun, last_end = [], [], None, None
+    for start, end, name in kernels:
+        if first_kernel in name:
+            if begun is not None and last_end is not None:
+                gaps.append(max(0.0, start - last_end))
+                lengths.append(start - begun)
+            begun = start
+        last_end = end if last_end is None else max(last_end, end)
+    if not gaps:
+        return {"steps": 0, "step, us": None, "idle between steps, us": None, "share": None}
+    return {
+        "steps": len(gaps),
+        "step, us": statistics.median(lengths),
+        "idle between steps, us": statistics.median(gaps),
+        "share": sum(gaps) / sum(lengths),
+    }
+
+
+def start(bench: Bench, shapes: list[Shape]) -> dict[str, Any]:
+    """Until the first token, with an empty cache of compiled kernels and with a full one."""
+    rows = []
+    for shape in shapes[:1] if bench.is_check else [shapes[0], shapes[-1]]:
+        with tempfile.TemporaryDirectory() as folder:
+            before = os.environ.get("TRITON_CACHE_DIR")
+            os.environ["TRITON_CACHE_DIR"] = str(Path(folder) / "triton")
+            try:
+                cold, warm = (_first_token(bench, shape, folder) for _ in range(2))
+            finally:
+                if before is None:
+                    del os.environ["TRITON_CACHE_DIR"]
+                else:
+                    os.environ["TRITON_CACHE_DIR"] = before
+        rows.append({"model": shape.name, "cold, s": cold, "warm, s": warm})
+    return {"start": rows}
+
+
+def _first_token(bench: Bench, shape: Shape, folder: str) -> float:
+    began = time.perf_counter()
+    with LLM(**arguments(bench, shape, folder)) as llm:
+        llm.generate(prompts(shape, [(16, 1)]), params(1), use_tqdm=False)
+        return time.perf_counter() - began
