@@ -513,6 +513,8 @@ class Engine:
             known = self._streams.get(request_id)
             if known is not None and not known.has_ended:
                 raise DuplicateRequestError(f"request {request_id!r} is still running; choose another request_id")
+            if self.config.record is not None:
+                carried["name"] = request_id
             text = prompt_text(prompt)
             hold = None if self._hold is None else self._hold()
             stream = RequestStream(

@@ -129,6 +129,8 @@ class Submit:
     """The whole prompt is computed, whatever is cached; what it leaves behind can be found."""
     prompt_embeds: U8 = field(default_factory=no_u8)
     """Of every position of the prompt whose id is `embeds.EMBEDDED`, its row in the bytes of the model's dtype."""
+    name: str | None = None
+    """The caller's request_id, where the scheduler is recorded: for those who read the recording."""
 
 
 def sequences_of(submit: Submit) -> list[Submit]:

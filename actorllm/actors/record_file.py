@@ -92,6 +92,16 @@ def read_recording(path: str | Path) -> Iterator[Entry]:
             yield call, when, unpack(kind, scalars, arrays) if kind else scalars
 
 
+def is_recording(path: str | Path) -> bool:
+    """Whether a file begins as a recording does. One that cannot be read is none."""
+    try:
+        with Path(path).open("rb") as file:
+            head = file.read(4096)
+    except OSError:
+        return False
+    return len(head) > 4 and f'["{BUILT}"'.encode() in head
+
+
 def recorded_configuration(path: str | Path) -> EngineConfig:
     """Of the engine that was recorded; its number of KV blocks is known. Raises ConfigError."""
     return _read_header(path)[0]

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import orjson
 from cyclopts import Parameter
@@ -22,7 +23,9 @@ from actorllm.cli.options import check_writable
 from actorllm.errors import ConfigError
 
 if TYPE_CHECKING:
+    from actorllm.config import EngineConfig
     from actorllm.slo.experiments import Point, Results, Scenario
+    from actorllm.slo.journal import RecordedRun
 
 Many = Parameter(consume_multiple=True)
 
@@ -112,6 +115,7 @@ def simulate(
     scale: float = 1.0,
     options: ScenarioOptions = DEFAULT,
     output_json: Path | None = None,
+    csv: Path | None = None,
     report: Path | None = None,
     timeline: Path | None = None,
 ) -> None:
@@ -127,6 +131,8 @@ def simulate(
         Every objective so many times as loose.
     output_json
         Write the figures to this file, with the keys of `vllm bench serve`.
+    csv
+        Write every request as a row to this file.
     report
         Write a page with figures and timelines to this file.
     timeline
@@ -134,26 +140,30 @@ def simulate(
     """
     from actorllm.slo.experiments.record import figures_of
     from actorllm.slo.experiments.stamp import stamp
-    from actorllm.slo.report import bench_json, chrome_trace, run_page
+    from actorllm.slo.report import bench_json, chrome_trace, requests_csv, run_page
 
     point = _point(options, policy, rate, seed, scale)
-    _check_apart(output_json=output_json, report=report, timeline=timeline)
-    check_writable(output_json=output_json, report=report, timeline=timeline)
+    _check_apart(output_json=output_json, csv=csv, report=report, timeline=timeline)
+    check_writable(output_json=output_json, csv=csv, report=report, timeline=timeline)
     run, journal = _watched(point) if report is not None or timeline is not None else (point.run(), None)
-    figures = figures_of(run.timeline, run.workload)
+    figures = figures_of(run.timeline, run.workload, with_gaps=output_json is not None)
     for warning in run.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     _print_run(point, figures)
     if output_json is not None:
         model_name, warnings = point.scenario.model, run.warnings
         told = bench_json(run.timeline, run.workload, figures["summary"], model=model_name, warnings=warnings)
+        told["actorllm_made"] = _made(point)
         output_json.write_bytes(orjson.dumps(told))
+    if csv is not None:
+        csv.write_text(requests_csv(run.timeline, run.workload), encoding="utf-8")
     if timeline is not None:
         timeline.write_bytes(orjson.dumps(chrome_trace(run.timeline, run.workload, journal)))
     if report is not None:
         model = _model(point)
         model = model if model.residuals else None  # without them every step takes just what is predicted
-        html = run_page(str(point), run.timeline, run.workload, journal, model, stamp(), notes=run.warnings)
+        more = {"seed": seed, "configuration": point.key, "scenario": point.scenario.to_dict()}
+        html = run_page(str(point), run.timeline, run.workload, journal, model, stamp(), notes=run.warnings, more=more)
         report.write_text(html, encoding="utf-8")
         print(f"report: {report}")
 
@@ -232,23 +242,39 @@ def sweep(
 
 
 def report(
-    results: Path, /, *, output: Path = Path("report.html"), scenario: str | None = None, csv: Path | None = None
+    results: Path,
+    /,
+    *,
+    output: Path = Path("report.html"),
+    scenario: str | None = None,
+    csv: Path | None = None,
+    timeline: Path | None = None,
 ) -> None:
-    """Write a page of the results of a sweep.
+    """Write a page of the results of a sweep, or of the recording of an engine.
 
     Parameters
     ----------
     results
-        What `actorllm sweep` wrote.
+        What `actorllm sweep` wrote, or an engine that ran with record=FILE.
     scenario
         The hash, or the beginning of it, when the file has results of several configurations; the last one otherwise.
     csv
-        Also write every point as a row to this file.
+        Also write every point, or every request of a recording, as a row to this file.
+    timeline
+        Of a recording: write a Chrome trace of requests and steps to this file (open it in Perfetto).
     """
+    from actorllm.actors.record_file import is_recording
     from actorllm.slo.experiments import Results, read_results
     from actorllm.slo.report import results_csv, sweep_page
 
     _see_own_folder()
+    if is_recording(results):
+        if scenario is not None:
+            raise ConfigError(f"scenario={scenario!r} is for the results of a sweep: {str(results)!r} is a recording")
+        _report_recording(results, output, csv, timeline)
+        return
+    if timeline is not None:
+        raise ConfigError(f"timeline={str(timeline)!r} is for a recording: {str(results)!r} has the results of a sweep")
     found = Results.of_records(*read_results(results, scenario))
     _check_apart(results=results, output=output, csv=csv)
     check_writable(output=output, csv=csv)
@@ -261,8 +287,34 @@ def report(
         print(f"table: {csv}")
 
 
+def _report_recording(recording: Path, output: Path, csv: Path | None, timeline: Path | None) -> None:
+    from actorllm.slo.experiments.stamp import stamp
+    from actorllm.slo.report import chrome_trace, requests_csv, run_page
+
+    _check_apart(recording=recording, output=output, csv=csv, timeline=timeline)
+    check_writable(output=output, csv=csv, timeline=timeline)
+    found = _recorded_run(recording)
+    config = found.config
+    about = f"{config.model.name}, {config.scheduler.policy}" + (
+        "" if config.scheduler.admission is None else f" behind {config.scheduler.admission}"
+    )
+    notes = [] if found.run.deviation is None else [f"This is not what the engine did: {found.run.deviation}."]
+    run = found.run
+    html = run_page(
+        f"{recording.name}: {about}", run.timeline, run.workload, run.journal, run.model, stamp(), notes=notes,
+        more={"recording": recording, "seed": config.seed},
+    )  # fmt: skip
+    output.write_text(html, encoding="utf-8")
+    print(f"report: {output}")
+    if csv is not None:
+        csv.write_text(requests_csv(run.timeline, run.workload, run.names), encoding="utf-8")
+        print(f"table: {csv}")
+    if timeline is not None:
+        timeline.write_bytes(orjson.dumps(chrome_trace(run.timeline, run.workload, run.journal, run.keys)))
+
+
 def explain(
-    request_id: int,
+    request_id: int | str,
     /,
     *,
     policy: str | None = None,
@@ -277,29 +329,31 @@ def explain(
     Parameters
     ----------
     request_id
-        Its number in the run, from 0; -1: the one that missed its first token by most.
+        Its number in the run, from 0, or of a recording the id that its caller knows; worst (or -1): the one that overran
+        a promise by most, relative to it; ttft, tpot, e2e: the one with the longest.
     policy
         NAME[,knob=value...][@tokens per step][+admission]; fcfs if not given.
     recording
         What an engine wrote that ran with record=FILE. It says how its engine was built, so no other options are needed.
     """
+    from actorllm.slo.explanation import chosen_request
     from actorllm.slo.explanation import explain as explained
-    from actorllm.slo.explanation import worst_request
 
     if recording is not None:
         _check_of_recording(recording, policy, options, {"rate": (rate, 2.0), "seed": (seed, 0), "scale": (scale, 1.0)})
         print(_explain_recording(recording, request_id, options.model))
         return
     point = _point(options, policy or "fcfs", rate, seed, scale)
-    if request_id < 0:
+    if not str(request_id).isdecimal():
         run = point.run()
-        request_id = worst_request(run.timeline, run.workload)
-    run, journal = _watched(point, request_id)
+        request_id = chosen_request(request_id, run.timeline, run.workload)
+    row = int(request_id)
+    run, journal = _watched(point, row)
     for warning in run.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     workload = run.workload
     told = explained(
-        request_id,
+        row,
         run.timeline,
         workload.classes,
         workload.class_ids,
@@ -310,23 +364,14 @@ def explain(
     print(told)
 
 
-def _explain_recording(recording: Path, request_id: int, model: str) -> str:
-    from actorllm.actors.record_file import read_recording, recorded_arguments, recorded_configuration, recorded_policy
+def _explain_recording(recording: Path, request_id: int | str, model: str) -> str:
     from actorllm.slo.cost_model import load_model
+    from actorllm.slo.explanation import chosen_request
     from actorllm.slo.explanation import explain as explained
-    from actorllm.slo.journal import run_of_recording
 
-    _see_own_folder()
-    built = recorded_configuration(recording).scheduler
-    found = run_of_recording(
-        list(read_recording(recording)), recorded_arguments(recording), recorded_policy(recording), request_id
-    )
-    if found.deviation is not None:
-        print(
-            f"warning: this is not what the engine did: {found.deviation}. Its scheduler was another version, or its policy "
-            f"{built.policy!r} has changed since; from there on, nothing below is sure",
-            file=sys.stderr,
-        )
+    is_number = str(request_id).isdecimal()
+    choose = int(request_id) if is_number else partial(chosen_request, request_id)
+    found = _recorded_run(recording, choose).run
     if found.model is None:
         print(f"note: too few steps to fit step times to; causes are told apart by those of {model!r}", file=sys.stderr)
     workload = found.workload
@@ -342,6 +387,29 @@ def _explain_recording(recording: Path, request_id: int, model: str) -> str:
             promises=workload.own_promises,
         )
     )
+
+
+class _Recorded(NamedTuple):
+    run: RecordedRun
+    config: EngineConfig
+
+
+def _recorded_run(recording: Path, choose: Any = None) -> _Recorded:
+    """Tells where going through it again does not give what happened."""
+    from actorllm.actors.record_file import read_recording, recorded_arguments, recorded_configuration, recorded_policy
+    from actorllm.slo.journal import run_of_recording
+
+    _see_own_folder()
+    config = recorded_configuration(recording)
+    entries = list(read_recording(recording))
+    found = run_of_recording(entries, recorded_arguments(recording), recorded_policy(recording), choose)
+    if found.deviation is not None:
+        print(
+            f"warning: this is not what the engine did: {found.deviation}. Its scheduler was another version, or its policy "
+            f"{config.scheduler.policy!r} has changed since; from there on, nothing below is sure",
+            file=sys.stderr,
+        )
+    return _Recorded(found, config)
 
 
 def _check_of_recording(
@@ -394,6 +462,13 @@ def _point(options: ScenarioOptions, policy: str, rate: float, seed: int, scale:
 
     scenario = options.scenario()
     return Point(scenario=scenario, variant=Variant.parse(policy), rate=rate, seed=seed, scale=scale)
+
+
+def _made(point: Point) -> dict[str, Any]:
+    """All that it takes to make a run again, and where it was made."""
+    from actorllm.slo.experiments.stamp import stamp
+
+    return stamp() | {"point": point.to_dict(), "configuration": point.key}
 
 
 def _check_apart(**paths: Path | None) -> None:

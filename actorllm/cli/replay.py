@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,9 @@ from actorllm.cli.options import EngineOptions, check_writable
 from actorllm.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
+    from actorllm.live.embedded import EmbeddedTarget
     from actorllm.live.replay import LiveRun, Target
+    from actorllm.live.steps import RecordedSteps
     from actorllm.slo.metrics import RunMetrics
     from actorllm.slo.workload import Workload
 
@@ -92,9 +95,11 @@ def replay(
             raise ConfigError(f"the server has its own engine: {', '.join(given)} cannot be given with --url")
     elif served_model_name is not None or vocab_size is not None:
         raise ConfigError("--served-model-name and --vocab-size are for a server (--url)")
+    steps: RecordedSteps | None = None
     arguments = {"seed": seed, "until": float("inf") if until is None else until, "num_warmups": num_warmups}
 
     async def run() -> LiveRun:
+        nonlocal steps
         if url is not None:
             from actorllm.live.openai import VOCAB_SIZE, OpenAITarget
 
@@ -104,12 +109,17 @@ def replay(
         from actorllm.async_llm import AsyncLLM
         from actorllm.live.embedded import EmbeddedTarget
 
-        async with AsyncLLM(engine_options.model, **engine_options.arguments()) as llm:
-            found = await _replayed(workload, EmbeddedTarget(llm), length_scale is None, arguments)
-            told = (await llm.stats())["scheduler"]
-            for name in ("policy_failure", "step_model"):
-                if told[name] is not None:
-                    print(f"{name.replace('_', ' ')}: {told[name]}", file=sys.stderr)
+        with tempfile.TemporaryDirectory(prefix="actorllm-replay-") as folder:
+            record = Path(folder) / "run.bin" if report is not None or timeline is not None else None
+            async with AsyncLLM(engine_options.model, record=record, **engine_options.arguments()) as llm:
+                target = EmbeddedTarget(llm)
+                found = await _replayed(workload, target, length_scale is None, arguments)
+                told = (await llm.stats())["scheduler"]
+                for name in ("policy_failure", "admission_failure", "step_model"):
+                    if told[name] is not None:
+                        print(f"{name.replace('_', ' ')}: {told[name]}", file=sys.stderr)
+            if record is not None:
+                steps = _steps(record, found, target)
             return found
 
     found = anyio.run(run)
@@ -120,17 +130,33 @@ def replay(
     if timeline is not None:
         from actorllm.slo.report import chrome_trace
 
-        timeline.write_bytes(orjson.dumps(chrome_trace(found.timeline, found.workload)))
+        known = (None, None) if steps is None else (steps.journal, steps.keys)
+        timeline.write_bytes(orjson.dumps(chrome_trace(found.timeline, found.workload, *known)))
     if report is not None:
         from actorllm.slo.experiments.stamp import stamp
         from actorllm.slo.report import run_page
 
         title = f"{found.workload.name} on {found.model}, live"
-        html = run_page(title, found.timeline, found.workload, stamp=stamp(), notes=found.warnings)
+        journal, model = (None, None) if steps is None else (steps.journal, steps.model)
+        more = {"seed": seed, "policy": engine_options.scheduling_policy if url is None else None, "server": url}
+        html = run_page(title, found.timeline, found.workload, journal, model, stamp(), notes=found.warnings, more=more)
         report.write_text(html, encoding="utf-8")
         print(f"report: {report}")
     if all(found.errors):
         raise EngineError(f"every request failed, the first with: {found.errors[0]}")
+
+
+def _steps(record: Path, run: LiveRun, target: EmbeddedTarget) -> RecordedSteps | None:
+    """What steps held; None where that is not known: no request got so far, or the scheduler died on the way."""
+    from actorllm.live.steps import recorded_steps
+
+    if len(list(record.parent.iterdir())) != 1:
+        return None
+    steps = recorded_steps(record, run, target)
+    if steps.deviation is None:
+        return steps
+    print(f"note: steps are left out of report and timeline: {steps.deviation}", file=sys.stderr)
+    return None
 
 
 def _workload(

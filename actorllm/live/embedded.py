@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import TYPE_CHECKING
 
 from actorllm.clock import from_epoch, to_epoch
@@ -23,9 +24,15 @@ class EmbeddedTarget:
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
         self.model = llm.config.model.name
+        self._name = f"replay-{os.urandom(4).hex()}"
 
     async def prepare(self) -> None:
         await self._llm.start()
+
+    def row_of(self, request_id: str | None) -> int | None:
+        """Of a request that was sent from here, by its name; None for others, and for warm-ups."""
+        name, _, row = (request_id or "").rpartition("-")
+        return int(row) if name == self._name else None
 
     @property
     def vocab_size(self) -> int:
@@ -47,6 +54,7 @@ class EmbeddedTarget:
         stream = self._llm.generate(
             {"prompt_token_ids": call.prompt},
             params,
+            f"{self._name}-{call.row}",
             priority=kind.priority,
             slo=kind.slo,
             is_latency_sensitive=kind.is_latency_sensitive,

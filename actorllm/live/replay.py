@@ -131,6 +131,8 @@ class LiveRun:
     model: str
     delays: Delays = Delays()
     """Of requests that the engine told of; 0 otherwise."""
+    start: float = 0.0
+    """Zero of the timeline, in monotonic seconds."""
 
     def evaluate(self, **arguments: Any) -> RunMetrics:
         """The figures of the run; arguments as in `metrics.evaluate`."""
@@ -168,7 +170,7 @@ class LiveRun:
         Latencies count from the schedule, so `e2el` and `e2el_including_client_queue` are the same here.
         """
         timeline, workload = self.timeline, self.workload
-        metrics = self.evaluate(with_fluidity=True).to_dict()
+        metrics = self.evaluate(with_fluidity=True, with_gaps=True).to_dict()
         result: dict[str, Any] = {
             **bench_setting(self.backend, self.model, len(workload), workload.rate),
             **metrics,
@@ -193,6 +195,7 @@ class LiveRun:
                 "start_times": _zeros(timeline.arrival + self.lag),
                 "queue_times": _zeros(self.lag),
                 "errors": list(self.errors),
+                "actorllm_itl_p99s": _nulls(timeline.pauses),
             }
         return result
 
@@ -201,6 +204,10 @@ def _zeros(values: F64) -> list[float]:
     """Without NaN, as vLLM writes what did not happen."""
     found: list[float] = np.nan_to_num(values).tolist()
     return found
+
+
+def _nulls(values: F64) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in values.tolist()]
 
 
 def _finite(figures: dict[str, float]) -> dict[str, float | None]:
@@ -313,4 +320,5 @@ def _collect(workload: Workload, records: list[Record], start: float, target: Ta
                 if math.isfinite(record.reported) and record.times
             ],
         ),
+        start,
     )

@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actorllm.errors import ConfigError
+from actorllm.errors import ConfigError, nearest_name
 from actorllm.scheduling.sequence import Key
 from actorllm.slo.cost_model import StepModel
 from actorllm.slo.journal import Journal, StepEntry, Wait
+from actorllm.slo.metrics import overrun
 from actorllm.slo.objective import SLO, RequestClass
 from actorllm.slo.promises import Promises
 from actorllm.slo.timeline import FINISHED, OUTCOMES, UNFINISHED, RunTimeline
@@ -49,6 +50,9 @@ CAUSES = {
 }
 """In the order in which they are told."""
 
+
+SELECTORS = ("worst", "ttft", "tpot", "e2e")
+"""The request that overran a promise by most, relative to it; and those with the longest of each."""
 
 Seconds = defaultdict[str, float]
 """By cause."""
@@ -441,14 +445,38 @@ def _spared(parts: tuple[Part, ...]) -> tuple[Part, ...]:
 
 def worst_request(timeline: RunTimeline, workload: Workload) -> int:
     """The one that missed its promises by most, relative to them; the slowest one if none did."""
-    worst = np.zeros(len(timeline))
-    promises = workload.promises
-    limits = (promises.tpot, promises.e2e, promises.ttft_limit(timeline.num_prompt))
-    for took, limit in zip((timeline.tpot, timeline.e2e, timeline.ttft), limits, strict=True):
-        worst = np.fmax(worst, took / limit)
     if not len(timeline):
         raise ConfigError("the run has no requests")
+    worst = overrun(timeline, workload.promises)
     return int(np.nanargmax(worst if worst.any() else np.nan_to_num(timeline.e2e)))
 
 
-__all__ = ("CAUSES", "Explanation", "Miss", "Part", "explain", "worst_request")
+def chosen_request(
+    selector: int | str, timeline: RunTimeline, workload: Workload, names: Sequence[str | None] = ()
+) -> int:
+    """A row by its number, by one of SELECTORS (-1: worst), or by its name. names: what callers called each row.
+
+    Raises ConfigError naming what there is.
+    """
+    text = str(selector)
+    if text in ("-1", "worst"):
+        return worst_request(timeline, workload)
+    if not text.isdecimal():
+        if text in names:
+            return names.index(text)
+        if text in SELECTORS:
+            took = {"ttft": timeline.ttft, "tpot": timeline.tpot, "e2e": timeline.e2e}[text]
+            if not np.isfinite(took).any():
+                raise ConfigError(f"no request has a {text}: none had a token")
+            return int(np.nanargmax(took))
+        there = [name for name in names if name is not None]
+        raise ConfigError(
+            f"there is no request {text!r}{nearest_name(text, (*SELECTORS, *there))}; give its number from 0 to "
+            f"{len(timeline) - 1}, or {', '.join(SELECTORS)}"
+        )
+    if int(text) >= len(timeline):
+        raise ConfigError(f"there is no request {text}: the run has {len(timeline)}, from 0 on")
+    return int(text)
+
+
+__all__ = ("CAUSES", "SELECTORS", "Explanation", "Miss", "Part", "chosen_request", "explain", "worst_request")

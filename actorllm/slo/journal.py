@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -46,7 +46,8 @@ class Event:
     kind: EventKind
     key: Key
     why: str = ""
-    """Of a preemption: `blocks` (the KV of those who run needed room), or `displaced` (for somebody who waits)."""
+    """Of a preemption: `blocks` (the KV of those who run needed room), or `displaced` (for somebody who waits). Of a start:
+    `fork`, or `relegated` (given up by its policy: it goes behind everybody who can be in time)."""
     by: tuple[Key, ...] = ()
     """Of a displacement: who started instead."""
     is_sensitive: bool = False
@@ -178,6 +179,16 @@ class Journal:
             np.repeat(number, count),
         )
         return StepTable(*(values[done] for values in columns))
+
+    def moved(self, seconds: float) -> Journal:
+        """The same with all times so much later: on the clock of another timeline of the same run."""
+        return Journal(
+            self.watched,
+            [replace(step, planned=step.planned + seconds) for step in self.steps],
+            [replace(event, at=event.at + seconds) for event in self.events],
+            {key: [replace(wait, at=wait.at + seconds) for wait in waits] for key, waits in self.waits.items()},
+            {step: (start + seconds, end + seconds) for step, (start, end) in self.ends.items()},
+        )
 
     def of_request(self, key: Key) -> list[Event]:
         return [event for event in self.events if event.key == key]
@@ -338,8 +349,9 @@ class _Watch:
         self._policy.on_arrival(sequence, view)
 
     def on_admit(self, sequence: Sequence, view: View) -> None:
-        self._journal.events.append(Event(view.now, "start", sequence.key))
         self._policy.on_admit(sequence, view)
+        why = "relegated" if sequence.policy_state.get("relegated") else ""
+        self._journal.events.append(Event(view.now, "start", sequence.key, why))
 
     def _on_fork(self, sequence: Sequence, view: View) -> None:
         self._journal.events.append(Event(view.now, "start", sequence.key, "fork"))
@@ -366,9 +378,10 @@ class RecordedRun:
     journal: Journal
     keys: tuple[Key, ...]
     """Of every row."""
+    names: tuple[str | None, ...]
+    """What its caller called the request of every row."""
     row: int
     """The watched request; -1: none."""
-    key: Key
     model: StepModel | None
     """Fitted to its steps; None: there were too few."""
     deviation: str | None = None
@@ -376,41 +389,55 @@ class RecordedRun:
 
 
 def run_of_recording(
-    entries: Sequence_[Entry], scheduler_arguments: dict[str, Any], policy: Callable[[], PlanPolicy], watched: int = -1
+    entries: Sequence_[Entry],
+    scheduler_arguments: dict[str, Any],
+    policy: Callable[[], PlanPolicy],
+    choose: int | Callable[[RunTimeline, Workload, Sequence_[str | None]], int] | None = None,
 ) -> RecordedRun:
     """Make the calls of a recording again on a fresh scheduler of the same configuration, and write down what it decides.
 
-    scheduler_arguments: as the engine's scheduler had them (`record_file.recorded_arguments`); policy: builds its policy.
-    watched: the number of a request, in order of arrival; -1: the one whose first token took longest. Classes are made of
-    type_info and objective.
+    scheduler_arguments: as the engine's scheduler had them (`record_file.recorded_arguments`); policy: builds what decides
+    (`record_file.recorded_policy`). choose: the row of a request to be watched, or what finds it once the run is known
+    (`explanation.chosen_request`); None: none is. Classes are made of type_info and objective.
     """
     submits = [((int(c.partition(" ")[2]), m.rid), m) for c, _, m in entries if c.startswith("submit ")]
+    submits = list(dict(reversed(submits)).items())[::-1]  # each once, as it came first
     if not submits:
         raise ConfigError("the recording has no requests")
-    if watched >= len(submits):
-        raise ConfigError(f"there is no request {watched}: the recording has {len(submits)}, from 0 on")
     keys = [key for key, _ in submits]
-    if watched < 0:
-        plain = _go_through(entries, scheduler_arguments, policy(), frozenset(), keys)
-        watched = int(np.nanargmax(np.nan_to_num(plain[1].ttft)))
-    key = keys[watched]
-    journal, timeline, deviation = _go_through(entries, scheduler_arguments, policy(), frozenset((key,)), keys)
-    classes, class_ids, own_promises = classes_of(
-        [
-            (m.type_info or "requests", SLO.from_fields(m.slo), m.is_latency_sensitive, m.priority, None)
-            for _, m in submits
-        ]
+    names = [m.name for _, m in submits]
+    if isinstance(choose, int) and not 0 <= choose < len(keys):
+        raise ConfigError(f"there is no request {choose}: the recording has {len(keys)}, from 0 on")
+    row = choose if isinstance(choose, int) else -1
+    watched = frozenset((keys[row],)) if row >= 0 else frozenset()
+    journal, timeline, deviation = _go_through(entries, scheduler_arguments, policy(), watched, keys)
+    workload = _workload_of(timeline, [m for _, m in submits])
+    if choose is not None and not isinstance(choose, int):
+        row = choose(timeline, workload, names)
+        journal, timeline, deviation = _go_through(
+            entries, scheduler_arguments, policy(), frozenset((keys[row],)), keys
+        )
+    return RecordedRun(
+        workload, timeline, journal, tuple(keys), tuple(names), row, _fitted(journal, timeline), deviation
     )
-    workload = Workload(
+
+
+def _workload_of(timeline: RunTimeline, submits: list[Submit]) -> Workload:
+    classes, class_ids, own_promises = classes_of(
+        [(m.type_info or "requests", SLO.from_fields(m.slo), m.is_latency_sensitive, m.priority, None) for m in submits]
+    )
+    tenants = sorted({m.tenant or "" for m in submits})
+    return Workload(
         arrival=np.maximum.accumulate(timeline.arrival - timeline.arrival.min()),
         num_prompt=timeline.num_prompt,
         num_output=np.maximum(timeline.num_output, 1),
         class_ids=class_ids,
         classes=classes,
+        tenant_ids=np.array([tenants.index(m.tenant or "") for m in submits], np.int32) if any(tenants) else None,
+        tenants=tuple(tenants) if any(tenants) else (),
         own_promises=own_promises,
         name="recording",
     )
-    return RecordedRun(workload, timeline, journal, tuple(keys), watched, key, _fitted(journal, timeline), deviation)
 
 
 def _go_through(

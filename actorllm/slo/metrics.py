@@ -81,6 +81,15 @@ def fluidity(times: F64, slo: SLO, arrival: float, num_prompt: int) -> float:
     return 1 - num_late / times.size
 
 
+def overrun(timeline: RunTimeline, promises: Promises) -> F64:
+    """How many times as long as promised each request took, in what it overran most; 0 without a promise or a token."""
+    worst = np.zeros(len(timeline))
+    limits = (promises.ttft_limit(timeline.num_prompt), promises.tpot, promises.e2e)
+    for took, limit in zip((timeline.ttft, timeline.tpot, timeline.e2e), limits, strict=True):
+        worst = np.fmax(worst, took / limit)
+    return worst
+
+
 def jain(shares: Iterable[float]) -> float:
     """Jain's fairness index of what each got: 1 when all got the same, 1/n when one got everything."""
     values = np.array(list(shares), float)
@@ -103,6 +112,11 @@ class Attainment:
     """Mean share of tokens that met their deadline; NaN when it was not asked for."""
     latency_ms: dict[str, float]
     """{mean, median, std, p50, p90, p95, p99}_{ttft, tpot, e2el}_ms of those that finished."""
+    worst_miss: float
+    """By how many times the worst of its requests overran a promise, of those that have come so far; 1 or less: none did."""
+    gaps_ms: dict[str, float]
+    """The same figures of itl (every gap), and of itl_p99 (the 99th percentile of the gaps of each request); empty when
+    they were not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +153,14 @@ def evaluate(
     *,
     duration: float | None = None,
     with_fluidity: bool = False,
+    with_gaps: bool = False,
     tenants: NDArray[np.integer[Any]] | None = None,
     promises: Promises | None = None,
 ) -> RunMetrics:
     """All figures of a run. classes, class_ids, tenants: as in the workload (None: all of class 0); promises: its own ones.
 
-    duration: seconds to divide by; None: from the first arrival to the last end. with_fluidity looks at every token.
+    duration: seconds to divide by; None: from the first arrival to the last end. with_fluidity looks at every token, and so
+    does with_gaps, for the gaps of each class and each request.
     """
     if class_ids is None:
         class_ids = np.zeros(len(timeline), np.int32)
@@ -154,11 +170,15 @@ def evaluate(
     is_good = {reading: good(timeline, promises, reading) for reading in READINGS}
     smooth = _fluidity_by_request(timeline, promises) if with_fluidity else np.full(len(timeline), np.nan)
     everything = np.ones(len(timeline), np.bool_)
-    overall = _attainment("all", timeline, everything, is_good, smooth, seconds)
+    pauses = timeline.pauses if with_gaps else None
+    overruns = overrun(timeline, promises)
+
+    def attainment(name: str, mine: NDArray[np.bool_]) -> Attainment:
+        return _attainment(name, timeline, mine, is_good, smooth, pauses, overruns, seconds)
+
+    overall = attainment("all", everything)
     by_class = [
-        _attainment(kind.name, timeline, mine, is_good, smooth, seconds)
-        for number, kind in enumerate(classes)
-        if (mine := class_ids == number).any()
+        attainment(kind.name, mine) for number, kind in enumerate(classes) if (mine := class_ids == number).any()
     ]
     summary = _summary(timeline, overall, seconds)
     if tenants is not None:
@@ -173,6 +193,8 @@ def _attainment(
     mine: NDArray[np.bool_],
     is_good: dict[Reading, NDArray[np.bool_]],
     smooth: F64,
+    pauses: F64 | None,
+    overruns: F64,
     seconds: float,
 ) -> Attainment:
     finished = mine & (timeline.outcome == FINISHED)
@@ -187,6 +209,9 @@ def _attainment(
     ):
         latency |= latency_figures(label, values[rows])
     judged = smooth[mine & np.isfinite(smooth)]
+    gaps: dict[str, float] = {}
+    if pauses is not None:
+        gaps = latency_figures("itl", *timeline.gaps(mine)) | latency_figures("itl_p99", pauses[several])
     return Attainment(
         name,
         num,
@@ -195,6 +220,8 @@ def _attainment(
         {reading: _per_second(num_good[reading], seconds) for reading in READINGS},
         float(judged.mean()) if judged.size else math.nan,
         latency,
+        float(overruns[mine].max(initial=0.0)),
+        gaps,
     )
 
 
@@ -277,6 +304,7 @@ def _summary(timeline: RunTimeline, overall: Attainment, seconds: float) -> dict
         | latency_figures("itl", *timeline.gaps())
         | {
             "actorllm_goodput_deadline": overall.goodput["deadline"],
+            **{f"actorllm_{key}": value for key, value in overall.gaps_ms.items() if "itl_p99" in key},
             "actorllm_num_aborted": int((timeline.outcome == ABORTED).sum()),
             "actorllm_num_failed": int((timeline.outcome == FAILED).sum()),
             "actorllm_num_unfinished": int((timeline.outcome == UNFINISHED).sum()),
@@ -312,7 +340,10 @@ def _plain(attainment: Attainment) -> dict[str, Any]:
         "attainment": dict(attainment.attainment),
         "goodput": dict(attainment.goodput),
         "fluidity": attainment.fluidity,
-    } | attainment.latency_ms
+        "worst_miss": attainment.worst_miss,
+        **attainment.latency_ms,
+        **attainment.gaps_ms,
+    }
 
 
 def _without_nan(value: Any) -> Any:

@@ -39,6 +39,11 @@ class Spans:
         order = np.argsort(request, kind="stable")
         return Spans(request[order], replica[order], first_step[order], count[order])
 
+    def of(self, mine: NDArray[np.bool_]) -> Spans:
+        """Those of some requests."""
+        rows = mine[self.request]
+        return Spans(self.request[rows], self.replica[rows], self.first_step[rows], self.count[rows])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunTimeline:
@@ -95,18 +100,33 @@ class RunTimeline:
         ]
         return np.concatenate(parts) if parts else np.zeros(0)
 
-    def gaps(self) -> tuple[F64, I64]:
+    @property
+    def pauses(self) -> F64:
+        """The 99th percentile of the gaps between the tokens of each request: what its reader sees of the worst; NaN without
+        a gap. Looks at every token."""
+        found = np.full(len(self), np.nan)
+        for row in np.flatnonzero(self.num_output > 1).tolist():
+            gaps = np.sort(np.diff(self.token_times(row)))
+            at = 0.99 * (gaps.size - 1)
+            low = int(at)
+            high = min(low + 1, gaps.size - 1)
+            found[row] = gaps[low] + (gaps[high] - gaps[low]) * (at - low)
+        return found
+
+    def gaps(self, mine: NDArray[np.bool_] | None = None) -> tuple[F64, I64]:
         """Every gap between two tokens of one request (inter-token latency): values, and how often each occurs.
+
+        mine: of these requests; None: of all.
 
         Requests that decode together share the gaps of their steps, so this is by steps and not by tokens. Of a long run
         they are rounded to microseconds, or there would be as many values as steps.
         """
-        spans = self.spans
+        spans = self.spans if mine is None else self.spans.of(mine)
         values: list[F64] = []
         counts: list[I64] = []
         for replica, ends in enumerate(self.step_ends):
-            mine = spans.replica == replica
-            first, count = spans.first_step[mine], spans.count[mine]
+            there = spans.replica == replica
+            first, count = spans.first_step[there], spans.count[there]
             covering = np.zeros(ends.size + 1, np.int32)  # how many requests have a gap that ends with this step
             np.add.at(covering, first + 1, 1)
             np.add.at(covering, first + count, -1)

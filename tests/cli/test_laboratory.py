@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 from pathlib import Path
 
+import anyio
 import pytest
 
-from actorllm import cli
+from actorllm import AsyncLLM, cli
 from actorllm.actors.record_file import read_recording
 from actorllm.llm import LLM
 from actorllm.request import SamplingParams
@@ -27,17 +29,21 @@ def run(*arguments: str) -> None:
 def test_simulate_prints_figures_and_writes_what_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = {name: tmp_path / name for name in ("run.json", "run.html", "trace.json")}
+    files = {name: tmp_path / name for name in ("run.json", "run.html", "trace.json", "run.csv")}
     run(
         "simulate", "--policy", "edf@512", "--rate", "3", *SMALL, "--output-json", str(files["run.json"]),
-        "--report", str(files["run.html"]), "--timeline", str(files["trace.json"]),
+        "--report", str(files["run.html"]), "--timeline", str(files["trace.json"]), "--csv", str(files["run.csv"]),
     )  # fmt: skip
     out = capsys.readouterr().out
     assert out.startswith(
         "edf@512 at 3 requests/s, seed 0: 60 requests of synthetic, poisson arrivals, a100-llama-3-8b"
     )
     assert "short: 60 requests are too few to tell" in out
-    assert json.loads(files["run.json"].read_bytes())["completed"] == 60
+    told = json.loads(files["run.json"].read_bytes())
+    assert told["completed"] == 60
+    assert told["actorllm_made"]["point"]["seed"] == 0
+    assert {"machine", "versions", "code", "configuration"} <= told["actorllm_made"].keys()
+    assert len(files["run.csv"].read_text().splitlines()) == 61
     assert json.loads(files["trace.json"].read_bytes())["otherData"]["traced"] == 60
     assert "What steps computed" in files["run.html"].read_text()
 
@@ -165,6 +171,52 @@ def test_a_replay_that_is_not_what_happened_is_told_of(
         "warning: this is not what the engine did: step 1 was computed, and is not planned now"
         in capsys.readouterr().err
     )
+
+
+def test_a_recording_and_results_of_a_policy_that_is_not_there_any_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "gone_tomorrow.py"
+    module.write_text(POLICY)
+    monkeypatch.syspath_prepend(tmp_path)
+    file, results, page = tmp_path / "run.bin", tmp_path / "sweep.jsonl", tmp_path / "page.html"
+    name = "gone_tomorrow:Last"
+
+    async def ask() -> None:
+        own = {"topology": "inline", "num_threads": 1, "scheduling_policy": name}
+        async with AsyncLLM("storyteller", record=str(file), **own) as llm:
+            for request_id in (None, None, None, "my-own"):
+                async for _ in llm.generate("The end", SamplingParams(max_tokens=50, ignore_eos=True), request_id):
+                    pass
+
+    anyio.run(ask)
+    swept = ("--policies", "fcfs", name, "--rates", "2", "--seeds", "1", "--targets", "0", "--num-processes", "0")
+    run("sweep", *SMALL, *swept, "--results", str(results))
+    module.unlink()
+    monkeypatch.delitem(sys.modules, "gone_tomorrow")
+    importlib.invalidate_caches()
+    capsys.readouterr()
+    run("explain", "2", "--recording", str(file))
+    told = capsys.readouterr()
+    assert told.out.startswith("request 2 (requests): ")
+    assert "50 output tokens, finished" in told.out
+    assert "warning" not in told.err
+    run("explain", "my-own", "--recording", str(file))
+    assert capsys.readouterr().out.startswith("request 3 (requests): ")
+    assert cli.main(["explain", "my-orn", "--recording", str(file)]) == 2
+    assert "there is no request 'my-orn'; did you mean 'my-own'?" in capsys.readouterr().err
+    extra = ("--csv", str(tmp_path / "rows.csv"), "--timeline", str(tmp_path / "trace.json"))
+    run("report", str(file), "--output", str(page), *extra)
+    assert "gone_tomorrow:Last" in page.read_text()
+    assert "What steps computed" in page.read_text()
+    assert (tmp_path / "rows.csv").read_text().splitlines()[-1].endswith(",my-own")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["id"] for event in events if event["ph"] == "f"} == {0, 1, 2, 3}
+    run("report", str(results), "--output", str(page))
+    html = page.read_text()
+    assert html.count("is not simulated again for its timelines") == 1
+    assert "No module named &#x27;gone_tomorrow&#x27;" in html
+    assert html.count(f"{name}</td>") > 3, "its results are there"
 
 
 POLICY = """

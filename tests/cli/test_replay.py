@@ -37,8 +37,15 @@ def test_the_sample_against_an_engine(tmp_path: Path, capsys: pytest.CaptureFixt
     page, trace = tmp_path / "run.html", tmp_path / "trace.json"
     files = ("--output-json", str(file), "--save-detailed", "--report", str(page), "--timeline", str(trace))
     assert cli.main(["replay", *FEW, *QUICK, *files, "--policy", "edf"]) == 0
-    assert "was watched from outside" in page.read_text()
-    assert {event["ph"] for event in json.loads(trace.read_text())["traceEvents"]} >= {"M", "X"}
+    html = page.read_text()
+    assert "was watched from outside" not in html
+    for section in ("What steps computed", "KV cache in use", "p99 gap of a request"):
+        assert section in html
+    events = json.loads(trace.read_text())["traceEvents"]
+    arrows = [event for event in events if event["ph"] in "stf"]
+    assert {event["id"] for event in arrows if event["ph"] == "f"} == set(range(12)), "of every request, and no warm-up"
+    assert all(event["pid"] == (event["ph"] != "s") for event in arrows)
+    assert min(event["ts"] for event in arrows) >= 0, "on the clock of the run"
     captured = capsys.readouterr()
     assert "12 finished, 0 failed, 0 aborted" in captured.out
     assert "sent late by" in captured.out
@@ -52,6 +59,7 @@ def test_the_sample_against_an_engine(tmp_path: Path, capsys: pytest.CaptureFixt
         *("input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times", "errors"),
         *(f"{what}_{name}_ms" for what in ("mean", "median", "std", "p99") for name in ("ttft", "tpot", "itl", "e2el")),
         *("p99_client_queue_time_ms", "p99_e2el_including_client_queue_ms", "actorllm_classes"),
+        *("actorllm_itl_p99s", "actorllm_p99_itl_p99_ms"),
     ):
         assert key in result, key
     assert result["completed"] == result["num_prompts"] == 12

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from actorllm.scheduling.policy import Admit, KeyPlanner, KeyPolicy, PlanPolicy,
 from actorllm.scheduling.recording import Entry, RecordedScheduler
 from actorllm.scheduling.sequence import Sequence
 from actorllm.slo.cost_model import LinearModel, Regime, preset
-from actorllm.slo.explanation import Explanation, explain, worst_request
+from actorllm.slo.explanation import Explanation, chosen_request, explain, worst_request
 from actorllm.slo.journal import Journal, run_of_recording
 from actorllm.slo.objective import SLO, RequestClass
 from actorllm.slo.simulator import EngineShape, Run, simulate
@@ -203,6 +204,21 @@ def test_decode_steps_made_at_once_are_told_apart_all_the_same() -> None:
         assert fast == pytest.approx(slow, abs=1e-5)
 
 
+def test_requests_are_chosen_by_number_by_what_was_worst_and_by_name() -> None:
+    workload = requests((0.0, 10, 9), (0.0, 256, 1), (0.0, 600, 1))
+    run = simulate(workload, SHAPE, SECOND)
+    chosen = partial(chosen_request, timeline=run.timeline, workload=workload, names=[None, "chat-7", None])
+    assert [chosen(selector) for selector in (1, "2", -1, "worst", "ttft", "tpot", "e2e", "chat-7")] == [
+        1, 2, 2, 2, 2, 0, int(np.argmax(run.timeline.e2e)), 1,
+    ]  # fmt: skip
+    with pytest.raises(
+        ConfigError, match=r"there is no request 'chat-8'; did you mean 'chat-7'.*from 0 to 2, or worst,"
+    ):
+        chosen("chat-8")
+    with pytest.raises(ConfigError, match="there is no request 3: the run has 3, from 0 on"):
+        chosen("3")
+
+
 def test_the_worst_request_and_one_that_is_not_there() -> None:
     workload = requests((0.0, 10, 2), (0.0, 256, 1), (0.0, 600, 1))
     run = simulate(workload, SHAPE, SECOND)
@@ -272,7 +288,9 @@ def test_a_recording_long_enough_brings_its_own_step_times() -> None:
     shape = EngineShape(num_blocks=4000, max_num_batched_tokens=512, enable_prefix_caching=False)
     model = preset("a100-llama-3-8b")
     entries, run = record(synthetic(30, 3.0, seed=3), shape, model)
-    found = run_of_recording(entries, shape.scheduler_arguments(), lambda: load_policy("fcfs"))
+    found = run_of_recording(
+        entries, shape.scheduler_arguments(), lambda: load_policy("fcfs"), partial(chosen_request, "ttft")
+    )
     assert found.row == int(np.argmax(run.timeline.ttft))
     assert found.model is not None
     assert found.model.seconds(0, 8, 8000) == pytest.approx(model.seconds(0, 8, 8000), rel=0.05)

@@ -192,6 +192,16 @@ class Variant:
         values["knobs"] = tuple((name, value) for name, value in values.get("knobs", ()))
         return cls(**values)
 
+    @classmethod
+    def of_results(cls, given: Mapping[str, Any]) -> Variant:
+        """As a results file has it. Its policy may not be there any more, which only those hear of who build it."""
+        values = _known(cls, given)
+        values["knobs"] = tuple((name, value) for name, value in values["knobs"])
+        variant = object.__new__(cls)
+        for name, value in values.items():
+            object.__setattr__(variant, name, value)
+        return variant
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

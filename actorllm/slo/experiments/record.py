@@ -45,8 +45,8 @@ def record_of(point: Point, run: Run) -> dict[str, Any]:
     return plain
 
 
-def figures_of(timeline: RunTimeline, workload: Workload) -> dict[str, Any]:
-    """Of any run, simulated or live."""
+def figures_of(timeline: RunTimeline, workload: Workload, *, with_gaps: bool = False) -> dict[str, Any]:
+    """Of any run, simulated or live. with_gaps: also of the gaps of each class and each request (`metrics.evaluate`)."""
     metrics = evaluate(
         timeline,
         workload.classes,
@@ -54,6 +54,7 @@ def figures_of(timeline: RunTimeline, workload: Workload) -> dict[str, Any]:
         tenants=workload.tenant_ids,
         promises=workload.own_promises,
         with_fluidity=len(timeline) <= 20_000,
+        with_gaps=with_gaps,
     )
     promises = workload.promises
     is_good = {reading: good(timeline, promises, reading) for reading in READINGS}

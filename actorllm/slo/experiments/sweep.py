@@ -95,7 +95,7 @@ class Results:
             old = sum(r["variant"]["label"] == label for r in given) - sum(r["variant"]["label"] == label for r in now)
             if old:
                 notes.append(f"{old} points of {label!r} as it was before it was changed are in the file and left out")
-        variants = {r["variant"]["label"]: Variant.from_dict(r["variant"]) for r in now}
+        variants = {r["variant"]["label"]: Variant.of_results(r["variant"]) for r in now}
         found = sorted(now, key=lambda r: (r["variant"]["label"], r["rate"], r["scale"], r["seed"]))
         seeds = tuple(sorted({r["seed"] for r in found}))
         return cls(scenario, tuple(variants.values()), seeds, tuple(found), notes=tuple(notes), stamp=stamp)

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from actorllm.messages import F64
+from actorllm.scheduling.sequence import Key
 from actorllm.slo.experiments.sweep import Results
-from actorllm.slo.journal import Journal
-from actorllm.slo.metrics import bench_setting, max_concurrent, max_tokens_per_second
-from actorllm.slo.objective import SLO
+from actorllm.slo.journal import Journal, StepTable
+from actorllm.slo.metrics import bench_setting, good, max_concurrent, max_tokens_per_second
+from actorllm.slo.objective import READINGS, SLO
 from actorllm.slo.timeline import OUTCOMES, RunTimeline
 from actorllm.slo.workload import Workload
 
@@ -49,6 +50,7 @@ def bench_json(
             "rtfx": 0.0,  # of audio
             "actorllm_warnings": list(warnings),
             "actorllm_queue_times": _plain(timeline.scheduled - timeline.arrival),
+            "actorllm_itl_p99s": _plain(timeline.pauses),
             "actorllm_classes_of": [workload.classes[i].name for i in workload.class_ids.tolist()],
         }
     )
@@ -95,34 +97,77 @@ def results_csv(results: Results) -> str:
     return out.getvalue()
 
 
+def requests_csv(timeline: RunTimeline, workload: Workload, names: Sequence[str | None] = ()) -> str:
+    """A row for each request of a run: what it asked for, when what happened, and whether it kept its promise. Seconds."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    columns: dict[str, Sequence[Any]] = {
+        "request": range(len(timeline)),
+        "class": [workload.classes[i].name for i in workload.class_ids.tolist()],
+        "prompt_tokens": timeline.num_prompt.tolist(),
+        "output_tokens": timeline.num_output.tolist(),
+        "outcome": [OUTCOMES[o] for o in timeline.outcome.tolist()],
+        "arrival": _plain(timeline.arrival),
+        "queue": _plain(timeline.scheduled - timeline.arrival),
+        "ttft": _plain(timeline.ttft),
+        "tpot": _plain(timeline.tpot),
+        "itl_p99": _plain(timeline.pauses),
+        "e2e": _plain(timeline.e2e),
+        "preemptions": timeline.num_preemptions.tolist(),
+        "cached_tokens": timeline.num_cached.tolist(),
+        "replica": timeline.replica.tolist(),
+    }
+    columns |= {f"good_{reading}": good(timeline, workload.promises, reading).tolist() for reading in READINGS}
+    if workload.tenant_ids is not None:
+        columns["tenant"] = [workload.tenants[i] for i in workload.tenant_ids.tolist()]
+    if any(name is not None for name in names):
+        columns["request_id"] = names
+    writer.writerow(columns)
+    writer.writerows(zip(*columns.values(), strict=True))
+    return out.getvalue()
+
+
 # Chrome trace ------------------------------------------------------------------------------------------------------------
 
 
-def chrome_trace(timeline: RunTimeline, workload: Workload, journal: Journal | None = None) -> dict[str, Any]:
+def chrome_trace(
+    timeline: RunTimeline, workload: Workload, journal: Journal | None = None, keys: Sequence[Key] | None = None
+) -> dict[str, Any]:
     """For ui.perfetto.dev: a process with a track for each request, and one for each replica with its steps and counters.
 
     Of a request: queued, each prompt chunk, decoding, preempted; an instant where its first token or one after it came later
-    than it was due. Without a journal chunks and steps are not known. At most MAX_TRACED requests.
+    than it was due; arrows from its queue through the steps that computed its prompt to that of its last token. Without a
+    journal chunks and steps are not known. At most MAX_TRACED requests. keys: of every row in the journal; None: (0, row), of
+    a simulation.
     """
+    rows = None if keys is None else {key: row for row, key in enumerate(keys)}
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "requests"}},
         {"ph": "M", "name": "process_sort_index", "pid": 0, "args": {"sort_index": 10}},
     ]
     chunks: dict[int, list[tuple[float, float, int]]] = {}
     lost: dict[int, list[float]] = {}
+    tables: list[StepTable] = []
     for replica in range(len(timeline.step_ends)):
         if journal is not None:
-            events += _replica_track(timeline, journal, replica, chunks)
+            tables.append(journal.table(timeline, replica))
+            events += _replica_track(tables[replica], journal, replica, chunks, rows)
     for event in journal.events if journal is not None else ():
-        if event.kind == "preempt":
-            lost.setdefault(event.key[1], []).append(event.at)
+        if event.kind == "preempt" and (at := _row(event.key, rows)) is not None:
+            lost.setdefault(at, []).append(event.at)
     for row in range(min(len(timeline), MAX_TRACED)):
         events += _request_track(row, timeline, workload, chunks.get(row, []), lost.get(row, []))
+        if journal is not None:
+            events += _arrows(row, timeline, chunks.get(row, []), tables[max(0, int(timeline.replica[row]))])
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
         "otherData": {"workload": workload.name, "requests": len(timeline), "traced": min(len(timeline), MAX_TRACED)},
     }
+
+
+def _row(key: Key, rows: dict[Key, int] | None) -> int | None:
+    return key[1] if rows is None else rows.get(key)
 
 
 def _us(seconds: float) -> float:
@@ -143,14 +188,17 @@ def _slice(name: str, pid: int, tid: int, begin: float, end: float, **args: Any)
 
 
 def _replica_track(
-    timeline: RunTimeline, journal: Journal, replica: int, chunks: dict[int, list[tuple[float, float, int]]]
+    table: StepTable,
+    journal: Journal,
+    replica: int,
+    chunks: dict[int, list[tuple[float, float, int]]],
+    rows: dict[Key, int] | None,
 ) -> list[dict[str, Any]]:
     pid = replica + 1
     found: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"replica {replica}"}},
         {"ph": "M", "name": "thread_name", "pid": pid, "tid": 0, "args": {"name": "steps"}},
     ]
-    table = journal.table(timeline, replica)
     start, end = table.start.tolist(), table.end.tolist()
     for i in range(len(table)):
         num_prompt, num_decode = int(table.num_prompt[i]), int(table.num_decode[i])
@@ -176,7 +224,8 @@ def _replica_track(
         }
         found += [{"ph": "C", "name": n, "pid": pid, "ts": at, "args": values} for n, values in counters.items()]
         for key, size in journal.steps[int(table.entry[i])].prefills:
-            chunks.setdefault(key[1], []).append((start[i], end[i], size))
+            if (row := _row(key, rows)) is not None:
+                chunks.setdefault(row, []).append((start[i], end[i], size))
     return found
 
 
@@ -217,6 +266,26 @@ def _request_track(
         {"ph": "i", "s": "t", "name": f"late: {what}", "cat": "late", "pid": 0, "tid": row, "ts": _us(at), "args": {}}
         for at, what in late_tokens(kind.slo, times, arrival, int(timeline.num_prompt[row]))
     ]
+    return found
+
+
+def _arrows(
+    row: int, timeline: RunTimeline, chunks: list[tuple[float, float, int]], table: StepTable
+) -> list[dict[str, Any]]:
+    """From where a request waits to the steps of its replica: those of its prompt, and that of its last token."""
+    if not chunks:
+        return []
+    pid = max(0, int(timeline.replica[row])) + 1
+    arrow = {"name": "request", "cat": "request", "id": row}
+    found = [arrow | {"ph": "s", "pid": 0, "tid": row, "ts": _us(float(timeline.arrival[row]))}]
+    steps = [begin + (end - begin) / 2 for begin, end, _ in chunks]  # within, so that viewers find the slice
+    last = float(timeline.last_token[row])
+    at = int(np.searchsorted(table.end, last + 1e-9, "right")) - 1 if math.isfinite(last) else -1
+    if at >= 0 and table.start[at] >= chunks[-1][1] - 1e-9:
+        steps.append(float(table.start[at] + table.end[at]) / 2)
+    for number, at_step in enumerate(steps):
+        end = {"ph": "f", "bp": "e"} if number == len(steps) - 1 else {"ph": "t"}
+        found.append(arrow | end | {"pid": pid, "tid": 0, "ts": _us(at_step)})
     return found
 
 

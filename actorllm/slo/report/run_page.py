@@ -37,10 +37,11 @@ def run_page(
     stamp: Mapping[str, Any] | None = None,
     *,
     notes: Sequence[str] = (),
+    more: Mapping[str, Any] | None = None,
 ) -> str:
     """HTML. journal: without it (a run that was only watched from outside) steps and KV are not shown. model: shows how well
-    it predicts the steps."""
-    figures = figures_of(timeline, workload)
+    it predicts the steps. more: of how it was made, besides the stamp: seed, configuration."""
+    figures = figures_of(timeline, workload, with_gaps=True)
     summary, verdict = figures["summary"], figures["stationarity"]
     worst = summary["actorllm_worst_class"]
     lead = [
@@ -64,7 +65,8 @@ def run_page(
         sections.append(fairness_section([("this run", fair)]))
     if journal is not None and model is not None:
         sections.append(predictor(journal, timeline, model))
-    sections.append(provenance(stamp or {}, {"workload": workload.name, "requests": len(timeline)}))
+    made = {"workload": workload.name, "requests": len(timeline), **(more or {})}
+    sections.append(provenance(stamp or {}, made))
     return page(title, f"{workload.name}: {len(timeline):,} requests", lead, sections)
 
 
@@ -104,12 +106,26 @@ def promises(timeline: RunTimeline, workload: Workload, summary: Mapping[str, An
         mine = found[kind.name]
         share = [_share(mine["attainment"][r]) for r in READINGS]
         fluid = "–" if mine["fluidity"] is None else percent(mine["fluidity"])
-        rows.append([escape(kind.name), escape(promise_of(workload, kind)), f"{mine['requests']:,}", *share, fluid])
-    section.add(table(["class", "promise", "requests", "kept, mean gap", "kept, due dates", "fluidity"], rows))
+        rate = " / ".join("–" if (rate := mine["goodput"][r]) is None else number(rate) for r in READINGS)
+        worst = "–" if mine["worst_miss"] <= 1 else f"{mine['worst_miss']:.3g} x"
+        about = [escape(kind.name), escape(promise_of(workload, kind)), f"{mine['requests']:,}"]
+        rows.append([*about, *share, rate, fluid, worst])
+    head = [
+        "class",
+        "promise",
+        "requests",
+        "kept, mean gap",
+        "kept, due dates",
+        "goodput, both, per s",
+        "fluidity",
+        "worst miss",
+    ]
+    section.add(table(head, rows))
     section.paragraph(
         "Mean gap: (last token - first token) / (tokens - 1), as vllm bench serve counts; every pause is minded. Due dates: "
         "token i is due at the promised first token + i times the promise per token; what came early may be late later. "
-        "Fluidity: share of tokens that met a due date which carries slack.",
+        "Fluidity: share of tokens that met a due date which carries slack. Goodput: requests per second that kept their "
+        "promise, by mean gap and by due dates. Worst miss: how many times as long as promised the worst request took.",
         "note",
     )
     return section
@@ -122,12 +138,13 @@ def class_section(summary: Mapping[str, Any], timeline: RunTimeline, workload: W
 
 
 def class_table(summary: Mapping[str, Any], timeline: RunTimeline | None, workload: Workload | None) -> str:
-    """TTFT, TPOT and end-to-end percentiles of every class; queue time where the run is at hand."""
+    """TTFT, TPOT and end-to-end percentiles of every class; gaps and queue time where the run is at hand."""
     rows = []
     everybody = {**summary["actorllm_classes"], "all": summary["actorllm_overall"]}
     for name, mine in everybody.items():
         cells = [escape(name), f"{mine['requests']:,}"]
-        for label in ("ttft", "tpot", "e2el"):
+        has_gaps = "p99_itl_p99_ms" in mine
+        for label in ("ttft", "tpot", "e2el", *(("itl", "itl_p99") if has_gaps else ())):
             values = [mine.get(f"p{p}_{label}_ms") for p in (50, 90, 99)]
             cells.append(" / ".join("–" if v is None else _ms(v) for v in values))
         if timeline is not None and workload is not None:
@@ -140,6 +157,8 @@ def class_table(summary: Mapping[str, Any], timeline: RunTimeline | None, worklo
             cells.append(" / ".join(_ms(found[f"p{p}_queue_ms"]) for p in (50, 90, 99)))
         rows.append(cells)
     head = ["class", "requests", "TTFT p50 / p90 / p99", "TPOT p50 / p90 / p99", "end p50 / p90 / p99"]
+    if "p99_itl_p99_ms" in summary["actorllm_overall"]:
+        head += ["gaps p50 / p90 / p99", "p99 gap of a request p50 / p90 / p99"]
     itl = " / ".join(_ms(summary[f"p{p}_itl_ms"]) for p in (50, 90, 99) if summary.get(f"p{p}_itl_ms") is not None)
     more = [] if timeline is None else ["queue p50 / p90 / p99"]
     return (
@@ -154,10 +173,14 @@ def _ms(value: float) -> str:
 
 
 def distributions(timeline: RunTimeline, workload: Workload) -> list[str]:
-    """Share of requests within a latency, by class: TTFT and mean gap."""
+    """Share of requests within a latency, by class: TTFT, mean gap, and the 99th percentile of a request's gaps."""
     found = []
     names = [kind.name for kind in workload.classes]
-    for label, values, unit in (("time to first token", timeline.ttft, 1.0), ("mean gap", timeline.tpot, 1000.0)):
+    for label, values, unit in (
+        ("time to first token", timeline.ttft, 1.0),
+        ("mean gap", timeline.tpot, 1000.0),
+        ("p99 gap of a request", timeline.pauses, 1000.0),
+    ):
         series = []
         for i, name in enumerate(names):
             mine = np.sort(values[(workload.class_ids == i) & np.isfinite(values)]) * unit
@@ -245,12 +268,28 @@ def timelines(timeline: RunTimeline, workload: Workload, journal: Journal | None
         "Requests in the engine",
         "red marks: a request that missed its promise came",
     )
+    preempted, given_up = ([], []) if journal is None else _instants(journal, begin)
+    if preempted or given_up:
+        counts = np.histogram(preempted, shown)[0].astype(float).tolist()
+        section.figure(
+            over_time(shown, [("preemptions", counts, "area2")], "preemptions over time", instants=given_up),
+            "Preemptions",
+            f"{len(preempted)} in all; red marks: {len(given_up)} requests that started although they could not be in time "
+            f"any more, behind everybody who could",
+        )
     for replica in range(len(timeline.step_ends)) if journal is not None else ():
         assert journal is not None
         section.blocks += _steps(journal.table(timeline, replica), edges, shown, replica, len(timeline.step_ends))
     if journal is None:
         section.paragraph("What single steps held is not known of this run: it was watched from outside.", "note")
     return section.blocks
+
+
+def _instants(journal: Journal, begin: float) -> tuple[list[float], list[tuple[float, str]]]:
+    """When requests were preempted, and when those started that could not be in time any more (relegation)."""
+    preempted = [event.at - begin for event in journal.events if event.kind == "preempt"]
+    given_up = [(e.at - begin, f"started {e.at - begin:.1f} s") for e in journal.events if e.why == "relegated"]
+    return preempted, given_up
 
 
 def _count(arrive: F64, leave: F64, at: F64) -> F64:

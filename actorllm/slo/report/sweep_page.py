@@ -8,7 +8,9 @@ from html import escape
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
+from actorllm.errors import ConfigError
 from actorllm.slo.cost_model import load_model
 from actorllm.slo.experiments.bands import WHO, Who
 from actorllm.slo.experiments.point import Point, watched_run
@@ -23,6 +25,7 @@ from actorllm.slo.report.run_page import (
     class_table,
     fairness_section,
     length_heat,
+    predictor,
     promise,
     promise_of,
     provenance,
@@ -365,6 +368,7 @@ def _runs(results: Results, rate: float) -> tuple[Section, list[tuple[str, Fairn
     """One point of every variant, simulated again: the same requests under each policy."""
     section = Section(f"How runs went at {number(rate)} requests/s")
     fair: list[tuple[str, Fairness]] = []
+    parity: Section | None = None
     if results.scenario.num_requests > MAX_RUN:
         section.paragraph(
             f"Runs of more than {MAX_RUN:,} requests are not simulated again for their timelines.", "none"
@@ -383,6 +387,11 @@ def _runs(results: Results, rate: float) -> tuple[Section, list[tuple[str, Fairn
         if not results.points(variant.label, rate):
             continue
         point = Point(scenario=results.scenario, variant=variant, rate=rate, seed=seed)
+        try:
+            variant.build_gated(model)
+        except ConfigError as error:  # its results stand; only it is not here any more
+            section.paragraph(f"{variant.label} is not simulated again for its timelines: {error}", "none")
+            continue
         run, journal = watched_run(point)
         row = worst_request(run.timeline, run.workload)
         again, watching = watched_run(point, (row,))
@@ -400,6 +409,9 @@ def _runs(results: Results, rate: float) -> tuple[Section, list[tuple[str, Fairn
         found = fairness_of(run.timeline, run.workload)
         if found is not None:
             fair.append((variant.label, found))
+        if getattr(model, "residuals", ()) and parity is None:  # without them a step takes just what is predicted
+            parity = predictor(journal, run.timeline, model)
+    section.blocks += [] if parity is None else [Markup("<h3>How well step times are predicted</h3>"), *parity.blocks]
     return section, fair
 
 

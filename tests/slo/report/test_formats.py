@@ -17,7 +17,7 @@ from actorllm.slo.experiments.record import figures_of
 from actorllm.slo.fairness import fairness_of
 from actorllm.slo.journal import Journal
 from actorllm.slo.objective import SLO, RequestClass
-from actorllm.slo.report import bench_json, chrome_trace, results_csv
+from actorllm.slo.report import bench_json, chrome_trace, requests_csv, results_csv
 from actorllm.slo.report.formats import late_tokens
 from actorllm.slo.simulator import EngineShape, Run, simulate
 from actorllm.slo.timeline import timeline_of_streams
@@ -68,6 +68,33 @@ def test_keys_are_those_of_vllm_and_ours_say_so() -> None:
     assert plain["actorllm_classes_of"] == ["ls"] * 3
 
 
+def test_the_gaps_of_single_requests_and_a_row_for_each_of_them() -> None:
+    """Two requests decode side by side, and the prompts of a third one hold them up once."""
+    found, _ = run((0.0, 10, 6), (0.1, 10, 1), (1.5, 700, 3))
+    assert found.timeline.pauses[[0, 2]].tolist() == pytest.approx([1.0, 1.0])
+    assert np.isnan(found.timeline.pauses[1])
+    summary = figures_of(found.timeline, found.workload, with_gaps=True)["summary"]
+    assert summary["actorllm_p99_itl_p99_ms"] == pytest.approx(1000)
+    assert summary["actorllm_classes"]["ls"]["p50_itl_ms"] == pytest.approx(1000)
+    assert summary["actorllm_classes"]["ls"]["worst_miss"] == pytest.approx(float(np.max(found.timeline.ttft)) / 1.5)
+    told = bench_json(found.timeline, found.workload, summary)
+    assert told["actorllm_itl_p99s"] == [1.0, None, 1.0]
+    rows = list(csv.DictReader(io.StringIO(requests_csv(found.timeline, found.workload, ["a", None, "c"]))))
+    assert [row["request_id"] for row in rows] == ["a", "", "c"]
+    assert [row["itl_p99"] for row in rows] == ["1.0", "", "1.0"]
+    assert {row["good_tpot"] for row in rows} == {"True", "False"}
+
+
+def test_the_99th_percentile_of_gaps_is_that_of_numpy() -> None:
+    rng = np.random.default_rng(3)
+    streams = [np.cumsum(rng.exponential(1.0, size)) for size in (2, 3, 50, 150, 1)]
+    timeline = timeline_of_streams(np.zeros(5), np.ones(5, np.int32), streams)
+    wanted = [np.percentile(np.diff(stream), 99) for stream in streams[:-1]]
+    assert timeline.pauses[:-1].tolist() == pytest.approx(wanted)
+    values, counts = timeline.gaps(np.array([True, False, False, False, False]))
+    assert (values.tolist(), counts.tolist()) == (pytest.approx(np.diff(streams[0]).tolist()), [1])
+
+
 def test_a_row_for_every_point() -> None:
     scenario = Scenario(workload="synthetic", num_requests=30)
     results = Sweep(scenario, [Variant.parse("fcfs,name=x@512")], (0, 1)).run(rates=(2.0, 3.0), num_processes=0)
@@ -109,6 +136,15 @@ def test_the_trace_of_a_run_that_was_made_by_hand() -> None:
     ]
     counters = {event["name"] for event in trace["traceEvents"] if event["ph"] == "C"}
     assert counters == {"batch", "requests", "KV"}
+    arrows = [(e["ph"], e["id"], e["pid"], e["ts"] / 1e6) for e in trace["traceEvents"] if e["ph"] in "stf"]
+    assert arrows == [
+        ("s", 0, 0, 0.0),
+        *(("t", 0, 1, at) for at in (0.5, 1.5, 2.5)),
+        ("f", 0, 1, 3.5),
+        ("s", 1, 0, 0.5),
+        ("t", 1, 1, 1.5),
+        ("f", 1, 1, 3.5),
+    ], "from where it waits through the steps of its prompt to that of its last token"
 
 
 def test_a_preemption_is_in_the_trace() -> None:
