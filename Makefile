@@ -11,7 +11,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1,<27"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group test --group lint --editable '.[serve]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group test --group lint --editable '.[serve,structured]'
 	touch $@
 
 demo: $(STAMP)

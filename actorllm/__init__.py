@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from actorllm.slo.objective import SLO
     from actorllm.stream import RequestStream
+    from actorllm.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -66,6 +67,7 @@ __all__ = (
     "RequestOutputKind",
     "RequestStream",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
 )
@@ -97,6 +99,7 @@ _HOME = {
     "RequestOutputKind": "request",
     "RequestStream": "stream",
     "SamplingParams": "request",
+    "StructuredOutputsParams": "structured_outputs",
     "TextPrompt": "prompt",
     "TokensPrompt": "prompt",
 }

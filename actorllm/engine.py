@@ -76,6 +76,7 @@ from actorllm.rules import rules_of
 from actorllm.scheduling.guard import FALLBACK
 from actorllm.slo.objective import SLO
 from actorllm.stream import Mailbox, RequestStream, Sibling
+from actorllm.structured_outputs import StructuredOutputsParams
 from actorllm.text.chat import ChatTemplate, Conversation
 from actorllm.text.tokenizer import Tokenizer, transformers_tokenizer
 
@@ -823,6 +824,9 @@ class Engine:
                 f"prompt_logprobs={params.prompt_logprobs}: there are none where the prompt has embeddings and no token ids"
             )
         rules = rules_of(params, model.vocab_size, model.max_logprobs, lambda: self.tokenizer)
+        structured = cast("StructuredOutputsParams | None", params.structured_outputs)
+        if structured is not None and model.tokenizer is None:
+            raise InvalidParameterError("structured_outputs need a tokenizer, and skip_tokenizer_init=True left it out")
         seed = params.seed if params.seed is not None else self._new_seed(number)
         # Of tokens that are found in the cache there are no logits, whatever the request says of reading it.
         skips_cache = params.prompt_logprobs is not None or bool(params.skip_reading_prefix_cache)
@@ -854,6 +858,7 @@ class Engine:
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
                 stream_interval=JOURNAL_INTERVAL if is_final_only else interval,
                 rules=None if rules is None else rules.to_fields(),
+                grammar=None if structured is None else structured.to_fields(),
                 block_hashes=hashes,
                 cache_salt=prompt.cache_salt,
                 skip_reading_prefix_cache=skips_cache,

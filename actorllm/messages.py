@@ -117,6 +117,8 @@ class Submit:
     """False: the whole prompt goes through in one step or not at all."""
     rules: dict[str, Any] | None = None
     """What is to be done to its logits and told of its probabilities (`rules.SamplingRules.to_fields`); None: nothing."""
+    grammar: dict[str, Any] | None = None
+    """What its output must match (`structured_outputs.StructuredOutputsParams.to_fields`); None: nothing."""
     needs_late_inputs: bool = False
     """The worker runs this row's forward, then waits for `LateInputs` before it samples."""
     adapter_id: int = 0
@@ -383,6 +385,8 @@ DEADLINE_PASSED = "deadline"
 OVERLOADED = "overloaded"
 DRAINING = "draining"
 """The kinds of details of a request that was not taken."""
+INVALID = "invalid"
+"""Of one that asks for what cannot be done, as only the scheduler's process can tell."""
 
 
 @dataclass(frozen=True, slots=True)

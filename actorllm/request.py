@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from actorllm.errors import InvalidParameterError, UnknownParameterError, nearest_name
+from actorllm.structured_outputs import StructuredOutputsParams, structured_outputs_of
 
 if TYPE_CHECKING:
     from actorllm.flat_logprobs import FlatLogprobs
@@ -77,7 +78,6 @@ VLLM_PARAMETERS: dict[str, tuple[Any, ...]] = {
     "prompt_logprob_start": (None,),
     "logits_processors": (None, []),
     "guided_decoding": (None,),
-    "structured_outputs": (None,),
     "extra_args": (None, {}),
     "skip_clone": (False, True),
     "thinking_token_budget": (None,),
@@ -244,6 +244,10 @@ class SamplingParams:
     never reads the prefix cache, whatever skip_reading_prefix_cache says. The engine's max_logprobs is the limit of both.
     logprob_token_ids: in the place of the most likely tokens, these, MAX_LOGPROB_TOKEN_IDS at most; their ranks number
     them. flat_logprobs: outputs hold FlatLogprobs, which read like the lists that they stand for.
+
+    structured_outputs: what the output must match (StructuredOutputsParams, or a mapping of its fields). It ends, with
+    finish_reason "stop", where nothing can come any more; where it may end or go on, the model's end of text decides. With
+    ignore_eos it goes on as long as it can. min_tokens does not keep it from its end.
     """
 
     temperature: float = 1.0
@@ -262,6 +266,7 @@ class SamplingParams:
     flat_logprobs: bool = False
     skip_reading_prefix_cache: bool | None = None
     repetition_detection: RepetitionDetectionParams | Mapping[str, int] | None = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
@@ -293,6 +298,8 @@ class SamplingParams:
         self.prompt_logprobs = _num_logprobs("prompt_logprobs", self.prompt_logprobs)
         self.logprob_token_ids = _logprob_token_ids(self.logprob_token_ids, self.logprobs)
         self.repetition_detection = _repetition_detection(self.repetition_detection)
+        if self.structured_outputs is not None:
+            self.structured_outputs = structured_outputs_of(self.structured_outputs)
         if self.skip_reading_prefix_cache is not None and not isinstance(self.skip_reading_prefix_cache, bool):
             raise InvalidParameterError(
                 f"skip_reading_prefix_cache={_shown(self.skip_reading_prefix_cache)} must be True, False or None"

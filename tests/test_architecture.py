@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "actorllm"
 KERNELS = ROOT / "kernels" / "actorllm_kernels"
 
-PURE = {"anyio", "asyncio", "torch", "time", "logging", "socket", "threading", "random", "uvloop", "trio"}
+PURE = {"anyio", "asyncio", "torch", "time", "logging", "socket", "threading", "random", "uvloop", "trio", "llguidance"}
 
 
 def modules_of(folder: Path) -> list[Path]:
@@ -149,6 +149,7 @@ def test_the_public_names_are_these() -> None:
         "RequestOutputKind",
         "RequestStream",
         "SamplingParams",
+        "StructuredOutputsParams",
         "TextPrompt",
         "TokensPrompt",
     }

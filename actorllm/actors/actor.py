@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import anyio
+from anyio import to_thread
 from anyio.abc import TaskGroup
 
 from actorllm import errors
@@ -51,6 +52,8 @@ STOP_GRACE_S = 1.0
 """How long `run` may take to end by itself once `is_running` is False; then it is cancelled."""
 TEARDOWN_TIMEOUT_S = 2.0
 """How long `on_stop` may take."""
+MAX_THREADS = 2
+"""For what an actor has done beside its loop: one that takes long does not keep the next from its turn."""
 
 
 class Actor:
@@ -162,6 +165,13 @@ class Actor:
         """A task beside `run`. Its exception fails the actor; it is cancelled when the actor ends."""
         self._runner.start_task(function, *args)
 
+    def work_aside(self, function: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        """Run a function that takes long on a thread beside the loop, and then `then` with its result on the loop.
+
+        Its exception fails the actor. When the actor ends meanwhile, nobody waits for it and its result is dropped.
+        """
+        self._runner.work_aside(function, then)
+
     def report_progress(self) -> None:
         """Something came of the work: whoever counts the deaths in a row begins anew. Once after each is enough."""
         self._runner.report_progress()
@@ -269,6 +279,7 @@ class Runner:
         self._num_late_replies = 0
         self._num_refused = 0
         self._num_rechecks_useful = 0
+        self._threads: anyio.CapacityLimiter | None = None
         actor._runner = self
 
     async def live(self, on_alive: Callable[[], object] = bool) -> None:
@@ -535,6 +546,14 @@ class Runner:
 
     def start_task(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         self._tasks.start_soon(self._guard, function, args)
+
+    def work_aside(self, function: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        self.start_task(self._work_aside, function, then)
+
+    async def _work_aside(self, function: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        if self._threads is None:
+            self._threads = anyio.CapacityLimiter(MAX_THREADS)
+        then(await to_thread.run_sync(function, abandon_on_cancel=True, limiter=self._threads))
 
     async def _run(self) -> None:
         assert self._run_returned is not None

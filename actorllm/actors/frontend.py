@@ -32,6 +32,7 @@ from actorllm.errors import (
     EngineError,
     EngineOverloaded,
     EngineShutdownError,
+    InvalidParameterError,
     PeerLostError,
     PeerRestartedError,
     RequestFailedError,
@@ -40,6 +41,7 @@ from actorllm.errors import (
 from actorllm.logprobs import LogprobSpan, spans_of
 from actorllm.messages import (
     DRAINING,
+    INVALID,
     NO_I32,
     OVERLOADED,
     Abort,
@@ -621,6 +623,8 @@ def _error_of(end: RequestEnd) -> ActorLLMError:
         return EngineOverloaded(message, **details)
     if kind == DRAINING:
         return EngineDrainingError(message)
+    if kind == INVALID:
+        return InvalidParameterError(message)
     failure = RequestFailedError(message)
     failure.end = end
     return failure

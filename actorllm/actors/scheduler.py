@@ -15,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Iterable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ import anyio
 import numpy as np
 
 from actorllm.actors.actor import Actor
+from actorllm.actors.constraints import Constraints, Job, source_of, with_ends
 from actorllm.actors.custody import Trial
 from actorllm.actors.foreign import check_foreign
 from actorllm.actors.link import Link
@@ -38,10 +40,10 @@ from actorllm.logprobs import LogprobSpan, columns_of
 from actorllm.messages import (
     DEADLINE_PASSED,
     DRAINING,
+    INVALID,
     NO_I32,
     Abort,
     Begun,
-    LateInputs,
     Message,
     OnTrial,
     Outputs,
@@ -65,6 +67,7 @@ from actorllm.scheduling.recording import Entry, RecordedScheduler
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key, Sequence, State
 from actorllm.scheduling.tally import Tally
+from actorllm.text.grammar import GrammarCompiler, GrammarError, Matcher
 from actorllm.text.request_text import RequestText
 from actorllm.text.token_text import LogprobText, TokenText
 from actorllm.text.tokenizer import Tokenizer
@@ -221,7 +224,7 @@ class SchedulerActor(Actor):
         """Nobody has had a token since the last death that this actor knows of; its own included."""
         self._num_losses_in_a_row = 0
         self._num_workers = 1
-        self._late_plans: deque[StepPlan] = deque()
+        self._constraints = Constraints(None)
         self._full: dict[int, Outlet] = {}
         self._tally = Tally()
         self._retry_s = RETRY_S
@@ -264,6 +267,10 @@ class SchedulerActor(Actor):
         self._num_workers = config.world_size
         self._max_waiting_attached = config.scheduler.max_waiting_attached
         self._vocab_size = config.model.vocab_size
+        if self._tokenizer is not None:
+            self._constraints = Constraints(
+                GrammarCompiler(self._tokenizer, self._vocab_size, self._eos_token_ids(config))
+            )
         self.scheduler = self._build(config)
 
     def _build(self, config: EngineConfig) -> Scheduler:
@@ -396,7 +403,7 @@ class SchedulerActor(Actor):
             self._take_result()
         self._is_unproven = True
         self._acknowledged.clear()
-        self._late_plans.clear()
+        self._constraints.forget_steps()
         if self._step_watch is not None:
             self._step_watch.clear()
         logger.info("the workers are lost (%s); %d steps in flight", link.lost, self.scheduler.num_in_flight)
@@ -462,6 +469,8 @@ class SchedulerActor(Actor):
         if scheduler.expires_at < math.inf or self._trial:
             self._expire()
         self._wake_at = math.inf  # with no room for a step there will be a result
+        if self._constraints.has_jobs:
+            self._make_matchers()
         while scheduler.has_room and self._has_workers:  # up to `depth` steps in flight
             plan = scheduler.schedule(now())
             if scheduler.has_rejected:
@@ -490,7 +499,8 @@ class SchedulerActor(Actor):
         if self._watch.wants_steps and isinstance(result, StepResult):
             for told in self._watch.measure(result):
                 logger.warning("%s", told)
-        self._send_late_inputs()
+        if ends := self._send_late_inputs():
+            events = with_ends(events, ends)
         self._send(*self._render(events))  # while the next step runs; ends at stop strings before it is planned
         if self._trial:
             self._trial.on_step(sequence.key for sequence in events.sequences)
@@ -529,6 +539,8 @@ class SchedulerActor(Actor):
                     ends += self.scheduler.abort(keys, now())
                     if self._trial:
                         ends += [_end_of_unknown(*held, "abort") for held in self._trial.take(keys)]
+                case Unblock() if self._is_without_matcher((frontend, message.rid)):
+                    pass  # nobody but this actor can make it
                 case Unblock():
                     end = self.scheduler.unblock((frontend, message.rid), message.error, now())
                     ends += [end] if end is not None else []
@@ -568,6 +580,8 @@ class SchedulerActor(Actor):
     def _take_on(self, key: Key, message: Submit) -> list[End]:
         is_new = self.scheduler.sequence(key) is None
         self._watch.see(message.slo)
+        if message.grammar is not None:
+            message = self._constraints.blocked(message)
         if starvation := self._watch.starvation(self.scheduler, now()):
             logger.warning("scheduling policy %r: %s", self._policy_name, starvation)
         end = self.scheduler.submit(key[0], message, now())
@@ -579,6 +593,8 @@ class SchedulerActor(Actor):
         if is_new and message.stream_interval != 1 and message.pooling is None:
             is_first = message.is_resumed or not message.output.size  # it is to be known that this one goes on
             self._pacing.add(key, message.stream_interval, is_first=is_first)
+        if is_new and message.grammar is not None and sequence is not None:
+            self._constraints.add(sequence)
         if is_new and sequence is not None and message.detokenize and self._tokenizer is not None:
             try:
                 sequence.attachment = text = self._new_text(message, self._tokenizer)
@@ -657,6 +673,10 @@ class SchedulerActor(Actor):
             if number in self._outlets:
                 self._send_to(self._outlets[number], Begun(rids=np.array(rids, np.int32)))
 
+    def _is_without_matcher(self, key: Key) -> bool:
+        sequence = self.scheduler.sequence(key)
+        return sequence is not None and sequence.submit.grammar is not None and sequence.grammar is None
+
     @staticmethod
     def _new_text(message: Submit, tokenizer: Tokenizer) -> RequestText:
         return RequestText(
@@ -684,18 +704,22 @@ class SchedulerActor(Actor):
         if self._step_watch is not None:
             self._step_watch.launched(self.scheduler.ledger.newest, self.scheduler)
         if plan.late_slots.size:
-            self._late_plans.append(plan)
-            self._send_late_inputs()
+            self._constraints.launched(plan, self.scheduler.ledger.newest)
+            self._send_ends(self._send_late_inputs())
         if self._timeline is not None:
             record = max(self.scheduler.ledger, key=lambda r: r.step)
             self._timeline.launched(plan.step, record.launched, now(), record.num_decode, record.num_tokens)
 
-    def _send_late_inputs(self) -> None:
-        """A step's late inputs are due when the results of all steps before it are known."""
-        while (
-            self._has_workers and self._late_plans and self._late_plans[0].step <= self.scheduler.ledger.last_done + 1
-        ):
-            self._workers.send_nowait(LateInputs(step=self._late_plans.popleft().step))
+    def _send_late_inputs(self) -> list[End]:
+        """A step's late inputs are due when the results of all steps before it are known. Returns whom that ends."""
+        ends: list[End] = []
+        constraints = self._constraints
+        while constraints.is_due(self.scheduler.ledger.last_done) and self._has_workers:
+            message, over, failed = constraints.late_inputs()
+            self._workers.send_nowait(message)
+            ends += self._fail_grammars(failed)
+            ends += self.scheduler.finish([(sequence, "stop", None) for sequence in over], now())
+        return ends
 
     def _apply(self, result: StepResult | StepFailed) -> Events:
         began = now()
@@ -704,9 +728,55 @@ class SchedulerActor(Actor):
         if isinstance(result, StepFailed):
             return self.scheduler.fail(result, began)
         events = self.scheduler.update(result, began)
+        if self._constraints.has_waited_for(result.step):
+            events = self._advance_grammars(events, began)
         if self._timeline is not None:
             self._timeline.updated(result.step, result.started, result.ended, began, now())
         return events
+
+    # Grammars
+
+    def _make_matchers(self) -> None:
+        """Of the requests that wait for theirs, on a thread: a large schema takes a second."""
+        for job in self._constraints.take_jobs():
+            self.work_aside(job.run, partial(self._constrain, job))
+
+    def _constrain(self, job: Job, made: list[Matcher | GrammarError]) -> None:
+        """They are made: the requests go on, or fail with the reason."""
+        ends: list[End] = []
+        for sequence, matcher in zip(job.sequences, made, strict=True):
+            if sequence.state is not State.BLOCKED:
+                continue  # it has ended meanwhile
+            if isinstance(matcher, GrammarError):
+                error = self._constraints.failure(sequence, matcher)
+                end = self.scheduler.unblock(sequence.key, error, now())
+                ends += [end._replace(details={"kind": INVALID})] if end is not None else []
+            elif matcher.is_over:  # what it had before the last crash was all
+                ends += self.scheduler.finish([(sequence, "stop", None)], now())
+            else:
+                sequence.grammar = matcher
+                self.scheduler.unblock(sequence.key, None, now())
+        self._send_ends(ends)
+        self.wake()
+
+    def _advance_grammars(self, events: Events, at: float) -> Events:
+        """Who is at the end of its grammar ends with the token that brought it there."""
+        over, failed = self._constraints.advance(events)
+        if not over and not failed:
+            return events
+        ends = self._fail_grammars(failed)
+        ends += self.scheduler.finish([(sequence, "stop", None) for sequence in over], at)
+        ended = {end.sequence for end in ends}
+        ends += [End(sequence, "stop") for sequence in over if sequence not in ended]  # the same token was its last one
+        return with_ends(events, ends)
+
+    def _fail_grammars(self, failed: list[tuple[Sequence, str]]) -> list[End]:
+        ends: list[End] = []
+        for sequence, reason in failed:
+            logger.error("the grammar of request %s: %s", sequence.key, reason)
+            found = self.scheduler.finish([(sequence, "error", None)], now())
+            ends += [end._replace(error=f"{source_of(sequence)}: {reason}") for end in found]
+        return ends
 
     # Text and outputs
 
@@ -731,6 +801,8 @@ class SchedulerActor(Actor):
             if sequence.attachment is not None:
                 # The token that ends a request is part of its output, and of its text only on demand.
                 has_end_token = end is not None and end.reason == "stop" and not sequence.submit.include_stop
+                if has_end_token and sequence.grammar is not None:
+                    has_end_token = not sequence.grammar.is_complete
                 try:
                     piece, stop, used = sequence.attachment.push(new[:-1] if has_end_token else new)
                     if stop is not None:
@@ -956,6 +1028,7 @@ class SchedulerActor(Actor):
             "step_model": None if self._step_watch is None else self._step_watch.statistics(),
             "num_held_outputs": sum(len(outlet.unsent) for outlet in self._full.values()),
             "requests": self._tally.statistics(),
+            "grammars": self._constraints.statistics(),
         }
 
 

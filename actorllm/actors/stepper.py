@@ -258,6 +258,9 @@ class CallRunner(Runner):
         answer = link.target.answer(verb, arguments)
         return [await answer if isawaitable(answer) else answer]
 
+    def work_aside(self, function: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        then(function())
+
 
 class NoWaiter(Waiter):
     """Nobody waits where everything is called."""

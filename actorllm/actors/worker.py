@@ -172,6 +172,8 @@ class WorkerActor(Actor):
 
     async def _late_inputs(self, link: Link, step: int) -> LateInputs:
         """What sampling of this step still needs; the forward has been launched and runs meanwhile."""
+        if (link, step) not in self._late and link.is_open:
+            link.finish()  # they may be there already: take them without waiting for their doorbell
         while (link, step) not in self._late:
             if not link.is_open:
                 raise PeerLostError(f"the late inputs of step {step} were not sent")

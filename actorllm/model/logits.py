@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actorllm.messages import F32, I32
+from actorllm.messages import F32, I32, U32
 from actorllm.rules import MAX_COUNT, SamplingRules
 
 I64 = NDArray[np.int64]
@@ -145,6 +145,28 @@ class Phrases:
         slots = self._words["slot"]
         would = ((self._before == self._recent[slots]) | (self._before == ANY_TOKEN)).all(1)
         return slots[would], self._words["last"][would]
+
+
+def apply_masks(logits: F32, slots: I32, masked_slots: I32, allowed: U32) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Take out, in place, what the masks of some slots do not allow (`messages.LateInputs`).
+
+    logits: [num_rows, vocab_size], slots: of each row. Returns the rows that had a mask, and those whose mask allows nothing.
+    """
+    vocab_size = logits.shape[1]
+    order = np.argsort(slots, kind="stable")
+    at = np.minimum(np.searchsorted(slots, masked_slots, sorter=order), slots.size - 1)
+    rows = order[at]
+    is_here = slots[rows] == masked_slots
+    rows = rows[is_here]
+    words = allowed.reshape(masked_slots.size, -1)[is_here]
+    bits = np.unpackbits(words.view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(np.bool_)
+    np.logical_not(bits, out=bits)
+    if rows.size == len(logits) and (rows == np.arange(rows.size)).all():
+        np.copyto(logits, -np.inf, where=bits)
+    else:
+        for row, mask in zip(rows.tolist(), bits, strict=True):
+            np.copyto(logits[row], -np.inf, where=mask)
+    return rows, rows[bits.all(axis=1)]
 
 
 class LogitRules:

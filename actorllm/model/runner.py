@@ -29,6 +29,7 @@ from actorllm.messages import I32, NO_I32, LateInputs, NewRow, StepPlan, StepRes
 from actorllm.model import logprobs, memory, threads
 from actorllm.model.attention import KVCache
 from actorllm.model.inputs import PersistentBatch, StepInputs
+from actorllm.model.logits import apply_masks
 from actorllm.model.parallel import Ranks
 from actorllm.model.registry import CausalLM, load_model, model_plan
 from actorllm.model.sampler import Sampler, SamplingColumns
@@ -494,18 +495,14 @@ class ModelRunner:
             is_void |= np.isin(slots, list(self.batch.bad_slots))
             for row in np.flatnonzero(is_void).tolist():
                 counts[row] = max(counts.get(row, 0), 1)  # it has had states that were not
-        masked: list[int] = []
+        masked: NDArray[np.intp] | None = None
         if late is not None and late.slots.size:
-            words = late.allowed.reshape(len(late.slots), -1)
-            for i, slot in enumerate(late.slots.tolist()):
-                for row in np.flatnonzero(slots == slot).tolist():
-                    bits = np.unpackbits(words[i].view(np.uint8), bitorder="little")[: logits.shape[1]]
-                    logits[row].masked_fill_(torch.from_numpy(bits == 0), -torch.inf)
-                    masked.append(row)
+            masked, empty = apply_masks(logits.numpy(), slots, late.slots, late.allowed)
+            is_void[empty] = True
         if has_rules:
             is_void[self.batch.rules.apply(logits.numpy(), slots, self.batch.columns.num_outputs[slots])] = True
-        if masked:
-            is_void[masked] |= (logits[masked].amax(1) == -torch.inf).numpy()
+            if masked is not None:  # together they may leave nothing
+                is_void[masked] |= logits.numpy()[masked].max(axis=1, initial=-np.inf) == -np.inf
         if is_void.any():
             logits[torch.from_numpy(is_void)] = 0.0
         return is_void, counts

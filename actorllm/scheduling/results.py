@@ -297,6 +297,8 @@ class Results:
 def _no_choice(sequence: Sequence) -> str:
     """Why a row had no token to choose."""
     rules, error = sequence.rules, "the model's logits are not finite"
+    if sequence.submit.grammar is not None:
+        return f"{error}, or its grammar, allowed_token_ids, bad_words and min_tokens together leave no token to choose"
     if rules is not None and (rules.allowed_ids or rules.bad_words):
         return f"{error}, or allowed_token_ids, bad_words and min_tokens together leave no token to choose"
     if sequence.submit.min_tokens:

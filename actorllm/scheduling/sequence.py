@@ -107,6 +107,8 @@ class Sequence:
     policy_state: dict[str, object] = field(default_factory=dict)
     attachment: Any = None
     """Whatever the one who drives the scheduler keeps with the request (its text); the scheduler never looks at it."""
+    grammar: Any = None
+    """The same, of a request whose output must match one: where it stands in it."""
 
     @property
     def num_prompt(self) -> int:

@@ -1,0 +1,186 @@
+"""`StructuredOutputsParams`: what the output of a request must look like, as users say it and as it travels.
+
+A constraint is one of: a JSON schema, any JSON object, a regular expression, a list of choices, a grammar, a structural tag.
+It is checked here as far as that needs no grammar engine, and travels in `Submit` as a mapping of plain values
+(`to_fields`). What it means is in `text.grammar`, in the scheduler's process.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from actorllm.errors import InvalidParameterError, UnknownParameterError, nearest_name
+
+MAX_CHARACTERS = 1 << 18
+"""Of a schema or grammar."""
+MAX_NESTING = 64
+"""Of a schema, as in vLLM."""
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+"""The fields of which exactly one is given."""
+
+ANY_OBJECT = '{"type": "object"}'
+
+
+@dataclass(slots=True)
+class StructuredOutputsParams:
+    """What the output must match; the fields are vLLM's. Exactly one of the first six is given.
+
+    json: a JSON schema, as a mapping or as text. regex: of the whole output. choice: one of these strings. grammar: a
+    context-free grammar, in the Lark syntax of llguidance or in GBNF. json_object: True for any JSON object. structural_tag:
+    formats around schemas, such as those of tool calls, as JSON text: vLLM's `{"type": "structural_tag", "format": ...}` or
+    the older one with structures and triggers. disable_any_whitespace: JSON without a space or newline between its tokens.
+    disable_additional_properties: objects of the schema have the properties that are named there and no other.
+    whitespace_pattern: a regular expression of what may be between the tokens of JSON.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
+    _source: str = field(default="structured_outputs", init=False, repr=False, compare=False)
+    """What errors call it: the field of whoever asked for it in other words."""
+
+    def __post_init__(self) -> None:
+        given = [kind for kind in KINDS if getattr(self, kind) is not None]
+        if len(given) != 1:
+            what = "nothing" if not given else " and ".join(given)
+            raise InvalidParameterError(
+                f"{self._source} needs exactly one of {', '.join(KINDS)}, and {what} {'is' if len(given) < 2 else 'are'} given"
+            )
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidParameterError(f"{self._source}: {name}={getattr(self, name)!r:.80} must be True or False")
+        if self.whitespace_pattern is not None:
+            self._check_text("whitespace_pattern", self.whitespace_pattern)
+        self._text(given[0])
+
+    def to_fields(self) -> dict[str, Any]:
+        """As it travels: its kind, its text, the options that are not at their default, and what errors call it."""
+        (kind,) = (kind for kind in KINDS if getattr(self, kind) is not None)
+        values: dict[str, Any] = {"kind": kind, "text": self._text(kind), "source": self._source}
+        if kind == "json_object":
+            values["kind"] = "json"
+        for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
+            if getattr(self, name):
+                values[name] = getattr(self, name)
+        return values
+
+    def named(self, source: str) -> StructuredOutputsParams:
+        """The same, called by another name in errors."""
+        self._source = source
+        return self
+
+    def _text(self, kind: str) -> str:
+        """The constraint as text. Raises InvalidParameterError for what cannot be one."""
+        value = getattr(self, kind)
+        match kind:
+            case "json_object":
+                if value is not True:
+                    raise InvalidParameterError(f"{self._source}: json_object={value!r:.80} must be True or left out")
+                return ANY_OBJECT
+            case "choice":
+                return self._choice(value)
+            case "json":
+                return self._json(kind, value if isinstance(value, str) else self._written(kind, value))
+            case "structural_tag":
+                return self._json(kind, value)
+        self._check_text(kind, value)
+        if kind == "regex" and "\x00" in value:
+            raise InvalidParameterError(f"{self._source}: a regex must not hold a NUL character")
+        if kind == "grammar" and not value.strip():
+            raise InvalidParameterError(f"{self._source}: grammar is empty")
+        return str(value)
+
+    def _choice(self, value: Any) -> str:
+        if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(c, str) for c in value):
+            raise InvalidParameterError(f"{self._source}: choice={value!r:.80} must be a list of strings")
+        if not value:
+            raise InvalidParameterError(f"{self._source}: choice is empty, so there is nothing to choose")
+        text = json.dumps(list(value), ensure_ascii=False)
+        self._check_text("choice", text)
+        return text
+
+    def _written(self, kind: str, value: Any) -> str:
+        if not isinstance(value, Mapping):
+            raise InvalidParameterError(
+                f"{self._source}: {kind}={value!r:.80} must be a JSON schema, as a mapping or as text"
+            )
+        try:
+            return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except RecursionError:
+            raise InvalidParameterError(f"{self._source}: {kind} is nested too deeply") from None
+        except (TypeError, ValueError) as error:
+            raise InvalidParameterError(f"{self._source}: {kind} cannot be written as JSON: {error}") from error
+
+    def _json(self, kind: str, text: Any) -> str:
+        self._check_text(kind, text)
+        try:
+            tree = json.loads(text)
+            depth = _depth(tree)
+        except RecursionError:
+            raise InvalidParameterError(f"{self._source}: {kind} is nested too deeply") from None
+        except ValueError as error:
+            raise InvalidParameterError(f"{self._source}: {kind} is not valid JSON: {error}") from error
+        if not isinstance(tree, dict):
+            raise InvalidParameterError(f"{self._source}: {kind} must be a JSON object, not {text:.80}")
+        if depth > MAX_NESTING:
+            raise InvalidParameterError(
+                f"{self._source}: {kind} is nested {depth} levels deep, and the limit is {MAX_NESTING}"
+            )
+        return str(text)
+
+    def _check_text(self, name: str, text: Any) -> None:
+        if not isinstance(text, str):
+            raise InvalidParameterError(f"{self._source}: {name}={text!r:.80} must be a string")
+        if len(text) > MAX_CHARACTERS:
+            raise InvalidParameterError(
+                f"{self._source}: {name} has {len(text)} characters, and the limit is {MAX_CHARACTERS}"
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidParameterError(f"{self._source}: {name} holds characters that are not valid Unicode") from None
+
+
+OPTIONS = tuple(f.name for f in fields(StructuredOutputsParams) if f.init)
+
+
+def structured_outputs_of(given: Any) -> StructuredOutputsParams | None:
+    """What a program or a client gave, checked: parameters, or a mapping of their fields. Raises InvalidParameterError."""
+    if given is None:
+        return None
+    if isinstance(given, StructuredOutputsParams):
+        checked: StructuredOutputsParams = copy.copy(given)
+        checked.__post_init__()  # fields may have been assigned since
+        return checked
+    if not isinstance(given, Mapping):
+        raise InvalidParameterError(
+            f"structured_outputs={given!r:.80} must be StructuredOutputsParams, or a mapping of its fields"
+        )
+    for name in given:
+        if name not in OPTIONS:
+            raise UnknownParameterError(
+                f"structured_outputs has no parameter {name!r:.80}{nearest_name(str(name), OPTIONS)}"
+            )
+    return StructuredOutputsParams(**given)
+
+
+def _depth(tree: Any) -> int:
+    """How deep lists and objects are within each other; 0 for a plain value."""
+    depth, level = 0, [tree]
+    while level := [one for one in level if isinstance(one, dict | list)]:
+        depth += 1
+        if depth > MAX_NESTING:
+            break
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    return depth

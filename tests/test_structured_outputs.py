@@ -1,0 +1,296 @@
+"""Structured outputs through the front doors: what is asked for comes out, alone, in a batch, with every other parameter."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import pytest
+
+from actorllm import LLM, AsyncLLM, LLMEngine, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from actorllm.errors import InvalidParameterError, RequestFailedError, UnknownParameterError
+from tests.random_schemas import matches, random_schema
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = "Once upon a time"
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "likes": {"type": "array", "items": {"enum": ["tea", "cake", None]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[AsyncLLM]:
+    """Steps overlap: a mask is made while the forward of its step runs."""
+    engine = AsyncLLM("storyteller", dtype="float32", topology="inline", num_threads=1, max_num_seqs=32, seed=1)
+    anyio.run(engine.start)
+    yield engine
+    engine.shutdown()
+
+
+async def answer(llm: AsyncLLM, structured: Any, **parameters: Any) -> Any:
+    params = SamplingParams(**{"max_tokens": 120, "seed": 5, "structured_outputs": structured, **parameters})
+    return (await llm.complete(PROMPT, params)).outputs[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"disable_any_whitespace": True}, {"whitespace_pattern": " "}], ids=str)
+async def test_json_of_a_schema(llm: AsyncLLM, options: dict[str, Any]) -> None:
+    one = await answer(llm, StructuredOutputsParams(json=PERSON, **options))
+    assert (one.finish_reason, one.stop_reason) == ("stop", None)
+    assert matches(json.loads(one.text), PERSON)
+    if "disable_any_whitespace" in options:
+        assert one.text == json.dumps(json.loads(one.text), separators=(",", ":"))
+    if "whitespace_pattern" in options:
+        assert "\n" not in one.text
+
+
+@pytest.mark.parametrize(
+    ("structured", "pattern"),
+    [
+        ({"json": json.dumps(PERSON)}, r"\s*\{.*\}"),
+        ({"regex": r"[a-z]{3,5} (19|20)\d\d"}, r"[a-z]{3,5} (19|20)\d\d"),
+        ({"choice": ["yes", "no", "perhaps later"]}, "yes|no|perhaps later"),
+        ({"grammar": 'root ::= "go " dir\ndir ::= "left" | "right"'}, "go (left|right)"),
+        ({"grammar": 'start: "go " DIR\nDIR: "up" | "down"'}, "go (up|down)"),
+        ({"regex": ""}, ""),
+    ],
+    ids=str,
+)
+async def test_every_kind_ends_where_nothing_can_follow(llm: AsyncLLM, structured: Any, pattern: str) -> None:
+    one = await answer(llm, structured)
+    assert one.finish_reason == "stop"
+    assert re.fullmatch(pattern, one.text, re.DOTALL), one.text
+
+
+async def test_any_object(llm: AsyncLLM) -> None:
+    one = await answer(llm, {"json_object": True}, logit_bias={93: 30.0})
+    assert one.finish_reason == "stop"
+    assert isinstance(json.loads(one.text), dict)
+
+
+async def test_a_tag_with_free_text_before_it(llm: AsyncLLM) -> None:
+    tag = {
+        "type": "structural_tag",
+        "format": {
+            "type": "tag",
+            "begin": "<call>",
+            "content": {"type": "json_schema", "json_schema": PERSON},
+            "end": "</call>",
+        },
+    }
+    text = (await answer(llm, {"structural_tag": json.dumps(tag)})).text
+    assert text.startswith("<call>")
+    assert text.endswith("</call>")
+    assert matches(json.loads(text[6:-7]), PERSON)
+
+
+async def test_where_it_may_end_the_model_decides_and_with_ignore_eos_it_goes_on(llm: AsyncLLM) -> None:
+    eos = {0: 100.0}
+    one = await answer(llm, {"regex": "[ a-z]{0,9}"}, logit_bias=eos)
+    assert (one.text, one.finish_reason) == ("", "stop")
+    one = await answer(llm, {"regex": "[ a-z]{0,9}"}, logit_bias=eos, ignore_eos=True)
+    assert (len(one.text), one.finish_reason) == (9, "stop")
+    one = await answer(llm, {"regex": "[ a-z]{0,99}"}, logit_bias=eos, min_tokens=2)
+    assert len(one.token_ids) == 3
+    assert one.finish_reason == "stop"
+    one = await answer(llm, {"regex": "[a-z]{4}"}, min_tokens=100)
+    assert (len(one.text), one.finish_reason) == (4, "stop"), "its end goes before min_tokens"
+
+
+async def test_a_full_length_and_an_end_at_once(llm: AsyncLLM) -> None:
+    num = len((await answer(llm, {"choice": ["perhaps later"]})).token_ids)
+    one = await answer(llm, {"choice": ["perhaps later"]}, max_tokens=num)
+    assert (one.text, one.finish_reason) == ("perhaps later", "stop")
+    one = await answer(llm, {"choice": ["perhaps later"]}, max_tokens=num - 1)
+    assert one.finish_reason == "length"
+
+
+async def test_other_parameters_act_within_the_grammar(llm: AsyncLLM) -> None:
+    rules = {"presence_penalty": 1.5, "repetition_penalty": 1.2, "logit_bias": {34: -50.0}, "logprobs": 2, "top_k": 40}
+    one = await answer(llm, {"json": PERSON}, **rules, bad_words=["the"], min_tokens=10)
+    assert matches(json.loads(one.text), PERSON)
+    assert len(one.logprobs) == len(one.token_ids)
+    plain = await answer(llm, {"json": PERSON}, temperature=0.0, logprobs=1)
+    ranks = [max(entry.rank for entry in row.values()) for row in plain.logprobs]
+    assert max(ranks) > 1, "log-probabilities are the model's own, before the mask"
+    stopped = await answer(llm, {"json": PERSON}, stop=['"age"'])
+    assert stopped.stop_reason == '"age"'
+    assert '"age"' not in stopped.text
+    with pytest.raises(RequestFailedError, match="grammar, allowed_token_ids"):
+        await answer(llm, {"choice": ["yes", "no"]}, allowed_token_ids=[17])
+
+
+async def test_siblings_have_a_grammar_each_and_share_their_prompt(llm: AsyncLLM) -> None:
+    before = (await llm.stats())["scheduler"]["scheduler"]["num_forks"]
+    params = SamplingParams(max_tokens=120, n=4, seed=2, structured_outputs={"json": PERSON})
+    outputs = (await llm.complete(PROMPT, params)).outputs
+    assert all(matches(json.loads(one.text), PERSON) for one in outputs)
+    assert len({one.text for one in outputs}) > 1
+    assert (await llm.stats())["scheduler"]["scheduler"]["num_forks"] == before + 3
+
+
+async def test_a_stream_tells_the_same(llm: AsyncLLM) -> None:
+    whole = await answer(llm, {"json": PERSON})
+    kind = RequestOutputKind.DELTA
+    params = SamplingParams(max_tokens=120, seed=5, structured_outputs={"json": PERSON}, output_kind=kind)
+    pieces = [output.outputs[0] async for output in llm.generate(PROMPT, params)]
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["stop"]
+    assert len(pieces) > 3
+
+
+async def test_neighbours_are_not_touched(llm: AsyncLLM) -> None:
+    params = SamplingParams(max_tokens=30, seed=9)
+    alone = (await llm.complete(PROMPT, params)).outputs[0].token_ids
+    together: list[Any] = [None] * 8
+
+    async def ask(number: int) -> None:
+        asked = {"json": PERSON} if number % 2 else None
+        parameters = SamplingParams(max_tokens=30 if asked is None else 120, seed=9, structured_outputs=asked)
+        together[number] = (await llm.complete(PROMPT, parameters)).outputs[0]
+
+    async with anyio.create_task_group() as group:
+        for number in range(8):
+            group.start_soon(ask, number)
+    assert all(one.token_ids == alone for one in together[::2])
+    assert all(matches(json.loads(one.text), PERSON) for one in together[1::2])
+    assert len({one.text for one in together[1::2]}) == 1
+
+
+async def test_random_schemas_on_random_weights_always_parse(random_llm: AsyncLLM) -> None:
+    schemas = [random_schema(number) for number in range(15)]
+
+    async def ask(number: int, schema: dict[str, Any]) -> None:
+        params = SamplingParams(max_tokens=None, seed=number, structured_outputs={"json": schema})
+        one = (await random_llm.complete([5, 6, 7], params)).outputs[0]
+        assert one.finish_reason == "stop", (schema, one.text)
+        assert matches(json.loads(one.text), schema), (schema, one.text)
+
+    async with anyio.create_task_group() as group:
+        for number, schema in enumerate(schemas):
+            group.start_soon(ask, number, schema)
+
+
+@pytest.fixture(scope="module")
+def random_llm() -> Iterator[AsyncLLM]:
+    engine = AsyncLLM("storyteller", load_format="dummy", topology="inline", num_threads=1, max_num_seqs=16, seed=1)
+    anyio.run(engine.start)
+    yield engine
+    engine.shutdown()
+
+
+async def test_a_schema_that_cannot_be_used_fails_its_own_request(llm: AsyncLLM) -> None:
+    errors: list[str] = []
+
+    async def ask(structured: Any) -> None:
+        with pytest.raises(InvalidParameterError) as caught:
+            await answer(llm, structured)
+        errors.append(str(caught.value))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(ask, {"json": {"type": "strin"}})
+        group.start_soon(ask, {"json": {"$ref": "#/$defs/none"}})
+        group.start_soon(ask, {"regex": "(a"})
+        group.start_soon(ask, {"grammar": "start: nothing"})
+        group.start_soon(ask, {"structural_tag": '{"type": "structural_tag", "format": {"type": "qwen_xml"}}'})
+        good = await answer(llm, {"choice": ["fine"]})
+    assert good.text == "fine"
+    assert len(errors) == 5
+    assert all(error.startswith("structured_outputs: ") for error in errors)
+    assert any("strin" in error for error in errors)
+    assert any("qwen_xml" in error for error in errors)
+
+
+async def test_a_schema_that_explodes_is_bounded(llm: AsyncLLM) -> None:
+    parts = [{"anyOf": [{"properties": {f"p{i}{j}": {"type": "string"}}} for j in range(10)]} for i in range(8)]
+    with pytest.raises(InvalidParameterError, match=r"structured_outputs: .*too"):
+        await answer(llm, {"json": {"type": "object", "allOf": parts}})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({}, "exactly one of .* nothing is given"),
+        ({"regex": "a", "choice": ["b"]}, "regex and choice are given"),
+        ({"json": "{"}, "json is not valid JSON"),
+        ({"json": "3"}, "must be a JSON object"),
+        ({"json": 3}, "must be a JSON schema"),
+        ({"json": {"a": {1, 2}}}, "cannot be written as JSON"),
+        ({"json": {"a": float("nan")}}, "cannot be written as JSON"),
+        ({"json": '{"a":' * 70 + "1" + "}" * 70}, "levels deep, and the limit is 64"),
+        ({"regex": 3}, "regex=3 must be a string"),
+        ({"regex": "a\x00"}, "NUL"),
+        ({"regex": "\ud800"}, "not valid Unicode"),
+        ({"regex": "a" * 300_000}, "300000 characters"),
+        ({"choice": []}, "choice is empty"),
+        ({"choice": "yes"}, "must be a list of strings"),
+        ({"choice": [1]}, "must be a list of strings"),
+        ({"grammar": "  "}, "grammar is empty"),
+        ({"json_object": False}, "must be True or left out"),
+        ({"json_object": True, "disable_any_whitespace": 1}, "must be True or False"),
+        ({"structural_tag": {}}, "must be a string"),
+    ],
+    ids=str,
+)
+def test_bad_parameters_are_told_at_once(wrong: dict[str, Any], match: str) -> None:
+    with pytest.raises(InvalidParameterError, match=match):
+        SamplingParams(structured_outputs=wrong)
+
+
+def test_unknown_parameters() -> None:
+    with pytest.raises(UnknownParameterError, match="no parameter 'jsn'; did you mean 'json'"):
+        SamplingParams(structured_outputs={"jsn": {}})
+    with pytest.raises(InvalidParameterError, match="must be StructuredOutputsParams"):
+        SamplingParams(structured_outputs="json")  # type: ignore[arg-type]
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    params.structured_outputs.regex = 3  # type: ignore[union-attr]
+    with pytest.raises(InvalidParameterError, match="regex=3"):
+        params.checked_copy()
+
+
+def test_an_engine_without_a_tokenizer_refuses() -> None:
+    with (
+        LLM("storyteller", skip_tokenizer_init=True, topology="inline") as llm,
+        pytest.raises(InvalidParameterError, match="need a tokenizer"),
+    ):
+        llm.generate([[1, 2]], SamplingParams(structured_outputs={"regex": "a"}, detokenize=False))
+
+
+def test_stepped_inline() -> None:
+    engine = LLMEngine.from_engine_args(_args())
+    try:
+        engine.add_request("a", PROMPT, SamplingParams(max_tokens=99, seed=1, structured_outputs={"json": PERSON}))
+        engine.add_request("b", PROMPT, SamplingParams(max_tokens=9, structured_outputs={"regex": "("}))
+        outputs: dict[str, Any] = {}
+        failed = None
+        while engine.has_unfinished_requests():
+            try:
+                outputs |= {output.request_id: output for output in engine.step()}
+            except InvalidParameterError as error:
+                failed = error
+    finally:
+        engine.shutdown()
+    assert matches(json.loads(outputs["a"].outputs[0].text), PERSON)
+    told = failed or outputs["b"].outputs[0]
+    assert "regex" in str(told) or told.finish_reason == "error"
+
+
+def _args() -> Any:
+    from actorllm import EngineArgs
+
+    return EngineArgs(model="storyteller", topology="inline", num_threads=1)
