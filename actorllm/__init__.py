@@ -23,6 +23,16 @@ if TYPE_CHECKING:
     from actorllm.flat_logprobs import FlatLogprobs
     from actorllm.llm import LLM
     from actorllm.llm_engine import LLMEngine
+    from actorllm.pooled import (
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
+    from actorllm.pooling import PoolerConfig
+    from actorllm.pooling_stream import PoolingStream
     from actorllm.prompt import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
     from actorllm.request import (
         CompletionOutput,
@@ -51,6 +61,8 @@ __all__ = (
     "BeamSearchParams",
     "BeamSearchSequence",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EmbedsPrompt",
     "EngineArgs",
     "EngineConfig",
@@ -59,7 +71,11 @@ __all__ = (
     "FlatLogprobs",
     "LLMEngine",
     "Logprob",
+    "PoolerConfig",
+    "PoolingOutput",
     "PoolingParams",
+    "PoolingRequestOutput",
+    "PoolingStream",
     "PromptType",
     "RepetitionDetectionParams",
     "RequestMetrics",
@@ -67,6 +83,8 @@ __all__ = (
     "RequestOutputKind",
     "RequestStream",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
@@ -83,6 +101,8 @@ _HOME = {
     "BeamSearchParams": "beam_search",
     "BeamSearchSequence": "beam_search",
     "CompletionOutput": "request",
+    "EmbeddingOutput": "pooled",
+    "EmbeddingRequestOutput": "pooled",
     "EmbedsPrompt": "prompt",
     "EngineArgs": "engine_args",
     "EngineConfig": "config",
@@ -91,7 +111,11 @@ _HOME = {
     "FlatLogprobs": "flat_logprobs",
     "LLMEngine": "llm_engine",
     "Logprob": "request",
+    "PoolerConfig": "pooling",
+    "PoolingOutput": "pooled",
     "PoolingParams": "request",
+    "PoolingRequestOutput": "pooled",
+    "PoolingStream": "pooling_stream",
     "PromptType": "prompt",
     "RepetitionDetectionParams": "request",
     "RequestMetrics": "request",
@@ -100,6 +124,8 @@ _HOME = {
     "RequestStream": "stream",
     "SamplingParams": "request",
     "StructuredOutputsParams": "structured_outputs",
+    "ScoringOutput": "pooled",
+    "ScoringRequestOutput": "pooled",
     "TextPrompt": "prompt",
     "TokensPrompt": "prompt",
 }

@@ -12,11 +12,20 @@ from typing import Any, Self
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.beam_search import BeamSearch, BeamSearchParams, end_ids, step_params
 from actorllm.config import EngineConfig, ModelConfig
-from actorllm.engine import AttachedEngine, Engine, Prompt
+from actorllm.engine import AttachedEngine, Engine, Prompt, as_batch
 from actorllm.engine_args import EngineArgs, check_idle_arguments
 from actorllm.errors import EngineDeadError, EngineError, InvalidParameterError, RequestError, nearest_name
 from actorllm.health import EngineHealth
-from actorllm.request import RequestOutput, RequestOutputKind, SamplingParams
+from actorllm.pooled import (
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+    paired,
+    scored,
+)
+from actorllm.pooling_stream import PoolingStream
+from actorllm.request import PoolingParams, RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.scheduling.pause import PAUSE_MODES, PauseMode
 from actorllm.slo.objective import SLO
 from actorllm.stream import RequestStream, TextStream
@@ -225,6 +234,69 @@ class AsyncLLM:
             kv_hints=kv_hints,
             **extras,
         )
+
+    def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        lora_request: None = None,
+        trace_headers: None = None,
+        priority: int = 0,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        reasoning_ended: None = None,
+        **extras: Any,
+    ) -> PoolingStream:
+        """A vector of a prompt, as the one output of a stream. The engine must pool (runner="pooling").
+
+        tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens. extras: as in `generate`; a
+        request that has been aborted, or whose deadline has passed, has an output without a vector, with its `error`.
+        """
+        idle = {"lora_request": lora_request, "trace_headers": trace_headers, "reasoning_ended": reasoning_ended}
+        return self._engine.encode(
+            prompt,
+            pooling_params,
+            request_id,
+            priority=priority,
+            tokenization_kwargs=tokenization_kwargs,
+            vllm_arguments=idle,
+            **extras,
+        )
+
+    async def embed(
+        self, prompt: Prompt, pooling_params: PoolingParams | None = None, **extras: Any
+    ) -> EmbeddingRequestOutput:
+        """The vector of a prompt as a list of floats. extras: as in `encode`."""
+        (output,) = await self._pool([prompt], pooling_params, extras)
+        return EmbeddingRequestOutput.from_base(output)
+
+    async def score(
+        self,
+        data_1: Prompt | Sequence[Prompt],
+        data_2: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        **extras: Any,
+    ) -> list[ScoringRequestOutput]:
+        """How alike texts are, by the cosine of their vectors: one text and all of data_2, or each of data_1 with its own.
+
+        extras: as in `encode`, for all of the texts.
+        """
+        first, second = as_batch(data_1), as_batch(data_2)
+        paired(len(first), len(second))
+        outputs = await self._pool([*first, *second], pooling_params, extras)
+        return scored(outputs[: len(first)], outputs[len(first) :], self._engine.pad_token_id)
+
+    async def _pool(
+        self, prompts: Sequence[Prompt], pooling_params: PoolingParams | None, extras: dict[str, Any]
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        streams: list[PoolingStream] = []
+        try:
+            for prompt in prompts:
+                streams.append(self.encode(prompt, pooling_params, **extras))  # noqa: PERF401 - those before one that is refused
+            return [await anext(stream) for stream in streams]
+        finally:
+            for stream in streams:
+                stream.abort()
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **extras: Any) -> TextStream:
         """Just the new text, piece by piece. extras: as in `generate`. Raises InvalidParameterError when n > 1."""

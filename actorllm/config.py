@@ -26,6 +26,7 @@ from actorllm.errors import (
     nearest_name,
 )
 from actorllm.generation import read_generation_config, sampling_defaults
+from actorllm.pooling import Pooler, max_positions, read_pooler
 from actorllm.scheduling.gate import ADMISSIONS
 from actorllm.scheduling.policy import policy_path
 
@@ -66,6 +67,8 @@ class ModelConfig:
     """Most log-probabilities per token that a request may ask for; -1: as many as there are."""
     embedding_size: int | None = None
     """How many numbers an embedding has that is part of a prompt; None: prompts have none (enable_prompt_embeds)."""
+    pooler: Pooler | None = None
+    """How prompts become vectors (runner="pooling"); None: the engine generates text."""
 
     @property
     def embedding_bytes(self) -> int:
@@ -176,6 +179,7 @@ class EngineConfig:
         tree = orjson.loads(data)
         model = tree.pop("model")
         model["eos_token_ids"] = tuple(model["eos_token_ids"])
+        model["pooler"] = Pooler.from_tree(model["pooler"])
         return cls(
             model=ModelConfig(**model),
             cache=CacheConfig(**tree.pop("cache")),
@@ -195,7 +199,12 @@ class EngineConfig:
         text = hf.get("text_config") or hf
         if not isinstance(text, dict):
             raise CorruptModelError(f"{path}/config.json: text_config is {text!r}, an object is needed")
-        max_model_len = _max_model_len(path, given["max_model_len"], text)
+        pooler = read_pooler(
+            path, hf | text, **{name: given[name] for name in ("runner", "convert", "pooler_config", "hf_overrides")}
+        )
+        max_model_len = _max_model_len(
+            path, given["max_model_len"], text, None if pooler is None else pooler.max_length
+        )
         block_size = _positive("block_size", given["block_size"] if given["block_size"] is not None else 32)
         max_num_seqs = _positive("max_num_seqs", given["max_num_seqs"])
         max_num_batched_tokens = _positive("max_num_batched_tokens", given["max_num_batched_tokens"])
@@ -204,6 +213,8 @@ class EngineConfig:
                 f"max_num_batched_tokens={max_num_batched_tokens} is less than max_num_seqs={max_num_seqs}: a step "
                 f"could not hold one token of every running sequence; raise the one or lower the other"
             )
+        if pooler is not None:
+            _check_pooling(pooler, given, max_model_len, max_num_seqs, max_num_batched_tokens)
         generation = read_generation_config(path, given["generation_config"])
         tokenizer = given["tokenizer"]
         if tokenizer is None and path.parent != shapes.FOLDER:  # those have none
@@ -226,13 +237,15 @@ class EngineConfig:
                 impl=_choice("model_impl", given["model_impl"], ("auto", "vllm", "transformers")),
                 max_logprobs=_max_logprobs(given["max_logprobs"]),
                 embedding_size=_embedding_size(path, text) if given["enable_prompt_embeds"] else None,
+                pooler=pooler,
             ),
             cache=CacheConfig(
                 block_size=block_size,
                 num_blocks=None,
                 kv_cache_memory_bytes=_kv_cache_memory(given["kv_cache_memory_bytes"]),
                 memory_utilization=_fraction("gpu_memory_utilization", given["gpu_memory_utilization"]),
-                enable_prefix_caching=given["enable_prefix_caching"] is not False,  # None, too, as in vLLM
+                enable_prefix_caching=given["enable_prefix_caching"] is not False  # None, too, as in vLLM
+                and (pooler is None or not pooler.is_encoder),
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
@@ -282,6 +295,10 @@ ARGUMENTS: dict[str, Any] = {
     "enforce_eager": False,
     "load_format": "auto",
     "model_impl": "auto",
+    "runner": "auto",
+    "convert": "auto",
+    "pooler_config": None,
+    "hf_overrides": None,
     "max_logprobs": 20,
     "enable_prompt_embeds": False,
     "async_scheduling": None,
@@ -320,7 +337,6 @@ VLLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "quantization": (None,),
     "served_model_name": (None,),
     "config_format": ("auto",),
-    "hf_overrides": (None, {}),
     "download_dir": (None,),
     "swap_space": (None, 0, 4),
     "cpu_offload_gb": (0,),
@@ -335,7 +351,6 @@ VLLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "data_parallel_size": (1,),
     "distributed_executor_backend": (None, "mp", "uni"),
     "disable_custom_all_reduce": (False, True),
-    "runner": ("auto", "generate"),
     "task": (None, "auto", "generate"),
     "speculative_config": (None,),
     "compilation_config": (None, {}, 0),
@@ -354,11 +369,9 @@ VLLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "kv_transfer_config": (None,),
     "additional_config": (None, {}),
     "attention_backend": (None,),
-    "pooler_config": (None,),
     "hf_config_path": (None,),
     "hf_token": (None, False),
     "code_revision": (None,),
-    "convert": ("auto", "none"),
     "allowed_local_media_path": ("", None),
     "allowed_media_domains": (None,),
     "rope_scaling": (None, {}),
@@ -717,9 +730,41 @@ def _world_size(size: int, hf: dict[str, Any]) -> int:
     return size
 
 
-def _max_model_len(path: Path, given: Any, hf: dict[str, Any]) -> int:
+MAX_VECTOR_BYTES = 16 << 20
+"""Of the vectors of one step, which are one message."""
+
+
+def _check_pooling(
+    pooler: Pooler, given: dict[str, Any], max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int
+) -> None:
+    """What does not go together with pooling. Raises ConfigError."""
+    if pooler.is_encoder:
+        if given["enable_prefix_caching"]:
+            raise ConfigError(
+                "enable_prefix_caching=True: in an encoder every token sees all others, so that nothing of a prompt can be "
+                "used for another; leave it out"
+            )
+        if given["enable_prompt_embeds"]:
+            raise ConfigError("enable_prompt_embeds=True is not supported for encoders; leave it out")
+        if max_num_batched_tokens < max_model_len:
+            raise ConfigError(
+                f"max_num_batched_tokens={max_num_batched_tokens} is less than max_model_len={max_model_len}: a prompt goes "
+                f"through an encoder in one step; raise the one or lower the other"
+            )
+    most = MAX_VECTOR_BYTES // (4 * pooler.embedding_size)
+    if max_num_seqs > most:
+        raise ConfigError(
+            f"max_num_seqs={max_num_seqs} vectors of {pooler.embedding_size} numbers are more than one step may return; use "
+            f"max_num_seqs={most} or fewer"
+        )
+
+
+def _max_model_len(path: Path, given: Any, hf: dict[str, Any], advised: int | None = None) -> int:
+    """advised: by the model's author, where nothing is given."""
     keys = [key for key in ("max_position_embeddings", "n_positions") if hf.get(key) is not None]
-    derived = _config_int(path, hf, keys[0]) if keys else None
+    derived = max_positions(hf, _config_int(path, hf, keys[0])) if keys else None
+    if given is None and advised is not None:
+        return advised if derived is None else min(advised, derived)
     if given is None:
         if derived is None:
             raise ConfigError("the model's config.json does not say how long it may get; set max_model_len")

@@ -23,10 +23,11 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -64,6 +65,8 @@ from actorllm.generation import sampling_params_of
 from actorllm.health import EngineHealth
 from actorllm.kvcache.prefix_index import extra_key, hash_blocks
 from actorllm.messages import I32, NO_U8, U8, Submit, no_u8
+from actorllm.pooling import Pooling
+from actorllm.pooling_stream import PoolingStream, VectorStream
 from actorllm.request import (
     PoolingParams,
     RequestOutputKind,
@@ -78,7 +81,7 @@ from actorllm.slo.objective import SLO
 from actorllm.stream import Mailbox, RequestStream, Sibling
 from actorllm.structured_outputs import StructuredOutputsParams
 from actorllm.text.chat import ChatTemplate, Conversation
-from actorllm.text.tokenizer import Tokenizer, transformers_tokenizer
+from actorllm.text.tokenizer import Side, Tokenizer, transformers_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +110,7 @@ JOURNAL_INTERVAL = 64
 """New tokens per row of a request that is told everything at its end: what the journal has is not computed again when the
 scheduler dies."""
 
-TOKENIZATION_KEYS = ("truncate_prompt_tokens", "add_special_tokens")
+TOKENIZATION_KEYS = ("truncate_prompt_tokens", "add_special_tokens", "truncation_side")
 """What tokenization_kwargs may hold."""
 
 
@@ -129,6 +132,20 @@ class TokenizedPrompt:
         if self.embeds.size:
             raise InvalidPromptError("beam search goes on from token ids; prompt_embeds have none")
         return {"prompt_token_ids": token_ids, "cache_salt": self.cache_salt}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the engine is to do for one request, as far as its kind makes a difference."""
+
+    num_sequences: int
+    output_kind: RequestOutputKind
+    tokenization: dict[str, Any]
+    """The keyword arguments of `Engine.tokenize`."""
+    new_stream: Callable[..., RequestStream]
+    """Of the constructor's arguments that do not depend on the kind."""
+    make_maker: Callable[..., Callable[[int], Submit]]
+    """From the tokenized prompt and (number, arrival, carried) to what makes the message."""
 
 
 class Hold:
@@ -463,20 +480,103 @@ class Engine:
         """
         self._check()
         check_request_arguments(vllm_arguments)
+        self.check_generates(params)
         if params is None:
             params = self.default_sampling_params()
         elif isinstance(params, SamplingParams):
             params = params.checked_copy()  # the caller may change his while the intake thread works
-        elif isinstance(params, PoolingParams):
-            raise InvalidParameterError(
-                "PoolingParams: this engine generates text and does not pool; use SamplingParams"
-            )
         else:
             raise InvalidParameterError(f"sampling_params must be a SamplingParams, not {type(params).__name__}")
-        prompt = _snapshot(prompt)
-        tokenization = _checked_tokenization(tokenization_kwargs, params)
         if params.detokenize and self.config.model.tokenizer is None and params.stop:
             raise InvalidParameterError("stop strings need a tokenizer, and skip_tokenizer_init=True left it out")
+        sampling = params
+
+        def new_stream(*arguments: Any, **more: Any) -> RequestStream:
+            return RequestStream(
+                *arguments,
+                has_logprobs=sampling.num_logprobs is not None,
+                has_prompt_logprobs=sampling.prompt_logprobs is not None,
+                is_flat=sampling.flat_logprobs,
+                **more,
+            )
+
+        maker = functools.partial(self._submit_maker, params=sampling)
+        return self._accept(
+            prompt,
+            Asked(params.n, params.output_kind, _checked_tokenization(tokenization_kwargs, params), new_stream, maker),
+            request_id,
+            host=host,
+            priority=priority,
+            slo=slo,
+            is_latency_sensitive=is_latency_sensitive,
+            type_info=type_info,
+            tenant=tenant,
+            deadline=deadline,
+            timeout=timeout,
+            arrival_time=arrival_time,
+        )
+
+    def encode(
+        self,
+        prompt: Prompt,
+        params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        vllm_arguments: Mapping[str, Any] | None = None,
+        **extras: Any,
+    ) -> PoolingStream:
+        """Take a request for a vector. extras, and what is raised: as in `submit`."""
+        self._check()
+        check_request_arguments(dict(vllm_arguments or {}))
+        pooler, model = self.config.model.pooler, self.config.model
+        if pooler is None:
+            raise InvalidParameterError(
+                "this engine generates text and makes no vectors; build one with runner='pooling' for that"
+            )
+        if params is None:
+            params = PoolingParams()
+        elif not isinstance(params, PoolingParams):
+            raise InvalidParameterError(f"pooling_params must be PoolingParams, not {type(params).__name__}")
+        params = params.checked_copy()
+        pooling = pooler.resolved(params, model.name)
+        skips_cache = pooling.needs_all_states or bool(params.skip_reading_prefix_cache)
+        maker = functools.partial(self._pooling_maker, pooling=pooling, skips_cache=skips_cache)
+        kind, tokenization = RequestOutputKind.FINAL_ONLY, _checked_tokenization(tokenization_kwargs, params)
+        asked = Asked(1, kind, tokenization, VectorStream, maker)
+        return PoolingStream(cast(VectorStream, self._accept(prompt, asked, request_id, **extras)), pooling)
+
+    def check_generates(self, params: object) -> None:
+        """Raises InvalidParameterError where that is asked of an engine which it is not made for, or with such parameters."""
+        if self.config.model.pooler is not None:
+            raise InvalidParameterError(
+                "this engine makes vectors (runner='pooling') and generates no text; use embed(), or build one with "
+                "runner='generate' where the model can"
+            )
+        if isinstance(params, PoolingParams):
+            raise InvalidParameterError(
+                "PoolingParams: this engine generates text and makes no vectors; use SamplingParams, or build one with "
+                "runner='pooling'"
+            )
+
+    def _accept(
+        self,
+        prompt: Prompt,
+        asked: Asked,
+        request_id: str | None,
+        *,
+        host: HostLoop | None = None,
+        priority: int = 0,
+        slo: SLO | float | None = None,
+        is_latency_sensitive: bool = False,
+        type_info: str | None = None,
+        tenant: str | None = None,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        arrival_time: float | None = None,
+    ) -> RequestStream:
+        """What requests of both kinds share, from here on to the intake thread."""
+        prompt = _snapshot(prompt)
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
             raise InvalidParameterError(f"priority={priority!r} must be a 64-bit integer; lower is sooner")
         _check_seconds("deadline", deadline, "monotonic")
@@ -498,13 +598,13 @@ class Engine:
             "deadline": deadline,
         }
         arrival = now() if arrival_time is None else from_epoch(arrival_time)
-        mailbox = Mailbox(host, params.output_kind is RequestOutputKind.FINAL_ONLY, params.n)
+        mailbox = Mailbox(host, asked.output_kind is RequestOutputKind.FINAL_ONLY, asked.num_sequences)
         with self._lock:
             if self._is_draining:
                 raise EngineDrainingError(
                     "the engine is draining: it finishes what it has and takes no new requests; send this one elsewhere"
                 )
-            self._check_room(params.n)
+            self._check_room(asked.num_sequences)
             self._num_requests += 1
             number = self._num_requests
             if request_id is None:
@@ -518,35 +618,32 @@ class Engine:
                 carried["name"] = request_id
             text = prompt_text(prompt)
             hold = None if self._hold is None else self._hold()
-            stream = RequestStream(
+            stream = asked.new_stream(
                 request_id,
                 text,
-                params.output_kind,
+                asked.output_kind,
                 arrival,
                 mailbox,
                 self._abort_mailbox,
                 hold,
-                params.n,
-                has_logprobs=params.num_logprobs is not None,
-                has_prompt_logprobs=params.prompt_logprobs is not None,
-                is_flat=params.flat_logprobs,
+                asked.num_sequences,
                 deadline=deadline,
             )
             self._streams[request_id] = stream
-            self._num_on_the_way += params.n
+            self._num_on_the_way += asked.num_sequences
             self._wanting.add(mailbox)
         stream_ref = weakref.ref(stream)
 
         def take_in() -> None:
             try:
-                self._take_in(prompt, tokenization, params, number, arrival, carried, mailbox, stream_ref)
+                self._take_in(prompt, asked, number, arrival, carried, mailbox, stream_ref)
             finally:
-                self._arrived(mailbox, params.n)
+                self._arrived(mailbox, asked.num_sequences)
 
         try:
             self._enqueue(take_in)
         except BaseException:
-            self._arrived(mailbox, params.n)
+            self._arrived(mailbox, asked.num_sequences)
             raise
         return stream
 
@@ -641,8 +738,7 @@ class Engine:
     def _take_in(
         self,
         prompt: Prompt,
-        tokenization: dict[str, Any],
-        params: SamplingParams,
+        asked: Asked,
         number: int,
         arrival: float,
         carried: dict[str, Any],
@@ -656,8 +752,8 @@ class Engine:
             self._fail(mailbox, error)
             return
         try:
-            tokenized = self.tokenize(prompt, **tokenization)
-            make_submit = self._submit_maker(tokenized, params, number, arrival, carried)
+            tokenized = self.tokenize(prompt, **asked.tokenization)
+            make_submit = asked.make_maker(tokenized, number=number, arrival=arrival, carried=carried)
             stream = stream_ref()
             if stream is not None:
                 stream.prompt = tokenized.text
@@ -668,7 +764,7 @@ class Engine:
                 return
             with self._lock:
                 if mailbox in self._wanting:  # else it was ended meanwhile (`drain`)
-                    self._thread.post(self._submit_on_loop, make_submit, mailbox, params.n)
+                    self._thread.post(self._submit_on_loop, make_submit, mailbox, asked.num_sequences)
         except Exception as error:
             self._fail(mailbox, error if isinstance(error, ActorLLMError) else InvalidPromptError(str(error)))
 
@@ -709,20 +805,33 @@ class Engine:
             self._tokenizer = Tokenizer(self.config.model.tokenizer)
         return self._tokenizer
 
+    @property
+    def pad_token_id(self) -> int | None:
+        """The tokenizer's, if there is one."""
+        return None if self.config.model.tokenizer is None else self.tokenizer.pad_token_id
+
     @functools.cached_property
     def transformers_tokenizer(self) -> Any:
         """The same as transformers has it, for programs that do more with one. Raises as `tokenizer`."""
         return transformers_tokenizer(self.tokenizer.path)
 
     def tokenize(
-        self, prompt: Prompt, *, truncate_prompt_tokens: int | None = None, add_special_tokens: bool | None = None
+        self,
+        prompt: Prompt,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        add_special_tokens: bool | None = None,
+        truncation_side: Side | None = None,
     ) -> TokenizedPrompt:
         """The token ids of a prompt, checked against the model. Raises InvalidPromptError.
 
-        truncate_prompt_tokens: keep so many at the end; -1: what the model's length has room for. add_special_tokens:
-        None: those of the model, except around a conversation, whose template writes them itself.
+        truncate_prompt_tokens: keep so many; -1: what the model's length has room for. truncation_side: which end of the
+        prompt is left out; None: the beginning ("left"), or in an engine that pools what the tokenizer says. Of a text, the
+        special tokens around it stay then. add_special_tokens: None: those of the model, except around a conversation, whose
+        template writes them itself.
         """
         salt: str | None = None
+        pooler = self.config.model.pooler
         text = prompt_text(prompt)
         embeds: NDArray[np.float32] | None = None
         shown: list[int] | None = None
@@ -740,25 +849,32 @@ class Engine:
         elif isinstance(prompt, str):
             if not prompt:
                 raise InvalidPromptError("the prompt is empty")
-            ids = self.tokenizer.encode(prompt, add_special_tokens is not False)
+            if pooler is None:
+                ids = self.tokenizer.encode(prompt, add_special_tokens is not False)
+            else:
+                ids = self.tokenizer.encode_within(
+                    prompt.lower() if pooler.lowercases else prompt,
+                    add_special_tokens is not False,
+                    self._kept_tokens(truncate_prompt_tokens),
+                    truncation_side,
+                )
         else:
             ids = _checked_ids(prompt, self.config.model.vocab_size)
         if not ids.size:
             raise InvalidPromptError("the prompt is empty")
         limit = self.config.model.max_model_len
-        if truncate_prompt_tokens is not None:
-            if truncate_prompt_tokens > limit:
-                raise InvalidParameterError(
-                    f"truncate_prompt_tokens={truncate_prompt_tokens} is more than max_model_len={limit}; use -1 to keep "
-                    f"what there is room for"
-                )
-            kept = slice(-truncate_prompt_tokens if truncate_prompt_tokens > 0 else 1 - limit, None)
+        num_kept = self._kept_tokens(truncate_prompt_tokens)
+        if num_kept is not None and ids.size > num_kept:
+            keeps_first = truncation_side == "right" if pooler is None else self._truncates_end(truncation_side)
+            kept = slice(num_kept) if keeps_first else slice(ids.size - num_kept, None)
             ids = ids[kept]
             if embeds is not None and shown is not None:
                 embeds, shown = embeds[kept], shown[kept]
-        if ids.size >= limit:
+        most = limit - (pooler is None)  # a token is to come
+        if ids.size > most:
+            instead = "" if pooler is None else ", or set truncate_prompt_tokens (-1: to what there is room for)"
             raise InvalidPromptError(
-                f"the prompt has {ids.size} tokens and max_model_len is {limit}: shorten it to {limit - 1} or fewer"
+                f"the prompt has {ids.size} tokens and max_model_len is {limit}: shorten it to {most} or fewer{instead}"
             )
         if embeds is None:
             return TokenizedPrompt(ids, text, salt)
@@ -770,6 +886,26 @@ class Engine:
                 f"them to {most} tokens or fewer"
             )
         return TokenizedPrompt(ids, text, salt_of(rows, salt), rows, shown)
+
+    def _kept_tokens(self, truncate_prompt_tokens: int | None) -> int | None:
+        """How many tokens of a prompt are left at most; None: all of them."""
+        if truncate_prompt_tokens is None:
+            return None
+        limit = self.config.model.max_model_len
+        if truncate_prompt_tokens > limit:
+            raise InvalidParameterError(
+                f"truncate_prompt_tokens={truncate_prompt_tokens} is more than max_model_len={limit}; use -1 to keep "
+                f"what there is room for"
+            )
+        if truncate_prompt_tokens > 0:
+            return truncate_prompt_tokens
+        return limit - (self.config.model.pooler is None)
+
+    def _truncates_end(self, side: Side | None) -> bool:
+        """Of a prompt to be pooled."""
+        if side is None and self.config.model.tokenizer is not None:
+            side = self.tokenizer.truncation_side
+        return side != "left"
 
     def _embedded(self, prompt: Mapping[str, Any]) -> tuple[NDArray[np.float32], I32, list[int]]:
         """Of a prompt with embeddings: the rows, the ids (EMBEDDED where the row counts), and the ids to be shown."""
@@ -859,6 +995,38 @@ class Engine:
                 stream_interval=JOURNAL_INTERVAL if is_final_only else interval,
                 rules=None if rules is None else rules.to_fields(),
                 grammar=None if structured is None else structured.to_fields(),
+                block_hashes=hashes,
+                cache_salt=prompt.cache_salt,
+                skip_reading_prefix_cache=skips_cache,
+                **carried,
+            )
+
+        return make_submit
+
+    def _pooling_maker(
+        self,
+        prompt: TokenizedPrompt,
+        pooling: Pooling,
+        skips_cache: bool,
+        number: int,
+        arrival: float,
+        carried: dict[str, Any],
+    ) -> Callable[[int], Submit]:
+        hashes, pooler = NO_U8, self.config.model.pooler
+        assert pooler is not None
+        if self.config.cache.enable_prefix_caching:
+            hashes = hash_blocks(prompt.ids, self.config.cache.block_size, extra_key(prompt.cache_salt))
+
+        def make_submit(rid: int) -> Submit:
+            return Submit(
+                rid=rid,
+                arrival=arrival,
+                prompt=prompt.ids,
+                prompt_embeds=prompt.embeds,
+                max_tokens=1,
+                pooling=pooling.kind,
+                is_chunkable=not pooler.is_encoder,
+                detokenize=False,
                 block_hashes=hashes,
                 cache_salt=prompt.cache_salt,
                 skip_reading_prefix_cache=skips_cache,
@@ -1124,6 +1292,16 @@ def _slo_fields(slo: SLO) -> tuple[float | None, ...]:
     return slo.ttft, slo.tpot, slo.e2e, slo.ttft_per_prompt_token
 
 
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of token ids is one prompt, a list of anything else is many."""
+    if isinstance(prompts, str | Mapping | Conversation):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise InvalidPromptError(f"prompts must be text, token ids or a list of prompts, not {type(prompts).__name__}")
+    items: list[Any] = list(prompts)
+    return [items] if items and all(isinstance(item, Integral) for item in items) else items
+
+
 def prompt_text(prompt: Prompt) -> str | None:
     """What a prompt says in text, if it does."""
     if isinstance(prompt, Mapping):
@@ -1132,8 +1310,8 @@ def prompt_text(prompt: Prompt) -> str | None:
     return prompt if isinstance(prompt, str) else None
 
 
-def _checked_tokenization(given: Mapping[str, Any] | None, params: SamplingParams) -> dict[str, Any]:
-    """The keyword arguments of `Engine.tokenize`: tokenization_kwargs go before the sampling parameter."""
+def _checked_tokenization(given: Mapping[str, Any] | None, params: SamplingParams | PoolingParams) -> dict[str, Any]:
+    """The keyword arguments of `Engine.tokenize`: tokenization_kwargs go before the parameter."""
     checked = {} if params.truncate_prompt_tokens is None else {"truncate_prompt_tokens": params.truncate_prompt_tokens}
     for name, value in (given or {}).items():
         if name not in TOKENIZATION_KEYS:
@@ -1143,6 +1321,12 @@ def _checked_tokenization(given: Mapping[str, Any] | None, params: SamplingParam
             )
         if name == "truncate_prompt_tokens" and value is not None:
             checked[name] = check_truncation(value)
+        elif name == "truncation_side":
+            if value not in (None, "left", "right"):
+                raise InvalidParameterError(
+                    f"tokenization_kwargs: truncation_side={value!r:.80} must be 'left' or 'right'"
+                )
+            checked[name] = value
         elif isinstance(value, bool):
             checked[name] = value
         elif value is not None:

@@ -4,23 +4,43 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from numbers import Integral
-from typing import Any, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from actorllm.actors.engine_thread import ThreadHost
 from actorllm.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, end_ids, step_params
 from actorllm.clock import now
 from actorllm.config import EngineConfig, ModelConfig
-from actorllm.engine import AttachedEngine, Engine, Prompt, check_timeout
+from actorllm.engine import AttachedEngine, Engine, Prompt, as_batch, check_timeout
 from actorllm.engine_args import EngineArgs, check_idle_arguments
-from actorllm.errors import InvalidParameterError, InvalidPromptError
+from actorllm.errors import InvalidParameterError
 from actorllm.health import EngineHealth
 from actorllm.llm_engine import LLMEngine
-from actorllm.request import RequestOutput, RequestOutputKind, SamplingParams, _integer
+from actorllm.pooled import (
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+    paired,
+    scored,
+)
+from actorllm.pooling_stream import PoolingStream
+from actorllm.request import PoolingParams, RequestOutput, RequestOutputKind, SamplingParams, _integer
 from actorllm.stream import RequestStream
 from actorllm.text.chat import ContentFormat, Conversation, Message, is_batch
+
+O = TypeVar("O")  # noqa: E741
+O_co = TypeVar("O_co", covariant=True)
+
+
+class TakenAtEnd(Protocol[O_co]):
+    """A stream of one output."""
+
+    @property
+    def has_ended(self) -> bool: ...
+
+    def take(self) -> O_co | None: ...
 
 
 class LLM:
@@ -93,7 +113,7 @@ class LLM:
         error of the first prompt that failed, after the others of this call were aborted.
         """
         extras = {"tokenization_kwargs": tokenization_kwargs, "deadline": _deadline(timeout), **vllm_arguments}
-        return self._complete(_as_batch(prompts), sampling_params, use_tqdm, priority, extras)
+        return self._complete(as_batch(prompts), sampling_params, use_tqdm, priority, extras)
 
     def chat(
         self,
@@ -131,6 +151,97 @@ class LLM:
             chat_template_kwargs=chat_template_kwargs,
         )
         return self._complete(batch, sampling_params, use_tqdm, priority, extras)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        pooling_task: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        priority: Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """A vector of every prompt, as a tensor, in the order of the prompts. The engine must pool (runner="pooling").
+
+        pooling_params: one for all, or one per prompt. pooling_task: "embed", which is the only one. tokenization_kwargs:
+        truncate_prompt_tokens, truncation_side and add_special_tokens, for all prompts. priority, timeout, and what is raised:
+        as in `generate`; a prompt that has no vector by then has an `error`.
+        """
+        batch = as_batch(prompts)
+        params = _params_per_prompt(pooling_params, len(batch))
+        if pooling_task not in (None, "embed"):
+            raise InvalidParameterError(f"pooling_task={pooling_task!r:.80} is not supported; only 'embed' is")
+        extras: dict[str, Any] = {
+            "tokenization_kwargs": tokenization_kwargs,
+            "deadline": _deadline(timeout),
+            "vllm_arguments": {"lora_request": lora_request},
+        }
+        _check_priority(priority, len(batch))
+        host = ThreadHost()
+        streams: list[PoolingStream] = []
+        try:
+            for i, (prompt, one) in enumerate(zip(batch, params, strict=True)):
+                stream = self._engine.encode(prompt, one, host=host, priority=priority[i] if priority else 0, **extras)
+                streams.append(stream)
+            return self._collect(host, streams, use_tqdm)
+        finally:
+            for stream in streams:
+                stream.abort()
+            host.close()
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        priority: Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector of every prompt, as a list of floats. Arguments as in `encode`."""
+        outputs = self.encode(
+            prompts,
+            pooling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            priority=priority,
+            timeout=timeout,
+        )
+        return [EmbeddingRequestOutput.from_base(output) for output in outputs]
+
+    def score(
+        self,
+        data_1: Prompt | Sequence[Prompt],
+        data_2: Prompt | Sequence[Prompt],
+        /,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        chat_template: None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How alike texts are, by the cosine of their vectors: one text and all of data_2, or each of data_1 with its own.
+
+        Arguments as in `encode`; chat_template must be None.
+        """
+        check_idle_arguments(chat_template=chat_template)
+        first, second = as_batch(data_1), as_batch(data_2)
+        paired(len(first), len(second))
+        outputs = self.encode(
+            [*first, *second],
+            pooling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        return scored(outputs[: len(first)], outputs[len(first) :], self._engine.pad_token_id)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What requests without sampling_params get: what the model's generation_config.json recommends."""
@@ -172,7 +283,7 @@ class LLM:
             "tokenization_kwargs": tokenization_kwargs,
             "mm_processor_kwargs": mm_processor_kwargs,
         }
-        return self._enqueue(_as_batch(prompts), sampling_params, priority, vllm_arguments | extras)
+        return self._enqueue(as_batch(prompts), sampling_params, priority, vllm_arguments | extras)
 
     def enqueue_chat(
         self,
@@ -249,13 +360,11 @@ class LLM:
         extras: Mapping[str, Any],
     ) -> Iterator[RequestStream]:
         """Submit one prompt after the other."""
+        self._engine.check_generates(sampling_params)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params = _per_prompt(sampling_params, len(batch))
-        if priority is not None and not isinstance(priority, Sequence):
-            raise InvalidParameterError(f"priority={priority!r} must be a list with one number per prompt")
-        if priority is not None and len(priority) != len(batch):
-            raise InvalidParameterError(f"{len(priority)} priorities for {len(batch)} prompts")
+        _check_priority(priority, len(batch))
         for i, (prompt, one) in enumerate(zip(batch, params, strict=True)):
             yield self._engine.submit(prompt, one, host=host, priority=priority[i] if priority else 0, **extras)
 
@@ -275,7 +384,7 @@ class LLM:
             raise InvalidParameterError(f"params must be BeamSearchParams, not {type(params).__name__}")
         one_token = step_params(params)
         model = self.config.model
-        tokenized = [self._engine.tokenize(prompt) for prompt in _as_batch(prompts)]
+        tokenized = [self._engine.tokenize(prompt) for prompt in as_batch(prompts)]
         ends = end_ids(self._engine)
         searches = [BeamSearch(one.ids.tolist(), params, ends, model.max_model_len) for one in tokenized]
         limit = len(searches) if concurrency_limit is None else _integer("concurrency_limit", concurrency_limit, low=1)
@@ -302,8 +411,8 @@ class LLM:
                 )
         return [BeamSearchOutput(sequences) for sequences in found]
 
-    def _collect(self, host: ThreadHost, streams: list[RequestStream], use_tqdm: Any) -> list[RequestOutput]:
-        outputs: list[RequestOutput | None] = [None] * len(streams)
+    def _collect(self, host: ThreadHost, streams: Sequence[TakenAtEnd[O]], use_tqdm: Any) -> list[O]:
+        outputs: list[O | None] = [None] * len(streams)
         open_streams = dict(enumerate(streams))
         progress = _progress(len(streams), use_tqdm)
         try:
@@ -376,16 +485,6 @@ class LLM:
         self.shutdown()
 
 
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of token ids is one prompt, a list of anything else is many."""
-    if isinstance(prompts, str | Mapping | Conversation):
-        return [prompts]
-    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
-        raise InvalidPromptError(f"prompts must be text, token ids or a list of prompts, not {type(prompts).__name__}")
-    items: list[Any] = list(prompts)
-    return [items] if items and all(isinstance(item, Integral) for item in items) else items
-
-
 def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]], **template: Any) -> list[Prompt]:
     """One conversation, or each of a list of them, as prompts."""
     return [Conversation.of(one, **template) for one in (messages if is_batch(messages) else [messages])]
@@ -394,6 +493,25 @@ def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]], **
 def _deadline(timeout: float | None) -> float | None:
     """In monotonic seconds, of everything that one call submits."""
     return None if timeout is None else now() + check_timeout(timeout)
+
+
+def _check_priority(priority: Sequence[int] | None, count: int) -> None:
+    if priority is not None and not isinstance(priority, Sequence):
+        raise InvalidParameterError(f"priority={priority!r} must be a list with one number per prompt")
+    if priority is not None and len(priority) != count:
+        raise InvalidParameterError(f"{len(priority)} priorities for {count} prompts")
+
+
+def _params_per_prompt(
+    params: PoolingParams | Sequence[PoolingParams] | None, count: int
+) -> Sequence[PoolingParams | None]:
+    if params is None or isinstance(params, PoolingParams):
+        return [params] * count
+    if not isinstance(params, Sequence):
+        raise InvalidParameterError(f"pooling_params must be PoolingParams, not {type(params).__name__}")
+    if len(params) != count:
+        raise InvalidParameterError(f"{len(params)} pooling_params for {count} prompts; give one, or one per prompt")
+    return params
 
 
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

@@ -16,7 +16,9 @@ from actorllm.engine import Engine, Hold, Prompt
 from actorllm.engine_args import EngineArgs, check_idle_arguments
 from actorllm.errors import EngineError, InvalidParameterError, RequestError
 from actorllm.health import EngineHealth
-from actorllm.request import CompletionOutput, RequestOutput, SamplingParams
+from actorllm.pooled import PoolingOutput, PoolingRequestOutput
+from actorllm.pooling_stream import PoolingStream
+from actorllm.request import CompletionOutput, PoolingParams, RequestOutput, SamplingParams
 from actorllm.stream import RequestStream
 
 
@@ -46,7 +48,7 @@ class LLMEngine:
         self._engine = engine
         self._hold = hold
         self._host = ThreadHost()
-        self._streams: dict[str, RequestStream] = {}
+        self._streams: dict[str, RequestStream | PoolingStream] = {}
         self._ready: dict[str, None] = {}
         self._death: EngineError | None = None
         """What the next step raises, after outputs that came before it."""
@@ -90,7 +92,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
@@ -108,24 +110,29 @@ class LLMEngine:
         """
         if not isinstance(request_id, str):
             raise InvalidParameterError(f"request_id={request_id!r} must be a string")
-        stream = self._engine.submit(
-            prompt,
-            params,
-            request_id,
-            host=self._host,
-            priority=priority,
-            arrival_time=arrival_time,
-            lora_request=lora_request,
-            tokenization_kwargs=tokenization_kwargs,
-            trace_headers=trace_headers,
-            session_id=session_id,
-            prompt_text=prompt_text,
-            kv_hints=kv_hints,
+        idle: dict[str, Any] = {
+            "lora_request": lora_request,
+            "trace_headers": trace_headers,
+            "session_id": session_id,
+            "prompt_text": prompt_text,
+            "kv_hints": kv_hints,
+        }
+        carried: dict[str, Any] = {
+            "host": self._host,
+            "priority": priority,
+            "arrival_time": arrival_time,
+            "tokenization_kwargs": tokenization_kwargs,
             **extras,
-        )
-        if stream._mailbox.error is not None:
+        }
+        stream: RequestStream | PoolingStream
+        if isinstance(params, PoolingParams):
+            stream = self._engine.encode(prompt, params, request_id, vllm_arguments=idle, **carried)
+        else:
+            stream = self._engine.submit(prompt, params, request_id, **idle, **carried)
+        mailbox = stream.mailbox
+        if mailbox.error is not None:
             stream.take()  # raises it
-        stream._mailbox.waiter = Note(request_id, self._ready)
+        mailbox.waiter = Note(request_id, self._ready)
         self._streams[request_id] = stream
         return request_id
 
@@ -148,7 +155,7 @@ class LLMEngine:
     def get_num_unfinished_requests(self) -> int:
         return len(self._streams)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
         """What is new, one output per request that has something new; nothing if there is no unfinished request.
 
         A request that the engine could not finish comes as finished, with finish_reason "error" and the message as
@@ -160,20 +167,21 @@ class LLMEngine:
                 stepper.step()
             self._host.run_pending()
             return self._take()
-        outputs: list[RequestOutput] = []
+        outputs: list[RequestOutput | PoolingRequestOutput[PoolingOutput]] = []
         while self._streams and not outputs:
             self._host.run_until(lambda: bool(self._ready) or self._death is not None)
             outputs = self._take()
         return outputs
 
-    def _take(self) -> list[RequestOutput]:
+    def _take(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
         ready = list(self._ready)
         self._ready.clear()
-        outputs = []
+        outputs: list[RequestOutput | PoolingRequestOutput[PoolingOutput]] = []
         for request_id in ready:
             stream = self._streams.get(request_id)
             if stream is None:
                 continue
+            output: RequestOutput | PoolingRequestOutput[PoolingOutput] | None
             try:
                 output = stream.take()
             except RequestError as error:
@@ -280,6 +288,10 @@ class Note(Waiter):
         raise RuntimeError("the stream of an LLMEngine is taken by step(), not awaited")
 
 
-def _failed(stream: RequestStream, error: RequestError) -> RequestOutput:
+def _failed(
+    stream: RequestStream | PoolingStream, error: RequestError
+) -> RequestOutput | PoolingRequestOutput[PoolingOutput]:
+    if isinstance(stream, PoolingStream):
+        return stream.failed(error)
     completion = CompletionOutput(0, "", [], finish_reason="error", stop_reason=str(error))
     return RequestOutput(stream.request_id, stream.prompt, stream.prompt_token_ids, outputs=[completion], finished=True)

@@ -112,7 +112,7 @@ class Submit:
     blocked_on: str | None = None
     """Not admitted before an `Unblock`; the reason (grammar compiling, remote KV, encoder) is shown in statistics."""
     pooling: str | None = None
-    """Ends at prefill: the worker returns a vector instead of a token."""
+    """Ends at prefill: the worker returns a vector instead of a token, made of its states in this way (`POOLING_CODES`)."""
     is_chunkable: bool = True
     """False: the whole prompt goes through in one step or not at all."""
     rules: dict[str, Any] | None = None
@@ -226,6 +226,11 @@ class StepFailed:
 # To a worker, from the scheduler --------------------------------------------------------------------------------------
 
 
+POOLING_CODES: dict[str | None, int] = {None: 0, "last": 1, "mean": 2, "cls": 3}
+"""How a plan says what becomes of the final states of a prompt: a token is sampled from the last one, or they are made a
+vector, which is the last one, their mean, or the first one. Part of the wire format."""
+
+
 class NewRow(NamedTuple):
     """What a slot of the worker's batch is filled with, beside its tokens and blocks. A record of 64 bytes (`NEW_ROW`)."""
 
@@ -245,7 +250,8 @@ class NewRow(NamedTuple):
     min_tokens: int = 0
     num_stop_ids: int = 0
     adapter_id: int = 0
-    is_pooling: bool = False
+    pooling: int = 0
+    """0: it samples; else it gives a vector (`POOLING_CODES`)."""
     source: int = -1
     """Of a fork: the slot of the prefill row, ending in this step, whose prompt it shares."""
 
@@ -265,7 +271,7 @@ NEW_ROW = np.dtype(
         ("min_tokens", "<i4"),
         ("num_stop_ids", "<i4"),
         ("adapter_id", "<i4"),
-        ("is_pooling", "<u4"),
+        ("pooling", "<u4"),
         ("source", "<i4"),
     ]
 )

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from actorllm.errors import InvalidParameterError, UnknownParameterError, nearest_name
 from actorllm.structured_outputs import StructuredOutputsParams, structured_outputs_of
@@ -374,16 +374,99 @@ class SamplingParams:
         return checked
 
 
+VLLM_POOLING_PARAMETERS: dict[str, tuple[Any, ...]] = {
+    "step_tag_id": (None,),
+    "returned_token_ids": (None,),
+    "requires_token_ids": (False,),
+    "late_interaction_params": (None,),
+    "extra_kwargs": (None, {}),
+}
+"""Pooling parameters of vLLM that are accepted at these values, where they ask for what is done anyway."""
+
+PoolingType: TypeAlias = Literal["LAST", "MEAN", "CLS"]
+POOLING_TYPES: tuple[PoolingType, ...] = ("LAST", "MEAN", "CLS")
+"""Of the final states of a prompt: the last one, their mean, the first one."""
+
+POOLING_TASKS = ("embed",)
+VLLM_POOLING_TASKS = (
+    "classify",
+    "token_embed",
+    "token_classify",
+    "plugin",
+    "embed&token_classify",
+    "score",
+    "encode",
+    "reward",
+)
+"""What vLLM has, or had, and there is not."""
+
+
+@names_unknown_parameters(VLLM_POOLING_PARAMETERS)
 @dataclass(slots=True, kw_only=True)
 class PoolingParams:
-    """vLLM's parameters of pooling requests (embeddings, scores). Every front door refuses them: nothing is pooled yet."""
+    """How to make a vector of one prompt, where it is not to be the engine's own way (`PoolerConfig`).
 
-    truncate_prompt_tokens: int | None = None
-    dimensions: int | None = None
+    use_activation: scale it to length 1; normalize is its older name. dimensions: only the first so many numbers, of models
+    that are trained for that (Matryoshka); then scaled. pooling_type: "LAST", "MEAN" or "CLS", the last final state, their mean, or
+    the first. task: "embed". skip_reading_prefix_cache: compute all of the prompt; those of "MEAN" and "CLS" do so anyway.
+    truncate_prompt_tokens: only so many tokens of the prompt count; -1: as many as the model takes. Other parameters of vLLM are
+    accepted at their defaults (VLLM_POOLING_PARAMETERS).
+    """
+
     use_activation: bool | None = None
+    normalize: bool | None = None
+    dimensions: int | None = None
+    pooling_type: str | None = None
     task: str | None = None
-    extra_kwargs: dict[str, Any] | None = None
+    skip_reading_prefix_cache: bool | None = None
+    truncate_prompt_tokens: int | None = None
     output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
+
+    def __post_init__(self) -> None:
+        for name in ("use_activation", "normalize", "skip_reading_prefix_cache"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise InvalidParameterError(f"{name}={_shown(getattr(self, name))} must be True, False or None")
+        if self.normalize is not None:
+            if self.use_activation not in (None, self.normalize):
+                raise InvalidParameterError(
+                    f"use_activation={self.use_activation} and normalize={self.normalize} contradict each other; leave one out"
+                )
+            self.use_activation = self.normalize
+        if self.dimensions is not None:
+            self.dimensions = _integer("dimensions", self.dimensions, low=1)
+        if self.pooling_type is not None:
+            self.pooling_type = check_pooling_type(self.pooling_type)
+        if self.task is not None and self.task not in POOLING_TASKS:
+            instead = "" if self.task in VLLM_POOLING_TASKS else nearest_name(str(self.task), POOLING_TASKS)
+            raise InvalidParameterError(f"task={_shown(self.task)} is not supported; only 'embed' is{instead}")
+        if self.truncate_prompt_tokens is not None:
+            check_truncation(self.truncate_prompt_tokens)
+        if self.output_kind is not RequestOutputKind.FINAL_ONLY:
+            raise InvalidParameterError(
+                f"output_kind={_shown(self.output_kind)} must be FINAL_ONLY: a vector comes as a whole"
+            )
+
+    def clone(self) -> PoolingParams:
+        """A copy that shares nothing with this one."""
+        return copy.deepcopy(self)
+
+    def checked_copy(self) -> PoolingParams:
+        """The same parameters as they are now, checked again: fields may have been assigned since."""
+        checked = copy.copy(self)
+        checked.__post_init__()
+        return checked
+
+
+def check_pooling_type(value: Any, where: str = "") -> PoolingType:
+    """As vLLM spells it, in capitals or not. Raises InvalidParameterError."""
+    name = value.upper() if isinstance(value, str) else value
+    for known in POOLING_TYPES:
+        if name == known:
+            return known
+    raise InvalidParameterError(
+        f"{where}pooling_type={value!r:.80} is not supported; use {', '.join(map(repr, POOLING_TYPES))}"
+        f"{nearest_name(str(name), POOLING_TYPES)}"
+    )
 
 
 def _shown(value: object) -> str:

@@ -286,6 +286,11 @@ class RequestStream:
         mailbox.stream = weakref.ref(self)
 
     @property
+    def mailbox(self) -> Mailbox:
+        """For who takes its outputs otherwise than by waiting for them."""
+        return self._mailbox
+
+    @property
     def has_ended(self) -> bool:
         """Whether its last output, or its error, is there to be taken or was taken."""
         return self._is_over or self._mailbox.has_ended

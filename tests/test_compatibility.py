@@ -17,7 +17,13 @@ import pytest
 import actorllm
 from actorllm import AsyncLLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
 from actorllm.config import ARGUMENTS, VLLM_ARGUMENTS
-from actorllm.request import REQUEST_ARGUMENTS, VLLM_PARAMETERS, VLLM_POSITIONS, VLLM_REQUEST_ARGUMENTS
+from actorllm.request import (
+    REQUEST_ARGUMENTS,
+    VLLM_PARAMETERS,
+    VLLM_POOLING_PARAMETERS,
+    VLLM_POSITIONS,
+    VLLM_REQUEST_ARGUMENTS,
+)
 
 PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
 VLLM = json.loads(Path(__file__).with_name("vllm_names.json").read_text())
@@ -70,6 +76,8 @@ def test_every_row_has_a_status_and_every_difference_a_reason() -> None:
 
 CLASSES = [
     "SamplingParams",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
     "BeamSearchOutput",
@@ -150,6 +158,7 @@ def notes(section: str, prefix: str = "accepted at") -> dict[str, str]:
 def test_parameters_that_are_accepted_at_values() -> None:
     assert notes("SamplingParams") == refused(VLLM_PARAMETERS)
     known = {*SamplingParams.__dataclass_fields__, *VLLM_PARAMETERS}
+    assert notes("PoolingParams") == refused(VLLM_POOLING_PARAMETERS)
     others = names("SamplingParams", are_there=False) - known
     for name in others:
         with pytest.raises(actorllm.ActorLLMError, match="has no parameter"):

@@ -16,6 +16,8 @@ from pathlib import Path
 
 CLASSES: dict[str, list[tuple[str, str]]] = {
     "SamplingParams": [("sampling_params.py", "SamplingParams")],
+    "PoolingParams": [("pooling_params.py", "PoolingParams")],
+    "PoolingRequestOutput": [("outputs.py", "PoolingRequestOutput")],
     "BeamSearchParams": [("sampling_params.py", "BeamSearchParams")],
     "RepetitionDetectionParams": [("sampling_params.py", "RepetitionDetectionParams")],
     "BeamSearchSequence": [("entrypoints/generate/beam_search/utils.py", "BeamSearchSequence")],

@@ -430,7 +430,7 @@ class FrontendActor(Actor):
         logprobs = self._logprobs_by_row(outputs) if outputs.logprob_spans.size else None
         if self._interrupted:
             self._recover(rids)
-        if self._num_losses and tokens:
+        if self._num_losses and (tokens or vectors):
             self._num_losses = 0
         if outputs.cached.size:
             for rid, num_tokens in outputs.cached.reshape(-1, 2).tolist():
@@ -538,7 +538,8 @@ class FrontendActor(Actor):
         rows = outputs.vector_rows.tolist()
         if not rows:
             return {}
-        return dict(zip(rows, outputs.vectors.reshape(len(rows), -1), strict=True))
+        of_rows = outputs.vectors.reshape(len(rows), -1)
+        return {row: vector.copy() for row, vector in zip(rows, of_rows, strict=True)}  # none keeps the others alive
 
     def _wake(self, consumers: list[Consumer]) -> None:
         by_host: dict[HostLoop, list[Consumer]] = {}

@@ -504,7 +504,7 @@ class SchedulerActor(Actor):
         self._send(*self._render(events))  # while the next step runs; ends at stop strings before it is planned
         if self._trial:
             self._trial.on_step(sequence.key for sequence in events.sequences)
-        if self._is_unproven and events.tokens.size:
+        if self._is_unproven and (events.tokens.size or events.vectors):
             self._is_unproven = False
             self._num_losses_in_a_row = 0
             self.report_progress()

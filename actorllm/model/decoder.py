@@ -53,6 +53,8 @@ class DecoderConfig:
     has_qk_norm: bool = False
     windows: tuple[int | None, ...] = ()
     """Sliding window of every layer; a token sees itself and the window - 1 tokens before it. None: all."""
+    has_head: bool = True
+    """False: only its final hidden states are wanted."""
 
     @classmethod
     def from_hugging_face(cls, hf: Mapping[str, Any], **differences: Any) -> DecoderConfig:
@@ -246,15 +248,18 @@ class Decoder:
         self.embedding = weights.take("model.embed_tokens.weight", vocab, hidden, rows=self._vocab_part)
         self.layers = [DecoderLayer(config, weights, i, self.ranks, self.share) for i in range(config.num_layers)]
         self.norm = RMSNorm(weights.take("model.norm.weight", hidden), config.rms_norm_eps)
-        head = self.embedding
-        if not config.ties_embeddings:
-            head = weights.take("lm_head.weight", vocab, hidden, rows=self._vocab_part)
-        self.lm_head = Linear(head)
+        self.lm_head: Linear | None = None
+        if config.has_head:
+            head = self.embedding
+            if not config.ties_embeddings:
+                head = weights.take("lm_head.weight", vocab, hidden, rows=self._vocab_part)
+            self.lm_head = Linear(head)
         weights.close(is_ignorable=lambda name: self._is_redundant(name))
 
     def _is_redundant(self, name: str) -> bool:
-        """Tensors that checkpoints carry although the config determines them."""
-        return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.ties_embeddings)
+        """Tensors that checkpoints carry although the config determines them, or nobody needs them."""
+        needs_no_head = self.config.ties_embeddings or not self.config.has_head
+        return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and needs_no_head)
 
     @property
     def num_kv_heads(self) -> int:
@@ -265,7 +270,7 @@ class Decoder:
     def num_bytes(self) -> int:
         """Bytes of weights that one decode step reads."""
         linears = [linear for y in self.layers for linear in (y.qkv, y.output, y.gate_up, y.down)]
-        return sum(linear.num_bytes for linear in [*linears, self.lm_head])
+        return sum(linear.num_bytes for linear in [*linears, *([self.lm_head] if self.lm_head is not None else [])])
 
     def forward(self, inputs: StepInputs, cache: KVCache) -> torch.Tensor:
         """The hidden states before the final norm, [num_tokens, hidden_size]; keys and values go to the cache."""
@@ -298,5 +303,6 @@ class Decoder:
 
     def narrow_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The same in the type of the model; with several ranks widened, for the way between them."""
+        assert self.lm_head is not None
         logits = self.lm_head(hidden)
         return logits if self.ranks.size == 1 else self.ranks.gather_columns(logits.float(), self.config.vocab_size)

@@ -94,7 +94,8 @@ class Columns:
     top_k: I32
     seeds: NDArray[np.uint64]
     sample_index: I32
-    is_pooling: NDArray[np.bool_]
+    pooling: NDArray[np.uint8]
+    """How its vector is made (`messages.POOLING_CODES`); 0: it samples."""
 
 
 _COLUMN_TYPES: dict[str, Any] = {
@@ -110,7 +111,7 @@ _COLUMN_TYPES: dict[str, Any] = {
     "top_k": np.int32,
     "seeds": np.uint64,
     "sample_index": np.int32,
-    "is_pooling": np.bool_,
+    "pooling": np.uint8,
 }
 
 
@@ -344,7 +345,7 @@ class PersistentBatch:
         columns.top_k[slots] = new["top_k"]
         columns.seeds[slots] = new["seed"]
         columns.sample_index[slots] = new["sample_index"]
-        columns.is_pooling[slots] = new["is_pooling"].astype(np.bool_)
+        columns.pooling[slots] = new["pooling"]
         self.num_slot_blocks[:, slots] = counts.T
         token_ends = np.cumsum(num_tokens)
         stop_ends = np.cumsum(new["num_stop_ids"])

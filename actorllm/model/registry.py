@@ -8,6 +8,7 @@ vLLM. transformers is imported only where it is needed. A new family is one entr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -36,6 +37,9 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], DecoderConfig]] = {
     "Qwen3ForCausalLM": qwen3_config,
 }
 
+FAMILY_OF = {f"{name.removesuffix('ForCausalLM')}Model": name for name in FAMILIES}
+"""Of models that were saved without a head."""
+
 
 class CausalLM(Protocol):
     """A loaded model, as the runner sees it. The hidden states between the calls are the model's own."""
@@ -63,6 +67,7 @@ class CausalLM(Protocol):
 
 def decoder_config(architecture: str, hf: Mapping[str, Any]) -> DecoderConfig:
     """The fused decoder that a config.json describes. Raises UnsupportedModelError naming what is missing."""
+    architecture = FAMILY_OF.get(architecture, architecture)
     if architecture not in FAMILIES:
         raise UnsupportedModelError(
             f"architecture {architecture!r} has no fused forward; those that have one are {', '.join(FAMILIES)}"
@@ -75,11 +80,12 @@ def model_plan(model: ModelConfig, hf: dict[str, Any]) -> DecoderConfig | Transf
     reason: UnsupportedModelError | None = None
     if model.impl != "transformers":
         try:
-            return decoder_config(model.architecture, hf)
+            plan = decoder_config(model.architecture, hf)
+            return plan if model.pooler is None else replace(plan, has_head=False)
         except UnsupportedModelError as error:
             if model.impl == "vllm":
                 raise
-            if model.architecture in FAMILIES:
+            if model.architecture in FAMILIES or model.architecture in FAMILY_OF:
                 reason = error
     from actorllm.model import transformers_backend
 

@@ -25,12 +25,13 @@ from actorllm import clock
 from actorllm.config import EngineConfig, read_model_folder
 from actorllm.errors import EngineError
 from actorllm.logprobs import LogprobSpan, columns_of
-from actorllm.messages import I32, NO_I32, LateInputs, NewRow, StepPlan, StepResult, pack_rows
+from actorllm.messages import I32, NO_I32, POOLING_CODES, LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from actorllm.model import logprobs, memory, threads
 from actorllm.model.attention import KVCache
 from actorllm.model.inputs import PersistentBatch, StepInputs
 from actorllm.model.logits import apply_masks
 from actorllm.model.parallel import Ranks
+from actorllm.model.pooled_states import PooledStates
 from actorllm.model.registry import CausalLM, load_model, model_plan
 from actorllm.model.sampler import Sampler, SamplingColumns
 from actorllm.model.threads import Team
@@ -147,6 +148,7 @@ class ModelRunner:
         self._written: NDArray[Any] = NO_I32
         """Where in the cache the last step wrote, until it is known to have worked."""
         self._profile: torch.profiler.profile | None = None
+        self._pooled = PooledStates()
         self._no_hidden = torch.empty(0, self.model_config.hidden_size, dtype=self.dtype)
 
     # Before the first step --------------------------------------------------------------------------------------------
@@ -207,6 +209,7 @@ class ModelRunner:
         self.cache = KVCache(c.num_layers, self.decoder.num_kv_heads, c.head_dim, num_blocks, size, self.dtype)
         self.batch = self._empty_batch()
         self._rows = None
+        self._pooled.clear()
         self._is_half_done = False
 
     def _empty_batch(self) -> PersistentBatch:
@@ -236,19 +239,21 @@ class ModelRunner:
         self.batch.rows_version = old.rows_version + 1
         self.batch.decode_version = old.decode_version + 1
         self._rows = None
+        self._pooled.clear()
 
     def _profile_working_bytes(self) -> int:
         """Peak memory of the largest prefill and of a decode step, beside weights and cache."""
         config, size = self.config, self.config.cache.block_size
         tokens, seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
-        longest = max(1, config.model.max_model_len - 1)  # one token is left to be decoded
+        longest = max(1, config.model.max_model_len - (config.model.pooler is None))  # one token is left to be decoded
         counts = np.minimum(longest, np.arange(tokens, 0, -longest, dtype=np.int32))[:seqs]
-        per_seq = -(-(counts + 1) // size)
+        per_seq = -(-(counts + (config.model.pooler is None)) // size)
         self.allocate(int(per_seq.sum()))
         slots = np.arange(len(counts), dtype=np.int32)
+        pooling = 0 if config.model.pooler is None else POOLING_CODES["mean"]  # which takes the most room
         prefill = StepPlan(
             step=0,
-            new_rows=pack_rows(NewRow(slot, count) for slot, count in enumerate(counts.tolist())),
+            new_rows=pack_rows(NewRow(slot, count, pooling=pooling) for slot, count in enumerate(counts.tolist())),
             new_tokens=np.zeros(int(counts.sum()), np.int32),
             new_num_blocks=per_seq,
             new_blocks=np.arange(per_seq.sum(), dtype=np.int32),
@@ -258,7 +263,8 @@ class ModelRunner:
         before = memory.resident_bytes()
         memory.reset_peak()
         self.step(prefill)
-        self.step(StepPlan(step=1, decode_slots=slots))
+        if config.model.pooler is None:
+            self.step(StepPlan(step=1, decode_slots=slots))
         peak = max(0, memory.peak_bytes() - before)
         logits = min(seqs * self.model_config.vocab_size * 4, MAX_LOGITS_BYTES)
         context = config.model.max_model_len * self.block_bytes // (size * self.model_config.num_layers)
@@ -302,6 +308,8 @@ class ModelRunner:
         self._is_half_done = True
         self._written = NO_I32
         self.batch.apply(plan)
+        if plan.freed.size:
+            self._pooled.drop(plan.freed)
         if plan.copy_sources.size:  # first: a block may be zeroed because its owner failed, and its fork did not
             self.cache.copy(plan.copy_sources, plan.copy_targets)
         if plan.zero_blocks.size:
@@ -320,6 +328,9 @@ class ModelRunner:
             states = self.decoder.forward(inputs, self.cache)
             if inputs.prefill_slots:
                 bad_prompts = self._clear_bad_prompts(states, inputs)
+                pooling = self.batch.columns.pooling[inputs.prefill_slots]
+                if pooling.any():
+                    self._pooled.observe(inputs, pooling, lambda where: self.decoder.select(states, where))
             if len(inputs.result_slots):
                 hidden = self.decoder.select(states, inputs.result_tokens)
             if len(sampling.chunks) == 1:
@@ -515,14 +526,16 @@ class ModelRunner:
         nonfinite: dict[int, int],
         spans: list[LogprobSpan],
     ) -> StepResult:
-        """The result of a step in which some rows are pooled: no token, and the final hidden state of the last one."""
+        """The result of a step in which some rows are pooled: no token, and a vector made of their final states."""
         rows = handle.sampling.rows
         assert rows is not None
         counts = np.zeros(len(handle.inputs.result_slots), np.int32)
         counts[rows] = 1
         pooled = np.flatnonzero(counts == 0)
-        vectors = handle.hidden.index_select(0, torch.from_numpy(pooled)).float().numpy()  # [num_pooled, hidden_size]
-        is_bad = ~np.isfinite(vectors).all(1) | np.isin(handle.inputs.result_slots[pooled], list(self.batch.bad_slots))
+        slots, columns = handle.inputs.result_slots[pooled], self.batch.columns
+        last = handle.hidden.index_select(0, torch.from_numpy(pooled)).float()  # [num_pooled, hidden_size]
+        vectors = self._pooled.take(slots, columns.pooling[slots], columns.num_known[slots], last)
+        is_bad = ~np.isfinite(vectors).all(1) | np.isin(slots, list(self.batch.bad_slots))
         void = np.sort(np.concatenate((rows[is_void], pooled[is_bad])))
         num_bad = {int(rows[sample]): count for sample, count in nonfinite.items()}
         num_bad |= dict.fromkeys(pooled[is_bad].tolist(), 1)
@@ -550,8 +563,8 @@ class ModelRunner:
             states = np.arange(len(slots))
             sources = [np.flatnonzero(slots == source)[0] for _, source in inputs.forks]
             states[-len(sources) :] = sources
-        if columns.is_pooling[slots].any():
-            rows = np.flatnonzero(~columns.is_pooling[slots])
+        if columns.pooling[slots].any():
+            rows = np.flatnonzero(columns.pooling[slots] == 0)
             slots = slots[rows]
             states = None if states is None else states[rows]
         most = max(1, MAX_LOGITS_BYTES // (4 * self.model_config.vocab_size))

@@ -28,6 +28,9 @@ from actorllm.errors import CorruptModelError, ModelNotFoundError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+PREFIX = "model."
+"""What the names of all tensors begin with but those of the head."""
+
 PROGRESS_DELAY_S = 1.0
 """The progress bar appears when loading takes longer than this."""
 
@@ -67,6 +70,8 @@ class CheckpointWeights(Weights):
         self.folder = folder
         self._file_of = tensor_files(folder)
         self._left = set(self._file_of)
+        self._has_no_prefix = not any(name.startswith(PREFIX) for name in self._file_of)
+        """It was saved without a head, and so without the name of what a head is put on."""
         self._open: dict[str, Any] = {}
         self._progress = tqdm(
             total=len(self._left),
@@ -78,6 +83,8 @@ class CheckpointWeights(Weights):
         )
 
     def take(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
+        if name not in self._file_of and self._has_no_prefix:
+            name = name.removeprefix(PREFIX)
         if name not in self._file_of:
             raise CorruptModelError(f"{self.folder} has no tensor {name!r}, which this architecture needs")
         file = self._file_of[name]

@@ -12,7 +12,7 @@ import numpy as np
 
 from actorllm.embeds import EMBEDDED, wrong_rows
 from actorllm.kvcache.prefix_index import HASH_BYTES
-from actorllm.messages import Submit
+from actorllm.messages import POOLING_CODES, Submit
 from actorllm.rules import SamplingRules
 from actorllm.scheduling.policy import Limits
 from actorllm.scheduling.repetition import RepetitionWatch
@@ -31,8 +31,11 @@ class Intake:
         eos_ids: frozenset[int],
         silent_ids: frozenset[int],
         embedding_bytes: int,
+        pools_only: bool = False,
     ) -> None:
+        """pools_only: no request samples, so that a step never holds a decode row."""
         self._limits = limits
+        self._pools_only = pools_only
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
@@ -64,6 +67,8 @@ class Intake:
         submit, size = sequence.submit, sequence.known.size
         if not submit.prompt.size:
             return "the prompt is empty"
+        if submit.pooling not in POOLING_CODES:
+            return f"there is no pooling {submit.pooling!r:.40}"
         if size + (submit.pooling is None) > self._limits.max_model_len:
             return f"{size} tokens leave no room for output: max_model_len is {self._limits.max_model_len}"
         if size >= sequence.limit and submit.pooling is None:
@@ -80,7 +85,9 @@ class Intake:
             return (
                 f"{submit.block_hashes.size} bytes of block hashes are not {HASH_BYTES} for each of {num_full} blocks"
             )
-        always_free = self._limits.max_tokens - self._limits.max_seqs + 1
+        always_free = self._limits.max_tokens
+        if not self._pools_only:
+            always_free -= self._limits.max_seqs - 1
         if sequence.is_whole and size > always_free:
             return f"the prompt must not be chunked, and a step has room for {always_free} of its {size} tokens at any time"
         return None

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from actorllm.messages import I32, NewRow, StepPlan, pack_rows
+from actorllm.messages import I32, POOLING_CODES, NewRow, StepPlan, pack_rows
 from actorllm.rules import encode_rules
 from actorllm.scheduling.batch import Rows
 from actorllm.scheduling.sequence import Sequence
@@ -133,7 +133,7 @@ def _new_columns(
                 submit.min_tokens,
                 len(ids),
                 submit.adapter_id,
-                submit.pooling is not None,
+                POOLING_CODES[submit.pooling],
                 sources.get(sequence, -1) if sources else -1,
             )
         )

@@ -205,6 +205,8 @@ class Results:
                 ends.append(self._end_corrupted(sequence, bad[row]))
                 continue
             if row in vectors:
+                if sequence.first_token is None:
+                    sequence.first_token = self._view.now  # all that it gives
                 pooled.append((sequence, vectors[row]))
                 ends.append(self._roster.end(sequence, "stop"))
                 continue

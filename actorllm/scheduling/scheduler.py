@@ -84,11 +84,13 @@ class Scheduler:
         embedding_bytes: int = 0,
         max_waiting_requests: int | None = None,
         max_waiting_tokens: int | None = None,
+        pools_only: bool = False,
         is_simulated: bool = False,
     ) -> None:
         """eos_token_ids: what ends a text; all but the primary one, the tokenizer's own, are told as the stop_reason.
-        embedding_bytes: of each position of a prompt that is given as an embedding; 0: none is. is_simulated: nobody
-        looks at the contents of plans, nor for the ids of sampled tokens, and neither is made; not with prefix caching."""
+        embedding_bytes: of each position of a prompt that is given as an embedding; 0: none is. pools_only: no request
+        samples. is_simulated: nobody looks at the contents of plans, nor for the ids of sampled tokens, and neither is
+        made; not with prefix caching."""
         # Room kept per row, beyond the token that a step samples: for what every step in flight may return beyond one.
         spare = num_lookahead_tokens * depth
         if num_blocks * block_size < max_model_len + spare:
@@ -134,6 +136,7 @@ class Scheduler:
             eos_ids=eos_ids,
             silent_ids=frozenset() if primary_eos_token_id is None else frozenset((primary_eos_token_id,)),
             embedding_bytes=embedding_bytes,
+            pools_only=pools_only,
         )
         self._roster = Roster(
             self,

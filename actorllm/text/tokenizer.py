@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import orjson
@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 from actorllm.errors import CorruptModelError, InvalidPromptError, ModelNotFoundError, UnsupportedModelError
 
 I32: TypeAlias = NDArray[np.int32]
+Side: TypeAlias = Literal["left", "right"]
+"""Which end of a text is left out where it is too long."""
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 EXTRA_SPECIAL_NAMES = ("additional_special_tokens", "extra_special_tokens")
@@ -87,6 +89,24 @@ class Tokenizer:
         except TypeError as error:
             raise InvalidPromptError("the prompt holds characters that are not valid Unicode") from error
         return np.array(encoding.ids, np.int32)
+
+    @property
+    def truncation_side(self) -> Side:
+        """Where the author of the tokenizer leaves something out."""
+        return "left" if self.config.get("truncation_side") == "left" else "right"
+
+    def encode_within(self, text: str, add_special_tokens: bool, most: int | None, side: Side | None) -> I32:
+        """As `encode`, with at most so many tokens (None: all): special tokens around a text stay, and of the text what is
+        nearest to its other end. side: which end that is not; None: `truncation_side`."""
+        ids = self.encode(text, add_special_tokens)
+        if most is None or ids.size <= most:
+            return ids
+        num_special = self.backend.num_special_tokens_to_add(False) if add_special_tokens else 0
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        encoding.truncate(max(0, most - num_special), direction=side or self.truncation_side)
+        if num_special:
+            encoding = self.backend.post_process(encoding, None, True)
+        return np.array(encoding.ids[:most], np.int32)
 
     def decode(self, ids: Sequence[int] | I32, skip_special_tokens: bool = False) -> str:
         """The text of token ids. Bytes that are no UTF-8 become U+FFFD; ids outside the vocabulary are left out."""

@@ -150,18 +150,18 @@ def test_rows_with_nonfinite_logits_are_reported_and_harm_no_one(driver: Driver)
     assert driver.step({1: 10}).nonfinite_rows.size == 0
 
 
-@pytest.mark.parametrize("is_pooling", [0, 1])
-def test_a_prompt_without_finite_states_leaves_nothing_behind(driver: Driver, is_pooling: int) -> None:
+@pytest.mark.parametrize("pooling", [0, 1])
+def test_a_prompt_without_finite_states_leaves_nothing_behind(driver: Driver, pooling: int) -> None:
     """Also when nobody ever sees its logits, since it is aborted between two chunks."""
     with torch.inference_mode():
         driver.runner.decoder.embedding[96] = float("nan")
     pool = driver.runner.cache.pool
     driver.add(0, PROMPT)
-    driver.add(1, [*PROMPT[:5], 96, *PROMPT[5:]], is_pooling=is_pooling)
+    driver.add(1, [*PROMPT[:5], 96, *PROMPT[5:]], pooling=pooling)
     driver.step({0: 10, 1: 7}, decode=[])
     assert torch.isfinite(pool).all()
     driver.remove(1)
-    driver.add(1, [*PROMPT[:5], 96, *PROMPT[5:]], is_pooling=is_pooling)
+    driver.add(1, [*PROMPT[:5], 96, *PROMPT[5:]], pooling=pooling)
     driver.step({1: 7}, decode=[0])
     result = driver.step({1: 4}, decode=[0])
     assert result.nonfinite_rows.tolist() == [1], "although its last chunk alone is finite"
@@ -244,7 +244,7 @@ def test_a_fork_of_another_prompt_is_refused(driver: Driver, tokens: list[int], 
 
 def test_pooled_rows_return_vectors_and_no_token(driver: Driver) -> None:
     driver.add(0, PROMPT)
-    driver.add(1, PROMPT[:4], is_pooling=1)
+    driver.add(1, PROMPT[:4], pooling=1)
     driver.add(2, PROMPT[:6])
     result = driver.step({0: 10, 1: 4, 2: 6})
     assert result.counts.tolist() == [1, 0, 1]
@@ -263,7 +263,7 @@ def test_pooled_rows_return_vectors_and_no_token(driver: Driver) -> None:
 
 
 def test_a_step_of_pooled_rows_only(driver: Driver) -> None:
-    driver.add(1, PROMPT[:4], is_pooling=1)
+    driver.add(1, PROMPT[:4], pooling=1)
     result = driver.step({1: 4})
     assert result.counts.tolist() == [0]
     assert result.tokens.size == 0
@@ -332,12 +332,12 @@ def test_sampled_rows_follow_seed_and_token_index(driver: Driver) -> None:
 
 def test_logits_are_made_in_chunks(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     for slot in range(7):
-        driver.add(slot, PROMPT[slot:] + PROMPT[:slot], temperature=1.0, seed=slot, is_pooling=slot == 3)
+        driver.add(slot, PROMPT[slot:] + PROMPT[:slot], temperature=1.0, seed=slot, pooling=int(slot == 3))
     whole = driver.step(dict.fromkeys(range(7), 10)).tokens
     driver.remove(*range(7))
     monkeypatch.setattr(runner, "MAX_LOGITS_BYTES", 97 * 4 * 2)
     for slot in range(7):
-        driver.add(slot, PROMPT[slot:] + PROMPT[:slot], temperature=1.0, seed=slot, is_pooling=slot == 3)
+        driver.add(slot, PROMPT[slot:] + PROMPT[:slot], temperature=1.0, seed=slot, pooling=int(slot == 3))
     handle = driver.runner.execute(driver.plan(dict.fromkeys(range(7), 10), []))
     assert handle.logits is None
     assert [chunk[:2] for chunk in handle.sampling.chunks] == [(0, 2), (2, 4), (4, 6)]

@@ -55,7 +55,7 @@ class Row:
     blocks: list[int]
     seed: int
     adapter_id: int
-    is_pooling: bool
+    pooling: bool
     sample_index: int = 0
     num_known_at_start: int = 0
 
@@ -102,7 +102,7 @@ class ScriptedWorker:
             assert 0 < count <= len(row.tokens) - row.computed, f"slot {slot}: {count} tokens beyond the known ones"
             self._compute(row, count, [self.rows[fork] for fork, source in forks if source == slot])
             if row.computed == len(row.tokens):
-                if row.is_pooling:
+                if row.pooling:
                     vector_rows.append(len(counts))
                     vectors += [float(row.tokens[0]), float(len(row.tokens))]
                     counts.append(0)
@@ -152,7 +152,7 @@ class ScriptedWorker:
                 blocks=plan.new_blocks[block_at : block_at + b].tolist(),
                 seed=int(new["seed"]),
                 adapter_id=int(new["adapter_id"]),
-                is_pooling=bool(new["is_pooling"]),
+                pooling=bool(new["pooling"]),
                 sample_index=int(new["sample_index"]),
                 num_known_at_start=n,
             )
