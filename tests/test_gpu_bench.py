@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -80,6 +81,6 @@ def test_the_time_between_steps_is_that_without_a_kernel(monkeypatch: pytest.Mon
         for at in (0, 100, 210)
     ]
     other = {"cat": "cpu_op", "name": "step_prep_kernel", "ts": 50, "dur": 5}
-    found = between_steps([other, *sum(steps, [])])
+    found = between_steps([other, *itertools.chain.from_iterable(steps)])
     assert found == {"steps": 2, "step, us": 105, "idle between steps, us": 15, "share": 30 / 210}
     assert between_steps([other])["share"] is None
