@@ -17,6 +17,7 @@ from typing import Any, Literal
 import orjson
 
 from actorllm import shapes
+from actorllm.device import DeviceName, choose
 from actorllm.errors import (
     ConfigError,
     CorruptModelError,
@@ -129,7 +130,7 @@ class EngineConfig:
     scheduler: SchedulerConfig
     topology: Topology
     world_size: int
-    device: Literal["cpu"]
+    device: DeviceName
     num_threads: int | None
     """Threads of the worker's matrix products; None: chosen from the cores of the machine."""
     name: str | None
@@ -156,6 +157,8 @@ class EngineConfig:
     """So is a process that is stopped, or whose loop does not turn outside of a step, for so long."""
     restart_timeout_s: float | None = None
     """So is one that was started again and is not ready by then. None: ten times the first start, at least 5 minutes."""
+    enforce_eager: bool = False
+    """On CUDA: launch every kernel of a decode step by itself, and record no graphs. The CPU has none."""
 
     def resolved(self, num_blocks: int) -> EngineConfig:
         """The same engine with the number of KV blocks that every rank can hold.
@@ -205,7 +208,8 @@ class EngineConfig:
         max_model_len = _max_model_len(
             path, given["max_model_len"], text, None if pooler is None else pooler.max_length
         )
-        block_size = _positive("block_size", given["block_size"] if given["block_size"] is not None else 32)
+        device = choose(given["device"])
+        block_size = _block_size(given["block_size"], device)
         max_num_seqs = _positive("max_num_seqs", given["max_num_seqs"])
         max_num_batched_tokens = _positive("max_num_batched_tokens", given["max_num_batched_tokens"])
         if max_num_batched_tokens < max_num_seqs:
@@ -225,7 +229,7 @@ class EngineConfig:
                 path=str(path),
                 tokenizer=None if tokenizer is None or given["skip_tokenizer_init"] else str(tokenizer),
                 architecture=_architecture(path, hf),
-                dtype=_dtype(given["dtype"], hf),
+                dtype=_dtype(given["dtype"], hf, device),
                 max_model_len=max_model_len,
                 vocab_size=_config_int(path, text, "vocab_size"),
                 eos_token_ids=_eos_token_ids(text, generation),
@@ -242,7 +246,7 @@ class EngineConfig:
             cache=CacheConfig(
                 block_size=block_size,
                 num_blocks=None,
-                kv_cache_memory_bytes=_kv_cache_memory(given["kv_cache_memory_bytes"]),
+                kv_cache_memory_bytes=_kv_cache_memory(given["kv_cache_memory_bytes"], device),
                 memory_utilization=_fraction("gpu_memory_utilization", given["gpu_memory_utilization"]),
                 enable_prefix_caching=given["enable_prefix_caching"] is not False  # None, too, as in vLLM
                 and (pooler is None or not pooler.is_encoder),
@@ -264,8 +268,8 @@ class EngineConfig:
                 step_model=_step_model(given["step_model"]),
             ),
             topology=_choice("topology", given["topology"], ("process", "inline")),
-            world_size=_world_size(given["tensor_parallel_size"], text),
-            device="cpu",
+            world_size=_world_size(given["tensor_parallel_size"], text, device),
+            device=device,
             num_threads=_optional_positive("num_threads", given["num_threads"]),
             name=given["name"],
             record=None if given["record"] is None else os.fspath(given["record"]),
@@ -277,6 +281,7 @@ class EngineConfig:
             step_timeout_s=None if given["step_timeout_s"] is None else _seconds("step_timeout_s", given, 0.05),
             heartbeat_timeout_s=_seconds("heartbeat_timeout_s", given, MIN_HEARTBEAT_TIMEOUT_S),
             restart_timeout_s=None if given["restart_timeout_s"] is None else _seconds("restart_timeout_s", given, 1.0),
+            enforce_eager=given["enforce_eager"],
         )
 
 
@@ -599,8 +604,6 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"tensor_parallel_size={given['tensor_parallel_size']} needs a process per rank; use topology='process'"
         )
-    if given["device"] not in ("auto", "cpu"):
-        raise ConfigError(f"device={given['device']!r} is not supported yet; use device='cpu'")
     if given["async_scheduling"] not in (None, True, False):
         raise ConfigError(f"async_scheduling={given['async_scheduling']!r} must be True, False or None")
     for name in (
@@ -720,7 +723,9 @@ def parallel_sizes(num_heads: int, num_kv_heads: int) -> list[int]:
     return [n for n in range(1, num_heads + 1) if not num_heads % n and (not num_kv_heads % n or not n % num_kv_heads)]
 
 
-def _world_size(size: int, hf: dict[str, Any]) -> int:
+def _world_size(size: int, hf: dict[str, Any], device: DeviceName) -> int:
+    if size > 1 and device == "cuda":
+        raise ConfigError(f"tensor_parallel_size={size} is not supported on CUDA yet; use 1, or device='cpu'")
     heads, kv_heads = hf.get("num_attention_heads"), hf.get("num_key_value_heads") or hf.get("num_attention_heads")
     if isinstance(heads, int) and isinstance(kv_heads, int) and size not in (sizes := parallel_sizes(heads, kv_heads)):
         raise ConfigError(
@@ -775,8 +780,19 @@ def _max_model_len(path: Path, given: Any, hf: dict[str, Any], advised: int | No
     return length
 
 
-def _dtype(given: Any, hf: dict[str, Any]) -> Literal["float32", "bfloat16"]:
+def _block_size(given: Any, device: DeviceName) -> int:
+    size = _positive("block_size", given if given is not None else 64 if device == "cuda" else 32)
+    if device == "cuda" and size % 64:
+        raise ConfigError(f"block_size={size}: on CUDA it must be a multiple of 64, which is the default there")
+    return size
+
+
+def _dtype(given: Any, hf: dict[str, Any], device: DeviceName) -> Literal["float32", "bfloat16"]:
     name = str(given).removeprefix("torch.")
+    if device == "cuda":  # as vLLM, which takes 16 bits for weights of 32
+        if name in ("auto", "bfloat16"):
+            return "bfloat16"
+        raise ConfigError(f"dtype={given!r} is not supported on CUDA; use 'auto' or 'bfloat16', or device='cpu'")
     if name == "auto":
         stored = hf.get("dtype") or hf.get("torch_dtype") or "float32"
         return "float32" if stored == "float32" else "bfloat16"
@@ -822,8 +838,10 @@ def _optional_positive(name: str, value: Any) -> int | None:
     return None if value is None else _positive(name, value)
 
 
-def _kv_cache_memory(value: Any) -> int | None:
+def _kv_cache_memory(value: Any, device: DeviceName) -> int | None:
     size = _optional_positive("kv_cache_memory_bytes", value)
+    if device == "cuda":
+        return size  # the worker knows the memory of the GPU
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size is not None and size > memory:
         raise ConfigError(f"kv_cache_memory_bytes={size} is more than the machine's memory of {memory} bytes")

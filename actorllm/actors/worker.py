@@ -63,7 +63,12 @@ class WorkerActor(Actor):
     def _load(self, config: EngineConfig) -> ModelRunner:
         from actorllm.model.runner import ModelRunner  # imports torch: only where a worker runs
 
-        runner = ModelRunner(config, self.rank)
+        kind = ModelRunner
+        if config.device == "cuda":
+            from actorllm.model.cuda.runner import CudaRunner  # and Triton
+
+            kind = CudaRunner
+        runner = kind(config, self.rank)
         runner.load()
         return runner
 

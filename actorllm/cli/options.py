@@ -53,12 +53,15 @@ class EngineOptions:
     block_size: int | None = None
     enable_prefix_caching: bool | None = None
     kv_cache_memory_bytes: int | None = None
+    device: str | None = None
+    """cuda, cpu, or auto: cuda where there is one."""
     gpu_memory_utilization: float | None = None
     """Of the machine's memory, on a CPU."""
     tensor_parallel_size: int | None = None
     max_logprobs: int | None = None
     generation_config: str | None = None
     enforce_eager: bool | None = None
+    """On CUDA: no graphs."""
     trust_remote_code: bool | None = None
     topology: str = "process"
     num_threads: int | None = None

@@ -42,7 +42,6 @@ class ServedEngineOptions(SeededEngineOptions):
     swap_space: float | None = None
     quantization: str | None = None
     kv_cache_dtype: str | None = None
-    device: str | None = None
     pipeline_parallel_size: int | None = None
     data_parallel_size: int | None = None
 

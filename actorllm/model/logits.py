@@ -80,6 +80,13 @@ class AllowedIds:
             return cls(ids, True, len(ids))
         return cls(np.flatnonzero(~mask), False, len(ids))
 
+    def bits(self, vocab_size: int) -> U32:
+        """The same as a bit mask: bit i % 32 of word i // 32 is set where id i is allowed."""
+        mask = np.full(-(-vocab_size // 32) * 32, not self.is_allowed)
+        mask[self.ids] = self.is_allowed
+        words: U32 = np.packbits(mask, bitorder="little").view(np.uint32)
+        return words
+
     def apply(self, row: F32) -> None:
         if self.is_allowed:
             kept = row[self.ids]
@@ -87,6 +94,19 @@ class AllowedIds:
             row[self.ids] = kept
         else:
             row[self.ids] = -np.inf
+
+
+@dataclass(frozen=True, slots=True)
+class EditList:
+    """What `LogitRules.apply` would do to single logits, for a device to do it. One entry per row and id that changes."""
+
+    row: I32
+    id: I32
+    bias: F32
+    """-inf takes the id out."""
+    count: I32
+    """How often the id is in the output; -1: it is not penalized, 0: it is in the prompt only."""
+    penalties: F32  # [3, num_rows] presence, frequency, repetition
 
 
 class Phrases:
@@ -319,6 +339,52 @@ class LogitRules:
             self._apply_penalties(logits, row_of)
         return exhausted
 
+    def edits(self, slots: I32, num_outputs: I32) -> EditList:
+        """The same as `apply`, but for allowed ids (`masks`), as a list."""
+        row_of = np.full(int(max(slots.max(initial=0), max(self._slots, default=0))) + 1, -1, np.intp)
+        row_of[slots] = np.arange(slots.size)
+        penalties = np.zeros((3, slots.size), np.float32)
+        penalties[2] = 1
+        parts: list[tuple[NDArray[np.intp], I64, F32, I32]] = []
+
+        def add(of: I32, ids: I64, bias: F32, count: I32) -> None:
+            rows = row_of[of]
+            is_here = rows >= 0
+            parts.append((rows[is_here], ids[is_here], bias[is_here], count[is_here]))
+
+        table = self._taken_out
+        if table.size:
+            rows = row_of[table["slot"]]
+            is_over = (rows >= 0) & (num_outputs[rows] >= table["until"])
+            if is_over.any():
+                table.keep(~is_over)
+            add(table["slot"], table["id"], *_constant(table.size, -np.inf, -1))
+        if self._phrases:
+            completing, ids = self._phrases.completed_by()
+            add(completing, ids, *_constant(ids.size, -np.inf, -1))
+        if self._biases.size:
+            _, no_count = _constant(self._biases.size, 0, -1)
+            add(self._biases["slot"], self._biases["id"], self._biases["value"], no_count)
+        if self._num_penalized:
+            no_bias, _ = _constant(self._seen.size, 0, -1)
+            add(self._seen["slot"], self._seen["id"], no_bias, self._seen["count"])
+            mine = np.flatnonzero(slots < self._is_penalized.size)
+            mine = mine[self._is_penalized[slots[mine]]]
+            penalties[:, mine] = self._penalties[:, slots[mine]]
+        rows, ids, bias, count = (np.concatenate(columns) for columns in zip(*parts, strict=True)) if parts else _NONE
+        keys, place = np.unique(rows * self.vocab_size + ids, return_inverse=True)
+        if keys.size < rows.size:  # an id of a row in several tables: a bias and a penalty are one entry
+            biases, counts = np.zeros(keys.size, np.float32), np.full(keys.size, -1, np.int32)
+            np.add.at(biases, place, bias)
+            np.maximum.at(counts, place, count)
+            rows, ids, bias, count = keys // self.vocab_size, keys % self.vocab_size, biases, counts
+        return EditList(rows.astype(np.int32), ids.astype(np.int32), bias, count, penalties)
+
+    def masks(self, slots: I32) -> dict[int, U32]:
+        """By row, the bit mask of those that may choose only some ids (`AllowedIds.bits`)."""
+        found = [(row, self._allowed.get(slot)) for row, slot in enumerate(slots.tolist())] if self._allowed else []
+        return {row: allowed.bits(self.vocab_size) for row, allowed in found if allowed is not None}
+
     def _take_out(self, logits: F32, row_of: NDArray[np.intp], num_outputs: I32, num_out: I64) -> None:
         table = self._taken_out
         if not table.size:
@@ -369,3 +435,10 @@ class LogitRules:
         for table in (self._biases, self._seen):
             pairs = list(zip(table["slot"].tolist(), table["id"].tolist(), strict=True))
             assert len(set(pairs)) == len(pairs), "an id of a slot is there twice"
+
+
+def _constant(size: int, bias: float, count: int) -> tuple[F32, I32]:
+    return np.full(size, bias, np.float32), np.full(size, count, np.int32)
+
+
+_NONE = (np.zeros(0, np.intp), np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.int32))

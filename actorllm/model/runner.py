@@ -241,14 +241,13 @@ class ModelRunner:
         self._rows = None
         self._pooled.clear()
 
-    def _profile_working_bytes(self) -> int:
-        """Peak memory of the largest prefill and of a decode step, beside weights and cache."""
+    def _largest_steps(self) -> tuple[int, list[StepPlan]]:
+        """A step that prefills as much as a step may, the decode step behind it if there is one, and how many blocks they need."""
         config, size = self.config, self.config.cache.block_size
         tokens, seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
         longest = max(1, config.model.max_model_len - (config.model.pooler is None))  # one token is left to be decoded
         counts = np.minimum(longest, np.arange(tokens, 0, -longest, dtype=np.int32))[:seqs]
         per_seq = -(-(counts + (config.model.pooler is None)) // size)
-        self.allocate(int(per_seq.sum()))
         slots = np.arange(len(counts), dtype=np.int32)
         pooling = 0 if config.model.pooler is None else POOLING_CODES["mean"]  # which takes the most room
         prefill = StepPlan(
@@ -260,14 +259,23 @@ class ModelRunner:
             prefill_slots=slots,
             prefill_counts=counts,
         )
+        plans = [prefill]
+        if config.model.pooler is None:
+            plans.append(StepPlan(step=1, decode_slots=slots))
+        return int(per_seq.sum()), plans
+
+    def _profile_working_bytes(self) -> int:
+        """Peak memory of the largest prefill and of a decode step, beside weights and cache."""
+        num_blocks, plans = self._largest_steps()
+        self.allocate(num_blocks)
+        size, seqs = self.config.cache.block_size, self.config.scheduler.max_num_seqs
         before = memory.resident_bytes()
         memory.reset_peak()
-        self.step(prefill)
-        if config.model.pooler is None:
-            self.step(StepPlan(step=1, decode_slots=slots))
+        for plan in plans:
+            self.step(plan)
         peak = max(0, memory.peak_bytes() - before)
         logits = min(seqs * self.model_config.vocab_size * 4, MAX_LOGITS_BYTES)
-        context = config.model.max_model_len * self.block_bytes // (size * self.model_config.num_layers)
+        context = self.config.model.max_model_len * self.block_bytes // (size * self.model_config.num_layers)
         del self.cache
         return peak + 3 * logits + context
 
@@ -343,8 +351,8 @@ class ModelRunner:
             plan.step, inputs, sampling, hidden, logits, plan.late_slots, started, prompt_logprobs, bad_prompts
         )
 
-    def _prompt_logprobs(self, inputs: StepInputs, states: torch.Tensor) -> list[LogprobSpan]:
-        """Those of this step's chunks of the prompts that want them. states: hidden states of all tokens."""
+    def _prompt_parts(self, inputs: StepInputs) -> dict[int, list[PromptPart]]:
+        """Of this step's chunks, what wants log-probabilities, by how many of the most likely tokens."""
         parts: dict[int, list[PromptPart]] = {}
         for row, slot in enumerate(inputs.prefill_slots):
             wanted = self.batch.prompt_logprobs.get(slot)
@@ -360,8 +368,12 @@ class ModelRunner:
             wanted.first = max(first, last)
             if wanted.first >= wanted.num_prompt:
                 del self.batch.prompt_logprobs[slot]
+        return parts
+
+    def _prompt_logprobs(self, inputs: StepInputs, states: torch.Tensor) -> list[LogprobSpan]:
+        """Those of this step's chunks of the prompts that want them. states: hidden states of all tokens."""
         spans: list[LogprobSpan] = []
-        for num_top, of_prompts in parts.items():
+        for num_top, of_prompts in self._prompt_parts(inputs).items():
             row_bytes = self.dtype.itemsize * self.model_config.vocab_size + ENTRY_BYTES * (1 + num_top)
             most = max(1, PROMPT_LOGITS_BYTES // row_bytes)
             for slice_ in slices(of_prompts, most):  # of several prompts at once: larger products are faster

@@ -41,8 +41,10 @@ ALL = slice(None)
 class Weights(ABC):
     """The tensors of one model, each taken once."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device | None = None) -> None:
+        """device: where the tensors are wanted; None: on the CPU."""
         self.dtype = dtype
+        self.device = device or torch.device("cpu")
 
     @abstractmethod
     def take(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
@@ -64,9 +66,15 @@ class Weights(ABC):
 class CheckpointWeights(Weights):
     """The safetensors files of a model's folder."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, show_progress: bool | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        show_progress: bool | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         """show_progress None: only where standard error is a terminal, and only once loading has become noticeable."""
-        super().__init__(dtype)
+        super().__init__(dtype, device)
         self.folder = folder
         self._file_of = tensor_files(folder)
         self._left = set(self._file_of)
@@ -90,7 +98,7 @@ class CheckpointWeights(Weights):
         file = self._file_of[name]
         try:
             if file not in self._open:
-                self._open[file] = safe_open(self.folder / file, framework="pt")
+                self._open[file] = safe_open(self.folder / file, framework="pt", device=str(self.device))
             view = self._open[file].get_slice(name)
             if tuple(view.get_shape()) != shape:
                 raise CorruptModelError(
@@ -126,14 +134,14 @@ class CheckpointWeights(Weights):
 
 
 class DummyWeights(Weights):
-    """Random weights from a seed: the same tensor for the same seed, name and shape.
+    """Random weights from a seed: the same tensor for the same seed, name, shape and kind of device.
 
     Scaled so that activations stay near 1 through the layers and the logits have a standard deviation of about 3:
     what is sampled then depends on the weights and the context, as with a real model.
     """
 
-    def __init__(self, seed: int, dtype: torch.dtype) -> None:
-        super().__init__(dtype)
+    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device | None = None) -> None:
+        super().__init__(dtype, device)
         self._seed = seed
 
     def take(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
@@ -143,8 +151,8 @@ class DummyWeights(Weights):
         return tensor[rows, columns].clone() if len(shape) > 1 else tensor[rows].clone()
 
     def _draw(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + stable_hash(name)) % 2**63)
-        tensor = torch.empty(shape, dtype=self.dtype)
+        generator = torch.Generator(self.device).manual_seed((self._seed * 1_000_003 + stable_hash(name)) % 2**63)
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         if name.endswith("norm.weight"):
             return tensor.normal_(1.0, 0.1, generator=generator)
         if len(shape) == 1:

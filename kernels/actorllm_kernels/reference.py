@@ -194,6 +194,15 @@ def copy_pages(pool: torch.Tensor, sources: list[int], targets: list[int]) -> to
     return copied
 
 
+def clear_pages(pool: torch.Tensor, slots: list[int], is_finite: list[bool]) -> torch.Tensor:
+    """pool [num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim] with zeros in the slots of what is not finite."""
+    cleared, size = pool.clone(), pool.shape[4]
+    for slot, finite in zip(slots, is_finite, strict=True):
+        if slot >= 0 and not finite:
+            cleared[:, slot // size, :, :, slot % size] = 0
+    return cleared
+
+
 @dataclass(frozen=True, slots=True)
 class StepRow:
     """What one row of a decode step works on."""

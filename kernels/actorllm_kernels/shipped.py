@@ -16,6 +16,7 @@ from actorllm_kernels.attn_decode import attn_decode
 from actorllm_kernels.attn_prefill import attn_prefill
 from actorllm_kernels.edit_logits import Edits, Penalties, edit_logits
 from actorllm_kernels.embed import embed
+from actorllm_kernels.kv_clear import kv_clear
 from actorllm_kernels.kv_copy import launch_kv_copy
 from actorllm_kernels.lm_head_sample import lm_head_sample
 from actorllm_kernels.plan_decode import plan_decode
@@ -74,6 +75,9 @@ SHIPPED["activation_mul-3072-silu"] = lambda: activation_mul(_meta(33, 6144), _m
 SHIPPED["activation_mul-14336-silu-pdl"] = lambda: activation_mul(_meta(64, 28672), _meta(64, 14336), pdl=True)
 SHIPPED["activation_mul-3072-gelu_tanh"] = lambda: activation_mul(_meta(33, 6144), _meta(33, 3072), "gelu_tanh")
 SHIPPED["embed-1024-pdl"] = lambda: embed(_meta(32, dtype=I32), _meta(151936, 1024), _meta(32, 1024), pdl=True)
+SHIPPED["kv_clear-pdl"] = lambda: kv_clear(
+    _meta(28, 100, 2, 8, PAGE, 128), _meta(32, dtype=I64), _meta(32, dtype=I32), pdl=True
+)
 SHIPPED["kv_copy"] = lambda: launch_kv_copy(_meta(28, 100, 2, 8, PAGE, 128), _meta(3, 2, dtype=I32))
 
 

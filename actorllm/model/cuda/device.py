@@ -1,0 +1,229 @@
+"""Where the tensors of a runner are, and the few things that are done differently there.
+
+`CudaDevice` is a GPU: one stream, on which everything of a runner happens in the order of its calls; uploads from pinned memory,
+downloads into pinned memory behind an event, graphs by capture. `HostDevice` has the same surface on CPU
+tensors: launches run at once, and a graph is the list of its launches (`ops.record`). So CI runs every line of the step but
+those of `CudaDevice`.
+
+Nothing here waits for the GPU but `Download.wait`. Owned by the runner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from actorllm.errors import ConfigError
+from actorllm.model.cuda import ops
+
+MIN_CAPABILITY = (8, 0)
+"""Ampere: the first with bfloat16 and asynchronous copies, and the oldest that the kernels are compiled for."""
+
+Replay = Callable[[], None]
+
+
+class Download(ABC):
+    """Tensors on their way to the host."""
+
+    @property
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+
+    @abstractmethod
+    def wait(self) -> list[NDArray[Any]]:
+        """Block until they are here. Raises what the GPU has run into meanwhile; may be called from any thread, and again."""
+
+
+class Device(ABC):
+    """See the module docstring."""
+
+    torch_device: torch.device
+    uses_pdl: bool
+    """Launches inside a graph may begin before the one in front has ended, up to where they wait for it."""
+
+    @abstractmethod
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """Everything inside happens on this device, in order."""
+
+    @abstractmethod
+    def upload(self, array: NDArray[Any]) -> torch.Tensor:
+        """A copy on the device, in order with the launches. The array may be changed at once."""
+
+    @abstractmethod
+    def download(self, tensors: Sequence[torch.Tensor]) -> Download:
+        """Copies of what they hold once all launches so far have run."""
+
+    @abstractmethod
+    def capture(self, launch: Callable[[], None]) -> Replay:
+        """What repeats the launches that `launch` makes, with the same tensors. They do not run while they are captured."""
+
+    @abstractmethod
+    def total_bytes(self) -> int:
+        """Of the device's memory."""
+
+    @abstractmethod
+    def foreign_bytes(self) -> int:
+        """Of it, what others hold: other processes, and the driver for this one."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Let `peak_bytes` begin from what is held now."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """The most that the tensors of this process have taken since `reset_peak`."""
+
+
+class CudaDevice(Device):
+    """One GPU."""
+
+    def __init__(self, index: int = 0, *, uses_pdl: bool = True) -> None:
+        """Raises ConfigError with the reason when there is none that can be used."""
+        check_gpu(index)
+        self.torch_device = torch.device("cuda", index)
+        self.uses_pdl = uses_pdl
+        self._stream: Any = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._pool: Any = None
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._stream):
+            yield
+
+    def upload(self, array: NDArray[Any]) -> torch.Tensor:
+        # The allocator of pinned memory hands a block out again only when the copies out of it have run.
+        pinned = torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
+        return pinned.to(self.torch_device, non_blocking=True)
+
+    def download(self, tensors: Sequence[torch.Tensor]) -> Download:
+        copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits for it sleeps
+        event.record(self._stream)
+        return CudaDownload(copies, event)
+
+    def capture(self, launch: Callable[[], None]) -> Replay:
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()  # one for all: no two of them run at the same time
+        # Not `torch.cuda.graph`, which waits for the GPU and empties the allocator's cache first.
+        graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        try:
+            launch()
+        finally:
+            graph.capture_end()
+        replay: Replay = graph.replay
+        return replay
+
+    def total_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.torch_device)[1])
+
+    def foreign_bytes(self) -> int:
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return max(0, total - free - torch.cuda.memory_reserved(self.torch_device))
+
+    def reset_peak(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def peak_bytes(self) -> int:
+        torch.cuda.synchronize(self.torch_device)
+        return int(torch.cuda.max_memory_allocated(self.torch_device))
+
+
+class CudaDownload(Download):
+    """Copies into pinned memory, and the event behind them."""
+
+    def __init__(self, copies: list[torch.Tensor], event: Any) -> None:
+        self._copies = copies
+        self._event = event
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> list[NDArray[Any]]:
+        self._event.synchronize()
+        return [copy.numpy() for copy in self._copies]
+
+
+class HostDevice(Device):
+    """CPU tensors, with launches that run at once."""
+
+    def __init__(self, total_bytes: int = 1 << 30) -> None:
+        self.torch_device = torch.device("cpu")
+        self.uses_pdl = False
+        self._total_bytes = total_bytes
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        yield
+
+    def upload(self, array: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(np.array(array))
+
+    def download(self, tensors: Sequence[torch.Tensor]) -> Download:
+        return HostDownload([t.numpy().copy() for t in tensors])
+
+    def capture(self, launch: Callable[[], None]) -> Replay:
+        with ops.record() as launches:
+            launch()
+
+        def replay() -> None:
+            for one in launches:
+                one()
+
+        return replay
+
+    def total_bytes(self) -> int:
+        return self._total_bytes
+
+    def foreign_bytes(self) -> int:
+        return 0
+
+    def reset_peak(self) -> None:
+        """Nothing is measured: `peak_bytes` is 0."""
+
+    def peak_bytes(self) -> int:
+        return 0
+
+
+class HostDownload(Download):
+    """What was there when the download began."""
+
+    def __init__(self, arrays: list[NDArray[Any]]) -> None:
+        self._arrays = arrays
+
+    @property
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> list[NDArray[Any]]:
+        return self._arrays
+
+
+def check_gpu(index: int) -> None:
+    """Raises ConfigError, naming what is missing, when the kernels cannot run on this GPU."""
+    if not torch.cuda.is_available():
+        build = torch.version.cuda
+        reason = (
+            f"torch {torch.__version__} is built without CUDA"
+            if build is None
+            else f"torch finds no usable GPU (it is built for CUDA {build}; is the driver recent enough?)"
+        )
+        raise ConfigError(f"device='cuda': {reason}; use device='cpu'")
+    capability = torch.cuda.get_device_capability(index)
+    if capability < MIN_CAPABILITY:
+        raise ConfigError(
+            f"device='cuda': {torch.cuda.get_device_name(index)} has compute capability {capability[0]}.{capability[1]}, "
+            f"and the kernels need {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or more; use device='cpu'"
+        )

@@ -1,0 +1,385 @@
+"""What the kernels do, on CPU tensors by torch and numpy: the same arguments, the same results up to rounding.
+
+So the step of the GPU can be run where there is none, in milliseconds; Triton's interpreter does the same with the kernels
+themselves, in seconds. Like them, nothing here looks at more than a kernel would: lengths come from tensors, padding rows do
+nothing. Called through `ops`, which chooses.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from actorllm.model.philox import ID_DOMAIN, TILE_DOMAIN, gumbel_noise, round_keys
+from actorllm_kernels.edit_logits import Edits, Penalties
+from actorllm_kernels.sample_pick import TILE, Offers, SamplingState
+from actorllm_kernels.sample_topk_topp import FilterScratch, FilterState
+
+LARGEST = 1e30
+
+KEEP_ALL = float(np.finfo(np.float32).max)
+
+
+def step_prep(
+    rows: torch.Tensor,
+    last_token: torch.Tensor,
+    num_computed: torch.Tensor,
+    block_table: torch.Tensor,
+    page: int,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    kv_slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    pdl: bool = False,
+) -> None:
+    is_live, slot = rows >= 0, rows.clamp_min(0).long()
+    position = num_computed[slot]
+    block = block_table[slot, (position // page).long()].long()
+    ids.copy_(torch.where(is_live, last_token[slot], 0))
+    positions.copy_(torch.where(is_live, position, 0))
+    kv_slots.copy_(torch.where(is_live, block * page + position % page, -1))
+    seq_lens.copy_(torch.where(is_live, position + 1, 0))
+    num_computed[slot[is_live]] += 1
+
+
+def plan_decode(*_: Any, **__: Any) -> None:
+    """Nothing is divided among programs here."""
+
+
+def attn_combine(*_: Any, **__: Any) -> None:
+    """Nothing was divided."""
+
+
+def embed(ids: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, scale: float = 1.0, *, pdl: bool = False) -> None:
+    torch.mul(weight.index_select(0, ids.long()), scale, out=y)
+
+
+def rmsnorm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    y: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    *,
+    unit_offset: bool = False,
+    pdl: bool = False,
+) -> None:
+    if residual is not None:
+        residual.add_(x)
+        x = residual
+    y.copy_(_normed(x, weight + 1 if unit_offset else weight, eps))
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+def skinny_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    y: torch.Tensor,
+    *,
+    norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    unit_offset: bool = False,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    activation: str = "",
+    pdl: bool = False,
+) -> None:
+    out = torch.nn.functional.linear(x if norm is None else _normed(x, norm, eps), weight, bias)
+    if activation:
+        out = _gated(out, activation)
+    y.copy_(out if residual is None else out + residual)
+
+
+def activation_mul(x: torch.Tensor, y: torch.Tensor, activation: str = "silu", *, pdl: bool = False) -> None:
+    y.copy_(_gated(x, activation))
+
+
+def _gated(x: torch.Tensor, activation: str) -> torch.Tensor:
+    gate, up = x.chunk(2, 1)
+    if activation == "silu":
+        return torch.nn.functional.silu(gate) * up
+    return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+def qknorm_rope_kv(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 1e-6,
+    *,
+    unit_offset: bool = False,
+    pdl: bool = False,
+) -> None:
+    num_heads, dim = q.shape[1:]
+    _, num_kv_heads, page, _ = keys.shape
+    heads = qkv.view(len(qkv), -1, dim)
+    queries, new_keys, new_values = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], 1)
+    if norms is not None:
+        queries, new_keys = _normed(queries, norms[0], eps), _normed(new_keys, norms[1], eps)
+    c, s = (table[positions.long()].unsqueeze(1) for table in (cos, sin))
+    q.copy_(_rotated(queries, c, s))
+    is_written = slots >= 0
+    block, offset = slots[is_written].long() // page, slots[is_written].long() % page
+    keys[block, :, offset] = _rotated(new_keys, c, s)[is_written]
+    values[block, :, offset] = new_values[is_written]
+
+
+def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = heads.float().chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(heads.dtype)
+
+
+def attn_decode(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: torch.Tensor,
+    table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    ends: torch.Tensor,
+    quota: torch.Tensor,
+    out: torch.Tensor,
+    partials: torch.Tensor,
+    partial_lse: torch.Tensor,
+    scale: float,
+    **how: Any,
+) -> None:
+    for i, (slot, length) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
+        if length:
+            _attend(q[i : i + 1], keys, values, table[slot], length, out[i : i + 1], scale, **how)
+        else:
+            out[i] = 0
+
+
+def attn_prefill(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: torch.Tensor,
+    table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor,
+    tiles: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    **how: Any,
+) -> None:
+    edges = starts.tolist()
+    for slot, length, a, b in zip(rows.tolist(), seq_lens.tolist(), edges, edges[1:], strict=False):
+        _attend(q[a:b], keys, values, table[slot], length, out[a:b], scale, **how)
+
+
+def _attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    blocks: torch.Tensor,
+    length: int,
+    out: torch.Tensor,
+    scale: float,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    **_: Any,
+) -> None:
+    """The last tokens of one sequence; whole blocks are read, as the kernels do, and what is not seen counts 0."""
+    num_heads, dim = q.shape[1:]
+    num_kv_heads, page = keys.shape[1:3]
+    used = blocks[: -(-length // page)].long()
+    # [num_kv_heads, blocks * page, dim], and the heads of a group as further queries
+    k, v = (pages[used].transpose(0, 1).reshape(num_kv_heads, -1, dim) for pages in (keys, values))
+    grouped = q.view(len(q), num_kv_heads, -1, dim).permute(1, 2, 0, 3)  # [num_kv_heads, group, tokens, dim]
+    scores = torch.einsum("hgtd,hkd->hgtk", grouped.float(), k.float()) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    position = torch.arange(length - len(q), length).unsqueeze(1)
+    key = torch.arange(k.shape[1])
+    is_seen = key <= position
+    if window:
+        is_seen = is_seen & (key > position - window)
+    scores = scores.masked_fill(~is_seen, -math.inf)
+    if sinks is not None:
+        sink = sinks.float().view(num_kv_heads, -1, 1, 1).expand(-1, -1, len(q), 1)
+        weights = torch.softmax(torch.cat((scores, sink), -1), -1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, -1)
+    attended = torch.einsum("hgtk,hkd->hgtd", weights, v.float())
+    out.copy_(attended.permute(2, 0, 1, 3).reshape(len(q), num_heads, dim))
+
+
+def kv_copy(pool: torch.Tensor, pairs: torch.Tensor) -> None:
+    sources, targets = pairs.long().unbind(1)
+    pool[:, targets] = pool[:, sources]
+
+
+def kv_clear(pool: torch.Tensor, slots: torch.Tensor, is_finite: torch.Tensor, *, pdl: bool = False) -> None:
+    page = pool.shape[4]
+    bad = slots[(is_finite == 0) & (slots >= 0)].long()
+    pool[:, bad // page, :, :, bad % page] = 0
+
+
+# Sampling -------------------------------------------------------------------------------------------------------------
+
+
+def lm_head_sample(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    rows: torch.Tensor,
+    state: SamplingState,
+    offers: Offers,
+    *,
+    norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    unit_offset: bool = False,
+    pdl: bool = False,
+) -> None:
+    final = x if norm is None else _normed(x, norm, eps)
+    _offer((final.float() @ weight.float().t()), rows, state, offers)
+
+
+def tile_maxima(
+    logits: torch.Tensor,
+    scratch: FilterScratch,
+    masks: torch.Tensor | None = None,
+    mask_rows: torch.Tensor | None = None,
+    *,
+    has_mass: bool = False,
+) -> None:
+    if masks is None or mask_rows is None:
+        return
+    for i, mask in enumerate(mask_rows.tolist()):
+        if mask >= 0:
+            bits = np.unpackbits(masks[mask].numpy().view(np.uint8), bitorder="little")[: logits.shape[1]]
+            logits[i].masked_fill_(torch.from_numpy(bits == 0), -math.inf)
+
+
+def find_cutoffs(
+    logits: torch.Tensor, rows: torch.Tensor, state: SamplingState, filters: FilterState, scratch: FilterScratch
+) -> None:
+    for i, slot in enumerate(rows.tolist()):
+        lowest = -KEEP_ALL
+        if slot >= 0 and float(state.temperature[slot]):
+            y = _scaled(logits[i : i + 1], state, rows[i : i + 1])[0]
+            keep = y > -math.inf
+            top_k, top_p, min_p = int(filters.top_k[slot]), float(filters.top_p[slot]), float(filters.min_p[slot])
+            if min_p > 0:
+                keep &= y >= math.log(min_p)
+            if 0 < top_k < len(y):
+                keep &= y >= y.sort(descending=True).values[top_k - 1]
+            if top_p < 1 and keep.any():
+                largest = y[keep].sort(descending=True).values
+                mass = largest.double().exp().cumsum(0)
+                keep &= y >= largest[int((mass < top_p * mass[-1]).sum())]
+            if keep.any():
+                lowest = float(y[keep].min())
+        scratch.cutoff[i] = torch.tensor(-lowest + 0.0).view(torch.int32)
+
+
+def _scaled(logits: torch.Tensor, state: SamplingState, rows: torch.Tensor) -> torch.Tensor:
+    """Logits below the largest of their row, in units of its temperature."""
+    temperature = state.temperature[rows.clamp_min(0).long()]
+    divisor = torch.where(temperature == 0, 1.0, temperature).unsqueeze(1)
+    return (logits - logits.amax(1, keepdim=True)) / divisor
+
+
+def draw_tiles(
+    logits: torch.Tensor, rows: torch.Tensor, state: SamplingState, scratch: FilterScratch, offers: Offers
+) -> None:
+    # The smaller the bits of -y, the larger y.
+    key = (0.0 - _scaled(logits, state, rows)).view(torch.int32)
+    is_out = (key > scratch.cutoff[: len(rows)].unsqueeze(1)) & ~logits.isnan()
+    _offer(logits.masked_fill(is_out, -math.inf), rows, state, offers)
+
+
+def _offer(logits: torch.Tensor, rows: torch.Tensor, state: SamplingState, offers: Offers) -> None:
+    """What every tile of every row offers."""
+    num_rows, vocab_size = logits.shape
+    num_tiles = -(-vocab_size // TILE)
+    flat = np.full((num_rows, num_tiles * TILE), -np.inf, np.float32)
+    flat[:, :vocab_size] = logits.numpy()
+    x = flat.reshape(num_rows, num_tiles, TILE)
+    slot = np.maximum(rows.numpy(), 0)
+    temperature = state.temperature.numpy()[slot]
+    keys = round_keys(state.seed.numpy()[slot].view(np.uint64))
+    indices = state.token_index.numpy()[slot], state.sample_index.numpy()[slot]
+    is_bad = np.isnan(x) | (x == np.inf)
+    x[is_bad] = -np.inf
+    highest = x.max(2)
+    with np.errstate(all="ignore"):
+        base = np.where(highest > -np.inf, highest, 0)
+        y = (x - base[..., None]) / np.where(temperature == 0, 1, temperature)[:, None, None]
+        ids = np.arange(num_tiles * TILE // 4, dtype=np.uint32)
+        noise = gumbel_noise(keys, *indices, ids, ID_DOMAIN).reshape(y.shape)
+        z = np.where(temperature[:, None, None] == 0, y, y + noise)
+        tiles = np.arange(-(-num_tiles // 4), dtype=np.uint32)
+        weight = np.log(np.exp(y).sum(2)) + gumbel_noise(keys, *indices, tiles, TILE_DOMAIN)[:, :num_tiles]
+    weight[temperature == 0] = 0
+    highest[is_bad.any(2)] = np.nan
+    best = np.minimum(np.arange(num_tiles) * TILE + z.argmax(2), vocab_size - 1)
+    for tensor, array in ((offers.highest, highest), (offers.weight, weight), (offers.id, best)):
+        tensor.copy_(torch.from_numpy(array))
+
+
+def sample_pick(
+    offers: Offers,
+    rows: torch.Tensor,
+    state: SamplingState,
+    tokens: torch.Tensor,
+    is_finite: torch.Tensor,
+    *,
+    pdl: bool = False,
+) -> None:
+    for i, slot in enumerate(rows.tolist()):
+        if slot < 0:
+            tokens[i], is_finite[i] = 0, 1
+            continue
+        highest = offers.highest[i].nan_to_num(nan=-math.inf)
+        top = highest.max()
+        temperature = float(state.temperature[slot]) or 1.0
+        score = (highest - (top if top > -math.inf else 0.0)) / temperature + offers.weight[i]
+        score = score.masked_fill(highest == -math.inf, -math.inf)
+        tokens[i] = offers.id[i, int(score.argmax())]
+        is_finite[i] = bool(top > -math.inf) and not bool(offers.highest[i].isnan().any())
+        state.last_token[slot] = tokens[i]
+        state.token_index[slot] += 1
+
+
+def edit_logits(logits: torch.Tensor, edits: Edits, penalties: Penalties) -> None:
+    is_edit = edits.row >= 0
+    row, id = edits.row[is_edit].long(), edits.id[is_edit].long()
+    bias, count = edits.bias[is_edit], edits.count[is_edit]
+    x = logits[row, id]
+    x = torch.where(bias != 0, (x + bias).clamp_max(LARGEST), x)
+    repetition, presence, frequency = penalties.repetition[row], penalties.presence[row], penalties.frequency[row]
+    y = torch.where(x > 0, x / repetition, x * repetition).clamp_max(LARGEST)
+    y = y - frequency * count - torch.where(count > 0, presence, 0.0)
+    logits[row, id] = torch.where(count >= 0, y, x)
+
+
+def top_logprobs(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    scratch: FilterScratch,
+    ids: torch.Tensor,
+    logprobs: torch.Tensor,
+    ranks: torch.Tensor,
+) -> None:
+    order = torch.sort(logits, dim=1, descending=True, stable=True).indices[:, : ids.shape[1] - 1]
+    ids.copy_(torch.cat((tokens.long().unsqueeze(1), order), 1))
+    logprobs.copy_(torch.log_softmax(logits, 1).gather(1, ids.long()))
+    ranks.copy_((logits >= logits.gather(1, ids[:, :1].long())).sum(1))

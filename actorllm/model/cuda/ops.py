@@ -1,0 +1,140 @@
+"""What a step launches, each into tensors that its caller provides: the kernels of `actorllm_kernels`, and products by torch.
+
+On CPU tensors the kernels run in Triton's interpreter where TRITON_INTERPRET=1, and else `host_ops` stands in for them.
+
+No operation here allocates, reads a value on the host or returns one. So a list of them with their arguments is a step: on a
+GPU it is captured as a graph, elsewhere `record` collects it, without running it, as a capture would. Everything that may be
+inside a graph goes through here.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import ParamSpec
+
+import torch
+
+from actorllm.model.cuda import host_ops
+from actorllm_kernels import attn_combine as _attn_combine
+from actorllm_kernels import attn_decode as _attn_decode
+from actorllm_kernels import attn_prefill as _attn_prefill
+from actorllm_kernels import edit_logits as _edit_logits
+from actorllm_kernels import embed as _embed
+from actorllm_kernels import kv_clear as _kv_clear
+from actorllm_kernels import kv_copy as _kv_copy
+from actorllm_kernels import lm_head_sample as _lm_head_sample
+from actorllm_kernels import plan_decode as _plan_decode
+from actorllm_kernels import qknorm_rope_kv as _qknorm_rope_kv
+from actorllm_kernels import rmsnorm as _rmsnorm
+from actorllm_kernels import sample_pick as _sample_pick
+from actorllm_kernels import sample_topk_topp as _sample_topk_topp
+from actorllm_kernels import silu_mul as _silu_mul
+from actorllm_kernels import skinny_gemm as _skinny_gemm
+from actorllm_kernels import step_prep as _step_prep
+from actorllm_kernels import top_logprobs as _top_logprobs
+
+P = ParamSpec("P")
+
+_launches: ContextVar[list[Callable[[], None]] | None] = ContextVar("launches", default=None)
+
+
+@contextmanager
+def record() -> Iterator[list[Callable[[], None]]]:
+    """Launches are appended to the list, with their arguments, instead of being run."""
+    launches: list[Callable[[], None]] = []
+    token = _launches.set(launches)
+    try:
+        yield launches
+    finally:
+        _launches.reset(token)
+
+
+def _launchable(function: Callable[P, None]) -> Callable[P, None]:
+    """The function itself, or a note of the call where launches are recorded."""
+
+    @functools.wraps(function)
+    def launch(*args: P.args, **kwargs: P.kwargs) -> None:
+        launches = _launches.get()
+        if launches is None:
+            function(*args, **kwargs)
+        else:
+            launches.append(functools.partial(function, *args, **kwargs))
+
+    return launch
+
+
+def _kernel(launcher: Callable[P, None], on_host: Callable[..., None]) -> Callable[P, None]:
+    """A kernel, or what stands in for it."""
+
+    @functools.wraps(launcher)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        tensor = next(arg for arg in args if isinstance(arg, torch.Tensor))
+        if tensor.device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1":
+            launcher(*args, **kwargs)
+        else:
+            on_host(*args, **kwargs)
+
+    return _launchable(run)
+
+
+attn_combine = _kernel(_attn_combine.attn_combine, host_ops.attn_combine)
+attn_decode = _kernel(_attn_decode.attn_decode, host_ops.attn_decode)
+attn_prefill = _kernel(_attn_prefill.attn_prefill, host_ops.attn_prefill)
+activation_mul = _kernel(_silu_mul.activation_mul, host_ops.activation_mul)
+draw_tiles = _kernel(_sample_topk_topp.draw_tiles, host_ops.draw_tiles)
+edit_logits = _kernel(_edit_logits.edit_logits, host_ops.edit_logits)
+embed = _kernel(_embed.embed, host_ops.embed)
+find_cutoffs = _kernel(_sample_topk_topp.find_cutoffs, host_ops.find_cutoffs)
+kv_clear = _kernel(_kv_clear.kv_clear, host_ops.kv_clear)
+kv_copy = _kernel(_kv_copy.launch_kv_copy, host_ops.kv_copy)
+lm_head_sample = _kernel(_lm_head_sample.lm_head_sample, host_ops.lm_head_sample)
+plan_decode = _kernel(_plan_decode.plan_decode, host_ops.plan_decode)
+qknorm_rope_kv = _kernel(_qknorm_rope_kv.qknorm_rope_kv, host_ops.qknorm_rope_kv)
+rmsnorm = _kernel(_rmsnorm.rmsnorm, host_ops.rmsnorm)
+sample_pick = _kernel(_sample_pick.sample_pick, host_ops.sample_pick)
+skinny_gemm = _kernel(_skinny_gemm.skinny_gemm, host_ops.skinny_gemm)
+step_prep = _kernel(_step_prep.step_prep, host_ops.step_prep)
+tile_maxima = _kernel(_sample_topk_topp.tile_maxima, host_ops.tile_maxima)
+top_logprobs = _kernel(_top_logprobs.top_logprobs, host_ops.top_logprobs)
+
+
+@_launchable
+def linear(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """y = x @ weight.T + bias. weight: [out_features, in_features]."""
+    if bias is None:
+        torch.mm(x, weight.t(), out=y)
+    else:
+        torch.addmm(bias, x, weight.t(), out=y)
+
+
+@_launchable
+def wide_linear(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
+    """The same with y in float32, as it was summed, also where x is narrower."""
+    if x.dtype == torch.float32:
+        torch.mm(x, weight.t(), out=y)
+    elif x.is_cuda:
+        torch.mm(x, weight.t(), out_dtype=torch.float32, out=y)
+    else:
+        y.copy_(torch.mm(x.float(), weight.t().float()))
+
+
+@_launchable
+def add(x: torch.Tensor, y: torch.Tensor) -> None:
+    """x += y."""
+    x.add_(y)
+
+
+@_launchable
+def copy(source: torch.Tensor, to: torch.Tensor) -> None:
+    """to = source, of the same shape; converts the type."""
+    to.copy_(source)
+
+
+@_launchable
+def row_sums(x: torch.Tensor, sums: torch.Tensor) -> None:
+    """x: [num_rows, size] float32; sums: [num_rows]."""
+    torch.sum(x, 1, out=sums)

@@ -1,0 +1,657 @@
+"""A worker's model on a GPU: what `model.runner` is on the CPU, with steps that are launched and collected later.
+
+    runner = CudaRunner(config); runner.load(); runner.allocate(runner.profile_num_blocks())
+    handle = runner.execute(plan)           applies the plan, launches the forward and, unless `handle.waits_for` says that
+                                            something is missing, the sampling; waits for nothing
+    runner.choose(handle, late)             launches the sampling of a handle that waited
+    handle.is_done, handle.wait()           polled on the loop, or waited for in another thread
+    result = runner.finish(handle)          the StepResult, once it is done; handles are finished in the order of their plans
+
+`execute` of the next plan may be called before `finish`: the next inputs are on the device (`state`), and the host's batch knows
+how many tokens there are without knowing which. `sample(handle, late)` and `step(plan, late)` do all the rest and wait, so
+that this is a `ModelRunner` for whoever drives one by hand.
+
+Decode steps are whole graphs (`graphs`); steps with prompts are launched kernel by kernel, because their kernels are large. A
+step that raises counts for nothing, as on the CPU. An error of the GPU itself cannot be survived: `is_torn` says so.
+
+With `device=HostDevice()` everything runs on CPU tensors (`ops` says how). Not thread-safe but for `Handle.wait`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from actorllm import clock
+from actorllm.config import EngineConfig
+from actorllm.logprobs import columns_of
+from actorllm.messages import I32, NO_I32, LateInputs, StepPlan, StepResult
+from actorllm.model.cuda import ops
+from actorllm.model.cuda.cache import DeviceCache
+from actorllm.model.cuda.decoder import DecodeRows, DeviceDecoder, DeviceModel, PagedAttention, PrefillRows, StepTokens
+from actorllm.model.cuda.device import CudaDevice, Device, Download
+from actorllm.model.cuda.graphs import DecodeGraphs, Part
+from actorllm.model.cuda.sampling import MAX_HEAD_ROWS, DeviceSampler, PendingSpans, Way, combined
+from actorllm.model.cuda.state import DeviceBatch, StateTable
+from actorllm.model.decoder import DecoderConfig
+from actorllm.model.inputs import StepInputs
+from actorllm.model.runner import ModelRunner, slices
+from actorllm.model.weights import CheckpointWeights, DummyWeights
+
+PROMPT_LOGITS_BYTES = 256 << 20
+"""Of the logits of prompts whose log-probabilities are wanted, at a time."""
+
+DEFAULT_MEMORY_SHARE = 0.9
+"""gpu_memory_utilization where it is not given, as in vLLM."""
+
+GRAPH_BYTES = 256 << 20
+"""Left free for what the driver keeps of recorded steps. An estimate: nobody has measured it."""
+
+NEVER_SORTED = 1 << 62
+"""Decode rows stay in the order of the plan: the kernels balance lengths themselves."""
+
+
+@dataclass(slots=True)
+class DeviceRows:
+    """The rows of a result and how they are sampled. Kept until the rows change."""
+
+    version: int
+    rows: NDArray[np.intp] | None
+    """Which rows of the result are sampled; None: all, none is pooled."""
+    slots: I32  # [num_samples]
+    states: NDArray[np.intp]  # [num_samples] which of the step's result states each comes from
+    way: Way
+    has_rules: bool
+    num_logprobs: list[tuple[int, int]]
+    """(sample, how many of the most likely)."""
+    logprob_ids: dict[int, NDArray[np.int64]]
+
+
+@dataclass(slots=True)
+class CudaHandle:
+    """A step that is under way."""
+
+    step: int
+    inputs: StepInputs
+    sampling: DeviceRows
+    rows: torch.Tensor  # int32: slots, or -1
+    started: float
+    late_slots: I32
+    waits_for_tokens: bool
+    """Its rules depend on what the step before samples: `choose` must come after the `finish` of that."""
+    size: int | None = None
+    """Rows of a decode step with its padding; None: it has prompts."""
+    download: Download | None = None
+    """What the result is made of; None: not sampled yet."""
+    owners: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Of the sampled slots, when the step was launched."""
+    prompt_owners: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    """What is to be downloaded beside the tokens: first whether prompt tokens are finite, then vectors, then log-probabilities."""
+    spans: list[PendingSpans] = field(default_factory=list)
+
+    @property
+    def waits_for(self) -> bool:
+        """`choose` has not been called."""
+        return self.download is None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `finish` would not wait."""
+        return self.download is not None and self.download.is_done
+
+    def wait(self) -> None:
+        """Until it is done; from any thread. It must have been chosen from."""
+        assert self.download is not None
+        self.download.wait()
+
+
+class CudaRunner(ModelRunner):
+    """See the module docstring."""
+
+    batch: DeviceBatch
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        rank: int = 0,
+        *,
+        show_progress: bool | None = None,
+        device: Device | None = None,
+    ) -> None:
+        """device: None for the GPU. Raises ConfigError when there is none that can be used."""
+        self.device = device if device is not None else CudaDevice()
+        super().__init__(config, rank, show_progress=show_progress)
+        self.model: DeviceModel
+        self.state: StateTable
+        self.sampler: DeviceSampler
+        self.graphs: DecodeGraphs
+        self._pool: DeviceCache
+        self._attention: PagedAttention
+        self._decode_rows: DecodeRows
+        self._rows_of_size: dict[int, DecodeRows] = {}
+        self._loaded_rows: tuple[int, int] | None = None
+        """What is in the decode rows: version, and size."""
+        self._device_rows: DeviceRows | None = None
+
+    # Before the first step --------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def load(self) -> None:
+        """Read the weights, or draw them, straight to the device. Raises ModelError."""
+        model, plan, on = self.config.model, self.model_config, self.device.torch_device
+        with self.device.active():
+            if not isinstance(plan, DecoderConfig):
+                raise NotImplementedError
+            weights = (
+                DummyWeights(model.seed, self.dtype, on)
+                if model.load_format == "dummy"
+                else CheckpointWeights(Path(model.path), self.dtype, self._show_progress, on)
+            )
+            with weights:
+                self.model = DeviceDecoder(plan, weights, model.max_model_len, self.device)
+
+    @property
+    def block_bytes(self) -> int:
+        c, shape = self.model_config, self.model.shape
+        return (
+            c.num_layers * 2 * shape.num_kv_heads * shape.head_dim * self.config.cache.block_size * self.dtype.itemsize
+        )
+
+    def profile_num_blocks(self) -> int:
+        """How many KV blocks the device has memory for.
+
+        An explicit kv_cache_memory_bytes is taken at its word. Else the largest prefill and decode steps are run once, and the
+        cache gets what they, the weights and everybody else on the device leave of gpu_memory_utilization of its memory.
+        """
+        cache = self.config.cache
+        if cache.kv_cache_memory_bytes is not None:
+            return cache.kv_cache_memory_bytes // self.block_bytes
+        num_blocks, plans = self._largest_steps()
+        with self.device.active():
+            self._allocate(num_blocks)
+            self.device.reset_peak()
+            for plan in plans:
+                self.step(plan)
+            held = self.device.peak_bytes() - num_blocks * self.block_bytes
+            share = cache.memory_utilization if cache.memory_utilization is not None else DEFAULT_MEMORY_SHARE
+            room = int(self.device.total_bytes() * share) - self.device.foreign_bytes() - held
+            del self._pool
+        if not self.config.enforce_eager:
+            room -= GRAPH_BYTES
+        return max(0, room // self.block_bytes)
+
+    def allocate(self, num_blocks: int) -> None:
+        """Make the KV cache, the state table and the memory of decode steps; record the smallest and the largest of these."""
+        self._allocate(num_blocks)
+        way = Part.HEAD if self._max_rows <= MAX_HEAD_ROWS and self.model.head is not None else Part.LOGITS
+        for key in ((self._way_part(1), self.graphs.sizes[0]), (way, self.graphs.sizes[-1])):
+            self.graphs.want(*key)
+        if self.device.torch_device.type == "cuda":
+            while self.record_next():
+                pass
+
+    @torch.inference_mode()
+    def _allocate(self, num_blocks: int) -> None:
+        config, c, shape, on = self.config, self.model_config, self.model.shape, self.device.torch_device
+        size, length = config.cache.block_size, config.model.max_model_len + config.scheduler.num_lookahead_tokens
+        self._rows_of_size.clear()
+        with self.device.active():
+            self._pool = DeviceCache(
+                self.device, c.num_layers, shape.num_kv_heads, shape.head_dim, num_blocks, size, self.dtype
+            )
+            self.state = StateTable(self.device, self._max_rows, -(-length // size))
+            self.sampler = DeviceSampler(c.vocab_size, self._max_rows, self.state, self.device)
+            self._attention = PagedAttention(shape, self.device)
+            self._decode_rows = DecodeRows(self._max_rows, shape.windows, on)
+            self.model.allocate(self._max_rows, self._attention)
+        is_on = not config.enforce_eager and self.model.can_be_recorded
+        self.graphs = DecodeGraphs(self.device, self._launch_part, self._max_rows, is_on=is_on)
+        self.batch = self._empty_batch()
+        self._loaded_rows = self._device_rows = None
+
+    @property
+    def _max_rows(self) -> int:
+        return self.config.scheduler.max_num_seqs
+
+    def _empty_batch(self) -> DeviceBatch:
+        config, size = self.config, self.config.cache.block_size
+        length = config.model.max_model_len + config.scheduler.num_lookahead_tokens
+        return DeviceBatch(
+            vocab_size=self.model_config.vocab_size,
+            block_size=size,
+            num_blocks=self._pool.num_blocks,
+            max_blocks=-(-length // size),
+            sort_gain=NEVER_SORTED,
+            embedding_bytes=config.model.embedding_bytes,
+        )
+
+    @torch.inference_mode()
+    def forget_requests(self) -> None:
+        """Keep the weights and the memory; nothing that was computed is looked at again. Nothing may be under way."""
+        old = self.batch
+        self.discard()
+        self.batch = self._empty_batch()
+        self.batch.rows_version = old.rows_version + 1
+        self.batch.decode_version = old.decode_version + 1
+        self._device_rows = self._loaded_rows = None
+
+    # Graphs -----------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def record_next(self) -> bool:
+        """Record one of the steps that are wanted as graphs. False: there is none. For when there is nothing else to do."""
+        key = self.graphs.next_wanted()
+        if key is None:
+            return False
+        with self.device.active():
+            self._load_rows(NO_I32, -1, key[1])  # rows of no slot: nothing happens to any request
+            self.graphs.record(key)
+        return True
+
+    def _way_part(self, num_rows: int) -> Part:
+        return Part.HEAD if num_rows <= MAX_HEAD_ROWS and self.model.head is not None else Part.LOGITS
+
+    def _rows_for(self, size: int) -> DecodeRows:
+        rows = self._rows_of_size.get(size)
+        if rows is None:
+            rows = self._rows_of_size[size] = self._decode_rows.first(size)
+        return rows
+
+    def _load_rows(self, slots: I32, version: int, size: int) -> None:
+        """Put the slots of a decode step in place, unless they are there already. version -1: they are not to be kept."""
+        if version >= 0 and self._loaded_rows == (version, size):
+            return
+        padded = np.full(size, -1, np.int32)
+        padded[: len(slots)] = slots
+        self._decode_rows.rows[:size].copy_(self.device.upload(padded))
+        self._loaded_rows = (version, size) if version >= 0 else None
+
+    def _launch_part(self, part: Part, size: int) -> None:
+        """All launches of a part, for the rows that are in place. This is what a graph holds."""
+        rows, pdl = self._rows_for(size), self.device.uses_pdl
+        if part is not Part.CHOICE:
+            self._prepare_rows(rows, pdl=pdl)
+            hidden = self.model.decode(rows, self._pool, self.state, pdl=pdl)
+            if part is Part.HEAD:
+                assert self.model.head is not None
+                self.sampler.from_hidden(hidden, self.model.head, rows.rows, pdl=pdl)
+            else:
+                self.model.logits(hidden, self.sampler.logits[:size])
+                if part is Part.FORWARD:
+                    return
+                self.sampler.from_logits(rows.rows)
+        else:
+            self.sampler.from_edited(rows.rows, self.sampler.recorded_edits(size))
+        ops.kv_clear(self._pool.pool, rows.kv_slots, self.sampler.is_finite[:size], pdl=pdl and part is Part.HEAD)
+
+    def _prepare_rows(self, rows: DecodeRows, *, pdl: bool = False) -> None:
+        state = self.state
+        ops.step_prep(
+            rows.rows,
+            state.last_token,
+            state.num_computed,
+            state.block_table,
+            self._pool.block_size,
+            rows.ids,
+            rows.positions,
+            rows.kv_slots,
+            rows.seq_lens,
+            pdl=pdl,
+        )
+        self._attention.plan(rows, pdl=pdl)
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> CudaHandle:  # type: ignore[override]
+        """Apply the plan and launch its forward, and its sampling unless that waits. Raises on failure."""
+        started = clock.now()
+        self._written = NO_I32
+        with self.device.active():
+            self.batch.apply(plan)
+            self._update_state(plan)
+            if plan.copy_sources.size:  # first: a block may be zeroed because its owner failed, and its fork did not
+                self._pool.copy(plan.copy_sources, plan.copy_targets)
+            self._pool.zero(plan.zero_blocks)
+            inputs = self.batch.inputs(plan)
+            sampling = self._rows_to_sample(inputs)
+            if plan.late_slots.size and sampling.way is not Way.EDITED:
+                sampling = replace(sampling, way=Way.EDITED)
+            self._written = inputs.kv_slots
+            handle = CudaHandle(
+                plan.step,
+                inputs,
+                sampling,
+                self._decode_rows.rows,
+                started,
+                plan.late_slots,
+                waits_for_tokens=sampling.has_rules and self.batch.rules.has_memory,
+            )
+            if inputs.prefill_slots:
+                self._launch_prefill(handle)
+            elif inputs.num_decodes:
+                self._launch_decode(handle)
+            self.batch.advance(inputs)
+            if not (handle.late_slots.size or handle.waits_for_tokens):
+                self._choose(handle, None)
+        return handle
+
+    @torch.inference_mode()
+    def choose(self, handle: CudaHandle, late: LateInputs | None = None) -> None:
+        """Launch the sampling of a step that waited for its late inputs, or for the tokens of the step before."""
+        with self.device.active():
+            self._choose(handle, late)
+
+    @torch.inference_mode()
+    def sample(self, handle: CudaHandle, late: LateInputs | None = None) -> StepResult:  # type: ignore[override]
+        """The result of an executed step, waiting for it. Earlier ones must be finished."""
+        if handle.waits_for:
+            self.choose(handle, late)
+        return self.finish(handle)
+
+    def step(self, plan: StepPlan, late: LateInputs | None = None) -> StepResult:
+        return self.sample(self.execute(plan), late)
+
+    @torch.inference_mode()
+    def discard(self) -> None:
+        """The last step raised: clear the blocks that it was to write."""
+        if self._written.size:
+            with self.device.active():
+                written = self._written[self._written >= 0]
+                self._pool.zero(np.unique(written // self.config.cache.block_size).astype(np.int32))
+            self._written = NO_I32
+
+    def _update_state(self, plan: StepPlan) -> None:
+        """Carry the plan's differences over to the table on the device. The batch has applied them."""
+        batch = self.batch
+        if plan.new_rows.size:
+            self.state.add(batch, plan.new["slot"].astype(np.int32))
+        if plan.extended_slots.size:
+            slots, counts = np.unique(plan.extended_slots, return_counts=True)
+            ends = batch.num_slot_blocks[0, slots]
+            slots = np.repeat(slots, counts)  # the last entries of their tables
+            offsets = np.arange(len(slots)) - np.repeat(np.cumsum(counts) - counts, counts)
+            places = (np.repeat(ends - counts, counts) + offsets).astype(np.int32)
+            self.state.extend(slots, places, batch.block_tables[0, slots, places])
+        if plan.prefill_slots.size:
+            slots = plan.prefill_slots
+            self.state.compute(slots, batch.columns.num_computed[slots] + plan.prefill_counts)
+            if plan.new_rows.size and (forks := plan.new["slot"][plan.new["source"] >= 0]).size:
+                self.state.compute(forks.astype(np.int32), batch.columns.num_known[forks])
+
+    def _launch_decode(self, handle: CudaHandle) -> None:
+        inputs, sampling = handle.inputs, handle.sampling
+        size = handle.size = self.graphs.size_for(inputs.num_decodes)
+        self._load_rows(inputs.decode_slots, inputs.decode_version, size)
+        handle.rows = self._decode_rows.rows[:size]
+        match sampling.way:
+            case Way.HEAD:
+                self.graphs.run(Part.HEAD, size)
+            case Way.LOGITS:
+                self.graphs.run(Part.LOGITS, size)
+            case Way.EDITED:
+                self.graphs.run(Part.FORWARD, size)
+
+    def _launch_prefill(self, handle: CudaHandle) -> None:
+        """Of a step with prompts: everything up to the logits, or to the hidden states where no logits are needed."""
+        inputs, sampling, model = handle.inputs, handle.sampling, self.model
+        tokens = self._tokens(inputs)
+        states = model.forward(tokens, self._pool, self.state)
+        is_finite = torch.isfinite(states.sum(1, dtype=torch.float32)).int()
+        ops.kv_clear(self._pool.pool, tokens.kv_slots, is_finite)
+        handle.outputs.append(is_finite[inputs.num_decodes :])
+        handle.prompt_owners = self.batch.owners[inputs.prefill_slots]
+        pooled = self._pooled(handle)
+        if pooled.size:
+            where = self.device.upload(inputs.result_tokens[pooled])
+            handle.outputs.append(model.select(states, where).float())
+        if self.batch.prompt_logprobs:
+            self._prompt_spans(handle, states)
+        if not sampling.slots.size:
+            return
+        where = self.device.upload(inputs.result_tokens[sampling.states])
+        handle.rows = self.device.upload(sampling.slots)
+        if sampling.way is Way.HEAD:
+            assert model.head is not None
+            self.sampler.from_hidden(states.index_select(0, where), model.head, handle.rows)
+        else:
+            model.logits_of_final(model.select(states, where), self.sampler.logits[: len(sampling.slots)])
+            if sampling.way is Way.LOGITS:
+                self.sampler.from_logits(handle.rows)
+
+    def _tokens(self, inputs: StepInputs) -> StepTokens:
+        """The tokens of a step with prompts, on the device; those of its decode rows come from the state table."""
+        count, num_tokens = inputs.num_decodes, len(inputs.token_ids)
+        packet = np.concatenate((inputs.kv_slots, inputs.token_ids, inputs.positions))
+        kv_slots, ids, positions = torch.split(self.device.upload(packet), num_tokens)
+        rows: DecodeRows | None = None
+        if count:
+            self._load_rows(inputs.decode_slots, inputs.decode_version, count)
+            rows = self._decode_rows.first(count)
+            self._prepare_rows(rows)
+            for ours, theirs in ((ids, rows.ids), (positions, rows.positions), (kv_slots, rows.kv_slots)):
+                ours[:count].copy_(theirs)
+        embedded = None
+        if inputs.embedded is not None:
+            vectors = self.device.upload(inputs.embeds).view(self.dtype).view(len(inputs.embedded), -1)
+            embedded = (self.device.upload(inputs.embedded), vectors)
+        return StepTokens(ids, positions, kv_slots, rows, self._chunks(inputs), embedded)
+
+    def _chunks(self, inputs: StepInputs) -> PrefillRows:
+        counts = np.array(inputs.prefill_counts, np.int32)
+        lengths = np.array(inputs.prefill_first, np.int32) + counts
+        return self._attention.chunks(np.array(inputs.prefill_slots, np.int32), counts, lengths)
+
+    @staticmethod
+    def _pooled(handle: CudaHandle) -> NDArray[np.intp]:
+        """The rows of the result that are vectors."""
+        rows = handle.sampling.rows
+        return NO_ROWS if rows is None else np.setdiff1d(np.arange(len(handle.inputs.result_slots)), rows)
+
+    # Sampling ---------------------------------------------------------------------------------------------------------
+
+    def _choose(self, handle: CudaHandle, late: LateInputs | None) -> None:
+        """Whatever of the sampling has not been launched, and the way of the results to the host."""
+        sampling, sampler = handle.sampling, self.sampler
+        count = len(sampling.slots)
+        outputs: list[torch.Tensor] = []
+        if count:
+            logits = sampler.logits[:count]
+            has_logprobs = sampling.num_logprobs or sampling.logprob_ids
+            if sampling.way is Way.EDITED:
+                if has_logprobs:
+                    logits = logits.clone()  # as the model gave them
+                self._choose_edited(handle, late)
+            if has_logprobs:
+                self._spans(handle, logits)
+            outputs = [sampler.tokens[:count], sampler.is_finite[:count], sampler.sums[:count]]
+            handle.owners = self.batch.owners[sampling.slots]
+            self.batch.expect(sampling.slots)
+        handle.download = self.device.download([*outputs, *handle.outputs])
+        handle.outputs = []
+
+    def _choose_edited(self, handle: CudaHandle, late: LateInputs | None) -> None:
+        slots, sampler = handle.sampling.slots, self.sampler
+        edits = self.batch.rules.edits(slots, self.batch.columns.num_outputs[slots])
+        masks = self.batch.rules.masks(slots)
+        if late is not None and late.slots.size:
+            words: NDArray[np.uint32] = late.allowed.reshape(len(late.slots), -1)
+            for slot, mask in zip(late.slots.tolist(), words, strict=True):
+                for row in np.flatnonzero(slots == slot).tolist():
+                    combined(masks, row, mask)
+        if handle.size is not None and sampler.place(edits, masks):
+            self.graphs.run(Part.CHOICE, handle.size)
+            return
+        rows = handle.rows[: len(slots)]
+        sampler.from_edited(rows, sampler.upload(edits, masks))
+        if handle.size is not None:
+            ops.kv_clear(self._pool.pool, self._rows_for(len(slots)).kv_slots, sampler.is_finite[: len(slots)])
+
+    def _spans(self, handle: CudaHandle, logits: torch.Tensor) -> None:
+        """The log-probabilities of the tokens that are being sampled. logits: of all samples, unchanged."""
+        sampling, sampler = handle.sampling, self.sampler
+
+        def row_of(sample: int) -> int:
+            return sample if sampling.rows is None else int(sampling.rows[sample])
+
+        for sample, ids in sampling.logprob_ids.items():
+            part = slice(sample, sample + 1)
+            found = sampler.logprobs_of(logits[part], sampler.tokens[part], self.device.upload(ids))
+            self._add_spans(handle, found, [(row_of(sample), 0, 0, 1)])
+        for num_top in sorted({num_top for _, num_top in sampling.num_logprobs}):
+            samples = np.array([i for i, n in sampling.num_logprobs if n == num_top], np.int64)
+            at = self.device.upload(samples)
+            tokens = sampler.tokens.index_select(0, at)
+            found = sampler.top_logprobs(logits.index_select(0, at), tokens, num_top)
+            self._add_spans(handle, found, [(row_of(i), 0, k, 1) for k, i in enumerate(samples.tolist())])
+
+    def _prompt_spans(self, handle: CudaHandle, states: torch.Tensor) -> None:
+        """Those of this step's chunks of prompts."""
+        vocab_size = self.model_config.vocab_size
+        most = max(1, PROMPT_LOGITS_BYTES // (4 * vocab_size))
+        for num_top, of_prompts in self._prompt_parts(handle.inputs).items():
+            for slice_ in slices(of_prompts, most):
+                where = self.device.upload(np.concatenate([part.where for part in slice_]))
+                logits = torch.empty(len(where), vocab_size, device=self.device.torch_device)
+                self.model.logits_of_final(self.model.select(states, where), logits)
+                tokens = self.device.upload(np.concatenate([part.tokens for part in slice_]).astype(np.int32))
+                ends = np.cumsum([len(part.where) for part in slice_]).tolist()
+                rows = [
+                    (part.row, part.first, end - len(part.where), len(part.where))
+                    for part, end in zip(slice_, ends, strict=True)
+                ]
+                self._add_spans(handle, self.sampler.top_logprobs(logits, tokens, num_top), rows)
+
+    @staticmethod
+    def _add_spans(
+        handle: CudaHandle,
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        rows: list[tuple[int, int, int, int]],
+    ) -> None:
+        handle.spans.append(PendingSpans(len(handle.outputs), rows))
+        handle.outputs += found
+
+    def finish(self, handle: CudaHandle) -> StepResult:
+        """The result of a step, waiting for it if need be. Steps are finished in the order in which they were executed."""
+        assert handle.download is not None, "the step waits for `choose`"
+        try:
+            arrays = handle.download.wait()
+        except Exception:
+            self.is_torn = True  # what a GPU has run into, every later call runs into as well
+            raise
+        sampling, slots = handle.sampling, handle.sampling.slots
+        is_finite, sums = np.ones(0, np.int32), np.zeros(0, np.float32)
+        tokens: I32 = NO_I32.copy()
+        if slots.size:
+            (tokens, is_finite, sums), arrays = arrays[:3], arrays[3:]
+            tokens = tokens.copy()  # the memory of a download goes back
+        bad_prompts = self._bad_prompts(handle, arrays[0]) if handle.inputs.prefill_slots else NO_I32
+        is_void = is_finite == 0
+        counts = np.ones(len(slots), np.int32)  # how many values are not finite: as far as is known, one
+        if sampling.way is Way.EDITED:
+            is_bad = ~np.isfinite(sums)
+            counts[~is_bad] = 0  # else nothing was left to choose
+            is_void |= is_bad
+        if self.batch.bad_slots:
+            is_bad = np.isin(slots, list(self.batch.bad_slots))
+            counts[is_bad] = 1  # it has had states that were not
+            is_void |= is_bad
+        self.batch.learn(slots, handle.owners, tokens)
+        tokens[is_void] = 0
+        spans = [span for pending in handle.spans for span in pending.spans(arrays)]
+        void = np.flatnonzero(is_void)
+        more: dict[str, Any] = {}
+        if sampling.rows is not None:
+            void, counts, more = self._with_vectors(handle, arrays[1], void, counts)
+        else:
+            counts = counts[void]
+        return StepResult(
+            step=handle.step,
+            tokens=tokens,
+            nonfinite_rows=void.astype(np.int32),
+            nonfinite_counts=counts,
+            nonfinite_prefills=bad_prompts,
+            **columns_of(spans),
+            **more,
+            started=handle.started,
+            ended=clock.now(),
+        )
+
+    def _bad_prompts(self, handle: CudaHandle, is_finite: NDArray[np.int32]) -> I32:
+        """Which prefill rows of the step have states that are not finite. From now on what they sample is void."""
+        inputs = handle.inputs
+        bad = np.flatnonzero(is_finite == 0) + inputs.num_decodes
+        sources = {source for _, source in inputs.forks}
+        rows = [
+            row
+            for row, (start, count) in enumerate(zip(inputs.prefill_starts, inputs.prefill_counts, strict=True))
+            if ((bad >= start) & (bad < start + count)).any()
+        ]
+        self.batch.mark_bad(np.array(inputs.prefill_slots, np.int32)[rows], handle.prompt_owners[rows])
+        if sources & self.batch.bad_slots:
+            forks = np.array([slot for slot, source in inputs.forks if source in self.batch.bad_slots], np.int32)
+            mine = np.isin(handle.sampling.slots, forks)
+            self.batch.mark_bad(handle.sampling.slots[mine], handle.owners[mine])
+        return np.array(rows, np.int32)
+
+    @staticmethod
+    def _with_vectors(
+        handle: CudaHandle, vectors: NDArray[np.float32], void: NDArray[np.intp], counts: I32
+    ) -> tuple[NDArray[np.intp], I32, dict[str, Any]]:
+        """Of a step with pooled rows: which rows of the result are void, their counts, and the fields with vectors."""
+        rows = handle.sampling.rows
+        assert rows is not None
+        pooled = CudaRunner._pooled(handle)
+        is_bad = ~np.isfinite(vectors).all(1)
+        num_bad = dict(zip(rows[void].tolist(), counts[void].tolist(), strict=True))
+        num_bad |= dict.fromkeys(pooled[is_bad].tolist(), 1)
+        per_row = np.zeros(len(handle.inputs.result_slots), np.int32)
+        per_row[rows] = 1
+        all_void = np.array(sorted(num_bad), np.intp)
+        return (
+            all_void,
+            np.array([num_bad[row] for row in all_void.tolist()], np.int32),
+            {"counts": per_row, "vector_rows": pooled.astype(np.int32), "vectors": vectors.reshape(-1).copy()},
+        )
+
+    def _rows_to_sample(self, inputs: StepInputs) -> DeviceRows:
+        """Made anew only when the rows or their parameters have changed."""
+        if self._device_rows is not None and self._device_rows.version == inputs.rows_version:
+            return self._device_rows
+        columns, slots, rules = self.batch.columns, inputs.result_slots, self.batch.rules
+        rows: NDArray[np.intp] | None = None
+        states = np.arange(len(slots))
+        if inputs.forks:
+            sources = [np.flatnonzero(slots == source)[0] for _, source in inputs.forks]
+            states[-len(sources) :] = sources
+        if columns.is_pooling[slots].any():
+            rows = np.flatnonzero(~columns.is_pooling[slots])
+            slots, states = slots[rows], states[rows]
+        wanted: list[tuple[int, int]] = []
+        of_ids: dict[int, NDArray[np.int64]] = {}
+        if rules.num_logprobs:
+            for i, slot in enumerate(slots.tolist()):
+                if slot in rules.logprob_ids:
+                    of_ids[i] = rules.logprob_ids[slot]
+                elif slot in rules.num_logprobs:
+                    wanted.append((i, rules.num_logprobs[slot]))
+        has_rules = rules.concerns(slots)
+        is_filtered = (columns.top_k[slots] > 0) | (columns.top_p[slots] < 1) | (columns.min_p[slots] > 0)
+        needs_logits = (
+            len(slots) > MAX_HEAD_ROWS
+            or self.model.head is None
+            or bool(wanted or of_ids)
+            or bool((is_filtered & (columns.temperature[slots] > 0)).any())
+        )
+        way = Way.EDITED if has_rules else Way.LOGITS if needs_logits else Way.HEAD
+        self._device_rows = DeviceRows(inputs.rows_version, rows, slots, states, way, has_rules, wanted, of_ids)
+        return self._device_rows
+
+
+NO_ROWS: NDArray[np.intp] = np.zeros(0, np.intp)

@@ -1,0 +1,116 @@
+"""What the device knows of the requests: columns by slot, changed by each plan's differences, advanced by the steps themselves.
+
+A decode step names slots and reads everything else from here: the last token, how much is computed, the block table, how to
+sample. It also advances the table, so that the next step can be launched before the host knows this one's tokens. The
+host's `DeviceBatch` has the same columns but for the tokens; what it writes here is what a plan says, and of a slot that is
+in use only block tables (`extend`) and, for prompts, how much is computed.
+
+`DeviceBatch` is the host's side of that: a `PersistentBatch` that is told at the launch of a step that tokens were sampled,
+and later which. Both are owned by the runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from actorllm.messages import I32, StepPlan
+from actorllm.model.cuda.device import Device
+from actorllm.model.inputs import PersistentBatch
+from actorllm_kernels.sample_pick import SamplingState
+from actorllm_kernels.sample_topk_topp import FilterState
+
+_INTEGERS = ("last_token", "num_computed", "sample_index", "num_outputs", "top_k")
+_FLOATS = ("temperature", "top_p", "min_p")
+"""Columns of `inputs.Columns` that the device has too, in the order of the table's rows."""
+
+
+class DeviceBatch(PersistentBatch):
+    """See the module docstring."""
+
+    owners: NDArray[np.int64] = np.zeros(0, np.int64)
+    """By slot, a number that changes whenever the slot changes hands: results come when that may have happened."""
+
+    def apply(self, plan: StepPlan) -> None:
+        super().apply(plan)
+        if plan.freed.size or plan.new_rows.size:
+            if self.owners.size < self.num_slots:
+                self.owners = np.concatenate((self.owners, np.zeros(self.num_slots - self.owners.size, np.int64)))
+            self.owners[plan.freed[(plan.freed >= 0) & (plan.freed < self.num_slots)]] += 1
+            if plan.new_rows.size:
+                self.owners[plan.new["slot"]] += 1
+
+    def expect(self, slots: I32) -> None:
+        """A token of each of these rows is being sampled: the next plan may decode them."""
+        columns = self.columns
+        columns.num_outputs[slots] += 1
+        columns.num_known[slots] = columns.num_computed[slots] + 1
+
+    def learn(self, slots: I32, owners: NDArray[np.int64], tokens: I32) -> None:
+        """Which tokens they were. owners: of the slots when `expect` was called; those that have changed are passed over."""
+        if self.rules.has_memory and slots.size:
+            mine = self.owners[slots] == owners
+            self.rules.store(slots[mine], tokens[mine])
+
+    def mark_bad(self, slots: I32, owners: NDArray[np.int64]) -> None:
+        """The prompts of these had states that are not finite: what they sample is void."""
+        self.bad_slots.update(slots[self.owners[slots] == owners].tolist())
+
+
+class StateTable:
+    """The columns on the device."""
+
+    def __init__(self, device: Device, num_slots: int, max_blocks: int) -> None:
+        self.num_slots = num_slots
+        self._device = device
+        on = device.torch_device
+        self._words = torch.zeros(len(_INTEGERS) + len(_FLOATS), num_slots, dtype=torch.int32, device=on)
+        self._seeds = torch.zeros(num_slots, dtype=torch.int64, device=on)
+        self.block_table = torch.zeros(num_slots, max_blocks, dtype=torch.int32, device=on)
+        column = dict(zip((*_INTEGERS, *_FLOATS), self._words.unbind(0), strict=True))
+        temperature, top_p, min_p = (column[name].view(torch.float32) for name in _FLOATS)
+        self.last_token, self.num_computed = column["last_token"], column["num_computed"]
+        self.sampling = SamplingState(
+            temperature, self._seeds, column["sample_index"], column["num_outputs"], self.last_token
+        )
+        self.filters = FilterState(column["top_k"], top_p, min_p)
+
+    def add(self, batch: PersistentBatch, slots: I32) -> None:
+        """Take over the rows of these slots, which are new."""
+        if int(slots.max()) >= self.num_slots:
+            raise ValueError(f"slot {int(slots.max())} is beyond the {self.num_slots} of max_num_seqs")
+        columns = batch.columns
+        words = [getattr(columns, name)[slots] for name in _INTEGERS]
+        words += [getattr(columns, name)[slots].view(np.int32) for name in _FLOATS]
+        at, rows, seeds, tables = self._upload(
+            slots, np.stack(words), columns.seeds[slots].view(np.int32), batch.block_tables[0, slots]
+        )
+        at = at.long()
+        self._words.index_copy_(1, at, rows.view(len(words), -1))
+        self._seeds.index_copy_(0, at, seeds.view(torch.int64))
+        self.block_table.index_copy_(0, at, tables.view(len(slots), -1))
+
+    def extend(self, slots: I32, places: I32, blocks: I32) -> None:
+        """Block `blocks[i]` becomes entry `places[i]` of the table of slot `slots[i]`."""
+        flat = slots.astype(np.int64) * self.block_table.shape[1] + places
+        at, values = self._upload(flat.view(np.int32), blocks)
+        self.block_table.view(-1).index_copy_(0, at.view(torch.int64), values)
+
+    def compute(self, slots: I32, num_computed: I32) -> None:
+        """How many tokens of these slots have their keys and values once the step is done."""
+        at, values = self._upload(slots, num_computed)
+        self.num_computed.index_copy_(0, at.long(), values)
+
+    def _upload(self, *columns: NDArray[np.int32]) -> Iterable[torch.Tensor]:
+        """All in one copy; each begins at a multiple of eight bytes."""
+        sizes = [column.size + column.size % 2 for column in columns]
+        packet = np.zeros(sum(sizes), np.int32)
+        start = 0
+        for column, size in zip(columns, sizes, strict=True):
+            packet[start : start + column.size] = column.reshape(-1)
+            start += size
+        parts = torch.split(self._device.upload(packet), sizes)
+        return [part[: column.size] for part, column in zip(parts, columns, strict=True)]

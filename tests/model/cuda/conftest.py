@@ -1,0 +1,72 @@
+"""The GPU's runner on CPU tensors: kernels in Triton's interpreter, graphs as lists of launches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actorllm.config import EngineConfig
+from actorllm.model.cuda.device import HostDevice
+from actorllm.model.cuda.runner import CudaRunner
+from actorllm.model.runner import ModelRunner
+from tests.model.cuda.twins import TINY, Twins
+
+
+@pytest.fixture(autouse=True, scope="session")
+def few_threads() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Callable[..., Path]:
+    """The folder of a tiny model without weights, for load_format='dummy'."""
+
+    def make(**differences: Any) -> Path:
+        path = tmp_path / "tiny"
+        path.mkdir(exist_ok=True)
+        (path / "config.json").write_text(json.dumps(TINY | differences))
+        return path
+
+    return make
+
+
+@pytest.fixture
+def make_runner() -> Callable[..., CudaRunner]:
+    def make(path: Path, **arguments: Any) -> CudaRunner:
+        runner = CudaRunner(config_of(path, block_size=64, **arguments), show_progress=False, device=HostDevice())
+        runner.load()
+        runner.allocate(24)
+        return runner
+
+    return make
+
+
+@pytest.fixture
+def make_twins(folder: Callable[..., Path], make_runner: Callable[..., CudaRunner]) -> Callable[..., Twins]:
+    """The same requests on both runners."""
+
+    def make(differences: dict[str, Any] | None = None, **arguments: Any) -> Twins:
+        path = folder(**(differences or {}))
+        cpu = ModelRunner(config_of(path, block_size=16, **arguments), show_progress=False)
+        cpu.load()
+        cpu.allocate(96)
+        return Twins(cpu, make_runner(path, **arguments))
+
+    return make
+
+
+def config_of(path: Path, **arguments: Any) -> EngineConfig:
+    defaults = {
+        "dtype": "float32",
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "num_threads": 1,
+        "max_num_seqs": 8,
+        "device": "cpu",
+    }
+    return EngineConfig.from_arguments(path, **(defaults | arguments))
