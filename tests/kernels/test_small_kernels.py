@@ -8,6 +8,7 @@ import torch
 
 from actorllm_kernels import reference
 from actorllm_kernels.embed import embed
+from actorllm_kernels.kv_clear import kv_clear
 from actorllm_kernels.kv_copy import kv_copy
 from actorllm_kernels.silu_mul import ACTIVATIONS, activation_mul
 from actorllm_kernels.step_prep import step_prep
@@ -68,3 +69,13 @@ def test_copies_of_blocks() -> None:
 def test_copies_that_depend_on_their_order_are_refused(sources: list[int], targets: list[int]) -> None:
     with pytest.raises(ValueError, match=r"targets|cannot be copied"):
         kv_copy(torch.zeros(1, 4, 1), np.array(sources, np.int32), np.array(targets, np.int32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_is_cleared(dtype: torch.dtype) -> None:
+    pool = torch.randn(2, 4, 2, 3, 8, 200).to(dtype)
+    pool[:, 2, :, :, 3] = float("nan")
+    slots, is_finite = [19, 5, -1, 31], [False, True, False, False]
+    expected = reference.clear_pages(pool, slots, is_finite)
+    kv_clear(pool, torch.tensor(slots), torch.tensor(is_finite).int())
+    assert torch.equal(pool, expected)

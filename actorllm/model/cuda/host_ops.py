@@ -348,13 +348,14 @@ def sample_pick(
         if slot < 0:
             tokens[i], is_finite[i] = 0, 1
             continue
-        highest = offers.highest[i].nan_to_num(nan=-math.inf)
+        is_bad = offers.highest[i].isnan()
+        highest = offers.highest[i].masked_fill(is_bad, -math.inf)
         top = highest.max()
         temperature = float(state.temperature[slot]) or 1.0
         score = (highest - (top if top > -math.inf else 0.0)) / temperature + offers.weight[i]
         score = score.masked_fill(highest == -math.inf, -math.inf)
         tokens[i] = offers.id[i, int(score.argmax())]
-        is_finite[i] = bool(top > -math.inf) and not bool(offers.highest[i].isnan().any())
+        is_finite[i] = bool(top > -math.inf) and not bool(is_bad.any())
         state.last_token[slot] = tokens[i]
         state.token_index[slot] += 1
 
