@@ -199,7 +199,8 @@ class Engine:
         """Everything that lives but once, from the start to the end."""
         self._frontend = self._new_frontend()
         if self._is_synchronous and self.config.topology == "inline":
-            self._supervisor = self._thread = self.stepper = Stepper(self.config, self._frontend, _resolve)
+            self.stepper = Stepper(self.config, self._frontend, _resolve, self._on_death)
+            self._supervisor = self._thread = self.stepper
         else:
             self._supervisor = self._new_supervisor()
             self._thread = EngineThread(self._new_service())

@@ -12,6 +12,7 @@ The control socket is a SEQPACKET pair: one JSON object per packet, in order, de
                           lost {link, generation, type_name, error} · stop
     child → supervisor    started {facts} · configured · ready · failed {type_name, message, traceback} · progress
                           broken {link, generation, error}: this link is corrupt, and the actor goes on without it
+                          denounced {peer, link, generation, what}: this peer has a defect, and is to be ended
 
 Invariants: the child never outlives the owner (parent-death signal, and the end of the control socket); Ctrl-C and
 SIGTERM belong to the owner, who may have work to finish when a terminal or a service manager sends them to all processes;
@@ -171,7 +172,11 @@ def live(control: socket.socket, start: dict[str, Any], fds: tuple[int, ...]) ->
     def report_broken(info: LinkInfo, error: BaseException) -> None:
         send_frame(control, "broken", link=info.name, generation=info.generation, error=str(error)[:MAX_TRACEBACK])
 
-    runner = Runner(actor, report, report_broken, lambda: send_frame(control, "progress"))
+    def report_denounced(info: LinkInfo, what: str) -> None:
+        about, link = what[:MAX_TRACEBACK], info.name
+        send_frame(control, "denounced", peer=info.peer, link=link, generation=info.generation, what=about)
+
+    runner = Runner(actor, report, report_broken, lambda: send_frame(control, "progress"), report_denounced)
     run_loop(Child(control, runner, config_class).run, config_class.from_json(start["config"]))
     return runner.failure is not None
 

@@ -33,7 +33,7 @@ from actorllm.actors.link import Link, LinkInfo, open_ring
 from actorllm.actors.pulse import STARTING, Pulse, Sign, is_stopped
 from actorllm.actors.stderr_pipe import StderrPipe
 from actorllm.actors.topology import ActorSpec, load, path_of
-from actorllm.errors import ActorLLMError, EngineShutdownError, EngineStartError
+from actorllm.errors import ActorLLMError, EngineError, EngineShutdownError, EngineStartError
 from actorllm.ring.channel import LinkEnd
 
 logger = logging.getLogger(__name__)
@@ -56,6 +56,8 @@ class Child(ABC):
         """Hears (link, generation, error) of a link that the actor found corrupt and goes on without."""
         self.on_progress: Callable[[], object] = lambda: None
         """Hears that the actor's work has come to something (`Actor.report_progress`)."""
+        self.on_denounced: Callable[[str, str, int, str], None] = lambda peer, link, generation, what: None
+        """Hears (peer, link, generation, what) of a defect that the actor has found in a peer (`Actor.denounce`)."""
         self._on_end = on_end
 
     @property
@@ -95,6 +97,9 @@ class Child(ABC):
     def kill(self) -> None:
         """End it at once, if it can be. From any thread."""
 
+    def end_denounced(self, what: str) -> None:  # noqa: B027 - who attached is dropped by those who hear it
+        """A peer has found this one at fault (what: "contradicting its plans: ..."): it ends, as a death."""
+
     @abstractmethod
     def close(self) -> None:
         """Release what is left, gone or not."""
@@ -115,6 +120,13 @@ class LocalChild(Child):
     def _report_broken(self, info: LinkInfo, error: BaseException) -> None:
         self.on_broken(info.name, info.generation, str(error))
 
+    def _report_denounced(self, info: LinkInfo, what: str) -> None:
+        self.on_denounced(info.peer, info.name, info.generation, what)
+
+    def end_denounced(self, what: str) -> None:
+        message = f"it was found {what}"
+        self._on_end(self, ActorDeath(self.spec.name, failure=Failure(EngineError.__name__, message, "")))
+
     def _report_end(self, error: BaseException | None) -> None:
         self.phase = "failed" if error is not None else "ended"
         self._on_end(self, ActorDeath(self.spec.name, failure=None if error is None else Failure.of(error)))
@@ -125,7 +137,7 @@ class OwnerChild(LocalChild):
 
     def __init__(self, spec: ActorSpec, on_end: Callable[[Any, ActorDeath], None], actor: Actor) -> None:
         super().__init__(spec, on_end)
-        self.runner = Runner(actor, self._report_end, self._report_broken)
+        self.runner = Runner(actor, self._report_end, self._report_broken, on_denounced=self._report_denounced)
 
     async def spawn(self, tasks: TaskGroup, config: Any) -> None:
         alive = anyio.Event()
@@ -431,6 +443,10 @@ class ProcessChild(RemoteChild):
             self._process.send_signal(child_program.DUMP_SIGNAL)
             self._loop.call_later(DUMP_TIME_S, self.kill)
 
+    def end_denounced(self, what: str) -> None:
+        self._kill_reason = what
+        self.kill()
+
     def close(self) -> None:
         if self._pulse is not None:
             self._pulse.close()
@@ -489,6 +505,9 @@ class ProcessChild(RemoteChild):
                 continue
             if op == "progress":
                 self.on_progress()
+                continue
+            if op == "denounced":
+                self.on_denounced(frame["peer"], frame["link"], frame["generation"], frame["what"])
                 continue
             if op == "failed":
                 self.failure = Failure(**frame)

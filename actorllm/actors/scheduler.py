@@ -64,6 +64,7 @@ from actorllm.scheduling.pause import PauseState
 from actorllm.scheduling.policy import PlanPolicy
 from actorllm.scheduling.policy_watch import SHORTEST_TIMER_S, PolicyWatch, WakeTimer
 from actorllm.scheduling.recording import Entry, RecordedScheduler
+from actorllm.scheduling.results import ContradictionError
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key, Sequence, State
 from actorllm.scheduling.tally import Tally
@@ -225,6 +226,8 @@ class SchedulerActor(Actor):
         self._num_losses_in_a_row = 0
         self._num_workers = 1
         self._constraints = Constraints(None)
+        self._due: list[int] = []
+        """The step that each rank has to answer next."""
         self._full: dict[int, Outlet] = {}
         self._tally = Tally()
         self._retry_s = RETRY_S
@@ -360,6 +363,7 @@ class SchedulerActor(Actor):
         if link.name == "workers":
             self._workers = link
             self._has_workers = True
+            self._due = [self.scheduler.ledger.next_step] * self._num_workers
             if self._timeline is not None:
                 self._timeline.mark("workers linked", now(), generation=link.generation)
             self.wake()
@@ -415,6 +419,13 @@ class SchedulerActor(Actor):
             self.report_progress()
         self.wake()
 
+    def _part_with_workers(self, link: Link, contradiction: str) -> None:
+        """What one of them says cannot be: nothing more of them is believed, and others take their place."""
+        logger.error("%s contradicts its plans: %s", link.peer, contradiction, extra={"event": "contradiction"})
+        self._has_workers = False
+        self._results.clear()
+        self.denounce(link, f"contradicting its plans: {contradiction}")
+
     def on_link_error(self, link: Link, error: BaseException) -> None:
         """An attached frontend that writes nonsense harms only itself."""
         if not link.peer.startswith(ATTACHED):
@@ -433,14 +444,27 @@ class SchedulerActor(Actor):
     def on_message(self, link: Link, message: Message) -> None:
         match message:
             case StepResult() | StepFailed():
-                self._acknowledge(link.rank, message)
+                self._acknowledge(link, message)
             case Submit() | Abort() | Unblock():
                 self._inbox.append((self._frontend_of[link], message))
             case _:
                 super().on_message(link, message)
 
-    def _acknowledge(self, rank: int, message: StepResult | StepFailed) -> None:
-        """A step is done when every rank said so: with the failure of any, else with the tokens of rank 0."""
+    def _acknowledge(self, link: Link, message: StepResult | StepFailed) -> None:
+        """A step is done when every rank said so: with the failure of any, else with the tokens of rank 0.
+
+        Every rank answers every plan once, in their order.
+        """
+        if not self._has_workers:
+            return  # they are not believed any more
+        rank = link.rank
+        due = self._due[rank]
+        if message.step != due or due >= self.scheduler.ledger.next_step:
+            is_launched = due < self.scheduler.ledger.next_step
+            wanted = f"step {due} was to be answered" if is_launched else "no step was to be answered"
+            self._part_with_workers(link, f"it answered step {message.step} when {wanted}")
+            return
+        self._due[rank] = due + 1
         if self._num_workers == 1:
             self._results.append(message)
             return
@@ -727,7 +751,11 @@ class SchedulerActor(Actor):
             self._step_watch.done(result)
         if isinstance(result, StepFailed):
             return self.scheduler.fail(result, began)
-        events = self.scheduler.update(result, began)
+        try:
+            events = self.scheduler.update(result, began)
+        except ContradictionError as contradiction:
+            self._part_with_workers(self._workers.spokes[0], str(contradiction))  # the first rank alone has tokens
+            return NOTHING
         if self._constraints.has_waited_for(result.step):
             events = self._advance_grammars(events, began)
         if self._timeline is not None:

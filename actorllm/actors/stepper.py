@@ -15,6 +15,7 @@ Offers `Engine` the same verbs as EngineThread and Supervisor together.
 
 from __future__ import annotations
 
+import logging
 import math
 import signal
 import threading
@@ -29,7 +30,8 @@ from inspect import isawaitable
 from types import FrameType
 from typing import Any, TypeVar
 
-from actorllm.actors.actor import Actor, Runner
+from actorllm.actors.actor import Actor, Failure, Runner
+from actorllm.actors.death import ActorDeath
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, Waiter
 from actorllm.actors.frontend import FrontendActor
 from actorllm.actors.link import Inbox, Link, LinkInfo, LinkStatistics
@@ -38,22 +40,34 @@ from actorllm.actors.supervisor import Resolve
 from actorllm.actors.worker import WorkerActor
 from actorllm.clock import now
 from actorllm.config import EngineConfig
-from actorllm.errors import ConfigError, EngineShutdownError
+from actorllm.errors import ConfigError, EngineDeadError, EngineError, EngineShutdownError
 from actorllm.health import ActorHealth, EngineHealth, EngineState
 from actorllm.messages import Message
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 
 class Stepper:
     """A frontend, a scheduler and a worker in the caller's hands."""
 
-    def __init__(self, config: EngineConfig, frontend: FrontendActor, resolve: Resolve) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        frontend: FrontendActor,
+        resolve: Resolve,
+        on_death: Callable[[ActorDeath], None] = lambda death: None,
+    ) -> None:
+        """on_death: hears of the exception that ends the engine, and tells the requests."""
         if config.world_size != 1:
             raise ConfigError(f"tensor_parallel_size={config.world_size} needs topology='process' here, not 'inline'")
         self.config = replace(config, scheduler=replace(config.scheduler, depth=1))
         self.is_alive = False
+        self.failure: EngineDeadError | None = None
+        """Why the engine is dead."""
         self._resolve = resolve
+        self._on_death = on_death
         self._is_over = False
         self._posted: deque[Callable[[], object]] = deque()
         self._is_running_posted = False
@@ -120,6 +134,8 @@ class Stepper:
 
     def health(self) -> EngineHealth:
         state: EngineState = "running" if self.is_alive else "stopped" if self._is_over else "new"
+        if self.failure is not None:
+            return EngineHealth("dead", {}, last_failure=str(self.failure))
         names = ("frontend", "scheduler", "worker0") if self.is_alive else ()
         return EngineHealth(state, {name: ActorHealth("running", None, 1, None) for name in names})
 
@@ -148,8 +164,6 @@ class Stepper:
         with interrupts_held():
             try:
                 is_done = self._step()
-            except Exception:
-                raise
             except BaseException:
                 self.stop()
                 raise
@@ -172,11 +186,26 @@ class Stepper:
 
     def _step(self) -> bool:
         self.run_pending()
-        self._scheduler.turn()
-        if not run_to_end(self._worker.turn()):
-            return False
-        self._scheduler.turn()
+        actor: Actor = self._scheduler
+        try:
+            self._scheduler.turn()
+            actor = self._worker
+            if not run_to_end(self._worker.turn()):
+                return False
+            actor = self._scheduler
+            self._scheduler.turn()
+        except DenouncedError as found:
+            self._die(ActorDeath(self._worker.name, failure=Failure.of(found)))
+        except Exception as error:
+            self._die(ActorDeath(actor.name, failure=Failure.of(error)))
         return True
+
+    def _die(self, death: ActorDeath) -> None:
+        """An exception ends an actor, and nothing can take its place here."""
+        logger.error("%s", death)
+        self.failure = death.to_error()
+        self._on_death(death)
+        self.stop()
 
 
 @contextmanager
@@ -247,11 +276,18 @@ def _connect(hub: Actor, spoke: Actor, name: str) -> None:
         actor.on_link(link)
 
 
+class DenouncedError(EngineError):
+    """The scheduler has found the worker at fault (`Actor.denounce`)."""
+
+
 class CallRunner(Runner):
     """What an actor asks for of its runner, where there is no loop."""
 
     def __init__(self, actor: Actor) -> None:
         super().__init__(actor, lambda _: None)
+
+    def denounce(self, link: Link, what: str) -> None:
+        raise DenouncedError(f"it was found {what}")
 
     async def ask(self, link: Link, verb: str, timeout: float, arguments: dict[str, Any]) -> list[Any]:
         assert isinstance(link, CallLink)

@@ -338,6 +338,7 @@ class Supervisor:
         child = self._make_child(spec, current_loop())
         child.on_broken = self._on_broken
         child.on_progress = self._on_progress
+        child.on_denounced = self._on_denounced
         if isinstance(child, OwnerChild):
             child.runner.actor.on_work = self._watch.wake
         return child
@@ -355,6 +356,7 @@ class Supervisor:
             child.adopt(spec, self._on_end)
             child.on_broken = self._on_broken
             child.on_progress = self._on_progress
+            child.on_denounced = self._on_denounced
         return child
 
     def _make_child(self, spec: ActorSpec, loop: AsyncioLoop) -> Child:
@@ -410,6 +412,12 @@ class Supervisor:
     def _on_broken(self, link: str, generation: int, error: str) -> None:
         """One end found the link corrupt, closed it and goes on: whoever is at the others has lost it."""
         self._wiring.drop(link, generation, EngineDeadError(f"the link was dropped: {error}"))
+
+    def _on_denounced(self, peer: str, link: str, generation: int, what: str) -> None:
+        """One end of a link has found the other one at fault, which dies of it, unless it is another one already."""
+        child = self._children.get(peer)
+        if child is not None and self._wiring.generations.get(link) == generation:
+            child.end_denounced(what)
 
     def _on_progress(self) -> None:
         if self._counter is not None:

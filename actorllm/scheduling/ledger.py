@@ -73,11 +73,14 @@ class Ledger:
         self._last_step = record.step
         self._in_flight.append(record)
 
-    def complete(self, step: int) -> StepRecord | None:
-        """The record of the oldest step in flight if it is this one, no longer in flight; else None."""
-        if self._in_flight and self._in_flight[0].step == step:
-            return self._in_flight.popleft()
-        return None
+    def oldest(self, step: int) -> StepRecord | None:
+        """The record of the oldest step in flight if it is this one; else None."""
+        return self._in_flight[0] if self._in_flight and self._in_flight[0].step == step else None
+
+    def complete(self, record: StepRecord) -> None:
+        """The oldest step is done, and no longer in flight."""
+        assert record is self._in_flight[0]
+        self._in_flight.popleft()
 
     def void(self, step: int) -> list[StepRecord]:
         """This step failed: it and all later ones are void. They are returned and their results will not be applied."""

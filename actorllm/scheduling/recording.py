@@ -8,11 +8,13 @@ again, step by step, and the simulator be held against it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 from actorllm.messages import StepFailed, StepPlan, StepResult, Submit
 from actorllm.request import FinishReason
 from actorllm.scheduling.events import End, Events
+from actorllm.scheduling.results import ContradictionError
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key, Sequence
 
@@ -110,7 +112,8 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[StepPlan]
                 if plan is not None:
                     yield plan
             case "update":
-                scheduler.update(argument, now)
+                with suppress(ContradictionError):  # what became of it then is in the recording
+                    scheduler.update(argument, now)
             case "fail":
                 scheduler.fail(argument, now)
             case "reset_prefix_cache":

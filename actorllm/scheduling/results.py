@@ -2,7 +2,8 @@
 
 Owns how tokens get to where they belong: to the column of known tokens and the paged ids in the steady case, row by row where
 rows left meanwhile, got several tokens or none, or have logits that are not finite. A result is held against the record of its
-step first: one that contradicts its plan changes nothing. Used by `Scheduler.update`.
+step first: one that contradicts its plan (`ContradictionError`) changes nothing, because nothing of it can be believed. Used
+by `Scheduler.update`.
 
 A row that left its slot keeps its token if it was preempted, and loses it if it ended. Whoever has logits or states that are
 not finite ends, what he had published is forgotten, and if somebody in a later step in flight may have taken that over, the
@@ -32,14 +33,19 @@ NO_SPANS: list[LogprobSpan] = []
 """Of most results. Never changed."""
 
 
+class ContradictionError(ValueError):
+    """A result cannot be that of its plan: whoever made it is broken. Nothing of it was used."""
+
+
 class Results:
-    """Applies them, in launch order."""
+    """Applies them, in launch order. max_tokens_per_row: that a step may sample, drafts included."""
 
     def __init__(
         self,
         view: View,
         *,
         vocab_size: int,
+        max_tokens_per_row: int,
         batch: Batch,
         kv: KVCacheManager,
         ledger: Ledger,
@@ -54,6 +60,7 @@ class Results:
         """Values of all of them together."""
         self._view = view
         self._vocab_size = vocab_size
+        self._max_tokens_per_row = max_tokens_per_row
         self._batch = batch
         self._kv = kv
         self._ledger = ledger
@@ -61,12 +68,12 @@ class Results:
         self._cache = cache
         self._stopping = stopping
 
-    def check(self, result: StepResult, record: StepRecord) -> tuple[str | None, list[LogprobSpan]]:
-        """Why a result cannot be that of its plan, or None; and the log-probabilities that it has."""
+    def check(self, result: StepResult, record: StepRecord) -> list[LogprobSpan]:
+        """The log-probabilities that a result has. Raises ContradictionError when it cannot be that of its plan."""
         error = self._contradiction(result, record)
-        if error is None and result.logprob_spans.size:
-            return self._logprob_spans(result, record)
-        return error, NO_SPANS
+        if error is not None:
+            raise ContradictionError(f"step {result.step}: {error}")
+        return self._logprob_spans(result, record) if result.logprob_spans.size else NO_SPANS
 
     def apply(self, result: StepResult, record: StepRecord, spans: list[LogprobSpan]) -> Events:
         """Publish what the step computed, append what it sampled, and end whoever ends with it."""
@@ -92,20 +99,25 @@ class Results:
         expected = num_rows
         if result.counts.size:
             if result.counts.size != num_rows or int(result.counts.min()) < 0:
-                return f"step {result.step}: counts of {result.counts.size} rows for a plan of {num_rows}"
+                return f"counts of {result.counts.size} rows for a plan of {num_rows}"
+            if int(result.counts.max()) > self._max_tokens_per_row:
+                return f"{int(result.counts.max())} tokens of one row, of which a step has {self._max_tokens_per_row} at most"
             expected = int(result.counts.sum())
         if result.tokens.size != expected:
-            return f"step {result.step}: {result.tokens.size} tokens for a plan of {expected}"
+            return f"{result.tokens.size} tokens for a plan of {expected}"
         tokens = result.tokens
         if result.nonfinite_rows.size and not result.counts.size:
             tokens = np.delete(tokens, result.nonfinite_rows[result.nonfinite_rows < num_rows])  # those are void
         if tokens.size and int(tokens.view(np.uint32).max()) >= self._vocab_size:  # a negative id is a very large one
-            return f"step {result.step}: a token id outside the vocabulary of {self._vocab_size}"
+            return f"a token id outside the vocabulary of {self._vocab_size}"
         for rows in (result.nonfinite_rows, result.vector_rows):
             if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
-                return f"step {result.step}: row {rows.tolist()} of a plan of {num_rows}"
-        if result.vector_rows.size and result.vectors.size % result.vector_rows.size:
-            return f"step {result.step}: {result.vectors.size} numbers for {result.vector_rows.size} vectors"
+                return f"row {rows.tolist()} of a plan of {num_rows}"
+        if result.vector_rows.size:
+            if result.vectors.size % result.vector_rows.size:
+                return f"{result.vectors.size} numbers for {result.vector_rows.size} vectors"
+            if any(record.rows.sequences[row].submit.pooling is None for row in result.vector_rows.tolist()):
+                return f"vectors of rows {result.vector_rows.tolist()}, some of which want tokens"
         if (
             result.nonfinite_prefills is not NO_I32 or result.nonfinite_counts is not NO_I32
         ):  # what unpack makes of none
@@ -116,22 +128,25 @@ class Results:
     def _wrong_nonfinite(result: StepResult, record: StepRecord) -> str | None:
         bad = result.nonfinite_prefills
         if bad.size and not 0 <= int(bad.min()) <= int(bad.max()) < len(record.prefills):
-            return f"step {result.step}: prefill rows {bad.tolist()} of a plan of {len(record.prefills)}"
+            return f"prefill rows {bad.tolist()} of a plan of {len(record.prefills)}"
         if result.nonfinite_counts.size not in (0, result.nonfinite_rows.size):
-            return f"step {result.step}: {result.nonfinite_counts.size} counts of {result.nonfinite_rows.size} rows"
+            return f"{result.nonfinite_counts.size} counts of {result.nonfinite_rows.size} rows"
         return None
 
-    @staticmethod
-    def _logprob_spans(result: StepResult, record: StepRecord) -> tuple[str | None, list[LogprobSpan]]:
-        """What is wrong with the log-probabilities of a result, and the spans of them."""
+    def _logprob_spans(self, result: StepResult, record: StepRecord) -> list[LogprobSpan]:
+        """The spans of the log-probabilities of a result. Raises ContradictionError when they are not of its plan."""
         try:
             spans = spans_of(result)
         except ValueError as wrong:
-            return f"step {result.step}: {wrong}", []
+            raise ContradictionError(f"step {result.step}: {wrong}") from None
         for span in spans:
             if span.row >= (len(record.prefills) if span.is_prompt else len(record.rows)):
-                return f"step {result.step}: logprobs of row {span.row} are not in the plan", []
-        return None, spans
+                raise ContradictionError(f"step {result.step}: logprobs of row {span.row}, which is not in the plan")
+        if int(result.logprob_ids.view(np.uint32).max()) >= self._vocab_size:
+            raise ContradictionError(
+                f"step {result.step}: logprobs of an id outside the vocabulary of {self._vocab_size}"
+            )
+        return spans
 
     @staticmethod
     def _logprobs(

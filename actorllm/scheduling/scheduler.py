@@ -157,6 +157,7 @@ class Scheduler:
         self._results = Results(
             self,
             vocab_size=vocab_size,
+            max_tokens_per_row=1 + num_lookahead_tokens,
             batch=batch,
             kv=kv,
             ledger=self.ledger,
@@ -503,16 +504,16 @@ class Scheduler:
     def update(self, result: StepResult, now: float) -> Events:
         """Apply the result of the oldest step in flight. Any other is dropped and counted.
 
-        A result that contradicts its plan (wrong number of rows, ids outside the vocabulary) fails the step's requests.
+        Raises ContradictionError for one that contradicts its plan (wrong number of rows, ids outside the vocabulary): the
+        step is still in flight then, and whoever drives this has to part with the workers (`lose_workers`).
         """
         self.now = now
-        record = self.ledger.complete(result.step)
+        record = self.ledger.oldest(result.step)
         if record is None:
             self._num_dropped += 1
             return NOTHING
-        error, spans = self._results.check(result, record)
-        if error is not None:
-            return self._void([record, *self.ledger.void(record.step + 1)], error, NO_I32)
+        spans = self._results.check(result, record)
+        self.ledger.complete(record)
         events = self._results.apply(result, record, spans)
         if self._faults.is_any:
             self._faults.on_good_step(events.sequences, now)

@@ -416,23 +416,6 @@ def test_what_an_aborted_prompt_left_behind_is_forgotten_when_it_turns_out_not_t
     assert engine.scheduler.sequence((0, 2)) is None
 
 
-@pytest.mark.parametrize(
-    "columns",
-    [
-        {"nonfinite_prefills": [1]},
-        {"nonfinite_prefills": [-1]},
-        {"nonfinite_rows": [0], "nonfinite_counts": [1, 2]},
-    ],
-)
-def test_impossible_rows_fail_the_step_only(engine: Any, columns: dict[str, list[int]]) -> None:
-    engine.submit(1, [1, 2], ignore_eos=True)
-    engine.launch()
-    result = engine.results.pop()
-    arrays: Any = {name: np.array(values, np.int32) for name, values in columns.items()}
-    engine.apply(engine.scheduler.update(StepResult(step=result.step, tokens=result.tokens, **arrays), engine.now))
-    assert f"step {result.step}" in engine.ends[1].error
-
-
 def test_values_that_are_not_finite_are_counted_per_request(engine: Any) -> None:
     engine.submit(1, [1, 2], ignore_eos=True)
     engine.submit(2, [3, 4], min_tokens=1, ignore_eos=True)

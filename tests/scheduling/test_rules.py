@@ -12,6 +12,7 @@ from actorllm.logprobs import LogprobSpan, columns_of, spans_of
 from actorllm.messages import StepFailed, StepPlan, StepResult
 from actorllm.rules import SamplingRules, decode_rules
 from actorllm.scheduling import payload
+from actorllm.scheduling.results import ContradictionError
 from tests.scheduling.conftest import Engine, reference_stream
 
 PROMPT = list(range(1, 31))
@@ -141,17 +142,15 @@ def test_too_many_log_probabilities_wait_for_one_another(monkeypatch: pytest.Mon
     assert {rid: len(stream) for rid, stream in engine.streams.items()} == {1: 8, 2: 8, 3: 8}
 
 
-@pytest.mark.parametrize("row", [-1, 1])
-def test_log_probabilities_that_contradict_the_plan_fail_the_step(engine: Engine, row: int) -> None:
+@pytest.mark.parametrize(("column", "value"), [("logprob_spans", -1), ("logprob_spans", 1), ("logprob_ids", 97)])
+def test_log_probabilities_that_contradict_the_plan(engine: Engine, column: str, value: int) -> None:
     engine.submit(1, PROMPT[:5], rules=RULES)
     engine.launch()
-    engine.results[0] = replace(engine.results[0], **columns_of([span(0, 0, 1, 2)]))
-    spans = engine.results[0].logprob_spans.copy()
-    spans[0] = row
-    engine.results[0] = replace(engine.results[0], logprob_spans=spans)
-    engine.complete()
-    assert engine.ends[1].reason == "error"
-    assert "logprobs" in engine.ends[1].error
+    result = replace(engine.results[0], **columns_of([span(0, 0, 1, 2)]))
+    array = getattr(result, column).copy()
+    array[0] = value
+    with pytest.raises(ContradictionError, match="logprobs"):
+        engine.scheduler.update(replace(result, **{column: array}), engine.now)
 
 
 def test_rows_without_rules_carry_none(engine: Engine) -> None:
