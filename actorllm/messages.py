@@ -212,6 +212,17 @@ class StepResult:
     started: float = 0.0
     ended: float = 0.0
 
+    @property
+    def came_to_nothing(self) -> bool:
+        """Values were not finite, and no row shows that any are."""
+        if self.nonfinite_rows is NO_I32 and self.nonfinite_prefills is NO_I32:
+            return False
+        num_rows = self.counts.size or self.tokens.size
+        if not num_rows:
+            return self.nonfinite_prefills.size > 0
+        is_of_rules = self.nonfinite_counts.size > 0 and not self.nonfinite_counts.any()
+        return self.nonfinite_rows.size == num_rows and not is_of_rules
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StepFailed:

@@ -19,11 +19,11 @@ import actorllm.engine
 from actorllm import LLM, AsyncLLM, EngineDeadError, SamplingParams
 from actorllm.actors.topology import Topology, engine_topology
 from actorllm.config import ARGUMENTS, EngineConfig
-from actorllm.errors import ConfigError
+from actorllm.errors import ConfigError, RequestFailedError
 from actorllm.model.decoder import DecoderConfig
 from actorllm.model.parallel import HeadShare, Ranks
 from actorllm.model.weights import DummyWeights
-from tests.torn_worker import HANGS, RAISES
+from tests.torn_worker import BLINDS, HANGS, RAISES, RAISES_BEFORE
 
 SHAPE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -102,11 +102,39 @@ async def test_the_death_of_any_rank_ends_every_stream(tmp_path: Path) -> None:
     llm.shutdown()
 
 
+def torn(config: EngineConfig) -> Topology:
+    topology = engine_topology(config)
+    actors = [
+        replace(a, path="tests.torn_worker:TornWorkerActor") if a.name.startswith("worker") else a
+        for a in topology.actors
+    ]
+    return replace(topology, actors=tuple(actors))
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_ranks_find_out_together_that_nothing_is_finite_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank looks after the same step, and all are replaced; a request that breaks them twice is to blame."""
+    monkeypatch.setattr(actorllm.engine, "engine_topology", torn)
+    llm = AsyncLLM(model_folder(tmp_path), **arguments(tensor_parallel_size=2))
+    params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0)
+    expected = (await llm.complete([1, 2, 3], params)).outputs[0].token_ids
+    told = r"ran this request alone; the last time worker[01] failed with EngineError: no step"
+    with pytest.raises(RequestFailedError, match=told):
+        await llm.complete([1, BLINDS, 3], params)
+    assert (await llm.complete([1, 2, 3], params)).outputs[0].token_ids == expected
+    health = llm.health()
+    assert [health.actors[name].num_restarts for name in ("worker0", "worker1", "scheduler")] == [2, 2, 0]
+    llm.shutdown()
+
+
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.parametrize(
     ("token", "expected"),
     [
         (RAISES, r"worker1 failed with RuntimeError: planted between two collectives"),
+        (RAISES_BEFORE, r"worker1 failed with RuntimeError: planted before the collectives"),
         pytest.param(HANGS, r"worker[01] was killed because it was stuck: step \d+ ran for", marks=pytest.mark.slow),
     ],
 )
@@ -114,15 +142,6 @@ async def test_a_rank_that_leaves_the_others_in_a_collective_is_the_one_that_is_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: int, expected: str
 ) -> None:
     """The others wait for it where nobody can call them back; they are killed with it, and it is its error that counts."""
-
-    def torn(config: EngineConfig) -> Topology:
-        topology = engine_topology(config)
-        actors = [
-            replace(a, path="tests.torn_worker:TornWorkerActor") if a.name.startswith("worker") else a
-            for a in topology.actors
-        ]
-        return replace(topology, actors=tuple(actors))
-
     monkeypatch.setattr(actorllm.engine, "engine_topology", torn)
     final = {"on_failure": "raise"} if "on_failure" in ARGUMENTS else {}
     llm = AsyncLLM(model_folder(tmp_path), **arguments(tensor_parallel_size=2, step_timeout_s=2, **final))

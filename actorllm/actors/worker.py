@@ -4,6 +4,10 @@ Steps are executed one after the other, in the order of their plans. A step that
 the worker lives on; what the failed step left behind is dropped by the next plan, which frees every slot, and what it
 wrote into the cache is cleared at once.
 
+Whether it lives on it finds out by itself: before it tells of a step that raised, or in which nothing was finite, it computes
+a small one of its own (`ModelRunner.check_itself`). If that comes to nothing either, the worker can do nothing any more, and
+it is none of the requests: it ends like one that crashed, and what it would have said of that step is said by nobody.
+
 A worker outlives its scheduler: it keeps the weights, and with the first plan of the next one, which comes over another
 link, it forgets every request. Of several ranks none leaves a step that the others may be in: all of them finish what
 the dead scheduler had sent, which was the same for all.
@@ -23,7 +27,7 @@ from actorllm.actors.pulse import WITHOUT_NUMBER
 from actorllm.actors.vigil import NEW_BUDGET_S, StepBudget
 from actorllm.clock import now
 from actorllm.config import EngineConfig
-from actorllm.errors import PeerLostError
+from actorllm.errors import EngineError, PeerLostError
 from actorllm.messages import LateInputs, Message, StepFailed, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -44,10 +48,12 @@ class WorkerActor(Actor):
         self._owner: Link | None = None
         """Whose requests the runner has: the link that the last plan came over."""
         self._is_alone = True
+        self._is_replacement = False
         self._budget = StepBudget()
         self._num_decode = 0
         self._num_steps = 0
         self._num_failed = 0
+        self._num_checks = 0
         self._num_orphaned = 0
         self._busy_s = 0.0
         self._profile_prefix = ""
@@ -56,7 +62,8 @@ class WorkerActor(Actor):
         """Load the model and say how many KV blocks fit."""
         self.runner = self._load(config)
         self._is_alone = config.world_size == 1
-        if config.cache.num_blocks is not None:  # of an engine that runs already, and knows how many it needs
+        self._is_replacement = config.cache.num_blocks is not None
+        if self._is_replacement:  # of an engine that runs already, and knows how many it needs
             return {"num_blocks": config.cache.num_blocks}
         return {"num_blocks": self.runner.profile_num_blocks()}
 
@@ -73,9 +80,12 @@ class WorkerActor(Actor):
         return runner
 
     def on_configure(self, config: EngineConfig) -> None:
+        """One that takes another's place shows first that it can do more than that one could at its end."""
         assert config.cache.num_blocks is not None
         self.runner.allocate(config.cache.num_blocks)
         self._budget = StepBudget(config.step_timeout_s)
+        if self._is_replacement and (error := self._why_unable()) is not None:
+            raise error
 
     def on_link(self, link: Link) -> None:
         self._scheduler = link
@@ -160,14 +170,37 @@ class WorkerActor(Actor):
             )
             error.__traceback__ = None  # its frames hold the tensors of the step
             self.runner.discard()
+            self._check_itself(plan.step, failure.error)
             self._report(link, failure)
             return
         ended = now()
+        if result.came_to_nothing:
+            self._check_itself(plan.step, "nothing in it was finite")
         self._num_steps += 1
         self._busy_s += ended - started
         if self.rank:
             result = StepResult(step=plan.step)
         self._report(link, replace(result, started=started, ended=ended))
+
+    def _check_itself(self, step: int, error: str) -> None:
+        """After a step that failed. Raises EngineError when no other works either."""
+        own = self._why_unable()
+        if own is not None:
+            raise EngineError(
+                f"no step works any more, whatever the request: step {step} failed ({error}), and so did one without any "
+                f"request ({type(own).__name__}: {own})"
+            ) from own
+
+    def _why_unable(self) -> Exception | None:
+        """Why not even a step of its own works. A want of memory says nothing about that: it may pass."""
+        self._num_checks += 1
+        try:
+            self.runner.check_itself()
+        except Exception as error:
+            if self.runner.is_torn or not self.runner.is_memory_shortage(error):
+                return error
+            logger.warning("there is no memory for the worker to find out whether it works: %s", error)
+        return None
 
     def _report(self, link: Link, message: StepResult | StepFailed) -> None:
         if link.is_open:
@@ -219,6 +252,7 @@ class WorkerActor(Actor):
         return super().statistics() | {
             "num_steps": self._num_steps,
             "num_failed_steps": self._num_failed,
+            "num_checks": self._num_checks,
             "num_orphaned_steps": self._num_orphaned,
             "busy_s": round(self._busy_s, 6),
         }

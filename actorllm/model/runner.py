@@ -3,7 +3,8 @@
 Life: `load` -> `profile_num_blocks` -> `allocate` -> `execute` and `sample`, again and again. `execute` applies a plan and
 runs the forward, `sample` chooses the tokens; between the two a worker may wait for `LateInputs`. `step` does both. A step
 that raises counts for nothing: what it may have written into the cache is cleared, and the caller reports `StepFailed`,
-whereupon the scheduler frees all slots and begins again.
+whereupon the scheduler frees all slots and begins again. Whether it was the requests' fault, `check_itself` says: a step of
+the runner's own, in a batch and a cache that nobody else has.
 
 Not thread-safe: one thread owns a runner and everything torch. Called by the worker actor.
 """
@@ -49,6 +50,9 @@ DEFAULT_MEMORY_SHARE = 0.4
 """Of the available memory, for the KV cache, when neither its size nor a share is configured."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+NUM_CHECK_ROWS, CHECK_PROMPT = 4, 2
+"""Of the step of the runner's own: so many rows of so many tokens, from all over the vocabulary."""
 
 logger = logging.getLogger(__name__)
 
@@ -309,11 +313,44 @@ class ModelRunner:
         """Both halves of a step."""
         return self.sample(self.execute(plan), late)
 
+    def check_itself(self) -> None:
+        """Compute the simplest requests that there are: a prefill and a decode step, with nothing of anybody's in them.
+
+        To be called between two steps, by every rank after the same one. Raises whatever a step raises, and EngineError
+        when no row has finite logits. The requests, their KV and what a step that raised has left are as they were before.
+        """
+        kept = self.cache, self.batch, self._rows, self._written, self._is_half_done
+        try:
+            for result in map(self.step, self._check_plans()):
+                if result.came_to_nothing:
+                    raise EngineError("the model's logits are not finite, whatever the tokens")
+        finally:
+            self.cache, self.batch, self._rows, self._written, self._is_half_done = kept
+
+    def _check_plans(self) -> Iterator[StepPlan]:
+        """The two steps, each for the batch and the cache that are made here."""
+        size = self.config.cache.block_size
+        per_row = -(-(CHECK_PROMPT + 1) // size)
+        self.allocate(NUM_CHECK_ROWS * per_row)
+        slots = np.arange(NUM_CHECK_ROWS, dtype=np.int32)
+        num_tokens = NUM_CHECK_ROWS * CHECK_PROMPT
+        yield StepPlan(
+            step=0,
+            new_rows=pack_rows(NewRow(slot, CHECK_PROMPT, temperature=slot % 2) for slot in slots.tolist()),
+            new_tokens=(np.arange(num_tokens) * (self.model_config.vocab_size - 1) // num_tokens).astype(np.int32),
+            new_num_blocks=np.full(NUM_CHECK_ROWS, per_row, np.int32),
+            new_blocks=np.arange(NUM_CHECK_ROWS * per_row, dtype=np.int32),
+            prefill_slots=slots,
+            prefill_counts=np.full(NUM_CHECK_ROWS, CHECK_PROMPT, np.int32),
+        )
+        yield StepPlan(step=1, decode_slots=slots)
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepHandle:
         """Apply the plan and run the forward; the rows have advanced when this returns. Raises on failure."""
         started = clock.now()
         self._is_half_done = True
+        self.is_torn = self.ranks.size > 1  # whatever it raises: no other rank may, and they wait for this one then
         self._written = NO_I32
         self.batch.apply(plan)
         if plan.freed.size:
@@ -332,7 +369,6 @@ class ModelRunner:
             size = self._team.size(len(inputs.token_ids), len(inputs.result_slots))
             torch.set_num_threads(size)
             wall, cpu = time.perf_counter(), time.thread_time()
-            self.is_torn = self.ranks.size > 1
             states = self.decoder.forward(inputs, self.cache)
             if inputs.prefill_slots:
                 bad_prompts = self._clear_bad_prompts(states, inputs)
@@ -422,8 +458,14 @@ class ModelRunner:
             if has_logprobs:
                 spans = spans + self._logprobs(raw, sampling, start, tokens[start:end])
         if self.ranks.size > 1 and num_samples:
-            tokens, voids = self.ranks.agree(np.stack((tokens, is_void.astype(np.int32))))
-            is_void = voids.astype(np.bool_)
+            told = is_void.astype(
+                np.int32
+            )  # one more than the values that are not finite, so that every rank knows them
+            for row, count in counts.items():
+                told[row] += count
+            tokens, told = self.ranks.agree(np.stack((tokens, told)))
+            is_void = told.astype(np.bool_)
+            counts = {row: int(told[row]) - 1 for row in np.flatnonzero(told > 1).tolist()}
         self.is_torn = self._is_half_done = False
         if is_void.any():
             tokens[is_void] = 0

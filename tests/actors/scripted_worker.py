@@ -5,18 +5,32 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import numpy as np
 
+from actorllm.actors.link import Link
 from actorllm.actors.worker import WorkerActor
 from actorllm.config import EngineConfig
-from actorllm.messages import LateInputs, StepPlan, StepResult
+from actorllm.messages import LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from tests.scheduling.conftest import ScriptedWorker
 
 VOCAB = 4096
+
+CHECK_PLAN = StepPlan(
+    step=0,
+    new_rows=pack_rows([NewRow(0, 1)]),
+    new_tokens=np.array([1], np.int32),
+    new_num_blocks=np.array([1], np.int32),
+    new_blocks=np.array([0], np.int32),
+    prefill_slots=np.array([0], np.int32),
+    prefill_counts=np.array([1], np.int32),
+)
+"""One token of nobody."""
 
 
 class ScriptedRunner:
@@ -53,6 +67,15 @@ class ScriptedRunner:
     def is_memory_shortage(error: Exception) -> bool:
         return isinstance(error, MemoryError)
 
+    def check_itself(self) -> None:
+        kept = self.worker
+        self.allocate(1)
+        try:
+            if self.sample(self.execute(CHECK_PLAN)).came_to_nothing:
+                raise RuntimeError("nothing is finite")
+        finally:
+            self.worker = kept
+
     def execute(self, plan: StepPlan) -> StepPlan:
         if plan.new_tokens.size and 4095 in plan.new_tokens:
             raise RuntimeError("the model does not like token 4095")
@@ -85,6 +108,91 @@ class DeadlyRunner(ScriptedRunner):
 class DeadlyWorkerActor(WorkerActor):
     def _load(self, config: EngineConfig) -> Any:
         return DeadlyRunner(config, self.rank)
+
+
+BREAKING = 4091
+"""A token after which the process can do nothing any more, and says so in every step."""
+BLINDING = 4090
+"""A token after which nothing is finite."""
+
+
+class BreakingRunner(ScriptedRunner):
+    """Breaks with one of the tokens above, or at its first step, or before it, as the file ACTORLLM_TEST_BROKEN says."""
+
+    def __init__(self, config: EngineConfig, rank: int) -> None:
+        super().__init__(config, rank)
+        file = Path(os.environ.get("ACTORLLM_TEST_BROKEN", os.devnull))
+        told = file.read_text()
+        self.is_broken, self.is_blind = told == "for ever", False
+        self.is_weak = told == "once"
+        if self.is_weak:
+            file.write_text("")
+
+    def execute(self, plan: StepPlan) -> StepPlan:
+        self.is_broken |= BREAKING in plan.new_tokens or self.is_weak
+        self.is_blind |= BLINDING in plan.new_tokens
+        if self.is_broken:
+            raise RuntimeError("the accelerator is gone")
+        return super().execute(plan)
+
+    def sample(self, plan: StepPlan, late: LateInputs | None = None) -> StepResult:
+        result = super().sample(plan, late)
+        if self.is_blind:
+            result = replace(result, nonfinite_rows=np.arange(result.tokens.size, dtype=np.int32))
+        return result
+
+
+class BreakingWorkerActor(WorkerActor):
+    def _load(self, config: EngineConfig) -> Any:
+        return BreakingRunner(config, self.rank)
+
+
+class PlainRunner(ScriptedRunner):
+    """No token is special to it."""
+
+    def execute(self, plan: StepPlan) -> StepPlan:
+        return plan
+
+
+class LyingWorkerActor(WorkerActor):
+    """What it says of its tenth step cannot be; how, the next line of the file ACTORLLM_TEST_LIES says."""
+
+    _num_reported = 0
+
+    def _load(self, config: EngineConfig) -> Any:
+        return PlainRunner(config, self.rank)
+
+    def _report(self, link: Link, message: Any) -> None:
+        self._num_reported += 1
+        lie = ""
+        if self._num_reported == 10:
+            file = Path(os.environ["ACTORLLM_TEST_LIES"])
+            lie, _, rest = file.read_text().partition("\n")
+            file.write_text(rest)
+        for said in self._lie(lie, message):
+            super()._report(link, said)
+
+    @staticmethod
+    def _lie(kind: str, true: StepResult) -> list[StepResult]:
+        ids, step = true.tokens, true.step
+        match kind:
+            case "":
+                return [true]
+            case "twice":
+                return [true, true]
+            case "out of order":
+                return [replace(true, step=step + 1), true]
+            case "never asked":
+                return [replace(true, step=step + 1000)]
+            case "too many tokens":
+                return [replace(true, tokens=np.append(ids, ids[:1]))]
+            case "two of each":
+                return [replace(true, tokens=np.repeat(ids, 2), counts=np.full(ids.size, 2, np.int32))]
+            case "no such id":
+                return [replace(true, tokens=ids + VOCAB)]
+            case "no such row":
+                return [replace(true, nonfinite_rows=np.array([ids.size], np.int32))]
+        raise AssertionError(kind)
 
 
 class SlowRunner(ScriptedRunner):

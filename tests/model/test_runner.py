@@ -550,3 +550,65 @@ def test_torch_says_it_in_these_words() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert ModelRunner.is_memory_shortage(raised.value)
+
+
+# Whether it can do anything at all ------------------------------------------------------------------------------------
+
+
+def test_a_check_of_its_own_disturbs_nobody(driver: Driver) -> None:
+    """Between any two steps, while a prompt is half computed, and of a step that is half done."""
+    expected = [greedy(driver, 0, PROMPT, 9), greedy(driver, 0, PROMPT[::-1], 9)]
+    one = driver.runner
+    driver.add(0, PROMPT)
+    driver.add(1, PROMPT[::-1])
+    driver.step({0: 10, 1: 4}, decode=[])
+    one.check_itself()
+    driver.step({1: 6}, decode=[0])
+    for _ in range(7):
+        before = one.cache.pool.clone()
+        one.check_itself()
+        assert torch.equal(one.cache.pool, before)
+        driver.step(decode=[0, 1])
+    one.batch.check_integrity()
+    assert driver.requests[0].tokens[len(PROMPT) :] == expected[0]
+    assert driver.requests[1].tokens[len(PROMPT) :] == expected[1][:8]
+    with pytest.raises(ValueError, match="not in use"):
+        one.execute(StepPlan(step=78, decode_slots=int32([7])))
+    with torch.inference_mode():
+        one.cache.pool[:, 3] = torch.nan
+    one.check_itself()
+    one.forget_requests()
+    assert torch.isfinite(one.cache.pool).all(), "the step was left half done, and is so still"
+
+
+@pytest.mark.parametrize("model", ["storyteller", "tiny"])
+@pytest.mark.parametrize("defect", ["forward", "weights", "sampler"])
+def test_it_finds_what_makes_every_step_fail(
+    make_runner: Callable[..., ModelRunner], tiny_llama: Path, model: str, defect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = make_runner(tiny_llama, load_format="dummy") if model == "tiny" else make_runner("storyteller")
+    one.check_itself()
+    kept = one.cache, one.batch
+    fragile = Fragile(RuntimeError("broken"))
+    match defect:
+        case "forward":
+            monkeypatch.setattr(one.decoder, "forward", fragile)
+        case "weights":
+            right = one.decoder.forward
+            monkeypatch.setattr(one.decoder, "forward", lambda inputs, cache: right(inputs, cache) * torch.nan)
+        case "sampler":
+            monkeypatch.setattr(one._sampler, "sample", lambda *args: fragile(None, one.cache))  # type: ignore[arg-type]
+    with pytest.raises(Exception, match="not finite" if defect == "weights" else "broken|no attribute"):
+        one.check_itself()
+    assert (one.cache, one.batch) == kept
+
+
+def test_a_request_that_is_not_finite_is_no_defect(driver: Driver) -> None:
+    with torch.inference_mode():
+        driver.runner.decoder.embedding[[60, 0]] = float("nan")  # also of a token that the check uses
+    driver.add(0, [1, 60])
+    result = driver.step({0: 2}, decode=[])
+    assert result.came_to_nothing
+    driver.runner.check_itself()
+    driver.add(1, [1, 2])
+    assert not driver.step({1: 2}, decode=[0]).came_to_nothing, "others have tokens"
