@@ -1,14 +1,24 @@
 """Which request do schedulers die of? What a frontend notes of each request, and how a scheduler tries suspects.
 
-A scheduler that dies takes along what it knew, so frontends remember: every entry of a journal has a `Record`, which travels
-with the request when it is submitted again. One death proves nothing. From the second life on, a scheduler says which of
-the requests that it was given again are in a step (`Begun`); when it dies, those among them that had no token from it are
-suspects, and if there are none, and nobody has had a token since the death before, everything that it was given is.
+A scheduler that dies takes along what it knew, so frontends remember: every request of a journal has a `Record`, which travels
+with it when it is submitted again. The sequences of one request share it: they are suspected, tried and failed together.
 
-A scheduler that is given suspects holds back everything (`Trial`) but a group of them, which it names first (`OnTrial`): half
-as many as were tried together when the last scheduler died. A token acquits, and so does it for now to have waited through
-a step. When it dies once more, only those that were on trial have it on their record. What two schedulers died of with
-nothing beside it, fails. So one among n costs about log2(n) deaths, and everybody else a few steps of waiting.
+*Suspicion* (`note_death`). One death proves nothing. From the second life on, a scheduler says which of the requests that it
+was given again are in a step (`Begun`); when it dies, those among them that had no token from it are suspects. If there are
+none, it is everything that it had taken on, if nobody has had a token since the death before; else, who has waited without a
+token through `MAX_UNHEARD` deaths. A token ends suspicion.
+
+*Trial* (`Trial`). A scheduler that is given suspects holds back everything but a group of them, which it names first
+(`OnTrial`): the more schedulers were lost in a row, the smaller, and half as many as were tried together when the last one
+died of them. A token acquits, and so does it for now to have waited through a step; the acquitted go on, and the next group
+begins beside them. When the scheduler dies once more, only those that were on trial, or in a step, have it on their record. Who
+was there at `MAX_ALONE` deaths with nothing else in hand, fails. So one among n costs about log2(n) deaths, and everybody else
+a few steps of waiting. Nobody can be tried alone while the journals of others are still on their way and would be taken on:
+from the second death on, a scheduler holds back everything until all of them are there (`Trial.begin`).
+
+*The end.* Deaths in a row without a token are the end of an engine (`actors.restart`), unless they bring the search further,
+as `scheduling.quarantine` has it with workers: a search is granted `MAX_LOSSES_OF_SEARCH` of them. After that those run first who
+are not suspected, as long as there are any: their tokens show that the engine works.
 
 Plain state, without a clock. `Record` is used by the frontend actor, `Trial` by the scheduler actor; of no cost while
 nothing dies.
@@ -17,30 +27,42 @@ nothing dies.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from actorllm.messages import OnTrial, Submit
+from actorllm.scheduling.quarantine import MAX_ALONE
 from actorllm.scheduling.sequence import Key
 
-MAX_ALONE = 2
-"""Deaths of a scheduler with nothing but one request in hand, after which that fails."""
+MAX_UNHEARD = 3
+"""Deaths of schedulers that had taken on a request and gave it no token, after which it is a suspect although it was in no
+step: a policy may die of who waits. It is tried before the others, and then it does not wait."""
+
+MAX_LOSSES_OF_SEARCH = 8
+"""Deaths of the workers, or of schedulers, in a row, without a token, up to which a search for the requests that they die of
+counts as progress when it gets narrower. Half a dozen such requests can be found so; where more are needed, it is not the
+requests."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Record:
-    """What speaks against one request."""
+    """What speaks against one request, all its sequences together."""
 
     num_deaths: int = 0
     """Since its last token: of schedulers that may have died of it."""
     most_beside: int = 0
+    """How many requests were on trial, it included, when the last of them died; 0: it was not tried."""
     num_alone: int = 0
+    """Of these deaths: those with nothing else in hand."""
+    num_unheard: int = 0
+    """Since its last token: deaths of schedulers that had taken it on."""
     is_begun: bool = False
     """The scheduler has it in a step, and it had no token since."""
 
     def clear(self) -> None:
         """It had a token."""
-        self.num_deaths = self.most_beside = self.num_alone = 0
+        self.num_deaths = self.most_beside = self.num_alone = self.num_unheard = 0
         self.is_begun = False
 
     @property
@@ -48,34 +70,78 @@ class Record:
         return self.num_alone >= MAX_ALONE
 
 
-def note_death(records: dict[int, Record], trial: OnTrial | None, is_second: bool) -> None:
+def note_death(records: Mapping[int, Record], trial: OnTrial | None, is_second: bool) -> None:
     """The scheduler died: put it on the record of the requests (by rid) that it may have died of.
 
     trial: what it had said last of whom it tries, None: it had taken on everything. is_second: nobody has had a token since
     the death before.
     """
-    tried = None if trial is None or not trial.num_tried else set(trial.rids.tolist())
-    suspects = [record for rid, record in records.items() if tried is None or rid in tried]
-    begun = [record for record in suspects if record.is_begun]
-    accused = begun or (suspects if is_second or tried is not None else [])
+    is_trial = trial is not None and trial.num_tried > 0
+    tried = set(trial.rids.tolist()) if trial is not None and is_trial else records.keys()
+    present = dict.fromkeys(record for rid, record in records.items() if rid in tried)
+    for record in present:
+        record.num_unheard += 1
+    accused = [record for record in dict.fromkeys(records.values()) if record.is_begun]
+    if not accused:
+        accused = [record for record in present if is_trial or is_second or record.num_unheard >= MAX_UNHEARD]
     for record in accused:
         record.num_deaths += 1
-        if trial is not None and trial.num_tried:
+        if trial is not None and is_trial and record in present:
             record.most_beside = trial.num_tried
             record.num_alone += trial.is_alone
     for record in records.values():
         record.is_begun = False
 
 
-class Trial:
-    """What a scheduler holds back while it tries suspects. Falsy while there are none."""
+Family: TypeAlias = tuple[int, int]
+"""A request with all its sequences: the key of the first one, which may have ended."""
 
-    def __init__(self) -> None:
+
+def family_of(key: Key, submit: Submit) -> Family:
+    return key if submit.fork_of is None else (key[0], submit.fork_of)
+
+
+@dataclass(slots=True)
+class Held:
+    """A request that is held back: its sequences, and what their frontend has on record."""
+
+    sequences: list[tuple[Key, Submit]] = field(default_factory=list)
+
+    @property
+    def num_deaths(self) -> int:
+        return max(submit.num_deaths for _, submit in self.sequences)
+
+    @property
+    def has_started(self) -> bool:
+        """It has had a token of some scheduler."""
+        return any(submit.output.size for _, submit in self.sequences)
+
+    @property
+    def order(self) -> tuple[int, bool]:
+        """In which suspects are tried: who was tried in vain before comes last, and whom schedulers have lived with, first."""
+        return self.num_deaths, not self.has_started
+
+    @property
+    def most_beside(self) -> int:
+        return max(submit.most_beside for _, submit in self.sequences)
+
+
+class Trial:
+    """What a scheduler holds back while it tries suspects, or waits to know them. Falsy while there is no reason to.
+
+    on_release: hears of every request that is held no more.
+    """
+
+    def __init__(self, on_release: Callable[[Key, Submit], object] | None = None) -> None:
+        self._on_release = on_release
         self._is_on = False
         self._held: dict[Key, Submit] = {}
         self._untried: set[Key] = set()
         """On trial, and neither acquitted nor known to have ended."""
         self._has_stepped = False
+        self._losses: dict[int, int] = {}
+        """What each frontend knows of schedulers lost in a row."""
+        self._has_token = False
         self.num_tried = 0
 
     def __bool__(self) -> bool:
@@ -84,9 +150,21 @@ class Trial:
     def __len__(self) -> int:
         return len(self._held)
 
+    def __contains__(self, key: Key) -> bool:
+        return key in self._held
+
     @property
     def has_held(self) -> bool:
         return bool(self._held)
+
+    @property
+    def has_suspects(self) -> bool:
+        return any(submit.num_deaths for submit in self._held.values())
+
+    @property
+    def has_started(self) -> bool:
+        """Whether somebody is held that had started under another scheduler."""
+        return any(submit.output.size for submit in self._held.values())
 
     @property
     def untried(self) -> Iterable[Key]:
@@ -97,18 +175,27 @@ class Trial:
         """A step has been reported since the last group was taken on."""
         return self._has_stepped
 
-    def holds(self, key: Key, submit: Submit) -> bool:
-        """Whether a request has to wait; the first suspect begins the trial."""
-        if not self._is_on:
-            if not submit.num_deaths:
-                return False
-            self._is_on = True
-        self._held.setdefault(key, submit)
-        return True
+    @property
+    def num_losses(self) -> int:
+        """Schedulers in a row that died before anybody had a token, as far as those know whose requests are held."""
+        return 0 if self._has_token else min(self._losses.values(), default=0)
+
+    def begin(self) -> None:
+        """Hold back everything from now on."""
+        self._is_on = True
+
+    def hold(self, key: Key, submit: Submit) -> None:
+        self._held[key] = submit
+        if submit.num_losses:
+            self._losses[key[0]] = submit.num_losses
 
     def take(self, keys: Iterable[Key]) -> list[tuple[Key, Submit]]:
         """Those of these requests that are held, which they are no more."""
-        return [(key, self._held.pop(key)) for key in keys if key in self._held]
+        taken = [(key, self._held.pop(key)) for key in keys if key in self._held]
+        if self._on_release is not None:
+            for key, submit in taken:
+                self._on_release(key, submit)
+        return taken
 
     @property
     def expires_at(self) -> float:
@@ -125,29 +212,50 @@ class Trial:
 
     def drop_frontend(self, frontend: int) -> None:
         self.take([key for key in self._held if key[0] == frontend])
+        self._losses.pop(frontend, None)
 
     def on_step(self, with_tokens: Iterable[Key]) -> None:
         """A step is reported, and these had tokens."""
         self._has_stepped = True
-        self._untried.difference_update(with_tokens)
+        acquitted = set(with_tokens)
+        self._untried -= acquitted
+        self._has_token |= bool(acquitted)
 
-    def next_group(self) -> list[tuple[Key, Submit]]:
-        """Whom to try now. Nobody: there is no suspect left, and the trial is over."""
-        suspects = [(key, submit) for key, submit in self._held.items() if submit.num_deaths]
-        if not suspects:
-            self._is_on = False
+    def next_group(self, is_pausing: bool = False) -> list[tuple[Key, Submit]]:
+        """Whom to try now. Nobody: there is no suspect left, and the trial is over.
+
+        is_pausing: only those may run who had started; if it is nobody, the trial is not over as long as it is true.
+        """
+        if not self.has_suspects:
+            self._is_on = self._has_token = False
             self._untried.clear()
+            self._losses.clear()
             self.num_tried = 0
             return []
-        suspects.sort(key=lambda one: one[1].num_deaths)  # who was tried in vain before comes last
-        group: list[Key] = []
-        most = len(suspects)
-        for key, submit in suspects:
-            most = min(most, max(1, (submit.most_beside or len(suspects)) // 2))
-            if len(group) >= most:
-                break
-            group.append(key)
-        self._untried = set(group)
+        group = self._choose(is_pausing)
+        if not group:
+            return []
+        keys = [key for held in group for key, _ in held.sequences]
+        self._untried = set(keys)
         self._has_stepped = False
         self.num_tried = len(group)
-        return self.take(group)
+        return self.take(keys)
+
+    def _choose(self, is_pausing: bool) -> list[Held]:
+        families: dict[Family, Held] = {}
+        for key, submit in self._held.items():
+            if submit.output.size or not is_pausing:
+                families.setdefault(family_of(key, submit), Held()).sequences.append((key, submit))
+        suspects = sorted((held for held in families.values() if held.num_deaths), key=lambda held: held.order)
+        others = [held for held in families.values() if not held.num_deaths]
+        if others and (not suspects or self.num_losses >= MAX_LOSSES_OF_SEARCH):
+            return others
+        most = max(1, len(suspects) >> max(1, self.num_losses))
+        group: list[Held] = []
+        for held in suspects:
+            if held.most_beside:
+                most = min(most, max(1, held.most_beside // 2))
+            if len(group) >= most or held.has_started is not suspects[0].has_started:
+                break
+            group.append(held)
+        return group

@@ -21,7 +21,7 @@ import anyio
 import numpy as np
 
 from actorllm.actors.actor import Actor
-from actorllm.actors.custody import MAX_ALONE, Record, note_death
+from actorllm.actors.custody import Record, note_death
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.link import Link
 from actorllm.clock import now
@@ -55,6 +55,7 @@ from actorllm.messages import (
     sequences_of,
 )
 from actorllm.request import Logprob
+from actorllm.scheduling.quarantine import MAX_ALONE
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ class JournalEntry:
     lost_at: float = 0.0
     """When the scheduler died that it is waiting to hear from again."""
     record: Record = field(default_factory=Record)
-    """Whether schedulers died of it."""
+    """Whether schedulers died of it; the sequences of one request have one."""
 
 
 class FrontendActor(Actor):
@@ -208,8 +209,9 @@ class FrontendActor(Actor):
         submit = self._made(lambda: replace(make_submit(rids[0]), siblings=np.array(rids[1:], np.int32)), consumers)
         if submit is None:
             return
+        record = Record()  # one for all of them
         for sequence, consumer in zip(sequences_of(submit), consumers, strict=True):
-            self._journal[sequence.rid] = JournalEntry(sequence, consumer)
+            self._journal[sequence.rid] = JournalEntry(sequence, consumer, record=record)
             on_rid(sequence.rid)
         self._post(submit)
 

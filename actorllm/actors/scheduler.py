@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Awaitable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ import numpy as np
 
 from actorllm.actors.actor import Actor
 from actorllm.actors.constraints import Constraints, Job, source_of, with_ends
-from actorllm.actors.custody import Trial
+from actorllm.actors.custody import MAX_LOSSES_OF_SEARCH, Trial
 from actorllm.actors.foreign import check_foreign
 from actorllm.actors.link import Link
 from actorllm.actors.outlet import ForFrontend, Outlet
@@ -82,13 +82,10 @@ RETRY_S = 0.005
 """How soon a send to a frontend whose link was full is tried again; in vain, it takes twice as long the next time."""
 MAX_RETRY_S = 0.1
 
-MAX_LOSSES_OF_SEARCH = 8
-"""Deaths of the workers, or of schedulers, in a row, without a token, up to which a search for the requests that they die of
-counts as progress when it gets narrower. Half a dozen such requests can be found so; where more are needed, it is not the
-requests."""
-
 JOURNAL_PATIENCE_S = 1.0
 """How long a trial waits for the journals of all frontends before it begins with what is there."""
+SHORT_PATIENCE_S = 0.25
+"""As long as nobody is suspected: how long a program that is stopped may hold up the others after a death."""
 
 
 class OutputRows:
@@ -238,7 +235,7 @@ class SchedulerActor(Actor):
         self._has_heard_of_pauses = False
         self._resubmitting: set[int] = set()
         """Frontends of the scheduler before that have not said that they have submitted everything again."""
-        self._trial = Trial()
+        self._trial = Trial(lambda key, message: self.scheduler.release(key[0], message))
         self._trial_at = 0.0
         """When a trial begins even if some frontends have not submitted everything again."""
         self._not_begun: set[Key] = set()
@@ -378,6 +375,8 @@ class SchedulerActor(Actor):
                 self._resubmitting.add(number)
             if self._trial:
                 self._send_to(self._outlets[number], OnTrial(num_tried=self._num_on_trial))
+            elif link.generation > 2 and self.scheduler.is_idle:
+                self._begin_trial(SHORT_PATIENCE_S)  # the second death: there may be suspects, and they are tried alone
             if link.peer.startswith(ATTACHED):
                 self._foreign.add(link)
                 if self._max_waiting_attached is not None:
@@ -573,6 +572,8 @@ class SchedulerActor(Actor):
     def _send_ends(self, ends: list[End]) -> None:
         """Of requests that end without a step."""
         if ends:
+            if self._not_begun:
+                self._not_begun.difference_update(end.sequence.key for end in ends)
             self._send(*self._render(Events(NOTHING.sequences, NO_I32, NO_I32, ends=tuple(ends))))
 
     def _check_deferred(self, outlet: Outlet) -> None:
@@ -596,19 +597,24 @@ class SchedulerActor(Actor):
         is_known = message.is_resumed or message.output.size  # to the scheduler before
         if self._is_draining and not is_known and self._outlets[frontend].link in self._foreign:
             return [_refusal_to_drain(key, message)]
-        is_suspect = message.num_deaths and frontend in self._resubmitting  # else it is nobody's word but its own
-        if (self._trial or is_suspect) and self._is_held(key, message):
-            return []
+        if message.num_deaths:
+            if frontend not in self._resubmitting:  # it is nobody's word but its own
+                message = replace(message, num_deaths=0)
+            elif not self._trial.has_suspects:
+                self._begin_trial(JOURNAL_PATIENCE_S)
+        if self._trial and self.scheduler.sequence(key) is None:  # else it is said again
+            return self._hold(key, message)
         return self._take_on(key, message)
 
-    def _take_on(self, key: Key, message: Submit) -> list[End]:
+    def _take_on(self, key: Key, message: Submit, is_let_in: bool = False) -> list[End]:
+        """Give a request to the scheduler. is_let_in: it has been counted as waiting, and there is room for it."""
         is_new = self.scheduler.sequence(key) is None
         self._watch.see(message.slo)
         if message.grammar is not None:
             message = self._constraints.blocked(message)
         if starvation := self._watch.starvation(self.scheduler, now()):
             logger.warning("scheduling policy %r: %s", self._policy_name, starvation)
-        end = self.scheduler.submit(key[0], message, now())
+        end = self.scheduler.submit(key[0], replace(message, is_resumed=True) if is_let_in else message, now())
         if end is not None:
             return [end]
         sequence = self.scheduler.sequence(key)
@@ -632,32 +638,40 @@ class SchedulerActor(Actor):
 
     # Suspects: requests that schedulers before this one may have died of
 
-    def _is_held(self, key: Key, message: Submit) -> bool:
-        """Whether a request waits while suspects are tried; the first suspect begins that."""
-        if self.scheduler.sequence(key) is not None:
-            return False  # it is said again
+    def _begin_trial(self, patience_s: float) -> None:
+        """Hold back everything that comes, until all journals are there or patience is over."""
         was_on = bool(self._trial)
-        is_held = self._trial.holds(key, message)
-        if is_held and not was_on:
-            self._trial_at = now() + JOURNAL_PATIENCE_S
+        self._trial.begin()
+        self._trial_at = now() + patience_s
+        if not was_on:
             self._tell_trial(())
-        return is_held
+
+    def _hold(self, key: Key, message: Submit) -> list[End]:
+        if key in self._trial:
+            return []
+        refusal = self.scheduler.hold(key[0], message)
+        if refusal is not None:
+            return [_end_of_unknown(key, message, "error", refusal.message, refusal.details)]
+        self._trial.hold(key, message)
+        return []
 
     def _go_on_with_trial(self) -> None:
         """Take on the next group of suspects when nothing is to be expected of the last one, and at the end the others."""
         ends: list[End] = []
         while self._trial and self._may_try_next():
-            group = self._trial.next_group()
-            if group and max(message.num_losses for _, message in group) <= MAX_LOSSES_OF_SEARCH:
-                self.report_progress()
+            group = self._trial.next_group(is_pausing=self.scheduler.pause_state is PauseState.NOTHING_NEW)
+            if self._trial:
+                if not group:
+                    break
+                if self._trial.num_losses <= MAX_LOSSES_OF_SEARCH:
+                    self.report_progress()
             self._tell_trial([key for key, _ in group])
             for key, message in group or self._trial.take_all():
-                if key[0] in self._outlets:
-                    ends += self._take_on(key, message)
+                ends += self._take_on(key, message, is_let_in=True)
         self._send_ends(ends)
 
     def _may_try_next(self) -> bool:
-        if self.scheduler.pause_state is not PauseState.RUNNING:
+        if self.scheduler.pause_state is PauseState.NOTHING:
             return False
         if self._resubmitting and now() < self._trial_at:
             return False
@@ -671,7 +685,10 @@ class SchedulerActor(Actor):
 
     def _tell_trial(self, keys: Iterable[Key]) -> None:
         """Every frontend hears who is tried before anything is done with it."""
-        is_alone = self._trial.num_tried == 1 and self.scheduler.is_idle
+        scheduler = self.scheduler
+        is_alone = self._trial.num_tried == 1 and not (
+            scheduler.num_in_flight or scheduler.num_waiting or scheduler.running()
+        )  # who is blocked does nothing
         by_frontend: dict[int, list[int]] = {number: [] for number in self._outlets}
         for number, rid in keys:
             by_frontend[number].append(rid)
@@ -952,9 +969,11 @@ class SchedulerActor(Actor):
                 self.wake()
                 return True
             case "pause_generation":
-                if arguments.get("is_restored") and self._has_heard_of_pauses:
-                    return True  # from somebody who knows it better: what was before this scheduler is over
-                return self._pause(arguments["mode"], bool(arguments["clear_cache"]))
+                if not arguments.get("is_restored"):
+                    return self._finish_pause(self._pause(arguments["mode"]), bool(arguments["clear_cache"]))
+                if not self._has_heard_of_pauses:  # else from somebody who knows it better
+                    self._pause(arguments["mode"])
+                return True  # who tells of it has yet to submit what a pause might wait for
             case "resume_generation":
                 self.scheduler.resume(now())
                 self._tell_pause(None)
@@ -986,14 +1005,15 @@ class SchedulerActor(Actor):
                 return self._ask_workers(verb, timeout=math.inf, **arguments)  # a long trace is long in writing
         return super().answer(verb, arguments)
 
-    def _pause(self, mode: str, clear_cache: bool) -> Awaitable[bool]:
+    def _pause(self, mode: str) -> anyio.Event:
+        """Returns what is set when nothing is going on any more."""
         self.take_inbox()  # what was sent before is from before
         self._send_ends([*self.scheduler.pause(mode, now()), *(self._abort_held() if mode == "abort" else ())])
         self._tell_pause(mode)
         if self._drained is None:
             self._drained = anyio.Event()
         self.wake()
-        return self._finish_pause(self._drained, clear_cache)
+        return self._drained
 
     def _abort_held(self) -> list[End]:
         return [_end_of_unknown(key, message, "abort") for key, message in self._trial.take_all()]
@@ -1015,8 +1035,12 @@ class SchedulerActor(Actor):
         return True
 
     def _tell_if_drained(self) -> None:
-        scheduler = self.scheduler
-        if self._drained is not None and (scheduler.is_drained or scheduler.pause_state is PauseState.RUNNING):
+        if self._drained is None:
+            return
+        is_over = self.scheduler.is_drained
+        if self.scheduler.pause_state is PauseState.NOTHING_NEW:  # who had started finishes, wherever it is now
+            is_over = is_over and not self._resubmitting and not self._trial.has_started
+        if is_over or self.scheduler.pause_state is PauseState.RUNNING:
             self._drained.set()
             self._drained = None
 

@@ -6,7 +6,8 @@ do not. A prompt that comes while none waits is taken, however long it is. Sever
 those that have something waiting: one that floods the engine is refused at its share, and leaves the others theirs.
 
 The sequences of one request are taken or refused together. A request that has been taken is never refused later: neither
-after a preemption nor when it is handed over again with what it had emitted. Used by Scheduler; costs nothing per step.
+after a preemption nor when it is handed over again with what it had emitted. Who is held back before the scheduler (`hold`)
+waits as well. Used by Scheduler; costs nothing per step.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ class Queue:
     num_requests: int = 0
     num_tokens: int = 0
     """Of the prompts."""
+    num_held_requests: int = 0
+    num_held_tokens: int = 0
+    """Of those that wait: what is held back by whoever gives them to the scheduler."""
     max_requests: int | None = None
     """A limit of its own, whatever the others do."""
     num_decided: int = 0
@@ -74,6 +78,8 @@ class Admission:
         self.max_tokens = max_tokens
         self.num_requests = 0
         """That wait, of all frontends."""
+        self.num_held = 0
+        """Those of them that are held back (`hold`)."""
         self.num_left = 0
         """Of those that waited when the last step was planned: not all of them were let in."""
         self.num_refused = 0
@@ -147,7 +153,18 @@ class Admission:
         self.num_requests -= 1
         queue.num_requests -= 1
         queue.num_tokens -= sequence.num_prompt
-        self.num_left = min(self.num_left, self.num_requests)
+        self.num_left = min(self.num_left, self.num_requests - self.num_held)
+
+    def hold(self, frontend: int, submit: Submit, count: int = 1) -> None:
+        """A request waits that is not in the scheduler's hands yet; count=-1: it does so no more."""
+        queue = self._queue(frontend)
+        num_tokens = count * submit.prompt.size
+        self.num_held += count
+        self.num_requests += count
+        queue.num_requests += count
+        queue.num_tokens += num_tokens
+        queue.num_held_requests += count
+        queue.num_held_tokens += num_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -156,8 +173,11 @@ class Admission:
 
     def check_integrity(self, waiting: list[Sequence]) -> None:
         """AssertionError unless these are the requests that have not started."""
-        assert self.num_requests == len(waiting), f"{self.num_requests} requests counted, {len(waiting)} wait"
+        num_known = self.num_requests - self.num_held
+        assert num_known == len(waiting), f"{num_known} requests counted, {len(waiting)} wait"
+        assert self.num_held == sum(queue.num_held_requests for queue in self._queues.values())
         assert self.num_requests == sum(queue.num_requests for queue in self._queues.values())
         for frontend, queue in self._queues.items():
             own = [sequence for sequence in waiting if sequence.key[0] == frontend]
-            assert (queue.num_requests, queue.num_tokens) == (len(own), sum(s.num_prompt for s in own)), frontend
+            counts = queue.num_requests - queue.num_held_requests, queue.num_tokens - queue.num_held_tokens
+            assert counts == (len(own), sum(s.num_prompt for s in own)), frontend

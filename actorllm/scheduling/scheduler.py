@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from actorllm.kvcache.manager import KVCacheManager, KVCacheManagerWithoutIds
 from actorllm.messages import DEADLINE_PASSED, I32, NO_I32, OVERLOADED, StepFailed, StepPlan, StepResult, Submit
 from actorllm.request import FinishReason
-from actorllm.scheduling.admission import Admission
+from actorllm.scheduling.admission import Admission, Refusal
 from actorllm.scheduling.batch import ONE, Batch
 from actorllm.scheduling.decode_rows import DecodeRows
 from actorllm.scheduling.events import NOTHING, End, Events
@@ -226,6 +226,17 @@ class Scheduler:
         self._admission.forget_frontend(frontend)
         return ends
 
+    def hold(self, frontend: int, submit: Submit) -> Refusal | None:
+        """Count a request as waiting that the caller keeps back for now; or why that is too many. Until `release`."""
+        refusal = self._admission.refusal(frontend, submit, self.batch.num_free_slots)
+        if refusal is None:
+            self._admission.hold(frontend, submit)
+        return refusal
+
+    def release(self, frontend: int, submit: Submit) -> None:
+        """It is kept back no more: it is submitted next, as one that was let in (`is_resumed`), or has ended."""
+        self._admission.hold(frontend, submit, -1)
+
     def limit_frontend(self, frontend: int, max_waiting_requests: int) -> None:
         """Of this frontend's requests no more than so many may wait, whatever the others do."""
         self._admission.limit_frontend(frontend, max_waiting_requests)
@@ -376,7 +387,7 @@ class Scheduler:
                 sampling = batch.rows() if rows is decode.rows else rows.joined(joining)
                 computed = batch.num_computed[sampling.index]
         batch.stop_rows(sampling.index[computed >= sampling.limits - ONE])  # their last token is in flight now
-        self._admission.num_left = self._admission.num_requests - len(self._roster.blocked)
+        self._admission.num_left = self._admission.num_requests - self._admission.num_held - len(self._roster.blocked)
         if not num_tokens:
             return None
         late = sampling.slots[batch.is_late[sampling.index]] if batch.num_late else NO_I32

@@ -10,11 +10,17 @@ from actorllm.scheduling.policy import KeyPolicy
 
 DEADLY = 4092
 """A token of a prompt that schedulers die of."""
+COMES, STARTS, HAS_A_TOKEN, WAITS = MOMENTS = (4086, 4087, 4088, 4089)
+"""Tokens of prompts that schedulers with the policy `AtItsMoment` die of, each at another moment."""
 
 
-def die_of(sequence: Any) -> None:
-    if DEADLY in sequence.submit.prompt:
-        os.kill(os.getpid(), signal.SIGKILL)
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_of(sequence: Any, deadly: int = DEADLY) -> None:
+    if deadly in sequence.submit.prompt:
+        die()
 
 
 class WhenItComes(KeyPolicy):
@@ -33,6 +39,26 @@ class WhenItHasAToken(KeyPolicy):
             die_of(sequence)
 
 
+class WhileItWaits(KeyPolicy):
+    def on_step(self, done: Any, view: Any) -> None:
+        for sequence in view.waiting():
+            die_of(sequence)
+
+
+class AtItsMoment(KeyPolicy):
+    def on_arrival(self, sequence: Any, view: Any) -> None:
+        die_of(sequence, COMES)
+
+    def on_admit(self, sequence: Any, view: Any) -> None:
+        die_of(sequence, STARTS)
+
+    def on_step(self, done: Any, view: Any) -> None:
+        for sequence in view.running():
+            die_of(sequence, HAS_A_TOKEN)
+        for sequence in view.waiting():
+            die_of(sequence, WAITS)
+
+
 class Always(KeyPolicy):
     def on_step(self, done: Any, view: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()

@@ -520,6 +520,101 @@ async def test_deadlines_pass_for_those_who_wait_for_a_trial_as_well() -> None:
         assert not bench.actor._trial.has_held
 
 
+def resubmitted(rid: int, num_emitted: int = 0, **columns: Any) -> Submit:
+    return submit(
+        rid, output=np.array(stream_of(rid)[:num_emitted], np.int32), is_resumed=True, num_losses=1, **columns
+    )
+
+
+@asynccontextmanager
+async def after_a_death(**arguments: Any) -> AsyncIterator[Bench]:
+    """As `running`, and the frontend is about to submit everything again."""
+    async with running(**arguments) as bench:
+        bench.frontend = FakeLink("frontend")
+        bench.frontend.generation = 2
+        bench.actor.on_link(bench.frontend)  # type: ignore[arg-type]
+        yield bench
+
+
+def told(link: FakeLink) -> list[Outputs]:
+    return [message for message in link.sent if isinstance(message, Outputs)]
+
+
+async def test_a_pause_waits_for_those_who_had_started_wherever_they_are() -> None:
+    """Not yet submitted again, held back while others are tried, or tried: the others stay where they are."""
+    async with after_a_death() as bench:
+        answers: list[bool] = []
+
+        async def pause() -> None:
+            answers.append(await bench.actor.answer("pause_generation", {"mode": "wait", "clear_cache": False}))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pause)
+            await bench.settle()
+            assert not answers, "there may be somebody who had started"
+            await bench.send(resubmitted(1, 2, num_deaths=1, detokenize=False))
+            await bench.send(resubmitted(2, 3, detokenize=False))
+            await bench.send(resubmitted(3, num_deaths=1, detokenize=False))
+            await bench.send(submit(4, detokenize=False))
+            await bench.send(Abort(rids=NO_I32))
+            assert not answers
+            await bench.work()
+        assert answers == [True]
+        ends = {int(o.rids[end[0]]) for o in told(bench.frontend) for end in o.ends}
+        assert ends == {1, 2}
+        assert len(bench.actor._trial) == 2
+        assert bench.actor.next_deadline() is None, "nothing is done meanwhile"
+        num_plans = len(bench.plans)
+        bench.actor.answer("resume_generation", {})
+        await bench.settle()
+        await bench.work_from(num_plans)
+        streams: dict[int, list[int]] = {}
+        for outputs in told(bench.frontend):
+            for rid, token in zip(outputs.rids.tolist(), outputs.tokens.tolist(), strict=True):
+                streams.setdefault(rid, []).append(token)
+        assert streams == {1: stream_of(1)[2:], 2: stream_of(2)[3:], 3: stream_of(3), 4: stream_of(4)}
+        assert not bench.actor._trial
+
+
+async def test_who_is_held_back_counts_as_waiting() -> None:
+    """Four slots, and two may wait: six are let in, also while nobody of them may start. Who was let in stays so."""
+    async with after_a_death(max_waiting_requests=2) as bench:
+        await bench.send(resubmitted(1, 2, num_deaths=1, detokenize=False))
+        for rid in range(2, 7):
+            await bench.send(submit(rid, detokenize=False))
+        assert not told(bench.frontend)
+        await bench.send(submit(7, detokenize=False))
+        await bench.send(submit(8, siblings=np.array([9, 10], np.int32), detokenize=False))
+        refused = [end for outputs in told(bench.frontend) for end in outputs.ends]
+        assert [end[-1]["kind"] for end in refused] == ["overloaded"] * 4, "all sequences or none"
+        assert refused[0][3].startswith("the engine is overloaded: 6 requests of at most 2 wait already")
+        await bench.send(Abort(rids=np.array([6], np.int32)))
+        await bench.send(submit(11, detokenize=False))
+        assert len(bench.actor._trial) == 6
+        bench.actor.scheduler.check_integrity()
+        await bench.send(Abort(rids=NO_I32))
+        await bench.work()
+        reasons = {int(o.rids[end[0]]): end[1] for o in told(bench.frontend) for end in o.ends}
+        assert reasons == dict.fromkeys((1, 2, 3, 4, 5, 11), "length") | dict.fromkeys((7, 8, 9, 10), "error") | {
+            6: "abort"
+        }
+        bench.actor.scheduler.check_integrity()
+
+
+async def test_what_is_held_back_of_a_frontend_that_is_gone_does_not_wait_any_more() -> None:
+    async with after_a_death(max_waiting_requests=2) as bench:
+        guest = FakeLink("attached1")
+        guest.generation = 2
+        bench.actor.on_link(guest)  # type: ignore[arg-type]
+        await bench.send(resubmitted(1, num_deaths=1), guest)
+        await bench.send(submit(2), guest)
+        assert bench.actor.scheduler.statistics().num_waiting_tokens == 4
+        guest.lost = PeerLostError("it left")  # type: ignore[attr-defined]
+        bench.actor.on_peer_lost(guest)  # type: ignore[arg-type]
+        assert bench.actor.scheduler.statistics().num_waiting_tokens == 0
+        bench.actor.scheduler.check_integrity()
+
+
 async def test_what_is_held_back_goes_with_its_frontend() -> None:
     async with running() as bench:
         await bench.send(submit(stream_interval=0))
@@ -605,7 +700,7 @@ async def test_every_frontend_knows_the_last_pause_of_all() -> None:
         assert frontend._pause_mode == "keep"
     async with running() as bench:  # the next one
         arguments = {"mode": "keep", "clear_cache": False, "is_restored": True}
-        await bench.actor.answer("pause_generation", arguments)
+        assert bench.actor.answer("pause_generation", arguments), "at once: whoever tells it has yet to submit again"
         assert bench.actor.answer("is_paused", {})
 
 
