@@ -55,9 +55,10 @@ class PooledStates:
         starts = [inputs.prefill_starts[row] for row in rows]
         where = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
         states = final(where).float()
-        bags = torch.from_numpy(np.cumsum(counts) - counts)
+        bags = torch.from_numpy(np.cumsum(counts) - counts).to(states.device)
         # one sum of consecutive rows per prompt, token after token
-        sums: torch.Tensor = torch.embedding_bag(states, torch.arange(len(where)), bags, False, 0)[0]
+        order = torch.arange(len(where), device=states.device)
+        sums: torch.Tensor = torch.embedding_bag(states, order, bags, False, 0)[0]
         for row, total in zip(rows, sums, strict=True):
             slot = inputs.prefill_slots[row]
             if not inputs.prefill_first[row]:
@@ -69,14 +70,14 @@ class PooledStates:
                     f"slot {slot} is to be pooled over all of its tokens, and its first ones are not known"
                 )
 
-    def take(self, slots: I32, pooling: NDArray[np.uint8], num_tokens: I32, last: torch.Tensor) -> NDArray[np.float32]:
+    def take(self, slots: I32, pooling: NDArray[np.uint8], num_tokens: I32, last: torch.Tensor) -> torch.Tensor:
         """The vectors of slots whose prompts are through, [num_slots, hidden_size].
 
-        pooling, num_tokens: codes and lengths by slot. last: their last final states, float32 of the same shape.
+        pooling, num_tokens: codes and lengths by slot. last: their last final states, float32 of the same shape, which is what
+        is returned, with other rows in place of those that are pooled otherwise.
         """
-        vectors: NDArray[np.float32] = last.numpy()
         for i, (slot, code) in enumerate(zip(slots.tolist(), pooling.tolist(), strict=True)):
             if code != LAST:
                 kept = self._kept.pop(slot)
-                vectors[i] = (kept / int(num_tokens[i]) if code == MEAN else kept).numpy()
-        return vectors
+                last[i] = kept / int(num_tokens[i]) if code == MEAN else kept
+        return last

@@ -319,16 +319,18 @@ class ModelRunner:
         To be called between two steps, by every rank after the same one. Raises whatever a step raises, and EngineError
         when no row has finite logits. The requests, their KV and what a step that raised has left are as they were before.
         """
-        kept = self.cache, self.batch, self._rows, self._written, self._is_half_done
+        kept = self.cache, self.batch, self._rows, self._written, self._is_half_done, self._pooled
+        self._pooled = PooledStates()
         try:
             for result in map(self.step, self._check_plans()):
                 if result.came_to_nothing:
                     raise EngineError("the model's logits are not finite, whatever the tokens")
         finally:
-            self.cache, self.batch, self._rows, self._written, self._is_half_done = kept
+            self.cache, self.batch, self._rows, self._written, self._is_half_done, self._pooled = kept
 
     def _check_plans(self) -> Iterator[StepPlan]:
-        """The two steps, each for the batch and the cache that are made here."""
+        """The two steps, for the batch and the cache that are made here. Models that make vectors have only the first."""
+        is_pooling = self.config.model.pooler is not None
         size = self.config.cache.block_size
         per_row = -(-(CHECK_PROMPT + 1) // size)
         self.allocate(NUM_CHECK_ROWS * per_row)
@@ -336,14 +338,18 @@ class ModelRunner:
         num_tokens = NUM_CHECK_ROWS * CHECK_PROMPT
         yield StepPlan(
             step=0,
-            new_rows=pack_rows(NewRow(slot, CHECK_PROMPT, temperature=slot % 2) for slot in slots.tolist()),
+            new_rows=pack_rows(
+                NewRow(slot, CHECK_PROMPT, temperature=slot % 2, pooling=POOLING_CODES["last"] if is_pooling else 0)
+                for slot in slots.tolist()
+            ),
             new_tokens=(np.arange(num_tokens) * (self.model_config.vocab_size - 1) // num_tokens).astype(np.int32),
             new_num_blocks=np.full(NUM_CHECK_ROWS, per_row, np.int32),
             new_blocks=np.arange(NUM_CHECK_ROWS * per_row, dtype=np.int32),
             prefill_slots=slots,
             prefill_counts=np.full(NUM_CHECK_ROWS, CHECK_PROMPT, np.int32),
         )
-        yield StepPlan(step=1, decode_slots=slots)
+        if not is_pooling:
+            yield StepPlan(step=1, decode_slots=slots)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepHandle:
@@ -588,7 +594,7 @@ class ModelRunner:
         pooled = np.flatnonzero(counts == 0)
         slots, columns = handle.inputs.result_slots[pooled], self.batch.columns
         last = handle.hidden.index_select(0, torch.from_numpy(pooled)).float()  # [num_pooled, hidden_size]
-        vectors = self._pooled.take(slots, columns.pooling[slots], columns.num_known[slots], last)
+        vectors = self._pooled.take(slots, columns.pooling[slots], columns.num_known[slots], last).numpy()
         is_bad = ~np.isfinite(vectors).all(1) | np.isin(slots, list(self.batch.bad_slots))
         void = np.sort(np.concatenate((rows[is_void], pooled[is_bad])))
         num_bad = {int(rows[sample]): count for sample, count in nonfinite.items()}

@@ -398,7 +398,7 @@ def test_a_failed_step_leaves_a_runner_that_works(driver: Driver, monkeypatch: p
     driver.step(decode=[0])
     with monkeypatch.context() as patch:
         patch.setattr(driver.runner.decoder, "lm_head", None)
-        with pytest.raises(TypeError):
+        with pytest.raises(AssertionError):
             driver.runner.execute(StepPlan(step=77))
     driver.runner.batch.check_integrity()
     with pytest.raises(ValueError, match="not in use"):

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from actorllm import clock
 from actorllm.config import EngineConfig
+from actorllm.errors import EngineError
 from actorllm.logprobs import columns_of
 from actorllm.messages import I32, NO_I32, LateInputs, StepPlan, StepResult
 from actorllm.model.cuda import ops
@@ -214,6 +215,7 @@ class CudaRunner(ModelRunner):
         self.graphs = DecodeGraphs(self.device, self._launch_part, self._max_rows, is_on=is_on)
         self.batch = self._empty_batch()
         self._loaded_rows = self._device_rows = None
+        self._pooled.clear()
 
     @property
     def _max_rows(self) -> int:
@@ -240,6 +242,19 @@ class CudaRunner(ModelRunner):
         self.batch.rows_version = old.rows_version + 1
         self.batch.decode_version = old.decode_version + 1
         self._device_rows = self._loaded_rows = None
+        self._pooled.clear()
+
+    @torch.inference_mode()
+    def check_itself(self) -> None:
+        """Compute a decode step with a row of no slot, which changes nothing for anybody. Otherwise as on the CPU."""
+        with self.device.active():
+            self._load_rows(NO_I32, -1, 1)
+            rows, logits = self._rows_for(1), self.sampler.logits[:1]
+            self._prepare_rows(rows)
+            self.model.logits(self.model.decode(rows, self._pool, self.state), logits)
+            is_finite = self.device.download([torch.isfinite(logits).all()]).wait()[0]
+        if not is_finite:
+            raise EngineError("the model's logits are not finite, whatever the tokens")
 
     # Graphs -----------------------------------------------------------------------------------------------------------
 
@@ -315,6 +330,7 @@ class CudaRunner(ModelRunner):
         self._written = NO_I32
         with self.device.active():
             self.batch.apply(plan)
+            self._pooled.drop(plan.freed)
             self._update_state(plan)
             if plan.copy_sources.size:  # first: a block may be zeroed because its owner failed, and its fork did not
                 self._pool.copy(plan.copy_sources, plan.copy_targets)
@@ -407,10 +423,15 @@ class CudaRunner(ModelRunner):
         ops.kv_clear(self._pool.pool, tokens.kv_slots, is_finite)
         handle.outputs.append(is_finite[inputs.num_decodes :])
         handle.prompt_owners = self.batch.owners[inputs.prefill_slots]
-        pooled = self._pooled(handle)
+        columns = self.batch.columns
+        pooling = columns.pooling[inputs.prefill_slots]
+        if pooling.any():
+            self._pooled.observe(inputs, pooling, lambda where: model.select(states, self.device.upload(where)))
+        pooled = self._pooled_rows(handle)
         if pooled.size:
-            where = self.device.upload(inputs.result_tokens[pooled])
-            handle.outputs.append(model.select(states, where).float())
+            slots, where = inputs.result_slots[pooled], self.device.upload(inputs.result_tokens[pooled])
+            last = model.select(states, where).float()
+            handle.outputs.append(self._pooled.take(slots, columns.pooling[slots], columns.num_known[slots], last))
         if self.batch.prompt_logprobs:
             self._prompt_spans(handle, states)
         if not sampling.slots.size:
@@ -449,7 +470,7 @@ class CudaRunner(ModelRunner):
         return self._attention.chunks(np.array(inputs.prefill_slots, np.int32), counts, lengths)
 
     @staticmethod
-    def _pooled(handle: CudaHandle) -> NDArray[np.intp]:
+    def _pooled_rows(handle: CudaHandle) -> NDArray[np.intp]:
         """The rows of the result that are vectors."""
         rows = handle.sampling.rows
         return NO_ROWS if rows is None else np.setdiff1d(np.arange(len(handle.inputs.result_slots)), rows)
@@ -607,7 +628,7 @@ class CudaRunner(ModelRunner):
         """Of a step with pooled rows: which rows of the result are void, their counts, and the fields with vectors."""
         rows = handle.sampling.rows
         assert rows is not None
-        pooled = CudaRunner._pooled(handle)
+        pooled = CudaRunner._pooled_rows(handle)
         is_bad = ~np.isfinite(vectors).all(1)
         num_bad = dict(zip(rows[void].tolist(), counts[void].tolist(), strict=True))
         num_bad |= dict.fromkeys(pooled[is_bad].tolist(), 1)
@@ -630,8 +651,8 @@ class CudaRunner(ModelRunner):
         if inputs.forks:
             sources = [np.flatnonzero(slots == source)[0] for _, source in inputs.forks]
             states[-len(sources) :] = sources
-        if columns.is_pooling[slots].any():
-            rows = np.flatnonzero(~columns.is_pooling[slots])
+        if columns.pooling[slots].any():
+            rows = np.flatnonzero(columns.pooling[slots] == 0)
             slots, states = slots[rows], states[rows]
         wanted: list[tuple[int, int]] = []
         of_ids: dict[int, NDArray[np.int64]] = {}

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from actorllm.messages import LateInputs, StepPlan
+from actorllm.errors import EngineError
+from actorllm.messages import POOLING_CODES, LateInputs, StepPlan
 from actorllm.model.cuda.graphs import MAX_MISSES, Part
 from actorllm.model.cuda.runner import GRAPH_BYTES, CudaRunner
 from actorllm.rules import SamplingRules, encode_rules
@@ -264,13 +265,29 @@ def test_forks_share_a_prompt_and_go_their_own_ways(make_twins: Callable[..., Tw
     assert len(set(result.tokens.tolist())) > 1
 
 
-def test_pooled_rows_have_vectors(make_twins: Callable[..., Twins]) -> None:
+@pytest.mark.parametrize("kind", ["last", "mean", "cls"])
+def test_pooled_rows_have_vectors(make_twins: Callable[..., Twins], kind: str) -> None:
     twins = make_twins()
-    twins.add(0, prompt(6, 1), is_pooling=True)
+    twins.add(0, prompt(6, 1), pooling=POOLING_CODES[kind])
     twins.add(1, prompt(7, 2), temperature=1.0, seed=3)
-    result = twins.step({0: 6, 1: 7}, decode=[])
+    twins.step({0: 4}, decode=[])
+    result = twins.step({0: 2, 1: 7}, decode=[])
     assert result.vector_rows.tolist() == [0]
     assert result.vectors.size == 64
+
+
+def test_the_runner_finds_out_whether_it_can_do_anything(make_twins: Callable[..., Twins]) -> None:
+    twins = make_twins()
+    twins.add(0, prompt(6, 1))
+    twins.step({0: 6}, decode=[])
+    runner = twins.device.runner
+    runner.check_itself()
+    twins.step(decode=[0])  # it has disturbed nobody
+    broken: Any = runner.model
+    with torch.inference_mode():
+        broken.lm_head.fill_(torch.nan)
+    with pytest.raises(EngineError, match="not finite, whatever the tokens"):
+        runner.check_itself()
 
 
 def test_prefix_hits_read_the_blocks_of_others(make_twins: Callable[..., Twins]) -> None:
