@@ -280,7 +280,18 @@ class Room:
     `max_partial` long prompts are worked on in a step; the others wait their turn, as first come, first served wants it.
     """
 
-    __slots__ = ("_chunk", "_long", "_max_partial", "_others", "_sizes", "admitted", "blocks", "slots", "tokens")
+    __slots__ = (
+        "_chunk",
+        "_long",
+        "_max_partial",
+        "_others",
+        "_sizes",
+        "admitted",
+        "blocks",
+        "paused",
+        "slots",
+        "tokens",
+    )
 
     def __init__(self, tokens: int, chunk: int, max_partial: int) -> None:
         self.tokens = tokens
@@ -288,6 +299,8 @@ class Room:
         self.blocks = 0
         self.admitted: list[Sequence] = []
         """Those of the waiting who get a slot in this step."""
+        self.paused: frozenset[int] = frozenset()
+        """Slots of decode rows that this step leaves out: they take no token of it, and have none to give."""
         self._chunk = chunk
         self._max_partial = max_partial
         self._others = tokens
@@ -307,11 +320,15 @@ class Room:
     def has(self, sequence: Sequence) -> bool:
         return sequence in self._sizes
 
+    def tokens_of(self, running: Sequence, view: View) -> int:
+        """How many tokens of this step a running request has as a decode row."""
+        return int(view.batch.is_decoding[running.slot]) if running.slot not in self.paused else 0
+
     def take_from(self, victim: Sequence, sequence: Sequence, view: View) -> None:
         """A running request gives up its place in the step for another one."""
-        is_decoding = int(view.batch.is_decoding[victim.slot])
-        self.tokens += is_decoding
-        self._others += is_decoding
+        given = self.tokens_of(victim, view)
+        self.tokens += given
+        self._others += given
         self.slots += 1
         self.blocks += view.kv.num_exclusive(victim.slot, sequence.hits)
 
@@ -422,6 +439,8 @@ class KeyPlanner:
         room = Room(tokens, budget.prefill_chunk or tokens, view.limits.max_partial_prefills)
         room.slots = view.batch.num_free_slots
         room.blocks = view.kv.num_free - num_growing
+        if decision.decode is not None and self._can_displace:
+            room.paused = frozenset(view.decode_slots[~decision.decode].tolist())
         self._fill(room, decision, view)
         return decision
 
@@ -507,7 +526,7 @@ class KeyPlanner:
         if verdict is not Admit.ADMIT:
             return verdict
         remaining = view.remaining(sequence)
-        if victims and room.fits(sequence, remaining, sum(int(view.batch.is_decoding[v.slot]) for v in victims)):
+        if victims and room.fits(sequence, remaining, sum(room.tokens_of(v, view) for v in victims)):
             for victim in victims:
                 room.take_from(victim, sequence, view)
                 decision.preempt.append(victim)
@@ -536,7 +555,7 @@ class KeyPlanner:
         while allowed and (tokens < needed or slots <= 0 or blocks + headroom > free):
             victim = allowed.pop()
             victims.append(victim)
-            tokens += int(view.batch.is_decoding[victim.slot])
+            tokens += room.tokens_of(victim, view)
             slots += 1
             free += view.kv.num_exclusive(victim.slot, sequence.hits)
         return victims if tokens >= needed and slots > 0 and blocks <= free else []

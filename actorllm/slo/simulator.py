@@ -586,6 +586,8 @@ class _Outcomes:
         self.num_preemptions = np.zeros(num, np.int32)
         self.num_cached = np.zeros(num, np.int32)
         self.num_wasted = np.zeros(num, np.int32)
+        self.relegated = np.zeros(num, np.bool_)
+        """Whether its policy had given it up when it started."""
         self.error: str | None = None
         """The first one that failed a request."""
         self.num_failed = 0
@@ -603,6 +605,7 @@ class _Outcomes:
             else:
                 self.outcome[row] = ABORTED if reason == "abort" else FINISHED
             self.end[row] = self.now(replica)
+            self.relegated[row] = bool(sequence.policy_state.get("relegated"))
             if sequence.num_wasted_tokens:
                 self.num_wasted[row] = sequence.num_wasted_tokens
             self.write_times(row, sequence)
@@ -851,9 +854,11 @@ def _starvation(workload: Workload, outcomes: _Outcomes, policy: object) -> list
     starved = is_overtaken & (waited > limit)
     if not starved.any():
         return []
+    given_up = int((starved & outcomes.relegated).sum())
+    meant = f"; {given_up} of them it had given up, because they could not be in time any more" if given_up else ""
     return [
         f"policy {policy!r}: {int(starved.sum())} requests starved: they waited for longer than they were promised to, and "
-        f"than {STARVED_S:.0f} s, up to {float(waited[starved].max()):.0f} s, while others that came later were started"
+        f"than {STARVED_S:.0f} s, up to {float(waited[starved].max()):.0f} s, while others that came later were started{meant}"
     ]
 
 

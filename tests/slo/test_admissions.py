@@ -11,6 +11,8 @@ import pytest
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, InvalidParameterError
 from actorllm.scheduling.gate import AdmissionPolicy
+from actorllm.scheduling.policies.cohost import Cohost
+from actorllm.scheduling.policy import KeyPlanner
 from actorllm.slo.cost_model import LinearModel, Regime, preset
 from actorllm.slo.journal import Journal
 from actorllm.slo.simulator import EngineShape, Run, simulate
@@ -74,6 +76,21 @@ def test_those_that_hold_the_memory_do_not_pause_for_those_that_wait_for_it() ->
     assert cohost.evaluate().worst("deadline") > qoserve.evaluate().worst("deadline") - 0.05
     assert {event.why for event in journal.events if event.kind == "preempt"} <= {"displaced"}
     assert num_preempted(qoserve) == 0
+
+
+def test_who_starves_in_an_overload_was_given_up() -> None:
+    """Late for good, they wait behind everybody who can be in time, and are told of. Nobody else waits for so long."""
+    workload = assign_classes(synthetic(250, 6.0, seed=1), parse_mix(MIX), seed=1)
+    shape = replace(SHAPE, num_blocks=1200, max_num_seqs=64, max_num_batched_tokens=2048)
+    run = simulate(workload, shape, MODEL, policy="cohost", admission="worst-case")
+    (told,) = [warning for warning in run.warnings if "starved" in warning]
+    num = int(told.split()[2])
+    assert f"; {num} of them it had given up, because they could not be in time any more" in told
+    assert not run.statistics[0].num_refused_decisions, "rows that pause have no token of the step to give"
+    patient = type("Patient", (Cohost,), {"relegates": False})
+    without = simulate(workload, shape, MODEL, policy=lambda: KeyPlanner(patient()), admission="worst-case")
+    assert not any("starved" in warning for warning in without.warnings)
+    assert without.evaluate().worst("deadline") < run.evaluate().worst("deadline") - 0.2
 
 
 def test_credits_keep_the_pace_of_who_was_promised_one() -> None:
