@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from cyclopts import App
 
 from actorllm.cli.options import check_writable
+from actorllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from actorllm.messages import I32
@@ -79,7 +80,7 @@ def show(
     format
         azure, vidur, burstgpt, mooncake, timed or servegen; default: seen from the file.
     block_tokens
-        Tokens that one hash id stands for.
+        Tokens that one hash id stands for; default: what its rows say, else 512 (Mooncake) or 16 (timed).
     """
     found = _load(file, format, block_tokens)
     for label, value in _statistics(found.workload).items():
@@ -99,6 +100,7 @@ def convert(
     num_requests: int | None = None,
     rate: float | None = None,
     mix: str | None = None,
+    output_block_tokens: int | None = None,
     seed: int = 0,
 ) -> None:
     """Write the requests of FILE to OUTPUT as JSON lines, which every command reads.
@@ -112,13 +114,16 @@ def convert(
     format
         azure, vidur, burstgpt, mooncake, timed or servegen; default: seen from the file.
     block_tokens
-        Tokens that one hash id stands for.
+        Tokens that one hash id of FILE stands for; default: what its rows say, else 512 (Mooncake) or 16 (timed).
     num_requests
         The first so many of them.
     rate
         Requests per second to which the gaps are scaled.
     mix
         Classes with their objectives, drawn by the seed: "ls:0.5:ttft=0.5+p/4000,tpot=0.05 be:0.5:e2e=120".
+    output_block_tokens
+        Regroup the hash ids to stand for so many tokens each, a multiple or a divisor of those of FILE; 512 for programs
+        that read Mooncake's traces. Default: as they are; rows say how many unless it is 512.
     """
     from actorllm.slo.traces import write_trace
     from actorllm.slo.workload import assign_classes, parse_mix
@@ -128,8 +133,19 @@ def convert(
     workload = found.workload if num_requests is None else found.workload.head(num_requests)
     workload = workload if rate is None else workload.at_rate(rate)
     workload = workload if mix is None else assign_classes(workload, parse_mix(mix), seed)
-    write_trace(workload, output)
+    if output_block_tokens is not None and workload.prefixes is None:
+        raise ConfigError(
+            f"output_block_tokens={output_block_tokens}: the requests of {file} have no hash ids to regroup"
+        )
+    write_trace(workload, output, block_tokens=output_block_tokens)
     print(f"{len(workload)} requests in {output}")
+    before = None if workload.prefixes is None else workload.prefixes.block_tokens
+    after = output_block_tokens or before
+    if before is not None and after is not None and after > before:
+        told = (
+            f"hash ids stand for {after} tokens now instead of {before}: what prompts share ends at a multiple of that"
+        )
+        print(f"note: {told}", file=sys.stderr)
     if found.report.num_skipped:
         print(found.report, file=sys.stderr)
 

@@ -8,7 +8,8 @@
     servegen  a folder of chunk-N-trace.csv and chunk-N-dataset.json               alibaba/ServeGen; drawn from, not replayed
 
 Rows of the JSON formats may also carry slo (seconds per token, or an object with the fields of SLO), type_info, tenant,
-priority, is_latency_sensitive and patience (seconds); `write_trace` writes these. Who shares all of them but the objective and
+priority, is_latency_sensitive, patience (seconds), and block_tokens where a hash id does not stand for as many tokens as is
+usual in the format; `write_trace` writes these. Who shares all of them but the objective and
 the tenant is a class (`workload.classes_of`). A row that cannot be used is left out and reported with its
 line number and what is wrong; a file without any usable row is an error.
 """
@@ -20,7 +21,7 @@ import csv
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ class _Row:
     hash_ids: list[int] | None = None
     kind: Kind = (None, None, False, 0, None)
     tenant: str | None = None
+    block_tokens: int | None = None
 
 
 def load_trace(
@@ -108,9 +110,11 @@ def load_trace(
 ) -> Trace:
     """The requests of a trace, the first of them at 0 seconds. format: one of FORMATS; None: seen from the file.
 
-    block_tokens: tokens per hash id, and seconds_per_unit: of the timestamps; None: what is usual in the format. drawn: of
-    `draw_servegen`, for its folders. Raises ConfigError naming what is wrong.
+    block_tokens: tokens per hash id; None: what the rows say, else what is usual in the format. seconds_per_unit: of the
+    timestamps, likewise. drawn: of `draw_servegen`, for its folders. Raises ConfigError naming what is wrong.
     """
+    if block_tokens is not None and not 1 <= block_tokens < 2**31:
+        raise ConfigError(f"block_tokens={block_tokens} must be a number of tokens, at least 1")
     path = Path(path)
     if format is not None and format not in FORMATS:
         raise ConfigError(f"trace format {format!r} is not known{nearest_name(format, FORMATS)}; {', '.join(FORMATS)}")
@@ -129,11 +133,25 @@ def load_trace(
     if format in ("mooncake", "timed"):
         is_timed = format == "timed"
         unit = seconds_per_unit or (1.0 if is_timed else 1e-3)
-        rows = _json_rows(lines, unit, report)
-        block_tokens = block_tokens or (TIMED_BLOCK_TOKENS if is_timed else MOONCAKE_BLOCK_TOKENS)
+        found = list(_json_rows(lines, unit, report))
+        usual = TIMED_BLOCK_TOKENS if is_timed else MOONCAKE_BLOCK_TOKENS
+        block_tokens = _block_tokens(found, block_tokens, usual, path)
     else:
-        rows = _csv_rows(lines, format, seconds_per_unit or 1.0, report)
-    return Trace(_workload_of(list(rows), block_tokens or 1, path, report), report)
+        found = list(_csv_rows(lines, format, seconds_per_unit or 1.0, report))
+    return Trace(_workload_of(found, block_tokens or 1, path, report), report)
+
+
+def _block_tokens(rows: list[_Row], wanted: int | None, usual: int, path: Path) -> int:
+    """Tokens per hash id: of all rows that have any the same."""
+    told = sorted({row.block_tokens or usual for row in rows if row.hash_ids})
+    if len(told) > 1:
+        raise ConfigError(f"trace {str(path)!r}: block_tokens is {told[0]} in some rows and {told[1]} in others")
+    is_told = any(row.block_tokens for row in rows)
+    if wanted is not None and is_told and told and told[0] != wanted:
+        raise ConfigError(
+            f"block_tokens={wanted} contradicts the trace {str(path)!r}, whose rows say {told[0]}; leave it out"
+        )
+    return wanted or (told[0] if told else usual)
 
 
 def _seen_format(lines: list[str], path: Path) -> str:
@@ -273,6 +291,7 @@ def _json_row(given: Any, unit: float) -> _Row:
         ids,
         _kind_of(given),
         tenant,
+        None if given.get("block_tokens") is None else _count(given["block_tokens"], "block_tokens"),
     )
 
 
@@ -323,15 +342,21 @@ def _workload_of(rows: list[_Row], block_tokens: int, path: Path, report: TraceR
     )
 
 
-def write_trace(workload: Workload, path: str | Path) -> None:
-    """As JSON lines that `load_trace` reads again: Mooncake's keys, and those of ours that a class sets."""
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in _json_of(workload)), encoding="utf-8")
+def write_trace(workload: Workload, path: str | Path, *, block_tokens: int | None = None) -> None:
+    """As JSON lines that `load_trace` reads again: Mooncake's keys, and those of ours that a class sets.
+
+    block_tokens: regroup the hash ids to stand for so many tokens each (`Prefixes.regrouped`); None: as they are. Rows say
+    how many unless it is Mooncake's 512.
+    """
+    prefixes = workload.prefixes
+    if prefixes is not None and block_tokens is not None:
+        prefixes = prefixes.regrouped(block_tokens, workload.num_prompt)
+    rows = _json_of(replace(workload, prefixes=prefixes))
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def _json_of(workload: Workload) -> Iterable[dict[str, Any]]:
     prefixes = workload.prefixes
-    if prefixes is not None and prefixes.block_tokens != MOONCAKE_BLOCK_TOKENS:
-        raise ConfigError(f"a Mooncake trace has blocks of {MOONCAKE_BLOCK_TOKENS} tokens, not {prefixes.block_tokens}")
     has_labels = len(workload.classes) > 1
     for i in range(len(workload)):
         kind = workload.kind(i)
@@ -342,6 +367,8 @@ def _json_of(workload: Workload) -> Iterable[dict[str, Any]]:
         }
         if prefixes is not None:
             row["hash_ids"] = prefixes.of(i).tolist()
+            if prefixes.block_tokens != MOONCAKE_BLOCK_TOKENS:
+                row["block_tokens"] = prefixes.block_tokens
         if kind.label and (has_labels or kind.label != "all"):
             row["type_info"] = kind.label
         if kind.slo is not None:

@@ -70,6 +70,37 @@ class Prefixes:
         words[:, 3] = 0x5EED  # not what hashing token ids gives
         return words.view(np.uint8).ravel()
 
+    def regrouped(self, block_tokens: int, num_prompt: I32) -> Prefixes:
+        """The same prompts with ids for so many tokens each: a multiple of today's, or a divisor of it.
+
+        With a multiple, prompts that share less than a whole block share nothing of it any more. Raises
+        InvalidParameterError for any other size.
+        """
+        if block_tokens == self.block_tokens:
+            return self
+        if block_tokens < 1 or max(block_tokens, self.block_tokens) % min(block_tokens, self.block_tokens):
+            raise InvalidParameterError(
+                f"block_tokens={block_tokens}: hash ids that stand for {self.block_tokens} tokens each can be regrouped to a "
+                f"multiple or a divisor of {self.block_tokens} only"
+            )
+        ids: list[int] = []
+        starts = [0]
+        known: dict[tuple[int, ...], int] = {}
+        dense = {old: new for new, old in enumerate(np.unique(self.ids).tolist())}
+        for request, size in enumerate(num_prompt.tolist()):
+            own = [dense[old] for old in self.of(request).tolist()]
+            if block_tokens < self.block_tokens:
+                parts = self.block_tokens // block_tokens
+                finer = [old * parts + part for old in own for part in range(parts)]
+                ids += finer[: -(-size // block_tokens)]
+            else:
+                of_each, before = block_tokens // self.block_tokens, -1
+                for at in range(0, len(own), of_each):
+                    before = known.setdefault((before, *own[at : at + of_each]), len(known))
+                    ids.append(before)
+            starts.append(len(ids))
+        return Prefixes(np.array(ids, np.int64), np.array(starts, np.int64), block_tokens)
+
     def select(self, rows: NDArray[np.intp]) -> Prefixes:
         counts = np.diff(self.starts)[rows]
         starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)

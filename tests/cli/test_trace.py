@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,16 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert workload.arrival.tolist() == [0.0, 0.25]
     assert workload.num_prompt.tolist() == [10, 20]
     assert workload.classes[0].name == "a"
+    assert cli.main(["trace", "convert", str(source), str(target), "--output-block-tokens", "64"]) == 2
+    assert "output_block_tokens=64: the requests of" in capsys.readouterr().err
+    blocks = tmp_path / "b.jsonl"
+    blocks.write_text('{"timestamp": 0, "input_length": 99, "output_length": 1, "hash_ids": [1, 2, 3, 4, 5, 6, 7]}\n')
+    convert = ["trace", "convert", str(blocks), str(target), "--block-tokens", "16"]
+    assert cli.main([*convert, "--output-block-tokens", "64"]) == 0
+    assert "note: hash ids stand for 64 tokens now instead of 16" in capsys.readouterr().err
+    assert json.loads(target.read_text())["block_tokens"] == 64
+    assert cli.main([*convert, "--output-block-tokens", "65"]) == 2
+    assert "regrouped to a multiple or a divisor of 16 only" in capsys.readouterr().err
     assert cli.main(["trace", "convert", str(source), str(tmp_path / "no" / "where")]) == 2
     assert "output=" in capsys.readouterr().err
 

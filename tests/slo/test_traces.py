@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from actorllm.errors import ConfigError
+from actorllm.errors import ConfigError, InvalidParameterError
 from actorllm.slo.objective import SLO, RequestClass
 from actorllm.slo.traces import SAMPLE, load_trace, write_trace
-from actorllm.slo.workload import assign_classes, parse_mix, sample
+from actorllm.slo.workload import Workload, assign_classes, parse_mix, sample
 
 
 def write(folder: Path, text: str) -> Path:
@@ -269,6 +270,60 @@ def test_everything_of_a_class_is_written(tmp_path: Path) -> None:
     again = load_trace(tmp_path / "mixed.jsonl").workload
     assert [again.kind(i) for i in range(30)] == [mixed.kind(i) for i in range(30)]
     assert {kind.patience for kind in again.classes} == {3.5, None}
+
+
+def shared_tokens(workload: Workload, a: int, b: int) -> int:
+    """How many tokens two prompts are known to share."""
+    prefixes = workload.prefixes
+    assert prefixes is not None
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prefixes.of(a), prefixes.of(b), strict=False))
+    return sum(1 for _ in pairs) * prefixes.block_tokens
+
+
+def test_hash_ids_of_any_size_are_written_and_regrouped(tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": at, "input_length": size, "output_length": 2, "hash_ids": ids}
+        for at, (size, ids) in enumerate(
+            [(150, list(range(10))), (140, [*range(7), 70, 71]), (20, [0, 1]), (30, [0, 9])]
+        )
+    ]
+    source = write(tmp_path, "\n".join(map(json.dumps, rows)))
+    workload = load_trace(source, block_tokens=16).workload
+    assert [shared_tokens(workload, 0, other) for other in (1, 2, 3)] == [112, 32, 16]
+    write_trace(workload, tmp_path / "same.jsonl")
+    same = load_trace(tmp_path / "same.jsonl").workload
+    assert same.prefixes is not None
+    assert same.prefixes.block_tokens == 16
+    assert [shared_tokens(same, 0, other) for other in (1, 2, 3)] == [112, 32, 16]
+    with pytest.raises(ConfigError, match=r"block_tokens=512 contradicts the trace '.*same.jsonl', whose rows say 16"):
+        load_trace(tmp_path / "same.jsonl", block_tokens=512)
+    write_trace(workload, tmp_path / "coarse.jsonl", block_tokens=64)
+    coarse = load_trace(tmp_path / "coarse.jsonl").workload
+    assert [shared_tokens(coarse, 0, other) for other in (1, 2, 3)] == [64, 0, 0]
+    write_trace(workload, tmp_path / "fine.jsonl", block_tokens=4)
+    fine = load_trace(tmp_path / "fine.jsonl").workload
+    assert fine.prefixes is not None
+    assert [fine.prefixes.of(row).size for row in range(4)] == [38, 35, 5, 8], "no more than the prompt is long"
+    assert shared_tokens(fine, 0, 1) == 112
+    write_trace(workload, tmp_path / "mooncake.jsonl", block_tokens=512)
+    assert "block_tokens" not in (tmp_path / "mooncake.jsonl").read_text()
+    for wrong in (24, 0, 100):
+        with pytest.raises(
+            InvalidParameterError, match=f"block_tokens={wrong}: hash ids that stand for 16 tokens each"
+        ):
+            write_trace(workload, tmp_path / "wrong.jsonl", block_tokens=wrong)
+
+
+def test_rows_that_disagree_on_the_size_of_hash_blocks(tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1], "block_tokens": size}
+        for size in (16, 32)
+    ]
+    with pytest.raises(ConfigError, match="block_tokens is 16 in some rows and 32 in others"):
+        load_trace(write(tmp_path, "\n".join(map(json.dumps, rows))))
+    rows[1]["block_tokens"] = 0
+    report = load_trace(write(tmp_path, "\n".join(map(json.dumps, rows)))).report
+    assert report.problems == [(2, "block_tokens=0 must be a whole number of tokens, at least 1")]
 
 
 def servegen(folder: Path) -> Path:
