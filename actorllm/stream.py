@@ -275,6 +275,8 @@ class RequestStream:
             self._prompt_logprobs.append(None)
         self._completions = [Completion(index, output_kind, has_logprobs, is_flat) for index in range(num_sequences)]
         self._num_open = num_sequences
+        self._ahead: list[tuple[int, Delta]] = []
+        """What was taken from the mailbox and is no part of an output yet (`take_deltas`)."""
         self._first_emitted: float | None = None
         self._last_emitted: float | None = None
         self._is_over = False
@@ -307,17 +309,45 @@ class RequestStream:
                 raise StopAsyncIteration
             if self._is_late:
                 return self._expire()
-            mailbox = self._mailbox
-            if mailbox.waiter is None:
-                host = HostLoop.current()
-                mailbox.waiter = host.waiter()
-                mailbox.host = host  # after the waiter: who finds the host may wake
-                continue
+            await self.wait()
+
+    async def wait(self) -> None:
+        """Until there may be something to `take`. Cancelled, it aborts the request."""
+        mailbox = self._mailbox
+        if mailbox.waiter is None:
+            host = HostLoop.current()
+            mailbox.waiter = host.waiter()
+            mailbox.host = host  # after the waiter: who finds the host may wake
+            return
+        try:
+            self._is_late = not await mailbox.waiter.wait(self._ends_at)
+        except BaseException:
+            self.abort()
+            raise
+
+    def take_deltas(self) -> list[tuple[int, Delta]] | None:
+        """As `take` with RequestOutputKind.DELTA, for those who make something else of it than an output.
+
+        (index of the sequence, what is new of it), none of which is the end of a sequence. None: an end comes next, or an
+        error, and `take` has it.
+        """
+        found: list[tuple[int, Delta]] = []
+        mailbox = self._mailbox
+        has_failed = mailbox.error is not None or self._is_late  # asked before: what came before it is there
+        pending = mailbox.deltas
+        while pending and not self._ahead:
             try:
-                self._is_late = not await mailbox.waiter.wait(self._ends_at)
-            except BaseException:
-                self.abort()
-                raise
+                entry = pending.popleft()
+            except IndexError:
+                break  # the engine thread is joining them, and wakes us when it is done
+            index, delta = entry
+            if delta.end is not None:
+                self._ahead.append(entry)
+                break
+            self._completions[index].num_tokens += len(delta.tokens)
+            self._last_emitted = delta.emitted
+            found.append(entry)
+        return None if not found and (has_failed or self._ahead or self._is_over) else found
 
     def take(self) -> RequestOutput | None:
         """Everything new as one output; None when there is nothing (yet, or any more). Raises the request's error."""
@@ -326,7 +356,7 @@ class RequestStream:
         pending, error = self._mailbox.deltas, self._mailbox.error
         if self._kind is RequestOutputKind.FINAL_ONLY and not self._mailbox.has_end:
             pending = _NOTHING  # half an output is none
-        if not pending:
+        if not pending and not self._ahead:
             if error is not None:
                 self._end_here()
                 own = copy.copy(error)  # one error may end many streams: each has its traceback
@@ -341,9 +371,9 @@ class RequestStream:
     def _add_pending(self, pending: deque[tuple[int, Delta]]) -> dict[int, Completion]:
         """Add what has come to its sequences; returns those."""
         changed: dict[int, Completion] = {}
-        while pending:
+        while pending or self._ahead:
             try:
-                index, delta = pending.popleft()
+                index, delta = self._ahead.pop() if self._ahead else pending.popleft()
             except IndexError:
                 break  # the engine thread is joining them, and wakes us when it is done
             completion = changed[index] = self._completions[index]

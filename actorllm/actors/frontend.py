@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import anyio
 import numpy as np
@@ -63,9 +63,9 @@ RETRY_S = 0.01
 """How soon what the link had no room for is tried again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What one batch of outputs brought for one request."""
+class Delta(NamedTuple):
+    """What one batch of outputs brought for one request. One is made per token of a stream: a frozen dataclass takes thrice
+    as long."""
 
     tokens: list[int]
     text: str

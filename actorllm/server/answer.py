@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from actorllm.errors import ActorLLMError, RequestError
 from actorllm.request import RequestOutput
 from actorllm.server.envelope import ApiError, error_of
+from actorllm.server.guards import SEND
 from actorllm.server.shape import Shape
 from actorllm.server.state import ServerState
 from actorllm.stream import RequestStream
@@ -51,12 +52,14 @@ class Answer(Response, ABC):
         self._prompt_field = prompt_field
         self._more_headers = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
         self._has_started = False
+        self._send_middle: Send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._state.under_way(self._shape.id, self._streams):
             async with anyio.create_task_group() as group:
                 group.start_soon(self._watch, receive, group.cancel_scope)
                 try:
+                    self._send_middle = scope.get(SEND, send)
                     await self._respond(send)
                 except Exception as error:
                     await self._tell(error, send)
@@ -137,14 +140,25 @@ class StreamedAnswer(Answer):
 
     async def _pump(self, number: int, stream: RequestStream, send: Send, is_alone: bool) -> None:
         """is_alone: the end of this stream is that of the answer."""
-        events = self._shape.events
+        shape = self._shape
         async for output in stream:
             is_last = is_alone and output.finished
-            chunk = events(number, output)
+            chunk = shape.events(number, output)
             if is_last:
-                chunk += self._shape.close()
+                chunk += shape.close()
             if chunk:
                 await self._write(send, chunk, is_last)
+            if shape.is_plain and not output.finished:
+                await self._pump_deltas(number, stream, self._send_middle if is_alone else send)
+
+    async def _pump_deltas(self, number: int, stream: RequestStream, send: Send) -> None:
+        """The long middle of a stream: text that becomes events without an output around it."""
+        plain_events, take_deltas = self._shape.plain_events, stream.take_deltas
+        while (deltas := take_deltas()) is not None:
+            if deltas:
+                await send({"type": "http.response.body", "body": plain_events(number, deltas), "more_body": True})
+            else:
+                await stream.wait()
 
     async def _write(self, send: Send, chunk: bytes, is_last: bool) -> None:
         if not self._has_started:

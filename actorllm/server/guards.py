@@ -22,6 +22,10 @@ logger = logging.getLogger(__name__)
 OPEN_PATHS = frozenset(("/health", "/ping", "/version", "/load", "/metrics"))
 """What a load balancer or a scraper asks without a key."""
 
+SEND = "actorllm.send"
+"""Where in the scope there is the way past everything inside of `Guards`, for the middle of a stream: what is there looks at
+how a response begins, and at what is raised."""
+
 DEFAULT_MAX_BODY_BYTES = 32 << 20
 DEFAULT_BODY_TIMEOUT_S = 30.0
 
@@ -44,6 +48,7 @@ class Guards:
             has_started = True
             await send(message)
 
+        scope[SEND] = send
         headers = dict(scope["headers"])
         try:
             self._check_key(scope, headers)

