@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +15,13 @@ import pytest
 from actorllm import LLM, AsyncLLM, LLMEngine, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from actorllm.errors import InvalidParameterError, RequestFailedError, UnknownParameterError
 from tests.random_schemas import matches, random_schema
+from tests.stories import Request, Story, difference, listen
 
 pytestmark = pytest.mark.anyio
 
 PROMPT = "Once upon a time"
+TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
+"""Of the KV cache."""
 PERSON = {
     "type": "object",
     "properties": {
@@ -261,6 +266,78 @@ def test_unknown_parameters() -> None:
     params.structured_outputs.regex = 3  # type: ignore[union-attr]
     with pytest.raises(InvalidParameterError, match="regex=3"):
         params.checked_copy()
+
+
+KINDS: list[Any] = [
+    {"json": PERSON, "disable_any_whitespace": True},
+    {"regex": r"([a-z]{2,8} ){9}end"},
+    None,
+    {"json": {"type": "array", "items": {"type": "string", "maxLength": 9}, "minItems": 6, "maxItems": 7}},
+]
+LOAD = [
+    Request(
+        f"Once upon a time there was a {animal}",
+        {
+            "max_tokens": 90,
+            "seed": number,
+            "ignore_eos": True,
+            "temperature": 0.9,
+            "logprobs": 1,
+            "n": 1 + (number == 3),
+            "presence_penalty": 0.5 * (number == 4),
+            "structured_outputs": KINDS[number % 4],
+        },
+    )
+    for number, animal in enumerate(["dog", "cat", "fox", "hen", "cow", "pig", "bee", "owl"])
+]
+
+
+async def tell(llm: AsyncLLM, on_output: Any = bool) -> list[Story]:
+    stories: dict[int, Story] = {}
+
+    async def one(number: int) -> None:
+        stories[number] = await listen(llm, LOAD[number], on_output)
+
+    async with anyio.create_task_group() as group:
+        for number in range(len(LOAD)):
+            group.start_soon(one, number)
+    return [stories[number] for number in range(len(LOAD))]
+
+
+def check(stories: list[Story], expected: list[Story]) -> None:
+    for story, wanted in zip(stories, expected, strict=True):
+        assert story.error is None
+        for heard, other in zip(story.sequences, wanted.sequences, strict=True):
+            assert difference(heard, other) is None
+            if story.request.arguments["structured_outputs"] is not None:
+                assert heard.reason == ("stop", None)
+
+
+async def test_preempted_and_killed_requests_go_on_in_their_grammars(llm: AsyncLLM) -> None:
+    expected = await tell(llm)
+    tight = AsyncLLM(
+        "storyteller", dtype="float32", num_threads=1, max_model_len=128, kv_cache_memory_bytes=TOKEN_BYTES * 256
+    )
+    try:
+        await tight.start()
+        check(await tell(tight), expected)
+        statistics = (await tight.stats())["scheduler"]["scheduler"]
+        assert statistics["num_preemptions"] > 0
+        num_outputs = 0
+        plan = [(40, "scheduler"), (90, "worker0"), (140, "scheduler")]
+
+        def kill(output: Any) -> None:
+            nonlocal num_outputs
+            num_outputs += 1
+            if plan and num_outputs >= plan[0][0]:
+                os.kill(tight._engine.pids[plan.pop(0)[1]], signal.SIGKILL)
+
+        check(await tell(tight, kill), expected)
+        assert plan == []
+        statistics = (await tight.stats())["scheduler"]["scheduler"]
+        assert statistics["kv"]["num_free"] == statistics["kv"]["num_blocks"]
+    finally:
+        tight.shutdown()
 
 
 def test_an_engine_without_a_tokenizer_refuses() -> None:

@@ -124,7 +124,7 @@ class Constraints:
         allowed, is_last = self._compiler.masks([(s.grammar, s.submit.ignore_eos) for _, s in here])
         over: list[Sequence] = []
         failed: list[tuple[Sequence, str]] = []
-        has_any: list[bool] = np.logical_or.reduce(allowed, axis=1).tolist()
+        has_any: list[bool] = (np.bitwise_or.reduce(allowed, axis=1) != 0).tolist()
         for row, (_, sequence) in enumerate(here):
             if is_last[row] and has_any[row]:
                 sequence.grammar.end()

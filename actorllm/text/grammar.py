@@ -145,7 +145,7 @@ class GrammarCompiler:
         if words > self._num_words:
             masks = np.ascontiguousarray(masks[:, : self._num_words])
         others = masks & self._not_eos
-        is_last: list[bool] = (~np.logical_or.reduce(others, axis=1)).tolist()
+        is_last: list[bool] = (np.bitwise_or.reduce(others, axis=1) == 0).tolist()
         for row, (matcher, goes_on) in enumerate(matchers):
             if matcher._matcher.is_error():
                 masks[row] = 0

@@ -15,7 +15,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from actorllm.model.logits import LARGEST, LogitRules
+from actorllm.model.logits import LARGEST, LogitRules, apply_masks
 from actorllm.rules import SamplingRules
 
 VOCAB = 61
@@ -203,3 +203,24 @@ def test_memory_goes_with_what_was_seen() -> None:
     tracemalloc.stop()
     assert used < 4 << 20
     assert batch._seen.size == 256 * 220
+
+
+def test_masks_take_out_what_they_do_not_allow_and_touch_no_other_row() -> None:
+    rng = np.random.default_rng(1)
+    for vocab_size in (70, 64, 1):
+        logits = rng.normal(size=(4, vocab_size)).astype(np.float32)
+        slots = np.array([9, 2, 5, 7], np.int32)
+        before = logits.copy()
+        masked_slots = np.array([5, 3, 9, 7], np.int32)  # slot 3 is in no row
+        allowed = rng.integers(0, 2**32, (4, -(-vocab_size // 32)), np.uint32)
+        allowed[3] = 0
+        bits = np.unpackbits(allowed.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size].astype(bool)
+        rows, empty = apply_masks(logits, slots, masked_slots, allowed.reshape(-1))
+        assert sorted(rows.tolist()) == [0, 2, 3]
+        assert 3 in empty
+        assert (logits[1] == before[1]).all()
+        for row, mask in ((2, 0), (0, 2), (3, 3)):
+            assert (np.where(bits[mask], before[row], -np.inf) == logits[row]).all()
+        whole = before.copy()
+        apply_masks(whole, slots, slots, np.tile(allowed[0], 4))
+        assert (np.where(bits[0], before, -np.inf) == whole).all()
