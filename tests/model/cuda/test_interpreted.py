@@ -1,0 +1,34 @@
+"""The step of the GPU with its own kernels, in Triton's interpreter, gives the tokens of the CPU worker (float32).
+
+One small run through everything that a step may consist of; `test_runner` has the cases, with torch in place of the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from actorllm.model.cuda.graphs import Part
+from tests.kernels.conftest import interpreter as interpreter
+from tests.model.cuda.test_runner import rules_of
+from tests.model.cuda.twins import Twins, prompt
+
+
+@pytest.mark.timeout(200)
+def test_the_tokens_are_those_of_the_cpu_worker(make_twins: Callable[..., Twins]) -> None:
+    """A prompt in two chunks over the border of a block, a recorded decode step, and one whose logits are edited."""
+    twins = make_twins({"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64, "vocab_size": 300})
+    twins.add(0, prompt(66, 1), temperature=0.8, seed=2**63 + 5)
+    twins.step({0: 62}, decode=[])
+    twins.add(1, prompt(3, 2))
+    twins.step({0: 4, 1: 3})
+    graphs = twins.runner.graphs
+    graphs.want(Part.HEAD, 2)
+    while twins.runner.record_next():
+        pass
+    twins.step(decode=[0, 1])
+    assert graphs.num_replays == 1
+    twins.add(2, prompt(4, 3), temperature=1.0, seed=5, top_p=0.7)
+    twins.step({2: 4}, **rules_of(2, repetition_penalty=1.5, num_logprobs=2, allowed_ids=tuple(range(200))))
+    twins.step(decode=[2, 1])
