@@ -612,8 +612,7 @@ class Engine:
                 request_id = self.new_request_id()
             elif not isinstance(request_id, str):
                 raise InvalidParameterError(f"request_id={request_id!r} must be a string")
-            known = self._streams.get(request_id)
-            if known is not None and not known.has_ended:
+            if self.is_open(request_id):
                 raise DuplicateRequestError(f"request {request_id!r} is still running; choose another request_id")
             if self.config.record is not None:
                 carried["name"] = request_id
@@ -687,6 +686,11 @@ class Engine:
     def new_request_id(self) -> str:
         """One that no request has unless a caller chose the same."""
         return f"{self._id_prefix}-{next(self._request_numbers)}"
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether a request that has not ended has this id."""
+        known = self._streams.get(request_id)
+        return known is not None and not known.has_ended
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests; each delivers a final output with finish_reason 'abort'. Unknown ids have ended already."""
@@ -831,6 +835,7 @@ class Engine:
         special tokens around it stay then. add_special_tokens: None: those of the model, except around a conversation, whose
         template writes them itself.
         """
+        num_kept = self._kept_tokens(truncate_prompt_tokens)
         salt: str | None = None
         pooler = self.config.model.pooler
         text = prompt_text(prompt)
@@ -848,29 +853,29 @@ class Engine:
         if embeds is not None:
             pass
         elif isinstance(prompt, str):
-            if not prompt:
-                raise InvalidPromptError("the prompt is empty")
             if pooler is None:
-                ids = self.tokenizer.encode(prompt, add_special_tokens is not False)
+                cut = num_kept if truncation_side is None else None
+                ids = self.tokenizer.encode(prompt, add_special_tokens is not False, cut)
+            elif not prompt:
+                raise InvalidPromptError("the prompt is empty")
             else:
                 ids = self.tokenizer.encode_within(
                     prompt.lower() if pooler.lowercases else prompt,
                     add_special_tokens is not False,
-                    self._kept_tokens(truncate_prompt_tokens),
+                    num_kept,
                     truncation_side,
                 )
         else:
             ids = _checked_ids(prompt, self.config.model.vocab_size)
         if not ids.size:
             raise InvalidPromptError("the prompt is empty")
-        limit = self.config.model.max_model_len
-        num_kept = self._kept_tokens(truncate_prompt_tokens)
         if num_kept is not None and ids.size > num_kept:
             keeps_first = truncation_side == "right" if pooler is None else self._truncates_end(truncation_side)
             kept = slice(num_kept) if keeps_first else slice(ids.size - num_kept, None)
             ids = ids[kept]
             if embeds is not None and shown is not None:
                 embeds, shown = embeds[kept], shown[kept]
+        limit = self.config.model.max_model_len
         most = limit - (pooler is None)  # a token is to come
         if ids.size > most:
             instead = "" if pooler is None else ", or set truncate_prompt_tokens (-1: to what there is room for)"
@@ -951,6 +956,11 @@ class Engine:
         model, ids = self.config.model, prompt.ids
         room = model.max_model_len - ids.size
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        if params.max_tokens is None and params.min_tokens > room:
+            raise InvalidParameterError(
+                f"min_tokens={params.min_tokens} is more than the {room} tokens that max_model_len={model.max_model_len} "
+                f"leaves room for behind this prompt"
+            )
         stop_ids = cast("list[int]", params.stop_token_ids)
         if stop_ids and max(stop_ids) >= model.vocab_size:
             raise InvalidParameterError(
@@ -982,7 +992,7 @@ class Engine:
                 max_tokens=max_tokens,
                 min_tokens=min(params.min_tokens, max_tokens),
                 temperature=params.temperature,
-                top_k=params.top_k if params.top_k < model.vocab_size else 0,
+                top_k=params.top_k if 0 < params.top_k < model.vocab_size else 0,
                 top_p=params.top_p,
                 min_p=params.min_p,
                 seed=seed,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 from actorllm.actors.engine_thread import ThreadHost
@@ -28,7 +30,7 @@ from actorllm.pooled import (
 from actorllm.pooling_stream import PoolingStream
 from actorllm.request import PoolingParams, RequestOutput, RequestOutputKind, SamplingParams, _integer
 from actorllm.stream import RequestStream
-from actorllm.text.chat import ContentFormat, Conversation, Message, is_batch
+from actorllm.text.chat import ContentFormat, Conversation, Message, is_batch, load_template
 
 O = TypeVar("O")  # noqa: E741
 O_co = TypeVar("O_co", covariant=True)
@@ -47,14 +49,21 @@ class LLM:
     """A synchronous engine: starts in the constructor, works from any thread, also inside a running event loop. Stops with
     `shutdown`, when it is dropped, or at interpreter exit.
 
-    Arguments: see `actorllm.config.ARGUMENTS`; named and defaulted as in vLLM where both have them.
+    chat_template: what `chat` uses instead of the model's own: a Jinja template, or the file of one. Other arguments: see
+    `actorllm.config.ARGUMENTS`; named and defaulted as in vLLM where both have them. Requests have the ids "0", "1" and so on.
     """
 
-    def __init__(self, model: str | os.PathLike[str], **arguments: Any) -> None:
+    _chat_template: str | None = None
+
+    def __init__(
+        self, model: str | os.PathLike[str], *, chat_template: Path | str | None = None, **arguments: Any
+    ) -> None:
+        self._chat_template = load_template(chat_template)
         self._adopt(Engine(EngineConfig.from_arguments(model, **arguments)))
 
     def _adopt(self, engine: Engine) -> None:
         self._engine = engine
+        self._request_numbers = itertools.count()
         self._hold = engine.new_hold()
         self._host: ThreadHost | None = None
         self._enqueued: list[RequestStream] = []
@@ -99,7 +108,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
         **vllm_arguments: Any,
@@ -121,7 +130,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: ContentFormat = "auto",
         add_generation_prompt: bool = True,
@@ -143,7 +152,7 @@ class LLM:
         }
         batch = _conversations(
             messages,
-            chat_template=chat_template,
+            chat_template=self._chat_template if chat_template is None else chat_template,
             chat_template_content_format=chat_template_content_format,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -252,7 +261,7 @@ class LLM:
         batch: list[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., Any],
-        priority: Sequence[int] | None,
+        priority: int | Sequence[int] | None,
         extras: Mapping[str, Any],
     ) -> list[RequestOutput]:
         host = ThreadHost()
@@ -271,7 +280,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         lora_request: None = None,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: None = None,
@@ -291,7 +300,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
-        priority: Sequence[int] | None = None,
+        priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: ContentFormat = "auto",
         add_generation_prompt: bool = True,
@@ -304,7 +313,7 @@ class LLM:
         """As `chat`, without waiting: see `enqueue`."""
         batch = _conversations(
             messages,
-            chat_template=chat_template,
+            chat_template=self._chat_template if chat_template is None else chat_template,
             chat_template_content_format=chat_template_content_format,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -322,7 +331,7 @@ class LLM:
         self,
         batch: list[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: Sequence[int] | None,
+        priority: int | Sequence[int] | None,
         extras: Mapping[str, Any],
     ) -> list[str]:
         if self._host is None:
@@ -356,7 +365,7 @@ class LLM:
         host: ThreadHost,
         batch: list[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: Sequence[int] | None,
+        priority: int | Sequence[int] | None,
         extras: Mapping[str, Any],
     ) -> Iterator[RequestStream]:
         """Submit one prompt after the other."""
@@ -364,9 +373,13 @@ class LLM:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params = _per_prompt(sampling_params, len(batch))
-        _check_priority(priority, len(batch))
-        for i, (prompt, one) in enumerate(zip(batch, params, strict=True)):
-            yield self._engine.submit(prompt, one, host=host, priority=priority[i] if priority else 0, **extras)
+        priorities = _per_prompt_priority(priority, len(batch))
+        for prompt, one, urgency in zip(batch, params, priorities, strict=True):
+            yield self._engine.submit(prompt, one, self._new_request_id(), host=host, priority=urgency, **extras)
+
+    def _new_request_id(self) -> str:
+        """The next number, as in vLLM; not one that a request of `llm_engine` has, whose ids the caller chooses."""
+        return next(i for i in map(str, self._request_numbers) if not self._engine.is_open(i))
 
     def beam_search(
         self,
@@ -529,6 +542,15 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams], count: int) -
         one.output_kind = RequestOutputKind.FINAL_ONLY
         final.append(one)
     return final
+
+
+def _per_prompt_priority(priority: int | Sequence[int] | None, count: int) -> list[int]:
+    """One number for all, or one per prompt; submitting looks at each."""
+    if not isinstance(priority, Sequence):
+        return [0 if priority is None else priority] * count
+    if isinstance(priority, str) or len(priority) != count:
+        raise InvalidParameterError(f"{len(priority)} priorities for {count} prompts; give one, or one per prompt")
+    return list(priority)
 
 
 def _progress(total: int, use_tqdm: bool | Callable[..., Any]) -> Any:

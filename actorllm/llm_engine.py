@@ -153,7 +153,8 @@ class LLMEngine:
         return bool(self._streams)
 
     def get_num_unfinished_requests(self) -> int:
-        return len(self._streams)
+        """Their sequences: a request with n of them counts n times, as in vLLM."""
+        return sum(stream.num_open for stream in self._streams.values())
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
         """What is new, one output per request that has something new; nothing if there is no unfinished request.

@@ -53,6 +53,11 @@ class PoolingStream:
         return self._outputs.has_ended
 
     @property
+    def num_open(self) -> int:
+        """1 until then."""
+        return int(not self.has_ended)
+
+    @property
     def mailbox(self) -> Mailbox:
         return self._outputs.mailbox
 

@@ -287,7 +287,7 @@ class SamplingParams:
         self.temperature = _number("temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE)
         self.top_p = _number("top_p", self.top_p, above=0.0, high=1.0)
         self.min_p = _number("min_p", self.min_p, low=0.0, high=1.0)
-        self.top_k = max(0, _integer("top_k", self.top_k, low=-1))
+        self.top_k = _integer("top_k", self.top_k, low=-1)
         self.presence_penalty = _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         self.frequency_penalty = _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
         self.repetition_penalty = _number("repetition_penalty", self.repetition_penalty, above=0.0, high=MAX_FLOAT32)
@@ -777,10 +777,10 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The stop token id or the stop string that ended it; None for the model's own end-of-text."""
     lora_request: None = None
-    kv_transfer_params: None = None
     sampling_mask: None = None
     spec_decode_metrics: None = None
     weight_versions: None = None
+    kv_transfer_params: None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -297,6 +297,11 @@ class RequestStream:
         """Whether its last output, or its error, is there to be taken or was taken."""
         return self._is_over or self._mailbox.has_ended
 
+    @property
+    def num_open(self) -> int:
+        """Sequences whose last output has not been taken."""
+        return self._num_open
+
     def __aiter__(self) -> RequestStream:
         return self
 

@@ -73,9 +73,7 @@ def short(**arguments: Any) -> SamplingParams:
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        ("", ["empty"]),
         ([], ["empty"]),
-        ({"prompt": ""}, ["empty"]),
         ({"prompt_token_ids": []}, ["empty"]),
         (np.zeros(0, np.int64), ["empty"]),
         ([1] * 1024, ["1024 tokens", "max_model_len is 1024", "shorten it to 1023"]),

@@ -109,8 +109,8 @@ def test_parameters_that_do_not_fit(llm: LLM, params: Any, message: str) -> None
         generate(llm, PROMPTS, params)
     with pytest.raises(InvalidParameterError, match="2 priorities for 3 prompts"):
         generate(llm, PROMPTS, priority=[1, 2])
-    with pytest.raises(InvalidParameterError, match=r"priority=3 must be a list"):
-        generate(llm, PROMPTS, priority=3)
+    with pytest.raises(InvalidParameterError, match=r"priority='high' must be a 64-bit integer|4 priorities for"):
+        generate(llm, PROMPTS, priority="high")
 
 
 @pytest.mark.parametrize("prompts", [b"bytes", 5, None, 1.5])
@@ -119,7 +119,7 @@ def test_what_is_no_prompt(llm: LLM, prompts: Any) -> None:
         generate(llm, prompts)
 
 
-@pytest.mark.parametrize("bad", ["", [4096], [-1], {"text": "Once"}, 7, None, [[1]]])
+@pytest.mark.parametrize("bad", [{"prompt_token_ids": []}, [4096], [-1], {"text": "Once"}, 7, None, [[1]]])
 def test_one_bad_prompt_ends_the_call_and_nothing_else(llm: LLM, bad: Any) -> None:
     with pytest.raises(InvalidPromptError):
         generate(llm, [PROMPTS[0], bad, PROMPTS[1]], short(1000))
@@ -166,10 +166,12 @@ def test_enqueue_now_and_wait_later(llm: LLM) -> None:
     )
     with pytest.raises(InvalidParameterError, match="1 priorities for 3 prompts"):
         llm.enqueue(PROMPTS, short(), priority=[1])
+    numbers = [int(request_id) for request_id in ids]
+    assert numbers == list(range(numbers[0], numbers[0] + len(PROMPTS))), "as in vLLM, where programs sort by them"
     outputs = llm.wait_for_completion(RequestOutput, use_tqdm=False)
     assert [output.request_id for output in outputs] == ids
     assert [output.outputs for output in outputs] == [output.outputs for output in expected]
-    llm.enqueue([PROMPTS[0], ""], short(900))
+    llm.enqueue([PROMPTS[0], [4096]], short(900))
     with pytest.raises(InvalidPromptError):
         llm.wait_for_completion(use_tqdm=False)
     assert llm.wait_for_completion(use_tqdm=False) == []
@@ -331,6 +333,10 @@ def test_the_engine_within_is_stepped_beside_calls_of_generate(llm: LLM) -> None
     assert engine.model_config is llm.model_config
     (whole,) = generate(llm, PROMPTS[0], short(8))
     engine.add_request("stepped", PROMPTS[0], short(8))
+    taken = str(int(whole.request_id) + 1)
+    engine.add_request(taken, PROMPTS[0], short(8))
+    assert generate(llm, PROMPTS[1], short(2))[0].request_id == str(int(taken) + 1)
+    engine.abort_request(taken)
     (between,) = generate(llm, PROMPTS[1], short(3))
     assert between.outputs[0].finish_reason == "length"
     outputs: list[RequestOutput] = []

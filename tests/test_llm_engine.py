@@ -126,7 +126,7 @@ def test_abort_is_the_end_of_it(engine: LLMEngine) -> None:
 def test_a_bad_request_is_refused_and_nothing_else(engine: LLMEngine) -> None:
     engine.add_request("good", PROMPTS[0], short())
     bad: list[tuple[Any, type[Exception], str]] = [
-        (("x", "", short()), InvalidPromptError, "empty"),
+        (("x", [], short()), InvalidPromptError, "empty"),
         (("x", [4096], short()), InvalidPromptError, "4096"),
         (("x", "once " * 3000, short()), InvalidPromptError, "shorten"),
         (("good", PROMPTS[0], short()), DuplicateRequestError, "'good' is still running"),

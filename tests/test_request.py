@@ -47,7 +47,6 @@ def test_defaults_are_those_of_vllm() -> None:
 @pytest.mark.parametrize(
     ("given_as", "meant"),
     [
-        ({"top_k": -1}, {"top_k": 0}),
         ({"temperature": 0}, {"temperature": 0.0}),
         ({"top_p": 1}, {"top_p": 1.0}),
         ({"stop": "."}, {"stop": ["."]}),
@@ -528,7 +527,13 @@ async def test_truncate_prompt_tokens_keeps_the_end(llm: AsyncLLM) -> None:
     assert len(output.outputs[0].token_ids) == 1
     output = await llm.complete(PROMPT, SamplingParams(max_tokens=1, truncate_prompt_tokens=2))
     assert output.prompt == PROMPT
-    assert len(output.prompt_token_ids) == 2
+    (start, *_, end) = (await llm.complete(PROMPT, SamplingParams(max_tokens=1))).prompt_token_ids
+    assert output.prompt_token_ids == [start, end], "what the model puts before a text stays"
+    for side, kept in (("left", ids[-3:]), ("right", ids[:3])):
+        cut = {"truncate_prompt_tokens": 3, "truncation_side": side}
+        assert (await llm.complete(ids, SamplingParams(max_tokens=1), tokenization_kwargs=cut)).prompt_token_ids == kept
+    with pytest.raises(InvalidParameterError, match="truncation_side='middle' must be 'left' or 'right'"):
+        await llm.complete(PROMPT, tokenization_kwargs={"truncation_side": "middle"})
     with pytest.raises(InvalidParameterError, match="truncate_prompt_tokens=1025 is more than max_model_len=1024"):
         await llm.complete(PROMPT, SamplingParams(truncate_prompt_tokens=1025))
 

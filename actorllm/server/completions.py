@@ -85,6 +85,8 @@ def check_stream(body: Any) -> None:
 def prompts_of(prompt: Any, max_characters: int, truncation: int | None) -> list[Prompt]:
     """A text, token ids, or a list of either. Raises InvalidPromptError for what is none."""
     if isinstance(prompt, str):
+        if not prompt:  # as in vLLM, whose engine takes it where the model begins texts with a token of its own
+            raise InvalidPromptError("the prompt is empty")
         prompts: list[Prompt] = [prompt]
     elif not isinstance(prompt, list) or not prompt:
         raise InvalidPromptError(f"prompt={prompt!r:.80} must be text, token ids, or a list of either")

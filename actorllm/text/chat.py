@@ -9,6 +9,7 @@ the text already holds its special tokens, so it is encoded without adding any.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -105,6 +106,25 @@ def is_batch(messages: Any) -> bool:
         and bool(messages)
         and all(isinstance(item, Sequence) and not isinstance(item, str | bytes) for item in messages)
     )
+
+
+def load_template(given: object) -> str | None:
+    """A chat template as `LLM(chat_template=...)` takes it: Jinja, or the path of a file of it.
+
+    Raises InvalidParameterError for a path that cannot be read.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, str | os.PathLike):
+        raise InvalidParameterError(f"chat_template={given!r:.80} must be a Jinja template or the path of one")
+    try:
+        return Path(given).read_text()
+    except (OSError, ValueError) as error:
+        if isinstance(given, str) and any(mark in given for mark in "{}\n"):
+            return given
+        raise InvalidParameterError(
+            f"chat_template={os.fspath(given)!r:.200} looks like the path of a file, and that cannot be read: {error}"
+        ) from error
 
 
 class ChatTemplate:

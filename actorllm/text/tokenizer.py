@@ -72,11 +72,11 @@ class Tokenizer:
         self.vocab_size: int = self.backend.get_vocab_size(with_added_tokens=True)
         """Number of tokens, the added ones included. The model's may be larger (padding) and is what ids are checked by."""
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> I32:
+    def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> I32:
         """Token ids, int32 [num_tokens], with the special tokens that the model puts around a text, or without them.
 
-        Special tokens that are spelled out in the text become their ids. Raises InvalidPromptError for what is no text
-        (lone surrogates, bytes).
+        max_tokens: of a longer text only its end, within the special tokens around it. Special tokens that are spelled out
+        in the text become their ids. Raises InvalidPromptError for what is no text (lone surrogates, bytes).
         """
         if not isinstance(text, str):
             raise InvalidPromptError(f"a prompt must be a string, not {type(text).__name__}")
@@ -88,7 +88,15 @@ class Tokenizer:
                 encoding = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except TypeError as error:
             raise InvalidPromptError("the prompt holds characters that are not valid Unicode") from error
-        return np.array(encoding.ids, np.int32)
+        ids = np.array(encoding.ids, np.int32)
+        if max_tokens is None or ids.size <= max_tokens:
+            return ids
+        is_around = np.array(encoding.special_tokens_mask, np.bool_)
+        room = max_tokens - np.count_nonzero(is_around)
+        if room < 1:
+            return ids[-max_tokens:]
+        is_around[np.flatnonzero(~is_around)[-room:]] = True
+        return ids[is_around]
 
     @property
     def truncation_side(self) -> Side:
