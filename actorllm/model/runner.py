@@ -139,6 +139,7 @@ class ModelRunner:
         self._show_progress = show_progress
         _, hf = read_model_folder(config.model.path)
         self.model_config = model_plan(config.model, hf)
+        self._is_encoder = config.model.pooler is not None and config.model.pooler.is_encoder
         self.decoder: CausalLM
         self.cache: KVCache
         self.batch: PersistentBatch
@@ -186,6 +187,8 @@ class ModelRunner:
         what max_num_seqs sequences of max_model_len need, within 40 % of the available memory.
         """
         cache, limits = self.config.cache, self.config.scheduler
+        if self._is_encoder:  # its blocks are counted, and hold nothing
+            return limits.max_num_seqs * -(-self.config.model.max_model_len // cache.block_size)
         if cache.kv_cache_memory_bytes is not None:
             available = memory.available_bytes()
             if cache.kv_cache_memory_bytes > available:  # said before the kernel acts: these are then the last words
@@ -210,7 +213,8 @@ class ModelRunner:
     def allocate(self, num_blocks: int) -> None:
         """Make the KV cache and the empty batch. Pages are mapped when they are first written."""
         c, size = self.model_config, self.config.cache.block_size
-        self.cache = KVCache(c.num_layers, self.decoder.num_kv_heads, c.head_dim, num_blocks, size, self.dtype)
+        shape = (1, 1, 1) if self._is_encoder else (c.num_layers, self.decoder.num_kv_heads, c.head_dim)
+        self.cache = KVCache(*shape, num_blocks, size, self.dtype)
         self.batch = self._empty_batch()
         self._rows = None
         self._pooled.clear()

@@ -113,7 +113,7 @@ def refused(architecture: str, reason: str) -> UnsupportedModelError:
 
 def read_plan(model: ModelConfig, hf: dict[str, Any]) -> TransformersPlan:
     """How to run the model of this config.json. Raises UnsupportedModelError with the reason, or CorruptModelError."""
-    config = _read_config(model, hf)
+    config = read_config(model, hf)
     architecture = model.architecture
     _check_config(config, architecture)
     with quiet(), torch.device("meta"):
@@ -151,7 +151,8 @@ def read_plan(model: ModelConfig, hf: dict[str, Any]) -> TransformersPlan:
 # The configuration ----------------------------------------------------------------------------------------------------
 
 
-def _read_config(model: ModelConfig, hf: dict[str, Any]) -> Any:
+def read_config(model: ModelConfig, hf: dict[str, Any]) -> Any:
+    """The transformers configuration. Raises UnsupportedModelError or CorruptModelError."""
     architecture, kind = model.architecture, hf.get("model_type")
     if hf.get("quantization_config") is not None:
         method = hf["quantization_config"].get("quant_method", "unknown")
@@ -607,6 +608,12 @@ def _dummy(plan: TransformersPlan, seed: int, dtype: torch.dtype) -> Any:
         model = AutoModel.from_config(
             copy.deepcopy(plan.config), dtype=dtype, attn_implementation="eager", trust_remote_code=False
         )
+    draw_weights(model, seed)
+    return model
+
+
+def draw_weights(model: Any, seed: int) -> None:
+    """Fill a model with random weights, by the names of its parameters."""
     outer = {
         id(part.weight) for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part is not None
     }
@@ -617,7 +624,6 @@ def _dummy(plan: TransformersPlan, seed: int, dtype: torch.dtype) -> Any:
         else:
             gain = 3.0 if id(parameter) in outer else 1.0
             parameter.normal_(0.0, gain / parameter.shape[-1] ** 0.5, generator=generator)
-    return model
 
 
 @contextlib.contextmanager
