@@ -211,8 +211,8 @@ async def test_a_request_that_cannot_be_sent(llm: AsyncLLM, monkeypatch: pytest.
     """Should a check be missing: the request fails, and those behind it are sent all the same."""
     make_maker = llm._engine._submit_maker
 
-    def spoilt(*arguments: Any) -> Callable[[int], Any]:
-        make = make_maker(*arguments)
+    def spoilt(*arguments: Any, **more: Any) -> Callable[[int], Any]:
+        make = make_maker(*arguments, **more)
         return lambda rid: dataclasses.replace(make(rid), tenant="\ud800")
 
     monkeypatch.setattr(llm._engine, "_submit_maker", spoilt)
