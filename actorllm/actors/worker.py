@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from actorllm.actors.actor import Actor
 from actorllm.actors.link import Link
+from actorllm.actors.pipeline import Pipeline
 from actorllm.actors.pulse import WITHOUT_NUMBER
 from actorllm.actors.vigil import NEW_BUDGET_S, StepBudget
 from actorllm.clock import now
@@ -43,9 +44,9 @@ class WorkerActor(Actor):
 
     def __init__(self, name: str = "worker0", rank: int = 0) -> None:
         super().__init__(name, rank)
-        self._plans: deque[tuple[Link, StepPlan]] = deque()
-        self._late: dict[tuple[Link, int], LateInputs] = {}
-        self._owner: Link | None = None
+        self.plans: deque[tuple[Link, StepPlan]] = deque()
+        self.late_inputs: dict[tuple[Link, int], LateInputs] = {}
+        self.owner: Link | None = None
         """Whose requests the runner has: the link that the last plan came over."""
         self._is_alone = True
         self._is_replacement = False
@@ -97,47 +98,52 @@ class WorkerActor(Actor):
     def on_message(self, link: Link, message: Message) -> None:
         match message:
             case StepPlan():
-                self._plans.append((link, message))
+                self.plans.append((link, message))
             case LateInputs():
-                self._late[link, message.step] = message
+                self.late_inputs[link, message.step] = message
             case _:
                 super().on_message(link, message)
 
     async def run(self) -> None:
+        if self.runner.launches_ahead:
+            await Pipeline(self).run()
+            return
         while self.is_running:
             if await self.turn() and self._scheduler.is_open:
                 self._scheduler.finish()  # the next plan is there already: take it without waiting for its doorbell
-                if self._plans:
+                if self.plans:
                     self.wake()  # then the loop turns once, so that a stop is heard, and does not sleep
             await self.wait()
 
     async def turn(self) -> bool:
         """Execute the next plan. False: there is none."""
-        if not self._plans:
+        if not self.plans:
             return False
-        link, plan = self._plans.popleft()
-        if link is not self._owner:
-            if self._owner is not None:
-                self._forget_requests()
-            self._owner = link
+        link, plan = self.plans.popleft()
+        self.take_over(link)
         if link.is_open or not self._is_alone:
             await self._step(link, plan)
         else:
             self._num_orphaned += 1
         return True
 
+    def take_over(self, link: Link) -> None:
+        """A plan comes over this link: what another one's requests left is forgotten."""
+        if link is not self.owner:
+            if self.owner is not None:
+                self._forget_requests()
+            self.owner = link
+
     def _forget_requests(self) -> None:
         """They were those of a scheduler that is gone."""
         self.runner.forget_requests()
-        self._late = {key: late for key, late in self._late.items() if key[0].is_open}
+        self.late_inputs = {key: late for key, late in self.late_inputs.items() if key[0].is_open}
 
     async def _step(self, link: Link, plan: StepPlan) -> None:
         if self.pulse is None:
             await self._compute(link, plan)
             return
-        if plan.decode_slots is not None:
-            self._num_decode = plan.decode_slots.size
-        num_tokens = self._num_decode + (int(plan.prefill_counts.sum()) if plan.prefill_counts.size else 0)
+        num_tokens = self.count_tokens(plan)
         self.pulse.begin(plan.step, self._budget.of(num_tokens))
         started = now()
         try:
@@ -146,6 +152,46 @@ class WorkerActor(Actor):
             self.pulse.end()
         self._budget.observe(num_tokens, now() - started)
 
+    def count_tokens(self, plan: StepPlan) -> int:
+        """Of the step of this plan, the next one."""
+        if plan.decode_slots is not None:
+            self._num_decode = plan.decode_slots.size
+        return self._num_decode + (int(plan.prefill_counts.sum()) if plan.prefill_counts.size else 0)
+
+    def budget_of(self, num_tokens: int) -> float:
+        """How long a step of so many tokens may take, in seconds."""
+        return self._budget.of(num_tokens)
+
+    def count_step(self, num_tokens: int, seconds: float) -> None:
+        """A step is done that was launched ahead."""
+        self._num_steps += 1
+        self._busy_s += seconds
+        self._budget.observe(num_tokens, seconds)
+
+    def drop_plans_of(self, link: Link) -> None:
+        """Of a scheduler that is gone, and of a step that it cannot go on with."""
+        mine = deque(entry for entry in self.plans if entry[0] is not link)
+        self._num_orphaned += 1 + len(self.plans) - len(mine)
+        self.plans = mine
+
+    def count_orphan(self) -> None:
+        """A step of a scheduler that is gone, which nobody computes."""
+        self._num_orphaned += 1
+
+    def failure_of(self, link: Link, plan: StepPlan, error: Exception) -> StepFailed:
+        """What to report of a step that raised; clears what it has left behind."""
+        logger.exception("step %d failed", plan.step, exc_info=error)
+        self._num_failed += 1
+        self.late_inputs.pop((link, plan.step), None)
+        failure = StepFailed(
+            step=plan.step,
+            error=f"{type(error).__name__}: {error}",
+            is_out_of_memory=self.runner.is_memory_shortage(error),
+        )
+        error.__traceback__ = None  # its frames hold the tensors of the step
+        self.runner.discard()
+        return failure
+
     async def _compute(self, link: Link, plan: StepPlan) -> None:
         started = now()
         try:
@@ -153,36 +199,25 @@ class WorkerActor(Actor):
             late = await self._late_inputs(link, plan.step) if plan.late_slots.size else None
             result = self.runner.sample(handle, late)
         except PeerLostError:  # what this step waits for will never come, here and at every other rank
-            mine = deque(entry for entry in self._plans if entry[0] is not link)
-            self._num_orphaned += 1 + len(self._plans) - len(mine)
-            self._plans = mine
+            self.drop_plans_of(link)
             return
         except Exception as error:
             if self.runner.is_torn:
                 raise  # the other ranks wait in a collective that this one will not enter
-            logger.exception("step %d failed", plan.step)
-            self._num_failed += 1
-            self._late.pop((link, plan.step), None)
-            failure = StepFailed(
-                step=plan.step,
-                error=f"{type(error).__name__}: {error}",
-                is_out_of_memory=self.runner.is_memory_shortage(error),
-            )
-            error.__traceback__ = None  # its frames hold the tensors of the step
-            self.runner.discard()
-            self._check_itself(plan.step, failure.error)
-            self._report(link, failure)
+            failure = self.failure_of(link, plan, error)
+            self.check_itself(plan.step, failure.error)
+            self.report(link, failure)
             return
         ended = now()
         if result.came_to_nothing:
-            self._check_itself(plan.step, "nothing in it was finite")
+            self.check_itself(plan.step, "nothing in it was finite")
         self._num_steps += 1
         self._busy_s += ended - started
         if self.rank:
             result = StepResult(step=plan.step)
-        self._report(link, replace(result, started=started, ended=ended))
+        self.report(link, replace(result, started=started, ended=ended))
 
-    def _check_itself(self, step: int, error: str) -> None:
+    def check_itself(self, step: int, error: str) -> None:
         """After a step that failed. Raises EngineError when no other works either."""
         own = self._why_unable()
         if own is not None:
@@ -202,7 +237,7 @@ class WorkerActor(Actor):
             logger.warning("there is no memory for the worker to find out whether it works: %s", error)
         return None
 
-    def _report(self, link: Link, message: StepResult | StepFailed) -> None:
+    def report(self, link: Link, message: StepResult | StepFailed) -> None:
         if link.is_open:
             link.send_nowait(message)
         else:
@@ -210,9 +245,9 @@ class WorkerActor(Actor):
 
     async def _late_inputs(self, link: Link, step: int) -> LateInputs:
         """What sampling of this step still needs; the forward has been launched and runs meanwhile."""
-        if (link, step) not in self._late and link.is_open:
+        if (link, step) not in self.late_inputs and link.is_open:
             link.finish()  # they may be there already: take them without waiting for their doorbell
-        while (link, step) not in self._late:
+        while (link, step) not in self.late_inputs:
             if not link.is_open:
                 raise PeerLostError(f"the late inputs of step {step} were not sent")
             if self.pulse is not None:
@@ -220,7 +255,7 @@ class WorkerActor(Actor):
             await self.wait()
         if self.pulse is not None:
             self.pulse.begin(step, self._budget.of(self._num_decode))
-        return self._late.pop((link, step))
+        return self.late_inputs.pop((link, step))
 
     def on_peer_lost(self, link: Link) -> None:
         self.wake()

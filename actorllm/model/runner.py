@@ -131,6 +131,9 @@ def slices(parts: list[PromptPart], size: int) -> Iterator[list[PromptPart]]:
 class ModelRunner:
     """One rank's model."""
 
+    launches_ahead = False
+    """Steps are done when they are sampled; else they are launched, and finished later (`actors.pipeline`)."""
+
     def __init__(self, config: EngineConfig, rank: int = 0, *, show_progress: bool | None = None) -> None:
         """show_progress: of loading; None: where standard error is a terminal."""
         self.config = config

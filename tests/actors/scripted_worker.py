@@ -37,6 +37,7 @@ class ScriptedRunner:
     """What WorkerActor needs of a ModelRunner."""
 
     is_torn = False
+    launches_ahead = False
     ranks = SimpleNamespace(close=lambda: None)
 
     def __init__(self, config: EngineConfig, rank: int) -> None:

@@ -19,6 +19,8 @@ With `device=HostDevice()` everything runs on CPU tensors (`ops` says how). Not 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,12 +39,14 @@ from actorllm.model.cuda.cache import DeviceCache
 from actorllm.model.cuda.decoder import DecodeRows, DeviceDecoder, DeviceModel, PagedAttention, PrefillRows, StepTokens
 from actorllm.model.cuda.device import CudaDevice, Device, Download
 from actorllm.model.cuda.graphs import DecodeGraphs, Part
+from actorllm.model.cuda.rehearsal import MetaDevice, MetaWeights, compiling
 from actorllm.model.cuda.sampling import MAX_HEAD_ROWS, DeviceSampler, PendingSpans, Way, combined
 from actorllm.model.cuda.state import DeviceBatch, StateTable
 from actorllm.model.decoder import DecoderConfig
 from actorllm.model.inputs import StepInputs
 from actorllm.model.runner import ModelRunner, slices
 from actorllm.model.weights import CheckpointWeights, DummyWeights
+from actorllm_kernels.configs import architecture_of, target
 
 PROMPT_LOGITS_BYTES = 256 << 20
 """Of the logits of prompts whose log-probabilities are wanted, at a time."""
@@ -52,6 +56,12 @@ DEFAULT_MEMORY_SHARE = 0.9
 
 GRAPH_BYTES = 256 << 20
 """Left free for what the driver keeps of recorded steps. An estimate: nobody has measured it."""
+
+REHEARSED_BLOCKS = 16
+"""Of a cache that has no memory; any number gives the same kernels."""
+
+WARM_TOKENS = 256
+"""Of the prompt that is tried before there are any."""
 
 NEVER_SORTED = 1 << 62
 """Decode rows stay in the order of the plan: the kernels balance lengths themselves."""
@@ -116,6 +126,7 @@ class CudaRunner(ModelRunner):
     """See the module docstring."""
 
     batch: DeviceBatch
+    launches_ahead = True
 
     def __init__(
         self,
@@ -144,18 +155,45 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def load(self) -> None:
-        """Read the weights, or draw them, straight to the device. Raises ModelError."""
+        """Read the weights, or draw them, straight to the device, while the kernels are compiled. Raises ModelError."""
         model, plan, on = self.config.model, self.model_config, self.device.torch_device
-        with self.device.active():
-            if not isinstance(plan, DecoderConfig):
-                raise NotImplementedError
-            weights = (
-                DummyWeights(model.seed, self.dtype, on)
-                if model.load_format == "dummy"
-                else CheckpointWeights(Path(model.path), self.dtype, self._show_progress, on)
-            )
-            with weights:
-                self.model = DeviceDecoder(plan, weights, model.max_model_len, self.device)
+        assert isinstance(plan, DecoderConfig)
+        weights = (
+            DummyWeights(model.seed, self.dtype, on)
+            if model.load_format == "dummy"
+            else CheckpointWeights(Path(model.path), self.dtype, self._show_progress, on)
+        )
+        is_compiled = on.type == "cuda"
+        with self.device.active(), compiling(self.rehearse) if is_compiled else contextlib.nullcontext(), weights:
+            self.model = DeviceDecoder(plan, weights, model.max_model_len, self.device)
+
+    def rehearse(self) -> None:
+        """Make the launches of every kind of step, on tensors without memory."""
+        plan, device = self.model_config, MetaDevice(uses_pdl=self.device.uses_pdl)
+        assert isinstance(plan, DecoderConfig)
+        with target(architecture_of(self.device.torch_device)):
+            twin = CudaRunner(self.config, self.rank, device=device)
+            twin.model = DeviceDecoder(plan, MetaWeights(self.dtype), self.config.model.max_model_len, device)
+            twin._allocate(REHEARSED_BLOCKS)
+            sizes = twin.graphs.sizes or (1,)
+            for size in sizes:
+                twin._launch_part(twin._way_part(size), size)
+            for part in (Part.LOGITS, Part.FORWARD, Part.CHOICE):
+                twin._launch_part(part, sizes[0])
+            twin.warm_prefill()
+
+    @torch.inference_mode()
+    def warm_prefill(self) -> None:
+        """Launch the kernels of prefill, for a few and for many tokens that nothing is written of."""
+        most = min(self.config.scheduler.max_num_batched_tokens, self.config.model.max_model_len)
+        for count in dict.fromkeys((1, min(most, WARM_TOKENS))):
+            counts = np.array([count], np.int32)
+            packet = np.zeros(2 * count, np.int64)
+            ids, positions = torch.split(self.device.upload(packet), count)
+            nowhere = self.device.upload(np.full(count, -1, np.int64))
+            chunks = self._attention.chunks(np.zeros(1, np.int32), counts, counts)
+            states = self.model.forward(StepTokens(ids, positions, nowhere, None, chunks), self._pool, self.state)
+            ops.kv_clear(self._pool.pool, nowhere, torch.isfinite(states.sum(1, dtype=torch.float32)).int())
 
     @property
     def block_bytes(self) -> int:
@@ -194,8 +232,18 @@ class CudaRunner(ModelRunner):
         for key in ((self._way_part(1), self.graphs.sizes[0]), (way, self.graphs.sizes[-1])):
             self.graphs.want(*key)
         if self.device.torch_device.type == "cuda":
-            while self.record_next():
-                pass
+            self.warm_up()
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Record what is wanted, and launch everything else once, for rows of no slot: no request waits for a compiler."""
+        while self.record_next():
+            pass
+        with self.device.active():
+            self._load_rows(NO_I32, -1, self.graphs.sizes[0])
+            for part in (Part.LOGITS, Part.FORWARD, Part.CHOICE):
+                self._launch_part(part, self.graphs.sizes[0])
+            self.warm_prefill()
 
     @torch.inference_mode()
     def _allocate(self, num_blocks: int) -> None:
@@ -257,6 +305,11 @@ class CudaRunner(ModelRunner):
             raise EngineError("the model's logits are not finite, whatever the tokens")
 
     # Graphs -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def wants_to_record(self) -> bool:
+        """Whether `record_next` has something to do."""
+        return self.graphs.next_wanted() is not None
 
     @torch.inference_mode()
     def record_next(self) -> bool:
@@ -323,12 +376,22 @@ class CudaRunner(ModelRunner):
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """What an error of the GPU itself has ended cannot go on: every later call would meet it again."""
+        with self.device.active():
+            try:
+                yield
+            except torch.AcceleratorError:
+                self.is_torn = True
+                raise
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> CudaHandle:  # type: ignore[override]
         """Apply the plan and launch its forward, and its sampling unless that waits. Raises on failure."""
         started = clock.now()
         self._written = NO_I32
-        with self.device.active():
+        with self._on_device():
             self.batch.apply(plan)
             self._pooled.drop(plan.freed)
             self._update_state(plan)
@@ -361,7 +424,7 @@ class CudaRunner(ModelRunner):
     @torch.inference_mode()
     def choose(self, handle: CudaHandle, late: LateInputs | None = None) -> None:
         """Launch the sampling of a step that waited for its late inputs, or for the tokens of the step before."""
-        with self.device.active():
+        with self._on_device():
             self._choose(handle, late)
 
     @torch.inference_mode()
@@ -561,11 +624,8 @@ class CudaRunner(ModelRunner):
     def finish(self, handle: CudaHandle) -> StepResult:
         """The result of a step, waiting for it if need be. Steps are finished in the order in which they were executed."""
         assert handle.download is not None, "the step waits for `choose`"
-        try:
+        with self._on_device():
             arrays = handle.download.wait()
-        except Exception:
-            self.is_torn = True  # what a GPU has run into, every later call runs into as well
-            raise
         sampling, slots = handle.sampling, handle.sampling.slots
         is_finite, sums = np.ones(0, np.int32), np.zeros(0, np.float32)
         tokens: I32 = NO_I32.copy()

@@ -67,7 +67,9 @@ class StateTable:
         self.num_slots = num_slots
         self._device = device
         on = device.torch_device
-        self._words = torch.zeros(len(_INTEGERS) + len(_FLOATS), num_slots, dtype=torch.int32, device=on)
+        width = -(-num_slots // 16) * 16  # every column begins where the compiler likes it
+        words = torch.zeros(len(_INTEGERS) + len(_FLOATS), width, dtype=torch.int32, device=on)
+        self._words = words[:, :num_slots]
         self._seeds = torch.zeros(num_slots, dtype=torch.int64, device=on)
         self.block_table = torch.zeros(num_slots, max_blocks, dtype=torch.int32, device=on)
         column = dict(zip((*_INTEGERS, *_FLOATS), self._words.unbind(0), strict=True))

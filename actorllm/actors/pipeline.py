@@ -1,0 +1,197 @@
+"""Steps that are launched before the last ones are done: how a worker runs whose model computes elsewhere, on a GPU.
+
+The loop stays free. A plan is launched as soon as it is here, also while the step before computes, so that the device goes
+from one to the next; a thread waits for the end of the oldest one and wakes the loop, which reports the result. Sampling that
+needs something from the host (`LateInputs`, or the tokens of the step before) is launched once that is there, and until
+then no later plan is.
+
+Invariants: steps are launched, sampled and reported in the order of their plans, at most MAX_FLIGHTS at a time; a failure is
+reported in its place; while any step is under way, the pulse shows the oldest. Used by `WorkerActor.run`, on its loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from actorllm.actors.engine_thread import HostLoop
+from actorllm.actors.link import Link
+from actorllm.actors.pulse import WITHOUT_NUMBER
+from actorllm.actors.vigil import NEW_BUDGET_S
+from actorllm.clock import now
+from actorllm.messages import StepFailed, StepPlan
+
+if TYPE_CHECKING:
+    from actorllm.actors.worker import WorkerActor
+
+logger = logging.getLogger(__name__)
+
+MAX_FLIGHTS = 2
+"""The scheduler plans no further ahead."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step under way: its handle, or what it failed with."""
+
+    link: Link
+    plan: StepPlan
+    num_tokens: int
+    handle: Any = None
+    failure: StepFailed | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Its sampling has not been launched."""
+        return self.failure is None and self.handle.waits_for
+
+    @property
+    def is_done(self) -> bool:
+        return self.failure is not None or self.handle.is_done
+
+
+class Pipeline:
+    """See the module docstring."""
+
+    def __init__(self, worker: WorkerActor) -> None:
+        self._worker = worker
+        self._runner: Any = worker.runner
+        self._flights: deque[Flight] = deque()
+        self._last_end = 0.0
+        self._awaited: SimpleQueue[Any] = SimpleQueue()
+
+    async def run(self) -> None:
+        """Until the worker is stopped."""
+        worker, host = self._worker, HostLoop.current()
+
+        def watch() -> None:
+            while (handle := self._awaited.get()) is not None:
+                try:
+                    handle.wait()
+                except Exception:  # whoever finishes the step meets it again
+                    logger.debug("a step ended with an error", exc_info=True)
+                host.call_soon_threadsafe(worker.wake)
+
+        thread = threading.Thread(target=watch, name=f"{worker.name}-steps", daemon=True)
+        thread.start()
+        try:
+            while worker.is_running:
+                if self.turn():
+                    worker.wake()  # perhaps there is more; the loop turns once before
+                await worker.wait()
+        finally:
+            self._awaited.put(None)
+            thread.join()
+
+    def turn(self) -> bool:
+        """Do the next thing that can be done. False: there is none."""
+        worker, flights = self._worker, self._flights
+        if flights and flights[0].is_done:
+            self._report(flights.popleft())
+            return True
+        if flights and flights[-1].waits:
+            return self._go_on(flights[-1])
+        if worker.plans:
+            link, plan = worker.plans[0]
+            if len(flights) == MAX_FLIGHTS or (link is not worker.owner and flights):
+                return False  # requests of a scheduler that is gone are forgotten when nothing of them is under way
+            worker.plans.popleft()
+            if link.is_open:
+                worker.take_over(link)
+                self._launch(link, plan)
+            else:
+                worker.count_orphan()
+            return True
+        return not flights and self._record()
+
+    def _launch(self, link: Link, plan: StepPlan) -> None:
+        flight = Flight(link, plan, self._worker.count_tokens(plan))
+        self._flights.append(flight)
+        if len(self._flights) == 1:
+            self._show(flight)
+        try:
+            flight.handle = self._runner.execute(plan)
+        except Exception as error:
+            self._fail(flight, error)
+        self._watch(flight)
+
+    def _go_on(self, flight: Flight) -> bool:
+        """Launch the sampling of the newest step, if what it waits for is there."""
+        worker, handle, late = self._worker, flight.handle, None
+        if flight.plan.late_slots.size:
+            if not flight.link.is_open:  # it will never come
+                self._flights.pop()
+                worker.drop_plans_of(flight.link)
+                if not self._flights and worker.pulse is not None:
+                    worker.pulse.end()
+                return True
+            if (flight.link, flight.plan.step) not in worker.late_inputs:
+                return False
+        if handle.waits_for_tokens and len(self._flights) > 1:
+            return False
+        if flight.plan.late_slots.size:
+            late = worker.late_inputs.pop((flight.link, flight.plan.step))
+        try:
+            self._runner.choose(handle, late)
+        except Exception as error:
+            self._fail(flight, error)
+        self._watch(flight)
+        return True
+
+    def _watch(self, flight: Flight) -> None:
+        if not flight.waits and not flight.is_done:
+            self._awaited.put(flight.handle)
+
+    def _fail(self, flight: Flight, error: Exception) -> None:
+        if self._runner.is_torn:
+            raise error  # the device is lost, and with it this process
+        flight.failure = self._worker.failure_of(flight.link, flight.plan, error)
+        flight.handle = None
+        self._check(flight, flight.failure.error)
+
+    def _check(self, flight: Flight, error: str) -> None:
+        """Whether it is the worker's fault; not while a step waits for its sampling, whose rows and logits are in place."""
+        if not any(other.waits for other in self._flights):
+            self._worker.check_itself(flight.plan.step, error)
+
+    def _report(self, flight: Flight) -> None:
+        worker = self._worker
+        if flight.failure is not None:
+            worker.report(flight.link, flight.failure)
+        else:
+            result = self._runner.finish(flight.handle)
+            if result.came_to_nothing:
+                self._check(flight, "nothing in it was finite")
+            started = max(flight.handle.started, self._last_end)  # before, the device was at the step in front
+            self._last_end = ended = now()
+            worker.count_step(flight.num_tokens, ended - started)
+            worker.report(flight.link, replace(result, started=started, ended=ended))
+        if self._flights:
+            self._show(self._flights[0])
+        elif worker.pulse is not None:
+            worker.pulse.end()
+        if flight.link.is_open:
+            flight.link.finish()  # the next plan is there already: take it without waiting for its doorbell
+
+    def _show(self, flight: Flight) -> None:
+        """From now on this step is the one that is waited for."""
+        if self._worker.pulse is not None:
+            self._worker.pulse.begin(flight.plan.step, self._worker.budget_of(flight.num_tokens))
+
+    def _record(self) -> bool:
+        """There is nothing else to do: record a step as a graph, if one is wanted."""
+        pulse = self._worker.pulse
+        if not self._runner.wants_to_record:
+            return False
+        if pulse is not None:
+            pulse.begin(WITHOUT_NUMBER, NEW_BUDGET_S)
+        try:
+            self._runner.record_next()
+        finally:
+            if pulse is not None:
+                pulse.end()
+        return True

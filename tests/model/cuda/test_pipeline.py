@@ -1,0 +1,158 @@
+"""An engine whose worker launches ahead: the same tokens as on the CPU, whatever waits for what."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actorllm import LLM, SamplingParams
+from actorllm.actors.worker import WorkerActor
+from actorllm.config import EngineConfig
+from actorllm.errors import RequestError
+from actorllm.messages import StepPlan, Submit
+from actorllm.model.cuda.device import Download, HostDevice
+from actorllm.model.cuda.runner import CudaHandle, CudaRunner
+from tests.model.cuda.twins import TINY
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 0.9, "seed": 4, "top_p": 0.8},
+    {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.3, "frequency_penalty": 0.3},
+    {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
+    {"temperature": 1.0, "seed": 6, "min_tokens": 4, "stop_token_ids": [7], "n": 2},
+]
+
+
+class LaggingDownload(Download):
+    """Done when the next step is launched, or when there is none for a while."""
+
+    def __init__(self, download: Download) -> None:
+        self._download = download
+        self.is_overtaken = threading.Event()
+        self._is_done = False
+
+    @property
+    def is_done(self) -> bool:
+        return self._is_done
+
+    def wait(self) -> list[np.ndarray[Any, Any]]:
+        if not self._is_done:
+            self.is_overtaken.wait(0.02)
+            self._is_done = True
+        return self._download.wait()
+
+
+class LaggingDevice(HostDevice):
+    last: LaggingDownload | None = None
+
+    def download(self, tensors: Any) -> Download:
+        if self.last is not None:
+            self.last.is_overtaken.set()
+        self.last = LaggingDownload(super().download(tensors))
+        return self.last
+
+
+class CountingRunner(CudaRunner):
+    """Knows how many steps were under way at a time."""
+
+    most_under_way = 0
+    num_under_way = 0
+
+    def execute(self, plan: StepPlan) -> CudaHandle:
+        handle = super().execute(plan)
+        self.num_under_way += 1
+        CountingRunner.most_under_way = max(CountingRunner.most_under_way, self.num_under_way)
+        return handle
+
+    def finish(self, handle: CudaHandle) -> Any:
+        self.num_under_way -= 1
+        return super().finish(handle)
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch, folder: Callable[..., Path]) -> Callable[..., LLM]:
+    """An engine on the tiny model; launching ahead unless is_plain."""
+    path = folder()
+
+    def make(*, is_plain: bool = False, **arguments: Any) -> LLM:
+        def load(self: WorkerActor, config: EngineConfig) -> CudaRunner:
+            runner = CountingRunner(config, self.rank, show_progress=False, device=LaggingDevice())
+            runner.load()
+            return runner
+
+        with monkeypatch.context() as patch:
+            if not is_plain:
+                patch.setattr(WorkerActor, "_load", load)
+            llm = LLM(
+                str(path),
+                load_format="dummy",
+                dtype="float32",
+                device="cpu",
+                skip_tokenizer_init=True,
+                num_threads=1,
+                **(
+                    {"topology": "inline", "max_num_seqs": 8, "block_size": 64, "kv_cache_memory_bytes": 1 << 20}
+                    | arguments
+                ),
+            )
+            llm.generate([[1]], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)  # starts it
+        return llm
+
+    return make
+
+
+def run(llm: LLM, max_tokens: int = 8) -> list[Any]:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, TINY["vocab_size"], n).tolist() for n in (70, 3, 30, 65, 20, 9)]
+    params = [SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False, **kind) for kind in KINDS]
+    with llm:
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    return [[(o.token_ids, [sorted(step) for step in o.logprobs or ()]) for o in output.outputs] for output in outputs]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("arguments", [{}, {"max_num_batched_tokens": 32}, {"kv_cache_memory_bytes": 5 * 65536}])
+def test_streams_are_those_of_the_cpu(build: Callable[..., LLM], arguments: dict[str, Any]) -> None:
+    """Also with prompts in small chunks, and with so small a cache that requests give way to each other."""
+    expected = run(build(is_plain=True))
+    CountingRunner.most_under_way = 0
+    assert run(build(**arguments)) == expected
+    assert CountingRunner.most_under_way == 2
+
+
+def test_late_inputs_follow_the_results_they_depend_on(
+    build: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run(build(is_plain=True), 4)
+    right = Submit.__init__
+
+    def late(self: Submit, **columns: Any) -> None:
+        right(self, **columns | {"needs_late_inputs": True})
+
+    monkeypatch.setattr(Submit, "__init__", late)
+    assert run(build(), 4) == expected
+
+
+def test_a_failing_step_is_reported_in_its_place(build: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = build()
+    launch = CudaRunner._launch_prefill
+
+    def fail(self: CudaRunner, handle: CudaHandle) -> None:
+        if (handle.inputs.token_ids == 66).any():
+            raise RuntimeError("the model does not like token 66")
+        launch(self, handle)
+
+    monkeypatch.setattr(CudaRunner, "_launch_prefill", fail)
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, detokenize=False)
+    with llm:
+        (alone,) = llm.generate([[5, 4]], params, use_tqdm=False)
+        with pytest.raises(RequestError, match="does not like token 66"):
+            llm.generate([[5, 4], [66]], params, use_tqdm=False)
+        (again,) = llm.generate([[5, 4]], params, use_tqdm=False)
+    assert again.outputs[0].token_ids == alone.outputs[0].token_ids
