@@ -366,27 +366,43 @@ async def test_a_scheduler_that_dies_of_everything_is_the_end_of_the_engine(make
     assert str(dead[0]) == "scheduler was killed by signal 9 (SIGKILL)"
 
 
-async def test_suspects_of_two_programs_are_tried_together(make_llm: Callable[..., AsyncLLM]) -> None:
+def harmless_seed(prompt: list[int], num_tokens: int) -> int:
+    """Of a stream whose tokens do nothing to scripted workers when they are computed again."""
+    return next(s for s in range(100) if max(reference_stream(prompt, s, num_tokens, VOCAB)) < deadly_policies.DEADLY)
+
+
+async def test_a_request_of_an_attached_program_that_schedulers_die_of_fails_and_nobody_else(
+    make_llm: Callable[..., AsyncLLM],
+) -> None:
+    """While the owner has requests with tokens in every life. Its four sequences are one request, with one verdict."""
     llm = make_llm(scheduling_policy=f"{POLICIES}:WhenItStarts", name="custody")
     await llm.start()
     guest = AsyncLLM.attach("custody")
     try:
         await guest.start()
-        ends: dict[int, Any] = {}
+        ends: dict[int, list[int]] = {}
+        are_running = anyio.Event()
+        seeds = [harmless_seed([5, 6, 7 + number], 400) for number in range(6)]
 
         async def one(number: int) -> None:
-            prompt = [5, deadly_policies.DEADLY if number == 2 else 6, 7 + number]
-            try:
-                ends[number] = await tokens_of((llm, guest)[number % 2], prompt, number, 300)
-            except RequestFailedError as error:
-                ends[number] = error
+            prompt, tokens = [5, 6, 7 + number], []
+            params = params_of(400, seeds[number], output_kind=RequestOutputKind.DELTA)
+            async for output in (llm, llm, guest)[number % 3].generate(prompt, params):
+                tokens += output.outputs[0].token_ids
+                are_running.set()
+            ends[number] = tokens
 
         async with anyio.create_task_group() as tasks:
-            for number in range(4):
+            for number in range(6):
                 tasks.start_soon(one, number)
-        assert "had this request alone" in str(ends.pop(2))
+            await are_running.wait()
+            with pytest.raises(RequestFailedError, match="died 2 times while it had this request alone"):
+                await guest.complete([5, deadly_policies.DEADLY, 9], params_of(30, n=4))
         for number, tokens in ends.items():
-            assert tokens == reference_stream([5, 6, 7 + number], number, 300, VOCAB)
+            assert tokens == reference_stream([5, 6, 7 + number], seeds[number], 400, VOCAB)
+        assert len(ends) == 6
+        assert llm.health().num_recoveries <= 6
+        assert await tokens_of(guest, PROMPT) == reference_stream(PROMPT, 1, 30, VOCAB)
     finally:
         guest.shutdown()
 
