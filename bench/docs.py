@@ -57,10 +57,10 @@ A request fails because of a death only when two processes died while they had i
 its workers, died five times in a row without one token in between, or three times before they were ready, with the error of
 the last death. Deaths of an idle engine count as well, since nothing shows that it could still work: somebody who kills idle
 processes for the sake of it lets it make a token in between. The search for requests that processes die of is granted up to
-eight deaths in a row. One such request costs about half a dozen deaths of the scheduler (a dozen if it is one of a thousand), whichever program it is of
-and however many sequences it has, and each further one three or four; where nobody else has tokens, up to five at a time are
-found. With
-`topology="inline"` there is no process to lose: a step that hangs ends the engine, and a policy that never returns hangs it.
+eight deaths in a row. One such request costs about half a dozen deaths of the scheduler (a dozen if it is one of a
+thousand), whichever program it is of and however many sequences it has, and each further one three or four; where nobody
+else has tokens, up to five at a time are found. With `topology="inline"` there is no process to lose: a step that hangs
+ends the engine, and a policy that never returns hangs it.
 """
 
 
