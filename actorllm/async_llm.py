@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
-from actorllm.actors.engine_thread import HostLoop
+from actorllm.actors.engine_thread import STOP_TIMEOUT_S, HostLoop
 from actorllm.beam_search import BeamSearch, BeamSearchParams, end_ids, step_params
 from actorllm.config import EngineConfig, ModelConfig
 from actorllm.engine import AttachedEngine, Engine, Prompt, as_batch
@@ -491,9 +491,12 @@ class AsyncLLM:
         """
         return await HostLoop.current().result_of(self._engine.drain(timeout))
 
-    def shutdown(self, timeout: float = 5.0) -> None:
-        """Stop everything and wait for it; open streams end with EngineShutdownError. Idempotent, from any thread."""
-        self._engine.shutdown(timeout)
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop everything and wait for it; open streams end with EngineShutdownError. Idempotent, from any thread.
+
+        timeout: seconds after which processes that do not stop by themselves are killed; None: 5.
+        """
+        self._engine.shutdown(STOP_TIMEOUT_S if timeout is None else timeout)
 
     async def __aenter__(self) -> AsyncLLM:
         try:

@@ -10,7 +10,7 @@ message; a larger one is that of the span's first token in the prompt. In a mess
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,11 @@ class LogprobSpan:
         """Those of the positions."""
         position = self.position + start if self.position else 0
         part = slice(start, stop)
-        return replace(self, position=position, ids=self.ids[part], values=self.values[part], ranks=self.ranks[part])
+        return LogprobSpan(self.row, position, self.ids[part], self.values[part], self.ranks[part])
+
+    def of_row(self, row: int, position: int | None = None) -> LogprobSpan:
+        """The same of another row, and at another position if one is given."""
+        return LogprobSpan(row, self.position if position is None else position, self.ids, self.values, self.ranks)
 
     def entries(self, texts: Sequence[str] | None) -> list[dict[int, Logprob]]:
         """One mapping per position, as users get them. texts: of every entry, in their order."""

@@ -3,8 +3,8 @@
 One engine with the priority policy, in its processes, and so many long requests of the least urgency that every slot is
 taken. At moments that have nothing to do with its steps a request of more urgency comes. Of each the timeline tells how many
 steps ended until its first token: those in flight when the scheduler hears of it, two at most, and that of its prompt, which
-fits into one step. Counted from the call it is sometimes one more, which ends while the request is on its way. The
-time to first token, as the application sees it, stands beside that of the same request on an idle engine.
+fits into one step. Counted from the call it is sometimes one more, which ends while the request is on its way. The time to
+first token, as the application sees it, stands beside that of the same request on an idle engine.
 
     python bench/urgent.py [--json FILE] [--rounds N]
 """

@@ -6,6 +6,7 @@ Whoever adds a parameter, an argument or a method moves its row, or adds one; th
 from __future__ import annotations
 
 import dataclasses
+import enum
 import inspect
 import json
 import re
@@ -201,6 +202,45 @@ def test_every_public_name_of_vllm_is_exported() -> None:
     listed = re.search(r"from actorllm import ([^`]*)`", PAGE.read_text())
     assert listed is not None
     assert {name.strip() for name in listed[1].split(",")} <= set(actorllm.__all__)
+
+
+def as_json(value: Any) -> Any:
+    return str(value) if isinstance(value, enum.Enum) else value
+
+
+DEFAULTS: dict[str, dict[str, Any]] = VLLM["defaults"]["fields"]
+
+
+@pytest.mark.parametrize("section", DEFAULTS)
+def test_fields_said_to_be_the_same_have_the_default_of_vllm(section: str) -> None:
+    """Where it can be read in vLLM's source; an empty list and None are both nothing."""
+    cls = getattr(actorllm, section)
+    ours = {f.name: f.default for f in dataclasses.fields(cls)}
+    if section == "EngineArgs":
+        ours = ARGUMENTS
+    told = [name for name, (status, _) in SECTIONS[section].items() if status == "same" and name in DEFAULTS[section]]
+    assert len(told) >= 2
+    assert {name: as_json(ours[name]) for name in told} == {name: DEFAULTS[section][name] for name in told}
+
+
+def test_what_is_not_there_is_accepted_at_the_default_of_vllm() -> None:
+    for section, accepted in (("SamplingParams", VLLM_PARAMETERS), ("EngineArgs", VLLM_ARGUMENTS)):
+        for name, values in accepted.items():
+            if name in DEFAULTS[section]:
+                assert DEFAULTS[section][name] in values, f"{section}: {name}={DEFAULTS[section][name]!r} is vLLM's"
+
+
+@pytest.mark.parametrize(
+    ("section", "method"), [(section, method) for section, found in VLLM["signatures"].items() for method in found]
+)
+def test_methods_said_to_be_the_same_have_the_defaults_of_vllm(section: str, method: str) -> None:
+    taker = getattr(getattr(actorllm, section), method, None)
+    if SECTIONS[section][method][0] != "same" or not callable(taker):
+        return
+    ours = {name: p.default for name, p in inspect.signature(taker).parameters.items()}
+    theirs = {name: value for name, value in VLLM["defaults"]["methods"][section][method].items() if name in ours}
+    told = {name: value for name, value in theirs.items() if not isinstance(value, str) or "." not in value}
+    assert {name: as_json(ours[name]) for name in told} == told
 
 
 def test_defaults_said_to_be_the_same_are_written_out() -> None:

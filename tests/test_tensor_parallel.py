@@ -18,10 +18,11 @@ import torch
 import actorllm.engine
 from actorllm import LLM, AsyncLLM, EngineDeadError, SamplingParams
 from actorllm.actors.topology import Topology, engine_topology
-from actorllm.config import ARGUMENTS, EngineConfig
-from actorllm.errors import ConfigError, RequestFailedError
+from actorllm.config import ARGUMENTS, EngineConfig, read_model_folder
+from actorllm.errors import ConfigError, RequestFailedError, UnsupportedModelError
 from actorllm.model.decoder import DecoderConfig
 from actorllm.model.parallel import HeadShare, Ranks
+from actorllm.model.registry import load_model, model_plan
 from actorllm.model.weights import DummyWeights
 from tests.torn_worker import BLINDS, HANGS, RAISES, RAISES_BEFORE
 
@@ -156,6 +157,14 @@ async def test_a_rank_that_leaves_the_others_in_a_collective_is_the_one_that_is_
 def test_heads_that_cannot_be_shared_out(tmp_path: Path, size: int, possible: str) -> None:
     with pytest.raises(ConfigError, match=rf"tensor_parallel_size={size}.*possible are {possible}"):
         LLM(model_folder(tmp_path), **arguments(tensor_parallel_size=size))
+
+
+def test_what_runs_through_transformers_is_not_shared_out() -> None:
+    config = EngineConfig.from_arguments("storyteller", model_impl="transformers", tensor_parallel_size=2)
+    _, hf = read_model_folder(config.model.path)
+    words = "tensor_parallel_size=2: only models with a fused forward .* runs through transformers; set tensor_parallel_size=1"
+    with pytest.raises(UnsupportedModelError, match=words):
+        load_model(model_plan(config.model, hf), config.model, torch.float32, False, Ranks(0, 2))
 
 
 @pytest.mark.parametrize("size", [0, -1, "2", 1.5])

@@ -278,7 +278,7 @@ def entries(position: Any) -> Any:
         return None
     found = [[token, round(p.logprob, 4), p.rank, p.decoded_token] for token, p in position.items()]
     if len(found) > 30:
-        found = [*sorted(found, key=lambda entry: entry[2])[:5], len(found)]  # type: ignore[list-item]
+        found = [*sorted(found, key=lambda entry: entry[2])[:5], [len(found)]]
     return found
 
 
@@ -306,10 +306,10 @@ def shown(output: Any) -> dict[str, Any]:
     }
 
 
-def answer(ask: Any) -> Any:
+def answer(ask: Any, case: dict[str, Any]) -> Any:
     """What comes of it, or what is raised."""
     try:
-        return ask()
+        return ask(copy.deepcopy(case))  # vLLM writes into prompts
     except Exception as error:
         return {"raises": kind_of(error), "says": str(error)[:200]}
 
@@ -339,12 +339,7 @@ def answers(module: Any, llm: Any, cases: dict[str, list[dict[str, Any]]]) -> di
         ]
 
     askers = {"parameters": parameters, "requests": request, "prompts": prompt, "chats": chat, "beams": beam}
-    # Copies: vLLM writes into prompts.
-    return {
-        name: [answer(lambda ask=ask, case=case: ask(copy.deepcopy(case))) for case in cases[name]]
-        for name, ask in askers.items()
-        if name in cases
-    }
+    return {name: [answer(askers[name], case) for case in cases[name]] for name in cases}
 
 
 def cases_of(module: Any, llm: Any) -> dict[str, list[dict[str, Any]]]:

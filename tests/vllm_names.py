@@ -1,5 +1,5 @@
-"""Writes vllm_names.json: the public names of the classes of a vLLM that docs/compatibility.md speaks of, and what
-the methods of its engines take.
+"""Writes vllm_names.json: the public names of the classes of a vLLM that docs/compatibility.md speaks of, what the
+methods of its engines take, and the defaults of both.
 
     python tests/vllm_names.py .../site-packages/vllm
 
@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 CLASSES: dict[str, list[tuple[str, str]]] = {
     "SamplingParams": [("sampling_params.py", "SamplingParams")],
@@ -95,6 +96,64 @@ def parameters(node: ast.ClassDef, methods: tuple[str, ...]) -> Iterator[str]:
             yield from (argument.arg for argument in [*item.args.args, *item.args.kwonlyargs])
 
 
+class Defaults:
+    """Default values as JSON has them. What only running the code would tell is left out."""
+
+    def __init__(self, root: Path) -> None:
+        self._classes = {
+            node.name: node
+            for file in sorted((root / "config").glob("*.py"))
+            for node in ast.parse(file.read_text()).body
+            if isinstance(node, ast.ClassDef)
+        }
+
+    def of(self, node: ast.expr | None) -> list[Any]:
+        """The value in a list; nothing where there is none, or none that can be read."""
+        match node:
+            case ast.Attribute(value=ast.Name(id=cls), attr=name) if cls in self._classes:
+                return self._of_field(cls, name)
+            case ast.Call(func=ast.Name(id="get_field"), args=[ast.Name(id=cls), ast.Constant(value=name)]):
+                return self._of_field(cls, name)
+            case ast.Call(func=ast.Name(id="field" | "Field"), keywords=keywords):
+                return [value for k in keywords if k.arg == "default" for value in self.of(k.value)]
+            case ast.Attribute():
+                return [ast.unparse(node)]
+            case None:
+                return []
+        try:
+            value = ast.literal_eval(node)
+            json.dumps(value)
+        except (ValueError, TypeError):
+            return []
+        return [value]
+
+    def _of_field(self, cls: str, name: str) -> list[Any]:
+        for item in self._classes[cls].body:
+            match item:
+                case ast.AnnAssign(target=ast.Name(id=found)) if found == name:
+                    return self.of(item.value)
+        return []
+
+    def of_fields(self, node: ast.ClassDef) -> dict[str, Any]:
+        found = {}
+        for item in node.body:
+            match item:
+                case ast.AnnAssign(target=ast.Name(id=name), value=value):
+                    for default in self.of(value):
+                        found[name] = default
+        return found
+
+    def of_methods(self, node: ast.ClassDef) -> dict[str, dict[str, Any]]:
+        methods: dict[str, dict[str, Any]] = {}
+        for item in node.body:
+            if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and not item.name.startswith("_"):
+                last = item.args.args[len(item.args.args) - len(item.args.defaults) :]
+                pairs = [*zip(last, item.args.defaults, strict=True)]
+                pairs += [(a, d) for a, d in zip(item.args.kwonlyargs, item.args.kw_defaults, strict=True) if d]
+                methods[item.name] = {argument.arg: value for argument, d in pairs for value in self.of(d)}
+        return methods
+
+
 def main(root: Path) -> None:
     metadata = next(root.parent.glob("vllm*.dist-info")).name
     names = {
@@ -110,6 +169,15 @@ def main(root: Path) -> None:
     for table, found in engines.items():
         for file, cls in reversed(CLASSES[table]):
             found |= signatures(class_of(root / file, cls))
+    defaults = Defaults(root)
+    of_fields: dict[str, dict[str, Any]] = {}
+    for table in ("SamplingParams", "BeamSearchParams", "RepetitionDetectionParams", "EngineArgs"):
+        for file, cls in reversed(CLASSES[table]):
+            of_fields[table] = of_fields.get(table, {}) | defaults.of_fields(class_of(root / file, cls))
+    of_methods: dict[str, dict[str, dict[str, Any]]] = {}
+    for table in engines:
+        for file, cls in reversed(CLASSES[table]):
+            of_methods[table] = of_methods.get(table, {}) | defaults.of_methods(class_of(root / file, cls))
     tree = ast.parse((root / "__init__.py").read_text())
     (exported,) = [
         ast.literal_eval(node.value)
@@ -121,6 +189,7 @@ def main(root: Path) -> None:
         "exported": exported,
         "names": names,
         "signatures": engines,
+        "defaults": {"fields": of_fields, "methods": of_methods},
         "fields": {"SamplingParams": fields(class_of(root / "sampling_params.py", "SamplingParams"))},
     }
     Path(__file__).with_suffix(".json").write_text(json.dumps(made, indent=1) + "\n")

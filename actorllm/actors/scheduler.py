@@ -134,7 +134,7 @@ class OutputRows:
     def add_logprobs(self, spans: Iterable[tuple[LogprobSpan, list[str] | None]]) -> None:
         """Of the last row added, with the texts of their entries where they are made."""
         for span, texts in spans:
-            self.spans.append(replace(span, row=len(self.rids) - 1))
+            self.spans.append(span.of_row(len(self.rids) - 1))
             self.logprob_texts += texts if texts is not None else [""] * span.ids.size
 
     def end(self, end: End) -> None:

@@ -132,8 +132,8 @@ def load_model(
     if not isinstance(plan, DecoderConfig):
         if ranks.size > 1:
             raise UnsupportedModelError(
-                f"tensor_parallel_size={ranks.size}: only models with a fused forward can be shared out, and "
-                f"{model.architecture!r} has none"
+                f"tensor_parallel_size={ranks.size}: only models with a fused forward can be shared out among ranks, and "
+                f"{model.architecture!r} with model_impl={model.impl!r} runs through transformers; set tensor_parallel_size=1"
             )
         if model.pooler is not None and model.pooler.is_encoder:
             from actorllm.model import encoder

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -434,7 +434,7 @@ class ModelRunner:
                 whole = logprobs.gather(logits, np.concatenate([p.tokens for p in slice_]), num_top)
                 at = 0
                 for part in slice_:
-                    spans.append(replace(whole.part(at, at + len(part.where)), row=part.row, position=part.first))
+                    spans.append(whole.part(at, at + len(part.where)).of_row(part.row, part.first))
                     at += len(part.where)
         return spans
 
