@@ -48,6 +48,7 @@ BENCHES = (
     Bench("simulation", ("--requests", "300")),
     Bench("fidelity", ("--quick", "--rounds", "1")),
     Bench("prefix", ("--rounds", "4", "--models", "storyteller")),
+    Bench("urgent", ("--rounds", "3")),
     Bench("parameters", ("--rounds", "1", "--tokens", "8")),
     Bench("recovery", ("--kills", "1")),
     Bench("fuzz_rings", ("--trials", "5000")),

@@ -20,7 +20,8 @@ from actorllm.logprobs import LogprobSpan
 from actorllm.messages import I32
 
 TILE = 64
-"""Ids of which only the largest logit is looked at, unless that is one of the largest maxima."""
+"""Ids of which only the largest logit is looked at, unless that is one of the largest maxima. They lie as far apart as there are
+tiles: then all maxima are found at once, a vector of them per instruction."""
 
 CHUNK_ELEMENTS = 1 << 20
 """Logits worked on at a time."""
@@ -41,9 +42,10 @@ def gather(logits: torch.Tensor, tokens: I32, num_top: int, row: int = 0, positi
     ranks = torch.empty(num_rows)  # whole numbers below 2 ** 24, exact in float32
     most = max(1, CHUNK_ELEMENTS // vocab_size)
     scratch = torch.empty(min(most, num_rows), vocab_size)
+    wide = None if logits.dtype is torch.float32 else torch.empty_like(scratch)
     for start in range(0, num_rows, most):
         part = slice(start, start + most)
-        rows = logits[part].float()
+        rows = logits[part] if wide is None else wide[: len(logits[part])].copy_(logits[part])
         work = scratch[: len(rows)]
         ids[part, :1] = chosen[part]
         top = most_likely(rows, num_top, ids[part, 1:]) if num_top else rows.amax(1, keepdim=True)
@@ -72,13 +74,18 @@ def most_likely(logits: torch.Tensor, count: int, ids: torch.Tensor) -> torch.Te
         ids.copy_(torch.sort(logits, dim=1, descending=True, stable=True).indices[:, :count])
         return logits.gather(1, ids[:, :1])
     whole = vocab_size // TILE
-    maxima = logits[:, : whole * TILE].view(num_rows, whole, TILE).amax(2)  # [num_rows, num_tiles]
-    if whole * TILE < vocab_size:
+    maxima = logits[:, : whole * TILE].view(num_rows, TILE, whole).amax(1)  # [num_rows, num_tiles]
+    has_rest = whole * TILE < vocab_size
+    if has_rest:  # the last ids are a tile of their own
         maxima = torch.cat((maxima, logits[:, whole * TILE :].amax(1, keepdim=True)), 1)
     tiles = torch.topk(maxima, count, 1).indices.unsqueeze(2)
-    places = (tiles * TILE + torch.arange(TILE)).view(num_rows, -1)  # [num_rows, count * TILE]
-    candidates = logits.gather(1, places.clamp_max(vocab_size - 1))
-    if whole * TILE < vocab_size:
+    members = torch.arange(TILE)
+    places = tiles + whole * members  # [num_rows, count, TILE]
+    if has_rest:
+        places = torch.where(tiles == whole, whole * TILE + members, places)
+    places = places.view(num_rows, -1)  # [num_rows, count * TILE]
+    candidates = logits.gather(1, places.clamp_max(vocab_size - 1) if has_rest else places)
+    if has_rest:
         candidates.masked_fill_(places >= vocab_size, -torch.inf)
     found, where = torch.topk(candidates, count, 1)
     where = places.gather(1, where)
