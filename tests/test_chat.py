@@ -74,6 +74,22 @@ def test_a_conversation_is_its_rendered_prompt(llm: LLM) -> None:
     assert text.prompt_token_ids == output.prompt_token_ids
 
 
+def test_a_template_for_all_conversations(folder: Path, tmp_path: Path) -> None:
+    """As in vLLM: Jinja, or the file of it; one of a call goes before."""
+    file = tmp_path / "loud.jinja"
+    file.write_text("{{ messages[0].content }}!")
+    for given in (file, str(file), "{{ messages[0].content }}!"):
+        with LLM(folder, chat_template=given, topology="inline", num_threads=1, dtype="float32") as llm:
+            assert llm.chat(HELLO, short(), use_tqdm=False)[0].prompt == "Tell me of a fox.!"
+            llm.enqueue_chat(HELLO, short())
+            assert llm.wait_for_completion(use_tqdm=False)[0].prompt == "Tell me of a fox.!"
+            (own,) = llm.chat(HELLO, short(), use_tqdm=False, chat_template="{{ messages[0].role }}")
+            assert own.prompt == "user"
+    for wrong in (tmp_path / "none.jinja", "none.jinja", tmp_path, 5):
+        with pytest.raises(InvalidParameterError, match="chat_template="):
+            LLM(folder, chat_template=wrong)  # type: ignore[arg-type]
+
+
 def test_a_list_of_conversations(llm: LLM) -> None:
     talks = [HELLO, [*HELLO, {"role": "assistant", "content": "There"}, {"role": "user", "content": "On."}]]
     params = [short(), short(max_tokens=2)]

@@ -174,6 +174,11 @@ def test_arguments_of_the_engine() -> None:
     assert methods == names("EngineArgs methods", are_there=True)
 
 
+def test_arguments_of_the_constructor_of_llm() -> None:
+    assert set(VLLM["constructor"]) <= {"model", "chat_template", *ARGUMENTS, *VLLM_ARGUMENTS}
+    assert "chat_template" in inspect.signature(actorllm.LLM).parameters
+
+
 def test_arguments_of_a_request() -> None:
     assert names("Request arguments", are_there=True) == set(REQUEST_ARGUMENTS) - set(VLLM_REQUEST_ARGUMENTS) - {
         "request_id"

@@ -184,9 +184,15 @@ def main(root: Path) -> None:
         for node in tree.body
         if isinstance(node, ast.Assign) and "__all__" in ast.unparse(node.targets[0])
     ]
+    (init,) = [
+        item for item in class_of(root / "entrypoints/llm.py", "LLM").body if getattr(item, "name", "") == "__init__"
+    ]
+    assert isinstance(init, ast.FunctionDef)
+    constructor = [argument.arg for argument in [*init.args.args[1:], *init.args.kwonlyargs]]
     made = {
         "version": metadata.removesuffix(".dist-info").split("-")[1],
         "exported": exported,
+        "constructor": constructor,
         "names": names,
         "signatures": engines,
         "defaults": {"fields": of_fields, "methods": of_methods},
