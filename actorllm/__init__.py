@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from actorllm.async_llm import AsyncLLM, AsyncLLMEngine
     from actorllm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from actorllm.config import EngineConfig
-    from actorllm.engine_args import AsyncEngineArgs, EngineArgs
+    from actorllm.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
     from actorllm.errors import ActorLLMError, EngineDeadError, EngineOverloaded
     from actorllm.flat_logprobs import FlatLogprobs
     from actorllm.llm import LLM
@@ -69,6 +69,7 @@ __all__ = (
     "EngineDeadError",
     "EngineOverloaded",
     "FlatLogprobs",
+    "FlexibleArgumentParser",
     "LLMEngine",
     "Logprob",
     "PoolerConfig",
@@ -109,6 +110,7 @@ _HOME = {
     "EngineDeadError": "errors",
     "EngineOverloaded": "errors",
     "FlatLogprobs": "flat_logprobs",
+    "FlexibleArgumentParser": "engine_args",
     "LLMEngine": "llm_engine",
     "Logprob": "request",
     "PoolerConfig": "pooling",

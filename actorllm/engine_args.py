@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import field, fields, make_dataclass
 from typing import Any, TypeVar
 
@@ -98,6 +99,19 @@ class EngineArgs:
 
 class AsyncEngineArgs(EngineArgs):
     """The same, under the name that programs with an AsyncLLMEngine import."""
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """An `argparse.ArgumentParser` whose options may be spelled with underscores in the place of dashes, as vLLM's."""
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """As argparse's."""
+        return super().parse_known_args([*map(self._spelled, sys.argv[1:] if args is None else args)], namespace)
+
+    def _spelled(self, argument: str) -> str:
+        name, sign, value = argument.partition("=")
+        is_known = not name.startswith("--") or name in self._option_string_actions
+        return argument if is_known else name.replace("_", "-") + sign + value
 
 
 STRINGS = ("tokenizer", "name", "record", "admission_policy")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actorllm import LLM, AsyncEngineArgs, EngineArgs, EngineConfig
+from actorllm import LLM, AsyncEngineArgs, EngineArgs, EngineConfig, FlexibleArgumentParser
 from actorllm.config import ARGUMENTS, VLLM_ARGUMENTS
 from actorllm.errors import ConfigError, ModelNotFoundError, UnknownArgumentError
 
@@ -75,6 +75,14 @@ def test_a_command_line() -> None:
     assert parse() == AsyncEngineArgs()
     with pytest.raises(SystemExit):
         parse("--max-num-seqs", "many")
+
+
+def test_a_command_line_with_underscores_or_dashes() -> None:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser.add_argument("--num-prompts", type=int)
+    parser.add_argument("--out_file")
+    found = parser.parse_args(["--num_prompts=3", "--out_file", "a_b", "--max_model_len", "64", "--max-num-seqs", "2"])
+    assert (found.num_prompts, found.out_file, found.max_model_len, found.max_num_seqs) == (3, "a_b", 64, 2)
 
 
 def test_llm_takes_it() -> None:

@@ -1,8 +1,7 @@
 """The step loop: requests are added while others run."""
 
-import argparse
-
 from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
 def create_test_prompts() -> list[tuple[str, SamplingParams]]:
@@ -29,7 +28,7 @@ def process_requests(engine: LLMEngine, test_prompts: list[tuple[str, SamplingPa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Demo on using the LLMEngine class directly")
+    parser = FlexibleArgumentParser(description="Demo on using the LLMEngine class directly")
     parser = EngineArgs.add_cli_args(parser)
     args = parser.parse_args()
     engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(args))
