@@ -88,6 +88,10 @@ def replay(
     import orjson
 
     check_writable(output_json=output_json, report=report, timeline=timeline)
+    if until is not None and not until > 0:
+        raise ConfigError(f"until={until} must be a positive number of seconds after the first arrival")
+    if num_warmups < 0:
+        raise ConfigError(f"num_warmups={num_warmups} must be 0 or more")
     workload = _workload(trace, format, block_tokens, num_requests, rate, time_scale, length_scale, mix, seed)
     if url is not None:
         given = engine_options.changed()

@@ -87,6 +87,8 @@ def test_what_is_too_long_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--rate", "-1"], "rate=-1.0 must be a positive number"),
         (["--length-scale", "0"], "length_scale=0.0 must be positive"),
         (["--num-requests", "0"], "num_requests=0 must be at least 1"),
+        (["--until", "-1"], "until=-1.0 must be a positive number of seconds"),
+        (["--num-warmups", "-1"], "num_warmups=-1 must be 0 or more"),
         (["--mix", "a:1:tttf=3"], "did you mean 'ttft'"),
         (["--url", "http://127.0.0.1:9"], "127.0.0.1:9/v1/models does not answer"),
         (["--url", "http://127.0.0.1:9", "--max-num-seqs", "3"], "max_num_seqs cannot be given with --url"),

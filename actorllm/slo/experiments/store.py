@@ -137,8 +137,10 @@ def read_results(
         raise ConfigError(f"there is no results file {str(path)!r}; `actorllm sweep --results {path}` makes one")
     store = Store(path)
     names = [name for name in store.scenarios if name.startswith(scenario or "")]
+    if not store.scenarios:
+        raise ConfigError(f"{str(path)!r} holds no results: a sweep that writes there has not begun; name another file")
     if not names:
-        there = ", ".join(store.scenarios) or "none"
+        there = ", ".join(store.scenarios)
         raise ConfigError(f"{str(path)!r} has no scenario {scenario!r}; there is {there}")
     line = store.scenarios[names[-1]]
     records = [record for record in store.records.values() if record["scenario"] == names[-1]]

@@ -175,6 +175,9 @@ def test_another_configuration_in_the_same_file_is_told_and_not_mixed(tmp_path: 
     assert f"1 points of other configurations than this one ({other.digest})" in note
     assert read_results(path)[0] == other
     assert read_results(path, small.digest[:8])[0] == small
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ConfigError, match="holds no results: a sweep that writes there has not begun"):
+        read_results(tmp_path / "empty.jsonl")
     with pytest.raises(ConfigError, match="has no scenario 'zz'; there is"):
         read_results(path, "zz")
 
