@@ -87,6 +87,10 @@ class LinkStatistics:
     """Sent, and not yet taken by the peer (for a ring: not yet in the ring)."""
     num_lost: int
     """Sent to an end that was closed already, or received after this end was closed."""
+    fill: float
+    """Share of the room for what is sent that is in use, 0 to 1."""
+    fill_received: float
+    """Share of the room for what is received that waits to be read; of a broadcast, that of the fullest spoke."""
 
 
 class Link(ABC):
@@ -140,7 +144,7 @@ class Link(ABC):
     def statistics(self) -> LinkStatistics:
         """A snapshot."""
 
-    def _snapshot(self, num_waiting: int) -> LinkStatistics:
+    def _snapshot(self, num_waiting: int, fill: float, fill_received: float) -> LinkStatistics:
         return LinkStatistics(
             peer=self.peer,
             generation=self.generation,
@@ -149,6 +153,8 @@ class Link(ABC):
             num_batches=self._num_batches,
             num_waiting=num_waiting,
             num_lost=self._num_lost,
+            fill=fill,
+            fill_received=fill_received,
         )
 
     def _check_open(self) -> None:
@@ -312,7 +318,8 @@ class MemoryLink(Link):
         self._messages.clear()
 
     def statistics(self) -> LinkStatistics:
-        return self._snapshot(num_waiting=len(self.other._messages))
+        num_waiting = len(self.other._messages)
+        return self._snapshot(num_waiting, num_waiting / self._capacity, len(self._messages) / self._capacity)
 
 
 class MemoryBroadcast(Broadcast):
@@ -352,7 +359,8 @@ class MemoryBroadcast(Broadcast):
         self._num_received = sum(line.num_received for line in lines)
         self._num_batches = sum(line.num_batches for line in lines)
         self._num_lost = sum(line.num_lost for line in lines)
-        return self._snapshot(num_waiting=max(line.num_waiting for line in lines))
+        waiting, fill, fill_received = zip(*[(x.num_waiting, x.fill, x.fill_received) for x in lines], strict=True)
+        return self._snapshot(max(waiting), max(fill), max(fill_received))
 
 
 # Over rings -----------------------------------------------------------------------------------------------------------
@@ -406,7 +414,13 @@ class _RingEnd(Link):
             link.is_open = False
 
     def statistics(self) -> LinkStatistics:
-        return self._snapshot(num_waiting=self._channel.sender.statistics().outbox_frames)
+        sender = self._channel.sender.statistics()
+        received = [receiver.statistics().ring for receiver in self._channel.receivers]
+        return self._snapshot(
+            sender.outbox_frames,
+            sender.ring.bytes_used / sender.ring.capacity,
+            max([ring.bytes_waiting / ring.capacity for ring in received], default=0.0),
+        )
 
     def _source(self, index: int) -> Link:
         return self

@@ -58,6 +58,7 @@ from actorllm.messages import (
 from actorllm.request import FinishReason
 from actorllm.scheduling.decisions import TellingPolicy
 from actorllm.scheduling.events import NOTHING, End, Events
+from actorllm.scheduling.glance import glance
 from actorllm.scheduling.guard import FALLBACK
 from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.pause import PauseState
@@ -67,6 +68,7 @@ from actorllm.scheduling.recording import Entry, RecordedScheduler
 from actorllm.scheduling.results import ContradictionError
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key, Sequence, State
+from actorllm.scheduling.step_log import StepLog
 from actorllm.scheduling.tally import Tally
 from actorllm.text.grammar import GrammarCompiler, GrammarError, Matcher
 from actorllm.text.request_text import RequestText
@@ -81,6 +83,9 @@ logger = logging.getLogger(__name__)
 RETRY_S = 0.005
 """How soon a send to a frontend whose link was full is tried again; in vain, it takes twice as long the next time."""
 MAX_RETRY_S = 0.1
+
+MAX_LIVE_STEPS = 500
+"""So many are told at a time to somebody who looks."""
 
 JOURNAL_PATIENCE_S = 1.0
 """How long a trial waits for the journals of all frontends before it begins with what is there."""
@@ -204,6 +209,7 @@ class SchedulerActor(Actor):
         "worker_statistics",
         "start_profile",
         "stop_profile",
+        "live",
     )
 
     def __init__(self, name: str = "scheduler", rank: int = 0) -> None:
@@ -227,6 +233,7 @@ class SchedulerActor(Actor):
         """The step that each rank has to answer next."""
         self._full: dict[int, Outlet] = {}
         self._tally = Tally()
+        self._step_log = StepLog()
         self._retry_s = RETRY_S
         self._drained: anyio.Event | None = None
         self._idle: anyio.Event | None = None
@@ -742,6 +749,7 @@ class SchedulerActor(Actor):
         if self._not_begun:
             self._tell_begun(self.scheduler.ledger.newest)
         self._workers.send_nowait(plan)
+        self._step_log.launched(self.scheduler.ledger.newest)
         if self._step_watch is not None:
             self._step_watch.launched(self.scheduler.ledger.newest, self.scheduler)
         if plan.late_slots.size:
@@ -773,6 +781,7 @@ class SchedulerActor(Actor):
         except ContradictionError as contradiction:
             self._part_with_workers(self._workers.spokes[0], str(contradiction))  # the first rank alone has tokens
             return NOTHING
+        self._step_log.done(result.step, result.started, result.ended, began)
         if self._constraints.has_waited_for(result.step):
             events = self._advance_grammars(events, began)
         if self._timeline is not None:
@@ -999,6 +1008,8 @@ class SchedulerActor(Actor):
                 events = self._timeline.events() if self._timeline is not None else []
                 self._timeline = None
                 return events
+            case "live":
+                return self._live(arguments["after"], arguments["at_most"])
             case "worker_statistics":
                 return self._ask_workers("statistics")
             case "start_profile" | "stop_profile":
@@ -1081,6 +1092,24 @@ class SchedulerActor(Actor):
             "num_held_outputs": sum(len(outlet.unsent) for outlet in self._full.values()),
             "requests": self._tally.statistics(),
             "grammars": self._constraints.statistics(),
+            "steps": self._step_log.statistics(),
+        }
+
+    def _live(self, after: int, at_most: int) -> dict[str, Any]:
+        """What a page shows that somebody looks at now. after: the last step that it knows of."""
+        counts = asdict(self.scheduler.statistics())
+        shown = (
+            *("num_running", "num_waiting", "num_steps", "num_output_tokens", "num_prefill_tokens"),
+            *("num_wasted_tokens", "num_preemptions", "num_recovered"),
+        )
+        at = now()
+        return {
+            "now": at,
+            "counts": {name: counts[name] for name in shown},
+            "kv_usage": counts["kv"]["usage"],
+            "requests": glance(self.scheduler, at, at_most),
+            "steps": self._step_log.newest(after, MAX_LIVE_STEPS),
+            "slo": self._tally.promises(),
         }
 
 

@@ -262,7 +262,7 @@ class CallLink(Link):
         self.is_open = False
 
     def statistics(self) -> LinkStatistics:
-        return self._snapshot(0)
+        return self._snapshot(0, 0.0, 0.0)
 
 
 def _connect(hub: Actor, spoke: Actor, name: str) -> None:

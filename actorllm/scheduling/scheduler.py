@@ -697,6 +697,10 @@ class Scheduler:
     def waiting(self) -> list[Sequence]:
         return sorted(self._roster.waiting, key=lambda sequence: sequence.arrival_index)
 
+    def alive(self) -> Iterable[Sequence]:
+        """Every request that has not ended."""
+        return self._roster.alive.values()
+
     def sequence(self, key: Key) -> Sequence | None:
         return self._roster.alive.get(key)
 

@@ -38,6 +38,8 @@ BOUNDS: dict[str, tuple[float, ...]] = {
     "request_decode_time_seconds": _TIMES,
     "request_prompt_tokens": _COUNTS,
     "request_generation_tokens": _COUNTS,
+    "request_prefill_kv_computed_tokens": _COUNTS,
+    "request_params_max_tokens": _COUNTS,
     "request_num_preemptions": (0, 1, 2, 5, 10, 20, 50),
 }
 """Histograms under vLLM's names, with vLLM's upper bounds of their buckets; there is one bucket more, without a bound."""
@@ -66,6 +68,8 @@ class Tally:
                 submit.prompt.size,
                 num_output if num_output >= 0 else None,
                 sequence.num_preemptions,
+                submit.prompt.size - sequence.num_cached_tokens if sequence.scheduled is not None else None,
+                submit.max_tokens,
             )
         )
         if submit.slo is not None:
@@ -94,7 +98,8 @@ class Tally:
 
     def _fold(self) -> None:
         ends, self._ends = self._ends, []
-        arrival, scheduled, first, last, num_prompt, num_output, num_preemptions = np.array(ends, np.float64).T
+        columns = np.array(ends, np.float64).T
+        arrival, scheduled, first, last, num_prompt, num_output, num_preemptions, num_computed, max_tokens = columns
         with np.errstate(invalid="ignore", divide="ignore"):
             self._observe("time_to_first_token_seconds", first - arrival)
             self._observe("request_time_per_output_token_seconds", ((last - first) / (num_output - 1))[num_output > 1])
@@ -105,6 +110,8 @@ class Tally:
             self._observe("request_decode_time_seconds", last - first)
         self._observe("request_prompt_tokens", num_prompt)
         self._observe("request_generation_tokens", num_output)
+        self._observe("request_prefill_kv_computed_tokens", num_computed)
+        self._observe("request_params_max_tokens", max_tokens)
         self._observe("request_num_preemptions", num_preemptions)
 
     def _observe(self, name: str, values: NDArray[np.float64]) -> None:
@@ -113,6 +120,10 @@ class Tally:
         bounds = BOUNDS[name]
         self._counts[name] += np.bincount(np.searchsorted(bounds, values), minlength=len(bounds) + 1)
         self._sums[name] += math.fsum(values)
+
+    def promises(self) -> dict[str, Any]:
+        """How many sequences with an objective have ended, and how many of them kept it, by reading."""
+        return {"num_promised": self._num_promised, "num_kept": dict(self._num_kept)}
 
     def statistics(self) -> dict[str, Any]:
         """Counters since the start; histograms as the counts of BOUNDS' buckets, and sums."""

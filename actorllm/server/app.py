@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from actorllm import __version__
 from actorllm.async_llm import AsyncLLM
 from actorllm.errors import ActorLLMError, ConfigError
-from actorllm.server import chat, completions, demo
+from actorllm.server import chat, completions, demo, live
 from actorllm.server.answer import Answer, StreamedAnswer, WholeAnswer
 from actorllm.server.completions import Asked
 from actorllm.server.envelope import KINDS, ApiError, error_of
@@ -86,6 +86,7 @@ def create_app(
     app = FastAPI(title="actorllm", version=__version__, default_response_class=JSONResponse, responses=_ERRORS)
     app.state.server = ServerState(llm, names, defaults, max_concurrent_requests, int(time.time()))
     app.include_router(router)
+    app.include_router(live.router)
     app.add_api_route("/v1/completions", complete, methods=["POST"], openapi_extra=takes(CompletionRequest))
     app.add_api_route("/v1/chat/completions", converse, methods=["POST"], openapi_extra=takes(ChatCompletionRequest))
     app.add_api_route("/generate", generate, methods=["POST"], openapi_extra=takes(demo.GenerateRequest))

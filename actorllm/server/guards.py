@@ -19,8 +19,8 @@ from actorllm.server.envelope import ApiError, error_of
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset(("/health", "/ping", "/version", "/load", "/metrics"))
-"""What a load balancer or a scraper asks without a key."""
+OPEN_PATHS = frozenset(("/", "/health", "/ping", "/version", "/load", "/metrics"))
+"""What a load balancer or a scraper asks without a key; and the live page, which has nothing in it until it is given one."""
 
 SEND = "actorllm.send"
 """Where in the scope there is the way past everything inside of `Guards`, for the middle of a stream: what is there looks at

@@ -10,11 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from actorllm.scheduling.step_log import STEP_BOUNDS
 from actorllm.scheduling.tally import BOUNDS
 from actorllm.server.board import LAG_BOUNDS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "actorllm:"
+
+STEPS = {
+    "iteration_tokens_total": "Tokens of a step.",
+    "inter_token_latency_seconds": "Between a token and the next one of its sequence.",
+    "step_duration_seconds": "What a step took in the worker.",
+}
 
 Sample = tuple[str, Mapping[str, str], float]
 """What follows the name, the labels beside the model's, and the value."""
@@ -46,6 +53,7 @@ def render(stats: Mapping[str, Any], model: str, max_model_len: int, lag: Mappin
     if stats["scheduler"] is None:
         return _text(lines)
     scheduler, requests = stats["scheduler"]["scheduler"], stats["scheduler"]["requests"]
+    links = stats["scheduler"]["links"]
     kv, cache = scheduler["kv"], scheduler["prefix_cache"]
     gauge("num_requests_running", "Requests in the batch.", scheduler["num_running"])
     gauge("num_requests_waiting", "Requests that wait for a place in it.", scheduler["num_waiting"])
@@ -56,6 +64,7 @@ def render(stats: Mapping[str, Any], model: str, max_model_len: int, lag: Mappin
     if cache is not None:
         counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", cache["queries"])
         counter("prefix_cache_hits", "Those of them that were found.", cache["hits"])
+        counter("prompt_tokens_cached", "Prompt tokens that need not be computed.", cache["hits"])
     counter("num_preemptions", "Times that a request lost its place to another one.", scheduler["num_preemptions"])
     counter(
         "prompt_tokens", "Prompt tokens computed; those found in the cache are not.", scheduler["num_prefill_tokens"]
@@ -84,6 +93,15 @@ def render(stats: Mapping[str, Any], model: str, max_model_len: int, lag: Mappin
     write("counter", "slo_attained_total", "Those that kept it, in both readings of a promise per token.", samples)
     busy = sum(worker.get("busy_s", 0.0) for worker in stats["workers"] or ())
     counter("worker_busy_seconds", "Time that workers spent in steps, all ranks together.", busy)
+    directions = {"sent": "fill", "received": "fill_received"}
+    fills = [
+        ("", {"peer": peer, "direction": direction}, link[key])
+        for peer, link in links.items()
+        for direction, key in directions.items()
+    ]
+    write("gauge", "link_fill_perc", "Share of the scheduler's rings in use, 0 to 1.", fills)
+    for name, histogram in stats["scheduler"]["steps"].items():
+        write("histogram", name, STEPS[name], _buckets(STEP_BOUNDS[name], histogram))
     for name, histogram in requests["histograms"].items():
         bounds = [bound for bound in BOUNDS[name] if not (name.endswith("_tokens") and bound > max_model_len)]
         write("histogram", name, "Of sequences that ended.", _buckets(bounds, histogram))

@@ -195,3 +195,44 @@ async def test_the_openapi_document_has_every_body(client: httpx.AsyncClient) ->
 def test_bad_arguments(llm: AsyncLLM, arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(arguments))):
         create_app(llm, **arguments)
+
+
+async def test_the_live_page_and_what_it_asks(llm: AsyncLLM, client: httpx.AsyncClient) -> None:
+    page = await client.get("/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "http://" not in page.text.replace("http://www.w3.org/2000/svg", "")
+    assert "https://" not in page.text
+    async with anyio.create_task_group() as group:
+        group.start_soon(_complete, client, {**LONG, "slo": {"tpot": 10.0}, "tenant": "a"})
+
+        async def has_begun() -> bool:
+            engine = (await client.get("/live")).json()["engine"]
+            return any(request["num_output"] > 0 for request in engine["requests"]["running"])
+
+        await until(has_begun)
+        tree = (await client.get("/live")).json()
+        (request,) = tree["engine"]["requests"]["running"]
+        assert (request["state"], request["tenant"], request["max_tokens"]) == ("running", "a", 900)
+        assert request["slo"][:3] == [None, 10.0, None]
+        assert 0 < request["ttft_s"] <= request["age_s"]
+        assert tree["engine"]["requests"]["waiting"] == []
+        assert tree["engine"]["kv_usage"] > 0
+        steps = tree["engine"]["steps"]
+        newer = (await client.get(f"/live?after={steps[-1][0]}")).json()["engine"]["steps"]
+        assert all(step[0] > steps[-1][0] for step in newer)
+        assert (tree["model"], tree["state"], tree["num_api_processes"]) == ("storyteller", "running", 1)
+        await client.post("/abort_requests", json={"abort_all": True})
+    for after in ("x", "-1", "1" * 30):
+        assert (await client.get(f"/live?after={after}")).status_code == 400
+
+
+async def _complete(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    await client.post("/v1/completions", json=body)
+
+
+async def test_looking_at_an_engine_does_not_start_it() -> None:
+    llm = AsyncLLM("storyteller", topology="inline")
+    async with client_of(create_app(llm)) as client:
+        assert (await client.get("/live")).json()["engine"] is None
+    assert not llm.is_running
+    llm.shutdown()
