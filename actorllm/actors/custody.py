@@ -221,6 +221,10 @@ class Trial:
         self._untried -= acquitted
         self._has_token |= bool(acquitted)
 
+    def on_delay(self) -> None:
+        """Somebody on trial cannot be in a step yet: none of those so far counts."""
+        self._has_stepped = False
+
     def next_group(self, is_pausing: bool = False) -> list[tuple[Key, Submit]]:
         """Whom to try now. Nobody: there is no suspect left, and the trial is over.
 

@@ -512,8 +512,9 @@ class SchedulerActor(Actor):
                 continue
             self._launch(plan)
         if self._trial and self._has_workers and not scheduler.num_in_flight and not self._trial.has_stepped:
-            self._trial.on_step(())  # there is nothing to wait for: nobody of those on trial can run now
-            self.wake()
+            if not self._is_preparing_suspect():
+                self._trial.on_step(())  # there is nothing to wait for: nobody of those on trial can run now
+                self.wake()
         self._tell_if_drained()
         if self._idle is not None:
             self._tell_if_idle()
@@ -682,6 +683,9 @@ class SchedulerActor(Actor):
             return False
         if self._resubmitting and now() < self._trial_at:
             return False
+        if self._is_preparing_suspect():
+            self._trial.on_delay()
+            return False
         for key in self._trial.untried:
             sequence = self.scheduler.sequence(key)
             if sequence is None or sequence.state is State.BLOCKED:
@@ -690,12 +694,14 @@ class SchedulerActor(Actor):
                 return False
         return True
 
+    def _is_preparing_suspect(self) -> bool:
+        """Whether the grammar of somebody on trial is being made, which a process may die of as well."""
+        tried = (self.scheduler.sequence(key) for key in self._trial.untried)
+        return any(s is not None and s.state is State.BLOCKED and s.submit.grammar is not None for s in tried)
+
     def _tell_trial(self, keys: Iterable[Key]) -> None:
         """Every frontend hears who is tried before anything is done with it."""
-        scheduler = self.scheduler
-        is_alone = self._trial.num_tried == 1 and not (
-            scheduler.num_in_flight or scheduler.num_waiting or scheduler.running()
-        )  # who is blocked does nothing
+        is_alone = self._trial.num_tried == 1 and self.scheduler.is_idle
         by_frontend: dict[int, list[int]] = {number: [] for number in self._outlets}
         for number, rid in keys:
             by_frontend[number].append(rid)

@@ -456,6 +456,29 @@ async def test_a_suspect_that_cannot_run_holds_up_nobody() -> None:
         assert [t for message in told for t in message.tokens.tolist()] == reference_stream([0, 502], 2, 6, 4096)
 
 
+async def test_to_make_the_grammar_of_a_suspect_is_part_of_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may die of it: until it is made nobody else is tried, not even as one that would be alone."""
+    async with running() as bench:
+        made: list[Callable[[], None]] = []
+        monkeypatch.setattr(bench.actor, "work_aside", lambda run, then: made.append(lambda: then(run())))
+        bench.frontend = FakeLink("frontend")
+        bench.frontend.generation = 2
+        bench.actor.on_link(bench.frontend)  # type: ignore[arg-type]
+        grammar = {"kind": "regex", "text": "[a-z ]+", "source": "a test"}
+        await bench.send(submit_of(1, num_deaths=1, most_beside=1, is_resumed=True, detokenize=False, grammar=grammar))
+        await bench.send(submit_of(2, num_deaths=1, most_beside=1, is_resumed=True, detokenize=False))
+        await bench.send(Abort(rids=NO_I32))
+        assert len(made) == 1
+        assert len(bench.actor._trial) == 1
+        assert not bench.plans
+        trial = [message for message in bench.frontend.sent if isinstance(message, OnTrial)]
+        assert [(t.rids.tolist(), t.is_alone) for t in trial] == [([], False), ([1], True)]
+        made[0]()
+        await bench.settle()
+        assert len(bench.plans) > 0
+        assert len(bench.actor._trial) == 1, "now it is in a step"
+
+
 # A worker without a scheduler -----------------------------------------------------------------------------------------
 
 
