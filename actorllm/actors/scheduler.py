@@ -511,10 +511,9 @@ class SchedulerActor(Actor):
                     break
                 continue
             self._launch(plan)
-        if self._trial and self._has_workers and not scheduler.num_in_flight and not self._trial.has_stepped:
-            if not self._is_preparing_suspect():
-                self._trial.on_step(())  # there is nothing to wait for: nobody of those on trial can run now
-                self.wake()
+        if self._trial and self._is_trial_stuck():
+            self._trial.on_step(())  # there is nothing to wait for
+            self.wake()
         self._tell_if_drained()
         if self._idle is not None:
             self._tell_if_idle()
@@ -693,6 +692,11 @@ class SchedulerActor(Actor):
             if sequence.slot >= 0 or not self._trial.has_stepped:
                 return False
         return True
+
+    def _is_trial_stuck(self) -> bool:
+        """Whether nobody of those on trial can run now."""
+        is_waiting = self._has_workers and not self.scheduler.num_in_flight and not self._trial.has_stepped
+        return is_waiting and not self._is_preparing_suspect()
 
     def _is_preparing_suspect(self) -> bool:
         """Whether the grammar of somebody on trial is being made, which a process may die of as well."""
