@@ -104,7 +104,9 @@ class AsyncEngineArgs(EngineArgs):
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """An `argparse.ArgumentParser` whose options may be spelled with underscores in the place of dashes, as vLLM's."""
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
         """As argparse's."""
         return super().parse_known_args([*map(self._spelled, sys.argv[1:] if args is None else args)], namespace)
 
