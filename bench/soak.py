@@ -76,12 +76,6 @@ class Soak:
                 name += ", not possible here"
             self.counts[name] = self.counts.get(name, 0) + 1
 
-    async def compare(self) -> None:
-        """Streams are compared on the way, in a thread of their own: half an hour of them would take hours at the end."""
-        while True:
-            await anyio.to_thread.run_sync(lambda: self.chaos.check_finished(only_survivors=True))
-            await anyio.sleep(0.5)
-
     async def sample(self) -> None:
         """What owner and children hold, again and again."""
         while True:
@@ -168,7 +162,7 @@ async def soak(minutes: float, seed: int) -> tuple[dict[str, Any], list[dict[str
     run = Soak(chaos, seed)
     async with engine, anyio.create_task_group() as watchers:
         watchers.start_soon(run.sample)
-        watchers.start_soon(run.compare)
+        watchers.start_soon(chaos.compare)
         async with anyio.create_task_group() as group:
             group.start_soon(chaos.feed)
             await run.run(minutes)

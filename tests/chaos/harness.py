@@ -72,6 +72,8 @@ class Kill:
     """False: the moment that was asked for did not come."""
     was_recovering: bool = False
     """From the death before."""
+    is_by_parked: bool = False
+    """A process that had been parked took the place of a victim."""
 
 
 @dataclass
@@ -107,6 +109,7 @@ class Figures:
             "kills with all in decode": sum(not kill.num_in_prefill for kill in self.kills),
             "kills at another moment than wanted": sum(not kill.is_as_wanted for kill in self.kills),
             "kills during a recovery": sum(kill.was_recovering for kill in self.kills),
+            "recoveries by a parked process": sum(kill.is_by_parked for kill in self.kills),
             "stops": self.stops,
             "recovery p50 s": round(float(np.quantile(recoveries, 0.5)), 3),
             "recovery p99 s": round(float(np.quantile(recoveries, 0.99)), 3),
@@ -163,10 +166,10 @@ class Load:
 class Chaos:
     """One run: `async with Chaos(engine, seed) as chaos`, then kills; at the end every open stream is awaited."""
 
-    def __init__(self, engine: AsyncLLM, seed: int, concurrency: int = 32) -> None:
+    def __init__(self, engine: AsyncLLM, seed: int, concurrency: int = 32, max_tokens: int = 120) -> None:
         self.engine = engine
         self.figures = Figures()
-        self._load = Load(seed)
+        self._load = Load(seed, max_tokens)
         self._rng = np.random.default_rng(seed + 1)
         self._concurrency = concurrency
         self._is_feeding = True
@@ -271,10 +274,13 @@ class Chaos:
         with anyio.fail_after(NO_TOKEN_WITHIN_S):
             while (began := self._kill_now(victims, in_prefill, enough)) is None:
                 await self._tick()
+        parked = {pid for name, pid in self.pids().items() if name.startswith("parked ")}
         self._may_feed.set()
         if is_patient:
             await self._recovered({pid for name, pid in self._killed.items() if name.startswith(victims)})
-            self.figures.kills[-1] = replace(self.figures.kills[-1], recovery_s=time.monotonic() - began)
+            took_s = time.monotonic() - began
+            is_by_parked = any(pid in parked for name, pid in self.pids().items() if name.startswith(victims))
+            self.figures.kills[-1] = replace(self.figures.kills[-1], recovery_s=took_s, is_by_parked=is_by_parked)
 
     def _kill_now(self, victims: tuple[str, ...], in_prefill: bool, enough: int) -> float | None:
         """Kill all of them, note it and return when it was. None: not all of them are there, and nothing was done."""
@@ -336,6 +342,12 @@ class Chaos:
             await self._token_came.wait()
 
     # The verdict ------------------------------------------------------------------------------------------------------
+
+    async def compare(self) -> None:
+        """Until cancelled: hold what ends against the oracle, in a thread of its own, on a core that waits for processes."""
+        while True:
+            await anyio.to_thread.run_sync(lambda: self.check_finished(only_survivors=True))
+            await anyio.sleep(0.5)
 
     def check_finished(self, *, only_survivors: bool = False) -> None:
         """Hold what ended since the last call against the oracle. Blocks: for when nobody else needs the core.
