@@ -1,7 +1,8 @@
 """What vLLM's own tests of its asynchronous engine hold, on ours; the rest of them is spread over the suite.
 
 test_async_llm.py has load, abort, cancellation and output kinds, test_bad_input.py requests that fail alone,
-test_parallel_sampling.py n > 1, test_lifecycle.py death and shutdown.
+test_parallel_sampling.py n > 1, test_lifecycle.py death and shutdown, test_signals.py SIGTERM at any time, test_drain.py and
+test_overload.py their names, actors/test_broken_workers.py models that raise, server/test_operations.py dead engines.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import itertools
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import anyio
 import pytest
@@ -25,7 +27,7 @@ from actorllm import (
     RequestOutputKind,
     SamplingParams,
 )
-from actorllm.errors import EngineDeadError, EngineShutdownError, InvalidParameterError
+from actorllm.errors import EngineDeadError, EngineError, EngineShutdownError, InvalidParameterError
 
 PROMPT = "Once upon a time"
 
@@ -238,3 +240,19 @@ async def test_abort_races_with_the_final_step(engine: AsyncLLM, n: int) -> None
             assert completion.finish_reason in ("abort", "length")
             assert (completion.finish_reason == "length") == (len(completion.token_ids) == 1 + number)
     await becomes_idle(engine)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+async def test_profiles_that_are_started_and_stopped_at_once(tmp_path: Path) -> None:
+    """One caller of each kind gets what he asked for, the others an error, and requests go on."""
+    config = {"profiler": "torch", "torch_profiler_dir": str(tmp_path)}
+    async with AsyncLLM("storyteller", topology="inline", num_threads=1, profiler_config=config) as engine:
+        stream = engine.generate(PROMPT, params_of(RequestOutputKind.DELTA, 40))
+        await anext(stream)
+        for calls in ([engine.start_profile] * 4, [engine.stop_profile] * 4):
+            results = await asyncio.gather(*(call() for call in calls), return_exceptions=True)
+            assert sum(result is None for result in results) == 1
+            assert sum(isinstance(result, EngineError) for result in results) == 3
+        *_, last = [output async for output in stream]
+        assert last.outputs[0].finish_reason == "length"
+    assert len(os.listdir(tmp_path)) == 1

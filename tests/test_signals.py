@@ -323,18 +323,22 @@ EXITING = (
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 print("starting", flush=True)
 llm = LLM("storyteller", num_threads=1)
+if "it is idle" in sys.argv:
+    llm.generate("Once", SHORT, use_tqdm=False)
+    print("armed", *llm._engine.pids.values(), flush=True)
+    time.sleep(60)
 arm(llm)
 llm.generate(["Once"] * 3, ENDLESS, use_tqdm=False)
 """
 )
 
 
-@pytest.mark.parametrize("when", ["it starts", "it generates"])
+@pytest.mark.parametrize("when", ["it starts", "it generates", "it is idle"])
 def test_a_script_that_exits_on_sigterm_stops_in_order(when: str) -> None:
     """The handler's SystemExit comes out of the constructor or of generate, and the exit stops what there is."""
-    with running("-c", EXITING) as program:
+    with running("-c", EXITING, when) as program:
         program.wait_for("starting")
-        if when == "it generates":
+        if when != "it starts":
             program.wait_until_armed()
         else:
             assert wait_until(lambda: len(children_of(program.process.pid)) == 2)

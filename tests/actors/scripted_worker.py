@@ -69,13 +69,14 @@ class ScriptedRunner:
         return isinstance(error, MemoryError)
 
     def check_itself(self) -> None:
-        kept = self.worker
+        kept = getattr(self, "worker", None)
         self.allocate(1)
         try:
             if self.sample(self.execute(CHECK_PLAN)).came_to_nothing:
                 raise RuntimeError("nothing is finite")
         finally:
-            self.worker = kept
+            if kept is not None:
+                self.worker = kept
 
     def execute(self, plan: StepPlan) -> StepPlan:
         if plan.new_tokens.size and 4095 in plan.new_tokens:
@@ -129,8 +130,12 @@ class BreakingRunner(ScriptedRunner):
         if self.is_weak:
             file.write_text("")
 
+    def profile_num_blocks(self) -> int:
+        self.check_itself()
+        return super().profile_num_blocks()
+
     def execute(self, plan: StepPlan) -> StepPlan:
-        self.is_broken |= BREAKING in plan.new_tokens or self.is_weak
+        self.is_broken |= BREAKING in plan.new_tokens or (self.is_weak and plan is not CHECK_PLAN)
         self.is_blind |= BLINDING in plan.new_tokens
         if self.is_broken:
             raise RuntimeError("the accelerator is gone")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import anyio
@@ -55,6 +57,22 @@ async def test_an_engine_that_has_ended_is_unhealthy() -> None:
             assert response.status_code == 503
             assert response.headers["retry-after"]
             assert response.json()["error"]["type"] == "ServiceUnavailableError"
+
+
+async def test_an_engine_that_has_died_is_unhealthy_and_says_of_what() -> None:
+    llm = AsyncLLM("storyteller", num_threads=1, on_failure="raise")
+    try:
+        async with client_of(create_app(llm)) as client:
+            body = {"prompt": "a", "max_tokens": 2}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+            os.kill(llm._engine.pids["worker0"], signal.SIGKILL)
+            while not llm.errored:
+                await anyio.sleep(0.005)
+            for response in (await client.get("/health"), await client.post("/v1/completions", json=body)):
+                assert response.status_code == 503
+                assert "worker0 was killed by signal 9 (SIGKILL)" in response.json()["error"]["message"]
+    finally:
+        llm.shutdown()
 
 
 async def test_tokens_there_and_back(llm: AsyncLLM, client: httpx.AsyncClient) -> None:
