@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import signal
 import time
@@ -110,6 +111,34 @@ def test_the_death_of_one_is_the_restart_of_its_group(tree: Engine) -> None:
     assert [link.peer for link in tree.front.lost] == ["echoes"]
     assert tree.front.links["echoes"].generation == 2
     echoes_work(tree)
+
+
+def test_a_log_tells_every_death_and_every_new_link_in_fields(tree: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "actorllm")
+    kill(tree, "echo1")
+    kill(tree, "middle")
+    assert wait_until(lambda: tree.supervisor.health().num_recoveries == 2)
+    told = [vars(record) for record in caplog.records if "event" in vars(record)]
+    assert [(line["event"], line["group"], line["actors"], line["num_restarts"]) for line in told] == [
+        ("death", "echoes", ("echo0", "echo1"), 0),
+        ("restart", "echoes", ("echo0", "echo1"), 1),
+        ("death", "middle", ("middle",), 0),
+        ("restart", "middle", ("middle",), 1),
+    ]
+    assert told[0]["message"].startswith("echo1 was killed by signal 9 (SIGKILL)")
+    assert told[1]["generations"]["echoes"] == told[3]["generations"]["echoes"] == 2
+    assert told[3]["seconds"] > 0
+
+
+def test_who_is_denounced_dies_of_it_unless_it_is_another_one_already(tree: Engine) -> None:
+    link = tree.front.links["middle"]
+    tree.thread.call(tree.front.denounce, link, "contradicting itself").result(5)
+    assert wait_until(lambda: tree.supervisor.health().num_recoveries == 1)
+    failure = "middle was killed because it was contradicting itself"
+    assert tree.supervisor.health().actors["middle"].last_failure == failure
+    tree.thread.call(tree.front.denounce, link, "contradicting itself").result(5)
+    assert tree.ask("ping") == "middle"
+    assert tree.supervisor.health().num_recoveries == 1
 
 
 def test_everybody_at_once(tree: Engine) -> None:
