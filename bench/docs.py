@@ -28,7 +28,7 @@ RELIABILITY = ("recovery", "soak", "fuzz_rings")
 """Those of the other page."""
 EMBEDDED = ("fidelity", "slo_science")
 """Those within docs/slo.md."""
-TABLES = ("targets", "rows", "growth")
+TABLES = ("targets", "rows", "growth", "full", "fairness")
 """Which entries of a result are tables, in the order of the page."""
 
 HEAD = f"""# Benchmarks
@@ -100,6 +100,7 @@ def section(name: str, file: Path) -> str:
     lines += [*_code(data.get("command") or default_command(name)), "", circumstances(data), ""]
     for key in TABLES:
         if isinstance(data.get(key), list) and data[key]:
+            lines += [*_code(data[f"{key}_command"]), ""] if f"{key}_command" in data else []
             lines += [*table(data[key]), ""]
     for side, reason in sorted(set(not_measured(data))):
         lines += [f"{side} was not measured: {reason}", ""]

@@ -1,6 +1,7 @@
 """Which policy serves the highest rate within the objectives? Latency-sensitive and best-effort requests, real arrivals.
 
     python bench/slo_science.py --trace conv=CONV.csv --trace code=CODE.csv [--json FILE] [--store FILE] [--only LABEL ...]
+                                [--fairness]
 
 Simulated: Llama-3-8B on one A100 (published step times), 25,000 KV blocks of 16 tokens. Half of the requests are latency
 sensitive (first token within 0.5 s + 1 s for every 4,000 prompt tokens, then one every 50 ms), half best effort (end within
@@ -10,18 +11,26 @@ their objective, with the same requests for all policies; bands are bootstrapped
 token i is due at arrival + ttft + i * tpot. TPOT: the mean gap of a request is at most tpot. Rates are bisected for the
 deadline reading; the other one is counted at the same rates, and "below" the lowest of them it was not looked for.
 
---store keeps every point, so that a run may be continued; --only runs some of the policies, by their label.
+Fairness is another question, asked of the first trace only: four tenants, one of whom sends 70 % of the requests, at a rate
+beyond what the engine can take.
+
+--store keeps every point, so that a run may be continued; --only runs some of the policies, by their label; --fairness only
+that question.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import statistics
+from pathlib import Path
 from typing import Any
 
-from report import environment, print_table, versions, write_json
+from report import command, environment, print_table, versions, write_json
 
-from actorllm.slo.experiments import Ladder, Results, Scenario, Sweep, Variant, ratio_band
+from actorllm.slo.experiments import Ladder, Point, Results, Scenario, Sweep, Variant, ratio_band
+from actorllm.slo.fairness import fairness_of
 from actorllm.slo.objective import Reading
 from actorllm.slo.simulator import EngineShape
 
@@ -48,6 +57,8 @@ OTHERS = [
 STARTS = {"conv": 2.5, "code": 0.4}
 TARGETS = {"conv": (0.99, 0.9), "code": (0.9,)}
 """On code, with its bursts, 99 % is out of reach of everybody at any rate worth running at."""
+TENANTS = (0.7, 0.1, 0.1, 0.1)
+FAIRNESS_RATE = 4.5
 READINGS: tuple[Reading, ...] = ("deadline", "tpot")
 GOALS = {"conv": (0.99, 1.7), "code": (0.9, 3.0)}
 """At which attainment the best policy is to have how many times the rate of the best fcfs chunk, in the deadline reading."""
@@ -87,6 +98,34 @@ def rows_of(name: str, results: Results) -> list[dict[str, Any]]:
         }
         for label in results.labels()
     ]
+
+
+def fairness_rows(trace: str, num_requests: int, seeds: int) -> list[dict[str, Any]]:
+    """Means over the seeds."""
+    scenario = Scenario(workload=trace, num_requests=num_requests, mix=MIX, shape=SHAPE, tenants=TENANTS)
+    rows: list[dict[str, Any]] = []
+    for text in ("fcfs@512", "vtc@512", "edf@512"):
+        found, kept = [], []
+        for seed in range(seeds):
+            run = Point(scenario=scenario, variant=Variant.parse(text), rate=FAIRNESS_RATE, seed=seed).run()
+            fair = fairness_of(run.timeline, run.workload)
+            assert fair is not None
+            found.append(fair)
+            kept.append(run.evaluate().overall.attainment["deadline"])
+        heavy = statistics.mean(fair.queue_p99_s[0] for fair in found)
+        light = statistics.mean(max(fair.queue_p99_s[1:]) for fair in found)
+        gap = statistics.mean(fair.gap for fair in found)
+        rows.append(
+            {
+                "policy": text.replace("@", " "),
+                "requests/s": FAIRNESS_RATE,
+                "queue p99 of who sends 70 %, s": round(heavy, 1),
+                "of the worst of the others, s": round(light, 1),
+                "largest gap in service within a window": f"{gap / 1000:.0f}k tokens",
+                "all requests in time, deadline": f"{statistics.mean(kept):.0%}",
+            }
+        )
+    return rows
 
 
 def best(results: Results, labels: list[str], target: float, reading: Reading) -> str:
@@ -138,8 +177,17 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=None)
+    parser.add_argument("--fairness", action="store_true")
     arguments = parser.parse_args()
     load_before = os.getloadavg()
+    if arguments.fairness:
+        fair = fairness_rows(arguments.trace[0].partition("=")[2], arguments.requests, arguments.seeds)
+        print_table("fairness among tenants", fair)
+        if arguments.json:
+            known = json.loads(Path(arguments.json).read_text()) if Path(arguments.json).exists() else {}
+            write_json(arguments.json, known | {"fairness": fair, "fairness_command": command()})
+        return
+    known = json.loads(Path(arguments.json).read_text()) if arguments.json and Path(arguments.json).exists() else {}
     pairs = [(label, text) for label, text in FCFS + OTHERS if not arguments.only or label in arguments.only]
     rows: list[dict[str, Any]] = []
     ratios: list[dict[str, Any]] = []
@@ -173,7 +221,8 @@ def main() -> None:
                 },
                 "targets": ratios,
                 "rows": rows,
-            },
+            }
+            | {key: known[key] for key in ("fairness", "fairness_command") if key in known},
         )
 
 
