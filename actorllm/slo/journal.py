@@ -25,6 +25,7 @@ from actorllm.scheduling.batch import Rows
 from actorllm.scheduling.events import End, Events
 from actorllm.scheduling.policy import Decision, PlanPolicy, View
 from actorllm.scheduling.recording import Entry, replay
+from actorllm.scheduling.results import ContradictionError
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key, Sequence, State
 from actorllm.slo.cost_model import StepLog, StepModel, fit
@@ -515,8 +516,10 @@ class _Listening(WatchedScheduler):
         if result.step >= self.ledger.next_step:
             self.deviation = f"step {result.step} was computed, and is not planned now"
         elif oldest is not None and oldest.step == result.step:
-            error, _ = self._results.check(result, oldest)
-            self.deviation = None if error is None else f"step {result.step} was another one: {error}"
+            try:
+                self._results.check(result, oldest)
+            except ContradictionError as error:
+                self.deviation = f"step {result.step} was another one: {str(error).partition(': ')[2]}"
 
     def update(self, result: StepResult, now: float) -> Events:
         if self.deviation is None:
