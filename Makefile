@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 SLO    := build/demo-slo
 
-.PHONY: demo demo-slo test test-slow lint format bench docs clean
+.PHONY: demo demo-slo test test-slow clients schema lint format bench docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,10 +32,19 @@ test: $(STAMP)
 
 test-slow: $(STAMP) $(VENV)/triton-3.6
 	$(BIN)/python -m pytest -m slow
+	$(BIN)/python tests/clients/run.py schemathesis --cases 10000
 	PYTHONPATH=$(VENV)/triton-3.6:kernels $(BIN)/python -m actorllm_kernels.resources
 
 $(VENV)/triton-3.6: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.6.0
+
+# What clients that people have make of the server, each in an environment of its own under build/clients.
+clients: $(STAMP)
+	$(BIN)/python tests/clients/run.py --json tests/clients/results.json
+
+# Requests made up from our OpenAPI document: none may end in a 5xx.
+schema: $(STAMP)
+	$(BIN)/python tests/clients/run.py schemathesis --cases 200
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

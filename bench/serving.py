@@ -256,14 +256,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--parts", nargs="+", default=["cpu", "serving"], choices=["cpu", "serving"])
     parser.add_argument("--threads", type=int, default=len(cores()))
     arguments = parser.parse_args()
     exit_on_sigterm()
     load_before = os.getloadavg()
-    cpu = compare_cpu(arguments.rounds, arguments.tokens, arguments.threads)
+    cpu = compare_cpu(arguments.rounds, arguments.tokens, arguments.threads) if "cpu" in arguments.parts else {}
     serving: dict[str, list[dict[str, float]]] = {}
     failures: dict[str, str] = {}
-    if arguments.peer_python:
+    if arguments.peer_python and "serving" in arguments.parts:
         try:
             serving = compare_serving(
                 arguments.peer_python, arguments.rounds, arguments.prompts, arguments.tokens, arguments.threads
@@ -276,21 +277,23 @@ def main() -> None:
         return [answer[key] for answer in found.get(name, [])]
 
     queue = "asyncio queue"
-    rows = [
-        compared(
-            f"server CPU per streamed token, {STREAMS} streams, µs",
-            values(cpu, "actorllm", "cpu_us_per_token"),
-            queue,
-            values(cpu, queue, "cpu_us_per_token"),
-            at_most=1.5,
-        ),
-        informative(
-            "events per token",
-            values(cpu, "actorllm", "events_per_token"),
-            queue,
-            values(cpu, queue, "events_per_token"),
-        ),
-    ]
+    rows = []
+    if cpu:
+        rows += [
+            compared(
+                f"server CPU per streamed token, {STREAMS} streams, µs",
+                values(cpu, "actorllm", "cpu_us_per_token"),
+                queue,
+                values(cpu, queue, "cpu_us_per_token"),
+                at_most=1.5,
+            ),
+            informative(
+                "events per token",
+                values(cpu, "actorllm", "events_per_token"),
+                queue,
+                values(cpu, queue, "events_per_token"),
+            ),
+        ]
     if serving:
 
         def both(key: str) -> tuple[list[float], str, list[float]]:

