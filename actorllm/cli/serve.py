@@ -37,7 +37,6 @@ class ServedEngineOptions(SeededEngineOptions):
     enable_chunked_prefill: bool | None = None
     """Always so here."""
     disable_log_requests: bool | None = None
-    enable_log_requests: bool | None = None
     disable_log_stats: bool | None = None
     swap_space: float | None = None
     quantization: str | None = None
@@ -62,6 +61,8 @@ def serve(
     body_timeout: float = 30.0,
     drain_timeout: float = 30.0,
     trust_request_chat_template: bool = False,
+    enable_log_requests: bool = False,
+    otlp_traces_endpoint: str | None = None,
     allowed_origins: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     allowed_methods: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     allowed_headers: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
@@ -102,6 +103,10 @@ def serve(
         Seconds that requests have to end after SIGTERM or Ctrl-C; a second one ends them at once.
     trust_request_chat_template
         Requests may bring a chat template of their own, which is a program.
+    enable_log_requests
+        A line in the log about every request that has ended.
+    otlp_traces_endpoint
+        Send an OpenTelemetry span about every request there, over HTTP (needs the extra actorllm[otel]).
     allowed_origins
         Of web pages that may call this server; '*' for all.
     ssl_certfile
@@ -136,8 +141,16 @@ def serve(
         "body_timeout_s": body_timeout,
         "max_concurrent_requests": max_concurrent_requests,
         "trust_request_chat_template": trust_request_chat_template,
+        "enable_log_requests": enable_log_requests,
     }
-    made = create_app(llm, **app)  # says what is wrong with them before anything is started
+    provider: Any = None
+    if otlp_traces_endpoint is not None:
+        try:
+            from actorllm.server.tracing import otlp_provider
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"tracing needs more packages ({error.name}): pip install 'actorllm[otel]'") from error
+        provider = otlp_provider(otlp_traces_endpoint, {})
+    made = create_app(llm, **app, tracer_provider=provider)  # says what is wrong with them before anything is started
     listener = Listener(
         host=host,
         port=port,
@@ -153,7 +166,7 @@ def serve(
 
     async def run() -> None:
         if api_processes > 1:
-            await ApiProcesses(llm, api_processes, app, listener).run()
+            await ApiProcesses(llm, api_processes, app, listener, otlp_traces_endpoint).run()
             return
         async with llm:
             await listen(made, listener)

@@ -9,6 +9,7 @@ an Answer; from there on it is on its own.
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
@@ -18,9 +19,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from actorllm.errors import ActorLLMError, RequestError
-from actorllm.request import RequestOutput
+from actorllm.request import RequestOutput, SamplingParams
 from actorllm.server.envelope import ApiError, error_of
 from actorllm.server.guards import SEND
+from actorllm.server.request_log import log_request, request_id
 from actorllm.server.shape import Shape
 from actorllm.server.state import ServerState
 from actorllm.stream import RequestStream
@@ -53,17 +55,36 @@ class Answer(Response, ABC):
         self._more_headers = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
         self._has_started = False
         self._send_middle: Send
+        self.params: SamplingParams | None = None
+        """What was asked of the engine, for a trace."""
+        self._last_outputs: list[RequestOutput] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._state.under_way(self._shape.id, self._streams):
-            async with anyio.create_task_group() as group:
-                group.start_soon(self._watch, receive, group.cancel_scope)
-                try:
-                    self._send_middle = scope.get(SEND, send)
-                    await self._respond(send)
-                except Exception as error:
-                    await self._tell(error, send)
-                group.cancel_scope.cancel()
+        token = request_id.set(self._shape.id)
+        began, error = time.time(), None
+        try:
+            with self._state.under_way(self._shape.id, self._streams):
+                async with anyio.create_task_group() as group:
+                    group.start_soon(self._watch, receive, group.cancel_scope)
+                    try:
+                        self._send_middle = scope.get(SEND, send)
+                        await self._respond(send)
+                    except Exception as caught:
+                        error = caught
+                        await self._tell(error, send)
+                    group.cancel_scope.cancel()
+        finally:
+            self._note(scope, began, error)
+            request_id.reset(token)
+
+    def _note(self, scope: Scope, began: float, error: Exception | None) -> None:
+        """For who logs requests, or traces them."""
+        state, outputs = self._state, self._last_outputs
+        if state.logs_requests:
+            log_request(scope["path"], time.time() - began, outputs, error)
+        if state.tracing is not None:
+            headers, model = scope["headers"], state.model_names[0]
+            state.tracing.record(headers, self._shape.id, model, self.params, began, time.time(), outputs, error)
 
     async def _watch(self, receive: Receive, scope: anyio.CancelScope) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -105,6 +126,7 @@ class WholeAnswer(Answer):
         outputs: list[RequestOutput] = []
         for stream in self._streams:
             outputs += [output async for output in stream]
+        self._last_outputs = outputs
         body = self._shape.whole(outputs)
         await self._start(send, 200, JSON, [(b"content-length", b"%d" % len(body))])
         await send({"type": "http.response.body", "body": body, "more_body": False})
@@ -144,6 +166,8 @@ class StreamedAnswer(Answer):
         async for output in stream:
             is_last = is_alone and output.finished
             chunk = shape.events(number, output)
+            if output.finished:
+                self._last_outputs.append(output)
             if is_last:
                 chunk += shape.close()
             if chunk:

@@ -74,13 +74,24 @@ class ApiProcess:
                 raise EngineError(f"an API process has no answer for {verb!r}")
 
     async def _begin(
-        self, fds: tuple[int, ...], engine: str, row: int, num_rows: int, app: dict[str, Any], listener: dict[str, Any]
+        self,
+        fds: tuple[int, ...],
+        engine: str,
+        row: int,
+        num_rows: int,
+        app: dict[str, Any],
+        listener: dict[str, Any],
+        otlp_traces_endpoint: str | None,
     ) -> bool:
         """Returns once it listens."""
         shared, board_fd = fds
         board = Board(num_rows, board_fd)
         os.close(board_fd)
         llm = AsyncLLM.attach(engine)
+        if otlp_traces_endpoint is not None:
+            from actorllm.server.tracing import otlp_provider
+
+            app["tracer_provider"] = otlp_provider(otlp_traces_endpoint, {"service.instance.id": str(row)})
         made = create_app(llm, **app)
         self._state = made.state.server
         self._state.join(board, row, OtherProcesses(self._line))

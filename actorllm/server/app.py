@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
@@ -37,6 +37,9 @@ from actorllm.server.protocol import (
 from actorllm.server.sampling import Defaults
 from actorllm.server.state import ServerState
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+
 CHARACTERS_PER_TOKEN = 256
 """More than the longest token has, in all vocabularies that we know: a text longer than so many per token of the model's
 length is not even tokenized."""
@@ -61,6 +64,8 @@ def create_app(
     body_timeout_s: float = DEFAULT_BODY_TIMEOUT_S,
     max_concurrent_requests: int | None = None,
     trust_request_chat_template: bool = False,
+    enable_log_requests: bool = False,
+    tracer_provider: TracerProvider | None = None,
 ) -> FastAPI:
     """An application that serves this engine over OpenAI's API.
 
@@ -68,7 +73,8 @@ def create_app(
     api_key: one of these is asked for as a bearer token, except for health and metrics. allowed_origins: of browsers
     (CORS); none: no headers for them. body_timeout_s: how long the body of a request may take to arrive.
     max_concurrent_requests: more are answered with 429. trust_request_chat_template: requests may bring their own.
-    Raises ConfigError.
+    enable_log_requests: a line in the log about each of them when it has ended. tracer_provider: of OpenTelemetry; a span for
+    each (needs actorllm[otel]). Raises ConfigError.
     """
     names = _strings("served_model_name", served_model_name) or [llm.config.model.name]
     keys = _strings("api_key", api_key)
@@ -85,6 +91,11 @@ def create_app(
     )
     app = FastAPI(title="actorllm", version=__version__, default_response_class=JSONResponse, responses=_ERRORS)
     app.state.server = ServerState(llm, names, defaults, max_concurrent_requests, int(time.time()))
+    app.state.server.logs_requests = enable_log_requests
+    if tracer_provider is not None:
+        from actorllm.server.tracing import Tracing
+
+        app.state.server.tracing = Tracing(tracer_provider)
     app.include_router(router)
     app.include_router(live.router)
     app.add_api_route("/v1/completions", complete, methods=["POST"], openapi_extra=takes(CompletionRequest))
@@ -134,7 +145,9 @@ async def _answer(request: Request, model: type[Any], ask: Any, prompt_field: st
     if asked.extras.warnings:
         told["x-actorllm-warning"] = "; ".join(asked.extras.warnings)
     answer = StreamedAnswer if asked.is_streamed else WholeAnswer
-    return answer(state, asked.shape, streams, fields, prompt_field, told)
+    made = answer(state, asked.shape, streams, fields, prompt_field, told)
+    made.params = asked.params
+    return made
 
 
 async def generate(request: Request) -> Response:

@@ -122,8 +122,13 @@ def _remove_stale(path: str) -> None:
 
 
 def log_config() -> dict[str, Any]:
-    """uvicorn's, with this library's loggers beside its own."""
+    """uvicorn's, with this library's loggers beside its own, and the ids of requests before what is about them."""
     config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    config["filters"] = {"request_id": {"()": "actorllm.server.request_log.RequestIdFilter"}}
+    for handler in config["handlers"].values():
+        handler["filters"] = ["request_id"]
+    for formatter in config["formatters"].values():
+        formatter["fmt"] = formatter["fmt"].replace("%(levelprefix)s ", "%(levelprefix)s %(request)s")
     config["loggers"]["actorllm"] = {"handlers": ["default"], "level": "INFO", "propagate": False}
     return config
 

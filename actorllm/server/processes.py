@@ -107,13 +107,21 @@ class ApiProcess:
 
 
 class ApiProcesses:
-    def __init__(self, llm: AsyncLLM, number: int, app: dict[str, Any], listener: Listener) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        number: int,
+        app: dict[str, Any],
+        listener: Listener,
+        otlp_traces_endpoint: str | None = None,
+    ) -> None:
         """llm: an engine with a name. app: the arguments of `create_app`, as JSON values."""
         if llm.config.name is None:
             raise ConfigError("several API processes need an engine with a name")
         self.llm = llm
         self._app = app
         self._listener = listener
+        self._otlp_traces_endpoint = otlp_traces_endpoint
         self._number = number
         self._processes: dict[int, ApiProcess] = {}
         self._is_ending = False
@@ -161,6 +169,7 @@ class ApiProcesses:
             "num_rows": self._number,
             "app": self._app,
             "listener": asdict(self._listener),
+            "otlp_traces_endpoint": self._otlp_traces_endpoint,
         }
 
     def note_ready(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -20,6 +20,9 @@ from actorllm.server.board import Board
 from actorllm.server.envelope import ApiError
 from actorllm.server.sampling import Defaults
 from actorllm.stream import RequestStream
+
+if TYPE_CHECKING:
+    from actorllm.server.tracing import Tracing
 
 LAG_PERIOD_S = 0.1
 """How often it is looked whether the loop is late, while requests are under way."""
@@ -53,6 +56,8 @@ class ServerState:
         self.created = created
         self.is_draining = False
         """Nothing new is taken: a load balancer that asks for the health hears it."""
+        self.logs_requests = False
+        self.tracing: Tracing | None = None
         self.peers = Peers()
         self.board = Board(1)
         self._row = 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from importlib import resources
 
 import httpx
+import orjson
 import pytest
 
 from actorllm import AsyncLLM
@@ -72,3 +74,37 @@ async def test_it_answers_head_and_starts_nothing() -> None:
         assert (await scrape(client))["recoveries_total"] == 0
     assert not llm.is_running
     llm.shutdown()
+
+
+async def test_the_dashboard_shows_what_there_is(client: httpx.AsyncClient) -> None:
+    await client.post("/v1/completions", json={"prompt": [1, 2, 3], "max_tokens": 3})
+    known = {re.split("{", name)[0] for name in await scrape(client)}
+    dashboard = orjson.loads((resources.files("actorllm.server") / "grafana.json").read_bytes())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries += [
+        variable["query"]["query"] for variable in dashboard["templating"]["list"] if variable["name"] == "model"
+    ]
+    shown = {name for query in queries for name in re.findall(r"actorllm:(\w+)", query)}
+    assert len(shown) > 20
+    assert shown <= known, shown - known
+    labels = {name for query in queries for name in re.findall(r"by \((\w+)\)", query)} - {"le"}
+    text = (await client.get("/metrics")).text
+    assert all(f"{label}=" in text for label in labels)
+
+
+async def test_steps_and_rings(client: httpx.AsyncClient) -> None:
+    before = await scrape(client)
+    body = {"prompt": list(range(1, 41)), "max_tokens": 6, "ignore_eos": True, "min_tokens": 6}
+    assert (await client.post("/v1/completions", json=body)).status_code == 200
+    after = await scrape(client)
+    grown = {name: value - before.get(name, 0) for name, value in after.items()}
+    assert grown["iteration_tokens_total_count"] == grown["step_duration_seconds_count"] >= 6
+    assert grown["iteration_tokens_total_sum"] >= 45
+    assert grown["inter_token_latency_seconds_count"] >= 5
+    assert grown["request_params_max_tokens_sum"] == 6
+    assert grown["request_prefill_kv_computed_tokens_sum"] == 40
+    assert {name for name in after if name.startswith("link_fill_perc")} == {
+        f'link_fill_perc{{peer="{peer}",direction="{direction}"}}'
+        for peer in ("frontend", "workers")
+        for direction in ("sent", "received")
+    }

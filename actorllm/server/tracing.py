@@ -1,0 +1,139 @@
+"""`Tracing`: one OpenTelemetry span per HTTP request for text, under the names of the GenAI conventions. Extra `actorllm[otel]`.
+
+A span is made when its request has ended, from the times that the engine has kept: a request that nobody traces costs nothing,
+and one that is traced costs nothing while it runs. The trace of the caller (W3C `traceparent`) goes on. Imported only where
+there is a tracer provider (`create_app(tracer_provider=...)`, `actorllm serve --otlp-traces-endpoint`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from opentelemetry.trace import SpanKind, Status, StatusCode, TracerProvider
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from actorllm import __version__
+from actorllm.errors import ConfigError
+from actorllm.request import RequestMetrics, RequestOutput, SamplingParams
+
+OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion", "resp": "chat"}
+"""By the prefix of the id that a client is told."""
+
+
+class Tracing:
+    def __init__(self, provider: TracerProvider) -> None:
+        self._tracer = provider.get_tracer("actorllm", __version__)
+        self._propagator = TraceContextTextMapPropagator()
+
+    def record(
+        self,
+        headers: Iterable[tuple[bytes, bytes]],
+        request_id: str,
+        model: str,
+        params: SamplingParams | None,
+        began: float,
+        ended: float,
+        outputs: Sequence[RequestOutput],
+        error: Exception | None,
+    ) -> None:
+        """A request has ended. outputs: the last one of each of its prompts; none of one that the client has left.
+
+        began, ended: epoch seconds.
+        """
+        carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+        operation = OPERATIONS.get(request_id.partition("-")[0], "text_completion")
+        metrics = [output.metrics for output in outputs if output.metrics is not None]
+        attributes = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "actorllm",
+            "gen_ai.request.model": model,
+            "gen_ai.response.model": model,
+            "gen_ai.response.id": request_id,
+            **_asked(params),
+            **_used(outputs, metrics),
+        }
+        span = self._tracer.start_span(
+            f"{operation} {model}",
+            context=self._propagator.extract(carrier),
+            kind=SpanKind.SERVER,
+            start_time=_ns(began),
+            attributes=attributes,
+        )
+        for name, at in _events(metrics):
+            span.add_event(name, timestamp=_ns(at))
+        if error is not None:
+            span.set_attribute("error.type", type(error).__name__)
+            span.set_status(Status(StatusCode.ERROR, str(error)))
+        elif not outputs:
+            span.set_attribute("error.type", "client_disconnected")
+        span.end(_ns(ended))
+
+
+def _asked(params: SamplingParams | None) -> dict[str, Any]:
+    if params is None:
+        return {}
+    asked = {
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": float(params.temperature),
+        "gen_ai.request.top_p": float(params.top_p),
+        "gen_ai.request.choice.count": params.n,
+        "gen_ai.request.seed": params.seed,
+        "gen_ai.request.presence_penalty": float(params.presence_penalty),
+        "gen_ai.request.frequency_penalty": float(params.frequency_penalty),
+    }
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def _used(outputs: Sequence[RequestOutput], metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
+    if not outputs:
+        return {}
+    used: dict[str, Any] = {
+        "gen_ai.usage.input_tokens": sum(len(output.prompt_token_ids) for output in outputs),
+        "gen_ai.usage.output_tokens": sum(one.num_generation_tokens for one in metrics),
+        "gen_ai.usage.cache_read.input_tokens": sum(one.num_cached_tokens for one in metrics),
+        "gen_ai.response.finish_reasons": [
+            one.finish_reason for output in outputs for one in output.outputs if one.finish_reason is not None
+        ],
+    }
+    latencies: dict[str, list[float | None]] = {
+        "gen_ai.latency.time_in_queue": [one.time_in_queue for one in metrics],
+        "gen_ai.latency.time_to_first_token": [one.time_to_first_token for one in metrics],
+        "gen_ai.latency.e2e": [one.last_token_ts - one.arrival_time for one in metrics if one.last_token_ts],
+    }
+    for name, values in latencies.items():
+        known = [value for value in values if value is not None]
+        if known:
+            used[name] = max(known)
+    used["actorllm.num_preemptions"] = sum(one.num_preemptions for one in metrics)
+    used["actorllm.num_recoveries"] = sum(one.num_recoveries for one in metrics)
+    return used
+
+
+def _events(metrics: Sequence[RequestMetrics]) -> list[tuple[str, float]]:
+    """What happened first in any of the prompts, and in the end."""
+    times = {
+        "queued": [one.queued_ts for one in metrics],
+        "scheduled": [one.scheduled_ts for one in metrics],
+        "first_token": [one.first_token_ts for one in metrics],
+        "last_token": [-one.last_token_ts for one in metrics],
+    }
+    return [(name, abs(min(known))) for name, found in times.items() if (known := [at for at in found if at])]
+
+
+def _ns(epoch_s: float) -> int:
+    return int(epoch_s * 1e9)
+
+
+def otlp_provider(endpoint: str, service: Mapping[str, str]) -> Any:
+    """A provider that sends its spans there over HTTP. Raises ConfigError when the packages are not there."""
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider as SdkTracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"tracing needs more packages ({error.name}): pip install 'actorllm[otel]'") from error
+    provider = SdkTracerProvider(resource=Resource.create({"service.name": "actorllm", **service}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+    return provider
