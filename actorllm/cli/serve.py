@@ -63,6 +63,8 @@ def serve(
     trust_request_chat_template: bool = False,
     enable_log_requests: bool = False,
     otlp_traces_endpoint: str | None = None,
+    tool_call_parser: str | None = None,
+    enable_auto_tool_choice: bool | None = None,
     allowed_origins: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     allowed_methods: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     allowed_headers: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
@@ -107,6 +109,11 @@ def serve(
         A line in the log about every request that has ended.
     otlp_traces_endpoint
         Send an OpenTelemetry span about every request there, over HTTP (needs the extra actorllm[otel]).
+    tool_call_parser
+        How the model writes tool calls: hermes, qwen3_json, llama3_json, llama4_json, pythonic, llama4_pythonic, mistral.
+        Default: as its chat template shows.
+    enable_auto_tool_choice
+        Always so here: a model that is given tools may call them.
     allowed_origins
         Of web pages that may call this server; '*' for all.
     ssl_certfile
@@ -142,6 +149,7 @@ def serve(
         "max_concurrent_requests": max_concurrent_requests,
         "trust_request_chat_template": trust_request_chat_template,
         "enable_log_requests": enable_log_requests,
+        "tool_call_parser": tool_call_parser,
     }
     provider: Any = None
     if otlp_traces_endpoint is not None:

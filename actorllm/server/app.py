@@ -36,6 +36,8 @@ from actorllm.server.protocol import (
 )
 from actorllm.server.sampling import Defaults
 from actorllm.server.state import ServerState
+from actorllm.server.tool_parsers import parser_named
+from actorllm.text.chat import chat_templates
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -66,6 +68,7 @@ def create_app(
     trust_request_chat_template: bool = False,
     enable_log_requests: bool = False,
     tracer_provider: TracerProvider | None = None,
+    tool_call_parser: str | None = None,
 ) -> FastAPI:
     """An application that serves this engine over OpenAI's API.
 
@@ -74,7 +77,9 @@ def create_app(
     (CORS); none: no headers for them. body_timeout_s: how long the body of a request may take to arrive.
     max_concurrent_requests: more are answered with 429. trust_request_chat_template: requests may bring their own.
     enable_log_requests: a line in the log about each of them when it has ended. tracer_provider: of OpenTelemetry; a span for
-    each (needs actorllm[otel]). Raises ConfigError.
+    each (needs actorllm[otel]).
+    tool_call_parser: how the model writes tool calls (`tool_parsers.PARSERS`); None: as its chat template shows them.
+    Raises ConfigError.
     """
     names = _strings("served_model_name", served_model_name) or [llm.config.model.name]
     keys = _strings("api_key", api_key)
@@ -84,10 +89,13 @@ def create_app(
     if max_concurrent_requests is not None and max_concurrent_requests < 1:
         raise ConfigError(f"max_concurrent_requests={max_concurrent_requests!r} must be at least 1")
     model = llm.config.model
+    templates = [] if model.tokenizer is None else chat_templates(model.tokenizer)
     defaults = Defaults(
         sampling=model.sampling_defaults,
         max_prompt_characters=max(MIN_PROMPT_CHARACTERS, CHARACTERS_PER_TOKEN * model.max_model_len),
         trusts_chat_templates=trust_request_chat_template,
+        tool_parser=parser_named(tool_call_parser, templates),
+        shows_tools=any("tools" in template for template in templates),
     )
     app = FastAPI(title="actorllm", version=__version__, default_response_class=JSONResponse, responses=_ERRORS)
     app.state.server = ServerState(llm, names, defaults, max_concurrent_requests, int(time.time()))

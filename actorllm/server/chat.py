@@ -13,6 +13,8 @@ from actorllm.server.logprobs import of_prompt
 from actorllm.server.protocol import ChatCompletionRequest, TokenizeRequest
 from actorllm.server.sampling import Defaults, extras_of, sampling_params
 from actorllm.server.shape import OpenAIShape, PromptState, View
+from actorllm.server.tool_answer import ToolAnswer
+from actorllm.server.tools import ToolUse, tool_use_of
 from actorllm.text.chat import Conversation
 
 ROLE = "assistant"
@@ -29,10 +31,7 @@ def ask(
     extras = extras_of(body, headers)
     check_stream(body)
     is_streamed = bool(body.stream)
-    if body.tools and body.tool_choice != "none":
-        raise ApiError(400, 'tools: this server calls none yet; leave them out, or send tool_choice="none"', "tools")
-    if not body.tools and body.tool_choice not in (None, "none", "auto"):
-        raise ApiError(400, f"tool_choice={body.tool_choice!r:.80} needs tools", "tool_choice")
+    tool_use = tool_use_of(body, defaults.tool_parser)
     conversation = conversation_of(body, defaults)
     if body.truncate_prompt_tokens is None:
         for text in _texts(conversation):
@@ -45,11 +44,17 @@ def ask(
     number = _num_logprobs(body)
     if number is not None:
         decided["logprobs"] = None if body.logprob_token_ids else number
+    if tool_use is not None:
+        decided |= {"skip_special_tokens": False, "structured_outputs": tool_use.structured}  # markers may be special
+        if body.tools and not defaults.shows_tools and body.chat_template is None:
+            extras.warnings.append("tools: the chat template of this model does not show them to it")
     kind = RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY
     params = sampling_params(body, defaults, kind, **decided)
     logprobs = view_of_logprobs(number, body.logprob_token_ids, body.return_tokens_as_token_ids)
     view = View.of(body, model, logprobs)
     shape = ChatShape(view, 1, params.n, extras.slo, decode, body.request_id)
+    if tool_use is not None:
+        shape.call_tools(tool_use)
     shape.shows_prompt_logprobs = params.prompt_logprobs is not None
     last = conversation.messages[-1]
     if view.echo and last["role"] == ROLE and isinstance(last.get("content"), str):
@@ -105,6 +110,12 @@ class ChatShape(OpenAIShape):
     echoed = ""
     """The last message, which the answer goes on from, when it was asked for."""
     shows_prompt_logprobs = False
+    _tools: ToolAnswer | None = None
+
+    def call_tools(self, use: ToolUse) -> None:
+        """The text is looked through for calls."""
+        self._tools = ToolAnswer(use)
+        self._is_plain = False
 
     def _whole_choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
         choice: dict[str, Any] = {
@@ -114,6 +125,8 @@ class ChatShape(OpenAIShape):
             "finish_reason": one.finish_reason,
             "stop_reason": one.stop_reason,
         }
+        if self._tools is not None:
+            self._tools.put_into(choice, one.text, self.echoed)
         if self.view.has_token_ids:
             choice["token_ids"] = one.token_ids
         return choice
@@ -131,7 +144,7 @@ class ChatShape(OpenAIShape):
             choice["prompt_token_ids"] = state.ids
         return [self._event(choice, state, 0)]
 
-    def _choice(self, index: int, one: CompletionOutput) -> dict[str, Any]:
+    def _choice(self, index: int, one: CompletionOutput) -> dict[str, Any] | None:
         choice: dict[str, Any] = {"index": index, "delta": {"content": one.text}, "logprobs": None}
         if self.view.logprobs is not None:
             choice["logprobs"] = self.view.logprobs.of_message(self._positions(one))
@@ -140,4 +153,8 @@ class ChatShape(OpenAIShape):
             choice["stop_reason"] = one.stop_reason
         if self.view.has_token_ids:
             choice["token_ids"] = one.token_ids
+        if self._tools is not None:
+            is_news = self._tools.put_into_delta(index, choice, one.text)
+            if not is_news and self.view.logprobs is None and not self.view.has_token_ids:
+                return None
         return choice

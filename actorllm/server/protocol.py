@@ -96,6 +96,8 @@ class Generation(Body):
     truncate_prompt_tokens: int | None = None
     add_special_tokens: bool | None = None
     repetition_detection: dict[str, int] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
     echo: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
@@ -131,6 +133,7 @@ class ChatCompletionRequest(Generation):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class TokenizeRequest(Body):

@@ -15,6 +15,8 @@ from actorllm.errors import InvalidParameterError, nearest_name
 from actorllm.request import VLLM_PARAMETERS, RequestOutputKind, SamplingParams
 from actorllm.server.envelope import ApiError
 from actorllm.server.protocol import Generation
+from actorllm.server.tool_parsers import DEFAULT_PARSER, PARSERS, ToolParser
+from actorllm.server.tools import response_format_of
 from actorllm.slo.objective import SLO
 
 SAMPLING_FIELDS = (
@@ -33,11 +35,11 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "tool_choice": (None, "none"),
     "functions": (None, []),
     "function_call": (None, "none"),
-    "response_format": (None, {"type": "text"}),
     "guided_json": (None,),
     "guided_regex": (None,),
     "guided_choice": (None,),
     "guided_grammar": (None,),
+    "guided_whitespace_pattern": (None,),
     "structural_tag": (None,),
     "suffix": (None, ""),
     "modalities": (None, ["text"]),
@@ -74,6 +76,9 @@ class Defaults:
     """What the model's author recommends."""
     max_prompt_characters: int
     trusts_chat_templates: bool = False
+    tool_parser: type[ToolParser] = PARSERS[DEFAULT_PARSER]
+    shows_tools: bool = True
+    """The model's chat template shows tools to the model."""
 
 
 @dataclass(slots=True)
@@ -90,6 +95,8 @@ def sampling_params(body: Generation, defaults: Defaults, kind: RequestOutputKin
     """decided: what the endpoint says itself, in the place of fields of the same name. Raises InvalidParameterError."""
     given = body.given()
     asked = {name: given[name] for name in SAMPLING_FIELDS if name in given}
+    if decided.get("structured_outputs") is None:
+        decided["structured_outputs"] = response_format_of(body)
     return SamplingParams.from_optional(**{**defaults.sampling, **asked, **decided, "output_kind": kind})
 
 
@@ -125,6 +132,8 @@ def check_idle(name: str, value: Any) -> None:
             return
         if isinstance(value, int | float) and not isinstance(value, bool) and value == accepted is not False:
             return
+    if name.startswith("guided_"):
+        raise ApiError(400, f"{name}: vLLM has given this field up; use structured_outputs or response_format", name)
     raise ApiError(400, f"{name} is not supported by this server yet; leave it out", name)
 
 

@@ -176,15 +176,15 @@ class OpenAIShape(Shape):
             index = number * self._n + one.index
             if not state.has_begun:
                 state.has_begun = True
-                for choice in range(number * self._n, (number + 1) * self._n):
-                    made += self._opening(choice, state, output)
+                for sibling in range(number * self._n, (number + 1) * self._n):
+                    made += self._opening(sibling, state, output)
             num_new = len(one.token_ids)
             state.num_output += num_new
             self._num_tokens[index] += num_new
             if self.is_plain and one.finish_reason is None:
                 made.append(self._plain[index] + orjson.dumps(one.text) + self._plain_end)
-            else:
-                made.append(self._event(self._choice(index, one), state, self._num_tokens[index]))
+            elif (choice := self._choice(index, one)) is not None:
+                made.append(self._event(choice, state, self._num_tokens[index]))
         return b"".join(made) if len(made) != 1 else made[0]
 
     def plain_events(self, number: int, deltas: Sequence[tuple[int, Delta]]) -> bytes:
@@ -204,8 +204,8 @@ class OpenAIShape(Shape):
         """The events of a choice before its first token."""
 
     @abstractmethod
-    def _choice(self, index: int, one: CompletionOutput) -> dict[str, Any]:
-        """What is new of a choice."""
+    def _choice(self, index: int, one: CompletionOutput) -> dict[str, Any] | None:
+        """What is new of a choice; None: nothing that can be told yet."""
 
     def _event(self, choice: dict[str, Any], state: PromptState, num_output: int) -> bytes:
         tail = b"]}\n\n"

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import orjson
 
 from actorllm.errors import CorruptModelError, InvalidParameterError, InvalidPromptError, nearest_name
-from actorllm.text.tokenizer import SPECIAL_NAMES, Tokenizer
+from actorllm.text.tokenizer import SPECIAL_NAMES, Tokenizer, read_object
 
 Message: TypeAlias = Mapping[str, Any]
 ContentFormat: TypeAlias = Literal["auto", "string", "openai"]
@@ -278,6 +278,14 @@ def _read_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorruptModelError(f"a chat template in {str(path)!r} cannot be read: {error}") from error
     return files or found
+
+
+def chat_templates(folder: str | os.PathLike[str]) -> list[str]:
+    """The texts of a model's chat templates; none where they cannot be read, which is told by whoever renders one."""
+    try:
+        return list(_read_templates(Path(folder), read_object(Path(folder) / "tokenizer_config.json")).values())
+    except CorruptModelError:
+        return []
 
 
 def _content(token: Any) -> str:

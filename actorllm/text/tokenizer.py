@@ -47,7 +47,7 @@ class Tokenizer:
         self.path = Path(folder)
         if not self.path.is_dir():
             raise ModelNotFoundError(f"tokenizer folder {str(self.path)!r} does not exist")
-        self.config: dict[str, Any] = _read_object(self.path / "tokenizer_config.json")
+        self.config: dict[str, Any] = read_object(self.path / "tokenizer_config.json")
         """tokenizer_config.json as it is; empty if there is none."""
         file = self.path / "tokenizer.json"
         self.backend: Any = _from_file(file) if file.is_file() else _from_transformers(self.path)
@@ -55,7 +55,7 @@ class Tokenizer:
         self.backend.no_truncation()
         self.backend.no_padding()
         # Older folders name the special tokens in a file of their own, which wins.
-        names = self.names = self.config | _read_object(self.path / "special_tokens_map.json")
+        names = self.names = self.config | read_object(self.path / "special_tokens_map.json")
         try:
             self._add_missing_tokens(names)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -161,7 +161,8 @@ def _added_token(value: Any) -> Any:
     return tokenizers.AddedToken(value["content"], **flags)
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
+    """A JSON object of a model folder, empty where there is no such file. Raises CorruptModelError."""
     if not file.is_file():
         return {}
     try:

@@ -1,0 +1,677 @@
+"""Tool calls in what a model writes: a parser for each way in which models write them.
+
+A parser gets the text of one sequence as it comes and gives out pieces: text for the reader, the beginning of a call with the name
+of its function, parts of its arguments. A whole answer goes the same way, so it says the same as a stream. Arguments are passed
+on as they are written, without being understood; a text that only looked like a call becomes text again as long as nobody has
+been told of a call. `tag` is the other direction: the structural tag (`text.structural_tag`) with which a call is demanded.
+
+Pure; called by server.tools and server.tool_shape. Names are vLLM's.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+from actorllm.errors import ConfigError, nearest_name
+
+
+class Text(NamedTuple):
+    """For the reader."""
+
+    text: str
+
+
+class Call(NamedTuple):
+    """A call begins: the number-th of this answer, from 0."""
+
+    number: int
+    name: str
+
+
+class Arguments(NamedTuple):
+    """More of the arguments of a call, as JSON text."""
+
+    number: int
+    text: str
+
+
+Piece: TypeAlias = Text | Call | Arguments
+
+
+class Tool(NamedTuple):
+    """A function that may be called."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    """The JSON schema of its arguments."""
+
+
+# Parts of JSON --------------------------------------------------------------------------------------------------------
+
+
+class Value:
+    """Finds the end of one JSON value, character by character."""
+
+    __slots__ = ("_depth", "_has_begun", "_in_string", "_is_escaped", "_is_plain")
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._has_begun = self._in_string = self._is_escaped = self._is_plain = False
+
+    def end(self, text: str, at: int) -> tuple[int, bool]:
+        """How far it goes in the text from `at` on, and whether it ends there."""
+        while at < len(text):
+            char = text[at]
+            if self._in_string:
+                if self._is_escaped:
+                    self._is_escaped = False
+                elif char == "\\":
+                    self._is_escaped = True
+                elif char == '"':
+                    self._in_string = False
+                    if not self._depth:
+                        return at + 1, True
+            elif char == '"':
+                self._in_string = self._has_begun = True
+            elif char in "{[":
+                self._depth += 1
+                self._has_begun = True
+            elif char in "}]":
+                if not self._depth:
+                    return at, True  # of what this value is in
+                self._depth -= 1
+                if not self._depth:
+                    return at + 1, True
+            elif not self._depth and (char == "," or (char.isspace() and self._has_begun)):
+                return at, True
+            elif not char.isspace():
+                self._has_begun = True
+            at += 1
+        return at, False
+
+
+NAME_KEYS = ("name",)
+ARGUMENT_KEYS = ("arguments", "parameters")
+OTHER_KEYS = ("type", "id")
+
+
+class CallObject:
+    """One call as a JSON object with a name and arguments, as its text comes.
+
+    Done when its last brace is there; `is_none` when it turns out to be another object.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.raw = ""
+        self.is_done = self.is_none = False
+        self.has_begun = False
+        """The call has been told of."""
+        self._state = "open"  # open, key, colon, value, comma
+        self._key = ""
+        self._value = Value()
+        self._held = ""  # of the present key or value
+        self._early = ""  # arguments that came before the name
+        self._has_arguments = False
+
+    def push(self, text: str) -> tuple[list[Piece], str]:
+        """The pieces, and what is left of the text when the object is done."""
+        pieces: list[Piece] = []
+        at = 0
+        while at < len(text) and not self.is_done and not self.is_none:
+            at = self._step(text, at, pieces)
+        self.raw += text[:at]
+        if self.is_done and not self.has_begun:
+            self.is_none = True
+        return pieces, text[at:]
+
+    def _step(self, text: str, at: int, pieces: list[Piece]) -> int:
+        char = text[at]
+        if self._state in ("key", "value"):
+            end, is_over = self._value.end(text, at)
+            part = text[at:end]
+            if self._state == "value" and self._key in ARGUMENT_KEYS:
+                self._argue(part, pieces)
+            else:
+                self._held += part
+            if is_over:
+                self._end_part(pieces)
+            return end
+        if char.isspace():
+            return at + 1
+        match self._state, char:
+            case "open", "{":
+                self._state = "before key"
+            case (("before key" | "comma"), "}"):
+                self.is_done = True
+                if self.has_begun and not self._has_arguments:
+                    pieces.append(Arguments(self.number, "{}"))
+            case "before key", '"':
+                self._state, self._value, self._held = "key", Value(), ""
+                return at
+            case "colon", ":":
+                self._state = "before value"
+            case "before value", _:
+                self._state, self._value, self._held = "value", Value(), ""
+                return at
+            case "comma", ",":
+                self._state = "before key"
+            case _:
+                self.is_none = True
+                return at
+        return at + 1
+
+    def _argue(self, part: str, pieces: list[Piece]) -> None:
+        if not part:
+            return
+        self._has_arguments = True
+        if self.has_begun:
+            pieces.append(Arguments(self.number, part))
+        else:
+            self._early += part
+
+    def _end_part(self, pieces: list[Piece]) -> None:
+        """A key or a value is complete."""
+        if self._state == "key":
+            self._key = _string(self._held) or ""
+            self.is_none = self._key not in (*NAME_KEYS, *ARGUMENT_KEYS, *OTHER_KEYS)
+            self._state = "colon"
+            return
+        self._state = "comma"
+        if self._key in NAME_KEYS:
+            name = _string(self._held)
+            if not name:
+                self.is_none = True
+                return
+            pieces.append(Call(self.number, name))
+            self.has_begun = True
+            if self._early:
+                pieces.append(Arguments(self.number, self._early))
+
+
+def _string(text: str) -> str | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None
+
+
+def _overlap(text: str, marker: str) -> int:
+    """How many characters at the end of a text may be the beginning of a marker."""
+    for size in range(min(len(text), len(marker) - 1), 0, -1):
+        if marker.startswith(text[-size:]):
+            return size
+    return 0
+
+
+# Parsers --------------------------------------------------------------------------------------------------------------
+
+
+class ToolParser(ABC):
+    """Of one sequence. `push` as text comes, then `finish`."""
+
+    MARKER: ClassVar[str] = ""
+    """What a call begins with; empty: nothing by which it could be told from text in advance."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._buffer = ""
+
+    def push(self, text: str) -> list[Piece]:
+        self._buffer += text
+        pieces: list[Piece] = []
+        while self._buffer and self._advance(pieces):
+            pass
+        return pieces
+
+    @abstractmethod
+    def _advance(self, pieces: list[Piece]) -> bool:
+        """Take something from the buffer. False: there is to be more of it first."""
+
+    @abstractmethod
+    def finish(self) -> list[Piece]:
+        """What was held back."""
+
+    @classmethod
+    @abstractmethod
+    def tag(cls, tools: Sequence[Tool], *, is_single: bool) -> dict[str, Any]:
+        """The format of an answer that is calls of these and nothing else; of one call, or one and more."""
+
+    @staticmethod
+    def new_id() -> str:
+        return f"chatcmpl-tool-{uuid.uuid4().hex}"
+
+
+class MarkedParser(ToolParser):
+    """Of models that write a marker before each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state = "text"
+
+    def _advance(self, pieces: list[Piece]) -> bool:
+        if self._state == "text":
+            return self._text(pieces)
+        return self._in_call(pieces)
+
+    @abstractmethod
+    def _in_call(self, pieces: list[Piece]) -> bool: ...
+
+    def _text(self, pieces: list[Piece]) -> bool:
+        """Text up to the next marker. Between calls there is nothing but space."""
+        before, marker, after = self._buffer.partition(self.MARKER)
+        held = "" if marker else self._buffer[len(self._buffer) - _overlap(self._buffer, self.MARKER) :]
+        if not marker:
+            before = before[: len(before) - len(held)]
+        if self.num_calls and not before.strip():
+            held = held if marker else before + held
+            before = ""
+        if before:
+            pieces.append(Text(before))
+        self._buffer = after if marker else held
+        if marker:
+            self._state = "marked"
+        return bool(marker)
+
+    def _give_up(self, raw: str, pieces: list[Piece]) -> bool:
+        """It was no call."""
+        pieces.append(Text(raw))
+        self._state = "text"
+        return bool(self._buffer)
+
+    def finish(self) -> list[Piece]:
+        held, self._buffer = self._buffer, ""
+        if self._state != "text":
+            return self._finish_call(held)
+        return [Text(held)] if held.strip() or (held and not self.num_calls) else []
+
+    @abstractmethod
+    def _finish_call(self, held: str) -> list[Piece]: ...
+
+
+class HermesParser(MarkedParser):
+    """Hermes, Qwen 2.5 and 3: <tool_call> and </tool_call> around a JSON object."""
+
+    MARKER = "<tool_call>"
+    END = "</tool_call>"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._object = CallObject(0)
+
+    def _in_call(self, pieces: list[Piece]) -> bool:
+        if self._state == "marked":
+            self._object = CallObject(self.num_calls)
+            self._state = "object"
+        if self._state == "object":
+            found, self._buffer = self._object.push(self._buffer)
+            pieces += found
+            self.num_calls += any(isinstance(piece, Call) for piece in found)
+            if self._object.is_none and not self._object.has_begun:
+                return self._give_up(self.MARKER + self._object.raw, pieces)
+            if self._object.is_done or self._object.is_none:
+                self._state = "end"
+            return self._state == "end"
+        _, end, after = self._buffer.partition(self.END)
+        if not end:
+            return False
+        self._buffer, self._state = after, "text"
+        return True
+
+    def _finish_call(self, held: str) -> list[Piece]:
+        if self._state == "end" or (self._state == "object" and self._object.has_begun):
+            return []
+        raw = self._object.raw if self._state == "object" else ""
+        return [Text(self.MARKER + raw + held)]
+
+    @classmethod
+    def tag(cls, tools: Sequence[Tool], *, is_single: bool) -> dict[str, Any]:
+        tags = [_json_call(tool, cls.MARKER + '\n{"name": ', ', "arguments": ', "}\n" + cls.END) for tool in tools]
+        return _several(tags, "\n", is_single)
+
+
+class MistralParser(MarkedParser):
+    """Mistral: [TOOL_CALLS] before a JSON list of calls, or (since 2025) before each name, with [ARGS] behind it."""
+
+    MARKER = "[TOOL_CALLS]"
+    NAME_END = re.compile(r"\[CALL_ID\]|\[ARGS\]|\{")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._list = CallList(0)
+        self._value = Value()
+
+    def _in_call(self, pieces: list[Piece]) -> bool:
+        if self._state == "marked":
+            bare = self._buffer.lstrip()
+            if not bare:
+                return False
+            self._list = CallList(self.num_calls)
+            self._state = "list" if bare[0] in "[{" else "name"
+        if self._state == "list":
+            found, self._buffer = self._list.push(self._buffer)
+            pieces += found
+            self.num_calls = self._list.num_calls
+            if self._list.is_none:
+                if not self._list.has_begun:
+                    return self._give_up(self.MARKER + self._list.raw, pieces)
+                self._state = "text"
+            elif self._list.is_done:
+                self._state = "text"
+            return self._state == "text"
+        if self._state == "name":
+            return self._name(pieces)
+        end, is_over = self._value.end(self._buffer, 0)
+        if end:
+            pieces.append(Arguments(self.num_calls - 1, self._buffer[:end]))
+        self._buffer = self._buffer[end:]
+        if is_over:
+            self._state = "text"
+        return is_over
+
+    def _name(self, pieces: list[Piece]) -> bool:
+        found = self.NAME_END.search(self._buffer)
+        if found is None or (found[0] == "[CALL_ID]" and not re.search(r"\[ARGS\]|\{", self._buffer)):
+            return False
+        name = self._buffer[: found.start()].strip()
+        start = re.search(r"\[ARGS\]|\{", self._buffer)
+        assert start is not None
+        if not name or re.search(r"\s", name):
+            raw, self._buffer = self._buffer, ""
+            return self._give_up(self.MARKER + raw, pieces)
+        self._buffer = self._buffer[start.start() if start[0] == "{" else start.end() :]
+        pieces.append(Call(self.num_calls, name))
+        self.num_calls += 1
+        self._value, self._state = Value(), "arguments"
+        return True
+
+    def _finish_call(self, held: str) -> list[Piece]:
+        if self._state == "arguments" or (self._state == "list" and self._list.has_begun):
+            return []
+        return [Text(self.MARKER + (self._list.raw if self._state == "list" else "") + held)]
+
+    @staticmethod
+    def new_id() -> str:
+        return uuid.uuid4().hex[:9]
+
+    @classmethod
+    def tag(cls, tools: Sequence[Tool], *, is_single: bool) -> dict[str, Any]:
+        tags = [_json_call(tool, '{"name": ', ', "arguments": ', "}") for tool in tools]
+        calls = _several(tags, ", ", is_single)
+        parts = [{"type": "const_string", "value": cls.MARKER + " ["}, calls, {"type": "const_string", "value": "]"}]
+        return {"type": "sequence", "elements": parts}
+
+
+class MistralNamedParser(MistralParser):
+    """The same, with calls demanded in the newer way."""
+
+    @classmethod
+    def tag(cls, tools: Sequence[Tool], *, is_single: bool) -> dict[str, Any]:
+        tags = [
+            {"type": "tag", "begin": f"{cls.MARKER}{tool.name}[ARGS]", "content": _schema(tool), "end": ""}
+            for tool in tools
+        ]
+        return _several(tags, "", is_single)
+
+
+class CallList:
+    """Calls as a JSON list of objects, or a single one."""
+
+    def __init__(self, first: int) -> None:
+        self.num_calls = first
+        self.raw = ""
+        self.is_done = self.is_none = self.has_begun = False
+        self._first = first
+        self._object: CallObject | None = None
+        self._is_list: bool | None = None
+
+    def push(self, text: str) -> tuple[list[Piece], str]:
+        pieces: list[Piece] = []
+        rest = text
+        while rest and not self.is_done and not self.is_none:
+            if self._object is not None:
+                found, rest = self._object.push(rest)
+                pieces += found
+                if any(isinstance(piece, Call) for piece in found):
+                    self.num_calls += 1
+                    self.has_begun = True
+                if self._object.is_none:
+                    self.is_none = True
+                elif self._object.is_done:
+                    self._object = None
+                    self.is_done = not self._is_list
+                continue
+            char = rest[0]
+            if char == "{" and (self._is_list or self._is_list is None):
+                self._is_list = bool(self._is_list)
+                self._object = CallObject(self.num_calls)
+                continue
+            if char == "[" and self._is_list is None:
+                self._is_list = True
+            elif char == "]" and self._is_list:
+                self.is_done = True
+            elif not char.isspace() and not (char == "," and self._is_list):
+                self.is_none = True
+                break
+            rest = rest[1:]
+        self.raw += text[: len(text) - len(rest)]
+        return pieces, rest
+
+
+class LlamaJsonParser(ToolParser):
+    """Llama 3 and 4: JSON objects with name and parameters at the beginning of the answer, or behind <|python_tag|>."""
+
+    MARKER = "<|python_tag|>"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state = "start"
+        self._object: CallObject | None = None
+        self._gap = ""
+
+    def _advance(self, pieces: list[Piece]) -> bool:
+        if self._object is not None:
+            found, self._buffer = self._object.push(self._buffer)
+            pieces += found
+            self.num_calls += any(isinstance(piece, Call) for piece in found)
+            if self._object.is_none and not self._object.has_begun:
+                pieces.append(Text(self._gap + self._object.raw))
+                self._object, self._state = None, "text"
+            elif self._object.is_done or self._object.is_none:
+                self._object, self._state, self._gap = None, "between", ""
+            return self._object is None
+        if self._state == "text":
+            return self._text(pieces)
+        bare = self._buffer.lstrip("; \t\r\n" if self._state == "between" else " \t\r\n")
+        if not bare or (self.MARKER.startswith(bare) and bare != self.MARKER):
+            return False
+        gap = self._buffer[: len(self._buffer) - len(bare)]
+        if bare.startswith(self.MARKER):
+            self._buffer, self._gap = bare[len(self.MARKER) :], gap + self.MARKER
+            self._state = "start"
+            return True
+        self._buffer = bare
+        if bare[0] == "{":
+            self._gap += gap
+            self._object = CallObject(self.num_calls)
+        else:
+            if self._gap + gap and not self.num_calls:
+                pieces.append(Text(self._gap + gap))
+            self._gap, self._state = "", "text"
+        return True
+
+    def _text(self, pieces: list[Piece]) -> bool:
+        before, marker, after = self._buffer.partition(self.MARKER)
+        if not marker:
+            held = _overlap(before, self.MARKER)
+            before, after = before[: len(before) - held], before[len(before) - held :]
+        if before:
+            pieces.append(Text(before))
+        self._buffer = after
+        if marker:
+            self._gap, self._state = marker, "start"
+        return bool(marker)
+
+    def finish(self) -> list[Piece]:
+        held, self._buffer = self._buffer, ""
+        if self._object is not None:
+            return [] if self._object.has_begun else [Text(self._gap + self._object.raw + held)]
+        if self._state == "between":
+            return [Text(held)] if held.strip("; \t\r\n") else []
+        return [Text(self._gap + held)] if self._gap + held else []
+
+    @classmethod
+    def tag(cls, tools: Sequence[Tool], *, is_single: bool) -> dict[str, Any]:
+        return _several([_json_call(tool, '{"name": ', ', "parameters": ', "}") for tool in tools], "; ", is_single)
+
+
+class PythonicParser(ToolParser):
+    """Llama 3.2 and 4: a list of Python calls. They are told of when the list is complete.
+
+    A call that is demanded is written as a JSON list, as in vLLM, and read as such.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state = "start"
+        self._list = CallList(0)
+
+    def _advance(self, pieces: list[Piece]) -> bool:
+        if self._state == "start":
+            bare = self._buffer.lstrip()
+            if not bare or (bare[0] == "[" and not bare[1:].lstrip()):
+                return False
+            self._state = "text" if bare[0] != "[" else "json" if bare[1:].lstrip()[0] == "{" else "python"
+        if self._state == "json":
+            found, self._buffer = self._list.push(self._buffer)
+            pieces += found
+            self.num_calls = self._list.num_calls
+            if self._list.is_none and not self._list.has_begun:
+                pieces.append(Text(self._list.raw))
+            if self._list.is_none or self._list.is_done:
+                self._state = "text"
+                return True
+            return False
+        if self._state == "python":
+            calls = _python_calls(self._buffer) if self._buffer.rstrip().endswith("]") else None
+            if calls is not None:
+                self._buffer, self._state = "", "text"
+                for number, (name, arguments) in enumerate(calls):
+                    pieces += [Call(number, name), Arguments(number, arguments)]
+                self.num_calls = len(calls)
+            return False
+        if self._buffer.strip() or not self.num_calls:
+            pieces.append(Text(self._buffer))
+        self._buffer = ""
+        return False
+
+    def finish(self) -> list[Piece]:
+        held, self._buffer = self._buffer, ""
+        if self._state == "json":
+            return [] if self._list.has_begun else [Text(self._list.raw + held)]
+        return [Text(held)] if held.strip() or (held and not self.num_calls) else []
+
+    @classmethod
+    def tag(cls, tools: Sequence[Tool], *, is_single: bool) -> dict[str, Any]:
+        calls = LlamaJsonParser.tag(tools, is_single=is_single) | {"separator": ", "}
+        parts = [{"type": "const_string", "value": "["}, calls, {"type": "const_string", "value": "]"}]
+        return {"type": "sequence", "elements": parts}
+
+
+def _python_calls(text: str) -> list[tuple[str, str]] | None:
+    """[f(a=1), g()] as names and JSON arguments; None for anything else."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(tree, ast.List) or not tree.elts:
+            return None
+        return [_python_call(node) for node in tree.elts]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _python_call(node: ast.expr) -> tuple[str, str]:
+    if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
+        raise ValueError("no call by keywords")
+    arguments = {str(keyword.arg): _python_value(keyword.value) for keyword in node.keywords}
+    return ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+
+
+def _python_value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
+        return {"true": True, "false": False, "null": None}[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_python_value(one) for one in node.elts]
+    if isinstance(node, ast.Dict):
+        pairs = zip(node.keys, node.values, strict=True)
+        return {str(ast.literal_eval(key)): _python_value(value) for key, value in pairs if key is not None}
+    value = ast.literal_eval(node)
+    if not isinstance(value, str | int | float | bool | None):
+        raise ValueError("no value of JSON")
+    return value
+
+
+# Tags -----------------------------------------------------------------------------------------------------------------
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": dict(tool.parameters)}
+
+
+def _json_call(tool: Tool, before_name: str, before_arguments: str, end: str) -> dict[str, Any]:
+    begin = before_name + json.dumps(tool.name, ensure_ascii=False) + before_arguments
+    return {"type": "tag", "begin": begin, "content": _schema(tool), "end": end}
+
+
+def _several(tags: list[dict[str, Any]], separator: str, is_single: bool) -> dict[str, Any]:
+    return {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": separator,
+        "at_least_one": True,
+        "stop_after_first": is_single,
+    }
+
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+PARSERS: dict[str, type[ToolParser]] = {
+    "hermes": HermesParser,
+    "qwen3_json": HermesParser,
+    "llama3_json": LlamaJsonParser,
+    "llama4_json": LlamaJsonParser,
+    "pythonic": PythonicParser,
+    "llama4_pythonic": PythonicParser,
+    "mistral": MistralParser,
+}
+DEFAULT_PARSER = "hermes"
+"""Of models whose chat template shows no tools."""
+
+
+def parser_named(name: str | None, templates: Sequence[str]) -> type[ToolParser]:
+    """The parser of this name; None: that of the way in which a model's chat templates show calls. Raises ConfigError."""
+    if name is not None and name not in PARSERS:
+        known = ", ".join(map(repr, PARSERS))
+        raise ConfigError(f"tool_call_parser={name!r} is not known{nearest_name(name, PARSERS)}; there are {known}")
+    found = PARSERS[name or next(_family(templates), DEFAULT_PARSER)]
+    if found is MistralParser and any("[ARGS]" in template for template in templates):
+        return MistralNamedParser
+    return found
+
+
+def _family(templates: Sequence[str]) -> Iterator[str]:
+    for template in templates:
+        if HermesParser.MARKER in template:
+            yield "hermes"
+        elif MistralParser.MARKER in template:
+            yield "mistral"
+        elif LlamaJsonParser.MARKER in template or '"parameters": dictionary of argument name' in template:
+            yield "llama3_json"
+        elif "[func_name1(" in template:
+            yield "pythonic"

@@ -1,0 +1,157 @@
+"""What a request says of output in a form: tools and how they are to be called, `response_format`, `structured_outputs`.
+
+Owns the checks of these fields, and what the engine is asked for them: nothing, where the model may answer as it likes and only
+its text is looked through for calls; else a grammar. Called by `sampling` and `chat`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from actorllm.server.envelope import ApiError
+from actorllm.server.tool_parsers import Tool, ToolParser
+from actorllm.structured_outputs import StructuredOutputsParams, structured_outputs_of
+
+CHOICES = ("none", "auto", "required")
+FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """How a request may call its tools. Of a request that may not, there is none."""
+
+    parser: type[ToolParser]
+    is_named: bool
+    """One function is demanded by name."""
+    is_parallel: bool
+    """There may be several calls in one answer."""
+    structured: StructuredOutputsParams | None
+    """The grammar that demands what is demanded; None: the model writes what it likes."""
+
+
+def response_format_of(body: Any) -> StructuredOutputsParams | None:
+    """The grammar that a request asks for beside its tools. Raises ApiError and InvalidParameterError."""
+    given = body.structured_outputs
+    asked = _of_format(body.response_format)
+    if asked is None:
+        return structured_outputs_of(given)
+    if given is not None:
+        raise ApiError(400, "response_format beside structured_outputs: give one of them", "response_format")
+    return asked.named("response_format")
+
+
+def _of_format(format: Any) -> StructuredOutputsParams | None:
+    if format is None:
+        return None
+    kind = format.get("type")
+    if kind not in FORMATS:
+        raise ApiError(
+            400, f"response_format: type={kind!r:.80} must be one of {', '.join(FORMATS)}", "response_format"
+        )
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if kind == "structural_tag":
+        return StructuredOutputsParams(structural_tag=_written(format, "response_format"))
+    holder = format.get("json_schema")
+    schema = holder.get("schema") if isinstance(holder, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise ApiError(400, "response_format: json_schema must be an object with a schema", "response_format")
+    return StructuredOutputsParams(json=_written(schema, "response_format"))
+
+
+def tool_use_of(body: Any, parser: type[ToolParser]) -> ToolUse | None:
+    """None: the request has no tools, or must not call them. Raises ApiError."""
+    choice = body.tool_choice
+    if body.tools is None:
+        if choice not in (None, "none", "auto"):
+            raise ApiError(400, f"tool_choice={choice!r:.80} needs tools", "tool_choice")
+        return None
+    if not body.tools:
+        raise ApiError(400, "tools is empty: leave it out, or give at least one", "tools")
+    tools = [_tool(one) for one in body.tools]
+    if choice == "none":
+        return None
+    name = None if choice is None or isinstance(choice, str) else _chosen(choice, tools)
+    if name is None and choice not in (None, *CHOICES):
+        raise ApiError(
+            400, f"tool_choice={choice!r:.80} must be one of {', '.join(CHOICES)}, or a function", "tool_choice"
+        )
+    is_demanded = name is not None or choice == "required"
+    is_parallel = body.parallel_tool_calls is not False and name is None
+    format = response_format_of(body)
+    if is_demanded and format is not None:
+        field = "structured_outputs" if body.structured_outputs is not None else "response_format"
+        raise ApiError(400, f"tool_choice={choice!r:.80} demands a call, and {field} another form of answer", field)
+    called = tools if name is None else [tool for tool in tools if tool.name == name]
+    calls = parser.tag(called, is_single=not is_parallel)
+    tag: dict[str, Any] | None = None
+    if is_demanded:
+        tag = calls
+    elif format is not None:
+        if format.json is None and format.json_object is None:
+            raise ApiError(400, "structured_outputs beside tools must be json or json_object", "structured_outputs")
+        schema = format.json or {"type": "object"}
+        if isinstance(schema, str):
+            schema = json.loads(schema)
+        tag = {"type": "or", "elements": [calls, {"type": "json_schema", "json_schema": schema}]}
+    elif any(_is_strict(one) for one in body.tools) and _is_marked(calls, parser.MARKER):
+        tag = {"type": "triggered_tags", "triggers": [parser.MARKER], "tags": calls["tags"]}
+        tag["stop_after_first"] = not is_parallel
+    structured = None
+    if tag is not None:
+        text = _written({"type": "structural_tag", "format": tag}, "tools")
+        structured = StructuredOutputsParams(structural_tag=text).named("tools")
+    return ToolUse(parser, name is not None, is_parallel, structured)
+
+
+def _tool(given: Any) -> Tool:
+    function = (
+        given.get("function") if isinstance(given, Mapping) and given.get("type", "function") == "function" else None
+    )
+    if not isinstance(function, Mapping):
+        raise ApiError(400, f"tools: {given!r:.80} must be an object with type 'function' and a function", "tools")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not name.isprintable() or not name.strip():
+        raise ApiError(400, f"tools: name={name!r:.80} must be the name of a function", "tools")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise ApiError(400, f"tools: the parameters of {name!r:.80} must be a JSON schema", "tools")
+    if not parameters or function.get("strict") is False:
+        parameters = {"type": "object"}
+    return Tool(name, parameters)
+
+
+def _is_marked(calls: Mapping[str, Any], marker: str) -> bool:
+    """Whether a call is told from text by what it begins with: then the text before it can be free."""
+    return bool(marker) and all(tag["begin"].startswith(marker) for tag in calls.get("tags", ({"begin": ""},)))
+
+
+def _is_strict(given: Mapping[str, Any]) -> bool:
+    return given["function"].get("strict") is True
+
+
+def _chosen(choice: Any, tools: Sequence[Tool]) -> str:
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if choice.get("type") != "function" or not isinstance(name, str):
+        raise ApiError(
+            400,
+            f"tool_choice={choice!r:.80} must be "
+            '{"type": "function", "function": {"name": ...}}, or one of ' + ", ".join(CHOICES),
+            "tool_choice",
+        )
+    if all(tool.name != name for tool in tools):
+        known = ", ".join(repr(tool.name) for tool in tools)
+        raise ApiError(400, f"tool_choice: there is no tool {name!r:.80}; there are {known:.400}", "tool_choice")
+    return name
+
+
+def _written(tree: Any, field: str) -> str:
+    try:
+        return json.dumps(tree, ensure_ascii=False)
+    except (RecursionError, ValueError, TypeError) as error:
+        raise ApiError(400, f"{field} cannot be used as JSON: {error}", field) from error

@@ -1,0 +1,165 @@
+"""Tool calls in text: every parser, whole and in pieces of every size, and what it does with what is none."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from actorllm.errors import ConfigError
+from actorllm.server.tool_parsers import (
+    PARSERS,
+    Arguments,
+    Call,
+    HermesParser,
+    LlamaJsonParser,
+    MistralNamedParser,
+    MistralParser,
+    Piece,
+    PythonicParser,
+    Text,
+    Tool,
+    ToolParser,
+    parser_named,
+)
+from actorllm.text.grammar import GrammarCompiler
+from actorllm.text.tokenizer import Tokenizer
+
+ARGUMENTS = '{"city": "Sankt \\"P\\u00f6lten\\" } ]", "days": [1, {"a": null}], "x": {}}'
+
+
+def read(parser: type[ToolParser], text: str, size: int) -> tuple[str, list[tuple[str, str]]]:
+    """The text and the calls of an answer that comes in parts of so many characters."""
+    one = parser()
+    pieces: list[Piece] = []
+    for at in range(0, len(text), size):
+        pieces += one.push(text[at : at + size])
+    pieces += one.finish()
+    told = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+    calls: list[list[str]] = []
+    for piece in pieces:
+        match piece:
+            case Call(number, name):
+                assert number == len(calls)
+                calls.append([name, ""])
+            case Arguments(number, part):
+                assert number == len(calls) - 1, "arguments come behind their name"
+                calls[number][1] += part
+    assert one.num_calls == len(calls)
+    return told, [(name, arguments) for name, arguments in calls]
+
+
+HERMES = '<tool_call>\n{"name": "weather", "arguments": ' + ARGUMENTS + "}\n</tool_call>"
+LLAMA = '{"name": "weather", "parameters": ' + ARGUMENTS + "}"
+WEATHER = ("weather", ARGUMENTS)
+CASES: list[tuple[type[ToolParser], str, str, list[tuple[str, str]]]] = [
+    (HermesParser, "Just text < and <tool", "Just text < and <tool", []),
+    (HermesParser, "Let me see.\n" + HERMES, "Let me see.\n", [WEATHER]),
+    (HermesParser, HERMES + "\n" + HERMES.replace("weather", "other"), "", [WEATHER, ("other", ARGUMENTS)]),
+    (HermesParser, HERMES + " and so on", " and so on", [WEATHER]),
+    (HermesParser, '<tool_call>{"arguments":{"a":1},"name":"f"}</tool_call>', "", [("f", '{"a":1}')]),
+    (HermesParser, '<tool_call>{"name":"f"}</tool_call>', "", [("f", "{}")]),
+    (HermesParser, '<tool_call>{"name": "f", "arguments": {"a": [1, ', "", [("f", '{"a": [1, ')]),
+    (HermesParser, "<tool_call>not JSON</tool_call>", "<tool_call>not JSON</tool_call>", []),
+    (HermesParser, '<tool_call>{"answer": 3}</tool_call>', '<tool_call>{"answer": 3}</tool_call>', []),
+    (HermesParser, '<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
+    (HermesParser, '<tool_call>{"na', '<tool_call>{"na', []),
+    (LlamaJsonParser, LLAMA, "", [WEATHER]),
+    (LlamaJsonParser, "<|python_tag|>" + LLAMA, "", [WEATHER]),
+    (LlamaJsonParser, LLAMA + "; " + LLAMA, "", [WEATHER, WEATHER]),
+    (LlamaJsonParser, '{"type": "function", "name": "f", "parameters": {}}', "", [("f", "{}")]),
+    (LlamaJsonParser, '{"city": "x"} is JSON', '{"city": "x"} is JSON', []),
+    (LlamaJsonParser, ' Text with { and "name"', ' Text with { and "name"', []),
+    (LlamaJsonParser, "Text first <|python_tag|>" + LLAMA, "Text first ", [WEATHER]),
+    (LlamaJsonParser, "<|pyth", "<|pyth", []),
+    (MistralParser, '[TOOL_CALLS] [{"name": "weather", "arguments": ' + ARGUMENTS + "}]", "", [WEATHER]),
+    (
+        MistralParser,
+        '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"a": 1}}]',
+        "",
+        [("f", "{}"), ("g", '{"a": 1}')],
+    ),
+    (MistralParser, "Well. [TOOL_CALLS]weather[ARGS]" + ARGUMENTS, "Well. ", [WEATHER]),
+    (MistralParser, '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{}', "", [("f", '{"a": 1}'), ("g", "{}")]),
+    (MistralParser, "[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{}", "", [("f", "{}")]),
+    (MistralParser, "[TOOL_CALLS] [3]", "[TOOL_CALLS] [3]", []),
+    (
+        PythonicParser,
+        '[weather(city="x", days=[1, -2]), g()]',
+        "",
+        [("weather", '{"city": "x", "days": [1, -2]}'), ("g", "{}")],
+    ),
+    (PythonicParser, "[f(a={'b': (None, true)})]", "", [("f", '{"a": {"b": [null, true]}}')]),
+    (PythonicParser, "[1] is a footnote", "[1] is a footnote", []),
+    (PythonicParser, "[__import__('os').system('x')]", "[__import__('os').system('x')]", []),
+    (PythonicParser, "Text", "Text", []),
+    (PythonicParser, "[" + LLAMA + ", " + LLAMA + "]", "", [WEATHER, WEATHER]),
+]
+
+
+@pytest.mark.parametrize(("parser", "text", "told", "calls"), CASES, ids=[case[1][:40] for case in CASES])
+def test_calls_are_found_whatever_the_pieces_are(
+    parser: type[ToolParser], text: str, told: str, calls: list[tuple[str, str]]
+) -> None:
+    for size in (len(text), 1, 2, 3, 7):
+        got, found = read(parser, text, size)
+        assert found == calls
+        assert got.strip() == told.strip()
+        if not calls:
+            assert got == told
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    parser = HermesParser()
+    text = HERMES[: HERMES.index("days")]
+    pieces = [piece for char in text for piece in parser.push(char)]
+    assert pieces[0] == Call(0, "weather")
+    assert len(pieces) > 10, "nothing of them is held back"
+    assert (
+        "".join(piece.text for piece in pieces[1:] if isinstance(piece, Arguments))
+        == ARGUMENTS[: ARGUMENTS.index("days")]
+    )
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("parser", {*PARSERS.values(), MistralNamedParser}, ids=lambda parser: parser.__name__)
+@pytest.mark.parametrize("is_single", [True, False])
+def test_what_is_demanded_can_be_read(storyteller: Tokenizer, parser: type[ToolParser], is_single: bool) -> None:
+    """What the grammar of a demand lets through, the parser of the same model finds."""
+    tag = parser.tag([Tool("f", SCHEMA), Tool('"odd"', {"type": "object"})], is_single=is_single)
+    compiler = GrammarCompiler(storyteller, 4096, [0])
+    grammar = {"kind": "structural_tag", "text": json.dumps({"format": tag})}
+    call: Any = {
+        HermesParser: '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
+        LlamaJsonParser: '{"name": "f", "parameters": {"a": 1}}',
+        PythonicParser: '[{"name": "f", "parameters": {"a": 1}}]',
+        MistralParser: '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]',
+        MistralNamedParser: '[TOOL_CALLS]f[ARGS]{"a": 1}',
+    }[parser]
+    matcher = compiler.compile(grammar)
+    matcher.push(storyteller.encode(call, add_special_tokens=False).tolist())
+    _, is_last = compiler.masks([(matcher, False)])
+    is_list = parser in (PythonicParser, MistralParser)
+    assert (matcher.is_over or is_last[0]) == (is_single or is_list)
+    assert read(parser, call, 5) == ("", [("f", '{"a": 1}')])
+
+
+@pytest.fixture(scope="module")
+def storyteller() -> Tokenizer:
+    from actorllm.config import BUNDLED_MODELS
+
+    return Tokenizer(BUNDLED_MODELS["storyteller"])
+
+
+def test_the_parser_is_that_of_the_template() -> None:
+    assert parser_named(None, []) is HermesParser
+    assert parser_named(None, ["... <tool_call> ..."]) is HermesParser
+    assert parser_named(None, ["[AVAILABLE_TOOLS] [TOOL_CALLS]"]) is MistralParser
+    assert parser_named(None, ["[TOOL_CALLS]name[ARGS]"]) is MistralNamedParser
+    assert parser_named(None, ["<|python_tag|>"]) is LlamaJsonParser
+    assert parser_named("pythonic", ["<tool_call>"]) is PythonicParser
+    with pytest.raises(ConfigError, match="tool_call_parser='hermess' is not known; did you mean 'hermes'"):
+        parser_named("hermess", [])
