@@ -50,6 +50,7 @@ BENCHES = (
     Bench("prefix", ("--rounds", "4", "--models", "storyteller")),
     Bench("urgent", ("--rounds", "3")),
     Bench("parameters", ("--rounds", "1", "--tokens", "8")),
+    Bench("structured", ("--schemas", "20", "--rounds", "1", "--tokens", "8")),
     Bench("recovery", ("--kills", "1")),
     Bench("fuzz_rings", ("--trials", "5000")),
     Bench("start", ("--rounds", "2")),

@@ -59,7 +59,8 @@ def names(section: str, *, are_there: bool) -> set[str]:
 def public_names(cls: type[Any]) -> set[str]:
     """Fields, methods and properties that users touch."""
     found = {name for name, _ in inspect.getmembers(cls) if not name.startswith("_")}
-    return found | {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else found
+    named = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    return found | {f.name for f in named if not f.name.startswith("_")}
 
 
 def accepted_at(values: tuple[Any, ...]) -> str:
@@ -83,6 +84,7 @@ CLASSES = [
     "BeamSearchSequence",
     "BeamSearchOutput",
     "RepetitionDetectionParams",
+    "StructuredOutputsParams",
     "RequestOutput",
     "CompletionOutput",
     "Logprob",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +87,14 @@ def test_chat() -> None:
     first, second = output.split("user: And then?\nassistant: ")
     assert len(first) > 50
     assert len(second.strip()) > 20
+
+
+def test_structured_output() -> None:
+    schema, regex, choice, told = output_of("structured_output.py").splitlines()
+    animal = json.loads(schema.removeprefix("schema: "))
+    assert told == f"{animal['name']} is a {animal['kind']} of {animal['age']}"
+    assert re.fullmatch(r"regex: In (spring|summer|autumn), at [1-9] o'clock\.", regex)
+    assert choice in ("choice: happy", "choice: sad")
 
 
 def test_beam_search() -> None:

@@ -21,6 +21,7 @@ CLASSES: dict[str, list[tuple[str, str]]] = {
     "PoolingRequestOutput": [("outputs.py", "PoolingRequestOutput")],
     "BeamSearchParams": [("sampling_params.py", "BeamSearchParams")],
     "RepetitionDetectionParams": [("sampling_params.py", "RepetitionDetectionParams")],
+    "StructuredOutputsParams": [("sampling_params.py", "StructuredOutputsParams")],
     "BeamSearchSequence": [("entrypoints/generate/beam_search/utils.py", "BeamSearchSequence")],
     "BeamSearchOutput": [("entrypoints/generate/beam_search/utils.py", "BeamSearchOutput")],
     "RequestOutput": [("outputs.py", "RequestOutput")],
