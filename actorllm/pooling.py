@@ -248,12 +248,18 @@ def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
+def _from_text(name: str, given: Any) -> Any:
+    """What a command line says as JSON."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return orjson.loads(given)
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"{name}={given!r:.200} is not valid JSON: {error}") from error
+
+
 def _pooler_config(given: Any) -> PoolerConfig:
-    if isinstance(given, str):
-        try:
-            given = orjson.loads(given)
-        except orjson.JSONDecodeError as error:
-            raise ConfigError(f"pooler_config={given!r:.200} is not valid JSON: {error}") from error
+    given = _from_text("pooler_config", given)
     if given is None:
         return PoolerConfig()
     if isinstance(given, Mapping):
@@ -279,6 +285,7 @@ def _pooler_config(given: Any) -> PoolerConfig:
 
 
 def _overrides(given: Any) -> dict[str, Any]:
+    given = _from_text("hf_overrides", given)
     if given is None:
         return {}
     if not isinstance(given, Mapping):

@@ -26,6 +26,14 @@ class ServedEngineOptions(SeededEngineOptions):
 
     name: str | None = None
     """Under which other programs of this user join the engine (AsyncLLM.attach)."""
+    runner: str | None = None
+    """pooling: vectors instead of text, which encoders and folders of sentence-transformers are run for by themselves."""
+    convert: str | None = None
+    """embed: as --runner pooling."""
+    pooler_config: str | None = None
+    """As JSON: {"pooling_type": "MEAN", "use_activation": true}."""
+    hf_overrides: str | None = None
+    """As JSON: {"is_matryoshka": true}."""
     skip_tokenizer_init: bool | None = None
     stream_interval: int | None = None
     """New tokens per event."""

@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from actorllm import __version__
 from actorllm.async_llm import AsyncLLM
 from actorllm.errors import ActorLLMError, ConfigError
-from actorllm.server import chat, completions, demo, live
+from actorllm.server import chat, completions, demo, live, pooling
 from actorllm.server.answer import Answer, StreamedAnswer, WholeAnswer
 from actorllm.server.completions import Asked
 from actorllm.server.envelope import KINDS, ApiError, error_of
@@ -50,6 +50,7 @@ MIN_PROMPT_CHARACTERS = 1 << 16
 BODIES: tuple[type[Body], ...] = (
     *(CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest, AbortRequest),
     demo.GenerateRequest,
+    *pooling.BODIES,
 )
 
 
@@ -106,6 +107,7 @@ def create_app(
         app.state.server.tracing = Tracing(tracer_provider)
     app.include_router(router)
     app.include_router(live.router)
+    app.include_router(pooling.router)
     app.add_api_route("/v1/completions", complete, methods=["POST"], openapi_extra=takes(CompletionRequest))
     app.add_api_route("/v1/chat/completions", converse, methods=["POST"], openapi_extra=takes(ChatCompletionRequest))
     app.add_api_route("/generate", generate, methods=["POST"], openapi_extra=takes(demo.GenerateRequest))

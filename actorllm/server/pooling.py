@@ -1,0 +1,313 @@
+"""`POST /v1/embeddings`, `/v1/score` and `/v1/rerank`: vectors of texts, and how alike texts are by the cosine of theirs.
+
+Bodies and answers are OpenAI's and vLLM's (for models that embed), the latter's being those of Jina and Cohere. One engine
+request per text; what goes around them (status, disconnects, errors) is `answer`'s.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+import uuid
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, cast
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from actorllm.engine import Prompt
+from actorllm.errors import ActorLLMError, InvalidParameterError
+from actorllm.pooled import PoolingOutput, PoolingRequestOutput, paired, scored
+from actorllm.request import MAX_N, PoolingParams, RequestOutput
+from actorllm.server.answer import WholeAnswer
+from actorllm.server.completions import check_length, prompts_of
+from actorllm.server.envelope import ApiError, error_of
+from actorllm.server.operations import read_body, state_of, takes
+from actorllm.server.protocol import Body, Generation, Objective, Prompts
+from actorllm.server.sampling import Extras, extras_of
+from actorllm.server.shape import PromptState, Shape, metrics_of
+from actorllm.slo.objective import SLO
+from actorllm.stream import RequestStream
+
+router = APIRouter()
+
+IDLE: dict[str, tuple[Any, ...]] = {
+    "embed_dtype": (None, "float32"),
+    "endianness": (None, "native", "little"),
+    "padding": (None, "do_not_pad"),
+    "max_tokens_per_query": (None, 0),
+    "max_tokens_per_doc": (None, 0),
+    "instruction": (None,),
+    "chat_template_kwargs": (None, {}),
+}
+"""Fields of vLLM that are accepted at these values, where they ask for what is done anyway."""
+
+
+class Pooled(Body):
+    """What all requests for vectors share."""
+
+    model: str | None = None
+    use_activation: bool | None = None
+    normalize: bool | None = None
+    pooling_type: str | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    priority: int | None = None
+    slo: Objective = None
+    is_latency_sensitive: bool | None = None
+    type_info: str | None = None
+    tenant: str | None = None
+    return_metrics: bool | None = None
+    embed_dtype: str | None = None
+    endianness: str | None = None
+    padding: str | None = None
+    max_tokens_per_query: int | None = None
+    max_tokens_per_doc: int | None = None
+    instruction: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class EmbeddingRequest(Pooled):
+    """`POST /v1/embeddings`."""
+
+    input: Prompts
+    encoding_format: str | None = None
+    dimensions: int | None = None
+
+
+class ScoreRequest(Pooled):
+    """`POST /v1/score`: two sides, by any of the pairs of names that vLLM knows; a text each, or one text and several."""
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    items: str | list[str] | None = None
+    data_1: str | list[str] | None = None
+    data_2: str | list[str] | None = None
+
+
+class RerankRequest(Pooled):
+    """`POST /v1/rerank`: documents, which are texts or objects with a text, by how alike the query they are."""
+
+    query: str
+    documents: list[str | dict[str, Any]]
+    top_n: int | None = None
+    return_documents: bool | None = None
+
+
+BODIES = (EmbeddingRequest, ScoreRequest, RerankRequest)
+
+SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+
+
+@router.post("/v1/embeddings", openapi_extra=takes(EmbeddingRequest))
+async def embeddings(request: Request) -> Response:
+    """A vector for each text."""
+    body = await read_body(request, EmbeddingRequest)
+    if body.encoding_format not in (None, "float", "base64"):
+        raise ApiError(
+            400, f"encoding_format={body.encoding_format!r:.80} must be 'float' or 'base64'", "encoding_format"
+        )
+
+    def ask(characters: int) -> tuple[list[Prompt], PooledShape]:
+        prompts = prompts_of(body.input, characters, body.truncate_prompt_tokens)
+        return prompts, EmbeddingShape(body, "embd")
+
+    return _answer(request, body, ask, "input", dimensions=body.dimensions)
+
+
+@router.post("/score", include_in_schema=False)
+@router.post("/v1/score", openapi_extra=takes(ScoreRequest))
+async def score(request: Request) -> Response:
+    """How alike two texts are, or one text and each of several, or pairs of texts."""
+    body = await read_body(request, ScoreRequest)
+    sides = [names for names in SIDES if all(getattr(body, name) is not None for name in names)]
+    if len(sides) != 1:
+        told = "is needed" if not sides else "is needed, and there are more"
+        raise ApiError(400, f"one of {', '.join(' and '.join(names) for names in SIDES)} {told}", SIDES[0][0])
+
+    def ask(characters: int) -> tuple[list[Prompt], PooledShape]:
+        first, second = (_texts(getattr(body, name)) for name in sides[0])
+        paired(len(first), len(second))
+        for text in [*first, *second] if body.truncate_prompt_tokens is None else ():
+            check_length(text, characters)
+        return [*first, *second], ScoreShape(body, "score", len(first))
+
+    return _answer(request, body, ask, sides[0][0])
+
+
+@router.post("/rerank", include_in_schema=False)
+@router.post("/v2/rerank", include_in_schema=False)
+@router.post("/v1/rerank", openapi_extra=takes(RerankRequest))
+async def rerank(request: Request) -> Response:
+    """Documents in the order of how alike the query they are."""
+    body = await read_body(request, RerankRequest)
+    if body.top_n is not None and body.top_n < 0:
+        raise ApiError(400, f"top_n={body.top_n} must be at least 0, which is all of them", "top_n")
+    documents = [_text_of(document) for document in body.documents]
+
+    def ask(characters: int) -> tuple[list[Prompt], PooledShape]:
+        paired(1, len(documents))
+        for text in [body.query, *documents] if body.truncate_prompt_tokens is None else ():
+            check_length(text, characters)
+        return [body.query, *documents], RerankShape(body, "rerank", documents)
+
+    return _answer(request, body, ask, "documents")
+
+
+def _texts(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
+
+
+def _text_of(document: str | dict[str, Any]) -> str:
+    if isinstance(document, str):
+        return document
+    text = document.get("text")
+    if not isinstance(text, str):
+        raise ApiError(
+            400, "documents: an object needs a 'text'; documents of other kinds are not supported", "documents"
+        )
+    return text
+
+
+def _answer(request: Request, body: Pooled, ask: Any, prompt_field: str, **params: Any) -> Response:
+    """ask: from the characters that a text may have to the prompts, and the shape of the answer."""
+    state = state_of(request)
+    model = state.check_model(body.model)
+    state.check_room()
+    if body.request_id is None and "x-request-id" in request.headers:
+        body.request_id = request.headers["x-request-id"]
+    fields = type(body).model_fields
+    streams = []
+    try:
+        extras = _extras(body, request)
+        wanted = {name: getattr(body, name) for name in ("use_activation", "normalize", "pooling_type")}
+        pooling = PoolingParams(**wanted, **params)
+        prompts, shape = ask(state.defaults.max_prompt_characters)
+        if len(prompts) > MAX_N:
+            raise InvalidParameterError(
+                f"{prompt_field}: {len(prompts)} texts are more than {MAX_N}; send fewer at a time"
+            )
+        if body.cache_salt is not None:
+            prompts = [_salted(prompt, body.cache_salt) for prompt in prompts]
+        for prompt in prompts:
+            streams.append(state.llm.encode(prompt, pooling, **extras.arguments))  # noqa: PERF401 - those before are ended
+    except (ActorLLMError, RecursionError) as error:
+        for stream in streams:
+            stream.abort()
+        raise error_of(error, fields, prompt_field) from error
+    shape.model, shape.slo = model, extras.slo
+    told = {"x-request-id": shape.id}
+    if extras.warnings:
+        told["x-actorllm-warning"] = "; ".join(extras.warnings)
+    # A PoolingStream is awaited and aborted like any other; what comes out of it is the shape's business.
+    return WholeAnswer(state, shape, cast("list[RequestStream]", streams), fields, prompt_field, told)
+
+
+def _extras(body: Pooled, request: Request) -> Extras:
+    for name, accepted in IDLE.items():
+        if getattr(body, name) not in accepted:
+            shown = " or ".join(repr(value) for value in accepted if value is not None)
+            instead = f"; leave it at {shown}" if shown else "; leave it out"
+            raise ApiError(400, f"{name}={getattr(body, name)!r:.80} is not supported{instead}", name)
+    extras = extras_of(cast(Generation, body), request.headers)  # the fields that it looks at are the same
+    if body.truncation_side is not None:
+        extras.arguments.setdefault("tokenization_kwargs", {})["truncation_side"] = body.truncation_side
+    return extras
+
+
+def _salted(prompt: Prompt, salt: str) -> Prompt:
+    return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, "cache_salt": salt}
+
+
+class PooledShape(Shape):
+    """model, slo: set before the answer begins."""
+
+    CONTENT_TYPE = b"application/json"
+
+    model = ""
+    slo: SLO | None = None
+
+    def __init__(self, body: Pooled, prefix: str) -> None:
+        self.id = f"{prefix}-{body.request_id or uuid.uuid4().hex}"
+        self._body = body
+        self._created = int(time.time())
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        pooled = cast("Sequence[PoolingRequestOutput[PoolingOutput]]", outputs)
+        for output in pooled:
+            if output.error is not None:
+                raise ApiError(503, output.error.message)
+        num_tokens = sum(len(output.prompt_token_ids) for output in pooled)
+        tree = self._tree(pooled, {"prompt_tokens": num_tokens, "total_tokens": num_tokens})
+        if self._body.return_metrics:
+            tree["metrics"] = [
+                metrics_of(PromptState(output.prompt_token_ids, metrics=output.metrics), self.slo) for output in pooled
+            ]
+        return orjson.dumps(tree, option=orjson.OPT_SERIALIZE_NUMPY)
+
+    @abstractmethod
+    def _tree(
+        self, outputs: Sequence[PoolingRequestOutput[PoolingOutput]], usage: dict[str, Any]
+    ) -> dict[str, Any]: ...
+
+    def _head(self, usage: dict[str, Any]) -> dict[str, Any]:
+        usage = {**usage, "completion_tokens": 0, "prompt_tokens_details": None}
+        return {"id": self.id, "object": "list", "created": self._created, "model": self.model, "usage": usage}
+
+    def events(self, number: int, output: RequestOutput) -> bytes:
+        raise NotImplementedError("vectors are not streamed")
+
+    def close(self) -> bytes:
+        raise NotImplementedError("vectors are not streamed")
+
+    def failure(self, body: bytes) -> bytes:
+        raise NotImplementedError("vectors are not streamed")
+
+
+class EmbeddingShape(PooledShape):
+    def _tree(self, outputs: Sequence[PoolingRequestOutput[PoolingOutput]], usage: dict[str, Any]) -> dict[str, Any]:
+        in_base64 = isinstance(self._body, EmbeddingRequest) and self._body.encoding_format == "base64"
+        data = []
+        for index, output in enumerate(outputs):
+            vector = output.outputs.array
+            shown: Any = base64.b64encode(vector.astype("<f4").tobytes()).decode() if in_base64 else vector
+            data.append({"index": index, "object": "embedding", "embedding": shown})
+        return {**self._head(usage), "data": data}
+
+
+class ScoreShape(PooledShape):
+    def __init__(self, body: Pooled, prefix: str, num_first: int) -> None:
+        super().__init__(body, prefix)
+        self._num_first = num_first
+
+    def _scores(self, outputs: Sequence[PoolingRequestOutput[PoolingOutput]]) -> list[float]:
+        found = scored(outputs[: self._num_first], outputs[self._num_first :], None)
+        return [output.outputs.score for output in found]
+
+    def _tree(self, outputs: Sequence[PoolingRequestOutput[PoolingOutput]], usage: dict[str, Any]) -> dict[str, Any]:
+        data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(self._scores(outputs))]
+        return {**self._head(usage), "data": data}
+
+
+class RerankShape(ScoreShape):
+    def __init__(self, body: RerankRequest, prefix: str, documents: list[str]) -> None:
+        super().__init__(body, prefix, 1)
+        self._most = body.top_n or len(documents)
+        self._shows_documents = body.return_documents is not False
+        self._documents = documents
+
+    def _tree(self, outputs: Sequence[PoolingRequestOutput[PoolingOutput]], usage: dict[str, Any]) -> dict[str, Any]:
+        results = []
+        best_first = sorted(enumerate(self._scores(outputs)), key=lambda entry: -entry[1])
+        for index, value in best_first[: self._most]:
+            result: dict[str, Any] = {"index": index, "relevance_score": value}
+            if self._shows_documents:
+                result["document"] = {"text": self._documents[index]}
+            results.append(result)
+        return {"id": self.id, "model": self.model, "usage": usage, "results": results}
