@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from actorllm import __version__
 from actorllm.async_llm import AsyncLLM
 from actorllm.errors import ActorLLMError, ConfigError
-from actorllm.server import chat, completions, demo, live, pooling
+from actorllm.server import chat, completions, demo, live, pooling, responses
 from actorllm.server.answer import Answer, StreamedAnswer, WholeAnswer
 from actorllm.server.completions import Asked
 from actorllm.server.envelope import KINDS, ApiError, error_of
@@ -51,6 +51,7 @@ BODIES: tuple[type[Body], ...] = (
     *(CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest, AbortRequest),
     demo.GenerateRequest,
     *pooling.BODIES,
+    responses.ResponsesRequest,
 )
 
 
@@ -110,6 +111,7 @@ def create_app(
     app.include_router(pooling.router)
     app.add_api_route("/v1/completions", complete, methods=["POST"], openapi_extra=takes(CompletionRequest))
     app.add_api_route("/v1/chat/completions", converse, methods=["POST"], openapi_extra=takes(ChatCompletionRequest))
+    app.add_api_route("/v1/responses", respond, methods=["POST"], openapi_extra=takes(responses.ResponsesRequest))
     app.add_api_route("/generate", generate, methods=["POST"], openapi_extra=takes(demo.GenerateRequest))
     app.add_exception_handler(HTTPException, _tell_of_routing)
     app.add_exception_handler(ApiError, _tell)
@@ -135,6 +137,11 @@ async def complete(request: Request) -> Response:
 async def converse(request: Request) -> Response:
     """Answer a conversation."""
     return await _answer(request, ChatCompletionRequest, chat.ask, "messages")
+
+
+async def respond(request: Request) -> Response:
+    """Answer an input, as text or as messages."""
+    return await _answer(request, responses.ResponsesRequest, responses.ask, "input")
 
 
 async def _answer(request: Request, model: type[Any], ask: Any, prompt_field: str) -> Answer:
