@@ -199,7 +199,7 @@ class AsyncLLM:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
@@ -212,11 +212,30 @@ class AsyncLLM:
         reasoning_parser_kwargs: None = None,
         kv_hints: None = None,
         **extras: Any,
-    ) -> RequestStream:
-        """As `generate`, with the arguments of vLLM's in their order.
+    ) -> RequestStream | PoolingStream:
+        """As `generate`, or with PoolingParams as `encode`, with the arguments of vLLM's in their order.
 
         arrival_time: epoch seconds; None: now. extras: as in `generate`.
         """
+        if isinstance(params, PoolingParams):
+            idle = {"session_id": session_id, "prompt_text": prompt_text, "kv_hints": kv_hints}
+            return self._engine.encode(
+                prompt,
+                params,
+                request_id,
+                arrival_time=arrival_time,
+                priority=priority,
+                tokenization_kwargs=tokenization_kwargs,
+                vllm_arguments={
+                    **idle,
+                    "lora_request": lora_request,
+                    "trace_headers": trace_headers,
+                    "data_parallel_rank": data_parallel_rank,
+                    "reasoning_ended": reasoning_ended,
+                    "reasoning_parser_kwargs": reasoning_parser_kwargs,
+                },
+                **extras,
+            )
         return self.generate(
             prompt,
             params,

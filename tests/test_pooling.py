@@ -245,6 +245,9 @@ async def test_a_request_that_is_aborted_or_late_has_an_output_without_a_vector(
         assert [output.error.code for output in outputs if output.error is not None] == ["abort"]
         assert EmbeddingRequestOutput.from_base(outputs[0]).outputs.embedding == []
         await llm.resume_generation()
+        (added,) = [output async for output in await llm.add_request("added", "a fox", PoolingParams())]
+        assert isinstance(added, PoolingRequestOutput)
+        assert added.request_id == "added"
         assert [round(s.outputs.score, 5) for s in await llm.score("a fox", ["a fox"])] == [1]
         assert (await llm.stats())["frontend"]["num_requests"] == 0
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from actorllm.actors.frontend import Delta
 from actorllm.engine import Prompt
 from actorllm.errors import InvalidPromptError
 from actorllm.request import CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
@@ -209,6 +210,7 @@ class ResponsesShape(Shape):
         self._params = params
         self._model = model
         self._logprobs = logprobs
+        self.is_plain = logprobs is None
         self._slo = slo
         self._decode = decode
         self._num_events = 0
@@ -245,6 +247,12 @@ class ResponsesShape(Shape):
             if one.finish_reason is not None:
                 made += self._closing(one)
         return b"".join(made)
+
+    def plain_events(self, number: int, deltas: Sequence[tuple[int, Delta]]) -> bytes:
+        text = "".join([delta.text for _, delta in deltas])
+        self._state.num_output += sum([len(delta.tokens) for _, delta in deltas])
+        self._text.append(text)
+        return self._delta_event(text, [])
 
     def close(self) -> bytes:
         return b""
