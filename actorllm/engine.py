@@ -551,8 +551,8 @@ class Engine:
         """Raises InvalidParameterError where that is asked of an engine which it is not made for, or with such parameters."""
         if self.config.model.pooler is not None:
             raise InvalidParameterError(
-                "this engine makes vectors (runner='pooling') and generates no text; use embed() or /v1/embeddings, or build "
-                "one with runner='generate' where the model can"
+                "this engine makes vectors (runner='pooling') and does not generate; use embed() or /v1/embeddings, or build "
+                "one with runner='generate'"
             )
         if isinstance(params, PoolingParams):
             raise InvalidParameterError(

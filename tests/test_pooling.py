@@ -135,7 +135,7 @@ def test_what_cannot_be_is_told_by_name(llm: LLM) -> None:
         llm.embed([[1] * (room + 1)], use_tqdm=False)
     with pytest.raises(InvalidPromptError, match="empty"):
         llm.embed("", use_tqdm=False)
-    with pytest.raises(InvalidParameterError, match="generates no text"):
+    with pytest.raises(InvalidParameterError, match="does not generate"):
         llm.generate("a fox")
     with pytest.raises(InvalidParameterError, match="pooling_params must be PoolingParams, not SamplingParams"):
         llm.embed("a fox", pooling_params=SamplingParams())  # type: ignore[arg-type]

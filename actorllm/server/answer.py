@@ -32,6 +32,11 @@ logger = logging.getLogger(__name__)
 JSON = b"application/json"
 
 
+def _shown(value: str) -> bytes:
+    """A header's value: what a client chose as the name of its request could end the line, and begin others."""
+    return "".join([c if " " <= c <= "~" else "?" for c in value]).encode()
+
+
 class Answer(Response, ABC):
     """To the client of one HTTP request, whose engine requests are `streams`, one per prompt."""
 
@@ -52,7 +57,7 @@ class Answer(Response, ABC):
         self._streams = streams
         self._fields = fields
         self._prompt_field = prompt_field
-        self._more_headers = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
+        self._more_headers = [(name.encode(), _shown(value)) for name, value in headers.items()]
         self._has_started = False
         self._send_middle: Send
         self.params: SamplingParams | None = None

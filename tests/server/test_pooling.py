@@ -171,6 +171,7 @@ async def test_latency_fields_are_honoured(http: httpx.AsyncClient) -> None:
         ),
         ("/v1/completions", {"prompt": "a"}, None, "/v1/embeddings"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, None, "/v1/embeddings"),
+        ("/v1/responses", {"input": "a"}, None, "/v1/embeddings"),
     ],
 )
 async def test_what_is_wrong_is_told(
@@ -180,8 +181,7 @@ async def test_what_is_wrong_is_told(
     error = response.json()["error"]
     assert response.status_code == (404 if param == "model" else 400), error
     assert told in error["message"]
-    if param is not None:
-        assert error["param"] == param
+    assert error["param"] == param
 
 
 async def test_a_model_that_writes_makes_no_vectors(client: httpx.AsyncClient) -> None:
