@@ -372,14 +372,15 @@ def paged_attention(
     step.num_calls += 1
     index, window = step.layers[id(module)]
     width, out_width = query.shape[3], value.shape[3]
-    query, key, value = (_widened(x[0], step.head_dim, step.dtype) for x in (query, key, value))
+    query, key, value = (widened(x[0], step.head_dim, step.dtype) for x in (query, key, value))
     scoring = Scoring(scaling if scaling is not None else width**-0.5, softcap, s_aux)
     key_value = torch.cat((key, value)).transpose(0, 1)  # [num_tokens, 2 * num_kv_heads, head_dim]
     out = step.batches[window].attend(index, query.transpose(0, 1), key_value, scoring)
     return out.view(1, query.shape[1], query.shape[0], step.head_dim)[..., :out_width], None
 
 
-def _widened(heads: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+def widened(heads: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Heads in the type and, filled up with zeros, the width of the cache."""
     heads = heads.to(dtype)
     return heads if heads.shape[-1] == width else functional.pad(heads, (0, width - heads.shape[-1]))
 
@@ -408,7 +409,7 @@ class TransformersDecoder:
         self.dtype: torch.dtype = model.dtype
         freeze_rope(model, plan.max_positions)
         model.set_attn_implementation(ATTENTION)
-        self._layers = {id(model.get_submodule(y.module)): (i, y.window) for i, y in enumerate(plan.layers)}
+        self.layers = {id(model.get_submodule(y.module)): (i, y.window) for i, y in enumerate(plan.layers)}
         self._body = model.get_submodule(plan.body)
         self._given = Given()
         self._output_kind: Callable[..., Any] | None = None
@@ -433,22 +434,23 @@ class TransformersDecoder:
         """The hidden states before the head, [num_tokens, hidden_size]; keys and values go to the cache."""
         fold = self.config.num_heads // self.config.num_kv_heads
         writes = KVWrites(inputs, cache)
-        windows = dict.fromkeys(window for _, window in self._layers.values())
+        windows = dict.fromkeys(window for _, window in self.layers.values())
         batches = {w: AttentionBatch(inputs, cache, writes, fold, w) for w in windows}
-        step = Step(batches, self._layers, cache.head_dim, self.dtype)
+        step = Step(batches, self.layers, cache.head_dim, self.dtype)
         token = _step_under_way.set(step)
         try:
-            output = self._body(
-                **self._tokens(inputs),
-                position_ids=torch.from_numpy(inputs.positions).unsqueeze(0),
-                use_cache=False,
-            )
+            hidden = self.run_body(self._tokens(inputs), torch.from_numpy(inputs.positions).unsqueeze(0))
         finally:
             _step_under_way.reset(token)
         if step.num_calls != self.config.num_layers:
             raise EngineError(
                 f"attention was called {step.num_calls} times in a step of {self.config.num_layers} layers"
             )
+        return hidden
+
+    def run_body(self, tokens: dict[str, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
+        """What the model makes of one row of tokens, under an attention that knows the step: [num_tokens, hidden_size]."""
+        output = self._body(**tokens, position_ids=positions, use_cache=False)
         self._output_kind = type(output) if hasattr(output, "last_hidden_state") else None
         return _hidden(output)[0]
 
@@ -478,7 +480,7 @@ class TransformersDecoder:
         """The same in the type that the model gives them."""
         states = hidden.unsqueeze(0)
         self._given.output = (states,) if self._output_kind is None else self._output_kind(last_hidden_state=states)
-        ids = torch.zeros(1, len(hidden), dtype=torch.long)
+        ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
         logits: torch.Tensor = self._head(input_ids=ids, use_cache=False).logits[0]
         del self._given.output
         return logits
@@ -537,13 +539,20 @@ def _freeze_longrope(module: Any, layer_type: str | None, max_positions: int) ->
 
 
 def load(
-    plan: TransformersPlan, model: ModelConfig, dtype: torch.dtype, show_progress: bool | None
+    plan: TransformersPlan, model: ModelConfig, dtype: torch.dtype, show_progress: bool | None, *, packs: bool = True
 ) -> TransformersDecoder:
-    """The model with its weights, checked against transformers' own attention. Raises ModelError."""
+    """The model with its weights, checked against transformers' own attention. Raises ModelError.
+
+    packs: whether its linear layers are to be in the layout that the CPU likes.
+    """
     from actorllm.model.probe import check, probe, probe_embeds
 
     decoder = _loaded(plan, model, dtype, show_progress)
     stock = probe(decoder)
+    if not packs:
+        if model.embedding_size is not None:
+            probe_embeds(decoder, model.embedding_size)
+        return decoder
     try:
         with torch.inference_mode(False), torch.no_grad():
             decoder.pack()

@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from actorllm.errors import UnsupportedModelError
 from actorllm.messages import I32
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.cache import DeviceCache
@@ -30,7 +31,7 @@ from actorllm.model.layers import inverse_frequencies
 from actorllm.model.weights import Weights
 from actorllm_kernels import attn_decode as decode_kernel
 from actorllm_kernels.attn_prefill import query_tiles, tokens_per_tile
-from actorllm_kernels.configs import lookup
+from actorllm_kernels.configs import lookup, table
 from actorllm_kernels.skinny_gemm import is_skinny
 
 HOST_PROGRAMS = 3
@@ -108,6 +109,16 @@ class AttentionShape:
     @property
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
+
+
+def check_head_size(head_dim: int) -> None:
+    """Raises UnsupportedModelError where there is no kernel for heads of this size."""
+    sizes = sorted(int(name[1:]) for name in table()["attn_decode"]["sm_90"] if name[1:].isdigit())
+    if not sizes[0] // 2 < head_dim <= sizes[-1] or head_dim % 2:
+        raise UnsupportedModelError(
+            f"heads of size {head_dim} are not supported on CUDA: the kernels take even sizes from {sizes[0] // 2 + 2} to "
+            f"{sizes[-1]}; use device='cpu'"
+        )
 
 
 class PagedAttention:
@@ -299,6 +310,7 @@ class DeviceDecoder:
 
     def __init__(self, config: DecoderConfig, weights: Weights, max_positions: int, device: Device) -> None:
         """Takes all tensors from `weights`, which are on the device. max_positions: how long a sequence may get."""
+        check_head_size(config.head_dim)
         self.config = config
         self.device = device
         self.dtype = weights.dtype

@@ -157,7 +157,13 @@ class CudaRunner(ModelRunner):
     def load(self) -> None:
         """Read the weights, or draw them, straight to the device, while the kernels are compiled. Raises ModelError."""
         model, plan, on = self.config.model, self.model_config, self.device.torch_device
-        assert isinstance(plan, DecoderConfig)
+        if not isinstance(plan, DecoderConfig):
+            from actorllm.model import transformers_backend  # imports transformers
+            from actorllm.model.cuda.transformers_model import DeviceTransformers
+
+            loaded = transformers_backend.load(plan, model, self.dtype, self._show_progress, packs=False)
+            self.model = DeviceTransformers(loaded, self.device)
+            return
         weights = (
             DummyWeights(model.seed, self.dtype, on)
             if model.load_format == "dummy"
