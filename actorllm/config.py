@@ -208,7 +208,9 @@ class EngineConfig:
         max_model_len = _max_model_len(
             path, given["max_model_len"], text, None if pooler is None else pooler.max_length
         )
-        device = choose(given["device"])
+        device = choose("cpu" if pooler is not None and given["device"] == "auto" else given["device"])
+        if pooler is not None and device == "cuda":
+            raise ConfigError("device='cuda': vectors of prompts are made on the CPU only so far; use device='cpu'")
         block_size = _block_size(given["block_size"], device)
         max_num_seqs = _positive("max_num_seqs", given["max_num_seqs"])
         max_num_batched_tokens = _positive("max_num_batched_tokens", given["max_num_batched_tokens"])

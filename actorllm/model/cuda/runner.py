@@ -161,6 +161,7 @@ class CudaRunner(ModelRunner):
             from actorllm.model import transformers_backend  # imports transformers
             from actorllm.model.cuda.transformers_model import DeviceTransformers
 
+            assert isinstance(plan, transformers_backend.TransformersPlan), "vectors are made on the CPU"
             loaded = transformers_backend.load(plan, model, self.dtype, self._show_progress, packs=False)
             self.model = DeviceTransformers(loaded, self.device)
             return

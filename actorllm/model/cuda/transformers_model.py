@@ -85,7 +85,7 @@ class DeviceTransformers:
             loaded.model.to(device.torch_device)
         loaded.model.set_attn_implementation(ATTENTION)
         half = plan.head_dim // 2
-        self._no_rotation = tuple(fill(1, half, device=device.torch_device) for fill in (torch.ones, torch.zeros))
+        self._cos, self._sin = (fill(1, half, device=device.torch_device) for fill in (torch.ones, torch.zeros))
         self._attention: PagedAttention
 
     def allocate(self, num_rows: int, attention: PagedAttention) -> None:
@@ -133,7 +133,7 @@ class DeviceTransformers:
         keys, values = step.cache.layers[index]
         nowhere = torch.zeros(num_tokens, dtype=torch.int32, device=packed.device)
         # The model has rotated them already: this is the write to the cache.
-        ops.qknorm_rope_kv(packed, nowhere, tokens.kv_slots, *self._no_rotation, q, keys, values)
+        ops.qknorm_rope_kv(packed, nowhere, tokens.kv_slots, self._cos, self._sin, q, keys, values)
         self._attention.attend(
             q,
             keys,
