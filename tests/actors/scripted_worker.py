@@ -168,7 +168,7 @@ class LyingWorkerActor(WorkerActor):
     def _load(self, config: EngineConfig) -> Any:
         return PlainRunner(config, self.rank)
 
-    def _report(self, link: Link, message: Any) -> None:
+    def report(self, link: Link, message: Any) -> None:
         self._num_reported += 1
         lie = ""
         if self._num_reported == 10:
@@ -176,7 +176,7 @@ class LyingWorkerActor(WorkerActor):
             lie, _, rest = file.read_text().partition("\n")
             file.write_text(rest)
         for said in self._lie(lie, message):
-            super()._report(link, said)
+            super().report(link, said)
 
     @staticmethod
     def _lie(kind: str, true: StepResult) -> list[StepResult]:
