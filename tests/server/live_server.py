@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 
 import httpx
+import orjson
 
 
 class Server:
@@ -56,3 +61,28 @@ def sample(client: httpx.Client, name: str) -> float:
     found = re.search(rf"^actorllm:{name}{{[^}}]*}} (.*)$", client.get("/metrics").text, re.MULTILINE)
     assert found, name
     return float(found[1])
+
+
+def hang_up(server: Server, number: int, key: str | None = "secret") -> None:
+    """Send a request, perhaps not all of it, read a little, perhaps nothing, and go."""
+    dice = random.Random(number)
+    body = orjson.dumps(
+        {
+            "prompt": "Once upon a time " * dice.randint(1, 30),
+            "n": dice.choice([1, 1, 2, 4]),
+            "max_tokens": dice.choice([20, 500]),
+            "ignore_eos": True,
+            "stream": dice.random() < 0.7,
+            "temperature": 1.0,
+        }
+    )
+    allowed = "" if key is None else f"authorization: Bearer {key}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\n{allowed}content-length: {len(body)}\r\n\r\n"
+    message = head.encode() + body
+    with socket.create_connection(server.address) as connection:
+        connection.sendall(message[: dice.choice([len(message), dice.randrange(len(message))])])
+        connection.settimeout(dice.choice([0.001, 0.05, 0.2]))
+        with contextlib.suppress(TimeoutError):
+            connection.recv(dice.choice([1, 1000]))
+        if dice.random() < 0.5:  # a reset instead of an end
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import re
 import signal
 import socket
-import struct
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +14,9 @@ from typing import Any
 
 import httpx
 import openai
-import orjson
 import pytest
 
-from tests.server.live_server import Server, becomes_true
+from tests.server.live_server import Server, becomes_true, hang_up
 
 REFERENCE = (
     *("--tensor-parallel-size", "1", "--max-num-seqs", "500", "--trust-remote-code", "--enforce-eager"),
@@ -140,33 +137,6 @@ def test_a_client_that_hangs_up_ends_its_request(server: Server, stream: bool) -
     becomes_true(lambda: idle(server))
 
 
-def hang_up(server: Server, number: int) -> None:
-    """Send a request, perhaps not all of it, read a little, perhaps nothing, and go."""
-    dice = random.Random(number)
-    body = orjson.dumps(
-        {
-            "prompt": "Once upon a time " * dice.randint(1, 30),
-            "n": dice.choice([1, 1, 2, 4]),
-            "max_tokens": dice.choice([20, 500]),
-            "ignore_eos": True,
-            "stream": dice.random() < 0.7,
-            "temperature": 1.0,
-        }
-    )
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nauthorization: Bearer secret\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-    )
-    message = head + body
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(message[: dice.choice([len(message), dice.randrange(len(message))])])
-        connection.settimeout(dice.choice([0.001, 0.05, 0.2]))
-        with contextlib.suppress(TimeoutError):
-            connection.recv(dice.choice([1, 1000]))
-        if dice.random() < 0.5:  # a reset instead of an end
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-
-
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_many_that_hang_up_leave_nothing_behind(server: Server, count: int) -> None:
     folder = Path(f"/proc/{server.process.pid}/fd")
@@ -218,3 +188,16 @@ def test_sigterm_finishes_what_is_under_way() -> None:
     status, log = server.wait()
     assert status == 0, log
     assert "Traceback" not in log
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_headers_that_do_not_come_are_not_waited_for(server: Server) -> None:
+    connections = [socket.create_connection(server.address) for _ in range(50)]
+    for number, connection in enumerate(connections):
+        connection.settimeout(60)
+        connection.sendall([b"", b"POST /v1/comple", b"GET /health HTTP/1.1\r\nx-a: b"][number % 3])
+    becomes_true(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+    for connection in connections:
+        with connection, contextlib.suppress(ConnectionResetError):
+            assert connection.recv(100) == b""

@@ -18,7 +18,7 @@ import httpx
 import orjson
 import pytest
 
-from tests.server.live_server import Server, becomes_true, sample
+from tests.server.live_server import Server, becomes_true, hang_up, sample
 
 LONG: dict[str, Any] = {"prompt": "Once", "max_tokens": 1000, "min_tokens": 1000, "stream": True}
 
@@ -126,6 +126,26 @@ def test_a_client_that_leaves_frees_its_blocks(server: Server) -> None:
         stream.connection.close()
     with httpx.Client(base_url=server.url, timeout=30) as client:
         becomes_true(lambda: sample(client, "num_requests_running") == sample(client, "kv_cache_usage_perc") == 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_thousand_that_hang_up_leave_nothing_behind() -> None:
+    server = Server("--api-processes", "2", "--num-threads", "1", "--disable-uvicorn-access-log")
+    pids = api_pids(server)
+    num_fds = [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids]
+    with ThreadPoolExecutor(32) as pool:
+        list(pool.map(lambda number: hang_up(server, number, key=None), range(1000)))
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        becomes_true(lambda: client.get("/load").json() == {"server_load": 0}, 60)
+        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+            becomes_true(lambda name=name: sample(client, name) == 0)  # type: ignore[misc]
+    assert api_pids(server) == pids
+    for pid, before in zip(pids, num_fds, strict=True):
+        assert len(list(Path(f"/proc/{pid}/fd").iterdir())) <= before + 4
+    status, log = server.stop()
+    assert status == 0, log
+    assert "Traceback" not in log
 
 
 def test_unix_socket_tls_and_an_orderly_end(tmp_path: Path) -> None:
