@@ -115,7 +115,7 @@ class ChatShape(OpenAIShape):
     def call_tools(self, use: ToolUse) -> None:
         """The text is looked through for calls."""
         self._tools = ToolAnswer(use)
-        self._is_plain = False
+        self.is_plain = False
 
     def _whole_choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
         choice: dict[str, Any] = {
