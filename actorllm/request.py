@@ -139,7 +139,8 @@ def _refuse_unless_idle(name: str, value: object, known: dict[str, tuple[Any, ..
         except Exception:  # an array, or an object's own failure: not one of these values in any case
             continue
     shown = " or ".join(repr(accepted) for accepted in known[name])
-    raise InvalidParameterError(f"{name}={_shown(value)} is not supported yet; leave it at {shown}")
+    instead = ", and use structured_outputs" if name == "guided_decoding" else ""
+    raise InvalidParameterError(f"{name}={_shown(value)} is not supported yet; leave it at {shown}{instead}")
 
 
 def names_unknown_parameters(

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from actorllm.errors import InvalidParameterError
 from actorllm.server.envelope import ApiError
 from actorllm.server.tool_parsers import Tool, ToolParser
 from actorllm.structured_outputs import StructuredOutputsParams, structured_outputs_of
@@ -40,7 +41,7 @@ def response_format_of(body: Any) -> StructuredOutputsParams | None:
         return structured_outputs_of(given)
     if given is not None:
         raise ApiError(400, "response_format beside structured_outputs: give one of them", "response_format")
-    return asked.named("response_format")
+    return asked
 
 
 def _of_format(format: Any) -> StructuredOutputsParams | None:
@@ -54,14 +55,14 @@ def _of_format(format: Any) -> StructuredOutputsParams | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return StructuredOutputsParams(json_object=True)
+        return _params("response_format", json_object=True)
     if kind == "structural_tag":
-        return StructuredOutputsParams(structural_tag=_written(format, "response_format"))
+        return _params("response_format", structural_tag=_written(format, "response_format"))
     holder = format.get("json_schema")
     schema = holder.get("schema") if isinstance(holder, Mapping) else None
     if not isinstance(schema, Mapping):
         raise ApiError(400, "response_format: json_schema must be an object with a schema", "response_format")
-    return StructuredOutputsParams(json=_written(schema, "response_format"))
+    return _params("response_format", json=_written(schema, "response_format"))
 
 
 def tool_use_of(body: Any, parser: type[ToolParser]) -> ToolUse | None:
@@ -105,7 +106,7 @@ def tool_use_of(body: Any, parser: type[ToolParser]) -> ToolUse | None:
     structured = None
     if tag is not None:
         text = _written({"type": "structural_tag", "format": tag}, "tools")
-        structured = StructuredOutputsParams(structural_tag=text).named("tools")
+        structured = _params("tools", structural_tag=text)
     return ToolUse(parser, name is not None, is_parallel, structured)
 
 
@@ -148,6 +149,14 @@ def _chosen(choice: Any, tools: Sequence[Tool]) -> str:
         known = ", ".join(repr(tool.name) for tool in tools)
         raise ApiError(400, f"tool_choice: there is no tool {name!r:.80}; there are {known:.400}", "tool_choice")
     return name
+
+
+def _params(field: str, **given: Any) -> StructuredOutputsParams:
+    """What a field asks for, called by its name in errors."""
+    try:
+        return StructuredOutputsParams(**given).named(field)
+    except InvalidParameterError as error:
+        raise ApiError(400, str(error).replace("structured_outputs", field, 1), field) from error
 
 
 def _written(tree: Any, field: str) -> str:

@@ -189,6 +189,12 @@ async def test_messages_of_tools_are_taken(client: httpx.AsyncClient) -> None:
         ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"x": "y" * 300_000}}}},
+            "response_format",
+        ),
+        ({"response_format": {"type": "structural_tag", "format": {"type": "qwen_xml"}}}, "response_format"),
+        ({"response_format": {"type": []}}, "response_format"),
+        (
             {
                 "tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}],
                 "tool_choice": "required",
