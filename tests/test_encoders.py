@@ -139,7 +139,9 @@ def test_a_part_of_a_prompt_is_refused() -> None:
 
 def test_info_tells_of_an_encoder(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", str(MINILM)]) == 0
-    assert "transformers, prompts packed and without a cache" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "transformers, prompts packed and without a cache" in told
+    assert "384 numbers, pooled by MEAN, scaled to length 1" in told
 
 
 SHAPE = {

@@ -263,6 +263,44 @@ async def test_priorities_order_vectors_too() -> None:
     assert [output.request_id for output in ended] == ["1", "2", "0"]
 
 
+async def test_whoever_is_displaced_half_way_begins_again(stock: Any) -> None:
+    few = ENGINE | {"max_num_seqs": 1, "max_num_batched_tokens": 16}
+    llm = AsyncLLM("storyteller", topology="inline", scheduling_policy="priority", **few)
+    async with llm:
+        ids = list(range(10, 900))
+        long = llm.encode(ids, PoolingParams(pooling_type="MEAN"), priority=1)
+        with anyio.fail_after(30):
+            while not (await llm.stats())["scheduler"]["scheduler"]["num_prefill_tokens"]:
+                pass  # asking waits
+        await llm.embed([1, 2, 3])
+        output = await anext(long)
+    assert output.metrics is not None
+    assert output.metrics.num_preemptions == 1
+    assert np.abs(scaled(expected(stock, ids, "MEAN")) - output.outputs.array).max() < TOLERANCE
+
+
+@pytest.mark.slow
+def test_vectors_that_are_larger_than_a_ring(tmp_path: Path) -> None:
+    """A thousand vectors of 4,096 numbers in one step: 16 MiB, twice."""
+    changes = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    }
+    folder = folder_like(tmp_path, vocab_size=97, intermediate_size=64, **changes)
+    arguments: dict[str, Any] = {"max_num_seqs": 1000, "max_num_batched_tokens": 2000, "load_format": "dummy"}
+    engine = LLM(folder, skip_tokenizer_init=True, **(ENGINE | arguments))
+    try:
+        outputs = engine.embed([[i % 97, i // 97] for i in range(2000)], use_tqdm=False)
+        (alone,) = engine.embed([[3, 1]], use_tqdm=False)
+        assert np.abs(np.subtract(outputs[100].outputs.embedding, alone.outputs.embedding)).max() < TOLERANCE
+        assert len({tuple(output.outputs.embedding[:4]) for output in outputs}) == 2000
+    finally:
+        engine.shutdown()
+
+
 # What the model's folder says
 
 

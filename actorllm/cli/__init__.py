@@ -135,6 +135,9 @@ def info(model: str = "storyteller", /) -> None:
         "dtype": config.model.dtype,
         "weights": f"{size / 1e6:.1f} MB" if size else "none in the folder",
     }
+    if (pooler := config.model.pooler) is not None:
+        scaled = ", scaled to length 1" if pooler.use_activation else ""
+        rows["vectors"] = f"{pooler.embedding_size} numbers, pooled by {pooler.pooling_type}{scaled}"
     for name, value in rows.items():
         print(f"{name:>17}  {value}")
 
