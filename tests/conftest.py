@@ -13,6 +13,7 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # device="auto" is the CPU here, whatever machine this is
 # Names of engines are one user's: two runs of this suite must not meet each other, nor anybody's real engines.
 os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="actorllm-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)

@@ -64,6 +64,11 @@ class Pipeline:
         self._last_end = 0.0
         self._awaited: SimpleQueue[Any] = SimpleQueue()
 
+    def statistics(self) -> dict[str, int]:
+        """What the device's runner counts."""
+        counts: dict[str, int] = self._runner.statistics()
+        return counts
+
     async def run(self) -> None:
         """Until the worker is stopped."""
         worker, host = self._worker, HostLoop.current()
@@ -129,7 +134,10 @@ class Pipeline:
                 if not self._flights and worker.pulse is not None:
                     worker.pulse.end()
                 return True
-            if (flight.link, flight.plan.step) not in worker.late_inputs:
+            key = (flight.link, flight.plan.step)
+            if key not in worker.late_inputs:
+                flight.link.finish()  # they may be there already: take them without waiting for their doorbell
+            if key not in worker.late_inputs:
                 return False
         if handle.waits_for_tokens and len(self._flights) > 1:
             return False

@@ -58,6 +58,7 @@ class WorkerActor(Actor):
         self._num_orphaned = 0
         self._busy_s = 0.0
         self._profile_prefix = ""
+        self._pipeline: Pipeline | None = None
 
     async def on_start(self, config: EngineConfig) -> dict[str, Any]:
         """Load the model and say how many KV blocks fit."""
@@ -106,7 +107,8 @@ class WorkerActor(Actor):
 
     async def run(self) -> None:
         if self.runner.launches_ahead:
-            await Pipeline(self).run()
+            self._pipeline = Pipeline(self)
+            await self._pipeline.run()
             return
         while self.is_running:
             if await self.turn() and self._scheduler.is_open:
@@ -290,4 +292,5 @@ class WorkerActor(Actor):
             "num_checks": self._num_checks,
             "num_orphaned_steps": self._num_orphaned,
             "busy_s": round(self._busy_s, 6),
+            **({} if self._pipeline is None else self._pipeline.statistics()),
         }

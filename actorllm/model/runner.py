@@ -133,6 +133,8 @@ class ModelRunner:
 
     launches_ahead = False
     """Steps are done when they are sampled; else they are launched, and finished later (`actors.pipeline`)."""
+    profiled: tuple[torch.profiler.ProfilerActivity, ...] = (torch.profiler.ProfilerActivity.CPU,)
+    """What a profile shows."""
 
     def __init__(self, config: EngineConfig, rank: int = 0, *, show_progress: bool | None = None) -> None:
         """show_progress: of loading; None: where standard error is a terminal."""
@@ -296,7 +298,7 @@ class ModelRunner:
         """Trace every torch operation from now on. Raises EngineError when one is under way."""
         if self._profile is not None:
             raise EngineError("a profile is under way already; stop it first")
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        self._profile = torch.profiler.profile(activities=list(self.profiled))
         self._profile.start()
 
     def stop_profile(self, folder: str, prefix: str = "") -> str:

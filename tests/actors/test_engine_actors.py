@@ -259,6 +259,9 @@ class FakeLink:
     def send_nowait(self, message: Any) -> None:
         self.sent.append(message)
 
+    def finish(self) -> None:
+        """Nothing has arrived unnoticed."""
+
 
 def make_worker(rank: int) -> tuple[ScriptedWorkerActor, FakeLink, Any]:
     worker = ScriptedWorkerActor(rank=rank)

@@ -127,6 +127,7 @@ class CudaRunner(ModelRunner):
 
     batch: DeviceBatch
     launches_ahead = True
+    profiled = (torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA)
 
     def __init__(
         self,
@@ -310,6 +311,10 @@ class CudaRunner(ModelRunner):
             is_finite = self.device.download([torch.isfinite(logits).all()]).wait()[0]
         if not is_finite:
             raise EngineError("the model's logits are not finite, whatever the tokens")
+
+    def statistics(self) -> dict[str, int]:
+        """Counters of the decode steps' parts."""
+        return {"num_graph_replays": self.graphs.num_replays, "num_parts_launched": self.graphs.num_launched}
 
     # Graphs -----------------------------------------------------------------------------------------------------------
 
@@ -662,8 +667,8 @@ class CudaRunner(ModelRunner):
         return StepResult(
             step=handle.step,
             tokens=tokens,
-            nonfinite_rows=void.astype(np.int32),
-            nonfinite_counts=counts,
+            nonfinite_rows=void.astype(np.int32) if void.size else NO_I32,
+            nonfinite_counts=counts if void.size else NO_I32,
             nonfinite_prefills=bad_prompts,
             **columns_of(spans),
             **more,
@@ -686,7 +691,7 @@ class CudaRunner(ModelRunner):
             forks = np.array([slot for slot, source in inputs.forks if source in self.batch.bad_slots], np.int32)
             mine = np.isin(handle.sampling.slots, forks)
             self.batch.mark_bad(handle.sampling.slots[mine], handle.owners[mine])
-        return np.array(rows, np.int32)
+        return np.array(rows, np.int32) if rows else NO_I32
 
     @staticmethod
     def _with_vectors(

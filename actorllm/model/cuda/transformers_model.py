@@ -85,7 +85,10 @@ class DeviceTransformers:
             loaded.model.to(device.torch_device)
         loaded.model.set_attn_implementation(ATTENTION)
         half = plan.head_dim // 2
-        self._cos, self._sin = (fill(1, half, device=device.torch_device) for fill in (torch.ones, torch.zeros))
+        self._cos, self._sin = (
+            torch.ones(1, half, device=device.torch_device),
+            torch.zeros(1, half, device=device.torch_device),
+        )
         self._attention: PagedAttention
 
     def allocate(self, num_rows: int, attention: PagedAttention) -> None:

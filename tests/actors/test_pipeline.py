@@ -1,0 +1,196 @@
+"""What a worker that launches ahead does next, by a runner whose steps end when they are told to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actorllm.actors.pipeline import Pipeline
+from actorllm.actors.worker import WorkerActor
+from actorllm.errors import EngineError
+from actorllm.messages import LateInputs, StepFailed, StepPlan, StepResult
+from tests.model.driver import int32
+
+
+@dataclass
+class Handle:
+    step: int
+    waits_for: bool
+    waits_for_tokens: bool
+    is_done: bool = False
+    started: float = 0.0
+
+
+@dataclass
+class Runner:
+    """Knows what was asked of it, in order."""
+
+    asked: list[Any] = field(default_factory=list)
+    handles: dict[int, Handle] = field(default_factory=dict)
+    is_torn: bool = False
+    is_able: bool = True
+    wants_to_record: bool = False
+
+    def execute(self, plan: StepPlan) -> Handle:
+        self.asked.append(("execute", plan.step))
+        if plan.freed.size:
+            raise RuntimeError("no")
+        needs_tokens = bool(plan.zero_blocks.size)  # as the plans of these tests say it
+        waits = needs_tokens or bool(plan.late_slots.size)
+        handle = self.handles[plan.step] = Handle(plan.step, waits, needs_tokens)
+        return handle
+
+    def choose(self, handle: Handle, late: LateInputs | None) -> None:
+        self.asked.append(("choose", handle.step, late is not None))
+        handle.waits_for = False
+
+    def finish(self, handle: Handle) -> StepResult:
+        assert handle.is_done
+        self.asked.append(("finish", handle.step))
+        return StepResult(step=handle.step, tokens=int32([1]))
+
+    def record_next(self) -> bool:
+        self.asked.append("record")
+        self.wants_to_record = False
+        return True
+
+    def discard(self) -> None:
+        self.asked.append("discard")
+
+    def forget_requests(self) -> None:
+        self.asked.append("forget")
+
+    def check_itself(self) -> None:
+        self.asked.append("check")
+        if not self.is_able:
+            raise EngineError("it cannot")
+
+    @staticmethod
+    def is_memory_shortage(error: Exception) -> bool:
+        return False
+
+
+class FakeLink:
+    def __init__(self) -> None:
+        self.is_open = True
+        self.sent: list[Any] = []
+
+    def send_nowait(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def finish(self) -> None:
+        """Nothing has arrived unnoticed."""
+
+
+@pytest.fixture
+def at_work() -> SimpleNamespace:
+    worker = WorkerActor()
+    runner: Any = Runner()
+    worker.runner = runner
+    return SimpleNamespace(worker=worker, runner=runner, link=FakeLink(), pipeline=Pipeline(worker))
+
+
+def turn(at_work: SimpleNamespace) -> list[Any]:
+    """Everything that can be done now; what was asked of the runner for it."""
+    at_work.runner.asked.clear()
+    while at_work.pipeline.turn():
+        pass
+    return list(at_work.runner.asked)
+
+
+def give(at_work: SimpleNamespace, *plans: StepPlan, link: Any = None) -> None:
+    for plan in plans:
+        at_work.worker.on_message(link or at_work.link, plan)
+
+
+def end(at_work: SimpleNamespace, step: int) -> None:
+    at_work.runner.handles[step].is_done = True
+
+
+def test_two_steps_are_under_way_and_reported_in_order(at_work: SimpleNamespace) -> None:
+    give(at_work, StepPlan(step=1), StepPlan(step=2), StepPlan(step=3))
+    assert turn(at_work) == [("execute", 1), ("execute", 2)]
+    end(at_work, 2)
+    assert turn(at_work) == []
+    end(at_work, 1)
+    assert turn(at_work) == [("finish", 1), ("finish", 2), ("execute", 3)]
+    assert [message.step for message in at_work.link.sent] == [1, 2]
+    assert at_work.link.sent[1].started >= at_work.link.sent[0].ended  # one after the other, as the device had them
+
+
+def test_sampling_that_waits_for_late_inputs_keeps_later_plans_back(at_work: SimpleNamespace) -> None:
+    give(at_work, StepPlan(step=1), StepPlan(step=2, late_slots=int32([0])))
+    assert turn(at_work) == [("execute", 1), ("execute", 2)]
+    end(at_work, 1)
+    give(at_work, StepPlan(step=3))
+    assert turn(at_work) == [("finish", 1)]
+    at_work.worker.on_message(at_work.link, LateInputs(step=2))
+    assert turn(at_work) == [("choose", 2, True), ("execute", 3)]
+
+
+def test_sampling_that_needs_the_tokens_before_waits_for_that_step_only(at_work: SimpleNamespace) -> None:
+    give(at_work, StepPlan(step=1), StepPlan(step=2, zero_blocks=int32([0])))
+    assert turn(at_work) == [("execute", 1), ("execute", 2)]
+    end(at_work, 1)
+    assert turn(at_work) == [("finish", 1), ("choose", 2, False)]
+    end(at_work, 2)
+    give(at_work, StepPlan(step=3, zero_blocks=int32([0])))
+    assert turn(at_work) == [("finish", 2), ("execute", 3), ("choose", 3, False)]
+
+
+def test_a_failure_is_reported_behind_the_step_in_front(at_work: SimpleNamespace) -> None:
+    give(at_work, StepPlan(step=1), StepPlan(step=2, freed=int32([0])))
+    assert turn(at_work) == [("execute", 1), ("execute", 2), "discard", "check"]
+    assert at_work.link.sent == []
+    end(at_work, 1)
+    assert turn(at_work) == [("finish", 1)]
+    assert [type(message) for message in at_work.link.sent] == [StepResult, StepFailed]
+
+
+def test_a_worker_that_is_to_blame_itself_ends(at_work: SimpleNamespace) -> None:
+    at_work.runner.is_able = False
+    give(at_work, StepPlan(step=1, freed=int32([0])))
+    with pytest.raises(EngineError, match="no step works any more"):
+        turn(at_work)
+
+
+def test_an_error_of_the_device_ends_the_worker(at_work: SimpleNamespace) -> None:
+    at_work.runner.is_torn = True
+    give(at_work, StepPlan(step=1, freed=int32([0])))
+    with pytest.raises(RuntimeError, match="no"):
+        turn(at_work)
+
+
+def test_requests_of_a_scheduler_that_is_gone_are_forgotten_once_nothing_of_them_runs(at_work: SimpleNamespace) -> None:
+    give(at_work, StepPlan(step=1), StepPlan(step=2))
+    turn(at_work)
+    at_work.link.is_open = False
+    new = FakeLink()
+    give(at_work, StepPlan(step=3))
+    give(at_work, StepPlan(step=1), link=new)
+    end(at_work, 1)
+    assert turn(at_work) == [("finish", 1)]
+    end(at_work, 2)
+    assert turn(at_work) == [("finish", 2), "forget", ("execute", 1)]
+    assert at_work.link.sent == []
+
+
+def test_a_step_whose_late_inputs_will_never_come_is_dropped(at_work: SimpleNamespace) -> None:
+    give(at_work, StepPlan(step=1, late_slots=int32([0])), StepPlan(step=2))
+    turn(at_work)
+    at_work.link.is_open = False
+    new = FakeLink()
+    give(at_work, StepPlan(step=1), link=new)
+    assert turn(at_work) == ["forget", ("execute", 1)]
+    assert at_work.worker._num_orphaned == 2
+
+
+def test_steps_are_recorded_when_there_is_nothing_else_to_do(at_work: SimpleNamespace) -> None:
+    at_work.runner.wants_to_record = True
+    give(at_work, StepPlan(step=1))
+    assert turn(at_work) == [("execute", 1)]
+    end(at_work, 1)
+    assert turn(at_work) == [("finish", 1), "record"]

@@ -1,0 +1,81 @@
+"""Which device an engine takes, and what it says where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from actorllm import device
+from actorllm.config import EngineConfig
+from actorllm.errors import ConfigError
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine with a GPU and a torch for it, as far as files tell; its /dev."""
+    monkeypatch.setattr(device, "_torch_build", lambda: ("2.13.0+cu130", "13.0"))
+    monkeypatch.setattr(device, "_DEV", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "nvidia0").touch()
+    return tmp_path
+
+
+def test_auto_takes_a_gpu_where_there_is_one(gpu: Path) -> None:
+    assert device.choose("auto") == device.choose("cuda") == "cuda"
+    assert device.choose("cpu") == "cpu"
+    (gpu / "nvidia0").unlink()
+    assert device.choose("auto") == "cpu"
+
+
+def test_why_there_is_none_is_said_with_the_fix(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    with pytest.raises(ConfigError, match=r"device='cuda': CUDA_VISIBLE_DEVICES='-1' hides every GPU; .* device='cpu'"):
+        device.choose("cuda")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    (gpu / "nvidia0").unlink()
+    with pytest.raises(ConfigError, match="no NVIDIA GPU is visible"):
+        device.choose("cuda")
+    monkeypatch.setattr(device, "_torch_build", lambda: ("2.13.0+cpu", None))
+    with pytest.raises(ConfigError, match=r"torch 2.13.0\+cpu is built without CUDA; install a build for CUDA"):
+        device.choose("cuda")
+
+
+def test_the_build_of_torch_is_read_off_its_files() -> None:
+    import torch
+
+    assert device._torch_build() == (torch.__version__, torch.version.cuda)
+
+
+@pytest.mark.parametrize("name", ["gpu", "Cuda", 0, None])
+def test_an_unknown_device_is_refused(name: object) -> None:
+    with pytest.raises(ConfigError, match=r"device=.* must be one of 'auto', 'cpu', 'cuda'"):
+        device.choose(name)
+
+
+def test_an_engine_on_a_gpu_has_its_defaults(gpu: Path) -> None:
+    config = EngineConfig.from_arguments("storyteller", enforce_eager=True)
+    assert (config.device, config.cache.block_size, config.model.dtype) == ("cuda", 64, "bfloat16")
+    assert config.enforce_eager
+    assert EngineConfig.from_json(config.to_json()) == config
+    assert EngineConfig.from_arguments("storyteller", device="cpu").cache.block_size == 32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"dtype": "float32"}, "dtype='float32' is not supported on CUDA; use 'auto' or 'bfloat16', or device='cpu'"),
+        ({"block_size": 32}, "block_size=32: on CUDA it must be a multiple of 64"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported on CUDA yet"),
+    ],
+)
+def test_what_a_gpu_cannot_do_is_said(gpu: Path, arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        EngineConfig.from_arguments("storyteller", **arguments)
+
+
+def test_a_worker_without_a_gpu_says_what_is_missing() -> None:
+    from actorllm.model.cuda.device import CudaDevice
+
+    with pytest.raises(ConfigError, match=r"device='cuda': torch .*; use device='cpu'"):
+        CudaDevice()
