@@ -253,9 +253,6 @@ class FakeLink:
     def __init__(self) -> None:
         self.sent: list[Any] = []
 
-    def finish(self) -> None:
-        pass
-
     def send_nowait(self, message: Any) -> None:
         self.sent.append(message)
 
