@@ -566,7 +566,7 @@ class CudaRunner(ModelRunner):
                 self._choose_edited(handle, late)
             if has_logprobs:
                 self._spans(handle, logits)
-            outputs = [sampler.tokens[:count], sampler.is_finite[:count], sampler.sums[:count]]
+            outputs = [sampler.results]
             handle.owners = self.batch.owners[sampling.slots]
             self.batch.expect(sampling.slots)
         handle.download = self.device.download([*outputs, *handle.outputs])
@@ -639,11 +639,11 @@ class CudaRunner(ModelRunner):
         with self._on_device():
             arrays = handle.download.wait()
         sampling, slots = handle.sampling, handle.sampling.slots
-        is_finite, sums = np.ones(0, np.int32), np.zeros(0, np.float32)
         tokens: I32 = NO_I32.copy()
+        is_finite, sums = np.ones(0, np.int32), np.zeros(0, np.float32)
         if slots.size:
-            (tokens, is_finite, sums), arrays = arrays[:3], arrays[3:]
-            tokens = tokens.copy()  # the memory of a download goes back
+            tokens, is_finite, sums = self.sampler.unpack(arrays[0], len(slots))
+            arrays = arrays[1:]
         bad_prompts = self._bad_prompts(handle, arrays[0]) if handle.inputs.prefill_slots else NO_I32
         is_void = is_finite == 0
         counts = np.ones(len(slots), np.int32)  # how many values are not finite: as far as is known, one

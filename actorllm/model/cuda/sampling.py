@@ -16,6 +16,7 @@ from enum import Enum
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from actorllm.logprobs import LogprobSpan
 from actorllm.messages import I32, U32
@@ -71,10 +72,13 @@ class DeviceSampler:
         self.vocab_size = vocab_size
         self._state, self._device = state, device
         on = device.torch_device
-        self.tokens, self.is_finite = (torch.zeros(num_rows, dtype=torch.int32, device=on) for _ in range(2))
-        self.logits = torch.zeros(num_rows, vocab_size, device=on)
-        self.sums = torch.zeros(num_rows, device=on)
+        width = -(-num_rows // 16) * 16  # every row begins where the compiler likes it
+        self.results = torch.zeros(3, width, dtype=torch.int32, device=on)
+        """The tokens, whether logits are finite, and the bits of `sums`: one copy takes all to the host (`unpack`)."""
+        self.tokens, self.is_finite = self.results[0, :num_rows], self.results[1, :num_rows]
+        self.sums = self.results[2, :num_rows].view(torch.float32)
         """Of each row's logits before they were changed, where they are: finite or not."""
+        self.logits = torch.zeros(num_rows, vocab_size, device=on)
         self._offers = Offers.empty(num_rows, vocab_size, on)
         self._scratch = FilterScratch.empty(num_rows, vocab_size, on)
         self.num_words = -(-vocab_size // 32)
@@ -83,6 +87,14 @@ class DeviceSampler:
         self._penalties = torch.zeros(3, num_rows, device=on)
         self._masks = torch.zeros(num_rows, self.num_words, dtype=torch.int32, device=on)
         self._mask_rows = torch.full((num_rows,), -1, dtype=torch.int32, device=on)
+
+    @staticmethod
+    def unpack(
+        results: NDArray[np.int32], count: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
+        """Tokens, is_finite and sums of the first rows, from what became of `results` on the host."""
+        tokens, is_finite, sums = results[:, :count].copy()  # the memory of a download goes back
+        return tokens, is_finite, sums.view(np.float32)
 
     # Launches: these may be recorded ----------------------------------------------------------------------------------
 
