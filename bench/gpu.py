@@ -29,7 +29,7 @@ if "--cpu-check" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports Triton
 
 import torch
-from gpu_stages import attention, ceilings, correctness, engine, head, peers, products
+from gpu_stages import attention, ceilings, correctness, engine, head, peers, products, steps
 from gpu_stages.clock import Bench
 from gpu_stages.models import MODELS, TINY, Shape
 from gpu_stages.tables import markdown, write_configs
@@ -44,6 +44,11 @@ def _bandwidth(results: Results) -> float:
     return float(results["ceilings"]["read_bytes_per_s"])
 
 
+def _flops(results: Results) -> float:
+    """Of bfloat16 products per second."""
+    return float(results["ceilings"]["flops"])
+
+
 def _searched(shapes: list[Shape]) -> list[Shape]:
     """A small and a large model are enough to fill the table."""
     return [shapes[0], shapes[-1]] if len(shapes) > 1 else shapes
@@ -56,10 +61,14 @@ STAGES: dict[str, Stage] = {
     "decode": lambda bench, shapes, results: attention.decode(bench, _bandwidth(results)),
     "prefill": lambda bench, shapes, results: attention.prefill(bench),
     "head": lambda bench, shapes, results: head.run(bench, shapes, _bandwidth(results)),
+    "steps": lambda bench, shapes, results: steps.decode(bench, shapes, _bandwidth(results), _flops(results)),
+    "prompts": lambda bench, shapes, results: steps.prefill(bench, shapes, _flops(results)),
+    "order": lambda bench, shapes, results: steps.order(bench, shapes[0]),
     "offline": lambda bench, shapes, results: engine.offline(bench, shapes),
     "latency": lambda bench, shapes, results: engine.latency(bench, _searched(shapes)),
     "idle": lambda bench, shapes, results: engine.idle(bench, shapes),
     "start": lambda bench, shapes, results: engine.start(bench, shapes),
+    "ablations": lambda bench, shapes, results: steps.ablations(bench, _searched(shapes)),
     "peers": lambda bench, shapes, results: peers.run(bench, shapes),
     "search-products": lambda bench, shapes, results: products.search_all(bench, _searched(shapes)),
     "search-decode": lambda bench, shapes, results: attention.search(bench),

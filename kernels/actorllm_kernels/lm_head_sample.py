@@ -121,7 +121,8 @@ def lm_head_sample(
     vocab_size = weight.shape[0]
     num_tiles = offers.id.shape[1]
     launch = dependent(pdl, x.device)
-    config = lookup("lm_head_sample", "few" if num_rows <= 16 else "many", x.device)
+    config = dict(lookup("lm_head_sample", "few" if num_rows <= 16 else "many", x.device))
+    prefetches = bool(config.pop("PREFETCH", 1)) and launch["PDL"] and x.element_size() == 2
     block_m = max(16, min(MAX_BLOCK_M, triton.next_power_of_2(num_rows)))
     lm_head_sample_kernel[(triton.cdiv(num_rows, block_m), num_tiles)](
         x,
@@ -144,7 +145,7 @@ def lm_head_sample(
         HAS_NORM=norm is not None,
         UNIT_OFFSET=unit_offset,
         UPCAST=x.device.type == "cpu",
-        PREFETCH=launch["PDL"] and x.element_size() == 2,
+        PREFETCH=prefetches,
         **launch,
         **config,
     )

@@ -167,6 +167,7 @@ def skinny_gemm(
     config = _config(out_features, bool(activation), x.device)
     del config["MAX_ROWS"]
     launch = dependent(pdl, x.device)
+    prefetches = bool(config.pop("PREFETCH", 1)) and launch["PDL"] and x.element_size() == 2
     skinny_gemm_kernel[(triton.cdiv(out_features, config["BLOCK_N"]),)](
         x,
         weight,
@@ -185,7 +186,7 @@ def skinny_gemm(
         HAS_RESIDUAL=residual is not None,
         ACTIVATION=activation,
         UPCAST=x.device.type == "cpu",
-        PREFETCH=launch["PDL"] and x.element_size() == 2,
+        PREFETCH=prefetches,
         **launch,
         **config,
     )

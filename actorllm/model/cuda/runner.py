@@ -20,7 +20,7 @@ With `device=HostDevice()` everything runs on CPU tensors (`ops` says how). Not 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,9 @@ REHEARSED_BLOCKS = 16
 
 WARM_TOKENS = 256
 """Of the prompt that is tried before there are any."""
+
+MEASURED_STEPS = 1024
+"""How many steps `steady_step` has room for."""
 
 NEVER_SORTED = 1 << 62
 """Decode rows stay in the order of the plan: the kernels balance lengths themselves."""
@@ -385,6 +388,31 @@ class CudaRunner(ModelRunner):
             pdl=pdl,
         )
         self._attention.plan(rows, pdl=pdl)
+
+    @torch.inference_mode()
+    def steady_step(self, num_rows: int, context: int, *, is_recorded: bool = True) -> Callable[[], None]:
+        """The launches of a decode step of so many slots with so many tokens each, sampled at a temperature of 0.7.
+
+        For measurements, on a runner without requests: every call is one step more. Raises ValueError when the cache is too small.
+        """
+        size, state, config = self.graphs.size_for(num_rows), self.state, self.config
+        per_row = min(-(-(context + MEASURED_STEPS) // config.cache.block_size), state.block_table.shape[1])
+        if num_rows * per_row > self._pool.num_blocks:
+            raise ValueError(
+                f"{num_rows} x {context} tokens need {num_rows * per_row} of {self._pool.num_blocks} blocks"
+            )
+        part = self._way_part(size)
+        with self.device.active():
+            blocks = torch.arange(num_rows * per_row, dtype=torch.int32, device=self.device.torch_device)
+            state.block_table[:num_rows, :per_row] = blocks.view(num_rows, per_row)
+            state.num_computed[:num_rows] = context
+            state.sampling.temperature[:num_rows] = 0.7
+            self._load_rows(np.arange(num_rows, dtype=np.int32), -1, size)
+            if is_recorded and (part, size) not in self.graphs:
+                self.graphs.record((part, size))
+        if is_recorded:
+            return lambda: self.graphs.run(part, size)
+        return lambda: self._launch_part(part, size)
 
     # Steps ------------------------------------------------------------------------------------------------------------
 

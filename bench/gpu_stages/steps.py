@@ -1,0 +1,230 @@
+"""Whole steps of the worker's own runner, without an engine around it: how near a decode step is to what the memory allows, where
+its time goes, what each of its tricks is worth, and how much of the matmul ceiling a prefill reaches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actorllm.config import EngineConfig
+from actorllm.model.cuda.device import CudaDevice, HostDevice
+from actorllm.model.cuda.runner import CudaRunner
+from actorllm_kernels.configs import trying
+
+from .clock import Bench
+from .models import Shape
+
+CONTEXT = 1024
+TARGETS = {
+    ("Qwen3-8B", 1): 0.8,
+    ("Llama-3.1-8B", 1): 0.8,
+    ("Qwen3-8B", 256): 0.75,
+    ("Llama-3.1-8B", 256): 0.75,
+    ("Qwen3-0.6B", 256): 0.75,
+}
+"""Shares of the limit."""
+TARGET_MS = {("Qwen3-0.6B", 1): 0.55}
+PREFILL_TARGET = 0.5
+"""Of the matmul ceiling, for a model of 8B."""
+
+
+@contextlib.contextmanager
+def runner_of(bench: Bench, shape: Shape, uses_pdl: bool = True, **more: Any) -> Iterator[CudaRunner]:
+    """With random weights and a cache for the largest batch. more: arguments of the engine."""
+    sizes = bench.pick(
+        {"max_model_len": 16384, "max_num_seqs": 256, "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.85},
+        {
+            "max_model_len": 2048,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 16,
+            "kv_cache_memory_bytes": 4_000_000,
+            "num_threads": 1,
+        },
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        config = EngineConfig.from_arguments(
+            shape.write(Path(folder)) if bench.is_check else shape.name,
+            **{"load_format": "dummy", "skip_tokenizer_init": True, "block_size": 64, "device": "cpu", **sizes, **more}
+            | ({} if bench.is_check else {"device": "cuda"}),
+        )
+        device = HostDevice() if bench.is_check else CudaDevice(uses_pdl=uses_pdl)
+        runner = CudaRunner(config, show_progress=False, device=device)
+        runner.load()
+        runner.allocate(runner.profile_num_blocks())
+    try:
+        yield runner
+    finally:
+        del runner
+        bench.empty_cache()
+
+
+def step_seconds(bench: Bench, runner: CudaRunner, batch: int, context: int, *, is_recorded: bool = True) -> float:
+    """Of a decode step, from events around several of them."""
+    with torch.inference_mode(), runner.device.active():
+        step = runner.steady_step(batch, context, is_recorded=is_recorded)
+        return bench.eager_seconds(lambda: [step() for _ in range(bench.pick(10, 1))]) / bench.pick(10, 1)
+
+
+def decode(bench: Bench, shapes: list[Shape], bandwidth: float, flops: float) -> dict[str, Any]:
+    """The share of the limit, by batch size."""
+    rows, split = [], []
+    for shape in shapes:
+        with runner_of(bench, shape) as runner:
+            for batch in bench.pick((1, 8, 32, 64, 128, 256), (3,)):
+                context = bench.pick(CONTEXT, 5)
+                try:
+                    seconds = step_seconds(bench, runner, batch, context)
+                except ValueError as error:  # the cache has no room for that
+                    print(f"  {shape.name} {batch}: {error}", flush=True)
+                    continue
+                limit = shape.decode_limit_s(batch, context, bandwidth, flops)
+                wanted, most = TARGETS.get((shape.name, batch)), TARGET_MS.get((shape.name, batch))
+                met = limit / seconds >= wanted if wanted else seconds * 1e3 <= most if most else "—"
+                rows.append(
+                    {
+                        "model": shape.name,
+                        "batch": batch,
+                        "context": context,
+                        "step, ms": seconds * 1e3,
+                        "limit, ms": limit * 1e3,
+                        "share": limit / seconds,
+                        "tokens/s": batch / seconds,
+                        "target": f">= {wanted:g}" if wanted else f"<= {most:g} ms" if most else "—",
+                        "met": met,
+                    }
+                )
+                if batch in (1, 256):
+                    split += [
+                        {"model": shape.name, "batch": batch, **row} for row in by_kernel(bench, runner, batch, context)
+                    ]
+    return {"steps": rows, "by kernel": split}
+
+
+def by_kernel(bench: Bench, runner: CudaRunner, batch: int, context: int) -> list[dict[str, Any]]:
+    """Where the time of a step goes; nothing without a GPU."""
+    if bench.is_check:
+        return []
+    times = 5
+    with torch.inference_mode(), runner.device.active():
+        step = runner.steady_step(batch, context)
+        step()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(times):
+                step()
+            torch.cuda.synchronize()
+    found = [(event.key, event.self_device_time_total / times, event.count / times) for event in profile.key_averages()]
+    total = sum(us for _, us, _ in found) or 1.0
+    return [
+        {"kernel": name[:60], "launches": count, "us": us, "share": us / total}
+        for name, us, count in sorted(found, key=lambda row: -row[1])[:12]
+    ]
+
+
+def prefill(bench: Bench, shapes: list[Shape], flops: float) -> dict[str, Any]:
+    """One prompt through the whole model, sampled and taken to the host."""
+    rows = []
+    for shape in shapes:
+        for length in bench.pick((1024, 8192), (70,)):
+            more = {} if bench.is_check else {"max_model_len": length + 1, "max_num_batched_tokens": length}
+            with runner_of(bench, shape, **more) as runner:
+                seconds = statistics.median(_prefill_seconds(bench, runner) for _ in range(bench.pick(5, 1)))
+            num_tokens = bench.pick(length, 16)
+            rate = shape.prefill_flops(num_tokens) / seconds
+            wanted = PREFILL_TARGET if shape.name.endswith("8B") and length == 8192 else None
+            rows.append(
+                {
+                    "model": shape.name,
+                    "tokens": num_tokens,
+                    "ms": seconds * 1e3,
+                    "tokens/s": num_tokens / seconds,
+                    "TFLOP/s": rate / 1e12,
+                    "share of the matmul ceiling": rate / flops,
+                    "target": f">= {wanted:g}" if wanted else "—",
+                    "met": rate / flops >= wanted if wanted else "—",
+                }
+            )
+    return {"whole prompts": rows}
+
+
+def _prefill_seconds(bench: Bench, runner: CudaRunner) -> float:
+    """The largest prefill step that the configuration allows."""
+    _, plans = runner._largest_steps()
+    runner.forget_requests()
+    began = time.perf_counter()
+    runner.step(plans[0])
+    return time.perf_counter() - began
+
+
+def ablations(bench: Bench, shapes: list[Shape]) -> dict[str, Any]:
+    """The same step with one trick left out at a time."""
+    rows = []
+    ways: dict[str, tuple[bool, Callable[[], Any]]] = {
+        "as it is": (True, contextlib.nullcontext),
+        "no dependent launches": (False, contextlib.nullcontext),
+        "no prefetch of weights": (True, lambda: _both("PREFETCH", 0)),
+        "no fused products": (True, lambda: trying("skinny_gemm", MAX_ROWS=0)),
+    }
+    for shape in shapes[: bench.pick(None, 1)]:
+        base: dict[int, float] = {}
+        for name, (uses_pdl, changed) in ways.items():
+            with changed(), runner_of(bench, shape, uses_pdl) as runner:
+                for batch in bench.pick((1, 32), (1,)):
+                    seconds = step_seconds(bench, runner, batch, bench.pick(CONTEXT, 5))
+                    base.setdefault(batch, seconds)
+                    rows.append(
+                        {
+                            "model": shape.name,
+                            "batch": batch,
+                            "way": name,
+                            "step, ms": seconds * 1e3,
+                            "ratio": seconds / base[batch],
+                        }
+                    )
+                    if name == "as it is":
+                        eager = step_seconds(bench, runner, batch, bench.pick(CONTEXT, 5), is_recorded=False)
+                        rows.append(
+                            {
+                                "model": shape.name,
+                                "batch": batch,
+                                "way": "no graph",
+                                "step, ms": eager * 1e3,
+                                "ratio": eager / seconds,
+                            }
+                        )
+    return {"ablations": rows}
+
+
+@contextlib.contextmanager
+def _both(name: str, value: int) -> Iterator[None]:
+    with trying("skinny_gemm", **{name: value}), trying("lm_head_sample", **{name: value}):
+        yield
+
+
+def order(bench: Bench, shape: Shape) -> dict[str, Any]:
+    """Dependent launches against plain ones: many steps of the same requests must give the same tokens, bit for bit."""
+    tokens = []
+    for uses_pdl in (False, True):
+        with runner_of(bench, shape, uses_pdl) as runner, torch.inference_mode(), runner.device.active():
+            batch = bench.pick(8, 2)
+            runner._pool.pool.zero_()
+            step = runner.steady_step(batch, bench.pick(CONTEXT, 5))
+            seen = []
+            for _ in range(bench.pick(1000, 3)):
+                step()
+                seen.append(runner.state.last_token[:batch].clone())
+            tokens.append(torch.stack(seen).cpu())
+    same = bool(torch.equal(*tokens))
+    return {
+        "steps": len(tokens[0]),
+        "same tokens": same,
+        "first difference": None if same else int((tokens[0] != tokens[1]).any(1).nonzero()[0]),
+    }
