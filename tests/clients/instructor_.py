@@ -10,7 +10,7 @@ from checks import MESSAGES, MODEL, URL, check, needs_tools, run
 from pydantic import BaseModel
 
 
-class Answer(BaseModel):
+class Answer(BaseModel, extra="forbid"):  # else any number of other fields may follow, and a storyteller has many
     city: Literal["Berlin", "Paris"]
     is_warm: bool
 

@@ -43,6 +43,7 @@ REQUIREMENTS = {
 }
 SCRIPTS = {
     "openai-python": "openai_python.py",
+    "openai-vectors": "openai_vectors.py",
     "langchain-openai": "langchain_openai_.py",
     "pydantic-ai": "pydantic_ai_.py",
     "instructor": "instructor_.py",
@@ -50,6 +51,10 @@ SCRIPTS = {
 }
 NAMES = (*SCRIPTS, "openai-node", "lm-eval", "guidellm", "vllm-bench", "schemathesis")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+SHARED = {"openai-vectors": "openai-python"}
+"""Whose environment one takes."""
+OPTIONS = {"openai-vectors": ("--runner", "pooling")}
+"""Of the server, for those that want one of their own."""
 TIMEOUT_S = 600
 QUIET_S = 30.0
 """How long the server may take to have nothing under way after a client has gone."""
@@ -64,8 +69,8 @@ main(parser.parse_args())
 
 
 class Server:
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "actorllm.cli", "serve", "storyteller", "--port", "0"]
+    def __init__(self, *options: str) -> None:
+        command = [sys.executable, "-m", "actorllm.cli", "serve", "storyteller", "--port", "0", *options]
         self._log = tempfile.NamedTemporaryFile("r", prefix="actorllm-clients-", suffix=".log")  # noqa: SIM115
         path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
         with open(self._log.name, "w") as log:
@@ -104,6 +109,7 @@ class Server:
 
 def python_of(name: str) -> str:
     """The interpreter of a client's environment, which is made when it is not there."""
+    name = SHARED.get(name, name)
     folder = HOME / name
     python = folder / "bin" / "python"
     stamp = folder / ".installed"
@@ -272,11 +278,15 @@ def main() -> int:
         "vllm-bench": lambda url: vllm_bench(url, arguments.vllm),
         "schemathesis": lambda url: schemathesis(url, arguments.cases),
     }
-    server = Server()
+    servers = {(): Server()}
     clients: dict[str, Any] = {}
     try:
         for name in arguments.names or NAMES:
             print(f"{name}", flush=True)
+            options = OPTIONS.get(name, ())
+            if options not in servers:
+                servers[options] = Server(*options)
+            server = servers[options]
             try:
                 told = told_by_script(name, server.url) if name in SCRIPTS else programs[name](server.url)
             except (RuntimeError, subprocess.SubprocessError, json.JSONDecodeError) as error:
@@ -290,12 +300,14 @@ def main() -> int:
                 why = outcome.get("why", "").strip().rpartition("\n")[2][:160]
                 print(f"    {outcome['outcome']:8}  {outcome['check']}  {why}", flush=True)
     finally:
-        log = server.log()
-        status = server.stop()
+        is_sound = True
+        for server in servers.values():
+            log = server.log()
+            status = server.stop()
+            if status != 0 or "Traceback" in log:
+                is_sound = False
+                print(f"the server ended with status {status}:\n{log[-3000:]}")
     checks = [outcome for told in clients.values() for outcome in told["checks"]]
-    is_sound = status == 0 and "Traceback" not in log
-    if not is_sound:
-        print(f"the server ended with status {status}:\n{log[-3000:]}")
     if arguments.json:
         from actorllm import __version__
 
