@@ -23,7 +23,7 @@ from report import NOISE_FACTOR, cell
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 
-ORDER = ("scheduler", "ring", "model", "streaming", "models", "prefix", "urgent", "start", "idle")
+ORDER = ("scheduler", "ring", "model", "streaming", "serving", "models", "prefix", "urgent", "start", "idle")
 RELIABILITY = ("recovery", "soak", "fuzz_rings")
 """Those of the other page."""
 EMBEDDED = ("fidelity", "slo_science")

@@ -39,6 +39,7 @@ BENCHES = (
     Bench("ring", ("--rounds", "1"), {"--peer-python": "other"}),
     Bench("model", ("--models", "storyteller")),
     Bench("streaming", ("--rounds", "2", "--tokens", "60", "--idle", "1"), {"--peer-python": "vllm"}),
+    Bench("serving", ("--rounds", "1", "--tokens", "40", "--prompts", "64"), {"--peer-python": "vllm"}),
     Bench(
         "models",
         ("--rounds", "1", "--output", "8", "--shapes", "llama-135M"),

@@ -57,6 +57,11 @@ def render(stats: Mapping[str, Any], model: str, max_model_len: int, lag: Mappin
     kv, cache = scheduler["kv"], scheduler["prefix_cache"]
     gauge("num_requests_running", "Requests in the batch.", scheduler["num_running"])
     gauge("num_requests_waiting", "Requests that wait for a place in it.", scheduler["num_waiting"])
+    samples: list[Sample]
+    reasons = {"capacity": scheduler["num_waiting"], "deferred": scheduler["num_blocked"]}
+    told = "Requests that wait for room, and those that wait for something else (a grammar)."
+    samples = [("", {"reason": reason}, number) for reason, number in reasons.items()]
+    write("gauge", "num_requests_waiting_by_reason", told, samples)
     gauge("num_tokens_waiting", "Prompt tokens of those that have not started.", scheduler["num_waiting_tokens"])
     gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", kv["usage"])
     facts = {"block_size": str(kv["block_size"]), "num_gpu_blocks": str(kv["num_blocks"])}
@@ -69,6 +74,9 @@ def render(stats: Mapping[str, Any], model: str, max_model_len: int, lag: Mappin
     counter(
         "prompt_tokens", "Prompt tokens computed; those found in the cache are not.", scheduler["num_prefill_tokens"]
     )
+    sources = {"local_compute": scheduler["num_prefill_tokens"], "local_cache_hit": cache["hits"] if cache else 0}
+    samples = [("", {"source": source}, number) for source, number in sources.items()]
+    write("counter", "prompt_tokens_by_source_total", "Prompt tokens, by where their KV came from.", samples)
     counter("generation_tokens", "Tokens sampled.", scheduler["num_output_tokens"])
     counter("wasted_tokens", "Tokens sampled for requests that had ended by then.", scheduler["num_wasted_tokens"])
     counter("engine_steps", "Steps of the model.", scheduler["num_steps"])
@@ -86,7 +94,7 @@ def render(stats: Mapping[str, Any], model: str, max_model_len: int, lag: Mappin
         ],
     )
     finished = {"stop": 0, "length": 0, "abort": 0, "error": 0, **requests["finished"]}
-    samples: list[Sample] = [("", {"finished_reason": reason}, number) for reason, number in finished.items()]
+    samples = [("", {"finished_reason": reason}, number) for reason, number in finished.items()]
     write("counter", "request_success_total", "Sequences that ended, by why.", samples)
     counter("slo_requests", "Sequences with an objective that ended, and not by an abort.", requests["slo_promised"])
     samples = [("", {"reading": reading}, number) for reading, number in requests["slo_kept"].items()]

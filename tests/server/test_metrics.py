@@ -63,6 +63,9 @@ async def test_a_scrape_counts_what_was_done(client: httpx.AsyncClient) -> None:
     assert grown["request_prompt_tokens_sum"] == 18
     assert 0 < grown["time_to_first_token_seconds_sum"] <= grown["e2e_request_latency_seconds_sum"]
     assert after["num_requests_running"] == after["num_requests_waiting"] == 0
+    assert after['num_requests_waiting_by_reason{reason="capacity"}'] == 0
+    assert after['num_requests_waiting_by_reason{reason="deferred"}'] == 0
+    assert grown['prompt_tokens_by_source_total{source="local_compute"}'] == grown["prompt_tokens_total"]
     assert after["kv_cache_usage_perc"] == 0
     assert "recoveries_total" in after
 
