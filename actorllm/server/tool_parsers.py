@@ -58,11 +58,11 @@ class Tool(NamedTuple):
 class Value:
     """Finds the end of one JSON value, character by character."""
 
-    __slots__ = ("_depth", "_has_begun", "_in_string", "_is_escaped", "_is_plain")
+    __slots__ = ("_depth", "_has_begun", "_in_string", "_is_escaped")
 
     def __init__(self) -> None:
         self._depth = 0
-        self._has_begun = self._in_string = self._is_escaped = self._is_plain = False
+        self._has_begun = self._in_string = self._is_escaped = False
 
     def end(self, text: str, at: int) -> tuple[int, bool]:
         """How far it goes in the text from `at` on, and whether it ends there."""

@@ -10,11 +10,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from tests.server.live_server import Server, becomes_true, hang_up
 
@@ -74,6 +75,34 @@ def test_openai_converses(client: openai.OpenAI) -> None:
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
     assert [choice.message.content for choice in whole.choices] == texts
+
+
+class Animal(BaseModel):
+    kind: Literal["fox", "bear"]
+    age: int = Field(ge=1, le=9)
+
+
+def test_openai_parses_answers_and_calls(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="storyteller", messages=MESSAGES, response_format=Animal, max_tokens=99, seed=2
+    )
+    animal = answer.choices[0].message.parsed
+    assert animal is not None
+    assert animal.kind in ("fox", "bear")
+    arguments: Any = {
+        "model": "storyteller",
+        "messages": MESSAGES,
+        "tools": [openai.pydantic_function_tool(Animal, name="tell_of")],
+        "tool_choice": {"type": "function", "function": {"name": "tell_of"}},
+        "max_tokens": 99,
+        "seed": 2,
+    }
+    (call,) = client.chat.completions.parse(**arguments).choices[0].message.tool_calls or ()
+    assert isinstance(call.function.parsed_arguments, Animal)
+    with client.chat.completions.stream(**arguments) as stream:
+        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls or ()
+    assert streamed.function.name == "tell_of"
+    assert streamed.function.arguments == call.function.arguments
 
 
 def test_the_reference_demo(client: openai.OpenAI) -> None:
