@@ -21,6 +21,7 @@ EXPECTED = {
     "prompt_embeds": ["same text: 2"],
     "async_streaming": ["finished stream-example-1", "finished stream-example-3"],
     "beam_search": ["-"],
+    "structured_outputs": ["choice True", "regex True", "json ['brand', 'car_type']", "grammar SELECT"],
     "older_async": ["finished 0 True", "finished 1 True", "finished 2 True"],
 }
 
