@@ -29,7 +29,7 @@ from actorllm.text.tokenizer import I32, Tokenizer
 MAX_GRAMMARS = 128
 """Compiled ones that are kept."""
 
-WHITESPACE = r"[ \t]{1,2}|[ \t]{0,2}\r?\n[ \t]{0,32}"
+WHITESPACE = r"[ \t]{1,2}|[ \t]?\r?\n(?: {0,24}|\t{0,8})"
 """Between two tokens of JSON, unless the request says what may be there: what people write on a line, or a new line with its
 indentation. A model that has lost its way would go on with spaces for ever."""
 
