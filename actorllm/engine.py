@@ -490,6 +490,8 @@ class Engine:
             raise InvalidParameterError(f"sampling_params must be a SamplingParams, not {type(params).__name__}")
         if params.detokenize and self.config.model.tokenizer is None and params.stop:
             raise InvalidParameterError("stop strings need a tokenizer, and skip_tokenizer_init=True left it out")
+        if params.structured_outputs is not None and self.config.model.tokenizer is None:
+            raise InvalidParameterError("structured_outputs need a tokenizer, and skip_tokenizer_init=True left it out")
         sampling = params
 
         def new_stream(*arguments: Any, **more: Any) -> RequestStream:
@@ -972,8 +974,6 @@ class Engine:
             )
         rules = rules_of(params, model.vocab_size, model.max_logprobs, lambda: self.tokenizer)
         structured = cast("StructuredOutputsParams | None", params.structured_outputs)
-        if structured is not None and model.tokenizer is None:
-            raise InvalidParameterError("structured_outputs need a tokenizer, and skip_tokenizer_init=True left it out")
         seed = params.seed if params.seed is not None else self._new_seed(number)
         # Of tokens that are found in the cache there are no logits, whatever the request says of reading it.
         skips_cache = params.prompt_logprobs is not None or bool(params.skip_reading_prefix_cache)
