@@ -37,6 +37,13 @@ class PoolingStream:
     def __init__(self, outputs: VectorStream, pooling: Pooling) -> None:
         self._outputs = outputs
         self._pooling = pooling
+        self.last_output: RequestOutput | None = None
+        """What it would have given if it were a request for text: its metrics, and why it has ended."""
+
+    @property
+    def request_stream(self) -> RequestStream:
+        """The same request for those who only abort it, or ask whether it has ended."""
+        return self._outputs
 
     @property
     def request_id(self) -> str:
@@ -73,6 +80,7 @@ class PoolingStream:
         return None if output is None else self._pooled(output)
 
     def _pooled(self, output: RequestOutput) -> PoolingRequestOutput[PoolingOutput]:
+        self.last_output = output
         vector, error = self._outputs.vector, None
         if vector is None:
             end = output.outputs[0]

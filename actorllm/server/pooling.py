@@ -10,25 +10,27 @@ import base64
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, cast
 
 import orjson
 from fastapi import APIRouter, Request, Response
+from starlette.types import Send
 
 from actorllm.engine import Prompt
 from actorllm.errors import ActorLLMError, InvalidParameterError
 from actorllm.pooled import PoolingOutput, PoolingRequestOutput, paired, scored
+from actorllm.pooling_stream import PoolingStream
 from actorllm.request import MAX_N, PoolingParams, RequestOutput
-from actorllm.server.answer import WholeAnswer
+from actorllm.server.answer import JSON, Answer
 from actorllm.server.completions import check_length, prompts_of
 from actorllm.server.envelope import ApiError, error_of
 from actorllm.server.operations import read_body, state_of, takes
 from actorllm.server.protocol import Body, Generation, Objective, Prompts
 from actorllm.server.sampling import Extras, extras_of
 from actorllm.server.shape import PromptState, Shape, metrics_of
+from actorllm.server.state import ServerState
 from actorllm.slo.objective import SLO
-from actorllm.stream import RequestStream
 
 router = APIRouter()
 
@@ -183,7 +185,7 @@ def _answer(request: Request, body: Pooled, ask: Any, prompt_field: str, **param
     if body.request_id is None and "x-request-id" in request.headers:
         body.request_id = request.headers["x-request-id"]
     fields = type(body).model_fields
-    streams = []
+    streams: list[PoolingStream] = []
     try:
         extras = _extras(body, request)
         wanted = {name: getattr(body, name) for name in ("use_activation", "normalize", "pooling_type")}
@@ -205,8 +207,7 @@ def _answer(request: Request, body: Pooled, ask: Any, prompt_field: str, **param
     told = {"x-request-id": shape.id}
     if extras.warnings:
         told["x-actorllm-warning"] = "; ".join(extras.warnings)
-    # A PoolingStream is awaited and aborted like any other; what comes out of it is the shape's business.
-    return WholeAnswer(state, shape, cast("list[RequestStream]", streams), fields, prompt_field, told)
+    return PooledAnswer(state, shape, streams, fields, prompt_field, told)
 
 
 def _extras(body: Pooled, request: Request) -> Extras:
@@ -225,10 +226,34 @@ def _salted(prompt: Prompt, salt: str) -> Prompt:
     return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, "cache_salt": salt}
 
 
+class PooledAnswer(Answer):
+    """Everything at once."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        shape: PooledShape,
+        streams: Sequence[PoolingStream],
+        fields: Container[str],
+        prompt_field: str,
+        headers: Mapping[str, str],
+    ) -> None:
+        super().__init__(state, shape, [stream.request_stream for stream in streams], fields, prompt_field, headers)
+        self._pooled_shape = shape
+        self._pooled_streams = streams
+
+    async def _respond(self, send: Send) -> None:
+        outputs = [await anext(stream) for stream in self._pooled_streams]
+        self._last_outputs = [s.last_output for s in self._pooled_streams if s.last_output is not None]
+        body = self._pooled_shape.body_of(outputs)
+        await self._start(send, 200, JSON, [(b"content-length", b"%d" % len(body))])
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
 class PooledShape(Shape):
     """model, slo: set before the answer begins."""
 
-    CONTENT_TYPE = b"application/json"
+    CONTENT_TYPE = JSON
 
     model = ""
     slo: SLO | None = None
@@ -238,16 +263,16 @@ class PooledShape(Shape):
         self._body = body
         self._created = int(time.time())
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        pooled = cast("Sequence[PoolingRequestOutput[PoolingOutput]]", outputs)
-        for output in pooled:
+    def body_of(self, outputs: Sequence[PoolingRequestOutput[PoolingOutput]]) -> bytes:
+        """outputs: of each text, in their order. Raises ApiError if one of them has no vector."""
+        for output in outputs:
             if output.error is not None:
                 raise ApiError(503, output.error.message)
-        num_tokens = sum(len(output.prompt_token_ids) for output in pooled)
-        tree = self._tree(pooled, {"prompt_tokens": num_tokens, "total_tokens": num_tokens})
+        num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+        tree = self._tree(outputs, {"prompt_tokens": num_tokens, "total_tokens": num_tokens})
         if self._body.return_metrics:
             tree["metrics"] = [
-                metrics_of(PromptState(output.prompt_token_ids, metrics=output.metrics), self.slo) for output in pooled
+                metrics_of(PromptState(output.prompt_token_ids, metrics=output.metrics), self.slo) for output in outputs
             ]
         return orjson.dumps(tree, option=orjson.OPT_SERIALIZE_NUMPY)
 
@@ -259,6 +284,9 @@ class PooledShape(Shape):
     def _head(self, usage: dict[str, Any]) -> dict[str, Any]:
         usage = {**usage, "completion_tokens": 0, "prompt_tokens_details": None}
         return {"id": self.id, "object": "list", "created": self._created, "model": self.model, "usage": usage}
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        raise NotImplementedError("vectors are no text")
 
     def events(self, number: int, output: RequestOutput) -> bytes:
         raise NotImplementedError("vectors are not streamed")

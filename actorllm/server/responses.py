@@ -119,7 +119,9 @@ def _check(body: ResponsesRequest) -> None:
     if body.max_tokens is not None:
         raise ApiError(400, "max_tokens: in this API it is called max_output_tokens", "max_tokens")
     if body.tools and body.tool_choice != "none":
-        raise ApiError(400, 'tools: this server calls none yet; leave them out, or send tool_choice="none"', "tools")
+        raise ApiError(
+            400, 'tools: this API calls none yet; use /v1/chat/completions, or send tool_choice="none"', "tools"
+        )
     if not body.tools and body.tool_choice not in (None, "none", "auto"):
         raise ApiError(400, f"tool_choice={body.tool_choice!r:.80} needs tools", "tool_choice")
     if body.truncation not in (None, "disabled"):

@@ -17,7 +17,12 @@ from actorllm import __version__
 from actorllm.errors import ConfigError
 from actorllm.request import RequestMetrics, RequestOutput, SamplingParams
 
-OPERATIONS = {"chatcmpl": "chat", "cmpl": "text_completion", "resp": "chat"}
+OPERATIONS = {
+    "chatcmpl": "chat",
+    "cmpl": "text_completion",
+    "resp": "chat",
+    **dict.fromkeys(("embd", "score", "rerank"), "embeddings"),
+}
 """By the prefix of the id that a client is told."""
 
 
@@ -42,7 +47,7 @@ class Tracing:
         began, ended: epoch seconds.
         """
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
-        operation = OPERATIONS.get(request_id.partition("-")[0], "text_completion")
+        operation = OPERATIONS.get(request_id.replace("_", "-").partition("-")[0], "text_completion")
         metrics = [output.metrics for output in outputs if output.metrics is not None]
         attributes = {
             "gen_ai.operation.name": operation,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import logging
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -13,6 +14,9 @@ import numpy as np
 import openai
 import pytest
 from fastapi import FastAPI
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from actorllm import AsyncLLM
 from actorllm.server import create_app
@@ -212,3 +216,21 @@ async def test_whoever_leaves_or_is_aborted_leaves_nothing_behind(embedder: Asyn
         assert "aborted" in told[0].json()["error"]["message"]
         await embedder.resume_generation()
     await until(lambda: is_idle(embedder))
+
+
+async def test_vectors_are_logged_and_traced_like_text(embedder: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    app = create_app(embedder, served_model_name="minilm", enable_log_requests=True, tracer_provider=provider)
+    with caplog.at_level(logging.INFO, "actorllm.server.request_log"):
+        async with client_of(app) as http:
+            assert (await http.post("/v1/embeddings", json={"input": TEXTS})).status_code == 200
+            assert (await http.post("/v1/rerank", json={"query": "a", "documents": ["b " * 900]})).status_code == 400
+    done, failed = exporter.get_finished_spans()
+    assert done.name == failed.name == "embeddings minilm"
+    told = dict(done.attributes or {})
+    assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (22, 0)
+    assert told["gen_ai.latency.time_to_first_token"] == told["gen_ai.latency.e2e"]
+    assert "/v1/embeddings: 22 prompt tokens, 0 output tokens (stop, stop, stop)" in caplog.messages[0]
+    assert "InvalidPromptError" in caplog.messages[1]

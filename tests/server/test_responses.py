@@ -156,7 +156,7 @@ async def test_log_probabilities_and_a_schema(openai_client: openai.AsyncOpenAI)
         ({"input": "a", "background": True}, "background", "not supported"),
         ({"input": "a", "prompt": {"id": "p"}}, "prompt", "not supported"),
         ({"input": "a", "n": 2}, "n", "not supported"),
-        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools", "calls none"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools", "/v1/chat/completions"),
         ({"input": "a", "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"input": "a", "truncation": "auto"}, "truncation", "'disabled'"),
         ({"input": "a", "include": ["file_search_call.results"]}, "include", "file_search_call"),
