@@ -191,9 +191,10 @@ def read_pooler(
     given = _pooler_config(pooler_config)
     hf = {**hf, **_overrides(hf_overrides)}
     kind = str(hf.get("model_type"))
-    architecture = (hf.get("architectures") or ["?"])[0]
+    names = hf.get("architectures")
+    architecture = names[0] if isinstance(names, list) and names else "?"  # what is wrong with it is told elsewhere
     is_encoder = kind in ENCODERS and not hf.get("is_decoder")
-    files = _read_sentence_files(path)
+    files = None if runner == "generate" else _read_sentence_files(path)
     is_made_for_it = is_encoder or files is not None or str(architecture).endswith(POOLING_ARCHITECTURES)
     if runner == "generate" and is_encoder:
         raise ConfigError(f"runner='generate': {architecture} is an encoder and writes no text; leave runner at 'auto'")

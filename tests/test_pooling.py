@@ -359,6 +359,7 @@ def test_the_way_of_pooling_is_that_of_the_folder(tmp_path: Path) -> None:
     add_sentence_files(folder, "Transformer", "Pooling", "Dense", pooling_mode_mean_tokens=True)
     with pytest.raises(UnsupportedModelError, match="module of type 'Dense'"):
         pooler_of(folder)
+    assert pooler_of(folder, runner="generate") is None
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 77, "do_lower_case": true}')
     add_sentence_files(folder, "Transformer", "Pooling", pooling_mode_mean_tokens=True)
     assert EngineConfig.from_arguments(folder).model.max_model_len == 77
