@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actorllm import LLM, SamplingParams
+from actorllm import LLM, EngineArgs, LLMEngine, SamplingParams
 from actorllm.actors.worker import WorkerActor
 from actorllm.config import EngineConfig
 from actorllm.errors import RequestError
@@ -75,44 +75,53 @@ class CountingRunner(CudaRunner):
         return super().finish(handle)
 
 
+ARGUMENTS: dict[str, Any] = {
+    "load_format": "dummy",
+    "dtype": "float32",
+    "device": "cpu",
+    "skip_tokenizer_init": True,
+    "num_threads": 1,
+    "topology": "inline",
+    "max_num_seqs": 8,
+    "block_size": 64,
+    "kv_cache_memory_bytes": 1 << 20,
+}
+
+
+def load(self: WorkerActor, config: EngineConfig) -> CudaRunner:
+    """In the place of WorkerActor._load."""
+    runner = CountingRunner(config, self.rank, show_progress=False, device=LaggingDevice())
+    runner.load()
+    return runner
+
+
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch, folder: Callable[..., Path]) -> Callable[..., LLM]:
     """An engine on the tiny model; launching ahead unless is_plain."""
     path = folder()
 
     def make(*, is_plain: bool = False, **arguments: Any) -> LLM:
-        def load(self: WorkerActor, config: EngineConfig) -> CudaRunner:
-            runner = CountingRunner(config, self.rank, show_progress=False, device=LaggingDevice())
-            runner.load()
-            return runner
-
         with monkeypatch.context() as patch:
             if not is_plain:
                 patch.setattr(WorkerActor, "_load", load)
-            llm = LLM(
-                str(path),
-                load_format="dummy",
-                dtype="float32",
-                device="cpu",
-                skip_tokenizer_init=True,
-                num_threads=1,
-                **(
-                    {"topology": "inline", "max_num_seqs": 8, "block_size": 64, "kv_cache_memory_bytes": 1 << 20}
-                    | arguments
-                ),
-            )
+            llm = LLM(str(path), **(ARGUMENTS | arguments))
             llm.generate([[1]], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)  # starts it
         return llm
 
     return make
 
 
+statistics: list[dict[str, Any]] = []
+"""Of every run."""
+
+
 def run(llm: LLM, max_tokens: int = 8) -> list[Any]:
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, TINY["vocab_size"], n).tolist() for n in (70, 3, 30, 65, 20, 9)]
+    prompts = [rng.integers(0, TINY["vocab_size"], n).tolist() for n in (62, 3, 30, 125, 61, 9)]
     params = [SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False, **kind) for kind in KINDS]
     with llm:
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        statistics.append(llm.stats())
     return [[(o.token_ids, [sorted(step) for step in o.logprobs or ()]) for o in output.outputs] for output in outputs]
 
 
@@ -124,6 +133,28 @@ def test_streams_are_those_of_the_cpu(build: Callable[..., LLM], arguments: dict
     CountingRunner.most_under_way = 0
     assert run(build(**arguments)) == expected
     assert CountingRunner.most_under_way == 2
+    assert statistics[-1]["scheduler"]["scheduler"]["num_preemptions"] > 0 or "kv_cache_memory_bytes" not in arguments
+    (worker,) = statistics[-1]["workers"]
+    assert worker["num_graph_replays"] + worker["num_parts_launched"] > 0
+
+
+def test_an_engine_that_its_caller_steps(
+    build: Callable[..., LLM], folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no loop to wait on, every step is waited for."""
+    with build(is_plain=True) as llm:
+        params = SamplingParams(max_tokens=4, temperature=1.0, seed=1, ignore_eos=True, detokenize=False)
+        (expected,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
+    monkeypatch.setattr(WorkerActor, "_load", load)
+    engine = LLMEngine.from_engine_args(EngineArgs(str(folder()), **ARGUMENTS))
+    try:
+        engine.add_request("0", {"prompt_token_ids": [5, 6, 7]}, params)
+        outputs = []
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+    finally:
+        engine.shutdown()
+    assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 def test_late_inputs_follow_the_results_they_depend_on(
