@@ -155,9 +155,8 @@ class PagedAttention:
         """Upload what the chunks of a step are. counts: tokens of each; seq_lens: with them."""
         starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
         tiles = query_tiles(counts, seq_lens, self._tokens_per_tile)
-        parts = (slots, seq_lens, starts, tiles.reshape(-1))
-        packet = self._device.upload(np.concatenate(parts).astype(np.int32))
-        one, two, three, four = torch.split(packet, [part.size for part in parts])
+        parts = (part.astype(np.int32) for part in (slots, seq_lens, starts, tiles))
+        one, two, three, four = self._device.upload_parts(*parts)
         return PrefillRows(one, two, three, four.view(-1, 2))
 
     def attend(

@@ -25,6 +25,9 @@ from actorllm.model.cuda import ops
 MIN_CAPABILITY = (8, 0)
 """Ampere: the first with bfloat16 and asynchronous copies, and the oldest that the kernels are compiled for."""
 
+ALIGNMENT = 16
+"""Bytes at a multiple of which Triton likes tensors to begin."""
+
 Replay = Callable[[], None]
 
 
@@ -55,6 +58,21 @@ class Device(ABC):
     @abstractmethod
     def upload(self, array: NDArray[Any]) -> torch.Tensor:
         """A copy on the device, in order with the launches. The array may be changed at once."""
+
+    def upload_parts(self, *parts: NDArray[Any]) -> list[torch.Tensor]:
+        """Several arrays of one type in one copy, as vectors.
+
+        Each begins at a multiple of ALIGNMENT bytes: a kernel is compiled anew for tensors that do not.
+        """
+        size = ALIGNMENT // parts[0].itemsize
+        lengths = [-(-part.size // size) * size for part in parts]
+        packet = np.zeros(sum(lengths), parts[0].dtype)
+        start = 0
+        for part, length in zip(parts, lengths, strict=True):
+            packet[start : start + part.size] = part.reshape(-1)
+            start += length
+        pieces = torch.split(self.upload(packet), lengths)
+        return [piece[: part.size] for piece, part in zip(pieces, parts, strict=True)]
 
     @abstractmethod
     def download(self, tensors: Sequence[torch.Tensor]) -> Download:
@@ -99,7 +117,8 @@ class CudaDevice(Device):
 
     def upload(self, array: NDArray[Any]) -> torch.Tensor:
         # The allocator of pinned memory hands a block out again only when the copies out of it have run.
-        pinned = torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
+        pinned = torch.empty(array.shape, dtype=torch.from_numpy(np.empty(0, array.dtype)).dtype, pin_memory=True)
+        pinned.numpy()[...] = array
         return pinned.to(self.torch_device, non_blocking=True)
 
     def download(self, tensors: Sequence[torch.Tensor]) -> Download:

@@ -199,9 +199,8 @@ class CudaRunner(ModelRunner):
         most = min(self.config.scheduler.max_num_batched_tokens, self.config.model.max_model_len)
         for count in dict.fromkeys((1, min(most, WARM_TOKENS))):
             counts = np.array([count], np.int32)
-            packet = np.zeros(2 * count, np.int64)
-            ids, positions = torch.split(self.device.upload(packet), count)
-            nowhere = self.device.upload(np.full(count, -1, np.int64))
+            zeros, nowhere = np.zeros(count, np.int64), np.full(count, -1)
+            ids, positions, nowhere = self.device.upload_parts(zeros, zeros, nowhere)
             chunks = self._attention.chunks(np.zeros(1, np.int32), counts, counts)
             states = self.model.forward(StepTokens(ids, positions, nowhere, None, chunks), self._pool, self.state)
             ops.kv_clear(self._pool.pool, nowhere, torch.isfinite(states.sum(1, dtype=torch.float32)).int())
@@ -255,6 +254,7 @@ class CudaRunner(ModelRunner):
             for part in (Part.LOGITS, Part.FORWARD, Part.CHOICE):
                 self._launch_part(part, self.graphs.sizes[0])
             self.warm_prefill()
+            ops.kv_copy(self._pool.pool, self.device.upload(np.zeros((1, 2), np.int32)))  # zeros to where zeros are
 
     @torch.inference_mode()
     def _allocate(self, num_blocks: int) -> None:
@@ -551,9 +551,8 @@ class CudaRunner(ModelRunner):
 
     def _tokens(self, inputs: StepInputs) -> StepTokens:
         """The tokens of a step with prompts, on the device; those of its decode rows come from the state table."""
-        count, num_tokens = inputs.num_decodes, len(inputs.token_ids)
-        packet = np.concatenate((inputs.kv_slots, inputs.token_ids, inputs.positions))
-        kv_slots, ids, positions = torch.split(self.device.upload(packet), num_tokens)
+        count = inputs.num_decodes
+        kv_slots, ids, positions = self.device.upload_parts(inputs.kv_slots, inputs.token_ids, inputs.positions)
         rows: DecodeRows | None = None
         if count:
             self._load_rows(inputs.decode_slots, inputs.decode_version, count)

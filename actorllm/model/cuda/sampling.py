@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from actorllm.logprobs import LogprobSpan
 from actorllm.messages import I32, U32
 from actorllm.model.cuda import ops
-from actorllm.model.cuda.device import Device
+from actorllm.model.cuda.device import ALIGNMENT, Device
 from actorllm.model.cuda.state import StateTable
 from actorllm.model.logits import EditList
 from actorllm_kernels.edit_logits import Edits, Penalties
@@ -72,19 +72,19 @@ class DeviceSampler:
         self.vocab_size = vocab_size
         self._state, self._device = state, device
         on = device.torch_device
-        width = -(-num_rows // 16) * 16  # every row begins where the compiler likes it
+        width = -(-num_rows // ALIGNMENT) * ALIGNMENT
         self.results = torch.zeros(3, width, dtype=torch.int32, device=on)
         """The tokens, whether logits are finite, and the bits of `sums`: one copy takes all to the host (`unpack`)."""
         self.tokens, self.is_finite = self.results[0, :num_rows], self.results[1, :num_rows]
         self.sums = self.results[2, :num_rows].view(torch.float32)
         """Of each row's logits before they were changed, where they are: finite or not."""
         self.logits = torch.zeros(num_rows, vocab_size, device=on)
-        self._offers = Offers.empty(num_rows, vocab_size, on)
-        self._scratch = FilterScratch.empty(num_rows, vocab_size, on)
+        self._offers = Offers.empty(width, vocab_size, on)
+        self._scratch = FilterScratch.empty(width, vocab_size, on)
         self.num_words = -(-vocab_size // 32)
         integers = torch.full((3, MAX_EDITS), -1, dtype=torch.int32, device=on)
         self._integers, self._biases = integers, torch.zeros(MAX_EDITS, device=on)
-        self._penalties = torch.zeros(3, num_rows, device=on)
+        self._penalties = torch.zeros(3, width, device=on)
         self._masks = torch.zeros(num_rows, self.num_words, dtype=torch.int32, device=on)
         self._mask_rows = torch.full((num_rows,), -1, dtype=torch.int32, device=on)
 
@@ -154,9 +154,8 @@ class DeviceSampler:
         """Edits of any number, in memory of their own."""
         num_rows = edits.penalties.shape[1]
         columns = edits if edits.row.size else _NOTHING
-        row, id, count = self._device.upload(np.stack((columns.row, columns.id, columns.count))).unbind(0)
-        bias = self._device.upload(columns.bias)
-        presence, frequency, repetition = self._device.upload(edits.penalties).unbind(0)
+        row, id, count = self._device.upload_parts(columns.row, columns.id, columns.count)
+        bias, presence, frequency, repetition = self._device.upload_parts(columns.bias, *edits.penalties)
         words = mask_rows = None
         if masks:
             words, mask_rows = self._upload_masks(masks, num_rows)
@@ -202,7 +201,7 @@ class DeviceSampler:
         ids = torch.empty(num_rows, 1 + width, dtype=torch.int32, device=on)
         values = torch.empty(num_rows, 1 + width, device=on)
         ranks = torch.empty(num_rows, dtype=torch.int32, device=on)
-        scratch = FilterScratch.empty(num_rows, self.vocab_size, on)
+        scratch = FilterScratch.empty(-(-num_rows // ALIGNMENT) * ALIGNMENT, self.vocab_size, on)
         ops.tile_maxima(logits, scratch, has_mass=True)
         ops.top_logprobs(logits, tokens, scratch, ids, values, ranks)
         return ids[:, : 1 + num_top].contiguous(), values[:, : 1 + num_top].contiguous(), ranks

@@ -11,14 +11,12 @@ and later which. Both are owned by the runner.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from actorllm.messages import I32, StepPlan
-from actorllm.model.cuda.device import Device
+from actorllm.model.cuda.device import ALIGNMENT, Device
 from actorllm.model.inputs import PersistentBatch
 from actorllm_kernels.sample_pick import SamplingState
 from actorllm_kernels.sample_topk_topp import FilterState
@@ -67,7 +65,7 @@ class StateTable:
         self.num_slots = num_slots
         self._device = device
         on = device.torch_device
-        width = -(-num_slots // 16) * 16  # every column begins where the compiler likes it
+        width = -(-num_slots // ALIGNMENT) * ALIGNMENT
         words = torch.zeros(len(_INTEGERS) + len(_FLOATS), width, dtype=torch.int32, device=on)
         self._words = words[:, :num_slots]
         self._seeds = torch.zeros(num_slots, dtype=torch.int64, device=on)
@@ -87,7 +85,7 @@ class StateTable:
         columns = batch.columns
         words = [getattr(columns, name)[slots] for name in _INTEGERS]
         words += [getattr(columns, name)[slots].view(np.int32) for name in _FLOATS]
-        at, rows, seeds, tables = self._upload(
+        at, rows, seeds, tables = self._device.upload_parts(
             slots, np.stack(words), columns.seeds[slots].view(np.int32), batch.block_tables[0, slots]
         )
         at = at.long()
@@ -98,21 +96,10 @@ class StateTable:
     def extend(self, slots: I32, places: I32, blocks: I32) -> None:
         """Block `blocks[i]` becomes entry `places[i]` of the table of slot `slots[i]`."""
         flat = slots.astype(np.int64) * self.block_table.shape[1] + places
-        at, values = self._upload(flat.view(np.int32), blocks)
+        at, values = self._device.upload_parts(flat.view(np.int32), blocks)
         self.block_table.view(-1).index_copy_(0, at.view(torch.int64), values)
 
     def compute(self, slots: I32, num_computed: I32) -> None:
         """How many tokens of these slots have their keys and values once the step is done."""
-        at, values = self._upload(slots, num_computed)
+        at, values = self._device.upload_parts(slots, num_computed)
         self.num_computed.index_copy_(0, at.long(), values)
-
-    def _upload(self, *columns: NDArray[np.int32]) -> Iterable[torch.Tensor]:
-        """All in one copy; each begins at a multiple of eight bytes."""
-        sizes = [column.size + column.size % 2 for column in columns]
-        packet = np.zeros(sum(sizes), np.int32)
-        start = 0
-        for column, size in zip(columns, sizes, strict=True):
-            packet[start : start + column.size] = column.reshape(-1)
-            start += size
-        parts = torch.split(self._device.upload(packet), sizes)
-        return [part[: column.size] for part, column in zip(parts, columns, strict=True)]
