@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from actorllm import clock
 from actorllm.config import EngineConfig
-from actorllm.errors import EngineError
+from actorllm.errors import ConfigError, EngineError
 from actorllm.logprobs import columns_of
 from actorllm.messages import I32, NO_I32, LateInputs, StepPlan, StepResult
 from actorllm.model.cuda import ops
@@ -220,6 +220,10 @@ class CudaRunner(ModelRunner):
         """
         cache = self.config.cache
         if cache.kv_cache_memory_bytes is not None:
+            if cache.kv_cache_memory_bytes > (total := self.device.total_bytes()):
+                raise ConfigError(
+                    f"kv_cache_memory_bytes={cache.kv_cache_memory_bytes} is more than the GPU's memory of {total} bytes"
+                )
             return cache.kv_cache_memory_bytes // self.block_bytes
         num_blocks, plans = self._largest_steps()
         with self.device.active():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from actorllm.errors import EngineError
+from actorllm.errors import ConfigError, EngineError
 from actorllm.messages import POOLING_CODES, LateInputs, StepPlan
 from actorllm.model.cuda.graphs import MAX_MISSES, Part
 from actorllm.model.cuda.runner import GRAPH_BYTES, CudaRunner
@@ -386,3 +386,13 @@ def _profiled_bytes(runner: CudaRunner) -> int:
     """A device of the host measures nothing, so the cache of the profile counts as if it had not been there."""
     num_blocks, _ = runner._largest_steps()
     return num_blocks * runner.block_bytes
+
+
+def test_a_cache_that_is_larger_than_the_gpu_is_refused(
+    folder: Callable[..., Path], make_runner: Callable[..., CudaRunner]
+) -> None:
+    assert make_runner(folder(), kv_cache_memory_bytes=1 << 20).profile_num_blocks() == (1 << 20) // 65536
+    with pytest.raises(
+        ConfigError, match="kv_cache_memory_bytes=2147483648 is more than the GPU's memory of 1073741824"
+    ):
+        make_runner(folder(), kv_cache_memory_bytes=2 << 30).profile_num_blocks()
