@@ -199,8 +199,8 @@ class CudaRunner(ModelRunner):
         most = min(self.config.scheduler.max_num_batched_tokens, self.config.model.max_model_len)
         for count in dict.fromkeys((1, min(most, WARM_TOKENS))):
             counts = np.array([count], np.int32)
-            zeros, nowhere = np.zeros(count, np.int64), np.full(count, -1)
-            ids, positions, nowhere = self.device.upload_parts(zeros, zeros, nowhere)
+            zeros = np.zeros(count, np.int64)
+            ids, positions, nowhere = self.device.upload_parts(zeros, zeros, zeros - 1)
             chunks = self._attention.chunks(np.zeros(1, np.int32), counts, counts)
             states = self.model.forward(StepTokens(ids, positions, nowhere, None, chunks), self._pool, self.state)
             ops.kv_clear(self._pool.pool, nowhere, torch.isfinite(states.sum(1, dtype=torch.float32)).int())
@@ -242,17 +242,20 @@ class CudaRunner(ModelRunner):
     def allocate(self, num_blocks: int) -> None:
         """Make the KV cache, the state table and the memory of decode steps; record the smallest and the largest of these."""
         self._allocate(num_blocks)
-        way = Part.HEAD if self._max_rows <= MAX_HEAD_ROWS and self.model.head is not None else Part.LOGITS
-        for key in ((self._way_part(1), self.graphs.sizes[0]), (way, self.graphs.sizes[-1])):
-            self.graphs.want(*key)
+        smallest, *others = self.graphs.sizes
+        for size in (smallest, *reversed(others)):
+            self.graphs.want(self._way_part(size), size)
         if self.device.torch_device.type == "cuda":
             self.warm_up()
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Record what is wanted, and launch everything else once, for rows of no slot: no request waits for a compiler."""
-        while self.record_next():
-            pass
+        """Record the smallest and the largest step, and launch the rest once, for rows of no slot.
+
+        So no request waits for a compiler. The other sizes are recorded when there is time.
+        """
+        for _ in range(2):
+            self.record_next()
         with self.device.active():
             self._load_rows(NO_I32, -1, self.graphs.sizes[0])
             for part in (Part.LOGITS, Part.FORWARD, Part.CHOICE):

@@ -24,9 +24,9 @@ def test_the_tokens_are_those_of_the_cpu_worker(make_twins: Callable[..., Twins]
     twins.add(1, prompt(3, 2))
     twins.step({0: 4, 1: 3})
     graphs = twins.runner.graphs
+    graphs._misses.clear()  # the interpreter would take its time for all sizes
     graphs.want(Part.HEAD, 2)
-    while twins.runner.record_next():
-        pass
+    assert twins.runner.record_next()
     twins.step(decode=[0, 1])
     assert graphs.num_replays == 1
     twins.add(2, prompt(4, 3), temperature=1.0, seed=5, top_p=0.7)

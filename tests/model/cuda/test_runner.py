@@ -90,6 +90,16 @@ def test_a_size_that_is_missed_often_is_recorded_between_steps(make_twins: Calla
     assert twins.runner.graphs.num_replays == 2
 
 
+def test_sizes_are_recorded_the_smallest_and_the_largest_first(make_twins: Callable[..., Twins]) -> None:
+    runner = make_twins(max_num_seqs=20).runner
+    assert runner.graphs.sizes == (1, 2, 4, 8, 16, 20)
+    order = []
+    while (key := runner.graphs.next_wanted()) is not None:
+        assert runner.record_next()
+        order.append(key[1])
+    assert order == [1, 20, 16, 8, 4, 2]
+
+
 def test_nothing_is_recorded_with_enforce_eager(make_twins: Callable[..., Twins]) -> None:
     twins = make_twins(enforce_eager=True)
     twins.add(0, prompt(4))
