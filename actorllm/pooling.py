@@ -38,8 +38,10 @@ ENCODERS = POSITIONS_FROM_PADDING | {
 }
 """Model types in which every token sees all others, and which therefore write no text."""
 
-POOLING_ARCHITECTURES = ("Model", "EmbeddingModel", "ForTextEncoding")
+POOLING_ARCHITECTURES = ("Model", "ForTextEncoding")
 """What the names of architectures without a head for text end with."""
+WRITING_ARCHITECTURES = ("LMHeadModel", "ChatModel", "ForCausalLM")
+"""Of those that have one."""
 CLASSIFIERS = (
     "ForSequenceClassification",
     "ForTokenClassification",
@@ -192,10 +194,12 @@ def read_pooler(
     hf = {**hf, **_overrides(hf_overrides)}
     kind = str(hf.get("model_type"))
     names = hf.get("architectures")
-    architecture = names[0] if isinstance(names, list) and names else "?"  # what is wrong with it is told elsewhere
-    is_encoder = kind in ENCODERS and not hf.get("is_decoder")
+    architecture = str(names[0]) if isinstance(names, list) and names else "?"  # what is wrong with it is told elsewhere
+    writes = architecture.endswith(WRITING_ARCHITECTURES)
+    is_encoder = kind in ENCODERS and not hf.get("is_decoder") and not writes
     files = None if runner == "generate" else _read_sentence_files(path)
-    is_made_for_it = is_encoder or files is not None or str(architecture).endswith(POOLING_ARCHITECTURES)
+    has_no_head = architecture.endswith(POOLING_ARCHITECTURES) and not writes
+    is_made_for_it = is_encoder or files is not None or has_no_head
     if runner == "generate" and is_encoder:
         raise ConfigError(f"runner='generate': {architecture} is an encoder and writes no text; leave runner at 'auto'")
     pools = runner == "pooling" or (runner == "auto" and (convert == "embed" or is_made_for_it))
@@ -204,7 +208,7 @@ def read_pooler(
             if value is not None:
                 raise ConfigError(f"{name}={value!r:.200} needs runner='pooling'; this engine generates text")
         return None
-    if str(architecture).endswith(CLASSIFIERS):
+    if architecture.endswith(CLASSIFIERS):
         raise UnsupportedModelError(
             f"architecture {architecture!r} is not supported: it classifies (a cross-encoder, a reward model), and engines "
             f"pool embeddings only"

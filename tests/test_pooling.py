@@ -335,6 +335,11 @@ def pooler_of(model: Any, **arguments: Any) -> Any:
 def test_the_way_of_pooling_is_that_of_the_folder(tmp_path: Path) -> None:
     folder = folder_like(tmp_path)
     assert pooler_of(folder) is None
+    for architecture, pools in (("GPT2LMHeadModel", False), ("QWenChatModel", False), ("Qwen3Model", True)):
+        shutil.rmtree(folder)
+        assert (pooler_of(folder_like(tmp_path, architectures=[architecture])) is not None) == pools, architecture
+    shutil.rmtree(folder)
+    folder = folder_like(tmp_path)
     assert (pooler_of(folder, runner="pooling").pooling_type, pooler_of(folder, convert="embed").use_activation) == (
         "LAST",
         True,
