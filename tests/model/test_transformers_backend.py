@@ -180,7 +180,7 @@ def run_one(driver: Any) -> None:
 
 def change_windows(decoder: Any, change: Callable[[int | None], int | None]) -> None:
     layers = enumerate(decoder.config.layers)
-    decoder._layers = {id(decoder.model.get_submodule(y.module)): (i, change(y.window)) for i, y in layers}
+    decoder.layers = {id(decoder.model.get_submodule(y.module)): (i, change(y.window)) for i, y in layers}
 
 
 @pytest.mark.parametrize(
