@@ -53,8 +53,8 @@ NAMES = (*SCRIPTS, "openai-node", "lm-eval", "guidellm", "vllm-bench", "schemath
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 SHARED = {"openai-vectors": "openai-python"}
 """Whose environment one takes."""
-OPTIONS = {"openai-vectors": ("--runner", "pooling")}
-"""Of the server, for those that want one of their own."""
+OPTIONS = {"openai-vectors": ("--runner", "pooling"), "schemathesis": ("--max-model-len", "128")}
+"""Of the server, for those that want one of their own: made-up requests seldom say how long their answer may be."""
 TIMEOUT_S = 600
 QUIET_S = 30.0
 """How long the server may take to have nothing under way after a client has gone."""
@@ -250,6 +250,7 @@ def schemathesis(url: str, cases: int) -> dict[str, Any]:
                 "off",
             ]
             command += ["--suppress-health-check", "all", "--generation-database", "none"]
+            command += ["--request-timeout", "120"]
             output = output_of(command)
             found = re.search(r"(\d+) generated, (\d+) passed", output)
             if found is None or found[1] != found[2]:
