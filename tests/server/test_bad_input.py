@@ -197,7 +197,7 @@ async def test_what_is_not_there(client: httpx.AsyncClient) -> None:
     error_in(await client.get("/v1/models/gpt-4"), 404, "model")
     error_in(await client.get("/v1/completion"), 404)
     error_in(await client.get(TEXT), 405)
-    assert "more than" not in error_in(await client.post("/v1/moderations", json={"input": "a"}), 404)
+    assert "more than" not in error_in(await client.post("/v1/nothing", json={"input": "a"}), 404)
 
 
 async def test_bodies_that_are_too_large(llm: AsyncLLM) -> None:

@@ -89,7 +89,7 @@ async def test_the_events_of_a_stream(openai_client: openai.AsyncOpenAI) -> None
     assert events[0].response.output == []
     last = events[-1].response
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
-    assert len(deltas) > 10
+    assert len(deltas) > 3  # a reader that is slower than the engine gets several tokens at once
     assert "".join(deltas) == last.output_text == whole.output_text
     assert last.usage == whole.usage
     assert last.id == events[0].response.id
