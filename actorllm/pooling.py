@@ -194,7 +194,7 @@ def read_pooler(
     hf = {**hf, **_overrides(hf_overrides)}
     kind = str(hf.get("model_type"))
     names = hf.get("architectures")
-    architecture = str(names[0]) if isinstance(names, list) and names else "?"  # what is wrong with it is told elsewhere
+    architecture = str(names[0]) if isinstance(names, list) and names else "?"  # its own error comes later
     writes = architecture.endswith(WRITING_ARCHITECTURES)
     is_encoder = kind in ENCODERS and not hf.get("is_decoder") and not writes
     files = None if runner == "generate" else _read_sentence_files(path)
