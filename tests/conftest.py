@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# A shell starts its background jobs with Ctrl-C ignored, and what is ignored is inherited by every program that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # device="auto" is the CPU here, whatever machine this is
 # Names of engines are one user's: two runs of this suite must not meet each other, nor anybody's real engines.
 os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="actorllm-tests-")

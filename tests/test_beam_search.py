@@ -243,7 +243,7 @@ async def test_bad_searches_are_refused(llm: LLM, async_llm: AsyncLLM, scripted:
     calls: list[Callable[[], Any]] = [
         lambda: llm.beam_search("Once", SamplingParams()),  # type: ignore[arg-type]
         lambda: llm.beam_search("Once", PARAMS, concurrency_limit=0),
-        lambda: llm.beam_search("", PARAMS),
+        lambda: llm.beam_search({"prompt_token_ids": []}, PARAMS),
     ]
     for call, error in zip(calls, (InvalidParameterError, InvalidParameterError, InvalidPromptError), strict=True):
         with pytest.raises(error):
@@ -251,7 +251,7 @@ async def test_bad_searches_are_refused(llm: LLM, async_llm: AsyncLLM, scripted:
     with pytest.raises(InvalidParameterError, match="BeamSearchParams, not NoneType"):
         await anext(async_llm.beam_search("Once"))
     with pytest.raises(InvalidPromptError):
-        await anext(async_llm.beam_search("", params=PARAMS))
+        await anext(async_llm.beam_search({"prompt_token_ids": []}, params=PARAMS))
 
 
 async def test_a_beam_of_one_is_greedy_for_real(llm: LLM, async_llm: AsyncLLM) -> None:

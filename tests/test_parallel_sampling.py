@@ -162,7 +162,7 @@ async def test_the_failure_of_one_is_that_of_the_request(llm: AsyncLLM) -> None:
 
 async def test_a_bad_prompt_fails_the_request_once(llm: AsyncLLM) -> None:
     with pytest.raises(InvalidPromptError, match="empty"):
-        await llm.complete("", several())
+        await llm.complete([], several())
     with pytest.raises(InvalidParameterError, match=r"one sequence; use generate\(\) for n=3"):
         llm.stream(PROMPT, several())
     await becomes_idle(llm)
