@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any, Self
 
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, HostLoop
+from actorllm.attached_engine import AttachedEngine
 from actorllm.beam_search import BeamSearch, BeamSearchParams, end_ids, step_params
 from actorllm.config import EngineConfig, ModelConfig
-from actorllm.engine import AttachedEngine, Engine, Prompt, as_batch
+from actorllm.engine import Engine
 from actorllm.engine_args import EngineArgs, check_idle_arguments
 from actorllm.errors import EngineDeadError, EngineError, InvalidParameterError, RequestError, nearest_name
 from actorllm.health import EngineHealth
@@ -25,6 +26,7 @@ from actorllm.pooled import (
     scored,
 )
 from actorllm.pooling_stream import PoolingStream
+from actorllm.prompt_reader import Prompt, as_batch
 from actorllm.request import PoolingParams, RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.scheduling.pause import PAUSE_MODES, PauseMode
 from actorllm.slo.objective import SLO
@@ -303,7 +305,7 @@ class AsyncLLM:
         first, second = as_batch(data_1), as_batch(data_2)
         paired(len(first), len(second))
         outputs = await self._pool([*first, *second], pooling_params, extras)
-        return scored(outputs[: len(first)], outputs[len(first) :], self._engine.pad_token_id)
+        return scored(outputs[: len(first)], outputs[len(first) :], self._engine.prompts.pad_token_id)
 
     async def _pool(
         self, prompts: Sequence[Prompt], pooling_params: PoolingParams | None, extras: dict[str, Any]
@@ -358,12 +360,12 @@ class AsyncLLM:
             raise InvalidParameterError(f"params must be BeamSearchParams, not {type(params).__name__}")
         one_token = self._with_kind(step_params(params), RequestOutputKind.FINAL_ONLY)
         engine, model = self._engine, self._engine.config.model
-        tokenized = await to_thread.run_sync(engine.tokenize, prompt)
+        tokenized = await to_thread.run_sync(engine.prompts.tokenize, prompt)
         search = BeamSearch(tokenized.ids.tolist(), params, end_ids(engine), model.max_model_len)
         while not search.is_over:
             streams = [self.generate(tokenized.continued(beam.tokens), one_token, **extras) for beam in search.beams]
             search.advance([await anext(stream) for stream in streams])
-        decode = engine.tokenizer.decode if model.tokenizer is not None else (lambda _, **__: "")
+        decode = engine.prompts.tokenizer.decode if model.tokenizer is not None else (lambda _, **__: "")
         yield search.output(request_id or engine.new_request_id(), tokenized.text, decode)
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
@@ -488,7 +490,7 @@ class AsyncLLM:
 
         The first call reads it from its files, which may take a second.
         """
-        return self._engine.transformers_tokenizer
+        return self._engine.prompts.transformers_tokenizer
 
     @property
     def tokenizer(self) -> Any:

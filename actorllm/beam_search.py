@@ -96,7 +96,7 @@ def end_ids(engine: Engine) -> Collection[int]:
     """The tokens that end a sequence: the tokenizer's end-of-text; without a tokenizer, those of the model."""
     if engine.config.model.tokenizer is None:
         return engine.config.model.eos_token_ids
-    eos = engine.tokenizer.eos_token_id
+    eos = engine.prompts.tokenizer.eos_token_id
     return () if eos is None else (eos,)
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 from actorllm.actors.engine_thread import ThreadHost
+from actorllm.attached_engine import AttachedEngine
 from actorllm.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, end_ids, step_params
 from actorllm.clock import now
 from actorllm.config import EngineConfig, ModelConfig
-from actorllm.engine import AttachedEngine, Engine, Prompt, as_batch, check_timeout
+from actorllm.engine import Engine
 from actorllm.engine_args import EngineArgs, check_idle_arguments
 from actorllm.errors import InvalidParameterError
 from actorllm.health import EngineHealth
@@ -28,7 +29,8 @@ from actorllm.pooled import (
     scored,
 )
 from actorllm.pooling_stream import PoolingStream
-from actorllm.request import PoolingParams, RequestOutput, RequestOutputKind, SamplingParams, _integer
+from actorllm.prompt_reader import Prompt, as_batch
+from actorllm.request import PoolingParams, RequestOutput, RequestOutputKind, SamplingParams, _integer, check_timeout
 from actorllm.stream import RequestStream
 from actorllm.text.chat import ContentFormat, Conversation, Message, is_batch, load_template
 
@@ -250,7 +252,7 @@ class LLM:
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
         )
-        return scored(outputs[: len(first)], outputs[len(first) :], self._engine.pad_token_id)
+        return scored(outputs[: len(first)], outputs[len(first) :], self._engine.prompts.pad_token_id)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What requests without sampling_params get: what the model's generation_config.json recommends."""
@@ -397,7 +399,7 @@ class LLM:
             raise InvalidParameterError(f"params must be BeamSearchParams, not {type(params).__name__}")
         one_token = step_params(params)
         model = self.config.model
-        tokenized = [self._engine.tokenize(prompt) for prompt in as_batch(prompts)]
+        tokenized = [self._engine.prompts.tokenize(prompt) for prompt in as_batch(prompts)]
         ends = end_ids(self._engine)
         searches = [BeamSearch(one.ids.tolist(), params, ends, model.max_model_len) for one in tokenized]
         limit = len(searches) if concurrency_limit is None else _integer("concurrency_limit", concurrency_limit, low=1)
@@ -419,7 +421,7 @@ class LLM:
         found = [search.best() for search in searches]
         if model.tokenizer is not None:
             for sequence in (sequence for sequences in found for sequence in sequences):
-                sequence.text = self._engine.tokenizer.decode(
+                sequence.text = self._engine.prompts.tokenizer.decode(
                     sequence.tokens, skip_special_tokens=params.skip_special_tokens
                 )
         return [BeamSearchOutput(sequences) for sequences in found]
@@ -442,7 +444,7 @@ class LLM:
 
     def get_tokenizer(self) -> Any:
         """The tokenizer as transformers has it. Raises InvalidPromptError with skip_tokenizer_init."""
-        return self._engine.transformers_tokenizer
+        return self._engine.prompts.transformers_tokenizer
 
     def health(self) -> EngineHealth:
         """The state of the engine and of each of its actors, and what has failed. Waits for nobody, starts nothing."""

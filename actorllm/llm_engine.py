@@ -12,12 +12,13 @@ from typing import Any, Self
 
 from actorllm.actors.engine_thread import ThreadHost, Waiter
 from actorllm.config import EngineConfig, ModelConfig
-from actorllm.engine import Engine, Hold, Prompt
+from actorllm.engine import Engine, Hold
 from actorllm.engine_args import EngineArgs, check_idle_arguments
 from actorllm.errors import EngineError, InvalidParameterError, RequestError
 from actorllm.health import EngineHealth
 from actorllm.pooled import PoolingOutput, PoolingRequestOutput
 from actorllm.pooling_stream import PoolingStream
+from actorllm.prompt_reader import Prompt
 from actorllm.request import CompletionOutput, PoolingParams, RequestOutput, SamplingParams
 from actorllm.stream import RequestStream
 
@@ -208,7 +209,7 @@ class LLMEngine:
 
     def get_tokenizer(self) -> Any:
         """The tokenizer as transformers has it. Raises InvalidPromptError with skip_tokenizer_init."""
-        return self._engine.transformers_tokenizer
+        return self._engine.prompts.transformers_tokenizer
 
     @property
     def tokenizer(self) -> Any:

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
 from actorllm.errors import InvalidParameterError, UnknownParameterError, nearest_name
 from actorllm.structured_outputs import StructuredOutputsParams, structured_outputs_of
@@ -640,6 +640,15 @@ def _repetition_detection(given: object) -> RepetitionDetectionParams | None:
                 f"repetition_detection has no parameter {_shown(name)}{nearest_name(str(name), names)}"
             )
     return RepetitionDetectionParams(**given)
+
+
+def check_timeout(timeout: object, *, can_be_zero: bool = False) -> float:
+    """Seconds that something may take. InvalidParameterError unless it is a number above 0."""
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 <= timeout < math.inf
+    if not is_number or not (timeout or can_be_zero):
+        least = "of at least" if can_be_zero else "above"
+        raise InvalidParameterError(f"timeout={timeout!r} must be a number of seconds {least} 0, or None")
+    return cast(float, timeout)
 
 
 def is_text(value: object) -> bool:

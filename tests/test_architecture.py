@@ -53,7 +53,9 @@ def ours(*names: str) -> set[str]:
     return {f"actorllm.{name}" for name in names}
 
 
-FRONT_DOORS = ours("async_llm", "llm", "llm_engine", "engine", "engine_args", "stream", "cli")
+FRONT_DOORS = ours("async_llm", "llm", "llm_engine", "engine_args", "stream", "cli") | ours(
+    "engine", "attached_engine", "draining", "prompt_reader", "submit_maker"
+)
 
 
 @pytest.mark.parametrize("folder", ["scheduling", "kvcache", "slo"])

@@ -209,13 +209,13 @@ async def test_parameters_that_leave_no_token(llm: AsyncLLM, monkeypatch: pytest
 @pytest.mark.parametrize("n", [1, 3])
 async def test_a_request_that_cannot_be_sent(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     """Should a check be missing: the request fails, and those behind it are sent all the same."""
-    make_maker = llm._engine._submit_maker
+    make_maker = llm._engine._submits.generating
 
     def spoilt(*arguments: Any, **more: Any) -> Callable[[int], Any]:
         make = make_maker(*arguments, **more)
         return lambda rid: dataclasses.replace(make(rid), tenant="\ud800")
 
-    monkeypatch.setattr(llm._engine, "_submit_maker", spoilt)
+    monkeypatch.setattr(llm._engine._submits, "generating", spoilt)
     num_open = len(llm._engine._frontend._journal)
     with pytest.raises(RequestFailedError, match="cannot be sent"):
         await llm.complete(PROMPT, short(n=n))

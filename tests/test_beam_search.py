@@ -207,14 +207,14 @@ def test_llm_searches_from_every_prompt(llm: LLM, scripted: Scripted, limit: int
     prompts: Any = [[1, 2], "Once", {"prompt_token_ids": [3]}]
     outputs = llm.beam_search(prompts, PARAMS, concurrency_limit=limit)
     assert len(outputs) == 3
-    for prompt, output in zip(([1, 2], llm._engine.tokenize("Once").ids.tolist(), [3]), outputs, strict=True):
+    for prompt, output in zip(([1, 2], llm._engine.prompts.tokenize("Once").ids.tolist(), [3]), outputs, strict=True):
         expected = scripted.search(prompt, PARAMS)
         assert [sequence.tokens for sequence in output.sequences] == [sequence.tokens for sequence in expected]
         assert [sequence.cum_logprob for sequence in output.sequences] == [s.cum_logprob for s in expected]
         for sequence in output.sequences:
-            assert sequence.text == llm._engine.tokenizer.decode(sequence.tokens, skip_special_tokens=True)
+            assert sequence.text == llm._engine.prompts.tokenizer.decode(sequence.tokens, skip_special_tokens=True)
     (with_special,) = llm.beam_search([[0, 2]], BeamSearchParams(3, 4, skip_special_tokens=False))
-    assert with_special.sequences[0].text == llm._engine.tokenizer.decode(with_special.sequences[0].tokens)
+    assert with_special.sequences[0].text == llm._engine.prompts.tokenizer.decode(with_special.sequences[0].tokens)
     assert with_special.sequences[0].text.startswith(SPECIAL)
     (without,) = llm.beam_search([[0, 2]], BeamSearchParams(3, 4))
     assert SPECIAL not in without.sequences[0].text
@@ -231,7 +231,7 @@ async def test_async_llm_gives_one_output_without_the_prompt(async_llm: AsyncLLM
             without_end = new[:-1] if sequence.finish_reason == "stop" else new
             assert completion.index == index
             assert completion.token_ids == (new if keeps_end else without_end)
-            assert completion.text == async_llm._engine.tokenizer.decode(without_end, skip_special_tokens=True)
+            assert completion.text == async_llm._engine.prompts.tokenizer.decode(without_end, skip_special_tokens=True)
             assert completion.finish_reason == sequence.finish_reason
             assert completion.cumulative_logprob == sequence.cum_logprob
     (output,) = [output async for output in async_llm.beam_search("Once", params=PARAMS)]
@@ -268,8 +268,8 @@ async def test_a_beam_of_one_is_greedy_for_real(llm: LLM, async_llm: AsyncLLM) -
 
 def test_only_the_end_of_the_tokenizer_ends_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not what else the model's generation_config ends requests with."""
-    assert module.end_ids(llm._engine) == (llm._engine.tokenizer.eos_token_id,)
-    monkeypatch.setattr(llm._engine.tokenizer, "eos_token_id", None)
+    assert module.end_ids(llm._engine) == (llm._engine.prompts.tokenizer.eos_token_id,)
+    monkeypatch.setattr(llm._engine.prompts.tokenizer, "eos_token_id", None)
     assert module.end_ids(llm._engine) == ()
     with LLM("storyteller", topology="inline", num_threads=1, skip_tokenizer_init=True) as without:
         assert module.end_ids(without._engine) == without.config.model.eos_token_ids

@@ -161,7 +161,7 @@ def test_within_a_running_loop(engine: LLMEngine) -> None:
 
 
 def test_what_programs_ask_of_it(engine: LLMEngine) -> None:
-    assert engine.get_tokenizer().encode(PROMPTS[0]) == engine._engine.tokenize(PROMPTS[0]).ids.tolist()
+    assert engine.get_tokenizer().encode(PROMPTS[0]) == engine._engine.prompts.tokenize(PROMPTS[0]).ids.tolist()
     assert engine.model_config.max_model_len == engine.vllm_config.model.max_model_len == 1024
     engine.check_health()
     engine.do_log_stats()

@@ -183,7 +183,7 @@ def test_a_repetition_is_an_end_of_its_own(llm: LLM) -> None:
 )
 def test_who_skips_the_prefix_cache(llm: LLM, arguments: dict[str, Any], skips: bool) -> None:
     engine = llm._engine
-    make = engine._submit_maker(engine.tokenize(PROMPT), SamplingParams(**arguments), 1, 0.0, {})
+    make = engine._submits.generating(engine.prompts.tokenize(PROMPT), SamplingParams(**arguments), 1, 0.0, {})
     assert make(1).skip_reading_prefix_cache is skips
 
 

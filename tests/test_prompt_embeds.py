@@ -57,7 +57,7 @@ def streams(llm: LLM, prompts: list[Any], params: SamplingParams | list[Sampling
 
 
 def own_rows(llm: LLM, table: torch.Tensor, *texts: str) -> tuple[list[list[int]], list[EmbedsPrompt]]:
-    ids = [llm._engine.tokenize(text).ids.tolist() for text in texts]
+    ids = [llm._engine.prompts.tokenize(text).ids.tolist() for text in texts]
     return ids, [EmbedsPrompt(prompt_embeds=table[one]) for one in ids]
 
 
@@ -117,7 +117,7 @@ def test_any_vectors_are_what_transformers_makes_of_them(llm: LLM, table: torch.
 
 
 def test_ids_and_rows_in_one_prompt(llm: LLM, table: torch.Tensor) -> None:
-    ids = llm._engine.tokenize(TEXT).ids.tolist()
+    ids = llm._engine.prompts.tokenize(TEXT).ids.tolist()
     rows = table[ids].clone()
     counts = [i % 3 == 0 or i > 20 for i in range(len(ids))]
     rows[counts] = 7.0  # not looked at
@@ -342,7 +342,7 @@ def test_a_model_that_cannot_start_from_embeddings_is_refused(tmp_path: Path) ->
 def test_embeddings_beyond_what_a_message_carries_are_refused(
     llm: LLM, table: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actorllm.engine.MAX_PROMPT_BYTES", 10 * 4 * WIDTH)
+    monkeypatch.setattr("actorllm.prompt_reader.MAX_PROMPT_BYTES", 10 * 4 * WIDTH)
     (output,) = llm.generate({"prompt_embeds": table[:10]}, GREEDY, use_tqdm=False)
     assert output.finished
     with pytest.raises(InvalidPromptError, match=r"of 11264 bytes .* may carry \(10240\): shorten them to 10 tokens"):

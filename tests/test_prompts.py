@@ -21,13 +21,13 @@ def llm() -> Iterator[LLM]:
 
 
 def hashes(engine: Engine, prompt: Any) -> bytes:
-    submit = engine._submit_maker(engine.tokenize(prompt), SamplingParams(), 1, 0.0, {})(1)
+    submit = engine._submits.generating(engine.prompts.tokenize(prompt), SamplingParams(), 1, 0.0, {})(1)
     return bytes(submit.block_hashes)
 
 
 def test_blocks_are_shared_only_under_the_same_salt(llm: LLM) -> None:
     engine = llm._engine
-    ids = engine.tokenize(PROMPT).ids.tolist()
+    ids = engine.prompts.tokenize(PROMPT).ids.tolist()
     plain = hashes(engine, PROMPT)
     assert len(plain) == 32 * (len(ids) // 16) > 0
     assert hashes(engine, {"prompt_token_ids": ids}) == plain

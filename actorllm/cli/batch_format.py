@@ -18,8 +18,8 @@ from typing import Any
 
 import orjson
 
-from actorllm.engine import Prompt
 from actorllm.errors import ActorLLMError, InvalidParameterError, InvalidPromptError, RequestFailedError
+from actorllm.prompt_reader import Prompt
 from actorllm.request import CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.server.logprobs import LogprobsView, Position, of_prompt
 from actorllm.text.chat import Conversation

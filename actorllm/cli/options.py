@@ -20,7 +20,8 @@ from cyclopts import Parameter
 from actorllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from actorllm.engine import Engine, Prompt
+    from actorllm.engine import Engine
+    from actorllm.prompt_reader import Prompt
     from actorllm.request import RequestOutput, SamplingParams
 
 

@@ -176,7 +176,7 @@ class _Run:
             self._sink.write(success_line(request, whole, self._model, self._decode))
 
     def _decode(self, ids: list[int]) -> str:
-        return self._engine.tokenizer.decode(ids)
+        return self._engine.prompts.tokenizer.decode(ids)
 
     def _fail(self, number: int, custom_id: str | None, error: RequestError) -> None:
         """A line without an id of its own is called by its error when the run goes on another time."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from actorllm.engine import Prompt
+from actorllm.prompt_reader import Prompt
 from actorllm.request import CompletionOutput, RequestOutput, RequestOutputKind
 from actorllm.server.completions import Asked, check_length, check_stream, view_of_logprobs
 from actorllm.server.envelope import ApiError

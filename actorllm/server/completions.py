@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from actorllm.engine import Prompt
 from actorllm.errors import InvalidParameterError, InvalidPromptError
+from actorllm.prompt_reader import Prompt
 from actorllm.request import MAX_N, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.server.envelope import ApiError
 from actorllm.server.logprobs import LogprobsView, Position, of_prompt

@@ -121,7 +121,7 @@ async def load(request: Request) -> Response:
 
 
 def _tokenizer(state: ServerState) -> Tokenizer:
-    return state.engine.tokenizer
+    return state.engine.prompts.tokenizer
 
 
 @router.post("/tokenize", openapi_extra=takes(TokenizeRequest))
@@ -136,7 +136,7 @@ async def tokenize(request: Request) -> Response:
     def run() -> tuple[list[int], list[str] | None]:
         tokenizer = _tokenizer(state)
         if body.messages is not None:
-            text = state.engine.chat_template.render(chat.conversation_of(body, state.defaults))
+            text = state.engine.prompts.chat_template.render(chat.conversation_of(body, state.defaults))
             adds = bool(body.add_special_tokens)
         else:
             text, adds = body.prompt or "", body.add_special_tokens is not False

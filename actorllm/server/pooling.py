@@ -17,10 +17,10 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from starlette.types import Send
 
-from actorllm.engine import Prompt
 from actorllm.errors import ActorLLMError, InvalidParameterError
 from actorllm.pooled import PoolingOutput, PoolingRequestOutput, paired, scored
 from actorllm.pooling_stream import PoolingStream
+from actorllm.prompt_reader import Prompt
 from actorllm.request import MAX_N, PoolingParams, RequestOutput
 from actorllm.server.answer import JSON, Answer
 from actorllm.server.completions import check_length, prompts_of

@@ -17,8 +17,8 @@ from typing import Any
 import orjson
 
 from actorllm.actors.frontend import Delta
-from actorllm.engine import Prompt
 from actorllm.errors import InvalidPromptError
+from actorllm.prompt_reader import Prompt
 from actorllm.request import CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.server.completions import Asked, check_length
 from actorllm.server.envelope import ApiError

@@ -81,7 +81,7 @@ class ServerState:
 
     def decode(self, ids: list[int]) -> str:
         engine = self.engine
-        return engine.tokenizer.decode(ids) if engine.config.model.tokenizer is not None else ""
+        return engine.prompts.tokenizer.decode(ids) if engine.config.model.tokenizer is not None else ""
 
     def check_model(self, name: str | None) -> str:
         """What answers call the model: as the request did. Raises ApiError for another one."""
