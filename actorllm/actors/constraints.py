@@ -13,6 +13,7 @@ grammar cost nothing here. Owned by SchedulerActor; everything but `Job.run` on 
 from __future__ import annotations
 
 import json
+import logging
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -21,11 +22,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actorllm.messages import I32, LateInputs, StepPlan, Submit
+from actorllm.clock import now
+from actorllm.messages import I32, INVALID, LateInputs, StepPlan, Submit
 from actorllm.scheduling.events import End, Events
 from actorllm.scheduling.ledger import StepRecord
-from actorllm.scheduling.sequence import Sequence, State
+from actorllm.scheduling.scheduler import Scheduler
+from actorllm.scheduling.sequence import Key, Sequence, State
 from actorllm.text.grammar import GrammarCompiler, GrammarError, Matcher, followed
+
+logger = logging.getLogger(__name__)
 
 BLOCKED_ON = "grammar"
 
@@ -57,9 +62,10 @@ class Job:
 class Constraints:
     """See the module docstring."""
 
-    def __init__(self, compiler: GrammarCompiler | None) -> None:
+    def __init__(self, compiler: GrammarCompiler | None, scheduler: Scheduler) -> None:
         """compiler: None where there is no tokenizer, and so no grammar."""
         self._compiler = compiler
+        self._scheduler = scheduler
         self._new: dict[str, Job] = {}
         self._unsent: deque[tuple[int, I32, NDArray[Any]]] = deque()
         """Steps whose late inputs are due: number, slots, and the sequences that had these when it was planned."""
@@ -92,6 +98,28 @@ class Constraints:
         jobs = list(self._new.values())
         self._new = {}
         return jobs
+
+    def unblock(self, job: Job, made: list[Matcher | GrammarError]) -> list[End]:
+        """They are made: the requests go on, or fail with the reason."""
+        ends: list[End] = []
+        for sequence, matcher in zip(job.sequences, made, strict=True):
+            if sequence.state is not State.BLOCKED:
+                continue  # it has ended meanwhile
+            if isinstance(matcher, GrammarError):
+                error = self.failure(sequence, matcher)
+                end = self._scheduler.unblock(sequence.key, error, now())
+                ends += [end._replace(details={"kind": INVALID})] if end is not None else []
+            elif matcher.is_over:  # what it had before the last crash was all
+                ends += self._scheduler.finish([(sequence, "stop", None)], now())
+            else:
+                sequence.grammar = matcher
+                self._scheduler.unblock(sequence.key, None, now())
+        return ends
+
+    def is_making_matcher(self, key: Key) -> bool:
+        """Whether a request waits for its matcher: nobody else can unblock it."""
+        sequence = self._scheduler.sequence(key)
+        return sequence is not None and sequence.submit.grammar is not None and sequence.grammar is None
 
     def failure(self, sequence: Sequence, error: GrammarError) -> str:
         """What the caller of a request is told whose grammar cannot be used."""
@@ -146,8 +174,18 @@ class Constraints:
         self._unsent.clear()
         self._awaited.clear()
 
-    def advance(self, events: Events) -> tuple[list[Sequence], list[tuple[Sequence, str]]]:
-        """Let the matchers see what was sampled. Returns who is at the end of its grammar, and who failed, with the reason."""
+    def advance(self, events: Events, at: float) -> Events:
+        """Let the matchers see what was sampled. Who is at the end of its grammar ends with the token that brought it there."""
+        over, failed = self._push(events)
+        if not over and not failed:
+            return events
+        ends = self.end(over, failed, at)
+        ended = {end.sequence for end in ends}
+        ends += [End(sequence, "stop") for sequence in over if sequence not in ended]  # the same token was its last one
+        return with_ends(events, ends)
+
+    def _push(self, events: Events) -> tuple[list[Sequence], list[tuple[Sequence, str]]]:
+        """Returns who is at the end of its grammar, and who failed, with the reason."""
         over: list[Sequence] = []
         failed: list[tuple[Sequence, str]] = []
         tokens = events.tokens.tolist()
@@ -168,6 +206,16 @@ class Constraints:
             if matcher.is_over:
                 over.append(sequence)
         return over, failed
+
+    def end(self, over: list[Sequence], failed: list[tuple[Sequence, str]], at: float) -> list[End]:
+        """End those who are at the end of their grammars, and those whose grammars failed, with the reasons."""
+        ends: list[End] = []
+        for sequence, reason in failed:
+            logger.error("the grammar of request %s: %s", sequence.key, reason)
+            found = self._scheduler.finish([(sequence, "error", None)], at)
+            ends += [end._replace(error=f"{source_of(sequence)}: {reason}") for end in found]
+        ends += self._scheduler.finish([(sequence, "stop", None) for sequence in over], at)
+        return ends
 
     def statistics(self) -> dict[str, int]:
         return {

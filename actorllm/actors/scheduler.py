@@ -13,40 +13,32 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
-import numpy as np
 
 from actorllm.actors.actor import Actor
-from actorllm.actors.constraints import Constraints, Job, source_of, with_ends
-from actorllm.actors.custody import MAX_LOSSES_OF_SEARCH, Trial
+from actorllm.actors.constraints import Constraints, Job, with_ends
+from actorllm.actors.custody import MAX_LOSSES_OF_SEARCH
 from actorllm.actors.foreign import check_foreign
 from actorllm.actors.link import Link
 from actorllm.actors.outlet import ForFrontend, Outlet
-from actorllm.actors.pacing import Pacing
 from actorllm.actors.record_file import RecordFile, build_policy, is_of_user, scheduler_arguments
+from actorllm.actors.rendering import OutputRows, Renderer
 from actorllm.actors.timeline import Timeline
 from actorllm.actors.topology import ATTACHED
+from actorllm.actors.trial import SchedulerTrial, end_of_unknown
 from actorllm.clock import now
 from actorllm.config import EngineConfig, SchedulerConfig
-from actorllm.embeds import ids_before_text
 from actorllm.errors import ConfigError, CorruptLinkError, PeerLostError, PeerRestartedError, TransportError
-from actorllm.logprobs import LogprobSpan, columns_of
 from actorllm.messages import (
-    DEADLINE_PASSED,
     DRAINING,
-    INVALID,
     NO_I32,
     Abort,
-    Begun,
     Message,
-    OnTrial,
-    Outputs,
     PauseChanged,
     StepFailed,
     StepPlan,
@@ -55,24 +47,20 @@ from actorllm.messages import (
     Unblock,
     sequences_of,
 )
-from actorllm.request import FinishReason
 from actorllm.scheduling.decisions import TellingPolicy
 from actorllm.scheduling.events import NOTHING, End, Events
 from actorllm.scheduling.glance import glance
 from actorllm.scheduling.guard import FALLBACK
-from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.pause import PauseState
 from actorllm.scheduling.policy import PlanPolicy
 from actorllm.scheduling.policy_watch import SHORTEST_TIMER_S, PolicyWatch, WakeTimer
 from actorllm.scheduling.recording import Entry, RecordedScheduler
 from actorllm.scheduling.results import ContradictionError
 from actorllm.scheduling.scheduler import Scheduler
-from actorllm.scheduling.sequence import Key, Sequence, State
+from actorllm.scheduling.sequence import Key
 from actorllm.scheduling.step_log import StepLog
 from actorllm.scheduling.tally import Tally
 from actorllm.text.grammar import GrammarCompiler, GrammarError, Matcher
-from actorllm.text.request_text import RequestText
-from actorllm.text.token_text import LogprobText, TokenText
 from actorllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -86,111 +74,6 @@ MAX_RETRY_S = 0.1
 
 MAX_LIVE_STEPS = 500
 """So many are told at a time to somebody who looks."""
-
-JOURNAL_PATIENCE_S = 1.0
-"""How long a trial waits for the journals of all frontends before it begins with what is there."""
-SHORT_PATIENCE_S = 0.25
-"""As long as nobody is suspected: how long a program that is stopped may hold up the others after a death."""
-
-
-class OutputRows:
-    """The rows of one `Outputs` message while it is put together."""
-
-    __slots__ = (
-        "cached",
-        "counts",
-        "ends",
-        "index",
-        "logprob_texts",
-        "rids",
-        "spans",
-        "text",
-        "text_ends",
-        "text_length",
-        "tokens",
-        "vector_rows",
-        "vectors",
-    )
-
-    def __init__(self) -> None:
-        self.rids: list[int] = []
-        self.index: list[int] = []
-        self.tokens: list[int] = []
-        self.counts: list[int] = []
-        self.text: list[str] = []
-        self.text_ends: list[int] = []
-        self.text_length = 0
-        self.ends: list[list[Any]] = []
-        self.vector_rows: list[int] = []
-        self.vectors: list[Any] = []
-        self.spans: list[LogprobSpan] = []
-        self.logprob_texts: list[str] = []
-        self.cached: list[int] = []
-
-    def add(self, rid: int, index: int, tokens: list[int], text: str) -> None:
-        self.rids.append(rid)
-        self.index.append(index)
-        self.tokens += tokens
-        self.counts.append(len(tokens))
-        self.text.append(text)
-        self.text_length += len(text)
-        self.text_ends.append(self.text_length)
-
-    def add_logprobs(self, spans: Iterable[tuple[LogprobSpan, list[str] | None]]) -> None:
-        """Of the last row added, with the texts of their entries where they are made."""
-        for span, texts in spans:
-            self.spans.append(span.of_row(len(self.rids) - 1))
-            self.logprob_texts += texts if texts is not None else [""] * span.ids.size
-
-    def end(self, end: End) -> None:
-        """The request of the last row added has ended (fields as in messages.RequestEnd)."""
-        sequence = end.sequence
-        self.ends.append(
-            [
-                len(self.rids) - 1,
-                end.reason,
-                end.stop_reason,
-                end.error,
-                sequence.queued,
-                sequence.scheduled,
-                sequence.first_token,
-                sequence.last_token,
-                sequence.num_preemptions,
-                sequence.num_cached_tokens,
-                sequence.num_wasted_tokens,
-                sequence.num_nonfinite,
-                sequence.num_recoveries,
-                sequence.recovery_s,
-                end.details,
-            ]
-        )
-
-    def _logprob_columns(self) -> dict[str, Any]:
-        if not self.spans:
-            return {}
-        columns = columns_of(self.spans)
-        text = "".join(self.logprob_texts)
-        if text:
-            ends = np.cumsum([len(piece) for piece in self.logprob_texts], dtype=np.int32)
-            columns |= {"logprob_text": text, "logprob_text_ends": ends}
-        return columns
-
-    def message(self, emitted: float) -> Outputs:
-        is_plain = len(self.tokens) == len(self.rids) and all(count == 1 for count in self.counts)
-        return Outputs(
-            rids=np.array(self.rids, np.int32),
-            index=np.array(self.index, np.int32),
-            tokens=np.array(self.tokens, np.int32),
-            counts=NO_I32 if is_plain else np.array(self.counts, np.int32),
-            text="".join(self.text),
-            text_ends=np.array(self.text_ends, np.int32) if self.text_length else NO_I32,
-            ends=self.ends,
-            vector_rows=np.array(self.vector_rows, np.int32),
-            vectors=np.concatenate(self.vectors) if self.vectors else np.zeros(0, np.float32),
-            **self._logprob_columns(),
-            cached=np.array(self.cached, np.int32) if self.cached else NO_I32,
-            emitted=emitted,
-        )
 
 
 class SchedulerActor(Actor):
@@ -228,7 +111,7 @@ class SchedulerActor(Actor):
         """Nobody has had a token since the last death that this actor knows of; its own included."""
         self._num_losses_in_a_row = 0
         self._num_workers = 1
-        self._constraints = Constraints(None)
+        self._constraints: Constraints
         self._due: list[int] = []
         """The step that each rank has to answer next."""
         self._full: dict[int, Outlet] = {}
@@ -240,13 +123,7 @@ class SchedulerActor(Actor):
         self._is_draining = False
         self._pause_mode: str | None = None
         self._has_heard_of_pauses = False
-        self._resubmitting: set[int] = set()
-        """Frontends of the scheduler before that have not said that they have submitted everything again."""
-        self._trial = Trial(lambda key, message: self.scheduler.release(key[0], message))
-        self._trial_at = 0.0
-        """When a trial begins even if some frontends have not submitted everything again."""
-        self._not_begun: set[Key] = set()
-        """Requests that were submitted again and have not been in a step of this scheduler."""
+        self._trial: SchedulerTrial
         self._timeline: Timeline | None = None
         self._policy_name = "fcfs"
         self._policy_failure: str | None = None
@@ -258,8 +135,7 @@ class SchedulerActor(Actor):
         self._has_told_stall = False
         self._step_watch: StepWatch | None = None
         self._tokenizer: Tokenizer | None = None
-        self._pacing = Pacing()
-        self._token_text: TokenText | None = None
+        self._renderer: Renderer
         self._record_path: Path
         self._record: RecordFile | None = None
 
@@ -274,11 +150,13 @@ class SchedulerActor(Actor):
         self._num_workers = config.world_size
         self._max_waiting_attached = config.scheduler.max_waiting_attached
         self._vocab_size = config.model.vocab_size
-        if self._tokenizer is not None:
-            self._constraints = Constraints(
-                GrammarCompiler(self._tokenizer, self._vocab_size, self._eos_token_ids(config))
-            )
         self.scheduler = self._build(config)
+        compiler = None
+        if self._tokenizer is not None:
+            compiler = GrammarCompiler(self._tokenizer, self._vocab_size, self._eos_token_ids(config))
+        self._constraints = Constraints(compiler, self.scheduler)
+        self._trial = SchedulerTrial(self.scheduler, self._outlets, self._send_to, self.report_progress)
+        self._renderer = Renderer(self._tokenizer, self._tally, self.scheduler.finish)
 
     def _build(self, config: EngineConfig) -> Scheduler:
         eos_token_ids = self._eos_token_ids(config)
@@ -378,12 +256,7 @@ class SchedulerActor(Actor):
             self._frontend_of[link] = number
             if self.scheduler.pause_state is not PauseState.RUNNING:
                 self._send_to(self._outlets[number], PauseChanged(mode=self._pause_mode))
-            if link.generation > 1:
-                self._resubmitting.add(number)
-            if self._trial:
-                self._send_to(self._outlets[number], OnTrial(num_tried=self._num_on_trial))
-            elif link.generation > 2 and self.scheduler.is_idle:
-                self._begin_trial(SHORT_PATIENCE_S)  # the second death: there may be suspects, and they are tried alone
+            self._trial.on_frontend(number, link.generation)
             if link.peer.startswith(ATTACHED):
                 self._foreign.add(link)
                 if self._max_waiting_attached is not None:
@@ -398,12 +271,10 @@ class SchedulerActor(Actor):
             self._foreign.discard(link)
             del self._outlets[number]
             self._full.pop(number, None)
-            self._resubmitting.discard(number)
             self._trial.drop_frontend(number)
-            self._not_begun = {key for key in self._not_begun if key[0] != number}
             self._inbox = deque(entry for entry in self._inbox if entry[0] != number)
             self.scheduler.abort_frontend(number, now())
-            self._pacing.drop_frontend(number)
+            self._renderer.pacing.drop_frontend(number)
             self.wake()
 
     def _lose_workers(self, link: Link) -> None:
@@ -511,7 +382,7 @@ class SchedulerActor(Actor):
                     break
                 continue
             self._launch(plan)
-        if self._trial and self._is_trial_stuck():
+        if self._trial and self._trial.is_stuck(self._has_workers):
             self._trial.on_step(())  # there is nothing to wait for
             self.wake()
         self._tell_if_drained()
@@ -531,7 +402,8 @@ class SchedulerActor(Actor):
                 logger.warning("%s", told)
         if ends := self._send_late_inputs():
             events = with_ends(events, ends)
-        self._send(*self._render(events))  # while the next step runs; ends at stop strings before it is planned
+        # While the next step runs; whoever is at a stop string ends before it is planned.
+        self._send(*self._renderer.render(events))
         if self._trial:
             self._trial.on_step(sequence.key for sequence in events.sequences)
         if self._is_unproven and (events.tokens.size or events.vectors):
@@ -543,9 +415,7 @@ class SchedulerActor(Actor):
         """When the loop must turn even if nothing arrives: for a policy, a deadline, or what could not be sent."""
         wake_at = min(self._wake_at, self.scheduler.expires_at)
         if self._trial:
-            wake_at = min(wake_at, self._trial.expires_at)
-            if self._resubmitting and now() < self._trial_at:
-                wake_at = min(wake_at, self._trial_at)
+            wake_at = min(wake_at, self._trial.wakes_at)
         if self._full:
             return max(min(wake_at, now() + self._retry_s), now() + SHORTEST_TIMER_S)
         return max(wake_at, now() + SHORTEST_TIMER_S) if wake_at < math.inf else None
@@ -563,13 +433,13 @@ class SchedulerActor(Actor):
                     for sequence in sequences_of(message):
                         ends += self._submit(frontend, sequence)
                 case Abort() if not message.rids.size:
-                    self._resubmitting.discard(frontend)
+                    self._trial.resubmitting.discard(frontend)
                 case Abort():
                     keys = [(frontend, rid) for rid in message.rids.tolist()]
                     ends += self.scheduler.abort(keys, now())
                     if self._trial:
-                        ends += [_end_of_unknown(*held, "abort") for held in self._trial.take(keys)]
-                case Unblock() if self._is_without_matcher((frontend, message.rid)):
+                        ends += self._trial.abort(keys)
+                case Unblock() if self._constraints.is_making_matcher((frontend, message.rid)):
                     pass  # nobody but this actor can make it
                 case Unblock():
                     end = self.scheduler.unblock((frontend, message.rid), message.error, now())
@@ -579,9 +449,9 @@ class SchedulerActor(Actor):
     def _send_ends(self, ends: list[End]) -> None:
         """Of requests that end without a step."""
         if ends:
-            if self._not_begun:
-                self._not_begun.difference_update(end.sequence.key for end in ends)
-            self._send(*self._render(Events(NOTHING.sequences, NO_I32, NO_I32, ends=tuple(ends))))
+            if self._trial.not_begun:
+                self._trial.not_begun.difference_update(end.sequence.key for end in ends)
+            self._send(*self._renderer.render(Events(NOTHING.sequences, NO_I32, NO_I32, ends=tuple(ends))))
 
     def _check_deferred(self, outlet: Outlet) -> None:
         """Who reads nothing cannot be told either that it is too much: an attached frontend is left at its limit."""
@@ -596,8 +466,7 @@ class SchedulerActor(Actor):
         if self.scheduler.expires_at <= at:
             self._send_ends(self.scheduler.expire(at))
         if self._trial:
-            due = self._trial.take_due(at)
-            self._send_ends([_end_of_unknown(*held, "abort", stop_reason=DEADLINE_PASSED) for held in due])
+            self._send_ends(self._trial.expire(at))
 
     def _submit(self, frontend: int, message: Submit) -> list[End]:
         key: Key = (frontend, message.rid)
@@ -605,12 +474,9 @@ class SchedulerActor(Actor):
         if self._is_draining and not is_known and self._outlets[frontend].link in self._foreign:
             return [_refusal_to_drain(key, message)]
         if message.num_deaths:
-            if frontend not in self._resubmitting:  # it is nobody's word but its own
-                message = replace(message, num_deaths=0)
-            elif not self._trial.has_suspects:
-                self._begin_trial(JOURNAL_PATIENCE_S)
+            message = self._trial.weigh(frontend, message)
         if self._trial and self.scheduler.sequence(key) is None:  # else it is said again
-            return self._hold(key, message)
+            return self._trial.hold_back(key, message)
         return self._take_on(key, message)
 
     def _take_on(self, key: Key, message: Submit, is_let_in: bool = False) -> list[End]:
@@ -626,138 +492,22 @@ class SchedulerActor(Actor):
             return [end]
         sequence = self.scheduler.sequence(key)
         if message.is_resumed:
-            self._not_begun.add(key)
-        if is_new and message.stream_interval != 1 and message.pooling is None:
-            is_first = message.is_resumed or not message.output.size  # it is to be known that this one goes on
-            self._pacing.add(key, message.stream_interval, is_first=is_first)
+            self._trial.not_begun.add(key)
         if is_new and message.grammar is not None and sequence is not None:
             self._constraints.add(sequence)
-        if is_new and sequence is not None and message.detokenize and self._tokenizer is not None:
-            try:
-                sequence.attachment = text = self._new_text(message, self._tokenizer)
-                if sequence.rules is not None and sequence.rules.has_logprobs:
-                    if self._token_text is None:
-                        self._token_text = TokenText(self._tokenizer)
-                    text.logprobs = LogprobText(self._token_text, message.output)
-            except Exception as error:
-                return self._fail_text(sequence, error)
-        return []
-
-    # Suspects: requests that schedulers before this one may have died of
-
-    def _begin_trial(self, patience_s: float) -> None:
-        """Hold back everything that comes, until all journals are there or patience is over."""
-        was_on = bool(self._trial)
-        self._trial.begin()
-        self._trial_at = now() + patience_s
-        if not was_on:
-            self._tell_trial(())
-
-    def _hold(self, key: Key, message: Submit) -> list[End]:
-        if key in self._trial:
-            return []
-        refusal = self.scheduler.hold(key[0], message)
-        if refusal is not None:
-            return [_end_of_unknown(key, message, "error", refusal.message, refusal.details)]
-        self._trial.hold(key, message)
-        return []
+        return self._renderer.add(key, message, sequence) if is_new else []
 
     def _go_on_with_trial(self) -> None:
-        """Take on the next group of suspects when nothing is to be expected of the last one, and at the end the others."""
+        """Take on whom it is the turn of."""
         ends: list[End] = []
-        while self._trial and self._may_try_next():
-            group = self._trial.next_group(is_pausing=self.scheduler.pause_state is PauseState.NOTHING_NEW)
-            if self._trial:
-                if not group:
-                    break
-                if self._trial.num_losses <= MAX_LOSSES_OF_SEARCH:
-                    self.report_progress()
-            self._tell_trial([key for key, _ in group])
-            for key, message in group or self._trial.take_all():
+        while requests := self._trial.next_requests():
+            for key, message in requests:
                 ends += self._take_on(key, message, is_let_in=True)
         self._send_ends(ends)
 
-    def _may_try_next(self) -> bool:
-        if self.scheduler.pause_state is PauseState.NOTHING:
-            return False
-        if self._resubmitting and now() < self._trial_at:
-            return False
-        if self._is_preparing_suspect():
-            self._trial.on_delay()
-            return False
-        for key in self._trial.untried:
-            sequence = self.scheduler.sequence(key)
-            if sequence is None or sequence.state is State.BLOCKED:
-                continue  # it waits for somebody else
-            if sequence.slot >= 0 or not self._trial.has_stepped:
-                return False
-        return True
-
-    def _is_trial_stuck(self) -> bool:
-        """Whether nobody of those on trial can run now."""
-        is_waiting = self._has_workers and not self.scheduler.num_in_flight and not self._trial.has_stepped
-        return is_waiting and not self._is_preparing_suspect()
-
-    def _is_preparing_suspect(self) -> bool:
-        """Whether the grammar of somebody on trial is being made, which a process may die of as well."""
-        tried = (self.scheduler.sequence(key) for key in self._trial.untried)
-        return any(s is not None and s.state is State.BLOCKED and s.submit.grammar is not None for s in tried)
-
-    def _tell_trial(self, keys: Iterable[Key]) -> None:
-        """Every frontend hears who is tried before anything is done with it."""
-        is_alone = self._trial.num_tried == 1 and self.scheduler.is_idle
-        by_frontend: dict[int, list[int]] = {number: [] for number in self._outlets}
-        for number, rid in keys:
-            by_frontend[number].append(rid)
-        for number, rids in by_frontend.items():
-            if number in self._outlets:
-                tried = np.array(rids, np.int32)
-                on_trial = OnTrial(rids=tried, num_tried=self._num_on_trial, is_alone=is_alone)
-                self._send_to(self._outlets[number], on_trial)
-
-    @property
-    def _num_on_trial(self) -> int:
-        """As frontends are told: 0 when there is no trial; before it begins nobody runs, and it is 1."""
-        return max(1, self._trial.num_tried) if self._trial else 0
-
-    def _tell_begun(self, record: StepRecord) -> None:
-        """Requests that were submitted again are in a step for the first time: should this scheduler die, they were there."""
-        by_frontend: dict[int, list[int]] = {}
-        for sequence, _ in record.prefills:
-            if sequence.key in self._not_begun:
-                self._not_begun.discard(sequence.key)
-                by_frontend.setdefault(sequence.key[0], []).append(sequence.key[1])
-        for number, rids in by_frontend.items():
-            if number in self._outlets:
-                self._send_to(self._outlets[number], Begun(rids=np.array(rids, np.int32)))
-
-    def _is_without_matcher(self, key: Key) -> bool:
-        sequence = self.scheduler.sequence(key)
-        return sequence is not None and sequence.submit.grammar is not None and sequence.grammar is None
-
-    @staticmethod
-    def _new_text(message: Submit, tokenizer: Tokenizer) -> RequestText:
-        return RequestText(
-            tokenizer,
-            ids_before_text(message.prompt) if message.prompt_embeds.size else message.prompt,
-            message.output,
-            stop=message.stop,
-            include_stop=message.include_stop,
-            skip_special_tokens=message.skip_special_tokens,
-            spaces_between_special_tokens=message.spaces_between_special_tokens,
-            min_tokens=message.min_tokens,
-        )
-
-    def _fail_text(self, sequence: Sequence, error: Exception) -> list[End]:
-        """A request whose text cannot be made ends with the error; every other one goes on."""
-        logger.error("the text of request %s cannot be made", sequence.key, exc_info=error)
-        sequence.attachment = None
-        ends = self.scheduler.finish([(sequence, "error", None)], now())
-        return [End(sequence, "error", error=f"its text cannot be made: {type(error).__name__}: {error}") for _ in ends]
-
     def _launch(self, plan: StepPlan) -> None:
-        if self._not_begun:
-            self._tell_begun(self.scheduler.ledger.newest)
+        if self._trial.not_begun:
+            self._trial.tell_begun(self.scheduler.ledger.newest)
         self._workers.send_nowait(plan)
         self._step_log.launched(self.scheduler.ledger.newest)
         if self._step_watch is not None:
@@ -776,8 +526,7 @@ class SchedulerActor(Actor):
         while constraints.is_due(self.scheduler.ledger.last_done) and self._has_workers:
             message, over, failed = constraints.late_inputs()
             self._workers.send_nowait(message)
-            ends += self._fail_grammars(failed)
-            ends += self.scheduler.finish([(sequence, "stop", None) for sequence in over], now())
+            ends += constraints.end(over, failed, now())
         return ends
 
     def _apply(self, result: StepResult | StepFailed) -> Events:
@@ -793,155 +542,22 @@ class SchedulerActor(Actor):
             return NOTHING
         self._step_log.done(result.step, result.started, result.ended, began)
         if self._constraints.has_waited_for(result.step):
-            events = self._advance_grammars(events, began)
+            events = self._constraints.advance(events, began)
         if self._timeline is not None:
             self._timeline.updated(result.step, result.started, result.ended, began, now())
         return events
 
-    # Grammars
-
     def _make_matchers(self) -> None:
         """Of the requests that wait for theirs, on a thread: a large schema takes a second."""
         for job in self._constraints.take_jobs():
-            self.work_aside(job.run, partial(self._constrain, job))
+            self.work_aside(job.run, partial(self._unblock, job))
 
-    def _constrain(self, job: Job, made: list[Matcher | GrammarError]) -> None:
-        """They are made: the requests go on, or fail with the reason."""
-        ends: list[End] = []
-        for sequence, matcher in zip(job.sequences, made, strict=True):
-            if sequence.state is not State.BLOCKED:
-                continue  # it has ended meanwhile
-            if isinstance(matcher, GrammarError):
-                error = self._constraints.failure(sequence, matcher)
-                end = self.scheduler.unblock(sequence.key, error, now())
-                ends += [end._replace(details={"kind": INVALID})] if end is not None else []
-            elif matcher.is_over:  # what it had before the last crash was all
-                ends += self.scheduler.finish([(sequence, "stop", None)], now())
-            else:
-                sequence.grammar = matcher
-                self.scheduler.unblock(sequence.key, None, now())
-        self._send_ends(ends)
+    def _unblock(self, job: Job, made: list[Matcher | GrammarError]) -> None:
+        """The matchers are made: the requests go on, or fail with the reason."""
+        self._send_ends(self._constraints.unblock(job, made))
         self.wake()
 
-    def _advance_grammars(self, events: Events, at: float) -> Events:
-        """Who is at the end of its grammar ends with the token that brought it there."""
-        over, failed = self._constraints.advance(events)
-        if not over and not failed:
-            return events
-        ends = self._fail_grammars(failed)
-        ends += self.scheduler.finish([(sequence, "stop", None) for sequence in over], at)
-        ended = {end.sequence for end in ends}
-        ends += [End(sequence, "stop") for sequence in over if sequence not in ended]  # the same token was its last one
-        return with_ends(events, ends)
-
-    def _fail_grammars(self, failed: list[tuple[Sequence, str]]) -> list[End]:
-        ends: list[End] = []
-        for sequence, reason in failed:
-            logger.error("the grammar of request %s: %s", sequence.key, reason)
-            found = self.scheduler.finish([(sequence, "error", None)], now())
-            ends += [end._replace(error=f"{source_of(sequence)}: {reason}") for end in found]
-        return ends
-
-    # Text and outputs
-
-    def _render(self, events: Events) -> tuple[dict[int, OutputRows], float]:
-        """New tokens as text; ends what hit a stop string. Returns the rows by frontend, and when it began."""
-        began = now()
-        rows_of: dict[int, OutputRows] = {}
-        ends = {end.sequence: end for end in events.ends} if events.ends else {}
-        spans = _spans_by_sequence(events) if events.logprobs else {}
-        tokens = events.tokens.tolist()
-        counts = events.counts.tolist() if events.counts.size else None
-        pacing = self._pacing if self._pacing else None
-        at = 0
-        for row, (sequence, index) in enumerate(zip(events.sequences, events.index.tolist(), strict=True)):
-            count = counts[row] if counts is not None else 1
-            new = tokens[at : at + count]
-            at += count
-            piece = ""
-            stop = None
-            logprobs: list[tuple[LogprobSpan, list[str] | None]] = []
-            end = ends.pop(sequence, None) if ends else None
-            if sequence.attachment is not None:
-                # The token that ends a request is part of its output, and of its text only on demand.
-                has_end_token = end is not None and end.reason == "stop" and not sequence.submit.include_stop
-                if has_end_token and sequence.grammar is not None:
-                    has_end_token = not sequence.grammar.is_complete
-                try:
-                    piece, stop, used = sequence.attachment.push(new[:-1] if has_end_token else new)
-                    if stop is not None:
-                        new = new[:used]
-                    elif end is not None:
-                        piece += sequence.attachment.finish()
-                    if spans:
-                        logprobs = _with_texts(sequence, spans.pop(sequence, ()), len(new))
-                except Exception as error:
-                    failed = self._fail_text(sequence, error)
-                    end = failed[0] if failed else end
-            elif spans:
-                logprobs = _with_texts(sequence, spans.pop(sequence, ()), len(new))
-            if stop is not None:
-                if end is None:
-                    (end,) = self.scheduler.finish([(sequence, "stop", stop)], began)
-                else:  # the same token also reached a limit: the text decides
-                    end = End(sequence, "stop", stop)
-            frontend, rid = sequence.key
-            if pacing is not None:
-                due = pacing.due(sequence.key, (index, new, piece, logprobs), end is not None)
-                if due is None:
-                    continue
-                index, new, piece, logprobs = due
-            rows = rows_of.get(frontend)
-            if rows is None:
-                rows = rows_of[frontend] = OutputRows()
-            rows.add(rid, index, new, piece)
-            if logprobs:
-                rows.add_logprobs(logprobs)
-            if end is not None:
-                rows.end(end)
-                self._tally.add(end, index + len(new))
-        for sequence in events.cached:
-            frontend, rid = sequence.key
-            if frontend in rows_of:  # else nothing is due of it yet, and the end says it
-                rows_of[frontend].cached += (rid, sequence.num_cached_tokens)
-        for sequence, of_prompt in spans.items():  # whose prompts go on
-            try:
-                logprobs = _with_texts(sequence, of_prompt, 0)
-            except Exception as error:
-                ends |= {failed_end.sequence: failed_end for failed_end in self._fail_text(sequence, error)}
-                continue
-            frontend, rid = sequence.key
-            rows = rows_of.setdefault(frontend, OutputRows())
-            rows.add(rid, -1, [], "")
-            rows.add_logprobs(logprobs)
-        for sequence, vector in events.vectors:
-            frontend, rid = sequence.key
-            rows = rows_of.setdefault(frontend, OutputRows())
-            rows.add(rid, 0, [], "")
-            rows.vector_rows.append(len(rows.rids) - 1)
-            rows.vectors.append(vector)
-            end = ends.pop(sequence)
-            rows.end(end)
-            self._tally.add(end, 0)
-        for sequence, end in ends.items():  # ends without new tokens: aborts, errors
-            frontend, rid = sequence.key
-            rows = rows_of.setdefault(frontend, OutputRows())
-            last = self._pacing.due(sequence.key, (-1, [], self._rest_of(sequence), []), is_end=True)
-            index, new, piece, logprobs = last or (-1, [], "", [])
-            rows.add(rid, index, new, piece)
-            rows.add_logprobs(logprobs)
-            rows.end(end)
-            self._tally.add(end, index + len(new))
-        return rows_of, began
-
-    @staticmethod
-    def _rest_of(sequence: Sequence) -> str:
-        """The text held back of a request that ends without a further token."""
-        try:
-            return sequence.attachment.finish() if sequence.attachment is not None else ""
-        except Exception:
-            logger.exception("the last text of request %s cannot be made", sequence.key)
-            return ""
+    # Outputs
 
     def _send(self, rows_of: dict[int, OutputRows], began: float) -> None:
         rendered = now()
@@ -951,7 +567,7 @@ class SchedulerActor(Actor):
                 self._send_to(outlet, rows.message(rendered))
         if self._full:
             self._flush()
-        if self._timeline is not None and (rows_of or self._pacing):
+        if self._timeline is not None and (rows_of or self._renderer.pacing):
             self._timeline.rendered(began, rendered, now(), sum(len(rows.rids) for rows in rows_of.values()))
 
     def _send_to(self, outlet: Outlet, outputs: ForFrontend) -> None:
@@ -1005,7 +621,7 @@ class SchedulerActor(Actor):
                 return self._drain()
             case "abort_all":
                 self.take_inbox()
-                self._send_ends([*self.scheduler.abort_all(now()), *self._abort_held()])
+                self._send_ends([*self.scheduler.abort_all(now()), *self._trial.abort_all()])
                 self.wake()
                 return True
             case "start_timeline":
@@ -1029,15 +645,12 @@ class SchedulerActor(Actor):
     def _pause(self, mode: str) -> anyio.Event:
         """Returns what is set when nothing is going on any more."""
         self.take_inbox()  # what was sent before is from before
-        self._send_ends([*self.scheduler.pause(mode, now()), *(self._abort_held() if mode == "abort" else ())])
+        self._send_ends([*self.scheduler.pause(mode, now()), *(self._trial.abort_all() if mode == "abort" else ())])
         self._tell_pause(mode)
         if self._drained is None:
             self._drained = anyio.Event()
         self.wake()
         return self._drained
-
-    def _abort_held(self) -> list[End]:
-        return [_end_of_unknown(key, message, "abort") for key, message in self._trial.take_all()]
 
     def _tell_pause(self, mode: str | None) -> None:
         """Every frontend can tell the next scheduler, whoever it was that paused or resumed."""
@@ -1060,7 +673,7 @@ class SchedulerActor(Actor):
             return
         is_over = self.scheduler.is_drained
         if self.scheduler.pause_state is PauseState.NOTHING_NEW:  # who had started finishes, wherever it is now
-            is_over = is_over and not self._resubmitting and not self._trial.has_started
+            is_over = is_over and not self._trial.resubmitting and not self._trial.has_started
         if is_over or self.scheduler.pause_state is PauseState.RUNNING:
             self._drained.set()
             self._drained = None
@@ -1075,7 +688,7 @@ class SchedulerActor(Actor):
         return True
 
     def _tell_if_idle(self) -> None:
-        if self._idle is None or not self.scheduler.is_idle or self._resubmitting or self._trial.has_held:
+        if self._idle is None or not self.scheduler.is_idle or self._trial.resubmitting or self._trial.has_held:
             return
         if not any(outlet.deferred for outlet in self._full.values()):
             self._idle.set()
@@ -1123,41 +736,6 @@ class SchedulerActor(Actor):
         }
 
 
-def _end_of_unknown(
-    key: Key,
-    message: Submit,
-    reason: FinishReason,
-    error: str | None = None,
-    details: dict[str, Any] | None = None,
-    stop_reason: str | None = None,
-) -> End:
-    """Of a request that the scheduler has not taken on."""
-    sequence = Sequence(key, message, 0, message.prompt, 0, frozenset(), frozenset(), queued=now())
-    return End(sequence, reason, stop_reason, error, details)
-
-
 def _refusal_to_drain(key: Key, message: Submit) -> End:
     error = "the engine's owner is about to stop it: it finishes what it has and takes no new requests"
-    return _end_of_unknown(key, message, "error", error, {"kind": DRAINING})
-
-
-def _spans_by_sequence(events: Events) -> dict[Sequence, list[LogprobSpan]]:
-    spans: dict[Sequence, list[LogprobSpan]] = {}
-    for sequence, span in events.logprobs:
-        spans.setdefault(sequence, []).append(span)
-    return spans
-
-
-def _with_texts(
-    sequence: Sequence, spans: Iterable[LogprobSpan], num_tokens: int
-) -> list[tuple[LogprobSpan, list[str] | None]]:
-    """The spans of a row that gives out num_tokens tokens, with the texts of their entries if text is made for it."""
-    text = None if sequence.attachment is None else sequence.attachment.logprobs
-    found: list[tuple[LogprobSpan, list[str] | None]] = []
-    for span in spans:
-        if not span.is_prompt and span.ranks.size > num_tokens:
-            if not num_tokens:
-                continue
-            span = span.part(0, num_tokens)
-        found.append((span, None if text is None else text.texts(span)))
-    return found
+    return end_of_unknown(key, message, "error", error, {"kind": DRAINING})

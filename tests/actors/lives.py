@@ -179,8 +179,9 @@ class Lives:
                 return
             if self.turn() or self.scheduler._inbox:
                 continue
-            if self.scheduler._trial and self.scheduler._resubmitting and self.now < self.scheduler._trial_at:
-                self.now = self.scheduler._trial_at
+            trial = self.scheduler._trial
+            if trial and trial.resubmitting and self.now < trial.begins_at:
+                self.now = trial.begins_at
             elif self.late:
                 self.catch_up()
             elif not self.turn():

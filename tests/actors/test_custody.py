@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-import actorllm.actors.frontend
-import actorllm.actors.scheduler
+from actorllm.actors import constraints, frontend, rendering, scheduler, trial
 from actorllm.actors.custody import Record, Trial, note_death
 from actorllm.errors import RequestFailedError
 from actorllm.messages import OnTrial, Submit
@@ -149,7 +148,7 @@ def make_lives(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lives]:
 
     def make(*arguments: Any, **more: Any) -> Lives:
         lives = Lives(*arguments, **more)
-        for module in (actorllm.actors.scheduler, actorllm.actors.frontend):
+        for module in (constraints, frontend, rendering, scheduler, trial):
             monkeypatch.setattr(module, "now", lives.clock)
         return lives
 
@@ -174,7 +173,7 @@ def check_ends(lives: Lives) -> None:
     scheduler = lives.scheduler
     assert scheduler.scheduler.is_idle
     assert not scheduler._trial.has_held
-    assert not scheduler._not_begun
+    assert not scheduler._trial.not_begun
     assert scheduler.scheduler._admission.num_held == 0
     assert not any(frontend._journal for frontend in lives.frontends if frontend is not None)
 
