@@ -11,6 +11,7 @@ between the scheduler and the workers. Times are CLOCK_MONOTONIC seconds.
 
 from __future__ import annotations
 
+import reprlib
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -547,10 +548,10 @@ def unpack(kind: int, scalars: Any, arrays: Sequence[NDArray[Any]]) -> Message:
         raise ValueError(f"message kind {kind} is unknown")
     scalar_names, array_names = _COLUMNS[cls]
     if not isinstance(scalars, list) or len(scalars) != len(scalar_names) + 2:
-        raise ValueError(f"{cls.__name__}: {len(scalar_names) + 2} scalars expected, got {scalars!r:.80}")
+        raise ValueError(f"{cls.__name__}: {len(scalar_names) + 2} scalars expected, got {reprlib.repr(scalars)}")
     present, absent = scalars[0], scalars[1]
     if not isinstance(present, int) or not isinstance(absent, int):
-        raise ValueError(f"{cls.__name__}: masks {present!r:.40} and {absent!r:.40} must be integers")
+        raise ValueError(f"{cls.__name__}: masks {reprlib.repr(present)} and {reprlib.repr(absent)} must be integers")
     values = dict(zip(scalar_names, scalars[2:], strict=True))
     incoming = iter(arrays)
     for bit, (name, dtype) in enumerate(array_names):

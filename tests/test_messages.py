@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from actorllm.messages import KIND_OF, KINDS, NO_I32, Ask, Message, Outputs, StepPlan, StepResult, Submit, pack, unpack
 
+NESTED = orjson.loads("[" * 1000 + "]" * 1000)
+"""As deep as a reader of JSON goes; printing it overruns the stack."""
+
 
 def through_the_wire(message: Message) -> Any:
-    import orjson
-
     kind, scalars, arrays = pack(message)
     return unpack(kind, orjson.loads(orjson.dumps(scalars)), [np.frombuffer(a.tobytes(), a.dtype) for a in arrays])
 
@@ -67,6 +69,8 @@ def test_outputs_round_trip() -> None:
         (KIND_OF[StepResult], [1, 0, 5, 0.0, 0.0], []),
         (KIND_OF[StepResult], [1, 0, 5, 0.0, 0.0], [np.zeros(2, np.float32)]),
         (KIND_OF[StepResult], [0, 0, 5, 0.0, 0.0], [np.zeros(2, np.int32)]),
+        (KIND_OF[Ask], NESTED, []),
+        (KIND_OF[Ask], [NESTED, 0, 1, "v", {}], []),
     ],
 )
 def test_what_is_no_message_is_refused(kind: int, scalars: Any, arrays: Any) -> None:

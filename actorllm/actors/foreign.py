@@ -9,6 +9,7 @@ range before anything uses it. Called by SchedulerActor for attached frontends o
 from __future__ import annotations
 
 import math
+import reprlib
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -23,6 +24,10 @@ ALLOWED = (Submit, Abort, Unblock, Ask, Reply)
 HASH_BYTES = 32
 MAX_F32 = 3.4e38
 """Numbers of a plan are of 32 bits."""
+
+MAX_NESTING = 32
+"""Of a value without a type of its own. Readers of JSON go down to 1024 levels, and whoever walks what they return, to print or
+to compare it, has no room for that on his stack."""
 
 INT_RANGES = {"seed": (0, 2**64), "priority": (-(2**63), 2**63), "id": (0, 2**63)}
 """Of integers that are wider than 32 bits on the wire."""
@@ -50,7 +55,7 @@ def check_foreign(message: Message, vocab_size: int) -> None:
     for name, check in _CHECKS[type(message)]:
         value = getattr(message, name)
         if not check(value):
-            raise ValueError(f"{type(message).__name__}.{name}={value!r:.80}")
+            raise ValueError(f"{type(message).__name__}.{name}={reprlib.repr(value)}")
     if isinstance(message, Submit):
         if any(not 0 <= token < vocab_size for token in message.stop_token_ids):
             raise ValueError(f"stop_token_ids={message.stop_token_ids!r:.80} with a vocabulary of {vocab_size}")
@@ -90,14 +95,24 @@ def _check_of(hint: Any, int_range: tuple[int, int]) -> Check | None:
         choices = [_check_of(argument, int_range) for argument in arguments]
         tests = [choice for choice in choices if choice is not None]
         return (lambda value: any(test(value) for test in tests)) if len(tests) == len(choices) else None
+    if hint is Any:
+        return _is_shallow
     if origin is dict:
-        return lambda value: isinstance(value, dict)
+        return lambda value: isinstance(value, dict) and _is_shallow(value)
     if isinstance(origin, type) and issubclass(origin, Sequence):
         inner = _check_of(arguments[0], int_range)
         return lambda value: (
             isinstance(value, list | tuple) and (inner is None or all(inner(element) for element in value))
         )
     return None
+
+
+def _is_shallow(value: Any) -> bool:
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_NESTING):
+        inner = (part for outer in level for part in (outer.values() if isinstance(outer, dict) else outer))
+        level = [part for part in inner if isinstance(part, dict | list)]
+    return not level
 
 
 _CHECKS = {cls: _checks(cls) for cls in ALLOWED}

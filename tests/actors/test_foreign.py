@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 
 from actorllm.actors.foreign import check_foreign
@@ -14,6 +15,8 @@ from tests.actors.hostile_frontend import Engine
 
 VOCAB = 100
 PROMPT = np.array([1, 2], np.int32)
+NESTED = orjson.loads("[" * 1000 + "]" * 1000)
+"""As deep as a reader of JSON goes; writing or printing it overruns the stack."""
 SUBMIT = Submit(rid=1, arrival=0.5, prompt=PROMPT, max_tokens=8)
 
 
@@ -97,8 +100,14 @@ def test_messages_that_are_not_its_own(message: Message) -> None:
         Ask(id={}, verb="ping"),  # type: ignore[arg-type]
         Ask(id=1, verb=["ping"]),  # type: ignore[arg-type]
         replace(SUBMIT, temperature=1e308),
+        replace(SUBMIT, tenant=NESTED),
+        replace(SUBMIT, grammar={"kind": "json", "text": NESTED}),
+        replace(SUBMIT, rules={"allowed_ids": NESTED}),
+        Ask(id=1, verb="pause_generation", arguments={"mode": NESTED}),
+        Reply(id=1, value=NESTED),
         StepResult(step=1),
     ],
+    ids=lambda message: type(message).__name__,
 )
 def test_who_sends_it_loses_his_link_and_nobody_notices(message: Message) -> None:
     """Asks and replies too, which the actor itself never sees."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from actorllm.errors import CorruptLinkError, PeerLostError, TransportError, WouldBlock
@@ -401,6 +402,8 @@ def takes(kind: int, body: bytes) -> bool:
     return True
 
 
+NESTED = orjson.loads("[" * 200 + "]" * 200)
+
 STRANGE: tuple[Any, ...] = (
     None,
     True,
@@ -450,6 +453,8 @@ STRANGE: tuple[Any, ...] = (
     {"bad_words": [[]]},
     {"num_logprobs": 2**31},
     {"timeout": "soon"},
+    NESTED,
+    {"text": NESTED},
 )
 
 
