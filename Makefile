@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 SLO    := build/demo-slo
 
-.PHONY: demo demo-slo test test-slow clients schema lint format bench docs clean
+.PHONY: demo demo-slo test test-slow clients schema lint format bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -42,10 +42,6 @@ def no_i32() -> I32:
     return NO_I32
 
 
-def no_i64() -> I64:
-    return NO_I64
-
-
 def no_u8() -> U8:
     return NO_U8
 

@@ -194,10 +194,6 @@ class Supervisor:
         for child in (*list(self._children.values()), *self._all_parked()):
             child.kill()
 
-    def relink(self, *names: str) -> None:
-        """New links with the next generation wherever one of these actors is an end, for all ends."""
-        self._wiring.connect(*names)
-
     def admit(self, child: Child, link: LinkSpec) -> None:
         """An actor that runs already joins the tree, by one link. Its end is told by `dismiss`, and is no death.
 

@@ -563,11 +563,6 @@ class Receiver:
         self._take_turn()
         return True
 
-    @property
-    def is_peer_closed(self) -> bool:
-        """The writer closed its end; what it committed before can still be read."""
-        return self._error is None and self.reader.is_writer_closed()
-
     def heartbeat_ns(self) -> int:
         """CLOCK_MONOTONIC nanoseconds of the peer's last `Sender.beat`, 0 before the first."""
         if self._error is not None:
@@ -809,7 +804,6 @@ class _Parts:
 
     def __init__(self, end: LinkEnd) -> None:
         self._end = end
-        self._num_segments = 0
         self._opened: list[Segment | Doorbell] = []
         self._left = dict(enumerate(end.fds))
 

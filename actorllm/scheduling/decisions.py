@@ -75,10 +75,6 @@ class TellingPolicy:
         return others
 
 
-def has_decisions(entries: Iterable[Entry]) -> bool:
-    return any(call.startswith(DECIDE) for call, _, _ in entries)
-
-
 class ToldPolicy:
     """A PlanPolicy that gives the answers of a recording, one after the other; nothing is planned after the last one."""
 

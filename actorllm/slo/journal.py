@@ -324,7 +324,6 @@ class _Watch:
     def __init__(self, policy: PlanPolicy, journal: Journal) -> None:
         self._policy = policy
         self._journal = journal
-        self._displaced: list[Sequence] = []
         if hasattr(policy, "may_fork"):  # one that does not know forks has none
             self.may_fork, self.ahead_of, self.on_fork = policy.may_fork, policy.ahead_of, self._on_fork
 

@@ -272,10 +272,10 @@ def test_a_thread_that_hangs_is_abandoned(run_engine: MakeEngine, monkeypatch: p
     assert threading.active_count() == num_threads
 
 
-def test_relink_makes_the_next_generation(run_engine: MakeEngine) -> None:
+def test_a_new_link_is_of_the_next_generation(run_engine: MakeEngine) -> None:
     engine = run_engine()
     old = engine.front.links["echoes"]
-    engine.thread.call(engine.supervisor.relink, "echo0").result(5)
+    engine.thread.call(engine.supervisor._wiring.connect, "echo0").result(5)
     assert engine.front.links["echoes"].generation == 2
     assert [link.peer for link in engine.front.lost] == ["echoes"]
     assert not old.is_open

@@ -446,7 +446,7 @@ def test_receive_waits_on_every_backend(backend: str) -> None:
                 spoke.receiver.receive_nowait()
             hub.sender.send_nowait(1, "last")
             hub.close()
-            assert spoke.receiver.is_peer_closed
+            assert spoke.receiver.reader.is_writer_closed()
             assert (await spoke.receiver.receive())[1] == "last"
             with pytest.raises(PeerLostError, match="writer closed"):
                 await spoke.receiver.receive()

@@ -136,7 +136,7 @@ async def test_a_link_works_across_processes(make_children: Callable[[int], Chil
     with anyio.fail_after(30):
         for process in children.processes:
             assert await asyncio.to_thread(process.wait) == 0
-    assert all(receiver.is_peer_closed for receiver in children.hub.receivers)
+    assert all(receiver.reader.is_writer_closed() for receiver in children.hub.receivers)
     assert children.errors == []
 
 

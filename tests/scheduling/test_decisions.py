@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from actorllm.messages import pack
-from actorllm.scheduling.decisions import TellingPolicy, ToldPolicy, has_decisions
+from actorllm.scheduling.decisions import DECIDE, TellingPolicy, ToldPolicy
 from actorllm.scheduling.guard import GuardedPolicy
 from actorllm.scheduling.policy import Admit, Decision, KeyPlanner, KeyPolicy
 from actorllm.scheduling.recording import Entry, RecordedScheduler, replay
@@ -95,7 +95,7 @@ def encoded(plan: Any) -> Any:
 def test_the_same_plans_come_of_the_answers_alone(seed: int, planner: type[KeyPlanner]) -> None:
     entries: list[Entry] = []
     engine = run(GuardedPolicy(planner(Moody(seed))), entries)
-    assert has_decisions(entries)
+    assert any(call.startswith(DECIDE) for call, _, _ in entries)
     num_steps = engine.scheduler.statistics().num_steps
     assert num_steps > 20
     again = make_scheduler(num_blocks=14, primary_eos_token_id=None, policy=ToldPolicy(entries))
