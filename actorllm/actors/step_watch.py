@@ -12,9 +12,8 @@ from typing import Any
 from actorllm.messages import StepFailed, StepResult
 from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.scheduler import Scheduler
-from actorllm.scheduling.step_time import CorrectedStepTime
+from actorllm.scheduling.step_time import CorrectedStepTime, features_of
 from actorllm.slo.cost_model import from_json
-from actorllm.slo.simulator import features_of
 
 
 class StepWatch:

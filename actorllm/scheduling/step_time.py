@@ -7,11 +7,15 @@ such a model follow the engine that it was not fitted to. Pure.
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from actorllm.scheduling.policy import StepDone, View
+
+if TYPE_CHECKING:
+    from actorllm.scheduling.ledger import StepRecord
+    from actorllm.scheduling.scheduler import Scheduler
 
 CHUNKS = (2552, 2048, 1792, 1536, 1280, 1024, 768, 512, 256, 128)
 """Tokens of a step to choose from, as in the artifact of QoServe. Fewer would waste the machine."""
@@ -23,6 +27,22 @@ class Predicts(Protocol):
     ) -> float:
         """Of a step with p prompt tokens and d decode rows that attend to so many tokens."""
         ...
+
+
+def features_of(record: StepRecord, scheduler: Scheduler) -> tuple[int, int, int, int, int]:
+    """p, d, decode_context, prefill_context and prefill_pairs (`slo.cost_model`) of the step that was planned last."""
+    computed, d = scheduler.batch.num_computed, record.num_decode
+    context = int(computed[record.rows.index[:d]].sum()) if d else 0
+    left = record.num_tokens - d
+    before = pairs = 0
+    for sequence, size in record.prefills:
+        if left <= 0:
+            break  # what follows are forks, which compute nothing
+        left -= size
+        had = computed.item(sequence.slot) - size
+        before += had
+        pairs += size * had + size * (size + 1) // 2
+    return record.num_tokens - d, d, context, before, pairs
 
 
 class StepTime:

@@ -28,9 +28,10 @@ from actorllm.scheduling.recording import Entry, replay
 from actorllm.scheduling.results import ContradictionError
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key, Sequence, State
+from actorllm.scheduling.step_time import features_of
 from actorllm.slo.cost_model import StepLog, StepModel, fit
 from actorllm.slo.objective import SLO
-from actorllm.slo.simulator import EngineShape, features_of
+from actorllm.slo.simulator import EngineShape
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline, timeline_of_streams
 from actorllm.slo.workload import Workload, classes_of
 

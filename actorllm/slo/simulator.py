@@ -43,6 +43,7 @@ from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key
 from actorllm.scheduling.sequence import Sequence as Request
 from actorllm.scheduling.statistics import SchedulerStatistics
+from actorllm.scheduling.step_time import features_of
 from actorllm.slo.cost_model import StepModel, unattainable
 from actorllm.slo.metrics import RunMetrics, evaluate
 from actorllm.slo.objective import SLO
@@ -122,22 +123,6 @@ class EngineShape:
         """
         is_simulated = not has_plans and not self.enable_prefix_caching
         return Scheduler(policy=policy, is_simulated=is_simulated, **self.scheduler_arguments())
-
-
-def features_of(record: StepRecord, scheduler: Scheduler) -> tuple[int, int, int, int, int]:
-    """p, d, decode_context, prefill_context and prefill_pairs (`cost_model`) of the step that was planned last."""
-    computed, d = scheduler.batch.num_computed, record.num_decode
-    context = int(computed[record.rows.index[:d]].sum()) if d else 0
-    left = record.num_tokens - d
-    before = pairs = 0
-    for sequence, size in record.prefills:
-        if left <= 0:
-            break  # what follows are forks, which compute nothing
-        left -= size
-        had = computed.item(sequence.slot) - size
-        before += had
-        pairs += size * had + size * (size + 1) // 2
-    return record.num_tokens - d, d, context, before, pairs
 
 
 # Workers -----------------------------------------------------------------------------------------------------------------
