@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from actorllm.flat_logprobs import FlatLogprobs
     from actorllm.llm import LLM
     from actorllm.llm_engine import LLMEngine
+    from actorllm.objective import SLO
     from actorllm.pooled import (
         EmbeddingOutput,
         EmbeddingRequestOutput,
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
         RequestOutputKind,
         SamplingParams,
     )
-    from actorllm.slo.objective import SLO
     from actorllm.stream import RequestStream
     from actorllm.structured_outputs import StructuredOutputsParams
 
@@ -93,7 +93,7 @@ __all__ = (
 
 _HOME = {
     "LLM": "llm",
-    "SLO": "slo.objective",
+    "SLO": "objective",
     "ActorLLMError": "errors",
     "AsyncEngineArgs": "engine_args",
     "AsyncLLM": "async_llm",

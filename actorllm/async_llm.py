@@ -17,6 +17,7 @@ from actorllm.engine import Engine
 from actorllm.engine_args import EngineArgs, check_idle_arguments
 from actorllm.errors import EngineDeadError, EngineError, InvalidParameterError, RequestError, nearest_name
 from actorllm.health import EngineHealth
+from actorllm.objective import SLO
 from actorllm.pooled import (
     EmbeddingRequestOutput,
     PoolingOutput,
@@ -29,7 +30,6 @@ from actorllm.pooling_stream import PoolingStream
 from actorllm.prompt_reader import Prompt, as_batch
 from actorllm.request import PoolingParams, RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.scheduling.pause import PAUSE_MODES, PauseMode
-from actorllm.slo.objective import SLO
 from actorllm.stream import RequestStream, TextStream
 from actorllm.text.chat import ContentFormat, Conversation, Message
 

@@ -53,10 +53,10 @@ from actorllm.errors import (
 from actorllm.generation import sampling_params_of
 from actorllm.health import EngineHealth
 from actorllm.messages import Submit
+from actorllm.objective import SLO
 from actorllm.pooling_stream import PoolingStream, VectorStream
 from actorllm.prompt_reader import Prompt, PromptReader, checked_tokenization, prompt_text, snapshot
 from actorllm.request import PoolingParams, RequestOutputKind, SamplingParams, check_request_arguments, check_timeout
-from actorllm.slo.objective import SLO
 from actorllm.stream import Mailbox, RequestStream, Sibling
 from actorllm.submit_maker import SubmitMaker
 

@@ -18,11 +18,11 @@ from actorllm.config import EngineConfig
 from actorllm.errors import InvalidParameterError
 from actorllm.kvcache.prefix_index import extra_key, hash_blocks
 from actorllm.messages import NO_U8, Submit
+from actorllm.objective import SLO
 from actorllm.pooling import Pooling
 from actorllm.prompt_reader import PromptReader, TokenizedPrompt
 from actorllm.request import RequestOutputKind, SamplingParams, check_timeout, is_text
 from actorllm.rules import rules_of
-from actorllm.slo.objective import SLO
 from actorllm.structured_outputs import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)

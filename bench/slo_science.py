@@ -29,9 +29,9 @@ from typing import Any
 
 from report import command, environment, print_table, versions, write_json
 
+from actorllm.objective import Reading
 from actorllm.slo.experiments import Ladder, Point, Results, Scenario, Sweep, Variant, ratio_band
 from actorllm.slo.fairness import fairness_of
-from actorllm.slo.objective import Reading
 from actorllm.slo.simulator import EngineShape
 
 MIX = "ls:0.5:ttft=0.5+p/4000,tpot=0.05,priority=0 be:0.5:e2e=120,priority=1"

@@ -64,6 +64,12 @@ def test_the_core_is_pure(folder: str) -> None:
     assert offenders(modules_of(PACKAGE / folder), forbidden) == []
 
 
+@pytest.mark.parametrize("folder", ["scheduling", "actors"])
+def test_the_engine_needs_of_the_laboratory_only_models_of_steps(folder: str) -> None:
+    of_slo = [line for line in offenders(modules_of(PACKAGE / folder), ours("slo")) if "slo.cost_model" not in line]
+    assert of_slo == []
+
+
 def test_the_cache_knows_nothing_of_the_scheduler() -> None:
     assert offenders(modules_of(PACKAGE / "kvcache"), ours("scheduling")) == []
 

@@ -526,7 +526,7 @@ def _print_run(point: Point, figures: dict[str, Any]) -> None:
 
 def _print_sweep(found: Results, searched: Sequence[float]) -> None:
     """The headline: the highest rates by policy, reading and target; without a search those that the rates show."""
-    from actorllm.slo.objective import READINGS
+    from actorllm.objective import READINGS
 
     targets = sorted(searched, reverse=True) or [
         t for t in (0.99, 0.9) if any(found.max_rate(x, t, r) for x in found.labels() for r in READINGS)

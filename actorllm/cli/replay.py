@@ -250,7 +250,7 @@ def _print_table(metrics: RunMetrics) -> None:
         "good: tpot",
         "deadline",
     )
-    from actorllm.slo.objective import READINGS
+    from actorllm.objective import READINGS
 
     rows = [list(header)]
     for part in (*metrics.classes, *([metrics.overall] if len(metrics.classes) > 1 else [])):

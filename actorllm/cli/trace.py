@@ -200,7 +200,7 @@ def _load(file: str, format: str | None, block_tokens: int | None) -> Trace:
 def _statistics(workload: Workload) -> dict[str, str]:
     import numpy as np
 
-    from actorllm.slo.objective import RequestClass
+    from actorllm.objective import RequestClass
 
     span = float(workload.arrival[-1] - workload.arrival[0])
     minutes = np.bincount(((workload.arrival - workload.arrival[0]) // 60).astype(int))

@@ -15,7 +15,7 @@ import orjson
 
 from actorllm.errors import ConfigError, RequestFailedError
 from actorllm.live.replay import Call, Record
-from actorllm.slo.objective import RequestClass
+from actorllm.objective import RequestClass
 
 VOCAB_SIZE = 4000
 """Ids below this are in every usual vocabulary."""

@@ -25,6 +25,7 @@ from actorllm.clock import now
 from actorllm.errors import ConfigError
 from actorllm.live.prompts import Prompts
 from actorllm.messages import F64
+from actorllm.objective import RequestClass
 from actorllm.slo.metrics import (
     RunMetrics,
     bench_setting,
@@ -33,7 +34,6 @@ from actorllm.slo.metrics import (
     max_concurrent,
     max_tokens_per_second,
 )
-from actorllm.slo.objective import RequestClass
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline, timeline_of_streams
 from actorllm.slo.workload import Workload
 

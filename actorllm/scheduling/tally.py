@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.messages import DEADLINE_PASSED
+from actorllm.objective import READINGS, SLO
 from actorllm.scheduling.events import End
-from actorllm.slo.objective import READINGS, SLO
 
 FOLD = 256
 """Ends that are added up at a time."""

@@ -18,6 +18,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.types import Send
 
 from actorllm.errors import ActorLLMError, InvalidParameterError
+from actorllm.objective import SLO
 from actorllm.pooled import PoolingOutput, PoolingRequestOutput, paired, scored
 from actorllm.pooling_stream import PoolingStream
 from actorllm.prompt_reader import Prompt
@@ -30,7 +31,6 @@ from actorllm.server.protocol import Body, Generation, Objective, Prompts
 from actorllm.server.sampling import Extras, extras_of
 from actorllm.server.shape import PromptState, Shape, metrics_of
 from actorllm.server.state import ServerState
-from actorllm.slo.objective import SLO
 
 router = APIRouter()
 

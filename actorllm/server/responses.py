@@ -18,6 +18,7 @@ import orjson
 
 from actorllm.actors.frontend import Delta
 from actorllm.errors import InvalidPromptError
+from actorllm.objective import SLO
 from actorllm.prompt_reader import Prompt
 from actorllm.request import CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.server.completions import Asked, check_length
@@ -26,7 +27,6 @@ from actorllm.server.logprobs import LogprobsView
 from actorllm.server.protocol import Generation
 from actorllm.server.sampling import Defaults, extras_of, sampling_params
 from actorllm.server.shape import PromptState, Shape, metrics_of
-from actorllm.slo.objective import SLO
 from actorllm.structured_outputs import StructuredOutputsParams
 from actorllm.text.chat import Conversation
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from actorllm.errors import ConfigError
 from actorllm.messages import F64, I64, StepFailed, StepPlan, StepResult, Submit
+from actorllm.objective import SLO
 from actorllm.scheduling.batch import Rows
 from actorllm.scheduling.events import End, Events
 from actorllm.scheduling.policy import Decision, PlanPolicy, View
@@ -30,7 +31,6 @@ from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key, Sequence, State
 from actorllm.scheduling.step_time import features_of
 from actorllm.slo.cost_model import StepLog, StepModel, fit
-from actorllm.slo.objective import SLO
 from actorllm.slo.simulator import EngineShape
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline, timeline_of_streams
 from actorllm.slo.workload import Workload, classes_of

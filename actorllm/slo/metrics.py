@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.messages import F64, I64
-from actorllm.slo.objective import READINGS, SLO, Reading, RequestClass
+from actorllm.objective import READINGS, SLO, Reading, RequestClass
 from actorllm.slo.promises import Promises
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.messages import F64
-from actorllm.slo.objective import SLO, RequestClass
+from actorllm.objective import SLO, RequestClass
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.messages import F64, I32, I64, NO_I32, NO_U8, StepFailed, StepPlan, StepResult, Submit
+from actorllm.objective import SLO
 from actorllm.scheduling.batch import Rows
 from actorllm.scheduling.events import End
 from actorllm.scheduling.gate import AdmissionPolicy, Gate, load_admission
@@ -46,7 +47,6 @@ from actorllm.scheduling.statistics import SchedulerStatistics
 from actorllm.scheduling.step_time import features_of
 from actorllm.slo.cost_model import StepModel, unattainable
 from actorllm.slo.metrics import RunMetrics, evaluate
-from actorllm.slo.objective import SLO
 from actorllm.slo.routing import ReplicaView, Router, make_router
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline, Spans
 from actorllm.slo.workload import Workload, seed_stream

@@ -30,7 +30,7 @@ import numpy as np
 
 from actorllm.errors import ConfigError, nearest_name
 from actorllm.messages import F64
-from actorllm.slo.objective import SLO, RequestClass
+from actorllm.objective import SLO, RequestClass
 from actorllm.slo.workload import Prefixes, Workload, classes_of, make_workload, seed_stream
 
 MAX_PROBLEMS = 20

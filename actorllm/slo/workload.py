@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from actorllm.errors import InvalidParameterError, nearest_name
 from actorllm.messages import F64, I32, I64, NO_U8, U8
-from actorllm.slo.objective import SLO, RequestClass
+from actorllm.objective import SLO, RequestClass
 from actorllm.slo.promises import Promises
 
 

@@ -15,7 +15,7 @@ import pytest
 from actorllm.errors import ConfigError
 from actorllm.live.openai import OpenAITarget, slo_headers
 from actorllm.live.replay import replay
-from actorllm.slo.objective import SLO, RequestClass
+from actorllm.objective import SLO, RequestClass
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED
 from actorllm.slo.workload import Workload, assign_classes, fixed_lengths, make_workload
 

@@ -14,9 +14,9 @@ from actorllm import AsyncLLM
 from actorllm.errors import ConfigError, RequestFailedError
 from actorllm.live.embedded import EmbeddedTarget
 from actorllm.live.replay import Call, LiveRun, Record, replay
+from actorllm.objective import SLO, RequestClass
 from actorllm.slo.cost_model import preset
 from actorllm.slo.metrics import evaluate
-from actorllm.slo.objective import SLO, RequestClass
 from actorllm.slo.simulator import EngineShape, simulate
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED
 from actorllm.slo.workload import (

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from actorllm.errors import ConfigError
+from actorllm.objective import SLO, RequestClass
 from actorllm.slo.cost_model import (
     LinearModel,
     Regime,
@@ -20,7 +21,6 @@ from actorllm.slo.cost_model import (
     to_json,
     unattainable,
 )
-from actorllm.slo.objective import SLO, RequestClass
 from actorllm.slo.workload import assign_classes, fixed_lengths, make_workload
 
 

@@ -13,13 +13,13 @@ import pytest
 
 from actorllm.errors import ConfigError
 from actorllm.messages import Submit
+from actorllm.objective import SLO, RequestClass
 from actorllm.scheduling.policy import Admit, KeyPlanner, KeyPolicy, PlanPolicy, View, load_policy
 from actorllm.scheduling.recording import Entry, RecordedScheduler
 from actorllm.scheduling.sequence import Sequence
 from actorllm.slo.cost_model import LinearModel, Regime, preset
 from actorllm.slo.explanation import Explanation, chosen_request, explain, worst_request
 from actorllm.slo.journal import Journal, run_of_recording
-from actorllm.slo.objective import SLO, RequestClass
 from actorllm.slo.simulator import EngineShape, Run, simulate
 from actorllm.slo.workload import Workload, assign_classes, make_workload, synthetic
 

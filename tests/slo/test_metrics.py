@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
+from actorllm.objective import SLO, RequestClass
 from actorllm.slo.metrics import evaluate, fluidity, good, jain, max_concurrent, max_tokens_per_second, percentiles
-from actorllm.slo.objective import SLO, RequestClass
 from actorllm.slo.promises import Promises
 from actorllm.slo.timeline import ABORTED, FINISHED, RunTimeline, timeline_of_streams
 

@@ -15,12 +15,12 @@ import pytest
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.messages import StepPlan, StepResult, Submit, pack
+from actorllm.objective import SLO, RequestClass
 from actorllm.scheduling.policy import Admit, KeyPlanner, KeyPolicy, PlanPolicy, load_policy
 from actorllm.scheduling.recording import Entry, RecordedScheduler, replay
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.slo.cost_model import LinearModel, Regime, preset
 from actorllm.slo.explanation import worst_request
-from actorllm.slo.objective import SLO, RequestClass
 from actorllm.slo.promises import Promises
 from actorllm.slo.routing import ROUTERS, ReplicaView, RoundRobin, make_router
 from actorllm.slo.simulator import EngineShape, Run, rerun, simulate

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from actorllm.errors import ConfigError, InvalidParameterError
-from actorllm.slo.objective import SLO, RequestClass
+from actorllm.objective import SLO, RequestClass
 from actorllm.slo.traces import SAMPLE, load_trace, write_trace
 from actorllm.slo.workload import Workload, assign_classes, parse_mix, sample
 

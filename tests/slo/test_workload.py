@@ -11,7 +11,7 @@ import pytest
 
 from actorllm.errors import InvalidParameterError
 from actorllm.kvcache.prefix_index import HASH_BYTES
-from actorllm.slo.objective import SLO, RequestClass
+from actorllm.objective import SLO, RequestClass
 from actorllm.slo.workload import (
     Workload,
     assign_classes,

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.messages import F64
-from actorllm.slo.objective import Reading
+from actorllm.objective import Reading
 from actorllm.slo.workload import seed_stream
 
 Who = Literal["worst", "overall"]

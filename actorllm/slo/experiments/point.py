@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 
 from actorllm.errors import ConfigError, nearest_name
+from actorllm.objective import RequestClass
 from actorllm.scheduling.gate import ADMISSIONS, Gate, load_admission
 from actorllm.scheduling.policy import KeyPlanner, KeyPolicy, PlanPolicy, load_policy, policy_path
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.slo.cost_model import PRESETS, StepModel, load_model
 from actorllm.slo.journal import Journal
-from actorllm.slo.objective import RequestClass
 from actorllm.slo.routing import ROUTERS
 from actorllm.slo.simulator import EngineShape, Run, simulate
 from actorllm.slo.traces import SAMPLE, Trace, TraceReport, load_trace

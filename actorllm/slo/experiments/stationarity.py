@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from actorllm.messages import F64
-from actorllm.slo.objective import RequestClass
+from actorllm.objective import RequestClass
 from actorllm.slo.promises import Promises
 from actorllm.slo.timeline import RunTimeline
 

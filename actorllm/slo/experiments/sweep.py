@@ -23,13 +23,13 @@ import numpy as np
 
 from actorllm.errors import ConfigError
 from actorllm.messages import F64
+from actorllm.objective import READINGS, Reading
 from actorllm.slo.experiments.bands import WHO, Band, Who, attainment_band, attainment_of, crossing, drawn
 from actorllm.slo.experiments.point import LEFT_OUT, Point, Scenario, Variant
 from actorllm.slo.experiments.pool import PointError, Pool
 from actorllm.slo.experiments.search import Ladder, search
 from actorllm.slo.experiments.stamp import stamp
 from actorllm.slo.experiments.store import Store
-from actorllm.slo.objective import READINGS, Reading
 
 Record = dict[str, Any]
 TARGETS = (0.99, 0.9, 0.5)

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.messages import F64
+from actorllm.objective import READINGS, SLO, Reading, RequestClass
 from actorllm.slo.cost_model import StepModel
 from actorllm.slo.experiments.record import OUTPUT_EDGES, PROMPT_EDGES, figures_of
 from actorllm.slo.experiments.stationarity import backlog
 from actorllm.slo.fairness import Fairness, fairness_of
 from actorllm.slo.journal import Journal, StepTable
 from actorllm.slo.metrics import good, latency_figures
-from actorllm.slo.objective import READINGS, SLO, Reading, RequestClass
 from actorllm.slo.report.charts import Series, heat, legend, lines, number, over_time, percent
 from actorllm.slo.report.page import Section, figure, grid, page, table
 from actorllm.slo.timeline import RunTimeline

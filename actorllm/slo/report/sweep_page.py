@@ -11,13 +11,13 @@ import numpy as np
 from markupsafe import Markup
 
 from actorllm.errors import ConfigError
+from actorllm.objective import READINGS, Reading
 from actorllm.slo.cost_model import load_model
 from actorllm.slo.experiments.bands import WHO, Who
 from actorllm.slo.experiments.point import Point, watched_run
 from actorllm.slo.experiments.sweep import TARGETS, MaxRate, Results, ratio_band
 from actorllm.slo.explanation import explain, worst_request
 from actorllm.slo.fairness import Fairness, fairness_of
-from actorllm.slo.objective import READINGS, Reading
 from actorllm.slo.report.charts import Line, Range, Series, legend, lines, number, percent, ranges
 from actorllm.slo.report.page import Section, figure, grid, page, table
 from actorllm.slo.report.run_page import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from actorllm.objective import SLO, RequestClass
 from actorllm.slo.experiments.stationarity import backlog, judge
-from actorllm.slo.objective import SLO, RequestClass
 from actorllm.slo.promises import Promises
 from actorllm.slo.timeline import RunTimeline, timeline_of_streams
 

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actorllm.objective import SLO, RequestClass
 from actorllm.slo.cost_model import LinearModel, Regime
 from actorllm.slo.experiments import Scenario, Sweep, Variant
 from actorllm.slo.experiments.record import figures_of
 from actorllm.slo.fairness import fairness_of
 from actorllm.slo.journal import Journal
-from actorllm.slo.objective import SLO, RequestClass
 from actorllm.slo.report import bench_json, chrome_trace, requests_csv, results_csv
 from actorllm.slo.report.formats import late_tokens
 from actorllm.slo.simulator import EngineShape, Run, simulate

@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from actorllm.objective import SLO, RequestClass
 from actorllm.slo.cost_model import preset
 from actorllm.slo.experiments import Point, Results, Scenario, Sweep, Variant
 from actorllm.slo.experiments.point import watched_run
 from actorllm.slo.experiments.stamp import stamp
-from actorllm.slo.objective import SLO, RequestClass
 from actorllm.slo.report import run_page, sweep_page
 from actorllm.slo.report.charts import Series, lines, ticks
 from actorllm.slo.timeline import timeline_of_streams
