@@ -126,7 +126,8 @@ class ApiProcesses:
         self._processes: dict[int, ApiProcess] = {}
         self._is_ending = False
         self._ending = anyio.Event()
-        self._ready = anyio.Event()
+        self._settled = anyio.Event()
+        """All of them serve, or none is to any more."""
 
     async def run(self) -> None:
         """Start the engine, serve until a signal comes and everything is answered, and end it.
@@ -145,9 +146,10 @@ class ApiProcesses:
                     async with anyio.create_task_group() as lives:
                         for row in range(self._number):
                             lives.start_soon(self._keep, row)
-                        await self._ready.wait()
-                        place = self._listener.place(self._socket)
-                        logger.info("%d API processes running on %s", self._number, place)
+                        await self._settled.wait()
+                        if not self._is_ending:
+                            place = self._listener.place(self._socket)
+                            logger.info("%d API processes running on %s", self._number, place)
                 finally:
                     group.cancel_scope.cancel()
         except BaseExceptionGroup as group_of_one:
@@ -174,7 +176,7 @@ class ApiProcesses:
 
     def note_ready(self) -> None:
         if len(self._processes) == self._number and all(process.is_ready for process in self._processes.values()):
-            self._ready.set()
+            self._settled.set()
 
     async def _keep(self, row: int) -> None:
         """Have a process in this place until the end."""
@@ -187,7 +189,7 @@ class ApiProcesses:
             self._board.clear(row)
             if self._is_ending:
                 return
-            if not self._ready.is_set() and not process.is_ready:
+            if not self._settled.is_set() and not process.is_ready:
                 why = process.failure or f"it ended with status {status}; the log above has the reason"
                 raise ConfigError(f"an API process does not serve: {why}")
             if now() - began > STEADY_S:
@@ -213,9 +215,14 @@ class ApiProcesses:
                     tasks.start_soon(ask, process)
         return sum(counts)
 
-    async def _drain(self) -> None:
+    def _begin_end(self) -> None:
+        """Nobody who dies is started again from here on."""
         self._is_ending = True
         self._ending.set()
+        self._settled.set()
+
+    async def _drain(self) -> None:
+        self._begin_end()
         timeout_s = self._listener.drain_timeout_s
 
         async def ask(process: ApiProcess) -> None:
@@ -233,8 +240,7 @@ class ApiProcesses:
         self._kill()
 
     def _kill(self) -> None:
-        self._is_ending = True
-        self._ending.set()
+        self._begin_end()
         for process in list(self._processes.values()):
             process.kill()
 

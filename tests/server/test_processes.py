@@ -9,6 +9,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -176,6 +177,29 @@ def test_unix_socket_tls_and_an_orderly_end(tmp_path: Path) -> None:
     assert status == 0, log
     assert "Traceback" not in log
     assert not path.exists()
+
+
+def test_a_signal_before_they_serve_ends_everything() -> None:
+    command = [sys.executable, "-m", "actorllm.cli", "serve", "--port", "0", "--api-processes", "2"]
+    process = subprocess.Popen([*command, "--num-threads", "1"], stderr=subprocess.PIPE, text=True)
+
+    def starts() -> bool:
+        """There is one of them; it does not listen before it has imported everything and joined the engine."""
+        assert process.poll() is None
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        with contextlib.suppress(OSError):  # one of them has just ended
+            return any(b"server.api_process" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children)
+        return False
+
+    try:
+        becomes_true(starts, 60)
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0, log
+    assert "Traceback" not in log
+    assert "API processes running on" not in log
 
 
 def test_what_keeps_them_from_serving_is_told(tmp_path: Path) -> None:
