@@ -131,7 +131,7 @@ def serve(
         import anyio
 
         from actorllm.server.app import create_app
-        from actorllm.server.launcher import Listener
+        from actorllm.server.launcher import Listener, innermost
         from actorllm.server.launcher import serve as listen
         from actorllm.server.processes import ApiProcesses
     except ModuleNotFoundError as error:
@@ -190,4 +190,4 @@ def serve(
     try:
         anyio.run(run, backend_options={"use_uvloop": True})
     except BaseExceptionGroup as group:  # of the task that waits for signals
-        raise next(iter(group.exceptions)) from group
+        raise innermost(group) from group

@@ -25,7 +25,8 @@ import uvicorn
 import uvicorn.config
 from fastapi import FastAPI
 
-from actorllm.errors import ConfigError
+from actorllm.async_llm import AsyncLLM
+from actorllm.errors import ConfigError, EngineError
 from actorllm.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -172,6 +173,13 @@ async def serve(app: FastAPI, listener: Listener) -> None:
             group.cancel_scope.cancel()
 
 
+def innermost(error: BaseException) -> BaseException:
+    """What the first task of a group has raised, through all groups around it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 async def end_on_signal(drain: Callable[[], Coroutine[Any, Any, None]], force: Callable[[], object]) -> None:
     """The first signal begins an orderly end, the second one makes an end."""
     is_draining = False
@@ -190,9 +198,17 @@ async def drain(state: ServerState, server: Server, timeout_s: float) -> None:
     """Take nothing more, finish what is under way, and end the server."""
     state.is_draining = True
     logger.info("%d requests are finished before the end", state.num_in_flight)
-    if not await state.llm.drain(timeout_s):
-        logger.warning("requests that took longer than %g s were ended", timeout_s)
+    await drain_engine(state.llm, timeout_s)
     server.end()
+
+
+async def drain_engine(llm: AsyncLLM, timeout_s: float) -> None:
+    """Let its requests finish. An engine that has died has none."""
+    try:
+        if not await llm.drain(timeout_s):
+            logger.warning("requests that took longer than %g s were ended", timeout_s)
+    except EngineError as error:
+        logger.warning("there is nothing to finish: %s", error)
 
 
 def _close_silent_connections(config: uvicorn.Config) -> None:

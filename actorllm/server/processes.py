@@ -28,7 +28,7 @@ from actorllm.async_llm import AsyncLLM
 from actorllm.clock import now
 from actorllm.errors import ActorLLMError, ConfigError, EngineError, PeerLostError
 from actorllm.server.board import Board
-from actorllm.server.launcher import GRACE_S, Listener, end_on_signal
+from actorllm.server.launcher import GRACE_S, Listener, drain_engine, end_on_signal, innermost
 from actorllm.server.line import Line
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class ApiProcesses:
                 finally:
                     group.cancel_scope.cancel()
         except BaseExceptionGroup as group_of_one:
-            raise _innermost(group_of_one) from None
+            raise innermost(group_of_one) from None
         finally:
             self.llm.shutdown()
             os.close(self._board_fd)
@@ -235,7 +235,7 @@ class ApiProcesses:
                     tasks.start_soon(ask, process)
                 else:
                     process.kill()
-            tasks.start_soon(self.llm.drain, timeout_s)  # programs that joined the engine by themselves
+            tasks.start_soon(drain_engine, self.llm, timeout_s)  # programs that joined the engine by themselves
         await anyio.sleep(timeout_s + 2 * GRACE_S)
         self._kill()
 
@@ -247,9 +247,3 @@ class ApiProcesses:
 
 async def _nobody(scope: Any, receive: Any, send: Any) -> None:
     """The application of a process that serves none."""
-
-
-def _innermost(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

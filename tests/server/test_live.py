@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import socket
@@ -217,6 +218,20 @@ def test_sigterm_finishes_what_is_under_way() -> None:
     status, log = server.wait()
     assert status == 0, log
     assert "Traceback" not in log
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_sigterm_is_an_orderly_end_also_when_the_engine_has_died(number: int) -> None:
+    server = Server("--num-threads", "1", "--api-processes", str(number), "--on-failure", "raise")
+    folders = Path(f"/proc/{server.process.pid}/task").iterdir()
+    children = [pid for folder in folders for pid in (folder / "children").read_text().split()]
+    (worker,) = [pid for pid in children if Path(f"/proc/{pid}/comm").read_text().startswith("actor:worker")]
+    os.kill(int(worker), signal.SIGKILL)
+    becomes_true(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+    status, log = server.stop()
+    assert status == 0, log
+    assert "Traceback" not in log
+    assert "there is nothing to finish" in log
 
 
 @pytest.mark.slow
