@@ -46,8 +46,9 @@ def render(stats: Mapping[str, Any], model: str, max_model_len: int, lag: Mappin
         write("counter", f"{name}_total", told, [("", {}, value)])
 
     supervisor = stats["supervisor"]
-    counter("recoveries", "Times that a process of the engine died and ran again.", supervisor.get("num_recoveries", 0))
-    counter("recovery_seconds", "From those deaths until everything ran again.", supervisor.get("recovery_s", 0.0))
+    if "num_recoveries" in supervisor:  # else the owner counts them and did not answer, and 0 would be a reset
+        counter("recoveries", "Times that a process of the engine died and ran again.", supervisor["num_recoveries"])
+        counter("recovery_seconds", "From those deaths until everything ran again.", supervisor["recovery_s"])
     buckets = _buckets(LAG_BOUNDS, lag)
     write("histogram", "api_loop_lag_seconds", "How late the loops of the API processes came to what was due.", buckets)
     if stats["scheduler"] is None:

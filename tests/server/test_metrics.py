@@ -11,6 +11,8 @@ import pytest
 
 from actorllm import AsyncLLM
 from actorllm.server import create_app
+from actorllm.server.board import Board
+from actorllm.server.metrics import render
 from tests.server.conftest import client_of
 
 pytestmark = pytest.mark.anyio
@@ -77,6 +79,14 @@ async def test_it_answers_head_and_starts_nothing() -> None:
         assert (await scrape(client))["recoveries_total"] == 0
     assert not llm.is_running
     llm.shutdown()
+
+
+def test_what_only_the_owner_counts_is_left_out_and_not_zero_where_it_does_not_answer() -> None:
+    lag = Board(1).lag()
+    attached = {"supervisor": {"phase": "attached"}, "scheduler": None}
+    assert b"recover" not in render(attached, "m", 10, lag)
+    owned = {"supervisor": {"num_recoveries": 3, "recovery_s": 0.5}, "scheduler": None}
+    assert b'actorllm:recoveries_total{model_name="m"} 3.0\n' in render(owned, "m", 10, lag)
 
 
 async def test_the_dashboard_shows_what_there_is(client: httpx.AsyncClient) -> None:
