@@ -189,15 +189,16 @@ class ApiProcesses:
             self._board.clear(row)
             if self._is_ending:
                 return
+            why = process.failure or f"it ended with status {status}; the log above has the reason"
             if not self._settled.is_set() and not process.is_ready:
-                why = process.failure or f"it ended with status {status}; the log above has the reason"
                 raise ConfigError(f"an API process does not serve: {why}")
             if now() - began > STEADY_S:
                 pause_s = FIRST_PAUSE_S
-            logger.error(
-                "API process %d ended with status %d; its connections are lost, and it is started again in %g s",
-                *(process.pid, status, pause_s),
-            )
+            if process.is_ready:
+                told = "API process %d ended with status %d; its connections are lost, and it is started again in %g s"
+                logger.error(told, process.pid, status, pause_s)
+            else:
+                logger.error("API process %d does not serve: %s; it is tried again in %g s", process.pid, why, pause_s)
             with anyio.move_on_after(pause_s):
                 await self._ending.wait()
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -149,16 +149,42 @@ def test_a_thousand_that_hang_up_leave_nothing_behind() -> None:
     assert "Traceback" not in log
 
 
-def test_unix_socket_tls_and_an_orderly_end(tmp_path: Path) -> None:
-    path, key, certificate = (tmp_path / name for name in ("socket", "key.pem", "certificate.pem"))
-    with socket.socket(socket.AF_UNIX) as stale:
-        stale.bind(str(path))  # of a server that was killed
+def certified(tmp_path: Path) -> tuple[Path, Path]:
+    """The files of a key, and of a certificate for the host `unix`."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=unix"]
     subprocess.run(
         [*make, "-addext", "subjectAltName=DNS:unix", "-keyout", str(key), "-out", str(certificate)],
         check=True,
         capture_output=True,
     )
+    return key, certificate
+
+
+def test_what_keeps_the_next_one_from_serving_is_told_too(tmp_path: Path) -> None:
+    key, certificate = certified(tmp_path)
+    tls = ("--ssl-keyfile", str(key), "--ssl-certfile", str(certificate))
+    server = Server(*tls, "--api-processes", "2", "--num-threads", "1")
+    key.write_text("no key any more")
+    os.kill(api_pids(server)[0], signal.SIGKILL)
+    assert server.process.stderr is not None
+    told: list[str] = []
+    for line in server.process.stderr:
+        server.log.append(line)
+        told += [line] if re.search(r"again in [\d.]+ s", line) else []
+        if len(told) == 2:
+            break
+    assert "ended with status -9" in told[0]
+    assert "TLS cannot be set up" in told[1]
+    status, log = server.stop()
+    assert status == 0, log
+
+
+def test_unix_socket_tls_and_an_orderly_end(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    key, certificate = certified(tmp_path)
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))  # of a server that was killed
     tls = ("--ssl-keyfile", str(key), "--ssl-certfile", str(certificate))
     server = Server("--unix-socket", str(path), *tls, "--api-processes", "2", "--num-threads", "1")
     context = ssl.create_default_context(cafile=str(certificate))
