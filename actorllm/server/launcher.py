@@ -84,7 +84,7 @@ class Listener:
         return config
 
     def bind(self) -> socket.socket:
-        """The socket for several processes to listen on. Raises ConfigError."""
+        """The socket to listen on. Raises ConfigError, also where another server listens at the path of a unix socket."""
         is_unix = self.unix_socket is not None
         family = socket.AF_UNIX if is_unix else socket.AF_INET6 if ":" in self.host else socket.AF_INET
         bound = socket.socket(family)
@@ -100,6 +100,12 @@ class Listener:
             bound.close()
             raise ConfigError(f"cannot listen on {self.place()}: {error}") from None
         return bound
+
+    def unbind(self) -> None:
+        """Of a unix socket the path, too, ends with its server."""
+        if self.unix_socket is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.unix_socket)
 
     def place(self, bound: socket.socket | None = None) -> str:
         """Where it is, in words; bound: with the port that was found."""
@@ -157,8 +163,20 @@ class Server(uvicorn.Server):
 async def serve(app: FastAPI, listener: Listener) -> None:
     """Listen until a signal comes and everything is answered. Raises ConfigError when it cannot listen there."""
     state: ServerState = app.state.server
-    server = Server(listener.config(app))
+    config = listener.config(app)
+    if listener.unix_socket is None:
+        await _serve(state, Server(config), listener, None)
+        return
+    bound = listener.bind()  # uvicorn would take the path from a server that listens there, and leave its own behind
+    try:
+        server = Server(config, partial(logger.info, "running on %s", listener.place()))
+        await _serve(state, server, listener, [bound])
+    finally:
+        bound.close()
+        listener.unbind()
 
+
+async def _serve(state: ServerState, server: Server, listener: Listener, sockets: list[socket.socket] | None) -> None:
     async def drain_and_end() -> None:
         await drain(state, server, listener.drain_timeout_s)
 
@@ -166,7 +184,7 @@ async def serve(app: FastAPI, listener: Listener) -> None:
         group.start_soon(end_on_signal, drain_and_end, partial(server.end, True))
         group.start_soon(state.watch_lag)
         try:
-            await server.serve()
+            await server.serve(sockets)
         except SystemExit:  # uvicorn's way to say that it could not listen, after it has logged why
             raise ConfigError(f"cannot listen on {listener.place()}; the reason is in the log above") from None
         finally:

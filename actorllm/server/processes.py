@@ -158,9 +158,7 @@ class ApiProcesses:
             self.llm.shutdown()
             os.close(self._board_fd)
             self._socket.close()
-            if self._listener.unix_socket is not None:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self._listener.unix_socket)
+            self._listener.unbind()
 
     def orders(self, row: int) -> dict[str, Any]:
         """What a process is told to serve."""

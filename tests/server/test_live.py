@@ -220,6 +220,21 @@ def test_sigterm_finishes_what_is_under_way() -> None:
     assert "Traceback" not in log
 
 
+def test_a_unix_socket_is_taken_from_nobody_and_ends_with_its_server(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))  # of a server that was killed
+    server = Server("--unix-socket", str(path), "--num-threads", "1")
+    with pytest.raises(AssertionError, match=r"cannot listen on unix socket .*in use"):
+        Server("--unix-socket", str(path), "--num-threads", "1")
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url=server.url, timeout=30) as client:
+        assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+    status, log = server.stop()
+    assert status == 0, log
+    assert "Traceback" not in log
+    assert not path.exists()
+
+
 @pytest.mark.parametrize("number", [1, 2])
 def test_sigterm_is_an_orderly_end_also_when_the_engine_has_died(number: int) -> None:
     server = Server("--num-threads", "1", "--api-processes", str(number), "--on-failure", "raise")
