@@ -12,6 +12,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -19,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from actorllm.errors import ActorLLMError, RequestError
-from actorllm.request import RequestOutput, SamplingParams
+from actorllm.request import CompletionOutput, RequestOutput, SamplingParams
 from actorllm.server.envelope import ApiError, error_of
 from actorllm.server.guards import SEND
 from actorllm.server.request_log import log_request, request_id
@@ -63,6 +64,7 @@ class Answer(Response, ABC):
         self.params: SamplingParams | None = None
         """What was asked of the engine, for a trace."""
         self._last_outputs: list[RequestOutput] = []
+        """Of each prompt, with the ends of all its sequences."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         token = request_id.set(self._shape.id)
@@ -168,11 +170,14 @@ class StreamedAnswer(Answer):
     async def _pump(self, number: int, stream: RequestStream, send: Send, is_alone: bool) -> None:
         """is_alone: the end of this stream is that of the answer."""
         shape = self._shape
+        ended: list[CompletionOutput] = []
         async for output in stream:
+            ended += [one for one in output.outputs if one.finish_reason is not None]
             is_last = is_alone and output.finished
             chunk = shape.events(number, output)
             if output.finished:
-                self._last_outputs.append(output)
+                ended.sort(key=lambda one: one.index)
+                self._last_outputs.append(replace(output, outputs=ended))
             if is_last:
                 chunk += shape.close()
             if chunk:

@@ -47,7 +47,7 @@ async def test_a_request_is_a_span_of_its_callers_trace(llm: AsyncLLM, stream: b
         7,
     )
     assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (3, 10)
-    assert set(told["gen_ai.response.finish_reasons"]) == {"length"}
+    assert told["gen_ai.response.finish_reasons"] == ("length", "length")
     first, whole = told["gen_ai.latency.time_to_first_token"], told["gen_ai.latency.e2e"]
     assert 0 < told["gen_ai.latency.time_in_queue"] <= first <= whole
     assert [event.name for event in span.events] == ["queued", "scheduled", "first_token", "last_token"]
@@ -57,6 +57,24 @@ async def test_a_request_is_a_span_of_its_callers_trace(llm: AsyncLLM, stream: b
     assert talk.parent is None
     assert failure.status.status_code is StatusCode.ERROR
     assert (failure.attributes or {})["error.type"] == "InvalidPromptError"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_all_sequences_are_in_it_whenever_they_ended(
+    llm: AsyncLLM, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    body = {"prompt": "Once upon a time", "n": 6, "max_tokens": 12, "seed": 3, "stop": ["a"], "stream": stream}
+    with caplog.at_level(logging.INFO, "actorllm"):
+        async with client_of(create_app(llm, tracer_provider=provider, enable_log_requests=True)) as client:
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+    (span,) = exporter.get_finished_spans()
+    reasons = (span.attributes or {})["gen_ai.response.finish_reasons"]
+    assert isinstance(reasons, tuple)
+    assert len(reasons) == 6
+    assert f"({', '.join(map(str, reasons))})" in caplog.text
 
 
 def _start(span: ReadableSpan) -> int:
