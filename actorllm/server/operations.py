@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import ValidationError
 
 from actorllm import __version__
-from actorllm.errors import EngineDrainingError, InvalidParameterError
+from actorllm.errors import ActorLLMError, EngineDrainingError, InvalidParameterError
 from actorllm.server import chat, metrics
 from actorllm.server.completions import check_length
 from actorllm.server.envelope import ApiError, error_of, error_of_validation
@@ -146,10 +146,9 @@ async def tokenize(request: Request) -> Response:
 
     try:
         ids, strings = await to_thread.run_sync(run)
-    except Exception as error:
-        raise error_of(
-            error, TokenizeRequest.model_fields, "prompt" if body.messages is None else "messages"
-        ) from error
+    except (ActorLLMError, ApiError, RecursionError) as error:  # any other is logged where nobody foresaw it
+        prompt_field = "prompt" if body.messages is None else "messages"
+        raise error_of(error, TokenizeRequest.model_fields, prompt_field) from error
     tree: dict[str, Any] = {"count": len(ids), "max_model_len": state.engine.config.model.max_model_len, "tokens": ids}
     return JSONResponse({**tree, "token_strs": strings})
 

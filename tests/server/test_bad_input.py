@@ -270,5 +270,8 @@ async def test_an_unforeseen_failure_is_told_in_the_envelope_and_logged(
         with monkeypatch.context() as patch:
             patch.setattr("actorllm.server.shape.OpenAIShape.events", fails)
             message += error_in(await client.post(TEXT, json={"prompt": "Once", "stream": True}), 500)
+        with monkeypatch.context() as patch:
+            patch.setattr("actorllm.text.tokenizer.Tokenizer.encode", fails)
+            message += error_in(await client.post("/tokenize", json={"prompt": "Once"}), 500)
     assert "secret" not in message
-    assert caplog.text.count("LookupError: secret") == 2
+    assert caplog.text.count("LookupError: secret") == 3
