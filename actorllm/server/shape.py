@@ -126,9 +126,10 @@ class OpenAIShape(Shape):
         self._num_tokens = [0] * (num_prompts * n)
         head = self._head(self.CHUNK)
         self._event_head = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
-        before, self._plain_end = self.PLAIN
+        self._plain_begin, self._plain_end = self.PLAIN
         self._plain_end += b"]}\n\n"
-        self._plain = [b'%b{"index":%d%b' % (self._event_head, index, before) for index in range(len(self._num_tokens))]
+        self._plain = [b""] * len(self._num_tokens)
+        """By choice, what an event of text begins with. Made when there is a first one: most choices are never streamed."""
         self.is_plain = view.logprobs is None and not view.has_usage_everywhere and not view.has_token_ids
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -177,6 +178,7 @@ class OpenAIShape(Shape):
             if not state.has_begun:
                 state.has_begun = True
                 for sibling in range(number * self._n, (number + 1) * self._n):
+                    self._plain[sibling] = b'%b{"index":%d%b' % (self._event_head, sibling, self._plain_begin)
                     made += self._opening(sibling, state, output)
             num_new = len(one.token_ids)
             state.num_output += num_new
