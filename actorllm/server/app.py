@@ -34,7 +34,7 @@ from actorllm.server.protocol import (
     Generation,
     TokenizeRequest,
 )
-from actorllm.server.sampling import Defaults
+from actorllm.server.sampling import Defaults, name_request
 from actorllm.server.state import ServerState
 from actorllm.server.tool_parsers import parser_named
 from actorllm.text.chat import chat_templates
@@ -150,8 +150,7 @@ async def _answer(request: Request, model: type[Any], ask: Any, prompt_field: st
     body: Generation = await read_body(request, model)
     name = state.check_model(body.model)
     state.check_room()
-    if body.request_id is None and "x-request-id" in headers:
-        body.request_id = headers["x-request-id"]
+    name_request(body, headers)
     fields = model.model_fields
     try:
         asked: Asked = ask(body, headers, state.defaults, name, state.decode)

@@ -28,7 +28,7 @@ from actorllm.server.completions import check_length, prompts_of
 from actorllm.server.envelope import ApiError, error_of
 from actorllm.server.operations import read_body, state_of, takes
 from actorllm.server.protocol import Body, Generation, Objective, Prompts
-from actorllm.server.sampling import Extras, extras_of
+from actorllm.server.sampling import Extras, extras_of, name_request
 from actorllm.server.shape import PromptState, Shape, metrics_of
 from actorllm.server.state import ServerState
 
@@ -182,8 +182,7 @@ def _answer(request: Request, body: Pooled, ask: Any, prompt_field: str, **param
     state = state_of(request)
     model = state.check_model(body.model)
     state.check_room()
-    if body.request_id is None and "x-request-id" in request.headers:
-        body.request_id = request.headers["x-request-id"]
+    name_request(body, request.headers)
     fields = type(body).model_fields
     streams: list[PoolingStream] = []
     try:

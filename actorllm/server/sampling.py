@@ -66,6 +66,7 @@ WITHOUT_EFFECT = frozenset(
 """Fields that ask nothing of an engine that keeps no accounts and calls no tools."""
 
 MAX_WARNED = 200
+MAX_NAME = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,20 @@ class Extras:
     """Of `AsyncLLM.generate`."""
     slo: SLO | None = None
     warnings: list[str] = field(default_factory=list)
+
+
+def name_request(body: Any, headers: Mapping[str, str]) -> None:
+    """Call a request what its client calls it: in `request_id`, else in the header x-request-id.
+
+    That name is in every event, and at the head of every line of the log about the request. Raises ApiError for one that is too
+    long for that, or would end the line.
+    """
+    name, source = body.request_id, "request_id"
+    if name is None:
+        name, source = headers.get("x-request-id"), "x-request-id"
+    if name is not None and (len(name) > MAX_NAME or not name.isprintable()):
+        raise ApiError(400, f"{source}={name[:MAX_NAME]!r:.80} must be at most {MAX_NAME} printable characters", source)
+    body.request_id = name
 
 
 def sampling_params(body: Generation, defaults: Defaults, kind: RequestOutputKind, **decided: Any) -> SamplingParams:

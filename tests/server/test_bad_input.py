@@ -182,6 +182,31 @@ async def test_conversations_are_refused_by_name(client: httpx.AsyncClient, fiel
     error_in(await client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 4, **fields}), 400, param)
 
 
+NAMED: dict[str, dict[str, Any]] = {
+    TEXT: {"prompt": "a", "max_tokens": 1},
+    CHAT: {"messages": MESSAGES, "max_tokens": 1},
+    "/v1/responses": {"input": "a", "max_output_tokens": 1},
+    "/v1/embeddings": {"input": "a"},
+    "/v1/score": {"text_1": "a", "text_2": "b"},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+}
+
+
+@pytest.mark.parametrize("path", NAMED)
+async def test_the_name_of_a_request_is_short_and_ends_no_line(client: httpx.AsyncClient, path: str) -> None:
+    """It is in every event, in a header of the answer, and at the head of lines of the log."""
+    for name in ("a" * 257, "a\nb", "a\r\nset-cookie: b", "\x1b[2J", "a\u2028b", "\x7f"):
+        told = error_in(await client.post(path, json={**NAMED[path], "request_id": name}), 400, "request_id")
+        assert len(told) < 200
+    for raw in (b"a" * 257, b"a\x85b", b"\x1b[2J"):
+        response = await client.post(path, json=NAMED[path], headers={b"x-request-id": raw})
+        error_in(response, 400, "x-request-id")
+    if path in (TEXT, CHAT):
+        response = await client.post(path, json={**NAMED[path], "request_id": "é" + 255 * "a"})
+        assert response.json()["id"].endswith("-é" + 255 * "a")
+        assert response.headers["x-request-id"].endswith("-?" + 255 * "a")
+
+
 async def test_nested_without_end(client: httpx.AsyncClient) -> None:
     nested: Any = "a"
     for _ in range(900):

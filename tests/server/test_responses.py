@@ -200,19 +200,6 @@ async def test_what_has_no_effect_is_told(client: httpx.AsyncClient) -> None:
     assert (await client.get(f"/v1/responses/{response.json()['id']}")).status_code == 404
 
 
-async def test_the_name_of_a_request_cannot_end_its_header(client: httpx.AsyncClient) -> None:
-    body = {
-        "input": "a",
-        "prompt": "a",
-        "messages": [{"role": "user", "content": "a"}],
-        "request_id": "é\r\nset-cookie: a=b",
-    }
-    for path in ("/v1/completions", "/v1/chat/completions"):
-        response = await client.post(path, json=body)
-        assert response.status_code == 200
-        assert response.headers["x-request-id"].endswith("-???set-cookie: a=b")
-
-
 async def test_a_response_that_is_aborted_ends_with_what_there_is(llm: AsyncLLM, app: FastAPI) -> None:
     body: dict[str, Any] = {"input": INPUT, "request_id": "mine", "ignore_eos": True, "max_output_tokens": 900}
     async with client_of(app) as client:
