@@ -60,7 +60,7 @@ class Guards:
         except Exception as error:
             told = error_of(error)
             if told.status == 500:
-                logger.exception("%s %s failed", scope["method"], scope["path"])
+                logger.exception("%s %r failed", scope["method"], scope["path"])
             if has_started:
                 raise  # half of a response went out: the connection ends here
             await send_error(told, send)

@@ -30,7 +30,7 @@ class RequestIdFilter(logging.Filter):
 def log_request(path: str, seconds: float, outputs: Sequence[RequestOutput], error: Exception | None) -> None:
     """One line about a request that has ended. outputs: as in `Tracing.record`."""
     if error is not None:
-        logger.info("%s: %s: %s", path, type(error).__name__, error)
+        logger.info("%s: %s: %s", path, type(error).__name__, _on_one_line(str(error)))
     elif not outputs:
         logger.info("%s: the client left after %.3f s", path, seconds)
     else:
@@ -41,3 +41,8 @@ def log_request(path: str, seconds: float, outputs: Sequence[RequestOutput], err
         num_output = sum(one.num_generation_tokens for one in metrics)
         words = ("%s: %d prompt tokens, %d output tokens (%s), first token after %.3f s, %.3f s in all",)
         logger.info(*words, path, num_prompt, num_output, ", ".join(reasons), first, seconds)
+
+
+def _on_one_line(text: str) -> str:
+    """What clients wrote may be in it: it must not begin a line of its own, nor tell a terminal what to do."""
+    return "".join([c if c.isprintable() else " " for c in text])

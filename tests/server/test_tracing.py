@@ -11,8 +11,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from actorllm import AsyncLLM
+from actorllm.errors import InvalidPromptError
 from actorllm.server import create_app
-from actorllm.server.request_log import RequestIdFilter
+from actorllm.server.request_log import RequestIdFilter, log_request
 from tests.server.conftest import client_of
 
 pytestmark = pytest.mark.anyio
@@ -98,3 +99,19 @@ async def test_lines_of_the_log_say_which_request_they_are_about(
         assert record.__dict__["request"] == "[cmpl-b] "
     assert "InvalidPromptError" in lines[2].getMessage()
     logging.getLogger("actorllm").info("outside")
+
+
+async def test_what_a_client_writes_begins_no_line_of_the_log(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise LookupError
+
+    with caplog.at_level(logging.INFO, "actorllm"):
+        log_request("/x", 0.1, [], InvalidPromptError("a\nINFO: all is well\x1b[2J"))
+        monkeypatch.setattr("actorllm.server.state.ServerState.check_model", fails)
+        async with client_of(create_app(llm)) as client:
+            assert (await client.get("/v1/models/a%0DINFO:%1B[2J")).status_code == 500
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("actorllm.server")]
+    assert len(messages) == 2
+    assert all(message.isprintable() for message in messages)
