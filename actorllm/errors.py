@@ -185,7 +185,15 @@ class SharedMemoryError(TransportError, OSError):
     """Shared memory could not be created: /dev/shm is full, too small or not writable."""
 
 
+MAX_NEAR_NAME = 100
+
+
 def nearest_name(unknown: str, known: Iterable[str]) -> str:
-    """The tail of an 'unknown name' message: `; did you mean 'x'?`, or nothing when no name is near."""
+    """The tail of an 'unknown name' message: `; did you mean 'x'?`, or nothing when no name is near.
+
+    Takes a millisecond for a hundred known names; one much longer than those, which would take far longer, is near to none.
+    """
+    if len(unknown) > MAX_NEAR_NAME:
+        return ""
     near = difflib.get_close_matches(unknown, list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""

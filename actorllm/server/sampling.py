@@ -7,7 +7,7 @@ dropped in silence. Called by `completions` and `chat`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,9 @@ WITHOUT_EFFECT = frozenset(
 """Fields that ask nothing of an engine that keeps no accounts and calls no tools."""
 
 MAX_WARNED = 200
+MAX_UNKNOWN = 10
+"""So many fields that nobody knows are named, and for the first MAX_COMPARED a name is looked for that may be meant."""
+MAX_COMPARED = 3
 MAX_NAME = 256
 
 
@@ -117,14 +120,12 @@ def sampling_params(body: Generation, defaults: Defaults, kind: RequestOutputKin
 
 def extras_of(body: Generation, headers: Mapping[str, str]) -> Extras:
     """Everything else. Raises InvalidParameterError, or ApiError for a field that cannot be honoured."""
-    found = Extras()
-    known = {*type(body).model_fields, *IDLE, *WITHOUT_EFFECT}
-    for name, value in (body.model_extra or {}).items():
+    extra = body.model_extra or {}
+    for name, value in extra.items():
         if name in IDLE:
             check_idle(name, value)
-        elif name not in WITHOUT_EFFECT:
-            told = f"field {name!r:.60} is not known and has no effect{nearest_name(name, known)}"
-            found.warnings.append(told.encode("ascii", "replace").decode()[:MAX_WARNED])
+    unknown = [name for name in extra if name not in IDLE and name not in WITHOUT_EFFECT]
+    found = Extras(warnings=_of_unknown(unknown, {*type(body).model_fields, *IDLE, *WITHOUT_EFFECT}))
     given = body.given()
     found.slo = objective_of(given.get("slo"), headers)
     found.arguments = {
@@ -139,6 +140,18 @@ def extras_of(body: Generation, headers: Mapping[str, str]) -> Extras:
     if tokenization:
         found.arguments["tokenization_kwargs"] = tokenization
     return found
+
+
+def _of_unknown(names: Sequence[str], known: Collection[str]) -> list[str]:
+    """Of fields without effect. They go into one header, which clients and proxies read up to a few kilobytes."""
+    warnings = []
+    for place, name in enumerate(names[:MAX_UNKNOWN]):
+        near = nearest_name(name, known) if place < MAX_COMPARED else ""
+        told = f"field {name[:MAX_NAME]!r:.60} is not known and has no effect{near}"
+        warnings.append(told.encode("ascii", "replace").decode()[:MAX_WARNED])
+    if len(names) > MAX_UNKNOWN:
+        warnings.append(f"so it is with {len(names) - MAX_UNKNOWN} more fields")
+    return warnings
 
 
 def check_idle(name: str, value: Any) -> None:

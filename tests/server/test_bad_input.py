@@ -207,6 +207,20 @@ async def test_the_name_of_a_request_is_short_and_ends_no_line(client: httpx.Asy
         assert response.headers["x-request-id"].endswith("-?" + 255 * "a")
 
 
+@pytest.mark.parametrize("path", [TEXT, CHAT, "/v1/responses"])
+async def test_fields_without_number_that_nobody_knows(client: httpx.AsyncClient, path: str) -> None:
+    """Clients and proxies read a header up to a few kilobytes, and looking for the name that was meant takes time."""
+    unknown = {f"temperatur{number}": 0 for number in range(300)}
+    response = await client.post(path, json={**NAMED[path], **unknown, "x" * 5000: 0})
+    assert response.status_code == 200
+    told = response.headers["x-actorllm-warning"]
+    assert len(told) < 4096
+    assert told.count("is not known and has no effect") == 10
+    assert told.count("did you mean 'temperature'?") == 3
+    assert told.endswith("so it is with 291 more fields")
+    error_in(await client.post(path, json={**NAMED[path], **unknown, "prompt_embeds": "A"}), 400, "prompt_embeds")
+
+
 async def test_nested_without_end(client: httpx.AsyncClient) -> None:
     nested: Any = "a"
     for _ in range(900):
