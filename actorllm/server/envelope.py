@@ -6,7 +6,9 @@ that answers.
 
 from __future__ import annotations
 
+import itertools
 import re
+import reprlib
 from collections.abc import Container
 from typing import Any
 
@@ -40,6 +42,7 @@ RETRY_AFTER_S = 1
 """What a client is told that comes when there is too much to do, or when the engine is about to end."""
 
 MAX_MESSAGE = 2000
+MAX_SHOWN = 100
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -111,9 +114,22 @@ def error_of_validation(error: ValidationError) -> ApiError:
     return ApiError(400, f"{'.'.join(location)}={_shown(first['input'])}: {told}", param)
 
 
+class _Repr(reprlib.Repr):
+    """Of values as large as a body may be: looks at their first items only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = self.maxdict = 10
+        self.maxstring = self.maxlong = self.maxother = MAX_SHOWN
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        first = dict(itertools.islice(x.items(), self.maxdict + 1))  # it sorts what it is given
+        return super().repr_dict(first, level)
+
+
+_REPR = _Repr()
+
+
 def _shown(value: Any) -> str:
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # an integer of very many digits
-        text = f"<{type(value).__name__}>"
-    return text if len(text) <= 100 else f"{text[:100]}..."
+    text = _REPR.repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

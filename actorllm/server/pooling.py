@@ -27,7 +27,7 @@ from actorllm.server.answer import JSON, Answer
 from actorllm.server.completions import check_length, prompts_of
 from actorllm.server.envelope import ApiError, error_of
 from actorllm.server.operations import read_body, state_of, takes
-from actorllm.server.protocol import Body, Generation, Objective, Prompts
+from actorllm.server.protocol import Body, Generation, Many, Objective, Prompts
 from actorllm.server.sampling import Extras, extras_of, name_request
 from actorllm.server.shape import PromptState, Shape, metrics_of
 from actorllm.server.state import ServerState
@@ -84,20 +84,20 @@ class EmbeddingRequest(Pooled):
 class ScoreRequest(Pooled):
     """`POST /v1/score`: two sides, by any of the pairs of names that vLLM knows; a text each, or one text and several."""
 
-    text_1: str | list[str] | None = None
-    text_2: str | list[str] | None = None
-    queries: str | list[str] | None = None
-    documents: str | list[str] | None = None
-    items: str | list[str] | None = None
-    data_1: str | list[str] | None = None
-    data_2: str | list[str] | None = None
+    text_1: str | Many[str] | None = None
+    text_2: str | Many[str] | None = None
+    queries: str | Many[str] | None = None
+    documents: str | Many[str] | None = None
+    items: str | Many[str] | None = None
+    data_1: str | Many[str] | None = None
+    data_2: str | Many[str] | None = None
 
 
 class RerankRequest(Pooled):
     """`POST /v1/rerank`: documents, which are texts or objects with a text, by how alike the query they are."""
 
     query: str
-    documents: list[str | dict[str, Any]]
+    documents: Many[str | dict[str, Any]]
     top_n: int | None = None
     return_documents: bool | None = None
 

@@ -7,9 +7,9 @@ given. Fields that are not known here are kept in `model_extra`, so that `sampli
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 Prompts = Annotated[
     Any,
@@ -47,6 +47,41 @@ Objective = Annotated[
 ]
 
 
+T = TypeVar("T")
+
+Many = Annotated[list[T], Field(fail_fast=True)]
+"""The first wrong item is enough: else pydantic makes an error of each, and a body has room for millions."""
+
+MAX_MESSAGES = 1 << 14
+Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+
+MAX_FEW = 100
+
+
+def _few(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_FEW:
+        raise ValueError(f"{len(value)} fields are more than there can be")
+    return value
+
+
+def _numbers(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    numbers = {}
+    for name, given in value.items():
+        try:
+            numbers[name] = float(given)
+        except (TypeError, ValueError):
+            raise ValueError(f"the value of {name!r:.40} must be a number") from None
+    return numbers
+
+
+Few = BeforeValidator(_few)
+"""On a mapping whose values are checked: as `Many`, which acts on lists."""
+Numbers = Annotated[dict[str, float], BeforeValidator(_numbers)]
+"""The same for a mapping that may be long."""
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -68,7 +103,7 @@ class Generation(Body):
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[StreamOptions, Few] | None = None
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -80,22 +115,22 @@ class Generation(Body):
     length_penalty: float | None = None
     use_beam_search: bool | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Many[str] | None = None
+    stop_token_ids: Many[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: Numbers | None = None
+    allowed_token_ids: Many[int] | None = None
+    bad_words: Many[str] | None = None
     prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] | None = None
+    logprob_token_ids: Many[int] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     add_special_tokens: bool | None = None
-    repetition_detection: dict[str, int] | None = None
+    repetition_detection: Annotated[dict[str, int], Few] | None = None
     structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     echo: bool | None = None
@@ -123,7 +158,7 @@ class CompletionRequest(Generation):
 class ChatCompletionRequest(Generation):
     """`POST /v1/chat/completions`."""
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -131,7 +166,7 @@ class ChatCompletionRequest(Generation):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Messages | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 
@@ -141,13 +176,13 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Messages | None = None
     return_token_strs: bool | None = None
 
 
@@ -155,11 +190,11 @@ class DetokenizeRequest(Body):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Many[int]
 
 
 class AbortRequest(Body):
     """`POST /abort_requests`: by the ids that the answers have."""
 
-    request_ids: list[str] | None = None
+    request_ids: Many[str] | None = None
     abort_all: bool | None = None

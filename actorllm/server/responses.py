@@ -24,7 +24,7 @@ from actorllm.request import CompletionOutput, RequestOutput, RequestOutputKind,
 from actorllm.server.completions import Asked, check_length
 from actorllm.server.envelope import ApiError
 from actorllm.server.logprobs import LogprobsView
-from actorllm.server.protocol import Generation
+from actorllm.server.protocol import Generation, Many, Messages
 from actorllm.server.sampling import Defaults, extras_of, sampling_params
 from actorllm.server.shape import PromptState, Shape, metrics_of
 from actorllm.structured_outputs import StructuredOutputsParams
@@ -49,14 +49,14 @@ DELTA_HEAD = b'event: response.output_text.delta\ndata: {"type":"response.output
 class ResponsesRequest(Generation):
     """`POST /v1/responses`."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Messages
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Messages | None = None
     tool_choice: str | dict[str, Any] | None = None
     top_logprobs: int | None = None
-    include: list[str] | None = None
+    include: Many[str] | None = None
     truncation: str | None = None
     store: bool | None = None
     previous_response_id: str | None = None

@@ -8,9 +8,12 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from actorllm import AsyncLLM
 from actorllm.server import create_app
+from actorllm.server.app import BODIES
+from actorllm.server.protocol import Body
 from tests.server.conftest import client_of, is_idle, until
 
 pytestmark = pytest.mark.anyio
@@ -219,6 +222,47 @@ async def test_fields_without_number_that_nobody_knows(client: httpx.AsyncClient
     assert told.count("did you mean 'temperature'?") == 3
     assert told.endswith("so it is with 291 more fields")
     error_in(await client.post(path, json={**NAMED[path], **unknown, "prompt_embeds": "A"}), 400, "prompt_embeds")
+
+
+@pytest.mark.parametrize("model", BODIES, ids=lambda model: model.__name__)
+def test_the_first_error_of_a_field_is_enough(model: type[Body]) -> None:
+    """There is room for millions in a body, and each of them would be an object."""
+    counts = {}
+    for name in model.model_fields:
+        for wrong in ([[]] * 1000, {str(number): [] for number in range(1000)}):
+            try:
+                model.model_validate({name: wrong})
+            except ValidationError as error:
+                counts[name, type(wrong)] = error.error_count()
+    assert counts
+    assert max(counts.values()) < 20, counts
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [0] * 100_000}, "messages"),
+        ({"messages": MESSAGES * 20_000}, "messages"),
+        ({"tools": [{}] * 20_000}, "tools"),
+        ({"stop": [0] * 100_000}, "stop"),
+        ({"allowed_token_ids": ["a"] * 100_000}, "allowed_token_ids"),
+        ({"logit_bias": {str(number): "a" for number in range(100_000)}}, "logit_bias"),
+        ({"stream": True, "stream_options": dict.fromkeys(map(str, range(100_000)))}, "stream_options"),
+        ({"repetition_detection": dict.fromkeys(map(str, range(100_000)), "a")}, "repetition_detection"),
+        ({"seed": {str(number): [[[]]] for number in range(100_000)}}, "seed"),
+        ({"seed": "a" * 1_000_000}, "seed"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_wrong_items_without_number(client: httpx.AsyncClient, fields: dict[str, Any], param: str) -> None:
+    told = error_in(await client.post(CHAT, json={"messages": MESSAGES, **fields}), 400, param)
+    assert len(told) < 400
+
+
+async def test_numbers_may_be_written_as_text(client: httpx.AsyncClient) -> None:
+    body = {**NAMED[TEXT], "logit_bias": {"443": "100", "5": True}, "temperature": "0", "return_token_ids": True}
+    (choice,) = (await client.post(TEXT, json=body)).json()["choices"]
+    assert choice["token_ids"] == [443]
 
 
 async def test_nested_without_end(client: httpx.AsyncClient) -> None:
