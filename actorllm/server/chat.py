@@ -75,6 +75,7 @@ def conversation_of(body: ChatCompletionRequest | TokenizeRequest, defaults: Def
         )
     return Conversation.of(
         body.messages,
+        is_own=True,
         chat_template=body.chat_template,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,

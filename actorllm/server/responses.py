@@ -85,7 +85,7 @@ def ask(
         extras.warnings.append("reasoning: models write their text at once here, and it has no effect")
     if (body.text or {}).get("verbosity") is not None:
         extras.warnings.append("text.verbosity has no effect")
-    conversation = Conversation.of(_messages(body), chat_template_kwargs=body.chat_template_kwargs)
+    conversation = Conversation.of(_messages(body), is_own=True, chat_template_kwargs=body.chat_template_kwargs)
     for message in conversation.messages:
         if body.truncate_prompt_tokens is None and isinstance(content := message.get("content"), str):
             check_length(content, defaults.max_prompt_characters)

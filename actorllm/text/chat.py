@@ -60,9 +60,12 @@ class Conversation:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, messages: Any, **options: Any) -> Conversation:
-        """A checked copy. Raises InvalidPromptError for the messages, InvalidParameterError for the options."""
-        made = cls(_checked_messages(messages), **{k: v for k, v in options.items() if v is not None})
+    def of(cls, messages: Any, *, is_own: bool = False, **options: Any) -> Conversation:
+        """A checked copy. Raises InvalidPromptError for the messages, InvalidParameterError for the options.
+
+        is_own: nobody will change messages and tools, so that what is in them is not copied.
+        """
+        made = cls(_checked_messages(messages, is_own), **{k: v for k, v in options.items() if v is not None})
         for name in ("add_generation_prompt", "continue_final_message"):
             if not isinstance(getattr(made, name), bool):
                 raise InvalidParameterError(f"{name}={getattr(made, name)!r} must be True or False")
@@ -93,7 +96,7 @@ class Conversation:
             raise InvalidParameterError("tools must be a list of mappings (functions as JSON schema)")
         return replace(
             made,
-            tools=None if tools is None else copy.deepcopy(list(tools)),
+            tools=None if tools is None else list(tools) if is_own else copy.deepcopy(list(tools)),
             chat_template_kwargs=dict(made.chat_template_kwargs),
         )
 
@@ -292,7 +295,7 @@ def _content(token: Any) -> str:
     return str(token["content"] if isinstance(token, Mapping) else token)
 
 
-def _checked_messages(messages: Any) -> list[dict[str, Any]]:
+def _checked_messages(messages: Any, is_own: bool) -> list[dict[str, Any]]:
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise InvalidPromptError(
             f"messages must be a list of mappings with 'role' and 'content', not {type(messages).__name__}"
@@ -307,7 +310,7 @@ def _checked_messages(messages: Any) -> list[dict[str, Any]]:
             near = nearest_name(str(next(iter(message), "")), ("role",))
             raise InvalidPromptError(f"a message needs a 'role'; this one has {list(message)}{near}")
         list(_text_parts(message))
-        checked.append(copy.deepcopy(dict(message)))
+        checked.append(dict(message) if is_own else copy.deepcopy(dict(message)))
     return checked
 
 

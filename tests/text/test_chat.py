@@ -239,6 +239,19 @@ def test_what_the_caller_changes_later_is_not_seen() -> None:
     assert conversation.messages == [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
 
 
+def test_what_nobody_will_change_is_not_copied() -> None:
+    """A copy of what a client may send takes seconds."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    tools: list[dict[str, Any]] = [{"function": {"name": "f"}}]
+    conversation = Conversation.of(messages, tools=tools, is_own=True)
+    assert conversation.messages == messages
+    assert conversation.messages[0]["content"] is messages[0]["content"]
+    assert conversation.tools is not None
+    assert conversation.tools[0] is tools[0]
+    with pytest.raises(InvalidPromptError, match="role"):
+        Conversation.of([{}], is_own=True)
+
+
 def test_one_conversation_or_several() -> None:
     assert not is_batch(TALK)
     assert is_batch([TALK, TALK])
