@@ -65,7 +65,7 @@ def serve(
     served_model_name: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     api_processes: Annotated[int, Parameter(name=["--api-processes", "--api-server-count"])] = 1,
     max_concurrent_requests: int | None = None,
-    max_body_bytes: int = 32 << 20,
+    max_body_bytes: int = 8 << 20,
     body_timeout: float = 30.0,
     drain_timeout: float = 30.0,
     trust_request_chat_template: bool = False,

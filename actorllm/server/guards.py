@@ -26,7 +26,8 @@ SEND = "actorllm.send"
 """Where in the scope there is the way past everything inside of `Guards`, for the middle of a stream: what is there looks at
 how a response begins, and at what is raised."""
 
-DEFAULT_MAX_BODY_BYTES = 32 << 20
+DEFAULT_MAX_BODY_BYTES = 8 << 20
+"""All of it is parsed on the loop, where every stream waits for it."""
 DEFAULT_BODY_TIMEOUT_S = 30.0
 
 

@@ -283,16 +283,18 @@ async def test_what_is_not_there(client: httpx.AsyncClient) -> None:
     assert "more than" not in error_in(await client.post("/v1/nothing", json={"input": "a"}), 404)
 
 
-async def test_bodies_that_are_too_large(llm: AsyncLLM) -> None:
-    async with client_of(create_app(llm, max_body_bytes=1000)) as client:
-        told = error_in(await client.post(TEXT, content=b"x" * 1001), 413)
+async def test_bodies_that_are_too_large(llm: AsyncLLM, client: httpx.AsyncClient) -> None:
+    error_in(await client.post(TEXT, content=b" " * ((8 << 20) + 1)), 413)
+    assert "not valid JSON" in error_in(await client.post(TEXT, content=b" " * (8 << 20)))
+    async with client_of(create_app(llm, max_body_bytes=1000)) as strict:
+        told = error_in(await strict.post(TEXT, content=b"x" * 1001), 413)
         assert "1000 bytes" in told
 
         async def chunks() -> AsyncIterator[bytes]:
             for _ in range(3):
                 yield b" " * 500
 
-        response = await client.post(TEXT, content=chunks())
+        response = await strict.post(TEXT, content=chunks())
         error_in(response, 413)
         assert response.headers["connection"] == "close"
 
