@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from actorllm import AsyncLLM, LLMEngine, RequestOutputKind, SamplingParams, StructuredOutputsParams
-from actorllm.errors import InvalidParameterError, RequestFailedError, UnknownParameterError
+from actorllm.errors import InvalidParameterError, UnknownParameterError
 from tests.random_schemas import matches, random_schema
 from tests.stories import Request, Story, difference, listen
 
@@ -136,7 +136,7 @@ async def test_other_parameters_act_within_the_grammar(llm: AsyncLLM) -> None:
     stopped = await answer(llm, {"json": PERSON}, stop=['"age"'])
     assert stopped.stop_reason == '"age"'
     assert '"age"' not in stopped.text
-    with pytest.raises(RequestFailedError, match="grammar, allowed_token_ids"):
+    with pytest.raises(InvalidParameterError, match="structured_outputs and allowed_token_ids together leave no token"):
         await answer(llm, {"choice": ["yes", "no"]}, allowed_token_ids=[17])
 
 

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from actorllm.kvcache.manager import KVCacheManager
 from actorllm.logprobs import LogprobSpan, spans_of
-from actorllm.messages import I32, NO_I32, StepResult
+from actorllm.messages import I32, INVALID, NO_I32, StepResult
+from actorllm.rules import SamplingRules
 from actorllm.scheduling.batch import ONE, Batch
 from actorllm.scheduling.events import End, Events
 from actorllm.scheduling.ledger import Ledger, StepRecord
@@ -31,6 +32,9 @@ from actorllm.scheduling.stopping import Stopping
 
 NO_SPANS: list[LogprobSpan] = []
 """Of most results. Never changed."""
+
+
+NO_RULES = SamplingRules()
 
 
 class ContradictionError(ValueError):
@@ -265,7 +269,10 @@ class Results:
         sequence.num_nonfinite += num_nonfinite
         self.num_nonfinite += num_nonfinite
         self.num_corrupted += num_nonfinite > 0
-        return self._roster.end(sequence, "error", error=_no_choice(sequence), zero=True)
+        error = None if num_nonfinite else _no_choice(sequence)
+        if error is None:
+            return self._roster.end(sequence, "error", error="the model's logits are not finite", zero=True)
+        return self._roster.end(sequence, "error", error=error, zero=True)._replace(details={"kind": INVALID})
 
     def _end_bad_prompts(self, record: StepRecord, rows: list[int]) -> list[End]:
         """Prompts that the worker cleared since their states are not finite; who was to sample has ended already.
@@ -311,13 +318,18 @@ class Results:
         return None if end is None else self._roster.end(sequence, *end)
 
 
-def _no_choice(sequence: Sequence) -> str:
-    """Why a row had no token to choose."""
-    rules, error = sequence.rules, "the model's logits are not finite"
-    if sequence.submit.grammar is not None:
-        return f"{error}, or its grammar, allowed_token_ids, bad_words and min_tokens together leave no token to choose"
-    if rules is not None and (rules.allowed_ids or rules.bad_words):
-        return f"{error}, or allowed_token_ids, bad_words and min_tokens together leave no token to choose"
-    if sequence.submit.min_tokens:
-        return f"{error}, or every token is one that min_tokens={sequence.submit.min_tokens} keeps away"
-    return error
+def _no_choice(sequence: Sequence) -> str | None:
+    """Which of a request's parameters leave it no token to choose; None: it has none that could."""
+    rules, submit = sequence.rules or NO_RULES, sequence.submit
+    asked = {
+        str((submit.grammar or {}).get("source", "structured_outputs")): submit.grammar is not None,
+        "allowed_token_ids": bool(rules.allowed_ids),
+        "bad_words": bool(rules.bad_words),
+        "min_tokens": submit.min_tokens > 0,
+    }
+    names = [name for name, is_asked in asked.items() if is_asked]
+    if not names:
+        return None
+    *others, last = names
+    told = f"{', '.join(others)} and {last} together leave" if others else f"{last} leaves"
+    return f"{told} no token to choose"

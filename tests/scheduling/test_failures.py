@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actorllm.messages import StepFailed, StepPlan, StepResult
+from actorllm.messages import INVALID, StepFailed, StepPlan, StepResult
 from actorllm.scheduling.memory_backoff import STEPS_BEFORE_MORE, MemoryBackoff
 from actorllm.scheduling.policy import Admit, KeyPlanner, KeyPolicy
 from actorllm.scheduling.suspects import MAX_FAILURES
@@ -431,3 +431,6 @@ def test_values_that_are_not_finite_are_counted_per_request(engine: Any) -> None
     assert [engine.ends[rid].sequence.num_nonfinite for rid in (1, 2)] == [42, 0]
     statistics = engine.scheduler.statistics()
     assert (statistics.num_corrupted_requests, statistics.num_nonfinite) == (1, 42)
+    assert (engine.ends[1].error, engine.ends[1].details) == ("the model's logits are not finite", None)
+    assert engine.ends[2].error == "min_tokens leaves no token to choose"
+    assert engine.ends[2].details == {"kind": INVALID}, "its caller's fault"
