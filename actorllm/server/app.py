@@ -24,7 +24,7 @@ from actorllm.server.answer import Answer, StreamedAnswer, WholeAnswer
 from actorllm.server.completions import Asked
 from actorllm.server.envelope import KINDS, ApiError, error_of
 from actorllm.server.guards import DEFAULT_BODY_TIMEOUT_S, DEFAULT_MAX_BODY_BYTES, Guards
-from actorllm.server.operations import JSONResponse, read_body, router, state_of, takes
+from actorllm.server.operations import JSONResponse, read_admitted, router, state_of, takes
 from actorllm.server.protocol import (
     AbortRequest,
     Body,
@@ -147,9 +147,8 @@ async def respond(request: Request) -> Response:
 async def _answer(request: Request, model: type[Any], ask: Any, prompt_field: str) -> Answer:
     state = state_of(request)
     headers = request.headers
-    body: Generation = await read_body(request, model)
+    body: Generation = await read_admitted(request, model)
     name = state.check_model(body.model)
-    state.check_room()
     name_request(body, headers)
     fields = model.model_fields
     try:
@@ -169,8 +168,7 @@ async def _answer(request: Request, model: type[Any], ask: Any, prompt_field: st
 async def generate(request: Request) -> Response:
     """vLLM's plain endpoint: a prompt and sampling parameters in, texts with the prompt out."""
     state = state_of(request)
-    body = await read_body(request, demo.GenerateRequest)
-    state.check_room()
+    body = await read_admitted(request, demo.GenerateRequest)
     try:
         params, arguments = demo.ask(body, request.headers, state.defaults)
         stream = state.llm.generate(body.prompt, params, **arguments)

@@ -50,6 +50,12 @@ async def read_body(request: Request, model: type[B]) -> B:
         raise error_of_validation(error) from error
 
 
+async def read_admitted(request: Request, model: type[B]) -> B:
+    """As `read_body`, of a request to the engine, of which there may be too many."""
+    with state_of(request).admitted():
+        return await read_body(request, model)
+
+
 def takes(model: type[Body]) -> dict[str, Any]:
     """What the OpenAPI document says of an endpoint that calls `read_body`."""
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}

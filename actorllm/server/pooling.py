@@ -26,7 +26,7 @@ from actorllm.request import MAX_N, PoolingParams, RequestOutput
 from actorllm.server.answer import JSON, Answer
 from actorllm.server.completions import check_length, prompts_of
 from actorllm.server.envelope import ApiError, error_of
-from actorllm.server.operations import read_body, state_of, takes
+from actorllm.server.operations import read_admitted, state_of, takes
 from actorllm.server.protocol import Body, Generation, Many, Objective, Prompts
 from actorllm.server.sampling import Extras, extras_of, name_request
 from actorllm.server.shape import PromptState, Shape, metrics_of
@@ -110,7 +110,7 @@ SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), (
 @router.post("/v1/embeddings", openapi_extra=takes(EmbeddingRequest))
 async def embeddings(request: Request) -> Response:
     """A vector for each text."""
-    body = await read_body(request, EmbeddingRequest)
+    body = await read_admitted(request, EmbeddingRequest)
     if body.encoding_format not in (None, "float", "base64"):
         raise ApiError(
             400, f"encoding_format={body.encoding_format!r:.80} must be 'float' or 'base64'", "encoding_format"
@@ -127,7 +127,7 @@ async def embeddings(request: Request) -> Response:
 @router.post("/v1/score", openapi_extra=takes(ScoreRequest))
 async def score(request: Request) -> Response:
     """How alike two texts are, or one text and each of several, or pairs of texts."""
-    body = await read_body(request, ScoreRequest)
+    body = await read_admitted(request, ScoreRequest)
     sides = [names for names in SIDES if all(getattr(body, name) is not None for name in names)]
     if len(sides) != 1:
         told = "is needed" if not sides else "is needed, and there are more"
@@ -148,7 +148,7 @@ async def score(request: Request) -> Response:
 @router.post("/v1/rerank", openapi_extra=takes(RerankRequest))
 async def rerank(request: Request) -> Response:
     """Documents in the order of how alike the query they are."""
-    body = await read_body(request, RerankRequest)
+    body = await read_admitted(request, RerankRequest)
     if body.top_n is not None and body.top_n < 0:
         raise ApiError(400, f"top_n={body.top_n} must be at least 0, which is all of them", "top_n")
     documents = [_text_of(document) for document in body.documents]
@@ -181,7 +181,6 @@ def _answer(request: Request, body: Pooled, ask: Any, prompt_field: str, **param
     """ask: from the characters that a text may have to the prompts, and the shape of the answer."""
     state = state_of(request)
     model = state.check_model(body.model)
-    state.check_room()
     name_request(body, request.headers)
     fields = type(body).model_fields
     streams: list[PoolingStream] = []

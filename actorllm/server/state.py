@@ -95,13 +95,26 @@ class ServerState:
             )
         return name
 
-    def check_room(self) -> None:
-        """Raises ApiError or EngineDrainingError when no request can be taken now."""
-        if self.is_draining:
-            raise EngineDrainingError("the server is about to end; send this request elsewhere")
+    @contextlib.contextmanager
+    def admitted(self) -> Iterator[None]:
+        """While the body of a request is read: it takes a place before that, so that what is not answered is not read either.
+
+        Raises ApiError or EngineDrainingError when no request can be taken now, the latter also when the body is here.
+        """
+        self._check_open()
         limit = self._max_concurrent_requests
         if limit is not None and (number := self.num_in_flight) >= limit:
             raise ApiError(429, f"{number} requests are under way, and the limit is {limit}; try again later")
+        self._count(1)
+        try:
+            yield
+            self._check_open()
+        finally:
+            self._count(-1)
+
+    def _check_open(self) -> None:
+        if self.is_draining:
+            raise EngineDrainingError("the server is about to end; send this request elsewhere")
 
     @contextlib.contextmanager
     def under_way(self, name: str, streams: Sequence[RequestStream]) -> Iterator[None]:

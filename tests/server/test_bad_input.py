@@ -7,6 +7,7 @@ from typing import Any
 
 import anyio
 import httpx
+import orjson
 import pytest
 from pydantic import ValidationError
 
@@ -344,6 +345,46 @@ async def test_too_much_at_once(llm: AsyncLLM) -> None:
         error_in(response, 429)
         assert response.headers["retry-after"] == "1"
         await client.post("/abort_requests", json={"abort_all": True})
+
+
+async def test_a_body_takes_a_place_before_it_is_read(llm: AsyncLLM) -> None:
+    """Else as many as like may send large ones slowly, and all of them are kept."""
+    body = orjson.dumps({"prompt": "Once", "max_tokens": 1})
+    may_come, is_read = anyio.Event(), False
+    answers: list[httpx.Response] = []
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield body[:5]
+        await may_come.wait()
+        yield body[5:]
+
+    async def another() -> AsyncIterator[bytes]:
+        nonlocal is_read
+        is_read = True
+        yield body
+
+    async with client_of(create_app(llm, max_concurrent_requests=1)) as client, anyio.create_task_group() as group:
+
+        async def ask() -> None:
+            answers.append(await client.post(TEXT, content=slowly()))
+
+        group.start_soon(ask)
+
+        async def is_under_way() -> bool:
+            return (await client.get("/load")).json() == {"server_load": 1}
+
+        await until(is_under_way)
+        for path in (*NAMED, "/generate"):
+            error_in(await client.post(path, content=another()), 429)
+        assert not is_read
+        may_come.set()
+        await until(lambda: _has(answers))
+        assert (await client.post(TEXT, content=body)).status_code == 200
+    assert answers[0].status_code == 200
+
+
+async def _has(answers: list[httpx.Response]) -> bool:
+    return bool(answers)
 
 
 async def test_an_unforeseen_failure_is_told_in_the_envelope_and_logged(
