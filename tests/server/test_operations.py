@@ -220,6 +220,8 @@ async def test_the_live_page_and_what_it_asks(llm: AsyncLLM, client: httpx.Async
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert "http://" not in page.text.replace("http://www.w3.org/2000/svg", "")
     assert "https://" not in page.text
+    for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+        assert way not in page.text, "what clients name and write must stay text"
     async with anyio.create_task_group() as group:
         group.start_soon(_complete, client, {**LONG, "slo": {"tpot": 10.0}, "tenant": "a"})
 

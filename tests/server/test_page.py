@@ -95,6 +95,23 @@ def test_it_shows_what_the_engine_does_and_tries_a_prompt(server: Server) -> Non
                 client.join()
 
 
+def test_markup_in_what_it_shows_stays_text() -> None:
+    markup = "<img src=x onerror='window.hit = 1'>"
+    server = Server("--num-threads", "1", "--served-model-name", markup)
+    with Browser() as browser:
+        browser.open(server.url + "/")
+        browser.becomes_true("document.getElementById('what').textContent.startsWith('<img')")
+        browser.value(f'document.getElementById("prompt").value = "{markup}"')
+        browser.value("document.getElementById('tokens').value = '3'")
+        browser.value("document.getElementById('go').click()")
+        browser.becomes_true("document.getElementById('figures').textContent.includes('3 tokens')")
+        assert browser.value("document.getElementById('answer').textContent").startswith(markup)
+        assert browser.value("document.querySelectorAll('img').length") == 0
+        assert browser.value("window.hit === undefined")
+    status, log = server.stop()
+    assert status == 0, log
+
+
 def test_it_asks_for_the_key(server: Server) -> None:
     guarded = Server("--num-threads", "1", "--api-key", "secret")
     with Browser() as browser:
