@@ -66,6 +66,7 @@ def ask(
     view = View.of(body, model, logprobs)
     shape = CompletionShape(view, len(prompts), params.n, extras.slo, decode, body.request_id)
     shape.is_prompt_only = is_prompt_only
+    shape.is_truncated = body.truncate_prompt_tokens is not None
     shape.shows_prompt_logprobs = body.prompt_logprobs is not None
     return Asked(prompts, params, extras, shape, is_streamed)
 
@@ -119,6 +120,9 @@ class CompletionShape(OpenAIShape):
     PREFIX = "cmpl"
     PLAIN = (b',"text":', b',"logprobs":null,"finish_reason":null,"stop_reason":null}')
 
+    is_truncated = False
+    """The model may have seen less than the prompt that was sent; what it has seen is echoed."""
+
     is_prompt_only = False
     """Only the prompt is shown, and a token that had to be generated is not."""
     shows_prompt_logprobs = False
@@ -128,7 +132,9 @@ class CompletionShape(OpenAIShape):
         self._offsets = [0] * len(self._num_tokens)
 
     def _echoed(self, output: RequestOutput) -> str:
-        return output.prompt if output.prompt is not None else self._decode(output.prompt_token_ids)
+        if output.prompt is None or self.is_truncated:
+            return self._decode(output.prompt_token_ids)
+        return output.prompt
 
     def _whole_choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
         text = "" if self.is_prompt_only else one.text

@@ -159,3 +159,15 @@ async def test_defaults_are_the_authors(llm: AsyncLLM, client: httpx.AsyncClient
     assert response.json()["usage"]["completion_tokens"] <= 16
     expected = await llm.complete(PROMPT, SamplingParams(seed=5, temperature=0.8, top_p=0.95))
     assert response.json()["choices"][0]["text"] == expected.outputs[0].text
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_truncated_prompt_is_echoed_as_the_model_has_seen_it(client: httpx.AsyncClient, stream: bool) -> None:
+    """The whole of it may be as long as a body, and stands in each of n choices."""
+    asked = {"prompt": "The dog ran. " * 10_000 + PROMPT, "echo": True, "truncate_prompt_tokens": 4}
+    if stream:
+        text = joined(await streamed(client, **asked))
+    else:
+        text = (await complete(client, **asked))["choices"][0]["text"]
+    assert "upon a time" in text
+    assert "dog ran" not in text
