@@ -17,7 +17,7 @@ class ToolAnswer:
 
     def put_into(self, choice: dict[str, Any], text: str, before: str) -> None:
         """Make of a whole choice what it is with calls. before: text that the answer goes on from."""
-        parser = self._use.parser()
+        parser = self._use.new_parser()
         calls: list[dict[str, Any]] = []
         for piece in self._allowed([*parser.push(text), *parser.finish()]):
             match piece:
@@ -36,7 +36,7 @@ class ToolAnswer:
         """Make of a choice of a stream what it is with calls. Returns whether it says anything new."""
         parser = self._parsers.get(index)
         if parser is None:
-            parser = self._parsers[index] = self._use.parser()
+            parser = self._parsers[index] = self._use.new_parser()
         pieces = parser.push(text)
         if choice["finish_reason"] is not None:
             pieces += parser.finish()

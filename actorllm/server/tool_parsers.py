@@ -2,10 +2,12 @@
 
 A parser gets the text of one sequence as it comes and gives out pieces: text for the reader, the beginning of a call with the name
 of its function, parts of its arguments. A whole answer goes the same way, so it says the same as a stream. Arguments are passed
-on as they are written, without being understood; a text that only looked like a call becomes text again as long as nobody has
-been told of a call. `tag` is the other direction: the structural tag (`text.structural_tag`) with which a call is demanded.
+on as they are written, without being understood. A call is told of when it is certain: where a marker announces it, with its
+name and the beginning of its arguments; where nothing does, its name must be that of a tool and its arguments an object, too,
+since an answer in JSON begins as a call does. What turns out to be none is text again. `tag` is the other direction: the
+structural tag (`text.structural_tag`) with which a call is demanded.
 
-Pure; called by server.tools and server.tool_shape. Names are vLLM's.
+Pure; called by server.tools and server.tool_answer. Names are vLLM's.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import json
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from actorllm.errors import ConfigError, nearest_name
@@ -58,31 +60,37 @@ class Tool(NamedTuple):
 class Value:
     """Finds the end of one JSON value, character by character."""
 
-    __slots__ = ("_depth", "_has_begun", "_in_string", "_is_escaped")
+    __slots__ = ("_depth", "_has_begun", "_is_escaped", "_quote")
+
+    OPENING: ClassVar[str] = "{["
+    CLOSING: ClassVar[str] = "}]"
+    QUOTES: ClassVar[str] = '"'
 
     def __init__(self) -> None:
         self._depth = 0
-        self._has_begun = self._in_string = self._is_escaped = False
+        self._has_begun = self._is_escaped = False
+        self._quote = ""
+        """That of the string it is in."""
 
     def end(self, text: str, at: int) -> tuple[int, bool]:
         """How far it goes in the text from `at` on, and whether it ends there."""
         while at < len(text):
             char = text[at]
-            if self._in_string:
+            if self._quote:
                 if self._is_escaped:
                     self._is_escaped = False
                 elif char == "\\":
                     self._is_escaped = True
-                elif char == '"':
-                    self._in_string = False
+                elif char == self._quote:
+                    self._quote = ""
                     if not self._depth:
                         return at + 1, True
-            elif char == '"':
-                self._in_string = self._has_begun = True
-            elif char in "{[":
+            elif char in self.QUOTES:
+                self._quote, self._has_begun = char, True
+            elif char in self.OPENING:
                 self._depth += 1
                 self._has_begun = True
-            elif char in "}]":
+            elif char in self.CLOSING:
                 if not self._depth:
                     return at, True  # of what this value is in
                 self._depth -= 1
@@ -96,6 +104,16 @@ class Value:
         return at, False
 
 
+class PythonValue(Value):
+    """The same of a Python expression in brackets."""
+
+    __slots__ = ()
+
+    OPENING = "{[("
+    CLOSING = "}])"
+    QUOTES = "\"'"
+
+
 NAME_KEYS = ("name",)
 ARGUMENT_KEYS = ("arguments", "parameters")
 OTHER_KEYS = ("type", "id")
@@ -104,21 +122,25 @@ OTHER_KEYS = ("type", "id")
 class CallObject:
     """One call as a JSON object with a name and arguments, as its text comes.
 
-    Done when its last brace is there; `is_none` when it turns out to be another object.
+    Done when its last brace is there; `is_none` when it turns out to be another object. What else is in it, once the call
+    has been told of, is left out.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, names: Collection[str] | None) -> None:
+        """names: of the tools; the object is a call if it has one of them, and an object as its arguments. None: a marker has
+        announced a call, and any name will do, also without arguments."""
         self.number = number
         self.raw = ""
         self.is_done = self.is_none = False
         self.has_begun = False
         """The call has been told of."""
-        self._state = "open"  # open, key, colon, value, comma
+        self._names = names
+        self._state = "open"  # open, before key, key, colon, before value, value, comma
         self._key = ""
         self._value = Value()
         self._held = ""  # of the present key or value
-        self._early = ""  # arguments that came before the name
-        self._has_arguments = False
+        self._name: str | None = None
+        self._arguments: str | None = None  # as far as they have not been told of
 
     def push(self, text: str) -> tuple[list[Piece], str]:
         """The pieces, and what is left of the text when the object is done."""
@@ -137,7 +159,9 @@ class CallObject:
             end, is_over = self._value.end(text, at)
             part = text[at:end]
             if self._state == "value" and self._key in ARGUMENT_KEYS:
-                self._argue(part, pieces)
+                if part:
+                    self._arguments = (self._arguments or "") + part
+                    self._tell(pieces)
             else:
                 self._held += part
             if is_over:
@@ -150,8 +174,9 @@ class CallObject:
                 self._state = "before key"
             case (("before key" | "comma"), "}"):
                 self.is_done = True
-                if self.has_begun and not self._has_arguments:
-                    pieces.append(Arguments(self.number, "{}"))
+                if self._arguments is None and self._names is None:
+                    self._arguments = "{}"
+                    self._tell(pieces)
             case "before key", '"':
                 self._state, self._value, self._held = "key", Value(), ""
                 return at
@@ -159,6 +184,9 @@ class CallObject:
                 self._state = "before value"
             case "before value", _:
                 self._state, self._value, self._held = "value", Value(), ""
+                if self._key in ARGUMENT_KEYS:
+                    self._arguments = None
+                    self.is_none = self._names is not None and char != "{"
                 return at
             case "comma", ",":
                 self._state = "before key"
@@ -167,32 +195,30 @@ class CallObject:
                 return at
         return at + 1
 
-    def _argue(self, part: str, pieces: list[Piece]) -> None:
-        if not part:
+    def _tell(self, pieces: list[Piece]) -> None:
+        """Of the call, as soon as its name is known and its arguments have begun."""
+        if self._name is None or self._arguments is None:
             return
-        self._has_arguments = True
-        if self.has_begun:
-            pieces.append(Arguments(self.number, part))
-        else:
-            self._early += part
+        if not self.has_begun:
+            pieces.append(Call(self.number, self._name))
+            self.has_begun = True
+        if self._arguments:
+            pieces.append(Arguments(self.number, self._arguments))
+            self._arguments = ""
 
     def _end_part(self, pieces: list[Piece]) -> None:
         """A key or a value is complete."""
         if self._state == "key":
-            self._key = _string(self._held) or ""
-            self.is_none = self._key not in (*NAME_KEYS, *ARGUMENT_KEYS, *OTHER_KEYS)
+            self._key = "" if self.has_begun else _string(self._held) or ""
+            self.is_none = not self.has_begun and self._key not in (*NAME_KEYS, *ARGUMENT_KEYS, *OTHER_KEYS)
             self._state = "colon"
             return
         self._state = "comma"
         if self._key in NAME_KEYS:
-            name = _string(self._held)
-            if not name:
-                self.is_none = True
-                return
-            pieces.append(Call(self.number, name))
-            self.has_begun = True
-            if self._early:
-                pieces.append(Arguments(self.number, self._early))
+            self._name = _string(self._held)
+            self.is_none = not self._name or (self._names is not None and self._name not in self._names)
+            if not self.is_none:
+                self._tell(pieces)
 
 
 def _string(text: str) -> str | None:
@@ -220,8 +246,10 @@ class ToolParser(ABC):
     MARKER: ClassVar[str] = ""
     """What a call begins with; empty: nothing by which it could be told from text in advance."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str]) -> None:
+        """names: of the tools."""
         self.num_calls = 0
+        self._names = names
         self._buffer = ""
 
     def push(self, text: str) -> list[Piece]:
@@ -252,14 +280,19 @@ class ToolParser(ABC):
 class MarkedParser(ToolParser):
     """Of models that write a marker before each call."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__(names)
         self._state = "text"
+        self._is_behind_call = False
+        """Nothing but space has come since."""
 
     def _advance(self, pieces: list[Piece]) -> bool:
         if self._state == "text":
             return self._text(pieces)
-        return self._in_call(pieces)
+        goes_on = self._in_call(pieces)
+        if self._state == "text":
+            self._is_behind_call = not (pieces and isinstance(pieces[-1], Text))
+        return goes_on
 
     @abstractmethod
     def _in_call(self, pieces: list[Piece]) -> bool: ...
@@ -270,11 +303,12 @@ class MarkedParser(ToolParser):
         held = "" if marker else self._buffer[len(self._buffer) - _overlap(self._buffer, self.MARKER) :]
         if not marker:
             before = before[: len(before) - len(held)]
-        if self.num_calls and not before.strip():
+        if self._is_behind_call and not before.strip():
             held = held if marker else before + held
             before = ""
         if before:
             pieces.append(Text(before))
+            self._is_behind_call = False
         self._buffer = after if marker else held
         if marker:
             self._state = "marked"
@@ -282,7 +316,8 @@ class MarkedParser(ToolParser):
 
     def _give_up(self, raw: str, pieces: list[Piece]) -> bool:
         """It was no call."""
-        pieces.append(Text(raw))
+        if raw:
+            pieces.append(Text(raw))
         self._state = "text"
         return bool(self._buffer)
 
@@ -290,7 +325,7 @@ class MarkedParser(ToolParser):
         held, self._buffer = self._buffer, ""
         if self._state != "text":
             return self._finish_call(held)
-        return [Text(held)] if held.strip() or (held and not self.num_calls) else []
+        return [Text(held)] if held.strip() or (held and not self._is_behind_call) else []
 
     @abstractmethod
     def _finish_call(self, held: str) -> list[Piece]: ...
@@ -302,13 +337,13 @@ class HermesParser(MarkedParser):
     MARKER = "<tool_call>"
     END = "</tool_call>"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._object = CallObject(0)
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__(names)
+        self._object = CallObject(0, None)
 
     def _in_call(self, pieces: list[Piece]) -> bool:
         if self._state == "marked":
-            self._object = CallObject(self.num_calls)
+            self._object = CallObject(self.num_calls, None)
             self._state = "object"
         if self._state == "object":
             found, self._buffer = self._object.push(self._buffer)
@@ -326,7 +361,9 @@ class HermesParser(MarkedParser):
         return True
 
     def _finish_call(self, held: str) -> list[Piece]:
-        if self._state == "end" or (self._state == "object" and self._object.has_begun):
+        if self._state == "end":
+            return [Text(held)] if held.strip() and not self.END.startswith(held.strip()) else []
+        if self._state == "object" and self._object.has_begun:
             return []
         raw = self._object.raw if self._state == "object" else ""
         return [Text(self.MARKER + raw + held)]
@@ -343,9 +380,9 @@ class MistralParser(MarkedParser):
     MARKER = "[TOOL_CALLS]"
     NAME_END = re.compile(r"\[CALL_ID\]|\[ARGS\]|\{")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._list = CallList(0)
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__(names)
+        self._list = CallList(0, None)
         self._value = Value()
 
     def _in_call(self, pieces: list[Piece]) -> bool:
@@ -353,19 +390,17 @@ class MistralParser(MarkedParser):
             bare = self._buffer.lstrip()
             if not bare:
                 return False
-            self._list = CallList(self.num_calls)
+            self._list = CallList(self.num_calls, None)
             self._state = "list" if bare[0] in "[{" else "name"
         if self._state == "list":
             found, self._buffer = self._list.push(self._buffer)
             pieces += found
             self.num_calls = self._list.num_calls
             if self._list.is_none:
-                if not self._list.has_begun:
-                    return self._give_up(self.MARKER + self._list.raw, pieces)
+                return self._give_up(("" if self._list.has_begun else self.MARKER) + self._list.untold, pieces)
+            if self._list.is_done:
                 self._state = "text"
-            elif self._list.is_done:
-                self._state = "text"
-            return self._state == "text"
+            return self._list.is_done
         if self._state == "name":
             return self._name(pieces)
         end, is_over = self._value.end(self._buffer, 0)
@@ -384,7 +419,7 @@ class MistralParser(MarkedParser):
         start = re.search(r"\[ARGS\]|\{", self._buffer)
         assert start is not None
         if not name or re.search(r"\s", name):
-            raw, self._buffer = self._buffer, ""
+            raw, self._buffer = self._buffer[: found.start()], self._buffer[found.start() :]
             return self._give_up(self.MARKER + raw, pieces)
         self._buffer = self._buffer[start.start() if start[0] == "{" else start.end() :]
         pieces.append(Call(self.num_calls, name))
@@ -393,9 +428,11 @@ class MistralParser(MarkedParser):
         return True
 
     def _finish_call(self, held: str) -> list[Piece]:
-        if self._state == "arguments" or (self._state == "list" and self._list.has_begun):
+        if self._state == "arguments":
             return []
-        return [Text(self.MARKER + (self._list.raw if self._state == "list" else "") + held)]
+        if self._state == "list" and self._list.has_begun:
+            return [Text(self._list.untold)] if self._list.untold else []
+        return [Text(self.MARKER + (self._list.untold if self._state == "list" else "") + held)]
 
     @staticmethod
     def new_id() -> str:
@@ -424,13 +461,23 @@ class MistralNamedParser(MistralParser):
 class CallList:
     """Calls as a JSON list of objects, or a single one."""
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first: int, names: Collection[str] | None) -> None:
+        """first: its number. names: as of `CallObject`."""
         self.num_calls = first
-        self.raw = ""
-        self.is_done = self.is_none = self.has_begun = False
-        self._first = first
+        self.is_done = self.is_none = False
+        self.has_begun = False
+        """A call has been told of."""
+        self._names = names
+        self._raw = ""
         self._object: CallObject | None = None
         self._is_list: bool | None = None
+
+    @property
+    def untold(self) -> str:
+        """What was read and is in no call: everything, or the last object of a list, where those before it are calls."""
+        if not self.has_begun:
+            return self._raw
+        return "" if self._object is None or self._object.has_begun else self._object.raw
 
     def push(self, text: str) -> tuple[list[Piece], str]:
         pieces: list[Piece] = []
@@ -451,17 +498,17 @@ class CallList:
             char = rest[0]
             if char == "{" and (self._is_list or self._is_list is None):
                 self._is_list = bool(self._is_list)
-                self._object = CallObject(self.num_calls)
+                self._object = CallObject(self.num_calls, self._names)
                 continue
             if char == "[" and self._is_list is None:
                 self._is_list = True
-            elif char == "]" and self._is_list:
+            elif char == "]" and self._is_list and self.has_begun:
                 self.is_done = True
             elif not char.isspace() and not (char == "," and self._is_list):
                 self.is_none = True
                 break
             rest = rest[1:]
-        self.raw += text[: len(text) - len(rest)]
+        self._raw += text[: len(text) - len(rest)]
         return pieces, rest
 
 
@@ -470,8 +517,8 @@ class LlamaJsonParser(ToolParser):
 
     MARKER = "<|python_tag|>"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__(names)
         self._state = "start"
         self._object: CallObject | None = None
         self._gap = ""
@@ -483,7 +530,7 @@ class LlamaJsonParser(ToolParser):
             self.num_calls += any(isinstance(piece, Call) for piece in found)
             if self._object.is_none and not self._object.has_begun:
                 pieces.append(Text(self._gap + self._object.raw))
-                self._object, self._state = None, "text"
+                self._object, self._state, self._gap = None, "text", ""
             elif self._object.is_done or self._object.is_none:
                 self._object, self._state, self._gap = None, "between", ""
             return self._object is None
@@ -494,15 +541,16 @@ class LlamaJsonParser(ToolParser):
             return False
         gap = self._buffer[: len(self._buffer) - len(bare)]
         if bare.startswith(self.MARKER):
-            self._buffer, self._gap = bare[len(self.MARKER) :], gap + self.MARKER
+            self._buffer = bare[len(self.MARKER) :]
+            self._gap += gap + self.MARKER
             self._state = "start"
             return True
         self._buffer = bare
         if bare[0] == "{":
             self._gap += gap
-            self._object = CallObject(self.num_calls)
+            self._object = CallObject(self.num_calls, None if self.MARKER in self._gap else self._names)
         else:
-            if self._gap + gap and not self.num_calls:
+            if self._gap or (gap and not self.num_calls):
                 pieces.append(Text(self._gap + gap))
             self._gap, self._state = "", "text"
         return True
@@ -533,50 +581,76 @@ class LlamaJsonParser(ToolParser):
 
 
 class PythonicParser(ToolParser):
-    """Llama 3.2 and 4: a list of Python calls. They are told of when the list is complete.
+    """Llama 3.2 and 4: a list of Python calls at the beginning of the answer. They are told of when the list is complete.
 
     A call that is demanded is written as a JSON list, as in vLLM, and read as such.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__(names)
         self._state = "start"
-        self._list = CallList(0)
+        self._list = CallList(0, names)
+        self._value = PythonValue()
+        self._num_read = 0  # characters of the buffer that the value has seen
 
     def _advance(self, pieces: list[Piece]) -> bool:
-        if self._state == "start":
-            bare = self._buffer.lstrip()
-            if not bare or (bare[0] == "[" and not bare[1:].lstrip()):
-                return False
-            self._state = "text" if bare[0] != "[" else "json" if bare[1:].lstrip()[0] == "{" else "python"
-        if self._state == "json":
-            found, self._buffer = self._list.push(self._buffer)
-            pieces += found
-            self.num_calls = self._list.num_calls
-            if self._list.is_none and not self._list.has_begun:
-                pieces.append(Text(self._list.raw))
-            if self._list.is_none or self._list.is_done:
-                self._state = "text"
+        match self._state:
+            case "start":
+                bare = self._buffer.lstrip()
+                if not bare or (bare[0] == "[" and not bare[1:].lstrip()):
+                    return False
+                self._state = "text" if bare[0] != "[" else "json" if bare[1:].lstrip()[0] == "{" else "name"
                 return True
-            return False
-        if self._state == "python":
-            calls = _python_calls(self._buffer) if self._buffer.rstrip().endswith("]") else None
-            if calls is not None:
-                self._buffer, self._state = "", "text"
-                for number, (name, arguments) in enumerate(calls):
-                    pieces += [Call(number, name), Arguments(number, arguments)]
-                self.num_calls = len(calls)
-            return False
+            case "name":
+                return self._name()
+            case "python":
+                return self._python(pieces)
+            case "json":
+                found, self._buffer = self._list.push(self._buffer)
+                pieces += found
+                self.num_calls = self._list.num_calls
+                if self._list.is_none and self._list.untold:
+                    pieces.append(Text(self._list.untold))
+                if self._list.is_none or self._list.is_done:
+                    self._state = "text"
+                return self._state == "text"
         if self._buffer.strip() or not self.num_calls:
             pieces.append(Text(self._buffer))
-        self._buffer = ""
+            self._buffer = ""
         return False
 
+    def _name(self) -> bool:
+        """Whether what the list begins with is the name of a tool."""
+        name, parenthesis, _ = self._buffer.lstrip()[1:].partition("(")
+        name = name.strip()
+        if not parenthesis and any(known.startswith(name) for known in self._names):
+            return False
+        self._state = "python" if name in self._names and parenthesis else "text"
+        return True
+
+    def _python(self, pieces: list[Piece]) -> bool:
+        self._num_read, is_over = self._value.end(self._buffer, self._num_read)
+        if is_over:
+            pieces += self._told(self._buffer[: self._num_read])
+            self._state = "text"
+        return is_over
+
+    def _told(self, text: str) -> list[Piece]:
+        """The calls that this text at the beginning of the buffer is; if it is none, it stays there."""
+        calls = _python_calls(text)
+        if calls is None or any(name not in self._names for name, _ in calls):
+            return []
+        self._buffer = self._buffer[len(text) :]
+        self.num_calls = len(calls)
+        return [piece for i, (name, part) in enumerate(calls) for piece in (Call(i, name), Arguments(i, part))]
+
     def finish(self) -> list[Piece]:
-        held, self._buffer = self._buffer, ""
-        if self._state == "json":
-            return [] if self._list.has_begun else [Text(self._list.raw + held)]
-        return [Text(held)] if held.strip() or (held and not self.num_calls) else []
+        pieces = self._told(self._buffer) if self._state == "python" else []
+        held = self._list.untold if self._state == "json" else self._buffer
+        self._buffer = ""
+        if held.strip() or (held and not self.num_calls):
+            pieces.append(Text(held))
+        return pieces
 
     @classmethod
     def tag(cls, tools: Sequence[Tool], *, is_single: bool) -> dict[str, Any]:

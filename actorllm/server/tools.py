@@ -25,12 +25,18 @@ class ToolUse:
     """How a request may call its tools. Of a request that may not, there is none."""
 
     parser: type[ToolParser]
+    names: tuple[str, ...]
+    """Of the functions that may be called."""
     is_named: bool
     """One function is demanded by name."""
     is_parallel: bool
     """There may be several calls in one answer."""
     structured: StructuredOutputsParams | None
     """The grammar that demands what is demanded; None: the model writes what it likes."""
+
+    def new_parser(self) -> ToolParser:
+        """For one sequence."""
+        return self.parser(self.names)
 
 
 def response_format_of(body: Any) -> StructuredOutputsParams | None:
@@ -107,7 +113,7 @@ def tool_use_of(body: Any, parser: type[ToolParser]) -> ToolUse | None:
     if tag is not None:
         text = _written({"type": "structural_tag", "format": tag}, "tools")
         structured = _params("tools", structural_tag=text)
-    return ToolUse(parser, name is not None, is_parallel, structured)
+    return ToolUse(parser, tuple(tool.name for tool in called), name is not None, is_parallel, structured)
 
 
 def _tool(given: Any) -> Tool:

@@ -132,6 +132,38 @@ async def test_a_model_calls_by_itself_or_answers_in_the_format(client: httpx.As
     assert reason == "stop"
 
 
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Bob"]}, "age": {"enum": [3]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("parser", "schema"),
+    [("llama3_json", PERSON), ("pythonic", {"type": "array", "items": PERSON, "minItems": 1, "maxItems": 1})],
+)
+async def test_an_answer_that_begins_like_a_call(
+    llm: AsyncLLM, parser: str, schema: dict[str, Any], stream: bool
+) -> None:
+    """Where a call has no marker, what is beside tools may have a name, too."""
+    format = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    fields = {"tools": TOOLS[:1], "response_format": format, "logit_bias": {str(ord("B") - ord("!") + 1): 100}}
+    async with client_of(create_app(llm, tool_call_parser=parser)) as client:
+        if stream:
+            message, _ = await streamed(client, **fields)
+            content, calls, reason = message["content"], message["calls"], message["finish_reason"][0]
+        else:
+            whole = await ask(client, **fields)
+            content, calls = whole["message"]["content"], whole["message"].get("tool_calls", [])
+            reason = whole["finish_reason"]
+    assert (calls, reason) == ([], "stop")
+    person = {"name": "Bob", "age": 3}
+    assert json.loads(content) == ([person] if parser == "pythonic" else person)
+
+
 async def test_response_formats(client: httpx.AsyncClient) -> None:
     format = {"type": "json_schema", "json_schema": {"name": "place", "schema": PLACE, "strict": True}}
     whole = await ask(client, response_format=format)
