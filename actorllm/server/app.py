@@ -156,9 +156,7 @@ async def _answer(request: Request, model: type[Any], ask: Any, prompt_field: st
         streams = [state.llm.generate(prompt, asked.params, **asked.extras.arguments) for prompt in asked.prompts]
     except (ActorLLMError, RecursionError) as error:
         raise error_of(error, fields, prompt_field) from error
-    told = {"x-request-id": asked.shape.id}
-    if asked.extras.warnings:
-        told["x-actorllm-warning"] = "; ".join(asked.extras.warnings)
+    told = {"x-request-id": asked.shape.id, **asked.extras.headers()}
     answer = StreamedAnswer if asked.is_streamed else WholeAnswer
     made = answer(state, asked.shape, streams, fields, prompt_field, told)
     made.params = asked.params
@@ -170,13 +168,14 @@ async def generate(request: Request) -> Response:
     state = state_of(request)
     body = await read_admitted(request, demo.GenerateRequest)
     try:
-        params, arguments = demo.ask(body, request.headers, state.defaults)
-        stream = state.llm.generate(body.prompt, params, **arguments)
+        params, extras = demo.ask(body, request.headers, state.defaults)
+        stream = state.llm.generate(body.prompt, params, **extras.arguments)
     except (ActorLLMError, RecursionError) as error:
         raise error_of(error, {*demo.GenerateRequest.model_fields, *(body.model_extra or {})}, "prompt") from error
     shape = demo.DemoShape(stream.request_id, body.prompt, params.n)
     answer = StreamedAnswer if body.stream else WholeAnswer
-    return answer(state, shape, [stream], demo.GenerateRequest.model_fields, "prompt", {"x-request-id": shape.id})
+    told = {"x-request-id": shape.id, **extras.headers()}
+    return answer(state, shape, [stream], demo.GenerateRequest.model_fields, "prompt", told)
 
 
 # What goes wrong outside of an Answer

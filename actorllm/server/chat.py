@@ -38,6 +38,9 @@ def ask(
             check_length(text, defaults.max_prompt_characters)
     decided: dict[str, Any] = {}
     if body.max_completion_tokens is not None:
+        if body.max_tokens not in (None, body.max_completion_tokens):
+            told = f"max_tokens={body.max_tokens} beside max_completion_tokens={body.max_completion_tokens}"
+            raise ApiError(400, f"{told}: these are two names of one limit; give one of them", "max_tokens")
         decided["max_tokens"] = body.max_completion_tokens
     elif body.max_tokens is None:
         decided["max_tokens"] = defaults.sampling.get("max_tokens")
@@ -48,6 +51,8 @@ def ask(
         decided |= {"skip_special_tokens": False, "structured_outputs": tool_use.structured}  # markers may be special
         if body.tools and not defaults.shows_tools and body.chat_template is None:
             extras.warnings.append("tools: the chat template of this model does not show them to it")
+        if tool_use.ignores_strict:
+            extras.warnings.append("tools: strict has no effect with 'auto', since calls of this model have no marker")
     kind = RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY
     params = sampling_params(body, defaults, kind, **decided)
     logprobs = view_of_logprobs(number, body.logprob_token_ids, body.return_tokens_as_token_ids)

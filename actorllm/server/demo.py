@@ -14,7 +14,7 @@ from actorllm.errors import InvalidPromptError
 from actorllm.request import RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.server.completions import check_length
 from actorllm.server.protocol import Body
-from actorllm.server.sampling import Defaults, objective_of
+from actorllm.server.sampling import Defaults, Extras, contradictions_of, objective_of
 from actorllm.server.shape import Shape
 
 
@@ -30,16 +30,18 @@ class GenerateRequest(Body):
     priority: int | None = None
 
 
-def ask(body: GenerateRequest, headers: Mapping[str, str], defaults: Defaults) -> tuple[SamplingParams, dict[str, Any]]:
-    """The parameters, and the further arguments of `generate`."""
+def ask(body: GenerateRequest, headers: Mapping[str, str], defaults: Defaults) -> tuple[SamplingParams, Extras]:
+    """Raises InvalidParameterError and InvalidPromptError."""
     given = dict(body.model_extra or {})
     if not body.prompt:
         raise InvalidPromptError("the prompt is empty")
     check_length(body.prompt, defaults.max_prompt_characters)
     given["output_kind"] = RequestOutputKind.CUMULATIVE if body.stream else RequestOutputKind.FINAL_ONLY
-    extras = {name: getattr(body, name) for name in ("is_latency_sensitive", "type_info", "tenant", "priority")}
-    arguments = {name: value for name, value in extras.items() if value is not None}
-    return SamplingParams(**given), {**arguments, "slo": objective_of(body.slo, headers)}
+    further = {name: getattr(body, name) for name in ("is_latency_sensitive", "type_info", "tenant", "priority")}
+    slo = objective_of(body.slo, headers)
+    arguments = {name: value for name, value in further.items() if value is not None}
+    extras = Extras({**arguments, "slo": slo}, slo, [] if slo is None else contradictions_of(slo))
+    return SamplingParams(**given), extras
 
 
 class DemoShape(Shape):

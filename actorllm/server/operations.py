@@ -15,6 +15,7 @@ from actorllm.server import chat, metrics
 from actorllm.server.completions import check_length
 from actorllm.server.envelope import ApiError, error_of, error_of_validation
 from actorllm.server.protocol import AbortRequest, Body, DetokenizeRequest, TokenizeRequest
+from actorllm.server.sampling import extras_of
 from actorllm.server.state import ServerState
 from actorllm.text.tokenizer import Tokenizer
 
@@ -126,6 +127,10 @@ async def load(request: Request) -> Response:
 # Tokens
 
 
+OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "tools")
+"""Fields of `/tokenize` that say how messages become a prompt."""
+
+
 def _tokenizer(state: ServerState) -> Tokenizer:
     return state.engine.prompts.tokenizer
 
@@ -136,8 +141,12 @@ async def tokenize(request: Request) -> Response:
     state = state_of(request)
     body = await read_body(request, TokenizeRequest)
     state.check_model(body.model)
+    extras = extras_of(body, request.headers)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "one of prompt and messages is needed, and not both", "prompt")
+    if body.messages is None:
+        given = body.given()
+        extras.warnings += [f"{name} has no effect on a prompt" for name in OF_MESSAGES if name in given]
 
     def run() -> tuple[list[int], list[str] | None]:
         tokenizer = _tokenizer(state)
@@ -156,7 +165,7 @@ async def tokenize(request: Request) -> Response:
         prompt_field = "prompt" if body.messages is None else "messages"
         raise error_of(error, TokenizeRequest.model_fields, prompt_field) from error
     tree: dict[str, Any] = {"count": len(ids), "max_model_len": state.engine.config.model.max_model_len, "tokens": ids}
-    return JSONResponse({**tree, "token_strs": strings})
+    return JSONResponse({**tree, "token_strs": strings}, headers=extras.headers())
 
 
 @router.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
@@ -165,12 +174,13 @@ async def detokenize(request: Request) -> Response:
     state = state_of(request)
     body = await read_body(request, DetokenizeRequest)
     state.check_model(body.model)
+    extras = extras_of(body, request.headers)
     vocab_size = state.engine.config.model.vocab_size
     for i in body.tokens:
         if not 0 <= i < vocab_size:
             raise ApiError(400, f"tokens: {i!r:.40} is outside the vocabulary of {vocab_size} tokens", "tokens")
     text = await to_thread.run_sync(lambda: _tokenizer(state).decode(body.tokens))
-    return JSONResponse({"prompt": text})
+    return JSONResponse({"prompt": text}, headers=extras.headers())
 
 
 @router.get("/tokenizer_info")
@@ -189,10 +199,12 @@ async def abort_requests(request: Request) -> Response:
     """End requests by the ids in their answers, or all of this server; each is answered with what there is."""
     state = state_of(request)
     body = await read_body(request, AbortRequest)
+    extras = extras_of(body, request.headers)
     if not body.abort_all and body.request_ids is None:
         raise ApiError(400, "request_ids, or abort_all=true, is needed", "request_ids")
     names = None if body.abort_all else body.request_ids
-    return JSONResponse({"num_aborted": state.abort(names) + await state.peers.abort(names)})
+    tree = {"num_aborted": state.abort(names) + await state.peers.abort(names)}
+    return JSONResponse(tree, headers=extras.headers())
 
 
 @router.post("/reset_prefix_cache")

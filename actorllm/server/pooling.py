@@ -11,7 +11,7 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Container, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import orjson
 from fastapi import APIRouter, Request, Response
@@ -27,7 +27,7 @@ from actorllm.server.answer import JSON, Answer
 from actorllm.server.completions import check_length, prompts_of
 from actorllm.server.envelope import ApiError, error_of
 from actorllm.server.operations import read_admitted, state_of, takes
-from actorllm.server.protocol import Body, Generation, Many, Objective, Prompts
+from actorllm.server.protocol import Body, Many, Objective, Prompts
 from actorllm.server.sampling import Extras, extras_of, name_request
 from actorllm.server.shape import PromptState, Shape, metrics_of
 from actorllm.server.state import ServerState
@@ -202,9 +202,7 @@ def _answer(request: Request, body: Pooled, ask: Any, prompt_field: str, **param
             stream.abort()
         raise error_of(error, fields, prompt_field) from error
     shape.model, shape.slo = model, extras.slo
-    told = {"x-request-id": shape.id}
-    if extras.warnings:
-        told["x-actorllm-warning"] = "; ".join(extras.warnings)
+    told = {"x-request-id": shape.id, **extras.headers()}
     return PooledAnswer(state, shape, streams, fields, prompt_field, told)
 
 
@@ -214,7 +212,7 @@ def _extras(body: Pooled, request: Request) -> Extras:
             shown = " or ".join(repr(value) for value in accepted if value is not None)
             instead = f"; leave it at {shown}" if shown else "; leave it out"
             raise ApiError(400, f"{name}={getattr(body, name)!r:.80} is not supported{instead}", name)
-    extras = extras_of(cast(Generation, body), request.headers)  # the fields that it looks at are the same
+    extras = extras_of(body, request.headers)
     if body.truncation_side is not None:
         extras.arguments.setdefault("tokenization_kwargs", {})["truncation_side"] = body.truncation_side
     return extras

@@ -96,12 +96,15 @@ def ask(
         "logprobs": number,
     }
     if (wanted := structured_outputs_of(body.text)) is not None:
+        for name in ("structured_outputs", "response_format"):
+            if getattr(body, name) is not None:
+                raise ApiError(400, f"text.format beside {name}: give one of them", "text")
         decided["structured_outputs"] = wanted
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     if limit is not None and limit < 1:
         raise ApiError(400, f"max_output_tokens={limit} must be at least 1", "max_output_tokens")
     params = sampling_params(body, defaults, kind, **decided)
-    logprobs = None if number is None else LogprobsView(number, False)
+    logprobs = None if number is None else LogprobsView(number, bool(body.return_tokens_as_token_ids))
     shape = ResponsesShape(body, params, model, logprobs, extras.slo, decode)
     prompt: Prompt = conversation
     if body.cache_salt is not None:

@@ -15,7 +15,7 @@ from actorllm.errors import InvalidParameterError, nearest_name
 from actorllm.objective import SLO
 from actorllm.request import VLLM_PARAMETERS, RequestOutputKind, SamplingParams
 from actorllm.server.envelope import ApiError
-from actorllm.server.protocol import Generation
+from actorllm.server.protocol import Body, Generation
 from actorllm.server.tool_parsers import DEFAULT_PARSER, PARSERS, ToolParser
 from actorllm.server.tools import response_format_of
 
@@ -58,12 +58,18 @@ IDLE: dict[str, tuple[Any, ...]] = {
 """Fields of OpenAI and vLLM that are accepted at these values, where they ask for what is done anyway."""
 
 WITHOUT_EFFECT = frozenset(
-    (
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "include_reasoning"),
-        *("prompt_cache_retention", "parallel_tool_calls", "guided_decoding_backend", "stream_include_usage"),
-    )
+    (*("user", "metadata", "safety_identifier", "prompt_cache_key", "include_reasoning", "parallel_tool_calls"),)
 )
 """Fields that ask nothing of an engine that keeps no accounts and calls no tools."""
+
+NOT_HONOURED: dict[str, tuple[Any, ...]] = {
+    "store": (None, False),
+    "service_tier": (None, "auto", "default"),
+    "prompt_cache_retention": (None, "in_memory", "in-memory"),
+    "guided_decoding_backend": (None, "auto"),
+    "stream_include_usage": (None, False),
+}
+"""Fields without which the answer is the same: other values than these, which ask for nothing, are warned of."""
 
 MAX_WARNED = 200
 MAX_UNKNOWN = 10
@@ -94,6 +100,10 @@ class Extras:
     slo: SLO | None = None
     warnings: list[str] = field(default_factory=list)
 
+    def headers(self) -> dict[str, str]:
+        """Of the response."""
+        return {"x-actorllm-warning": "; ".join(self.warnings)} if self.warnings else {}
+
 
 def name_request(body: Any, headers: Mapping[str, str]) -> None:
     """Call a request what its client calls it: in `request_id`, else in the header x-request-id.
@@ -118,14 +128,19 @@ def sampling_params(body: Generation, defaults: Defaults, kind: RequestOutputKin
     return SamplingParams.from_optional(**{**defaults.sampling, **asked, **decided, "output_kind": kind})
 
 
-def extras_of(body: Generation, headers: Mapping[str, str]) -> Extras:
+def extras_of(body: Body, headers: Mapping[str, str]) -> Extras:
     """Everything else. Raises InvalidParameterError, or ApiError for a field that cannot be honoured."""
     extra = body.model_extra or {}
     for name, value in extra.items():
         if name in IDLE:
             check_idle(name, value)
-    unknown = [name for name in extra if name not in IDLE and name not in WITHOUT_EFFECT]
-    found = Extras(warnings=_of_unknown(unknown, {*type(body).model_fields, *IDLE, *WITHOUT_EFFECT}))
+    known = {*type(body).model_fields, *IDLE, *WITHOUT_EFFECT, *NOT_HONOURED}
+    found = Extras(warnings=_of_unknown([name for name in extra if name not in known], known))
+    found.warnings += [
+        f"{name} has no effect here"
+        for name, accepted in NOT_HONOURED.items()
+        if name in extra and extra[name] not in accepted
+    ]
     given = body.given()
     found.slo = objective_of(given.get("slo"), headers)
     found.arguments = {
@@ -133,9 +148,7 @@ def extras_of(body: Generation, headers: Mapping[str, str]) -> Extras:
     }
     if found.slo is not None:
         found.arguments["slo"] = found.slo
-        contradiction = found.slo.contradiction()
-        if contradiction is not None:
-            found.warnings.append(f"slo: {contradiction}")
+        found.warnings += contradictions_of(found.slo)
     tokenization = {name: given[name] for name in TOKENIZATION_FIELDS if name in given}
     if tokenization:
         found.arguments["tokenization_kwargs"] = tokenization
@@ -152,6 +165,12 @@ def _of_unknown(names: Sequence[str], known: Collection[str]) -> list[str]:
     if len(names) > MAX_UNKNOWN:
         warnings.append(f"so it is with {len(names) - MAX_UNKNOWN} more fields")
     return warnings
+
+
+def contradictions_of(slo: SLO) -> list[str]:
+    """What is to be said of an objective whose parts do not go together."""
+    contradiction = slo.contradiction()
+    return [] if contradiction is None else [f"slo: {contradiction}"]
 
 
 def check_idle(name: str, value: Any) -> None:

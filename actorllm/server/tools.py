@@ -18,6 +18,7 @@ from actorllm.structured_outputs import StructuredOutputsParams, structured_outp
 
 CHOICES = ("none", "auto", "required")
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+OPTIONS_OF_JSON = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class ToolUse:
     """One function is demanded by name."""
     is_parallel: bool
     """There may be several calls in one answer."""
+    ignores_strict: bool
+    """A tool is strict, and the model is free to write what it likes: nothing tells a call from text in advance."""
     structured: StructuredOutputsParams | None
     """The grammar that demands what is demanded; None: the model writes what it likes."""
 
@@ -91,29 +94,38 @@ def tool_use_of(body: Any, parser: type[ToolParser]) -> ToolUse | None:
     is_demanded = name is not None or choice == "required"
     is_parallel = body.parallel_tool_calls is not False and name is None
     format = response_format_of(body)
+    field = "structured_outputs" if body.structured_outputs is not None else "response_format"
     if is_demanded and format is not None:
-        field = "structured_outputs" if body.structured_outputs is not None else "response_format"
         raise ApiError(400, f"tool_choice={choice!r:.80} demands a call, and {field} another form of answer", field)
     called = tools if name is None else [tool for tool in tools if tool.name == name]
     calls = parser.tag(called, is_single=not is_parallel)
+    is_strict = any(_is_strict(one) for one in body.tools)
     tag: dict[str, Any] | None = None
     if is_demanded:
         tag = calls
     elif format is not None:
         if format.json is None and format.json_object is None:
-            raise ApiError(400, "structured_outputs beside tools must be json or json_object", "structured_outputs")
+            raise ApiError(400, f"{field} beside tools must be a JSON schema, or json_object", field)
+        for option in OPTIONS_OF_JSON:
+            if getattr(format, option):
+                raise ApiError(
+                    400,
+                    f"structured_outputs: {option} is not supported beside tools; leave it out",
+                    "structured_outputs",
+                )
         schema = format.json or {"type": "object"}
         if isinstance(schema, str):
             schema = json.loads(schema)
         tag = {"type": "or", "elements": [calls, {"type": "json_schema", "json_schema": schema}]}
-    elif any(_is_strict(one) for one in body.tools) and _is_marked(calls, parser.MARKER):
+    elif is_strict and _is_marked(calls, parser.MARKER):
         tag = {"type": "triggered_tags", "triggers": [parser.MARKER], "tags": calls["tags"]}
         tag["stop_after_first"] = not is_parallel
     structured = None
     if tag is not None:
         text = _written({"type": "structural_tag", "format": tag}, "tools")
         structured = _params("tools", structural_tag=text)
-    return ToolUse(parser, tuple(tool.name for tool in called), name is not None, is_parallel, structured)
+    names = tuple(tool.name for tool in called)
+    return ToolUse(parser, names, name is not None, is_parallel, is_strict and tag is None, structured)
 
 
 def _tool(given: Any) -> Tool:

@@ -177,7 +177,7 @@ async def test_fields_are_refused_by_name(
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": -3}, "top_logprobs"),
         ({"logprobs": 5}, "logprobs"),
-        ({"max_completion_tokens": -1}, "max_tokens"),
+        ({"max_tokens": None, "max_completion_tokens": -1}, "max_tokens"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
@@ -268,6 +268,54 @@ async def test_numbers_may_be_written_as_text(client: httpx.AsyncClient) -> None
     body = {**NAMED[TEXT], "logit_bias": {"443": "100", "5": True}, "temperature": "0", "return_token_ids": True}
     (choice,) = (await client.post(TEXT, json=body)).json()["choices"]
     assert choice["token_ids"] == [443]
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather"}}]
+RESPONSE = {"input": "Once", "text": {"format": {"type": "json_object"}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "name"),
+    [
+        ("/v1/responses", {**RESPONSE, "structured_outputs": {"regex": "[0-9]+"}}, "structured_outputs"),
+        ("/v1/responses", {**RESPONSE, "response_format": {"type": "json_object"}}, "response_format"),
+        *(
+            (CHAT, {"tools": TOOLS, "structured_outputs": {"json": {}, option: value}}, option)
+            for option, value in (
+                ("disable_any_whitespace", True),
+                ("disable_additional_properties", True),
+                ("whitespace_pattern", " "),
+            )
+        ),
+        (CHAT, {"max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens=3"),
+        (CHAT, {"store": True}, "store"),
+        (CHAT, {"service_tier": "priority"}, "service_tier"),
+        ("/tokenize", {"prompt": "a", "add_special_token": False}, "'add_special_token'"),
+        ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
+        ("/detokenize", {"tokens": [5], "skip_special_token": True}, "'skip_special_token'"),
+        ("/abort_requests", {"request_ids": [], "abort": True}, "'abort'"),
+        ("/generate", {"prompt": "a", "slo": {"ttft": 5, "e2e": 1}}, "slo"),
+    ],
+    ids=str,
+)
+async def test_what_is_not_done_is_told(
+    client: httpx.AsyncClient, path: str, fields: dict[str, Any], name: str
+) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 1, **fields} if path == CHAT else fields
+    response = await client.post(path, json=body)
+    assert response.status_code in (200, 400)
+    if response.status_code == 200:
+        assert name in response.headers["x-actorllm-warning"]
+    else:
+        assert name in response.json()["error"]["message"]
+        assert response.json()["error"]["param"] in fields
+
+
+async def test_what_asks_for_nothing_is_not_told_of(client: httpx.AsyncClient) -> None:
+    idle = {"store": False, "service_tier": "auto", "user": "me", "max_completion_tokens": 1, "n": 1}
+    response = await client.post(CHAT, json={"messages": MESSAGES, "max_tokens": 1, **idle})
+    assert response.status_code == 200
+    assert "x-actorllm-warning" not in response.headers
 
 
 async def test_nested_without_end(client: httpx.AsyncClient) -> None:

@@ -70,8 +70,10 @@ async def test_without_extras_an_event_is_text(client: httpx.AsyncClient) -> Non
     assert events[-1]["choices"][0]["finish_reason"] == "length"
 
 
-async def test_max_completion_tokens_goes_before_max_tokens(client: httpx.AsyncClient) -> None:
-    assert (await converse(client, max_completion_tokens=3))["usage"]["completion_tokens"] == 3
+async def test_max_completion_tokens_is_another_name_of_max_tokens(client: httpx.AsyncClient) -> None:
+    for max_tokens in (None, 3):
+        tree = await converse(client, max_tokens=max_tokens, max_completion_tokens=3)
+        assert tree["usage"]["completion_tokens"] == 3
 
 
 async def test_going_on_from_the_last_message(client: httpx.AsyncClient) -> None:

@@ -102,10 +102,17 @@ async def test_with_auto_the_model_answers_as_it_likes(client: httpx.AsyncClient
     assert told == {"content": whole["message"]["content"], "calls": [], "finish_reason": ["length"]}
 
 
-async def test_strict_tools_beside_free_text(client: httpx.AsyncClient) -> None:
+async def test_strict_tools_beside_free_text(llm: AsyncLLM, client: httpx.AsyncClient) -> None:
     strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]  # type: ignore[dict-item]
     whole = await ask(client, tools=strict, max_tokens=20)
     assert whole["message"]["content"]
+    body = {"messages": MESSAGES, "max_tokens": 2, "tools": strict}
+    for parser, is_held in (("hermes", True), ("llama3_json", False), ("pythonic", False)):
+        async with client_of(create_app(llm, tool_call_parser=parser)) as other:
+            for fields in ({}, {"tool_choice": "required"}):
+                response = await other.post("/v1/chat/completions", json={**body, **fields})
+                warned = "strict" in response.headers["x-actorllm-warning"]
+                assert warned == (not is_held and not fields)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -220,6 +227,7 @@ async def test_messages_of_tools_are_taken(client: httpx.AsyncClient) -> None:
         ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"tools": TOOLS, "response_format": {"type": "structural_tag", "format": {}}}, "response_format"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"x": "y" * 300_000}}}},
             "response_format",
