@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from actorllm.errors import ActorLLMError, RequestError
 from actorllm.request import CompletionOutput, RequestOutput, SamplingParams
-from actorllm.server.envelope import ApiError, error_of
+from actorllm.server.envelope import NOTHING_RENAMED, ApiError, error_of
 from actorllm.server.guards import SEND
 from actorllm.server.request_log import log_request, request_id
 from actorllm.server.shape import Shape
@@ -63,6 +63,8 @@ class Answer(Response, ABC):
         self._send_middle: Send
         self.params: SamplingParams | None = None
         """What was asked of the engine, for a trace."""
+        self.renamed = NOTHING_RENAMED
+        """Parameters by which other names the body has, as `Body.renamed`."""
         self._last_outputs: list[RequestOutput] = []
         """Of each prompt, with the ends of all its sequences."""
 
@@ -116,7 +118,7 @@ class Answer(Response, ABC):
             logger.error("request %s failed", self._shape.id, exc_info=error)
         elif not isinstance(error, RequestError):
             logger.warning("request %s failed: %s", self._shape.id, error)
-        told = error_of(error, self._fields, self._prompt_field)
+        told = error_of(error, self._fields, self._prompt_field, self.renamed)
         if self._has_started:
             body = self._shape.failure(told.body())
         else:

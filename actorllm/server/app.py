@@ -155,11 +155,11 @@ async def _answer(request: Request, model: type[Any], ask: Any, prompt_field: st
         asked: Asked = ask(body, headers, state.defaults, name, state.decode)
         streams = [state.llm.generate(prompt, asked.params, **asked.extras.arguments) for prompt in asked.prompts]
     except (ActorLLMError, RecursionError) as error:
-        raise error_of(error, fields, prompt_field) from error
+        raise error_of(error, fields, prompt_field, body.renamed()) from error
     told = {"x-request-id": asked.shape.id, **asked.extras.headers()}
     answer = StreamedAnswer if asked.is_streamed else WholeAnswer
     made = answer(state, asked.shape, streams, fields, prompt_field, told)
-    made.params = asked.params
+    made.params, made.renamed = asked.params, body.renamed()
     return made
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import reprlib
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any
 
 import orjson
@@ -44,6 +44,7 @@ RETRY_AFTER_S = 1
 MAX_MESSAGE = 2000
 MAX_SHOWN = 100
 _WORD = re.compile(r"[A-Za-z_]\w*")
+NOTHING_RENAMED: Mapping[str, str] = {}
 
 
 class ApiError(Exception):
@@ -76,8 +77,14 @@ class ApiError(Exception):
         return {"www-authenticate": "Bearer"} if self.status == 401 else {}
 
 
-def error_of(error: BaseException, fields: Container[str] = (), prompt: str | None = None) -> ApiError:
-    """What a client is told of an exception. fields: what its body may hold; prompt: where in it the prompt is.
+def error_of(
+    error: BaseException,
+    fields: Container[str] = (),
+    prompt: str | None = None,
+    renamed: Mapping[str, str] = NOTHING_RENAMED,
+) -> ApiError:
+    """What a client is told of an exception. fields: what its body may hold; prompt: where in it the prompt is; renamed:
+    what parameters are called there, by their names.
 
     What is not an error of this library is not shown to anybody: its text may be about anything.
     """
@@ -95,6 +102,7 @@ def error_of(error: BaseException, fields: Container[str] = (), prompt: str | No
     if isinstance(error, RequestFailedError):
         return ApiError(500, message)
     if isinstance(error, RequestError):
+        message = _WORD.sub(lambda word: renamed.get(word[0], word[0]), message)
         named = [word for word in map(str.lower, _WORD.findall(message)) if word in fields]
         if isinstance(error, InvalidPromptError) and not (named and message.startswith(f"{named[0]}=")):
             return ApiError(400, message, prompt)

@@ -90,6 +90,10 @@ class Body(BaseModel):
         values = self.__dict__
         return {name: values[name] for name in self.model_fields_set if name in values and values[name] is not None}
 
+    def renamed(self) -> dict[str, str]:
+        """Parameters that this body gives by names of its API, for errors: that name by the parameter's own."""
+        return {}
+
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
@@ -154,6 +158,9 @@ class CompletionRequest(Generation):
     best_of: int | None = None
     logprobs: int | None = None
 
+    def renamed(self) -> dict[str, str]:
+        return {"prompt_logprobs": "logprobs"} if self.prompt_logprobs is None else {}
+
 
 class ChatCompletionRequest(Generation):
     """`POST /v1/chat/completions`."""
@@ -169,6 +176,10 @@ class ChatCompletionRequest(Generation):
     tools: Messages | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+
+    def renamed(self) -> dict[str, str]:
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return {"max_tokens": limit, "logprobs": "top_logprobs"}
 
 
 class TokenizeRequest(Body):

@@ -68,6 +68,9 @@ class ResponsesRequest(Generation):
     stream_options: dict[str, Any] | None = None  # type: ignore[assignment]
     chat_template_kwargs: dict[str, Any] | None = None
 
+    def renamed(self) -> dict[str, str]:
+        return {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+
 
 def ask(
     body: ResponsesRequest,

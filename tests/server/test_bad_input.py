@@ -177,7 +177,8 @@ async def test_fields_are_refused_by_name(
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": -3}, "top_logprobs"),
         ({"logprobs": 5}, "logprobs"),
-        ({"max_tokens": None, "max_completion_tokens": -1}, "max_tokens"),
+        ({"logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
+        ({"max_tokens": None, "max_completion_tokens": -1}, "max_completion_tokens"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
@@ -268,6 +269,15 @@ async def test_numbers_may_be_written_as_text(client: httpx.AsyncClient) -> None
     body = {**NAMED[TEXT], "logit_bias": {"443": "100", "5": True}, "temperature": "0", "return_token_ids": True}
     (choice,) = (await client.post(TEXT, json=body)).json()["choices"]
     assert choice["token_ids"] == [443]
+
+
+async def test_errors_name_what_the_client_sent(client: httpx.AsyncClient) -> None:
+    fields = {"min_tokens": 5, "max_completion_tokens": 3}
+    told = error_in(await client.post(CHAT, json={"messages": MESSAGES, **fields}), 400, "min_tokens")
+    assert "max_completion_tokens=3" in told
+    fields = {"echo": True, "logprobs": 1000, "logprob_token_ids": [5]}
+    told = error_in(await client.post(TEXT, json={"prompt": "Once", **fields}), 400, "logprobs")
+    assert told.startswith("logprobs=1000")
 
 
 TOOLS = [{"type": "function", "function": {"name": "weather"}}]

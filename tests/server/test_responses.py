@@ -150,6 +150,12 @@ async def test_log_probabilities_and_a_schema(openai_client: openai.AsyncOpenAI)
         ({"input": "a " * 3000}, "input", "max_model_len"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"input": "a", "max_tokens": 3}, "max_tokens", "max_output_tokens"),
+        ({"input": "a", "max_output_tokens": 3, "min_tokens": 5}, "min_tokens", "max_output_tokens=3"),
+        (
+            {"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 1000},
+            "top_logprobs",
+            "top_logprobs=1000",
+        ),
         ({"input": "a", "temperature": -1}, "temperature", ">= 0"),
         ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
         ({"input": "a", "conversation": "c"}, "conversation", "not supported"),
