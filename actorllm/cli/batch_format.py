@@ -212,7 +212,7 @@ def success_line(
 def _choice(
     request: BatchRequest, index: int, output: RequestOutput, one: CompletionOutput, decode: Callable[[list[int]], str]
 ) -> dict[str, Any]:
-    text = one.text
+    prompt = ""
     if request.echo:
         prompt = output.prompt if output.prompt is not None else decode(output.prompt_token_ids)
         if request.url == CHAT:  # as vLLM: the last message, when it is continued
@@ -220,7 +220,7 @@ def _choice(
             assert isinstance(conversation, Conversation)
             content = conversation.messages[-1].get("content")
             prompt = content if isinstance(content, str) else ""
-        text = prompt + text
+    text = prompt + one.text
     said = {"message": {"role": "assistant", "content": text}} if request.url == CHAT else {"text": text}
     logprobs: dict[str, Any] | None = None
     if request.num_logprobs is not None:
@@ -229,10 +229,13 @@ def _choice(
         if request.url == CHAT:
             logprobs = view.of_message(positions)
         else:
+            offset = 0
             if request.echo:
                 assert output.prompt_logprobs is not None
-                positions = [*zip(output.prompt_token_ids, output.prompt_logprobs, strict=True), *positions]
-            logprobs = view.of_text(positions, decode)
+                echoed: list[Position] = list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))
+                offset = view.offset_of_prompt(prompt, echoed, decode)
+                positions = [*echoed, *positions]
+            logprobs = view.of_text(positions, decode, offset)
     choice: dict[str, Any] = {
         "index": index,
         **said,

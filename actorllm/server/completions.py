@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from actorllm.errors import InvalidParameterError, InvalidPromptError
@@ -124,12 +124,34 @@ class CompletionShape(OpenAIShape):
     """The model may have seen less than the prompt that was sent; what it has seen is echoed."""
 
     is_prompt_only = False
-    """Only the prompt is shown, and a token that had to be generated is not."""
+    """Only the prompt is shown, and the token that had to be generated is nowhere to be seen."""
     shows_prompt_logprobs = False
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._offsets = [0] * len(self._num_tokens)
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        return super().whole([self._shown(output) for output in outputs])
+
+    def events(self, number: int, output: RequestOutput) -> bytes:
+        return super().events(number, self._shown(output))
+
+    def _shown(self, output: RequestOutput) -> RequestOutput:
+        if not self.is_prompt_only:
+            return output
+        outputs = [
+            replace(
+                one,
+                text="",
+                token_ids=[],
+                logprobs=None,
+                finish_reason="length" if one.finish_reason == "stop" else one.finish_reason,
+                stop_reason=None,
+            )
+            for one in output.outputs
+        ]
+        return replace(output, outputs=outputs)
 
     def _echoed(self, output: RequestOutput) -> str:
         if output.prompt is None or self.is_truncated:
@@ -137,16 +159,16 @@ class CompletionShape(OpenAIShape):
         return output.prompt
 
     def _whole_choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
-        text = "" if self.is_prompt_only else one.text
-        if self.view.echo:
-            text = self._echoed(output) + text
-        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
+        prompt = self._echoed(output) if self.view.echo else ""
+        choice: dict[str, Any] = {"index": index, "text": prompt + one.text, "logprobs": None}
         if self.view.logprobs is not None:
-            positions = [] if self.is_prompt_only else self._positions(one)
+            positions, offset = self._positions(one), 0
             if self.view.echo:
                 assert output.prompt_logprobs is not None
-                positions = [*zip(output.prompt_token_ids, output.prompt_logprobs, strict=True), *positions]
-            choice["logprobs"] = self.view.logprobs.of_text(positions, self._decode)
+                echoed: list[Position] = list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))
+                offset = self.view.logprobs.offset_of_prompt(prompt, echoed, self._decode)
+                positions = [*echoed, *positions]
+            choice["logprobs"] = self.view.logprobs.of_text(positions, self._decode, offset)
         choice |= {"finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
         if self.shows_prompt_logprobs:
             choice["prompt_logprobs"] = of_prompt(output)
@@ -161,8 +183,9 @@ class CompletionShape(OpenAIShape):
         logprobs = None
         if self.view.logprobs is not None:
             positions: list[Position] = list(zip(state.ids, state.logprobs or (), strict=True))
-            logprobs = self.view.logprobs.of_text(positions, self._decode)
-            self._offsets[index] = sum(map(len, logprobs["tokens"]))
+            offset = self.view.logprobs.offset_of_prompt(text, positions, self._decode)
+            logprobs = self.view.logprobs.of_text(positions, self._decode, offset)
+            self._offsets[index] = len(text)
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
         if self.view.has_token_ids:
             choice["prompt_token_ids"] = state.ids
@@ -171,15 +194,15 @@ class CompletionShape(OpenAIShape):
     def _choice(self, index: int, one: CompletionOutput) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": index,
-            "text": "" if self.is_prompt_only else one.text,
+            "text": one.text,
             "logprobs": None,
             "finish_reason": one.finish_reason,
             "stop_reason": one.stop_reason,
         }
-        if self.view.logprobs is not None and not self.is_prompt_only:
-            shown = self.view.logprobs.of_text(self._positions(one), self._decode, self._offsets[index])
-            self._offsets[index] += sum(map(len, shown["tokens"]))
-            choice["logprobs"] = shown
+        if self.view.logprobs is not None:
+            positions = self._positions(one)
+            choice["logprobs"] = self.view.logprobs.of_text(positions, self._decode, self._offsets[index])
+            self._offsets[index] += self.view.logprobs.width(positions, self._decode)
         if self.view.has_token_ids:
             choice["token_ids"] = one.token_ids
         return choice

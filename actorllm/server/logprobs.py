@@ -41,7 +41,8 @@ class LogprobsView:
     ) -> dict[str, Any]:
         """OpenAI's `logprobs` of a text, in columns. A token's own is among the most likely ones, even if it is not.
 
-        decode: the text of a token without entries, the first of a prompt. offset: of the first token in the text.
+        decode: the text of a token without entries, the first of a prompt. offset: of the first token in the text; below 0
+        where the text does not show it (`offset_of_prompt`).
         """
         tokens: list[str] = []
         own: list[float | None] = []
@@ -60,9 +61,24 @@ class LogprobsView:
                     by_text.setdefault(self._token(i, entry), finite(entry))  # several may read alike: the likelier
                 top.append(by_text)
             tokens.append(token)
-            offsets.append(offset)
-            offset += len(token)
+            offsets.append(max(0, offset))
+            offset += self.width([(token_id, entries)], decode)
         return {"text_offset": offsets, "token_logprobs": own, "tokens": tokens, "top_logprobs": top}
+
+    @staticmethod
+    def width(positions: Sequence[Position], decode: Callable[[list[int]], str]) -> int:
+        """Characters that these tokens have in a text, however they are spelled here."""
+        return sum(
+            len((entries[token_id].decoded_token or "") if entries else decode([token_id]))
+            for token_id, entries in positions
+        )
+
+    def offset_of_prompt(self, prompt: str, positions: Sequence[Position], decode: Callable[[list[int]], str]) -> int:
+        """Where the first token of a prompt stands in it: so that the last one ends where the prompt does.
+
+        Before the text there may be a token that begins it, or some that were cut off.
+        """
+        return len(prompt) - self.width(positions, decode)
 
     def _most_likely(self, entries: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
         """Those that were asked for, the likeliest first."""

@@ -142,6 +142,8 @@ def test_log_probabilities_in_the_form_of_openai(tmp_path: Path) -> None:
     assert (echo["logprobs"]["token_logprobs"][0], echo["logprobs"]["top_logprobs"][0]) == (None, None)
     assert all(value < 0 for value in echo["logprobs"]["token_logprobs"][1:])
     assert "".join(echo["logprobs"]["tokens"]).endswith(echo["text"][-10:])
+    for offset, token in zip(echo["logprobs"]["text_offset"][1:], echo["logprobs"]["tokens"][1:], strict=True):
+        assert echo["text"][offset:].startswith(token)
     (echo,) = choices(found["echo ids"])
     assert "".join(echo["logprobs"]["tokens"]) == echo["text"]
     assert echo["text"].endswith("Once upon a time" + choices(found["none"])[0]["text"])

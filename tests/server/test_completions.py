@@ -94,7 +94,7 @@ async def test_usage_of_a_stream(client: httpx.AsyncClient) -> None:
     assert counts[-2:] == [8, 8]
 
 
-@pytest.mark.parametrize("prompt", [PROMPT, [0, 2721, 645]], ids=["text", "ids"])
+@pytest.mark.parametrize("prompt", [PROMPT, "Once — 狗", [0, 2721, 645]], ids=["text", "wide", "ids"])
 async def test_echo_and_logprobs(client: httpx.AsyncClient, prompt: Any) -> None:
     plain = await complete(client, prompt, logprobs=2)
     tree = await complete(client, prompt, logprobs=2, echo=True)
@@ -103,6 +103,12 @@ async def test_echo_and_logprobs(client: httpx.AsyncClient, prompt: Any) -> None
     num_prompt = tree["usage"]["prompt_tokens"]
     assert "".join(logprobs["tokens"][num_prompt:]) == choice["text"][-len(plain["choices"][0]["text"]) :]
     assert logprobs["token_logprobs"][0] is None
+    assert logprobs["text_offset"][0] == 0
+    is_shown = isinstance(prompt, list)  # a text is not shown with the token that begins it
+    for offset, token in list(zip(logprobs["text_offset"], logprobs["tokens"], strict=True))[0 if is_shown else 1 :]:
+        assert choice["text"][offset:].startswith(token)
+    (by_id,) = (await complete(client, prompt, logprobs=2, echo=True, return_tokens_as_token_ids=True))["choices"]
+    assert by_id["logprobs"]["text_offset"] == logprobs["text_offset"]
     assert len(logprobs["tokens"]) == num_prompt + 8
     assert all(2 <= len(top) <= 3 for top in logprobs["top_logprobs"][1:])
     assert logprobs["token_logprobs"][num_prompt:] == pytest.approx(plain["choices"][0]["logprobs"]["token_logprobs"])
@@ -113,9 +119,16 @@ async def test_echo_and_logprobs(client: httpx.AsyncClient, prompt: Any) -> None
 
 
 async def test_echo_without_new_tokens_scores_a_text(client: httpx.AsyncClient) -> None:
-    (choice,) = (await complete(client, PROMPT, echo=True, max_tokens=0, logprobs=0))["choices"]
+    fields = {"echo": True, "max_tokens": 0, "logprobs": 0, "return_token_ids": True}
+    tree = await complete(client, PROMPT, **fields)
+    (choice,) = tree["choices"]
     assert choice["text"] == PROMPT
     assert "".join(choice["logprobs"]["tokens"][1:]) == PROMPT
+    assert (choice["finish_reason"], choice["token_ids"], tree["usage"]["completion_tokens"]) == ("length", [], 0)
+    events = await streamed(client, PROMPT, **fields, stream_options={"include_usage": True})
+    assert joined(events) == PROMPT
+    assert events[-1]["usage"] == tree["usage"]
+    assert [event["choices"][0].get("finish_reason") for event in events[:-1]] == [None, "length"]
 
 
 async def test_vllm_fields_have_an_effect(client: httpx.AsyncClient) -> None:
