@@ -104,6 +104,19 @@ async def test_a_tag_with_free_text_before_it(llm: AsyncLLM) -> None:
     assert matches(json.loads(text[6:-7]), PERSON)
 
 
+@pytest.mark.parametrize(("pattern", "text"), [("a/b", "a/b"), (r"a\/b", "a/b"), (r"a\\/b", r"a\/b")])
+async def test_slashes_in_a_pattern_of_a_tag(llm: AsyncLLM, pattern: str, text: str) -> None:
+    tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": pattern}}
+    assert (await answer(llm, {"structural_tag": json.dumps(tag)})).text == text
+
+
+async def test_a_tag_that_may_end_anywhere(llm: AsyncLLM) -> None:
+    format = {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": ["", "</a>"]}
+    one = await answer(llm, {"structural_tag": json.dumps({"format": format})}, max_tokens=20)
+    assert one.text.startswith("<a>")
+    assert len(one.text) > 3
+
+
 async def test_where_it_may_end_the_model_decides_and_with_ignore_eos_it_goes_on(llm: AsyncLLM) -> None:
     eos = {0: 100.0}
     one = await answer(llm, {"regex": "[ a-z]{0,9}"}, logit_bias=eos)

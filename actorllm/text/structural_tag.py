@@ -56,7 +56,11 @@ class _Writer:
             case "const_string":
                 return self.text(_string(format, "value"))
             case "regex":
-                return "/" + _string(format, "pattern").replace("/", r"\/") + "/"
+                # A bare slash would end it; one behind a backslash is there already as it has to be.
+                inside = re.sub(
+                    r"(\\.)|/", lambda found: found[1] or r"\/", _string(format, "pattern"), flags=re.DOTALL
+                )
+                return f"/{inside}/"
             case "any_text":
                 return self._rule(self._token(ANY_TEXT))
             case "json_schema":
@@ -122,6 +126,8 @@ class _Writer:
 
     def _until(self, text: str) -> str:
         """Any text up to this one, and this one."""
+        if not text:
+            return self._token(ANY_TEXT)
         first, *others = [piece for piece in self._split.split(text) if piece]
         if first in self._special:
             return f"{self._token(ANY_TEXT)} {self.text(text)}"
