@@ -87,6 +87,8 @@ class Pipeline:
             while worker.is_running:
                 if self.turn():
                     worker.wake()  # perhaps there is more; the loop turns once before
+                if worker.unsent is not None:
+                    await self._send_unsent()
                 await worker.wait()
         finally:
             self._awaited.put(None)
@@ -184,6 +186,15 @@ class Pipeline:
             worker.pulse.end()
         if flight.link.is_open:
             flight.link.finish()  # the next plan is there already: take it without waiting for its doorbell
+
+    async def _send_unsent(self) -> None:
+        """Launch and report nothing before there is room for the last result."""
+        pulse = self._worker.pulse
+        if pulse is not None:
+            pulse.end()  # it is not the steps that take so long
+        await self._worker.send_unsent()
+        if self._flights:
+            self._show(self._flights[0])
 
     def _show(self, flight: Flight) -> None:
         """From now on this step is the one that is waited for."""

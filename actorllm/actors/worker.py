@@ -11,6 +11,9 @@ it is none of the requests: it ends like one that crashed, and what it would hav
 A worker outlives its scheduler: it keeps the weights, and with the first plan of the next one, which comes over another
 link, it forgets every request. Of several ranks none leaves a step that the others may be in: all of them finish what
 the dead scheduler had sent, which was the same for all.
+
+A result that its link has no room for waits until what was sent before is in the ring, and no step begins before it is sent: who
+asks for many log-probabilities is slowed down by them, and nothing else happens.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from actorllm.actors.pulse import WITHOUT_NUMBER
 from actorllm.actors.vigil import NEW_BUDGET_S, StepBudget
 from actorllm.clock import now
 from actorllm.config import EngineConfig
-from actorllm.errors import EngineError, PeerLostError
+from actorllm.errors import EngineError, PeerLostError, TransportError, WouldBlock
 from actorllm.messages import LateInputs, Message, StepFailed, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -48,6 +51,8 @@ class WorkerActor(Actor):
         self.late_inputs: dict[tuple[Link, int], LateInputs] = {}
         self.owner: Link | None = None
         """Whose requests the runner has: the link that the last plan came over."""
+        self.unsent: tuple[Link, StepResult | StepFailed] | None = None
+        """What is to be sent before anything else is done (`send_unsent`)."""
         self._is_alone = True
         self._is_replacement = False
         self._budget = StepBudget()
@@ -125,6 +130,8 @@ class WorkerActor(Actor):
         self.take_over(link)
         if link.is_open or not self._is_alone:
             await self._step(link, plan)
+            if self.unsent is not None:
+                await self.send_unsent()
         else:
             self._num_orphaned += 1
         return True
@@ -240,10 +247,28 @@ class WorkerActor(Actor):
         return None
 
     def report(self, link: Link, message: StepResult | StepFailed) -> None:
-        if link.is_open:
-            link.send_nowait(message)
-        else:
+        """Tell the scheduler of a step. What there is no room for is `unsent` after that."""
+        if not link.is_open:
             self._num_orphaned += 1
+            return
+        try:
+            link.send_nowait(message)
+        except WouldBlock:
+            self.unsent = link, message
+        except ValueError as error:  # it is longer than any message may be
+            logger.error("the result of step %d cannot be sent: %s", message.step, error)
+            self._num_failed += 1
+            self.report(link, StepFailed(step=message.step, error=f"its result cannot be sent: {error}"))
+
+    async def send_unsent(self) -> None:
+        """Wait until there is room for what is unsent, and send it. The pulse must show no step meanwhile: the loop turns."""
+        while self.unsent is not None:
+            (link, message), self.unsent = self.unsent, None
+            try:
+                await link.wait_flushed()
+            except TransportError:
+                logger.debug("step %d is reported to nobody: %s is gone", message.step, link.peer)
+            self.report(link, message)
 
     async def _late_inputs(self, link: Link, step: int) -> LateInputs:
         """What sampling of this step still needs; the forward has been launched and runs meanwhile."""
