@@ -481,6 +481,9 @@ class Runner:
             target.send_nowait(reply)
         except WouldBlock:
             self._unsent_replies.append((link, reply))
+        except (TypeError, ValueError) as error:  # too long for a message, or nothing that travels: so says the answer
+            logger.error("%s cannot send what %s asked for: %s", self.actor.name, link.peer, error)
+            self._reply(link, Reply(id=reply.id, error=f"{EngineError.__name__}: the answer cannot be sent: {error}"))
         except TransportError as error:  # the words of the one who asked are impossible
             self.break_link(target, error)
 

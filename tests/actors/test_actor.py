@@ -210,6 +210,23 @@ async def test_the_error_of_an_answer_is_the_askers() -> None:
         assert await pair.a.ask(pair.to_b, "ping") == "b"
 
 
+async def test_an_answer_that_cannot_be_sent_is_an_error_of_the_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_pair() as pair:
+        link = pair.b.links["a"]
+        send = link.send_nowait
+
+        def refuse(message: Message) -> None:
+            if isinstance(message, Reply) and message.value is not None:
+                raise ValueError("a message of 99 bytes exceeds the limit of 9")
+            send(message)
+
+        monkeypatch.setattr(link, "send_nowait", refuse)
+        with pytest.raises(EngineError, match="the answer cannot be sent: a message of 99 bytes"):
+            await pair.a.ask(pair.to_b, "ping")
+        monkeypatch.undo()
+        assert await pair.a.ask(pair.to_b, "ping") == "b"
+
+
 async def test_an_ask_times_out_and_the_late_reply_is_counted() -> None:
     async with running_pair() as pair:
         with pytest.raises(TimeoutError, match=r"no answer to 'later' from b within 0.001 s"):
