@@ -3,17 +3,23 @@
 A frontend may be stopped, swapped out or busy for long; its link is then full. Nobody waits for it: outputs that its link
 has no room for are held here, in order, and its new submissions are put off until they are gone. So what is held is
 bounded by the tokens that its requests may still produce, nothing of a living frontend is lost, and the others do not
-notice. Whoever is dead is reported by the supervisor, and its outlet is dropped. Used by SchedulerActor only.
+notice. Whoever is dead is reported by the supervisor, and its outlet is dropped. Outputs that no message can hold are lost:
+their requests, and nobody else's, fail. Used by SchedulerActor only.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from typing import TypeAlias
 
+import numpy as np
+
 from actorllm.actors.link import Link
 from actorllm.errors import WouldBlock
-from actorllm.messages import Abort, Begun, OnTrial, Outputs, PauseChanged, Submit, Unblock
+from actorllm.messages import NO_I32, Abort, Begun, OnTrial, Outputs, PauseChanged, Submit, Unblock
+
+logger = logging.getLogger(__name__)
 
 ForFrontend: TypeAlias = Outputs | PauseChanged | OnTrial | Begun
 
@@ -21,7 +27,7 @@ ForFrontend: TypeAlias = Outputs | PauseChanged | OnTrial | Begun
 class Outlet:
     """The outputs on their way to one frontend."""
 
-    __slots__ = ("deferred", "link", "number", "unsent")
+    __slots__ = ("_last_word", "deferred", "failed", "link", "number", "unsent")
 
     def __init__(self, number: int, link: Link) -> None:
         self.number = number
@@ -30,6 +36,10 @@ class Outlet:
         self.unsent: deque[ForFrontend] = deque()
         self.deferred: list[Submit | Abort | Unblock] = []
         """Submissions that came while outputs wait, and what came after them about requests."""
+        self.failed: list[int] = []
+        """The rids of requests whose output could not be sent: the frontend is told that they have failed, and whoever
+        sends is to end them."""
+        self._last_word: Outputs | None = None
 
     def send(self, outputs: ForFrontend) -> bool:
         """Send, or hold behind what is held; False when it is held. TransportError: the link must be dropped."""
@@ -44,8 +54,23 @@ class Outlet:
                 self.link.send_nowait(unsent[0])
             except WouldBlock:
                 return False
+            except (TypeError, ValueError) as error:  # it is too long, or cannot be encoded, and will never be sent
+                self._give_up(unsent.popleft(), error)
+                continue
             unsent.popleft()
         return True
+
+    def _give_up(self, message: ForFrontend, error: Exception) -> None:
+        logger.error("a message to %s cannot be sent", self.link.peer, exc_info=error)
+        if isinstance(message, Outputs) and message is not self._last_word:
+            self.failed += message.rids.tolist()
+            self._last_word = failure_of(message, error)
+            self.unsent.appendleft(self._last_word)
+
+    def take_failed(self) -> list[int]:
+        """The requests that have failed since the last call."""
+        taken, self.failed = self.failed, []
+        return taken
 
     def defers(self, message: Submit | Abort | Unblock) -> bool:
         """Whether a message has to wait until the outputs are gone: submissions have.
@@ -64,3 +89,29 @@ class Outlet:
         """What was put off, in the order of its arrival."""
         taken, self.deferred = self.deferred, []
         return taken
+
+
+def failure_of(outputs: Outputs, error: Exception) -> Outputs:
+    """The end of every request with a row, instead of the rows."""
+    text = f"its output cannot be sent: {error}"
+    told = {end[0]: end for end in outputs.ends}
+    unknown = (outputs.emitted, None, None, None, 0, 0, 0)  # its times and counts (messages.RequestEnd)
+    num_rows = outputs.rids.size
+    ends = [
+        [
+            row,
+            "error",
+            None,
+            text,
+            *(told[row][4:-1] if row in told else unknown),
+        ]  # without the details of another error
+        for row in range(num_rows)
+    ]
+    return Outputs(
+        rids=outputs.rids,
+        index=np.full(num_rows, -1, np.int32),
+        tokens=NO_I32,
+        counts=np.zeros(num_rows, np.int32),
+        ends=ends,
+        emitted=outputs.emitted,
+    )

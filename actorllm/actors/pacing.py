@@ -11,6 +11,9 @@ from typing import Any, TypeAlias
 
 from actorllm.scheduling.sequence import Key
 
+MAX_HELD_LOGPROBS = 1 << 16
+"""Who holds back so many sends them, due or not: about 1 MiB. What is joined here must still fit into a message."""
+
 Row: TypeAlias = tuple[int, list[int], str, list[Any]]
 """Output index of the first token (-1: no token), tokens, text, log-probabilities."""
 
@@ -18,7 +21,7 @@ Row: TypeAlias = tuple[int, list[int], str, list[Any]]
 class Held:
     """What one request holds back."""
 
-    __slots__ = ("index", "interval", "is_first", "logprobs", "text", "tokens")
+    __slots__ = ("index", "interval", "is_first", "logprobs", "num_logprobs", "text", "tokens")
 
     def __init__(self, interval: int, is_first: bool) -> None:
         self.interval = interval
@@ -28,6 +31,8 @@ class Held:
         self.tokens: list[int] = []
         self.text: list[str] = []
         self.logprobs: list[Any] = []
+        self.num_logprobs = 0
+        """Entries of all of them."""
 
     def add(self, row: Row) -> None:
         index, tokens, text, logprobs = row
@@ -35,15 +40,21 @@ class Held:
             self.index = index
         self.tokens += tokens
         self.text.append(text)
-        self.logprobs += logprobs
+        if logprobs:
+            self.logprobs += logprobs
+            self.num_logprobs += sum(span.ids.size for span, _ in logprobs)
 
     @property
     def is_due(self) -> bool:
-        return self.interval > 0 and bool(self.tokens) and (self.is_first or len(self.tokens) >= self.interval)
+        if not self.tokens:
+            return False
+        is_enough = self.interval > 0 and (self.is_first or len(self.tokens) >= self.interval)
+        return is_enough or self.num_logprobs >= MAX_HELD_LOGPROBS
 
     def take(self) -> Row:
         row = self.index, self.tokens, "".join(self.text), self.logprobs
         self.is_first, self.index, self.tokens, self.text, self.logprobs = False, -1, [], [], []
+        self.num_logprobs = 0
         return row
 
 

@@ -28,6 +28,13 @@ from actorllm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+MAX_OUTPUT_BYTES = 4 << 20
+"""From about here on the rows of a turn go on in another message. One row is never more than a few MiB (`pacing`)."""
+ENTRY_BYTES = 20
+"""Of a log-probability, about: an id, a value, the text of its token and where that ends."""
+TOKEN_BYTES = 8
+"""Of a token and its text, about."""
+
 Finish: TypeAlias = Callable[[Iterable[tuple[Sequence, FinishReason, int | str | None]], float], list[End]]
 """`Scheduler.finish`."""
 
@@ -40,7 +47,9 @@ class OutputRows:
         "counts",
         "ends",
         "index",
+        "is_full",
         "logprob_texts",
+        "num_bytes",
         "rids",
         "spans",
         "text",
@@ -52,6 +61,9 @@ class OutputRows:
     )
 
     def __init__(self) -> None:
+        self.num_bytes = 0
+        """Of what makes a row large: log-probabilities, vectors, many tokens at once."""
+        self.is_full = False
         self.rids: list[int] = []
         self.index: list[int] = []
         self.tokens: list[int] = []
@@ -74,12 +86,25 @@ class OutputRows:
         self.text.append(text)
         self.text_length += len(text)
         self.text_ends.append(self.text_length)
+        if len(tokens) > 1:
+            self._weigh(TOKEN_BYTES * len(tokens))
+
+    def _weigh(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self.is_full = self.num_bytes >= MAX_OUTPUT_BYTES
 
     def add_logprobs(self, spans: Iterable[tuple[LogprobSpan, list[str] | None]]) -> None:
         """Of the last row added, with the texts of their entries where they are made."""
         for span, texts in spans:
             self.spans.append(span.of_row(len(self.rids) - 1))
             self.logprob_texts += texts if texts is not None else [""] * span.ids.size
+            self._weigh(ENTRY_BYTES * span.ids.size)
+
+    def add_vector(self, vector: Any) -> None:
+        """Of the last row added."""
+        self.vector_rows.append(len(self.rids) - 1)
+        self.vectors.append(vector)
+        self._weigh(vector.nbytes)
 
     def end(self, end: End) -> None:
         """The request of the last row added has ended (fields as in messages.RequestEnd)."""
@@ -130,6 +155,29 @@ class OutputRows:
             cached=np.array(self.cached, np.int32) if self.cached else NO_I32,
             emitted=emitted,
         )
+
+
+class Outgoing:
+    """The messages of one turn of the loop, in the order in which they are to be sent: (frontend, rows)."""
+
+    __slots__ = ("all", "last")
+
+    def __init__(self) -> None:
+        self.all: list[tuple[int, OutputRows]] = []
+        self.last: dict[int, OutputRows] = {}
+        """By frontend: where its next row goes, unless that is full."""
+
+    def rows_for(self, frontend: int) -> OutputRows:
+        """Where the next row of a frontend goes."""
+        rows = self.last.get(frontend)
+        if rows is None or rows.is_full:
+            rows = self.last[frontend] = OutputRows()
+            self.all.append((frontend, rows))
+        return rows
+
+    def first_of(self, frontend: int) -> OutputRows | None:
+        """What the frontend gets first; None: nothing."""
+        return next((rows for number, rows in self.all if number == frontend), None)
 
 
 class Renderer:
@@ -183,10 +231,11 @@ class Renderer:
 
     # Steps
 
-    def render(self, events: Events) -> tuple[dict[int, OutputRows], float]:
-        """New tokens as text; ends what hit a stop string. Returns the rows by frontend, and when it began."""
+    def render(self, events: Events) -> tuple[Outgoing, float]:
+        """New tokens as text; ends what hit a stop string. Returns what is to be sent, and when it began."""
         began = now()
-        rows_of: dict[int, OutputRows] = {}
+        outgoing = Outgoing()
+        last = outgoing.last
         ends = {end.sequence: end for end in events.ends} if events.ends else {}
         spans = _spans_by_sequence(events) if events.logprobs else {}
         tokens = events.tokens.tolist()
@@ -230,9 +279,9 @@ class Renderer:
                 if due is None:
                     continue
                 index, new, piece, logprobs = due
-            rows = rows_of.get(frontend)
-            if rows is None:
-                rows = rows_of[frontend] = OutputRows()
+            rows = last.get(frontend)
+            if rows is None or rows.is_full:
+                rows = outgoing.rows_for(frontend)
             rows.add(rid, index, new, piece)
             if logprobs:
                 rows.add_logprobs(logprobs)
@@ -241,19 +290,20 @@ class Renderer:
                 self._tally.add(end, index + len(new))
         for sequence in events.cached:
             frontend, rid = sequence.key
-            if frontend in rows_of:  # else nothing is due of it yet, and the end says it
-                rows_of[frontend].cached += (rid, sequence.num_cached_tokens)
+            first = outgoing.first_of(frontend)  # it is to be known before the token, which may be in any of them
+            if first is not None:  # else nothing is due of it yet, and the end says it
+                first.cached += (rid, sequence.num_cached_tokens)
         if spans:
-            self._add_prompt_logprobs(rows_of, spans, ends)
+            self._add_prompt_logprobs(outgoing, spans, ends)
         if events.vectors:
-            self._add_vectors(rows_of, events, ends)
+            self._add_vectors(outgoing, events, ends)
         if ends:
-            self._add_ends(rows_of, ends)
-        return rows_of, began
+            self._add_ends(outgoing, ends)
+        return outgoing, began
 
     def _add_prompt_logprobs(
         self,
-        rows_of: dict[int, OutputRows],
+        outgoing: Outgoing,
         spans: dict[Sequence, list[LogprobSpan]],
         ends: dict[Sequence, End],
     ) -> None:
@@ -265,27 +315,26 @@ class Renderer:
                 ends |= {failed_end.sequence: failed_end for failed_end in self._fail(sequence, error)}
                 continue
             frontend, rid = sequence.key
-            rows = rows_of.setdefault(frontend, OutputRows())
+            rows = outgoing.rows_for(frontend)
             rows.add(rid, -1, [], "")
             rows.add_logprobs(logprobs)
 
-    def _add_vectors(self, rows_of: dict[int, OutputRows], events: Events, ends: dict[Sequence, End]) -> None:
+    def _add_vectors(self, outgoing: Outgoing, events: Events, ends: dict[Sequence, End]) -> None:
         """Takes from ends those who got theirs."""
         for sequence, vector in events.vectors:
             frontend, rid = sequence.key
-            rows = rows_of.setdefault(frontend, OutputRows())
+            rows = outgoing.rows_for(frontend)
             rows.add(rid, 0, [], "")
-            rows.vector_rows.append(len(rows.rids) - 1)
-            rows.vectors.append(vector)
+            rows.add_vector(vector)
             end = ends.pop(sequence)
             rows.end(end)
             self._tally.add(end, 0)
 
-    def _add_ends(self, rows_of: dict[int, OutputRows], ends: dict[Sequence, End]) -> None:
+    def _add_ends(self, outgoing: Outgoing, ends: dict[Sequence, End]) -> None:
         """Without new tokens: aborts, errors."""
         for sequence, end in ends.items():
             frontend, rid = sequence.key
-            rows = rows_of.setdefault(frontend, OutputRows())
+            rows = outgoing.rows_for(frontend)
             last = self.pacing.due(sequence.key, (-1, [], self._rest_of(sequence), []), is_end=True)
             index, new, piece, logprobs = last or (-1, [], "", [])
             rows.add(rid, index, new, piece)

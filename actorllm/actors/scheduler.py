@@ -27,7 +27,7 @@ from actorllm.actors.foreign import check_foreign
 from actorllm.actors.link import Link
 from actorllm.actors.outlet import ForFrontend, Outlet
 from actorllm.actors.record_file import RecordFile, build_policy, is_of_user, scheduler_arguments
-from actorllm.actors.rendering import OutputRows, Renderer
+from actorllm.actors.rendering import Outgoing, Renderer
 from actorllm.actors.timeline import Timeline
 from actorllm.actors.topology import ATTACHED
 from actorllm.actors.trial import SchedulerTrial, end_of_unknown
@@ -559,16 +559,16 @@ class SchedulerActor(Actor):
 
     # Outputs
 
-    def _send(self, rows_of: dict[int, OutputRows], began: float) -> None:
+    def _send(self, outgoing: Outgoing, began: float) -> None:
         rendered = now()
-        for frontend, rows in rows_of.items():
+        for frontend, rows in outgoing.all:
             outlet = self._outlets.get(frontend)
             if outlet is not None:
                 self._send_to(outlet, rows.message(rendered))
         if self._full:
             self._flush()
-        if self._timeline is not None and (rows_of or self._renderer.pacing):
-            self._timeline.rendered(began, rendered, now(), sum(len(rows.rids) for rows in rows_of.values()))
+        if self._timeline is not None and (outgoing.all or self._renderer.pacing):
+            self._timeline.rendered(began, rendered, now(), sum(len(rows.rids) for _, rows in outgoing.all))
 
     def _send_to(self, outlet: Outlet, outputs: ForFrontend) -> None:
         try:
@@ -577,6 +577,15 @@ class SchedulerActor(Actor):
                 self._full[outlet.number] = outlet
         except TransportError as error:
             self.drop_link(outlet.link, error)
+        if outlet.failed:
+            self._end_failed(outlet)
+
+    def _end_failed(self, outlet: Outlet) -> None:
+        """Requests whose output could not be sent. Their frontend has been told."""
+        keys = [(outlet.number, rid) for rid in outlet.take_failed()]
+        self._trial.not_begun.difference_update(keys)
+        ends = tuple(end._replace(reason="error") for end in self.scheduler.abort(keys, now()))
+        self._renderer.render(Events(NOTHING.sequences, NO_I32, NO_I32, ends=ends))  # which forgets them
 
     def _flush(self) -> None:
         """Try again those whose link was full. Who has taken everything may submit again."""
@@ -589,6 +598,8 @@ class SchedulerActor(Actor):
                 self.drop_link(outlet.link, error)
                 continue
             has_moved |= len(outlet.unsent) < held
+            if outlet.failed:
+                self._end_failed(outlet)
             if is_done:
                 del self._full[outlet.number]
                 self._inbox.extendleft((outlet.number, message) for message in reversed(outlet.take_deferred()))

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 
 import actorllm.engine
-from actorllm import LLM, RequestOutput, SamplingParams
+from actorllm import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
+from actorllm.actors import reception
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.pulse import Pulse
-from actorllm.actors.topology import Topology, engine_topology
+from actorllm.actors.topology import ActorSpec, LinkSpec, Topology, attached_frontend, engine_topology
 from actorllm.actors.worker import WorkerActor
-from actorllm.errors import PeerLostError, WouldBlock
+from actorllm.errors import PeerLostError, RequestFailedError, WouldBlock
 from actorllm.messages import StepFailed, StepPlan, StepResult
-from tests.actors.narrow import RESULT_CAPACITY
+from tests.actors.narrow import OUTPUT_CAPACITY, RESULT_CAPACITY
 from tests.actors.test_pipeline import Runner as LaunchingRunner
 
 VOCAB = 4096
@@ -191,16 +192,36 @@ async def test_steps_that_are_launched_ahead_wait_as_well() -> None:
 # Whole engines, whose processes take little at a time ------------------------------------------------------------------
 
 
-def narrow(topology: Topology, name: str, path: str) -> Topology:
-    """With other actors of this name, and a small ring for results."""
-    actors = [dataclasses.replace(a, path=path) if a.name == name else a for a in topology.actors]
-    links = [dataclasses.replace(x, capacity_up=RESULT_CAPACITY) if x.name == "workers" else x for x in topology.links]
-    return dataclasses.replace(topology, actors=tuple(actors), links=tuple(links))
+@pytest.fixture
+def replace_actor(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """An engine built from now on has another actor of this name, and small rings for results and for outputs."""
+
+    def narrowed(link: LinkSpec) -> LinkSpec:
+        small = {"capacity_up": RESULT_CAPACITY} if link.name == "workers" else {"capacity_down": OUTPUT_CAPACITY}
+        return dataclasses.replace(link, **small)
+
+    def changed(topology: Topology, name: str, kind: str) -> Topology:
+        path = f"tests.actors.narrow:{kind}"
+        actors = tuple(dataclasses.replace(a, path=path) if a.name == name else a for a in topology.actors)
+        return dataclasses.replace(topology, actors=actors, links=tuple(map(narrowed, topology.links)))
+
+    def joined(number: int) -> tuple[ActorSpec, LinkSpec]:
+        spec, link = attached_frontend(number)
+        return spec, narrowed(link)
+
+    def replace(name: str, kind: str) -> None:
+        made = lambda config: changed(engine_topology(config), name, kind)  # noqa: E731
+        monkeypatch.setattr(actorllm.engine, "engine_topology", made)
+        monkeypatch.setattr(reception, "attached_frontend", joined)
+
+    return replace
+
+
+ARGUMENTS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_model_len": 64, "max_logprobs": -1}
 
 
 def generate(prompts: list[list[int]], params: list[SamplingParams], **arguments: Any) -> list[RequestOutput]:
-    fixed = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 16, "max_model_len": 64, "max_logprobs": -1}
-    with LLM("storyteller", **(fixed | arguments)) as llm:
+    with LLM("storyteller", **(ARGUMENTS | arguments)) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert llm.health().num_recoveries == 0
     return outputs
@@ -226,14 +247,117 @@ def assert_same(outputs: list[RequestOutput], expected: list[RequestOutput]) -> 
                     np.testing.assert_allclose(*values, atol=1e-3)
 
 
-def test_results_wait_for_their_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_wait_for_their_ring(replace_actor: Callable[[str, str], None]) -> None:
     """Of sampled tokens and of prompts. A result is many times the ring, and the next one is there before it is read."""
     prompts = [[i + 1, 5, 7] for i in range(6)]
     params = [SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=-1) for _ in range(3)]
     params += [SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=-1) for _ in range(3)]
     expected = generate(prompts, params, topology="inline")
-    path = "tests.actors.narrow:NarrowWorkerActor"
-    monkeypatch.setattr(
-        actorllm.engine, "engine_topology", lambda config: narrow(engine_topology(config), "worker0", path)
-    )
+    replace_actor("worker0", "NarrowWorkerActor")
     assert_same(generate(prompts, params), expected)
+
+
+def test_outputs_too_long_for_one_message_are_several(replace_actor: Callable[[str, str], None]) -> None:
+    """Rows of many requests, tokens that were held back for the end, log-probabilities of a prompt; stops in between."""
+    prompts = [[i + 1, 5, 7] for i in range(8)]
+    kinds: list[dict[str, Any]] = [
+        {"logprobs": -1},
+        {"logprobs": -1, "temperature": 1.0},
+        {"prompt_logprobs": -1, "logprobs": 3, "n": 2, "temperature": 1.0},
+        {},
+        {"logprobs": -1, "detokenize": False},
+        {"logprobs": 5},
+        {"logprobs": -1, "stop": ["e"]},
+        {"prompt_logprobs": -1},
+    ]
+    default = {"temperature": 0.0, "max_tokens": 7, "ignore_eos": True}
+    params = [SamplingParams(**default | {"seed": i} | kind) for i, kind in enumerate(kinds)]
+    expected = generate(prompts, params, topology="inline")
+    assert expected[6].outputs[0].finish_reason == "stop"
+    replace_actor("scheduler", "NarrowSchedulerActor")
+    assert_same(generate(prompts, params), expected)
+
+
+async def stream(llm: AsyncLLM, prompt: list[int], interval: int) -> tuple[list[int], list[Any]]:
+    """The tokens and their log-probabilities, as they come."""
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=9,
+        ignore_eos=True,
+        logprobs=-1,
+        stream_interval=interval,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    tokens: list[int] = []
+    logprobs: list[Any] = []
+    async for output in llm.generate(prompt, params):
+        tokens += output.outputs[0].token_ids
+        logprobs += output.outputs[0].logprobs or []
+        assert len(tokens) == len(logprobs)
+    return tokens, logprobs
+
+
+async def test_streams_of_guests_are_split_as_well(replace_actor: Callable[[str, str], None]) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=-1)] * 4
+    expected = generate([[i + 1, 5, 7] for i in range(4)], params, topology="inline")
+    replace_actor("scheduler", "NarrowSchedulerActor")
+    owner = AsyncLLM("storyteller", name="large", **ARGUMENTS)
+    await owner.start()
+    guest = AsyncLLM.attach("large")
+    found: dict[int, Any] = {}
+
+    async def run(number: int) -> None:
+        found[number] = await stream((owner, guest)[number % 2], [number + 1, 5, 7], interval=(1, 9, 4, 1000)[number])
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            for number in range(4):
+                tasks.start_soon(run, number)
+        assert owner.health().num_recoveries == 0
+    finally:
+        guest.shutdown()
+        owner.shutdown()
+    for number, output in enumerate(expected):
+        tokens, logprobs = found[number]
+        want = output.outputs[0]
+        assert tokens == want.token_ids
+        for entries, others in zip(logprobs, want.logprobs or (), strict=True):
+            assert entries.keys() == others.keys()
+            values = [[of[token].logprob for token in entries] for of in (entries, others)]
+            np.testing.assert_allclose(*values, atol=1e-3)
+
+
+async def test_output_that_no_message_holds_fails_its_request_only(replace_actor: Callable[[str, str], None]) -> None:
+    replace_actor("scheduler", "StrictSchedulerActor")
+    owner = AsyncLLM("storyteller", name="strict", **ARGUMENTS)
+    await owner.start()
+    guest = AsyncLLM.attach("strict")
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=-1)
+    ends: list[Any] = []
+
+    async def ask(llm: AsyncLLM, params: SamplingParams) -> None:
+        try:
+            ends.append((await llm.complete([1, 5, 7], params)).outputs[0].token_ids)
+        except RequestFailedError as error:
+            ends.append(str(error))
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, owner, params)
+            tasks.start_soon(ask, guest, greedy)
+        await ask(guest, params)
+        await ask(owner, greedy)
+        await ask(owner, params)
+        statistics = (await owner.stats())["scheduler"]
+        assert statistics["scheduler"]["num_running"] == 0
+        assert statistics["requests"]["finished"] == {"length": 3, "error": 2}
+        assert owner.health().num_recoveries == 0
+    finally:
+        guest.shutdown()
+        owner.shutdown()
+    failed, streams = [end for end in ends if isinstance(end, str)], [end for end in ends if isinstance(end, list)]
+    assert len(failed) == 2
+    assert all("its output cannot be sent: a message of" in error for error in failed)
+    assert len(streams) == 3
+    assert streams[0] == streams[1] == streams[2]
