@@ -71,6 +71,12 @@ class SamplingRules:
         """Whether any of it is the worker's business."""
         return bool(self.has_penalties or self.bias_ids or self.allowed_ids or self.bad_words or self.has_logprobs)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of what a plan carries of them (`encode_rules`), about."""
+        words = sum(len(word) + 1 for word in self.bad_words)
+        return 4 * (2 * len(self.bias_ids) + len(self.allowed_ids) + len(self.logprob_ids) + words)
+
     def to_fields(self) -> dict[str, Any]:
         """What is not at its default."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}

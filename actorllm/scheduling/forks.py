@@ -98,11 +98,13 @@ class Forks:
         for fork in followers:
             num_blocks = kv.blocks_for(min(num_prompt + 1 + self._spare, fork.limit + self._spare))
             taken = num_blocks - num_prompt // kv.block_size
-            fits = len(forks) < num_slots and taken <= num_free and self._payload.has_row_room(fork)
+            fits = len(forks) < num_slots and taken <= num_free
+            fits = fits and self._payload.has_row_room(fork) and self._payload.has_plan_room(fork)
             if not fits or not view.may_start(fork) or not self._policy.may_fork(fork, view):
                 self._roster.wait(fork)
                 continue
             num_free -= taken
+            self._payload.add_to_plan(fork)
             self._roster.start_fork(fork, leader)
             self._builder.fork(fork, num_blocks, kv.fork(leader.slot, num_prompt, fork.slot, num_blocks), leader.slot)
             forks.append(fork)

@@ -1,9 +1,10 @@
 """`Payload`: what a step carries beside token ids, and how much of it fits into its messages.
 
-A plan and a result are one message each. Log-probabilities (of prompts, by chunk; of sampled tokens, by row) make results
-large, prompts that are given as embeddings make plans large; so both bound what a step may hold. Owns the counts of what is
-there: prompts with embeddings among the requests alive, log-probabilities among those that run. Costs nothing while nobody
-asks for either. Used by Scheduler.
+A plan and a result are one message each, and of either two may be on their way. Log-probabilities (of prompts, by chunk; of
+sampled tokens, by row) make results large; prompts that are given as embeddings make plans large, and so do new rows, with all
+their known tokens and what is to be done to their logits. So all of these bound what a step may hold. Owns the counts of what is
+there: prompts with embeddings among the requests alive, log-probabilities among those that run, bytes of the plan that is being
+made. Used by Scheduler.
 """
 
 from __future__ import annotations
@@ -20,8 +21,13 @@ from actorllm.scheduling.sequence import Sequence
 
 MAX_CHUNK_LOGPROBS = 1 << 16
 """Log-probabilities of one prompt in one step: a prompt that asks for more goes through in smaller chunks."""
-MAX_ROW_LOGPROBS = 1 << 22
-"""Of sampled tokens in one step. Who would exceed it is not admitted beside others: a result is one message."""
+MAX_PROMPT_LOGPROBS = 1 << 19
+"""Of all prompts of one step: 4 MiB of its result. The others wait for the next step; a prompt has at least one token."""
+MAX_ROW_LOGPROBS = 1 << 19
+"""Of all sampled tokens of one step, likewise. Who would exceed it is not admitted beside others."""
+
+MAX_NEW_BYTES = 2 << 20
+"""Of the new rows of one plan. Who would exceed it beside others is admitted by a later one."""
 
 
 class Payload:
@@ -33,6 +39,7 @@ class Payload:
         """Requests alive whose prompts have embeddings."""
         self._num_row_logprobs = 0
         """That a step returns when every running request samples."""
+        self._num_new_bytes = 0
 
     def add(self, sequence: Sequence) -> bool:
         """A request has come alive. Returns whether its prompt has embeddings."""
@@ -59,12 +66,27 @@ class Payload:
             return True
         return self._num_row_logprobs + rules.num_logprobs + 1 <= MAX_ROW_LOGPROBS
 
-    def chunk(self, sequence: Sequence, size: int) -> int:
-        """So much of a chunk that the log-probabilities it returns are not too many for one message."""
-        rules = sequence.rules
-        if rules is None or not sequence.wants_prompt_logprobs or sequence.is_whole:
-            return size
-        return min(size, max(1, MAX_CHUNK_LOGPROBS // (rules.num_prompt_logprobs + 1)))
+    def chunk(self, rules: SamplingRules, size: int, num_told: int) -> int:
+        """So much of a chunk of a prompt that tells log-probabilities, in a step in which other prompts tell num_told.
+
+        0: none of it goes through in this step.
+        """
+        room = MAX_PROMPT_LOGPROBS - num_told
+        if room <= 0:
+            return 0
+        return min(size, max(1, min(MAX_CHUNK_LOGPROBS, room) // (rules.num_prompt_logprobs + 1)))
+
+    def begin_plan(self) -> None:
+        """The next plan has no new row yet."""
+        self._num_new_bytes = 0
+
+    def has_plan_room(self, sequence: Sequence) -> bool:
+        """Whether a request fits the plan as a new row, beside those that it has."""
+        return not self._num_new_bytes or self._num_new_bytes + _row_bytes(sequence) <= MAX_NEW_BYTES
+
+    def add_to_plan(self, sequence: Sequence) -> None:
+        """It is one of them."""
+        self._num_new_bytes += _row_bytes(sequence)
 
     def embeds_room(self) -> int:
         """Positions of prompts with embeddings that one plan has room for."""
@@ -84,3 +106,9 @@ class Payload:
                 num_row_logprobs += sequence.rules.num_logprobs + 1
         assert self.num_embedded == num_embedded, "count of prompts with embeddings"
         assert self._num_row_logprobs == num_row_logprobs, "count of log-probabilities"
+
+
+def _row_bytes(sequence: Sequence) -> int:
+    """Of a new row in a plan, but for what all of them have."""
+    known = 4 * sequence.known.size
+    return known if sequence.rules is None else known + sequence.rules.num_bytes

@@ -449,6 +449,8 @@ class Scheduler:
         shared: dict[int, I32] = {}
         free_blocks = self.kv.num_free
         embeds_room = self._payload.embeds_room()
+        self._payload.begin_plan()
+        num_prompt_logprobs = 0
         max_tokens = self.limits.max_tokens
         seen: set[Sequence] = set()
         is_running = self.pause_state is PauseState.RUNNING
@@ -466,8 +468,10 @@ class Scheduler:
                 self._policy.on_refusal(sequence, self)
                 continue
             remaining = self._remaining_if_any(sequence)
-            if sequence.rules is not None:
-                size = self._payload.chunk(sequence, size)
+            told = None  # the rules by which this chunk tells log-probabilities
+            if sequence.rules is not None and sequence.wants_prompt_logprobs and not sequence.is_whole:
+                told = sequence.rules
+                size = self._payload.chunk(told, size, num_prompt_logprobs)
             has_embeds = self._payload.num_embedded and sequence.submit.prompt_embeds.size
             if has_embeds:
                 size = min(size, embeds_room)
@@ -481,11 +485,13 @@ class Scheduler:
             if is_waiting:
                 num_blocks = sequence.num_needed_blocks
                 taken = num_blocks - self._cache.num_held(sequence) if sequence.hits.size else num_blocks
-                if not batch.num_free_slots or taken > free_blocks or not self._payload.has_row_room(sequence):
+                fits = self._payload.has_row_room(sequence) and self._payload.has_plan_room(sequence)
+                if not batch.num_free_slots or taken > free_blocks or not fits:
                     self._num_refused += 1
                     self._policy.on_refusal(sequence, self)
                     continue
                 free_blocks -= taken
+                self._payload.add_to_plan(sequence)
                 self._roster.start(sequence)
                 started.append((sequence, num_blocks))
                 if sequence.hits.size:
@@ -495,6 +501,8 @@ class Scheduler:
             num_tokens += size
             if has_embeds:
                 embeds_room -= size
+            if told is not None:
+                num_prompt_logprobs += size * (told.num_prompt_logprobs + 1)
             slot = sequence.slot
             batch.num_computed[slot] += size
             if size == remaining:

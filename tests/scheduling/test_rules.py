@@ -26,10 +26,16 @@ class Reporting:
         self.wanted: dict[int, list[int]] = {}  # by slot: top, prompt top, first, number of prompt tokens
         self.sampled: dict[int, list[float]] = {}
         self.prompts: dict[int, list[float]] = {}
-        self.largest = 0
-        run, update = self.engine.worker.run, self.engine.scheduler.update
-        self.engine.worker.run = lambda plan, late=None: self.report(plan, run(plan, late))  # type: ignore[method-assign]
+        self.largest = self.most = 0  # log-probabilities of a prompt, and of all prompts, in one step
+        update = self.engine.scheduler.update
         self.engine.scheduler.update = lambda result, now: self.note(update(result, now))  # type: ignore[method-assign]
+        self.watch_worker()
+
+    def watch_worker(self) -> None:
+        """The engine's worker, which is a new one."""
+        self.wanted.clear()
+        run = self.engine.worker.run
+        self.engine.worker.run = lambda plan, late=None: self.report(plan, run(plan, late))  # type: ignore[method-assign]
 
     def report(self, plan: StepPlan, result: StepResult) -> StepResult:
         for slot in plan.freed.tolist():
@@ -49,6 +55,7 @@ class Reporting:
                 if first < last:
                     spans.append(span(row, first, last - first, wanted[1] + 1))
                     self.largest = max(self.largest, spans[-1].ids.size)
+        self.most = max(self.most, sum(found.ids.size for found in spans))
         sampling = [*self.engine.worker.decode]
         sampling += [s for s in plan.prefill_slots.tolist() if rows[s].computed == len(rows[s].tokens) - 1]
         for row, slot in enumerate(sampling):
@@ -125,6 +132,20 @@ def test_large_parts_of_a_prompt_come_in_small_chunks(monkeypatch: pytest.Monkey
     assert engine.scheduler.statistics().num_refused_decisions == 0
 
 
+def test_prompts_share_what_a_step_may_tell_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three values a token: the sixth token is the last that a step begins."""
+    monkeypatch.setattr(payload, "MAX_PROMPT_LOGPROBS", 16)
+    reporting = Reporting()
+    engine = reporting.engine
+    for rid in (1, 2, 3):
+        engine.submit(rid, PROMPT, rules=RULES, ignore_eos=True)
+    engine.submit(4, PROMPT, ignore_eos=True)
+    engine.run()
+    assert reporting.prompts == dict.fromkeys((1, 2, 3), EXPECTED_PROMPT)
+    assert 15 <= reporting.most <= 18
+    assert all(engine.streams[rid] == reference_stream(PROMPT, rid, 8) for rid in (1, 2, 3, 4))
+
+
 def test_too_many_log_probabilities_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(payload, "MAX_ROW_LOGPROBS", 50)
     engine = Engine()
@@ -140,6 +161,34 @@ def test_too_many_log_probabilities_wait_for_one_another(monkeypatch: pytest.Mon
             engine.complete()
     assert most == 1
     assert {rid: len(stream) for rid, stream in engine.streams.items()} == {1: 8, 2: 8, 3: 8}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_plan_carries_only_so_much_of_new_rows(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    """Tokens and rules count; who alone is too much is let in alone, and siblings that find no room wait for the next plan."""
+    monkeypatch.setattr(payload, "MAX_NEW_BYTES", 4 * 40)
+    engine = Engine(max_num_seqs=12, num_blocks=80, max_num_batched_tokens=64)
+    lists: dict[str, Any] = {
+        "bias_ids": (1, 2),
+        "biases": (0.0, 0.0),
+        "allowed_ids": (*range(21),),
+        "bad_words": ((3, 4),),
+    }
+    rules = SamplingRules(**lists).to_fields()
+    long = list(range(39))
+    for first, prompt, given in ((10, long, None), (20, long[:5], rules), (30, [7], None), (40, long[:9], None)):
+        if n > 1:
+            engine.submit_several(first, n, prompt, max_tokens=1, rules=given)
+        else:
+            engine.submit(first, prompt, max_tokens=1, rules=given)
+    engine.run()
+    for plan in engine.plans:
+        size = 4 * plan.new_tokens.size
+        size += sum(rules.num_bytes for _, _, rules in decode_rules(plan.new_rules, plan.new_rule_numbers))
+        assert size <= 4 * 40 or len(plan.new) == 1
+    assert max(len(plan.new) for plan in engine.plans) > 1
+    assert len(engine.ends) == 4 * n
+    assert all(end.error is None for end in engine.ends.values())
 
 
 @pytest.mark.parametrize(("column", "value"), [("logprob_spans", -1), ("logprob_spans", 1), ("logprob_ids", 97)])
