@@ -127,6 +127,11 @@ class View(Protocol):
         """How many of those that wait may get a slot."""
         ...
 
+    @property
+    def is_paused(self) -> bool:
+        """Only who has had a slot before may get one, until generation is resumed."""
+        ...
+
     def may_start(self, sequence: Sequence) -> bool:
         """Whether a waiting request may get a slot: not while the engine is paused, unless it has had one before.
 
@@ -402,7 +407,8 @@ class KeyPlanner:
     """Packs steps in the order of a KeyPolicy: decode rows first, then prompts, started ones and admissions (`Room`).
 
     Waiting requests are in a heap by key. An entry is stale when its request no longer waits, and is skipped when it
-    comes up; when a key's horizon passes, the heap is rebuilt.
+    comes up; when a key's horizon passes, the heap is rebuilt. While generation is paused, those that come up and must wait
+    for its end are put aside, so that no step looks at them twice.
     """
 
     gatekeeper: Gatekeeper | None = None
@@ -410,6 +416,7 @@ class KeyPlanner:
     def __init__(self, policy: KeyPolicy) -> None:
         self.policy = policy
         self._heap: list[tuple[SortKey, int, int, Sequence]] = []
+        self._aside: list[Sequence] = []
         self._pushes = 0
         self._valid_until = math.inf
         self._can_displace = type(policy).preempt_for is not KeyPolicy.preempt_for
@@ -476,6 +483,11 @@ class KeyPlanner:
             ready = [s for s in view.prefilling if s not in decision.preempt]
             started = [(self.policy.key(s, view), s.arrival_index, s) for s in ready]
             started.sort(key=lambda entry: entry[:2], reverse=True)
+        if self._aside and not view.is_paused:
+            aside, self._aside = self._aside, []
+            for sequence in aside:
+                if sequence.state is State.WAITING:
+                    self._push(sequence, view)
         skipped: list[tuple[SortKey, int, int, Sequence]] = []
         num_passed = 0
         is_open = view.num_waiting > 0  # else nobody may start, however many are in the heap
@@ -494,10 +506,14 @@ class KeyPlanner:
                 is_open = False
                 continue
             entry = heapq.heappop(self._heap)
-            if verdict is Admit.SKIP:
-                skipped.append(entry)
-                num_passed += room.has_long
-                is_open = num_passed < MAX_PASSED
+            if verdict is not Admit.SKIP:
+                continue
+            if view.is_paused and not head.has_started:
+                self._aside.append(head)
+                continue
+            skipped.append(entry)
+            num_passed += room.has_long
+            is_open = num_passed < MAX_PASSED
         for entry in skipped:
             heapq.heappush(self._heap, entry)
         decision.prefill = room.chunks()
@@ -616,10 +632,11 @@ class KeyPlanner:
         self.policy.on_admit(sequence, view)
 
     def on_end(self, sequence: Sequence, view: View) -> None:
-        num_entries = len(self._heap)
+        num_entries = len(self._heap) + len(self._aside)
         if num_entries > NUM_STALE and num_entries > 2 * view.num_waiting + NUM_STALE:  # of clients that gave up
             self._heap = [entry for entry in self._heap if entry[-1].state is State.WAITING]
             heapq.heapify(self._heap)
+            self._aside = [sequence for sequence in self._aside if sequence.state is State.WAITING]
         self.policy.on_end(sequence, view)
 
     def on_step(self, done: StepDone, view: View) -> None:

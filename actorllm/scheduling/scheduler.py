@@ -309,6 +309,10 @@ class Scheduler:
         )
         return is_idle or self.pause_state is PauseState.NOTHING
 
+    @property
+    def is_paused(self) -> bool:
+        return self.pause_state is not PauseState.RUNNING
+
     def may_start(self, sequence: Sequence) -> bool:
         if self._faults.is_choosy and not self._faults.may_start(sequence):
             return False

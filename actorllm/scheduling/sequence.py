@@ -120,6 +120,11 @@ class Sequence:
         return not self.submit.is_chunkable and self.known.size == self.submit.prompt.size
 
     @property
+    def has_started(self) -> bool:
+        """Whether it has had a slot, perhaps of a scheduler that is gone."""
+        return self.num_preemptions > 0 or self.submit.output.size > 0 or self.slot >= 0
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of its prompt are still to come."""
         rules = self.rules

@@ -72,6 +72,32 @@ def test_wait_lets_those_finish_that_have_started_also_when_they_are_preempted(
     assert engine.scheduler.statistics().num_refused_decisions == 0
 
 
+def test_who_waits_for_the_end_of_a_pause_is_not_looked_at_in_every_step(
+    build_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While somebody who was preempted waits for room, however many others do."""
+    engine = build_engine(num_blocks=10, max_num_seqs=2)
+    engine.submit(1, range(16), max_tokens=20, ignore_eos=True)
+    engine.submit(2, range(20, 34), max_tokens=20, ignore_eos=True)
+    for _ in range(3):
+        step(engine)
+    rids = range(3, 53)
+    for rid in rids:
+        engine.submit(rid, [rid], max_tokens=1)
+    engine.scheduler.pause("wait", engine.now)
+    asked: list[int] = []
+    may_start = Scheduler.may_start
+    monkeypatch.setattr(Scheduler, "may_start", lambda self, s: asked.append(s.key[1]) or may_start(self, s))
+    engine.run()
+    assert engine.ends[2].sequence.num_preemptions > 0
+    assert sorted(engine.ends) == [1, 2]
+    assert len(asked) < 2 * len(rids), "most of them once"
+    engine.abort(30)
+    engine.scheduler.resume(engine.now)
+    engine.run()
+    assert [rid for rid in engine.ends if rid > 2] == [30, *(rid for rid in rids if rid != 30)]
+
+
 def test_abort_ends_everything_and_takes_new_requests_for_later(engine: Any) -> None:
     engine.submit(1, range(10), max_tokens=12, ignore_eos=True)
     engine.submit(2, range(10), blocked_on="x")
