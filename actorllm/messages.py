@@ -125,7 +125,8 @@ class Submit:
     cache_salt: str | None = None
     """Part of what the block hashes cover: only requests with the same salt share KV."""
     skip_reading_prefix_cache: bool = False
-    """The whole prompt is computed, whatever is cached; what it leaves behind can be found."""
+    """The whole prompt is computed, whatever is cached; what it leaves behind can be found. So it is anyway while
+    log-probabilities of the prompt are to come."""
     prompt_embeds: U8 = field(default_factory=no_u8)
     """Of every position of the prompt whose id is `embeds.EMBEDDED`, its row in the bytes of the model's dtype."""
     name: str | None = None
@@ -140,19 +141,11 @@ def sequences_of(submit: Submit) -> list[Submit]:
     if not submit.siblings.size:
         return [submit]
     first = replace(submit, siblings=NO_I32, num_sequences=1 + submit.siblings.size)
-    rules, skips_cache = submit.rules, submit.skip_reading_prefix_cache
+    rules = submit.rules
     if rules is not None and "num_prompt_logprobs" in rules:
         rules = {name: value for name, value in rules.items() if name != "num_prompt_logprobs"} or None
-        skips_cache = False  # that was for the log-probabilities
     forks = [
-        replace(
-            first,
-            rid=rid,
-            sample_index=submit.sample_index + 1 + i,
-            fork_of=submit.rid,
-            rules=rules,
-            skip_reading_prefix_cache=skips_cache,
-        )
+        replace(first, rid=rid, sample_index=submit.sample_index + 1 + i, fork_of=submit.rid, rules=rules)
         for i, rid in enumerate(submit.siblings.tolist())
     ]
     return [first, *forks]

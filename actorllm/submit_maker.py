@@ -113,8 +113,6 @@ class SubmitMaker:
         rules = rules_of(params, model.vocab_size, model.max_logprobs, lambda: self._prompts.tokenizer)
         structured = cast("StructuredOutputsParams | None", params.structured_outputs)
         seed = params.seed if params.seed is not None else self._new_seed(number)
-        # Of tokens that are found in the cache there are no logits, whatever the request says of reading it.
-        skips_cache = params.prompt_logprobs is not None or bool(params.skip_reading_prefix_cache)
         hashes = NO_U8
         if self._config.cache.enable_prefix_caching:
             hashes = hash_blocks(ids, self._config.cache.block_size, extra_key(prompt.cache_salt))
@@ -146,7 +144,7 @@ class SubmitMaker:
                 grammar=None if structured is None else structured.to_fields(),
                 block_hashes=hashes,
                 cache_salt=prompt.cache_salt,
-                skip_reading_prefix_cache=skips_cache,
+                skip_reading_prefix_cache=bool(params.skip_reading_prefix_cache),
                 **carried,
             )
 

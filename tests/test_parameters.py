@@ -172,21 +172,6 @@ def test_a_repetition_is_an_end_of_its_own(llm: LLM) -> None:
     assert output.text == " there" * 4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "skips"),
-    [
-        ({}, False),
-        ({"prompt_logprobs": 0}, True),
-        ({"skip_reading_prefix_cache": True}, True),
-        ({"prompt_logprobs": 0, "skip_reading_prefix_cache": False}, True),
-    ],
-)
-def test_who_skips_the_prefix_cache(llm: LLM, arguments: dict[str, Any], skips: bool) -> None:
-    engine = llm._engine
-    make = engine._submits.generating(engine.prompts.tokenize(PROMPT), SamplingParams(**arguments), 1, 0.0, {})
-    assert make(1).skip_reading_prefix_cache is skips
-
-
 # Log-probabilities ----------------------------------------------------------------------------------------------------
 
 

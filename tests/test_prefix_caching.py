@@ -115,7 +115,8 @@ def test_reading_can_be_skipped_and_everything_reset(llm: LLM) -> None:
 
 def test_log_probabilities_of_a_cached_prompt_are_all_there(llm: LLM) -> None:
     cold = complete(llm, SYSTEM, prompt_logprobs=1)
-    warm = complete(llm, SYSTEM, prompt_logprobs=1, skip_reading_prefix_cache=False)
-    assert warm.num_cached_tokens == 0, "there are no logits of what is read from the cache"
+    for asked in (None, True, False):
+        warm = complete(llm, SYSTEM, prompt_logprobs=1, skip_reading_prefix_cache=asked)
+        assert warm.num_cached_tokens == 0, "there are no logits of what is read from the cache"
     assert len(warm.prompt_logprobs) == len(warm.prompt_token_ids)
     assert warm.prompt_logprobs == cold.prompt_logprobs

@@ -69,7 +69,7 @@ class PrefixCache:
         sequence.num_remaining = num_known
         most_tokens = min(num_known + 1 + self._spare, sequence.limit + self._spare)
         sequence.num_needed_blocks = self._kv.blocks_for(most_tokens)
-        if index is None or not sequence.hashes or sequence.submit.skip_reading_prefix_cache or sequence.is_whole:
+        if index is None or not sequence.hashes or not sequence.may_read_cache:
             return
         if self._fresh:
             self._settle(sequence.hashes)
@@ -94,7 +94,7 @@ class PrefixCache:
         """A request starts, with what it found."""
         sequence.num_published = sequence.hits.size
         sequence.num_done = sequence.num_published * self._kv.block_size
-        if sequence.can_publish and not sequence.submit.skip_reading_prefix_cache:
+        if sequence.can_publish and sequence.may_read_cache:
             counts = self._looked_up_again if sequence.num_preemptions else self._looked_up
             counts[0] += 1
             counts[1] += sequence.known.size

@@ -125,6 +125,11 @@ class Sequence:
         return self.num_preemptions > 0 or self.submit.output.size > 0 or self.slot >= 0
 
     @property
+    def may_read_cache(self) -> bool:
+        """Whether it may begin with what others have computed. Of cached tokens there are no logits."""
+        return not (self.submit.skip_reading_prefix_cache or self.is_whole or self.wants_prompt_logprobs)
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of its prompt are still to come."""
         rules = self.rules

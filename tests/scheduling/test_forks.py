@@ -394,7 +394,8 @@ def test_a_sibling_that_comes_after_the_prompt_computes_it() -> None:
     assert statistics(engine)[1] == 0
 
 
-def test_only_the_first_sequence_tells_of_the_prompt() -> None:
+@pytest.mark.parametrize("skips", [False, True])
+def test_only_the_first_sequence_tells_of_the_prompt(skips: bool) -> None:
     submit = Submit(
         rid=4,
         arrival=0.0,
@@ -402,14 +403,14 @@ def test_only_the_first_sequence_tells_of_the_prompt() -> None:
         max_tokens=2,
         siblings=np.array([7, 9], np.int32),
         rules={"num_logprobs": 2, "num_prompt_logprobs": 1},
-        skip_reading_prefix_cache=True,
+        skip_reading_prefix_cache=skips,
     )
     first, *forks = sequences_of(submit)
     assert (first.rid, first.fork_of, first.siblings.size) == (4, None, 0)
     assert first.rules == submit.rules
     assert [(fork.rid, fork.fork_of, fork.sample_index) for fork in forks] == [(7, 4, 1), (9, 4, 2)]
     assert [fork.rules for fork in forks] == [{"num_logprobs": 2}] * 2
-    assert not any(fork.skip_reading_prefix_cache for fork in forks), "that was for the log-probabilities"
+    assert [one.skip_reading_prefix_cache for one in (first, *forks)] == [skips] * 3, "what is asked for holds for all"
 
 
 def test_a_recording_with_forks_replays_byte_for_byte() -> None:

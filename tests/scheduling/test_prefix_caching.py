@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from actorllm.messages import StepFailed, StepResult
-from actorllm.scheduling.policy import Decision, KeyPlanner, KeyPolicy
+from actorllm.rules import SamplingRules
+from actorllm.scheduling.policy import Decision, KeyPlanner, KeyPolicy, load_policy
 from actorllm.scheduling.sequence import State
+from tests.scheduling.conftest import Engine, reference_stream
 
 PROMPT = range(20, 33)  # three full blocks and one token
 
@@ -280,7 +282,35 @@ def test_reading_can_be_skipped_and_hashes_must_fit(engine: Any) -> None:
     engine.run()
     assert [cached(engine, rid) for rid in (2, 3, 4, 5)] == [0, 0, 0, 0]
     assert "64 bytes of block hashes" in engine.ends[6].error
-    assert statistics(engine).queries == 3 * 13, "who does not look is not counted"
+    assert statistics(engine).queries == 2 * 13, "who does not look is not counted"
+
+
+def test_who_has_log_probabilities_of_a_prompt_to_tell_computes_it_and_siblings_need_not() -> None:
+    rules = SamplingRules(num_prompt_logprobs=1).to_fields()
+    for skips in (False, True):
+        engine = Engine(max_num_seqs=1)
+        engine.submit(9, PROMPT, ignore_eos=True)
+        engine.run()
+        engine.submit_several(1, 3, PROMPT, ignore_eos=True, rules=rules, skip_reading_prefix_cache=skips)
+        engine.run()
+        assert [cached(engine, rid) for rid in (1, 2, 3)] == ([0, 0, 0] if skips else [0, 12, 12])
+
+
+def test_who_has_told_them_all_finds_what_it_had_computed() -> None:
+    """After a preemption it has nothing more to tell."""
+    engine = Engine(max_num_seqs=1, policy=load_policy("priority"))
+    engine.submit(1, PROMPT, ignore_eos=True, rules=SamplingRules(num_prompt_logprobs=1).to_fields())
+    for _ in range(2):
+        engine.launch()
+        engine.complete()
+    sequence = engine.scheduler.sequence((0, 1))
+    assert sequence is not None
+    sequence.num_prompt_logprobs = len(PROMPT) - 1  # the scripted worker reports none
+    engine.submit(2, [1], max_tokens=1, priority=-1)
+    engine.run()
+    assert engine.ends[1].sequence.num_preemptions == 1
+    assert statistics(engine).preempted_hits == 12
+    assert engine.streams[1] == reference_stream(PROMPT, 1, 8)
 
 
 def test_without_caching_nothing_is_kept(build_engine: Callable[..., Any], reference: Callable[..., list[int]]) -> None:
