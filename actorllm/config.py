@@ -240,7 +240,7 @@ class EngineConfig:
                 load_format=load_format,
                 seed=given["seed"] or 0,
                 sampling_defaults=sampling_defaults(
-                    generation, given["generation_config"], given["override_generation_config"]
+                    generation or {}, given["generation_config"], given["override_generation_config"]
                 ),
                 impl=_choice("model_impl", given["model_impl"], ("auto", "vllm", "transformers")),
                 max_logprobs=_max_logprobs(given["max_logprobs"]),
@@ -712,14 +712,11 @@ def _embedding_size(path: Path, hf: dict[str, Any]) -> int:
     raise ConfigError("enable_prompt_embeds=True: the model's config.json does not say its hidden_size")
 
 
-def _eos_token_ids(hf: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
-    """The union of what generation_config.json and config.json call end of text."""
-    ids: set[int] = set()
-    for source in (hf, generation):
-        value = source.get("eos_token_id")
-        values = value if isinstance(value, list) else [value]
-        ids.update(v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0)
-    return tuple(sorted(ids))
+def _eos_token_ids(hf: dict[str, Any], generation: dict[str, Any] | None) -> tuple[int, ...]:
+    """What generation_config.json calls end of text; config.json counts only where there is no such file, as in vLLM."""
+    value = (hf if generation is None else generation).get("eos_token_id")
+    values = value if isinstance(value, list) else [value]
+    return tuple(sorted({v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0}))
 
 
 def parallel_sizes(num_heads: int, num_kv_heads: int) -> list[int]:

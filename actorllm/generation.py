@@ -31,8 +31,8 @@ RECOMMENDED = (
 """What is taken of the file, as vLLM does; max_new_tokens is called max_tokens in SamplingParams."""
 
 
-def read_generation_config(model_path: Path, source: Any) -> dict[str, Any]:
-    """The file as it is, empty if there is none. source: 'auto', 'vllm' (both: the model's own) or a folder.
+def read_generation_config(model_path: Path, source: Any) -> dict[str, Any] | None:
+    """The file as it is, None if there is none. source: 'auto', 'vllm' (both: the model's own) or a folder.
 
     Raises ConfigError for another source, CorruptModelError for an unusable file.
     """
@@ -48,7 +48,7 @@ def read_generation_config(model_path: Path, source: Any) -> dict[str, Any]:
                 f"generation_config={os.fspath(source)!r} is neither 'auto' nor 'vllm' nor a folder with "
                 f"generation_config.json"
             )
-        return {}
+        return None
     try:
         tree = orjson.loads(file.read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:

@@ -278,10 +278,13 @@ def test_a_model_without_an_architecture(tmp_path: Path, architectures: Any) -> 
         AsyncLLM(folder_with(tmp_path, architectures=architectures))
 
 
-def test_the_ends_of_text_of_both_files_count(tmp_path: Path) -> None:
+def test_ends_of_text_in_config_json_count_only_where_there_is_no_generation_config(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, eos_token_id=[7, 3])
-    (folder / "generation_config.json").write_bytes(orjson.dumps({"eos_token_id": [3, 9]}))
-    assert AsyncLLM(folder).config.model.eos_token_ids == (3, 7, 9)
+    assert AsyncLLM(folder).config.model.eos_token_ids == (3, 7)
+    (folder / "generation_config.json").write_bytes(orjson.dumps({"eos_token_id": [9, 3]}))
+    assert AsyncLLM(folder).config.model.eos_token_ids == (3, 9)
+    (folder / "generation_config.json").write_bytes(orjson.dumps({"temperature": 0.5}))
+    assert AsyncLLM(folder).config.model.eos_token_ids == ()
     (folder / "generation_config.json").write_bytes(b"{")
     with pytest.raises(CorruptModelError, match="generation_config"):
         AsyncLLM(folder)

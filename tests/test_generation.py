@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
+from actorllm import LLM
 from actorllm.config import BUNDLED_MODELS, EngineConfig
 from actorllm.errors import ConfigError, CorruptModelError, InvalidParameterError
 from actorllm.generation import sampling_params_of
@@ -56,7 +57,25 @@ def test_another_folder(tmp_path: Path) -> None:
         source: EngineConfig.from_arguments(model, generation_config=source).model.eos_token_ids
         for source in ("auto", "vllm", other)
     }
-    assert ends == {"auto": (0, 5), "vllm": (0, 5), other: (0, 7, 8)}
+    assert ends == {"auto": (5,), "vllm": (5,), other: (7, 8)}
+
+
+def test_an_end_of_text_that_only_config_json_names_ends_nothing(tmp_path: Path) -> None:
+    """As in vLLM, where there is a generation_config.json."""
+    for file in BUNDLED_MODELS["storyteller"].iterdir():
+        if file.is_file():
+            (tmp_path / file.name).symlink_to(file)
+    config = orjson.loads((tmp_path / "config.json").read_bytes())
+    for name, ids in (("config.json", 5), ("generation_config.json", [7])):
+        (tmp_path / name).unlink()
+        (tmp_path / name).write_bytes(orjson.dumps((config if ids == 5 else {}) | {"eos_token_id": ids}))
+    params = [SamplingParams(max_tokens=4, logit_bias={token: 100.0}) for token in (5, 7)]
+    with LLM(tmp_path, topology="inline", num_threads=1, dtype="float32") as llm:
+        ends = [output.outputs[0] for output in llm.generate([[1, 2]] * 2, params, use_tqdm=False)]
+    assert [(end.token_ids, end.finish_reason, end.stop_reason) for end in ends] == [
+        ([5] * 4, "length", None),
+        ([7], "stop", 7),
+    ]
 
 
 @pytest.mark.parametrize(
