@@ -34,6 +34,21 @@ def test_lower_is_sooner_and_ties_go_to_the_earlier_arrival(build: Callable[...,
     assert engine.scheduler.statistics().num_preemptions == 0
 
 
+def test_of_equal_priority_the_time_of_arrival_decides(build: Callable[..., Engine]) -> None:
+    """Not the order in which they come: frontends submit again what they have when a scheduler has died."""
+    engine = build(max_num_seqs=2)
+    for rid, arrival in ((1, 4.0), (2, 3.0)):
+        engine.submit(rid, [rid], max_tokens=6, ignore_eos=True, arrival=arrival)
+    engine.launch()
+    for rid, arrival in ((3, 9.0), (4, 8.0), (5, 8.0)):
+        engine.submit(rid, [rid], max_tokens=6, ignore_eos=True, arrival=arrival)
+    engine.submit(6, [6], max_tokens=2, ignore_eos=True, priority=-1, arrival=10.0)
+    engine.launch()
+    assert running(engine) == {2, 6}, "the later one has given way"
+    engine.run()
+    assert [rid for rid in engine.ends if rid not in (2, 6)] == [1, 4, 5, 3]
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("size", [3, 30])
 def test_the_first_token_of_an_urgent_request_takes_two_steps_and_its_prefill(

@@ -1,4 +1,8 @@
-"""Priorities, lower is sooner: `priority=` of a request, ties by arrival (vLLM's policy of that name)."""
+"""Priorities, lower is sooner: `priority=` of a request, ties by `arrival_time` (vLLM's policy of that name).
+
+That is when the caller asked, or what he says; the order in which requests reach the scheduler decides only what is left. So it is
+the same with the next scheduler after a death, however many frontends submit to it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ class Priority(KeyPolicy):
     name = "priority"
 
     def key(self, sequence: Sequence, view: View) -> SortKey:
-        return (sequence.submit.priority,)
+        return (sequence.submit.priority, sequence.arrival)
 
     def preempt_for(self, sequence: Sequence, victim: Sequence, view: View) -> bool:
         return sequence.submit.priority < victim.submit.priority
