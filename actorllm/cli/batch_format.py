@@ -18,7 +18,13 @@ from typing import Any
 
 import orjson
 
-from actorllm.errors import ActorLLMError, InvalidParameterError, InvalidPromptError, RequestFailedError
+from actorllm.errors import (
+    ActorLLMError,
+    EngineOverloaded,
+    InvalidParameterError,
+    InvalidPromptError,
+    RequestFailedError,
+)
 from actorllm.prompt_reader import Prompt
 from actorllm.request import CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.server.logprobs import LogprobsView, Position, of_prompt
@@ -252,12 +258,15 @@ def _choice(
 
 
 def error_line(custom_id: str | None, error: ActorLLMError, message: str) -> bytes:
-    """The line of a request that failed: 404 for another model, 400 when it is wrong, 500 when the engine failed it."""
+    """The line of a request that failed: 404 for another model, 400 when it is wrong, 500 when the engine failed it, 503
+    when it was turned away."""
     status, kind = 400, "BadRequestError"
     if isinstance(error, UnknownModelError):
         status, kind = 404, "NotFoundError"
     elif isinstance(error, RequestFailedError):
         status, kind = 500, "InternalServerError"
+    elif isinstance(error, EngineOverloaded):
+        status, kind = 503, "ServiceUnavailableError"
     told = {"error": {"message": message, "type": kind, "param": None, "code": status}}
     return _line(custom_id, {"status_code": status, "request_id": _request_id(), "body": None}, told)
 

@@ -2,7 +2,8 @@
 
 Owns the two files and which requests are in flight. Every line that is written is whole, in the order of completion; a run
 that was interrupted goes on where it stopped, because lines whose custom_id has a response are left out. A bad line has an
-error as its response and disturbs no other. Called by the command line.
+error as its response and disturbs no other. Those that failed for no fault of their own (status 500 and above) are tried
+again by the next run, which appends their response behind the old one. Called by the command line.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from actorllm.engine import Engine
 from actorllm.errors import ActorLLMError, ConfigError, InvalidParameterError, RequestError
 from actorllm.stream import RequestStream
 
+SERVER_ERROR = 500
+"""The status of a response from which on the line is not to blame."""
+
 
 def run_batch(
     input_file: Annotated[Path, Parameter(name=["--input-file", "-i"])],
@@ -35,7 +39,8 @@ def run_batch(
 ) -> None:
     """Answer every line of INPUT-FILE, in the OpenAI batch format, with a line of OUTPUT-FILE.
 
-    Started again with the same files it goes on with the lines that have no response yet.
+    Started again with the same files it goes on with the lines that have no response yet, and tries again those that
+    were turned away or that the engine failed (status 503 and 500): the last response of a custom_id counts.
 
     Parameters
     ----------
@@ -79,7 +84,10 @@ def _open_output(path: Path) -> IO[bytes]:
 
 
 def _done(sink: IO[bytes]) -> set[str]:
-    """The ids (of lines without one: the errors) that have a response. Half a line at the end is cut off."""
+    """The ids (of lines without one: the errors) that have a response, but for those that another try may answer.
+
+    Half a line at the end is cut off.
+    """
     done: set[str] = set()
     end = 0
     for number, line in enumerate(sink, 1):
@@ -91,7 +99,9 @@ def _done(sink: IO[bytes]) -> set[str]:
         try:
             tree = orjson.loads(line)
             found = tree["custom_id"]
-            done.add(found if found is not None else tree["error"]["error"]["message"])
+            told = found if found is not None else tree["error"]["error"]["message"]
+            if tree["response"]["status_code"] < SERVER_ERROR:
+                done.add(told)
         except (orjson.JSONDecodeError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"line {number} of the output is no response of a batch; give a file that does not exist yet"

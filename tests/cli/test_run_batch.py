@@ -12,6 +12,9 @@ from actorllm import LLM, SamplingParams, cli
 from actorllm.cli.batch_format import parse_line
 from actorllm.errors import InvalidParameterError, InvalidPromptError, RequestError
 from actorllm.request import RequestOutputKind
+from actorllm.scheduling.gate import AdmissionPolicy
+from actorllm.scheduling.policy import View
+from actorllm.scheduling.sequence import Sequence
 from actorllm.text.chat import Conversation
 
 QUICK = ("--topology", "inline", "--num-threads", "1", "--dtype", "float32")
@@ -220,6 +223,32 @@ def test_a_run_that_was_interrupted_goes_on(tmp_path: Path) -> None:
     for i in range(12):
         assert found[str(i)]["response"]["body"]["usage"]["completion_tokens"] <= i + 1
         assert len(choices(found[str(i)])) == 1
+
+
+class NobodyOfThree(AdmissionPolicy):
+    """Turns away prompts of three tokens."""
+
+    def reject(self, view: View) -> list[tuple[Sequence, str]]:
+        return [(sequence, "not now") for sequence in view.waiting() if sequence.num_prompt == 3]
+
+
+def test_lines_that_failed_for_no_fault_of_theirs_are_tried_again(tmp_path: Path) -> None:
+    """Those that were turned away, and those that the engine failed."""
+    lines = [line("turned away", prompt=[0, 5, 6]), line("failed"), line("good"), line("bad", temperatur=1)]
+    found = run(tmp_path, lines, "--admission-policy", "tests.cli.test_run_batch:NobodyOfThree")
+    status = {key: value["response"]["status_code"] for key, value in found.items()}
+    assert status == {"turned away": 503, "failed": 200, "good": 200, "bad": 400}
+    error = found["turned away"]["error"]["error"]
+    assert (error["type"], error["code"]) == ("ServiceUnavailableError", 503)
+    assert "not now" in error["message"]
+    found["failed"]["response"]["status_code"] = 500
+    before = "".join(json.dumps(response) + "\n" for response in found.values())
+    (tmp_path / "out.jsonl").write_text(before)
+    found = run(tmp_path, lines)
+    assert all(len(choices(found[key])) == 1 for key in ("turned away", "failed", "good"))
+    after = (tmp_path / "out.jsonl").read_text()
+    assert after.startswith(before)
+    assert {json.loads(text)["custom_id"] for text in after[len(before) :].splitlines()} == {"turned away", "failed"}
 
 
 def test_another_name_for_the_model(tmp_path: Path) -> None:
