@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -98,12 +98,32 @@ def hangs_on_a_border(logits: Any, columns: Any, rows: np.ndarray, expected: np.
     return found
 
 
+@cache
+def _tokens_of(word: str) -> tuple[tuple[int, ...], ...]:
+    """The sequences that a bad word is kept away by: as it is, and within a text."""
+    from actorllm.rules import SamplingRules, rules_of
+    from actorllm.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(BUNDLED_MODELS["storyteller"])
+    rules = rules_of(SamplingParams(bad_words=[word]), 4096, -1, lambda: tokenizer) or SamplingRules()
+    return rules.bad_words
+
+
 def _apply_rules(logits: np.ndarray, prompt: Sequence[int], params: SamplingParams, stream: Stream) -> None:
-    """Penalties and min_tokens, one position after the other, as OpenAI and vLLM define them."""
+    """Biases, what is allowed, penalties and min_tokens, one position after the other, as OpenAI and vLLM define them."""
     counts = np.zeros(logits.shape[1], np.float32)
     seen = np.zeros(logits.shape[1], bool)
     seen[list(prompt)] = True
-    for row, token in zip(logits, stream, strict=True):
+    biases: Any = params.logit_bias or {}
+    allowed: Any = params.allowed_token_ids or range(logits.shape[1])
+    forbidden = np.setdiff1d(np.arange(logits.shape[1]), allowed)
+    words = [tokens for word in cast("list[str]", params.bad_words or []) for tokens in _tokens_of(word)]
+    for at, (row, token) in enumerate(zip(logits, stream, strict=True)):
+        row[list(biases)] += np.array(list(biases.values()), np.float32)
+        row[forbidden] = -np.inf
+        for tokens in words:
+            if len(tokens) <= at + 1 and stream[at + 1 - len(tokens) : at] == list(tokens[:-1]):
+                row[tokens[-1]] = -np.inf
         if params.repetition_penalty != 1.0:
             scaled = np.where(row > 0, row / params.repetition_penalty, row * params.repetition_penalty)
             row[:] = np.where(seen, scaled, row)

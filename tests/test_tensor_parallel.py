@@ -77,6 +77,23 @@ def test_several_ranks_give_the_streams_of_one(tmp_path: Path, sizes: tuple[int,
     assert set(Path(tempfile.gettempdir()).glob(f"actorllm-{os.getpid()}-*")) <= before
 
 
+def test_grammars_and_cached_prefixes_with_two_ranks() -> None:
+    """A mask comes late, and to both; what is found in the cache is a half of each block at either."""
+    prompt = "Once upon a time there was a girl who lived in a house. " * 4
+    grammars = [{"regex": "[a-z ]{8,20}"}, {"choice": ["perhaps later", "no"]}, None]
+    params = [SamplingParams(seed=i, max_tokens=24, structured_outputs=grammar) for i, grammar in enumerate(grammars)]
+    told = []
+    for size in (1, 2):
+        with LLM("storyteller", dtype="float32", num_threads=1, tensor_parallel_size=size) as llm:
+            first = llm.generate([prompt] * 3, params, use_tqdm=False)
+            again = llm.generate([prompt] * 3, params, use_tqdm=False)
+        assert all(output.num_cached_tokens for output in again)
+        assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in first]
+        told.append([(o.outputs[0].token_ids, o.outputs[0].text, o.outputs[0].finish_reason) for o in again])
+    assert told[0] == told[1]
+    assert told[0][1][1] in ("perhaps later", "no")
+
+
 def test_logits_in_chunks_and_bfloat16(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, vocab_size=150_000, num_hidden_layers=1)
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=3, ignore_eos=True)
