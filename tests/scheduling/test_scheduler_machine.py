@@ -24,21 +24,31 @@ from hypothesis.stateful import (
 
 from actorllm.kvcache.block_pool import BlockPool
 from actorllm.kvcache.manager import KVCacheManager
-from actorllm.messages import I32, StepFailed, StepPlan, StepResult
+from actorllm.messages import I32, StepFailed, StepPlan
+from actorllm.rules import SamplingRules
 from actorllm.scheduling.batch import Batch
 from actorllm.scheduling.followers import Followers
 from actorllm.scheduling.forks import Forks
 from actorllm.scheduling.ledger import Ledger
 from actorllm.scheduling.plan import PlanBuilder
+from actorllm.scheduling.policy import KeyPlanner, load_policy
 from actorllm.scheduling.prefix_cache import PrefixCache
 from actorllm.scheduling.results import Results
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import State
 from actorllm.scheduling.stopping import Stopping
 from tests.scheduling.conftest import EOS, SIBLING, Engine, reference_stream
+from tests.scheduling.test_rules import Reporting
 
 
 class SchedulerMachine(RuleBasedStateMachine):
+    def make_engine(self, **arguments: Any) -> Engine:
+        return Engine(**arguments)
+
+    def more_of(self, rid: int) -> dict[str, Any]:
+        """What else a request with this number asks for."""
+        return {}
+
     @initialize(
         depth=st.sampled_from([1, 2]),
         num_blocks=st.sampled_from([10, 12, 20, 40]),
@@ -46,7 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(4, 20),
     )
     def start(self, depth: int, num_blocks: int, max_num_seqs: int, budget: int) -> None:
-        self.engine = Engine(
+        self.engine = self.make_engine(
             depth=depth, num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
         )
         self.submitted: dict[int, Any] = {}
@@ -94,6 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         extras = {
             "blocked_on": "x" if blocked else None,
             "deadline": None if patience is None else self.engine.now + patience,
+            **self.more_of(rid),
         }
         for i in range(n):
             self.submitted[rid + i] = (prompt, rid + SIBLING * i, len(output), arguments)
@@ -175,7 +186,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def lose_the_logits(self, row: int) -> None:
         result = self.engine.results.pop(0)
         bad = np.array([row % result.tokens.size], np.int32)
-        void = StepResult(step=result.step, tokens=result.tokens, nonfinite_rows=bad)
+        void = dataclasses.replace(result, nonfinite_rows=bad)
         self.engine.apply(self.engine.scheduler.update(void, self.engine.now))
 
     @rule(position=st.integers(0, 3))
@@ -253,6 +264,59 @@ class FailingMachine(SchedulerMachine):
 
 FailingMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=100)
 TestFailingSteps = FailingMachine.TestCase
+
+
+class PausingMachine(SchedulerMachine):
+    """The same with priorities that displace, log-probabilities of prompts, and pauses."""
+
+    def make_engine(self, **arguments: Any) -> Engine:
+        self.reporting = Reporting(policy=load_policy("priority"), **arguments)
+        self.paused_at: float | None = None
+        return self.reporting.engine
+
+    def more_of(self, rid: int) -> dict[str, Any]:
+        return {"priority": rid % 3, "rules": PROMPT_RULES if rid % 2 else None}
+
+    @rule(mode=st.sampled_from(["wait", "wait", "keep", "abort"]))
+    def pause(self, mode: str) -> None:
+        self.engine._ended(self.engine.scheduler.pause(mode, self.engine.now))
+        self.paused_at = self.engine.now
+
+    @precondition(lambda self: self.paused_at is not None)
+    @rule()
+    def resume(self) -> None:
+        self.engine.scheduler.resume(self.engine.now)
+        self.paused_at = None
+
+    @rule(is_busy=st.booleans(), num_delivered=st.integers(0, 2))
+    def lose_the_workers(self, is_busy: bool, num_delivered: int) -> None:
+        super().lose_the_workers(is_busy, num_delivered)
+        self.reporting.watch_worker()
+
+    @invariant()
+    def nobody_starts_while_paused(self) -> None:
+        if hasattr(self, "engine") and self.paused_at is not None:
+            for sequence in self.engine.scheduler.running():
+                assert sequence.scheduled <= self.paused_at or sequence.submit.output.size, f"{sequence.key} started"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.resume()
+        for rid in self.blocked:
+            self.engine.scheduler.unblock((0, rid), None, self.engine.now)
+        self.engine.run()
+        ends = dict(self.engine.ends)
+        super().teardown()
+        for rid, end in ends.items():
+            is_whole = end.reason in ("stop", "length") and end.stop_reason != "text"
+            if end.sequence.rules is not None and is_whole:
+                assert len(self.reporting.prompts.get(rid, [])) == len(self.submitted[rid][0]) - 1
+
+
+PROMPT_RULES = SamplingRules(num_prompt_logprobs=1).to_fields()
+PausingMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=100)
+TestPauses = PausingMachine.TestCase
 
 
 def _patch(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, wrong: Callable[..., Any]) -> None:
@@ -382,9 +446,35 @@ MUTANTS: list[tuple[type, str, Callable[..., Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("owner", "name", "wrong"), MUTANTS, ids=[m[2].__name__ for m in MUTANTS])
+def start_in_spite_of_a_pause(right: Any, scheduler: Scheduler, sequence: Any) -> bool:
+    return True
+
+
+def forget_who_is_aside(right: Any, planner: KeyPlanner, *arguments: Any) -> None:
+    planner._aside.clear()
+    right(planner, *arguments)
+
+
+def read_the_cache_in_spite_of_log_probabilities(right: Any, cache: PrefixCache, sequence: Any) -> None:
+    told, sequence.num_prompt_logprobs = sequence.num_prompt_logprobs, sequence.num_prompt
+    right(cache, sequence)
+    sequence.num_prompt_logprobs = told
+
+
+MUTANTS_OF_PAUSES: list[tuple[type, str, Callable[..., Any]]] = [
+    (Scheduler, "may_start", start_in_spite_of_a_pause),
+    (KeyPlanner, "_fill", forget_who_is_aside),
+    (PrefixCache, "look_up", read_the_cache_in_spite_of_log_probabilities),
+]
+
+
+@pytest.mark.parametrize(
+    ("machine", "owner", "name", "wrong"),
+    [(SchedulerMachine, *m) for m in MUTANTS] + [(PausingMachine, *m) for m in MUTANTS_OF_PAUSES],
+    ids=[m[2].__name__ for m in MUTANTS + MUTANTS_OF_PAUSES],
+)
 def test_the_machine_finds_planted_mistakes(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, wrong: Callable[..., Any]
+    monkeypatch: pytest.MonkeyPatch, machine: type, owner: type, name: str, wrong: Callable[..., Any]
 ) -> None:
     _patch(monkeypatch, owner, name, wrong)
     quick = settings(
@@ -398,4 +488,4 @@ def test_the_machine_finds_planted_mistakes(
         suppress_health_check=list(HealthCheck),
     )
     with pytest.raises((AssertionError, KeyError, IndexError, ValueError, ExceptionGroup)):
-        run_state_machine_as_test(SchedulerMachine, settings=quick)
+        run_state_machine_as_test(machine, settings=quick)
