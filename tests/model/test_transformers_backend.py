@@ -514,12 +514,21 @@ def forgetting_sinks(decoder: Any) -> Any:
         yield
 
 
+@contextlib.contextmanager
+def scaling_wrongly(decoder: Any) -> Any:
+    """Attention that is wrong in one chunk as in many, by less than rounding costs the models that it costs most."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers_backend, "Scoring", lambda scale, *more: Scoring(0.7 * scale, *more))
+        yield
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_probe_sees_what_the_structure_does_not_show(dtype: str, tmp_path: Path) -> None:
     message = sabotaged("llama", tmp_path / "llama", shifting_tokens, dtype)
     assert "architecture 'LlamaForCausalLM' is not supported: in chunks its logits differ" in message
     assert "called 3 times in a step of 2 layers" in sabotaged("olmo2", tmp_path / "olmo2", attending_twice, dtype)
     assert "in chunks its logits differ" in sabotaged("gpt-oss", tmp_path / "gpt-oss", forgetting_sinks, dtype)
+    assert "in chunks its logits differ" in sabotaged("mixtral", tmp_path / "mixtral", scaling_wrongly, dtype)
 
 
 def test_the_probe_forgives_rounding_that_chooses_other_experts(tmp_path: Path, make: Callable[..., Any]) -> None:
