@@ -102,6 +102,8 @@ def section(name: str, file: Path) -> str:
         if isinstance(data.get(key), list) and data[key]:
             lines += [*_code(data[f"{key}_command"]), ""] if f"{key}_command" in data else []
             lines += [*table(data[key]), ""]
+    if "note" in data:
+        lines += [data["note"], ""]
     for side, reason in sorted(set(not_measured(data))):
         lines += [f"{side} was not measured: {reason}", ""]
     return "\n".join(lines)
