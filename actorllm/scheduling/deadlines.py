@@ -33,6 +33,21 @@ def first_due(sequence: Sequence) -> float:
     return submit.arrival if tpot is not None else math.inf
 
 
+def last_due(sequence: Sequence) -> float:
+    """From when on a request that waits has missed what it was promised; infinity: it cannot miss it by waiting.
+
+    Without a token that is the deadline of the first one, or of the end where only that is promised. With one it is that of
+    the end: a pause after the first token makes no promise impossible. Neither does a promise per token alone.
+    """
+    submit = sequence.submit
+    if submit.slo is None:
+        return math.inf
+    ttft, _, e2e, _ = submit.slo
+    if ttft is not None and sequence.known.size == sequence.num_prompt:
+        return first_due(sequence)
+    return math.inf if e2e is None else submit.arrival + e2e
+
+
 class Deadlines:
     """See the module docstring."""
 

@@ -10,7 +10,7 @@ import pytest
 
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
-from actorllm.scheduling.deadlines import Deadlines, first_due
+from actorllm.scheduling.deadlines import Deadlines, first_due, last_due
 from actorllm.scheduling.policies.cohost import Cohost
 from actorllm.scheduling.policies.fairbatch import FairBatch
 from actorllm.scheduling.policies.fcfs import Fcfs
@@ -208,6 +208,30 @@ def test_qoserve_relegates_who_cannot_make_it(build_engine: BuildEngine) -> None
     assert order(engine) == [1, 2]
 
 
+@pytest.mark.parametrize("cls", [Cohost, QoServe])
+def test_a_promise_per_token_alone_is_not_hopeless(build_engine: BuildEngine, cls: type[QoServe]) -> None:
+    engine = build_engine(policy=KeyPlanner(cls(Linear())), max_num_seqs=1)
+    engine.submit(1, [1], max_tokens=1)
+    engine.submit(2, [2], max_tokens=1, is_latency_sensitive=True, slo=[None, 0.05, None, 0.0])
+    assert order(engine) == [2, 1]
+
+
+@pytest.mark.parametrize("cls", [Cohost, QoServe])
+@pytest.mark.parametrize(("e2e", "expected"), [(None, [1, 2]), (1.5, [2, 1])])
+def test_who_was_preempted_after_its_first_token_is_hopeless_only_by_its_end(
+    build_engine: BuildEngine, cls: type[QoServe], e2e: float | None, expected: list[int]
+) -> None:
+    engine = build_engine(policy=KeyPlanner(cls(Linear())), max_num_seqs=1, depth=1)
+    engine.submit(1, [1], max_tokens=5, ignore_eos=True, is_latency_sensitive=True, slo=[1.0, 1.0, e2e, 0.0])
+    engine.launch()
+    engine.complete()
+    assert len(engine.streams[1]) == 1
+    engine.scheduler._roster.preempt_all()
+    engine.now = 2.0
+    engine.submit(2, [2], max_tokens=2, arrival=2.0, is_latency_sensitive=True, slo=[None, None, 1000.0, 0.0])
+    assert order(engine) == expected
+
+
 @pytest.mark.parametrize(("tpot", "expected"), [(10.0, 3901), (0.1, 768), (0.02, 128)])
 def test_qoserve_makes_steps_as_large_as_the_tightest_stream_allows(
     build_engine: BuildEngine, tpot: float, expected: int
@@ -287,6 +311,8 @@ def test_what_is_due_first(build_engine: BuildEngine) -> None:
         engine.submit(rid, [1, 2, 3, 4], arrival=3.0, slo=slo)
     due = [first_due(engine.scheduler.sequence((0, rid))) for rid in (1, 2, 3, 4)]
     assert due == [6.0, 12.0, 3.0, float("inf")]
+    last = [last_due(engine.scheduler.sequence((0, rid))) for rid in (1, 2, 3, 4)]
+    assert last == [6.0, 12.0, float("inf"), float("inf")], "waiting for a first token breaks no promise per token"
 
 
 def test_step_times_are_learned_and_follow_a_change() -> None:

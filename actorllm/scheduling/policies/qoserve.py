@@ -2,7 +2,7 @@
 
     order       first deadline + alpha * remaining prompt tokens: from earliest deadline to shortest first as alpha grows
     chunk       the largest step that is over, by prediction times `safety`, before the next token of anybody is due
-    relegation  who cannot meet the deadline any more, and holds no KV, goes behind everybody who can
+    relegation  who cannot keep the promise any more, and holds no KV, goes behind everybody who can
 
 Knobs are class attributes, to be changed in a subclass; each of the three can be switched off. The published policy has
 anchor "slo", which is right for readers and wrong for the mean gap (`actorllm.objective`): with "first" it serves both.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-from actorllm.scheduling.deadlines import Anchor, Deadlines, first_due
+from actorllm.scheduling.deadlines import Anchor, Deadlines, first_due, last_due
 from actorllm.scheduling.policy import Budget, KeyPolicy, SortKey, StepDone, View
 from actorllm.scheduling.sequence import Sequence
 from actorllm.scheduling.step_time import Pace, Predicts
@@ -42,8 +42,8 @@ class QoServe(KeyPolicy):
         return first_due(sequence)
 
     def _last_chance(self, sequence: Sequence, num_tokens: int) -> float:
-        """From when on it cannot meet its deadline."""
-        return first_due(sequence) - num_tokens / self._tokens_per_s
+        """From when on it cannot keep its promise."""
+        return last_due(sequence) - num_tokens / self._tokens_per_s
 
     def key(self, sequence: Sequence, view: View) -> SortKey:
         remaining = view.remaining(sequence)
