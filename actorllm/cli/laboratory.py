@@ -533,7 +533,7 @@ def _print_sweep(found: Results, searched: Sequence[float]) -> None:
     ]
     heads = [f"{reading} @{100 * target:g}%" for reading in READINGS for target in targets]
     rows: list[tuple[str, ...]] = [("MAX RATE", *heads)]
-    flagged = False
+    flagged = is_open = False
     for label in found.labels():
         cells = []
         for reading in READINGS:
@@ -544,11 +544,14 @@ def _print_sweep(found: Results, searched: Sequence[float]) -> None:
                     continue
                 mark = "" if best.verdict == "stationary" else "*" if best.verdict == "growing" else "~"
                 flagged |= bool(mark)
+                is_open |= best.band.low_is_open or best.band.high_is_open
                 more = "" if best.is_bounded else ">"
-                cells.append(f"{more}{best.rate:.2f}{mark} [{best.low:.2f}, {best.high:.2f}]")
+                cells.append(f"{more}{best.rate:.2f}{mark} [{', '.join(best.band.ends())}]")
         rows.append((label, *cells))
     print(f"requests/s at which the worst class keeps its promises, with 95 % bands; {found.describe()}")
     _print_rows(rows)
+    if is_open:
+        print("< > the band ends beyond the rates that were simulated")
     if flagged:
         print("* the backlog grew at that rate   ~ the run was too short to see whether it did")
 

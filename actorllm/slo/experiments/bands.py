@@ -5,14 +5,18 @@ into which every point is cut (`record.NUM_BLOCKS`); and first, the seeds. The d
 same number of seeds: with common random numbers, differences between two variants are sharper than their bands.
 
 A band is never narrower than independent requests would make it (Wilson 1927): a hundred good ones out of a hundred leave
-room for a bad one, which no drawing from them shows.
+room for a bad one, which no drawing from them shows. Copies of a request, where a trace is shorter than what is drawn from it,
+count once there.
+
+A highest rate is only known where rates were simulated. A draw that fails at the lowest of them is somewhere below it, and one
+that does well at the highest somewhere above; a band whose end is such a draw is open there (`Band`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any, Literal
 
@@ -37,9 +41,19 @@ class Band:
     value: float
     low: float
     high: float
+    low_is_open: bool = False
+    """The end is somewhere below `low`."""
+    high_is_open: bool = False
+    """The end is somewhere above `high`."""
 
     def scaled(self, factor: float) -> Band:
-        return Band(self.value * factor, self.low * factor, self.high * factor)
+        return replace(self, value=self.value * factor, low=self.low * factor, high=self.high * factor)
+
+    def ends(self, told: Callable[[float], str] = "{:.2f}".format) -> tuple[str, str]:
+        """Both ends for people: < 1.83 where it is somewhere below."""
+        return ("< " if self.low_is_open else "") + told(self.low), ("> " if self.high_is_open else "") + told(
+            self.high
+        )
 
 
 def attainment_of(num: F64, good: F64, who: Who) -> F64:
@@ -75,8 +89,10 @@ def _draws(num_seeds: int, num_blocks: int, num_draws: int) -> tuple[NDArray[np.
     )
 
 
-def attainment_band(points: Sequence[Blocks], reading: Reading, who: Who, confidence: float = CONFIDENCE) -> Band:
-    """points: one for each seed, of one variant at one rate."""
+def attainment_band(
+    points: Sequence[Blocks], reading: Reading, who: Who, confidence: float = CONFIDENCE, distinct: float = 1.0
+) -> Band:
+    """points: one for each seed, of one variant at one rate. distinct: share of their requests that are no copies of others."""
     num, good = (counts.sum(axis=(0, 1)) for counts in _counts(points, reading))
     value = float(attainment_of(num, good, who))
     low, high = np.quantile(drawn(points, reading, who), ((1 - confidence) / 2, (1 + confidence) / 2)).tolist()
@@ -85,7 +101,7 @@ def attainment_band(points: Sequence[Blocks], reading: Reading, who: Who, confid
     else:
         shares = np.where(num > 0, good / np.maximum(num, 1), np.inf)
         size = float(num[int(shares.argmin())])
-    floor, ceiling = wilson(value, size, confidence)
+    floor, ceiling = wilson(value, size * distinct, confidence)
     return Band(value, min(low, floor), max(high, ceiling))
 
 
@@ -116,3 +132,29 @@ def crossing(rates: F64, attained: F64, target: float) -> F64:
         share = np.where(above > below, (above - target) / (above - below), 0.0)
     found: F64 = np.where(num == 0, 0.0, rates[at] + np.clip(share, 0, 1) * (rates[after] - rates[at]))
     return found
+
+
+def crossing_bounds(rates: F64, attained: F64, target: float) -> tuple[F64, F64]:
+    """[...] twice: what the highest rates (`crossing`) are at least and at most.
+
+    They differ where even the lowest rate fails (0 and that rate), and where all succeed (the highest rate and infinity).
+    """
+    least = crossing(rates, attained, target)
+    is_above = attained.min(axis=-1) >= target
+    most = np.where(attained[..., 0] < target, rates[0], np.where(is_above, np.inf, least))
+    return least, most
+
+
+def band_of(value: float, least: F64, most: F64, confidence: float = CONFIDENCE) -> Band:
+    """Of draws that lie somewhere between least and most; an end that only 0 or infinity bounds is open."""
+    below, above = (1 - confidence) / 2, (1 + confidence) / 2
+    low, high = _quantile(least, below, "lower"), _quantile(most, above, "higher")
+    low_is_open, high_is_open = low <= 0, high == math.inf
+    low = _quantile(most, below, "lower") if low_is_open else low
+    high = _quantile(least, above, "higher") if high_is_open else high
+    return Band(value, min(low, value), max(high, value), low_is_open, high_is_open)
+
+
+def _quantile(draws: F64, share: float, method: Literal["lower", "higher"]) -> float:
+    """One of the draws: between a number and infinity there is no middle."""
+    return float(np.quantile(draws, share, method=method))

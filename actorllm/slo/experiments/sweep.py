@@ -10,10 +10,9 @@ What comes out depends on the arguments only: not on the number of processes, no
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,15 +23,27 @@ import numpy as np
 from actorllm.errors import ConfigError
 from actorllm.messages import F64
 from actorllm.objective import READINGS, Reading
-from actorllm.slo.experiments.bands import WHO, Band, Who, attainment_band, attainment_of, crossing, drawn
+from actorllm.slo.experiments.bands import (
+    WHO,
+    Band,
+    Who,
+    attainment_band,
+    attainment_of,
+    band_of,
+    crossing,
+    crossing_bounds,
+    drawn,
+)
 from actorllm.slo.experiments.point import LEFT_OUT, Point, Scenario, Variant
 from actorllm.slo.experiments.pool import PointError, Pool
-from actorllm.slo.experiments.search import Ladder, search
+from actorllm.slo.experiments.search import FIRST_STRIDE, Ladder, search
 from actorllm.slo.experiments.stamp import stamp
 from actorllm.slo.experiments.store import Store
 
 Record = dict[str, Any]
 TARGETS = (0.99, 0.9, 0.5)
+MAX_WIDENINGS = 3
+"""How often a search goes on by FIRST_STRIDE rungs down, and as many up, for the sake of a band."""
 
 
 class Progress(Protocol):
@@ -45,15 +56,25 @@ class Progress(Protocol):
 class MaxRate:
     """The highest rate at which a target is attained."""
 
-    rate: float
-    """Requests per second; where the attainment crosses the target between two rates that were simulated."""
-    low: float
-    high: float
-    """Its bootstrap band."""
+    band: Band
+    """Bootstrapped; open where it ends beyond the rates that were simulated."""
     is_bounded: bool
     """Whether a rate above it was tried and failed; if not, the truth may lie above."""
     verdict: str
     """Stationarity of the highest rate simulated that attains the target: the worst of the seeds."""
+
+    @property
+    def rate(self) -> float:
+        """Requests per second; where the attainment crosses the target between two rates that were simulated."""
+        return self.band.value
+
+    @property
+    def low(self) -> float:
+        return self.band.low
+
+    @property
+    def high(self) -> float:
+        return self.band.high
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,11 +164,10 @@ class Results:
         found = float(crossing(np.array(rates), value, target))
         if not found:
             return None
-        draws = self.max_rate_draws(label, target, reading, who)
-        low, high = np.quantile(draws, (0.025, 0.975)).tolist()
+        band = band_of(found, *self.max_rate_draws(label, target, reading, who))
         num_reached = int((np.minimum.accumulate(value) >= target).sum())
         verdict, _ = self.verdict(label, rates[num_reached - 1])
-        return MaxRate(found, min(low, found), max(high, found), num_reached < len(rates), verdict)
+        return MaxRate(band, num_reached < len(rates), verdict)
 
     def warnings(self) -> list[str]:
         """What the runs warn of, each kind of warning once: of a policy with its label and the first run that has it."""
@@ -174,8 +194,8 @@ class Results:
     def _value(self, label: str, rate: float, reading: Reading, who: Who) -> float:
         return _pooled([r["blocks"] for r in self.points(label, rate)], reading, who)
 
-    def max_rate_draws(self, label: str, target: float, reading: Reading, who: Who) -> F64:
-        """[num_draws] maximum rates, one for each drawing of seeds and blocks."""
+    def max_rate_draws(self, label: str, target: float, reading: Reading, who: Who) -> tuple[F64, F64]:
+        """[num_draws] twice: what the maximum rate is at least and at most, for each drawing of seeds and blocks."""
         rates = self.rates(label)
         draws = []
         for rate in rates:
@@ -183,7 +203,7 @@ class Results:
             if key not in self._drawn:
                 self._drawn[key] = drawn([r["blocks"] for r in self.points(label, rate)], reading, who)
             draws.append(self._drawn[key])
-        return crossing(np.array(rates), np.stack(draws, axis=-1), target)
+        return crossing_bounds(np.array(rates), np.stack(draws, axis=-1), target)
 
 
 def _pooled(blocks: Sequence[Record], reading: Reading, who: Who) -> float:
@@ -222,6 +242,7 @@ class Sweep:
         readings: Sequence[Reading] = READINGS,
         who: Sequence[Who] = WHO,
         ladder: Ladder | None = None,
+        brackets_bands: bool = False,
         store: str | Path | None = None,
         num_processes: int | None = None,
         on_progress: Progress | None = None,
@@ -229,8 +250,9 @@ class Sweep:
         """The grid rates x scales, and searches for the highest rate at every target, reading and who.
 
         scales other than 1 are simulated at scale_rates (None: at all rates). ladder: where searches begin and how fine
-        they are; None: at the middle one of the rates. store: a file that is added to; what it has of these points is not
-        simulated again. num_processes: None: as many as there are cores; 0: none but this one.
+        they are; None: at the middle one of the rates. brackets_bands: searches go on, further down and up, until the bands of
+        the highest rates end between rates that were simulated, or MAX_WIDENINGS times. store: a file that is added to; what
+        it has of these points is not simulated again. num_processes: None: as many as there are cores; 0: none but this one.
 
         A point that fails (a policy that raises) ends the other points of its variant, which are left out, and is told in
         `failures`. Ctrl-C: everything that is done is in the store.
@@ -249,7 +271,7 @@ class Sweep:
             if grid:
                 jobs.append((variant, _all_at_once(grid)))
             if ladder is not None and wanted:
-                jobs.append((variant, self._searches(variant, ladder, wanted)))
+                jobs.append((variant, self._searches(variant, ladder, wanted, MAX_WIDENINGS if brackets_bands else 0)))
         with ExitStack() as stack:
             kept = stack.enter_context(Store(store))
             notes = kept.begin(self.scenario)
@@ -274,22 +296,48 @@ class Sweep:
         pairs += [(rate, s) for rate in (rates if scale_rates is None else scale_rates) for s in scales if s != 1]
         return [self._point(variant, rate, seed, scale) for rate, scale in pairs for seed in self.seeds]
 
-    def _searches(self, variant: Variant, ladder: Ladder, wanted: Sequence[tuple[float, Reading, Who]]) -> Batch:
+    def _searches(
+        self, variant: Variant, ladder: Ladder, wanted: Sequence[tuple[float, Reading, Who]], num_widenings: int
+    ) -> Batch:
         """One after the other, each with what the ones before it have found."""
         blocks: dict[int, list[Any]] = {}
+
+        def simulated(rung: int) -> Batch:
+            if rung not in blocks:
+                points = [self._point(variant, ladder.rate(rung), seed) for seed in self.seeds]
+                blocks[rung] = [record["blocks"] for record in (yield points)]
+
         for target, reading, who in wanted:
             known = {rung: _pooled(found, reading, who) for rung, found in blocks.items()}
             steps = search(ladder, target, known)
             try:
                 rung = next(steps)
                 while True:
-                    if rung not in blocks:
-                        points = [self._point(variant, ladder.rate(rung), seed) for seed in self.seeds]
-                        blocks[rung] = [record["blocks"] for record in (yield points)]
+                    yield from simulated(rung)
                     known[rung] = _pooled(blocks[rung], reading, who)
                     rung = steps.send(known[rung])
             except StopIteration:
-                continue
+                pass
+            for _ in range(num_widenings):
+                further = _beyond(ladder, blocks, target, reading, who)
+                for rung in further:
+                    yield from simulated(rung)
+                if not further:
+                    break
+
+
+def _beyond(ladder: Ladder, blocks: Mapping[int, list[Any]], target: float, reading: Reading, who: Who) -> list[int]:
+    """The rungs next below and above those simulated at which the band of the highest rate may end; none: it is bracketed."""
+    rungs = sorted(blocks)
+    rates = np.array([ladder.rate(rung) for rung in rungs])
+    value = float(crossing(rates, np.array([_pooled(blocks[rung], reading, who) for rung in rungs]), target))
+    if not value:
+        return []  # no rate is high enough to have a band
+    draws = np.stack([drawn(blocks[rung], reading, who) for rung in rungs], axis=-1)
+    band = band_of(value, *crossing_bounds(rates, draws, target))
+    found = [max(rungs[0] - FIRST_STRIDE, -ladder.last)] if band.low_is_open else []
+    found += [min(rungs[-1] + FIRST_STRIDE, ladder.last)] if band.high_is_open else []
+    return [rung for rung in found if rung not in blocks]
 
 
 def _all_at_once(points: list[Point]) -> Batch:
@@ -382,8 +430,7 @@ def ratio_band(
     mine, theirs = (one.max_rate(name, target, reading, who) for name in (label, other))
     if mine is None or theirs is None:
         return None
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = one.max_rate_draws(label, target, reading, who) / one.max_rate_draws(other, target, reading, who)
-    ratios = ratios[np.isfinite(ratios)]
-    low, high = np.quantile(ratios, (0.025, 0.975)).tolist() if ratios.size else (math.nan, math.nan)
-    return Band(mine.rate / theirs.rate, low, high)
+    least, most = one.max_rate_draws(label, target, reading, who)
+    other_least, other_most = one.max_rate_draws(other, target, reading, who)
+    with np.errstate(divide="ignore"):
+        return band_of(mine.rate / theirs.rate, least / other_most, most / other_least)

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from actorllm.errors import ConfigError
 from actorllm.objective import READINGS, Reading
 from actorllm.slo.cost_model import load_model
-from actorllm.slo.experiments.bands import WHO, Who
+from actorllm.slo.experiments.bands import WHO, Band, Who
 from actorllm.slo.experiments.point import Point, watched_run
 from actorllm.slo.experiments.sweep import TARGETS, MaxRate, Results, ratio_band
 from actorllm.slo.explanation import explain, worst_request
@@ -104,12 +104,12 @@ def _lead(results: Results, rate: float) -> list[str]:
             best = there[winner]
             text = (
                 f"By {READS[reading]}, {winner} serves the most: up to {number(best.rate)} requests/s "
-                f"[{number(best.low)}, {number(best.high)}] with {target:.0%} of the worst class on time"
+                f"[{_ends(best.band)}] with {target:.0%} of the worst class on time"
             )
             other = _baseline(results)
             ratio = ratio_band(results, winner, other, target, reading) if winner != other else None
             if ratio is not None:
-                text += f", {number(ratio.value)} times as much as {other} [{number(ratio.low)}, {number(ratio.high)}]"
+                text += f", {number(ratio.value)} times as much as {other} [{_ends(ratio)}]"
             told.append(text + ".")
             if best.verdict == "growing":
                 told.append("The backlog grew at that rate: in a longer run the figure would be lower.")
@@ -150,7 +150,7 @@ def _sustained(results: Results) -> Section:
     section.add(
         f'<p class="note">The last column is at {targets[0]:.0%} of the worst class by due dates; its bands pair the same '
         f'requests. <span class="growing">▲</span> the backlog grew at that rate, <span class="short">○</span> the run was '
-        f"too short to tell.</p>"
+        f"too short to tell. &lt; and &gt;: the band ends beyond the rates that were simulated.</p>"
     )
     more = _rate_table(results, targets, WHO)
     section.add(f"<details><summary>Other targets, and all requests together</summary>{more}</details>")
@@ -159,7 +159,15 @@ def _sustained(results: Results) -> Section:
 
 def _told(found: MaxRate) -> str:
     more = "" if found.is_bounded else "at least "
-    return f"{more}{number(found.rate)} requests/s [{number(found.low)}, {number(found.high)}], {found.verdict}"
+    return f"{more}{number(found.rate)} requests/s [{_ends(found.band)}], {found.verdict}"
+
+
+def _ends(band: Band) -> str:
+    return ", ".join(band.ends(number))
+
+
+def _small(band: Band) -> str:
+    return f"<small>{escape('–'.join(band.ends()))}</small>"
 
 
 def _rate_table(results: Results, targets: Sequence[float], who: Sequence[Who]) -> str:
@@ -178,9 +186,9 @@ def _rate_table(results: Results, targets: Sequence[float], who: Sequence[Who]) 
             mark = "" if one.verdict == "stationary" else f' <span class="{one.verdict}">{MARKS[one.verdict]}</span>'
             text = f"{'' if one.is_bounded else '≥ '}{one.rate:.2f}{mark}"
             text = f"<b>{text}</b>" if one.rate == best[column] else text
-            cells.append(f"{text}<br><small>{one.low:.2f}–{one.high:.2f}</small>")
+            cells.append(f"{text}<br>{_small(one.band)}")
         ratio = ratio_band(results, label, other, targets[0], "deadline") if label != other else None
-        cells.append("" if ratio is None else f"{ratio.value:.2f}<br><small>{ratio.low:.2f}–{ratio.high:.2f}</small>")
+        cells.append("" if ratio is None else f"{ratio.value:.2f}<br>{_small(ratio)}")
         rows.append(cells)
     names = [f"{'' if len(who) == 1 else w + ', '}{READS[r]}, {t:.0%}" for t, r, w in columns]
     head = ["requests/s", *names, f"times {other}"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
-from actorllm.slo.experiments.bands import attainment_band, crossing, wilson
+from actorllm.slo.experiments.bands import attainment_band, band_of, crossing, crossing_bounds, wilson
 
 
 def point(rng: np.random.Generator, shares: tuple[float, ...], *, burst: float = 0.0) -> dict[str, list[list[int]]]:
@@ -53,3 +55,30 @@ def test_where_a_curve_crosses_a_target() -> None:
     curves = np.array([[1.0, 0.9, 0.5], [0.8, 0.7, 0.6], [1.0, 1.0, 1.0], [1.0, 0.5, 0.95]])
     assert crossing(rates, curves, 0.9).tolist() == pytest.approx([2.0, 0.0, 4.0, 1.2])
     assert crossing(rates, curves[:1], 0.7).tolist() == pytest.approx([3.0])
+
+
+def test_what_a_highest_rate_is_at_least_and_at_most() -> None:
+    rates = np.array([1.0, 2.0, 4.0])
+    curves = np.array([[1.0, 0.9, 0.5], [0.8, 0.7, 0.6], [1.0, 1.0, 1.0], [0.95, 0.5, 0.95]])
+    least, most = crossing_bounds(rates, curves, 0.9)
+    assert least.tolist() == pytest.approx([2.0, 0.0, 4.0, 1 + 0.05 / 0.45])
+    assert most.tolist() == pytest.approx([2.0, 1.0, math.inf, 1 + 0.05 / 0.45])
+
+
+def test_an_end_that_nothing_bounds_is_open() -> None:
+    draws = np.linspace(2.0, 3.0, 100)
+    assert band_of(2.5, draws, draws).ends() == ("2.02", "2.98")
+    below, above = np.where(draws < 2.1, 0.0, draws), np.where(draws < 2.1, 1.5, draws)
+    assert band_of(2.5, below, above).ends() == ("< 1.50", "2.98")
+    assert band_of(2.5, draws, np.where(draws > 2.9, math.inf, draws)).ends() == ("2.02", "> 2.98")
+    few = np.where(draws > 2.99, math.inf, draws)
+    assert band_of(2.5, draws, few).ends()[1] == "2.98", "one draw in a hundred is not in the band"
+    assert band_of(2.5, np.zeros(100), np.full(100, math.inf)).ends() == ("< 2.50", "> 2.50")
+
+
+def test_copies_of_a_request_count_once() -> None:
+    rng = np.random.default_rng(7)
+    points = [point(rng, (0.9,))]
+    plain, copied = (attainment_band(points, "deadline", "overall", distinct=share) for share in (1.0, 0.1))
+    assert plain.low == pytest.approx(wilson(1.0, 1000)[0])
+    assert copied.low == pytest.approx(wilson(1.0, 100)[0])

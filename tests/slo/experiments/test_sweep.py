@@ -16,7 +16,7 @@ from actorllm.scheduling.gate import ADMISSIONS, AdmissionPolicy, Gate, register
 from actorllm.scheduling.policies.edf import Edf
 from actorllm.scheduling.policy import Admit, KeyPlanner, KeyPolicy, View
 from actorllm.scheduling.sequence import Sequence
-from actorllm.slo.experiments import Point, Results, Scenario, Sweep, Variant, ratio_band, read_results
+from actorllm.slo.experiments import Ladder, Point, Results, Scenario, Sweep, Variant, ratio_band, read_results
 from actorllm.slo.experiments.record import record_of
 
 SCENARIO = Scenario(workload="synthetic", num_requests=60)
@@ -95,6 +95,68 @@ def test_a_search_brackets_its_target(results: Results) -> None:
     ratio = ratio_band(results, "edf@512", "fcfs@512", 0.9, "deadline")
     assert ratio is not None
     assert ratio.low <= ratio.value <= ratio.high
+
+
+def hand_made(label: str, good_of: dict[float, tuple[int, int]]) -> list[dict[str, Any]]:
+    """Two seeds of 20 blocks of 10 requests; good_of: for each rate how many of a block are good, by seed."""
+    return [
+        {
+            "variant": {"label": label},
+            "rate": rate,
+            "scale": 1.0,
+            "seed": seed,
+            "blocks": {"n": [[10]] * 20, "tpot": [[num]] * 20, "deadline": [[num]] * 20},
+            "stationarity": {"verdict": "stationary", "message": ""},
+        }
+        for rate, both in good_of.items()
+        for seed, num in enumerate(both)
+    ]
+
+
+def test_bands_are_open_where_no_rate_was_simulated() -> None:
+    """A quarter of the draws have the bad seed of `shaky` twice, which fails at the lowest rate."""
+    records = hand_made("steady", {1.0: (10, 10), 2.0: (10, 10), 4.0: (0, 0)})
+    records += hand_made("shaky", {1.0: (10, 8), 2.0: (5, 5)})
+    records += hand_made("easy", {1.0: (10, 10), 2.0: (10, 10)})
+    variants = tuple(Variant.parse("fcfs@512", label) for label in ("steady", "shaky", "easy"))
+    results = Results(SCENARIO, variants, (0, 1), tuple(records))
+    found = {label: results.max_rate(label, 0.9, "deadline") for label in results.labels()}
+    ends = {label: one.band.ends() for label, one in found.items() if one is not None}
+    assert ends == {"steady": ("2.20", "2.20"), "shaky": ("< 1.00", "1.20"), "easy": ("2.00", "> 2.00")}
+    above, below, neither = (
+        ratio_band(results, one, other, 0.9, "deadline")
+        for one, other in (("steady", "shaky"), ("shaky", "steady"), ("shaky", "easy"))
+    )
+    assert above is not None
+    assert below is not None
+    assert neither is not None
+    assert above.ends() == ("1.83", "> 2.20")
+    assert below.ends() == ("< 0.45", "0.55")
+    assert neither.ends() == ("< 0.50", "0.60")
+
+
+@pytest.mark.parametrize("start", [4.0, 1.6])
+def test_a_search_goes_on_until_it_has_seen_where_its_band_ends(start: float) -> None:
+    """Seeds with capacities of 2 and 6: 90 % of both at 1.68, of the one alone at 1.52, of the other at 4.56."""
+
+    def rates(num_widenings: int) -> list[float]:
+        sweep = Sweep(SCENARIO, [FCFS], (0, 1))
+        batches = sweep._searches(FCFS, Ladder(start), [(0.9, "deadline", "worst")], num_widenings)
+        asked = []
+        records: list[dict[str, Any]] | None = None
+        while True:
+            try:
+                points = next(batches) if records is None else batches.send(records)
+            except StopIteration:
+                return asked
+            asked.append(points[0].rate)
+            good = [round(1000 / (1 + (p.rate / (2.0, 6.0)[p.seed]) ** 8)) for p in points]
+            records = [{"blocks": {"n": [[1000]] * 20, "deadline": [[num]] * 20}} for num in good]
+
+    assert max(rates(0)) < 4.56
+    assert min(rates(9)) < 1.52
+    assert max(rates(9)) > 4.56
+    assert len(rates(9)) < len(rates(0)) + 10, "it does not go on for ever"
 
 
 def test_the_table_by_lengths_and_the_blocks_count_every_request_once(results: Results) -> None:
