@@ -46,7 +46,7 @@ from actorllm.slo.workload import (
     synthetic,
 )
 
-FORMAT = 1
+FORMAT = 2
 """Of a point's key: changes when the same values come to mean something else."""
 
 MIX = "ls:0.5:ttft=0.5+p/4000,tpot=0.05 be:0.5:e2e=120"
@@ -65,7 +65,7 @@ class Scenario:
     workload: str = "sample"
     """`sample` (bundled), `synthetic` (conversations), or the path of a trace."""
     num_requests: int = 2000
-    """A trace is repeated as often as need be; every seed begins somewhere else in it."""
+    """A trace is repeated as often as need be. Seeds have parts of it that are apart while there are such (`Point.window`)."""
     arrivals: str = "trace"
     """`trace`: its own, stretched to the rate; or poisson, gamma:CV, bursty, constant."""
     mix: str | None = MIX
@@ -289,6 +289,21 @@ class Point:
             changes["admission"] = self.variant.admission
         return replace(self.scenario.shape, **changes)
 
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """At which request of the trace it begins, and how many the trace has; None without a trace.
+
+        A trace that has n times the requests of a run gives the seeds 0 to n - 1 parts that do not overlap, spread over
+        it. Further seeds begin anywhere, and after the end of a trace it begins again.
+        """
+        if self.scenario.workload == "synthetic":
+            return None
+        size, num = len(_trace(self.scenario.workload).workload), self.scenario.num_requests
+        num_apart = size // num
+        if self.seed < num_apart:
+            return self.seed * (size // num_apart), size
+        return int(seed_stream(self.seed, "window").integers(size)), size
+
     def workload(self) -> Workload:
         """Its requests: of the same seed the same ones, whatever the variant and the rate."""
         scenario, seed = self.scenario, self.seed
@@ -296,7 +311,10 @@ class Point:
         if scenario.workload == "synthetic":
             workload = synthetic(num, 1.0, seed=seed)
         else:
-            workload = _window(_trace(scenario.workload).workload, num, seed)
+            trace = _trace(scenario.workload).workload
+            first, _ = self.window or (0, 0)
+            workload = trace.repeated(first + num).select(np.arange(first, first + num))
+            workload = replace(workload, arrival=workload.arrival - workload.arrival[0], name=trace.name)
         if scenario.arrivals != "trace":
             workload = replace(workload, arrival=_arrivals(scenario.arrivals, num, seed))
         workload = workload.fitting(scenario.shape.max_model_len)
@@ -370,14 +388,6 @@ def _scaled(kind: RequestClass, factor: float) -> RequestClass:
 @lru_cache(maxsize=4)
 def _trace(name: str) -> Trace:
     return load_trace(str(SAMPLE) if name == "sample" else name)
-
-
-def _window(trace: Workload, num: int, seed: int) -> Workload:
-    """So many requests of a trace in their order, from a place that the seed chooses; after its end it begins again."""
-    first = int(seed_stream(seed, "window").integers(len(trace)))
-    found = trace.repeated(first + num)
-    found = found.select(np.arange(first, first + num))
-    return replace(found, arrival=found.arrival - found.arrival[0], name=trace.name)
 
 
 def _arrivals(text: str, num: int, seed: int) -> Any:

@@ -35,6 +35,7 @@ def record_of(point: Point, run: Run) -> dict[str, Any]:
         "seed": point.seed,
         "scale": point.scale,
         "code": code_digest(),
+        "window": point.window,
         **figures_of(run.timeline, run.workload),
         "num_steps": run.num_steps,
         "warnings": list(run.warnings),

@@ -142,7 +142,19 @@ class Results:
         points = self.points(label, rate, scale)
         if not points:
             raise ConfigError(f"{label!r} was not simulated at {rate:g} requests/s with objectives x {scale:g}")
-        return attainment_band([r["blocks"] for r in points], reading, who)
+        distinct, num = self._num_distinct(points)
+        return attainment_band([r["blocks"] for r in points], reading, who, distinct=distinct / num)
+
+    def _num_distinct(self, points: Sequence[Record]) -> tuple[int, int]:
+        """How many different requests these points have, and how many: traces are repeated, and parts of them overlap."""
+        size = self.scenario.num_requests
+        windows = [point["window"] for point in points if point.get("window")]
+        if len(windows) < len(points):  # of no trace
+            return size * len(points), size * len(points)
+        is_there = np.zeros(max(length for _, length in windows), np.bool_)
+        for first, length in windows:
+            is_there[(first + np.arange(min(size, length))) % length] = True
+        return int(is_there.sum()), size * len(points)
 
     def goodput(self, label: str, rate: float, reading: Reading) -> Band:
         """Good requests per second: the share of all requests that are good, times the rate."""
@@ -189,6 +201,16 @@ class Results:
             scale = "" if record["scale"] == 1 else f", objectives x {record['scale']:g}"
             run = f"{kind[0]} at {record['rate']:.3g} requests/s, seed {record['seed']}{scale}"
             found.append(f"{run}: {text}{more}")
+        if self.records:
+            one = self.records[0]
+            distinct, asked = self._num_distinct(self.points(one["variant"]["label"], one["rate"], one["scale"]))
+            if distinct < asked:
+                found.insert(
+                    0,
+                    f"the seeds have {asked} requests together, {distinct} of them different: the trace has no more, or has no "
+                    f"more parts of that size. Bands of attainments count the different ones; those of highest rates take "
+                    f"copies for others and are too narrow. Use fewer requests or seeds, or a longer trace",
+                )
         return found
 
     def _value(self, label: str, rate: float, reading: Reading, who: Who) -> float:

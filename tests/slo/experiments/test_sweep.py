@@ -17,7 +17,9 @@ from actorllm.scheduling.policies.edf import Edf
 from actorllm.scheduling.policy import Admit, KeyPlanner, KeyPolicy, View
 from actorllm.scheduling.sequence import Sequence
 from actorllm.slo.experiments import Ladder, Point, Results, Scenario, Sweep, Variant, ratio_band, read_results
+from actorllm.slo.experiments.bands import wilson
 from actorllm.slo.experiments.record import record_of
+from actorllm.slo.workload import sample
 
 SCENARIO = Scenario(workload="synthetic", num_requests=60)
 FCFS, EDF = Variant.parse("fcfs@512"), Variant.parse("edf@512")
@@ -75,6 +77,34 @@ def test_seeds_give_other_requests_and_rates_the_same_ones() -> None:
     assert one.arrival[:9].tolist() != other.arrival[:9].tolist()
 
 
+def test_seeds_have_parts_of_a_trace_that_are_apart() -> None:
+    trace = sample().num_prompt.tolist()
+    parts = []
+    for seed in range(3):
+        point = Point(scenario=Scenario(num_requests=60), variant=FCFS, rate=1.0, seed=seed)
+        assert point.window is not None
+        first, size = point.window
+        assert size == len(trace)
+        assert point.workload().num_prompt.tolist() == trace[first : first + 60]
+        parts.append(set(range(first, first + 60)))
+    assert len(set.union(*parts)) == 180
+    further = Point(scenario=Scenario(num_requests=60), variant=FCFS, rate=1.0, seed=3).workload()
+    assert len(further) == 60, "there is no fourth part: it overlaps the others"
+
+
+@pytest.mark.parametrize(("begins", "distinct"), [((0, 200), 400), ((0, 100), 300), ((0, 0), 200)])
+def test_requests_that_two_seeds_have_count_once(begins: tuple[int, int], distinct: int) -> None:
+    records = hand_made("fcfs@512", {1.0: (10, 10)})
+    for record in records:
+        record["window"] = (begins[record["seed"]], 400)
+    scenario = Scenario(workload="synthetic", num_requests=200)
+    results = Results(scenario, (FCFS,), (0, 1), tuple(records))
+    assert results.band("fcfs@512", 1.0, "deadline").low == pytest.approx(wilson(1.0, distinct)[0])
+    told = results.warnings()
+    assert len(told) == (distinct < 400)
+    assert all(f"400 requests together, {distinct} of them different" in text for text in told)
+
+
 def test_a_scaled_objective_is_what_the_policy_sees(results: Results) -> None:
     assert results.scales("edf@512", 4.0) == [0.5, 1.0]
     strict, plain = (results.band("edf@512", 4.0, "deadline", "overall", scale).value for scale in (0.5, 1.0))
@@ -107,6 +137,7 @@ def hand_made(label: str, good_of: dict[float, tuple[int, int]]) -> list[dict[st
             "seed": seed,
             "blocks": {"n": [[10]] * 20, "tpot": [[num]] * 20, "deadline": [[num]] * 20},
             "stationarity": {"verdict": "stationary", "message": ""},
+            "warnings": [],
         }
         for rate, both in good_of.items()
         for seed, num in enumerate(both)
