@@ -28,7 +28,7 @@ RELIABILITY = ("recovery", "soak", "fuzz_rings")
 """Those of the other page."""
 EMBEDDED = ("fidelity", "slo_science")
 """Those within docs/slo.md."""
-TABLES = ("targets", "rows", "growth", "full", "fairness")
+TABLES = ("targets", "rows", "claims", "growth", "full", "fairness")
 """Which entries of a result are tables, in the order of the page."""
 
 HEAD = f"""# Benchmarks

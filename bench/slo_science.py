@@ -1,27 +1,31 @@
 """Which policy serves the highest rate within the objectives? Latency-sensitive and best-effort requests, real arrivals.
 
     python bench/slo_science.py --trace conv=CONV.csv --trace code=CODE.csv [--json FILE] [--store FILE] [--only LABEL ...]
-                                [--fairness]
+                                [--processes N] [--fairness]
 
 Simulated: Llama-3-8B on one A100 (published step times), 25,000 KV blocks of 16 tokens. Half of the requests are latency
 sensitive (first token within 0.5 s + 1 s for every 4,000 prompt tokens, then one every 50 ms), half best effort (end within
-120 s). Lengths and arrivals of the Azure LLM inference traces of 2023, stretched to the rate; every seed begins somewhere
-else in the trace and draws other classes. A rate counts when 99 % (90 %) of the class that is worst off are served within
+120 s). Lengths and arrivals of the Azure LLM inference traces of 2023, stretched to the rate; every seed has a part of the
+trace of its own and draws other classes. A rate counts when 99 % (90 %) of the class that is worst off are served within
 their objective, with the same requests for all policies; bands are bootstrapped over seeds and blocks of requests. Deadline:
 token i is due at arrival + ttft + i * tpot. TPOT: the mean gap of a request is at most tpot. Rates are bisected for the
-deadline reading; the other one is counted at the same rates, and "below" the lowest of them it was not looked for.
+deadline reading, and simulated until its bands end between them; the other one is counted at the same rates. "< 1.83" is
+somewhere below the lowest of them, "> 3.42" somewhere above the highest.
+
+A claim of a paper is held against the same table: by how much one policy beats another there, and here.
 
 Fairness is another question, asked of the first trace only: four tenants, one of whom sends 70 % of the requests, at a rate
 beyond what the engine can take.
 
---store keeps every point, so that a run may be continued; --only runs some of the policies, by their label; --fairness only
-that question.
+--store keeps every point, so that a run may be continued: FILE.conv, FILE.code. --only runs some of the policies, by their
+label: they alone are written. --fairness only that question; what --json had of the other one is kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 from pathlib import Path
@@ -30,9 +34,11 @@ from typing import Any
 from report import command, environment, print_table, versions, write_json
 
 from actorllm.objective import Reading
-from actorllm.slo.experiments import Ladder, Point, Results, Scenario, Sweep, Variant, ratio_band
+from actorllm.slo.experiments import Band, Ladder, Point, Results, Scenario, Sweep, Variant, ratio_band
+from actorllm.slo.experiments.point import code_digest
 from actorllm.slo.fairness import fairness_of
 from actorllm.slo.simulator import EngineShape
+from actorllm.slo.traces import load_trace
 
 MIX = "ls:0.5:ttft=0.5+p/4000,tpot=0.05,priority=0 be:0.5:e2e=120,priority=1"
 SHAPE = EngineShape(num_blocks=25_000, block_size=16, max_model_len=16_384, enable_prefix_caching=False)
@@ -53,6 +59,7 @@ OTHERS = [
     ("cohost, anchor slo", "cohost,anchor=slo,step_time=model@2048"),
     ("cohost, anchor slo, learned", "cohost,anchor=slo@2048"),
 ]
+VARIANTS = dict(FCFS + OTHERS)
 """Label and variant. Chunks of those with a dynamic one are what a step may hold at most."""
 STARTS = {"conv": 2.5, "code": 0.4}
 TARGETS = {"conv": (0.99, 0.9), "code": (0.9,)}
@@ -62,28 +69,46 @@ FAIRNESS_RATE = 4.5
 READINGS: tuple[Reading, ...] = ("deadline", "tpot")
 GOALS = {"conv": (0.99, 1.7), "code": (0.9, 3.0)}
 """At which attainment the best policy is to have how many times the rate of the best fcfs chunk, in the deadline reading."""
+CLAIMS = [
+    ("QoServe: 1.5 to 2.4 times Sarathi's fcfs", "qoserve as published", ("fcfs 256", "fcfs 512"), (1.5, 2.4)),
+    ("QoServe: 1.2 to 1.4 times edf", "qoserve as published", ("edf 512",), (1.2, 1.4)),
+    ("FairBatching: 1.2 times Sarathi's fcfs", "fairbatch", ("fcfs 256", "fcfs 512"), (1.2, math.inf)),
+]
+"""What was published (ASPLOS 2026; arXiv 2510.14392), for chunks of 256 to 512 tokens: who, compared with the best of whom, and
+how many times the rate."""
 
 
-def sweep(name: str, trace: str, pairs: list[tuple[str, str]], arguments: argparse.Namespace) -> Results:
-    scenario = Scenario(workload=trace, num_requests=arguments.requests, mix=MIX, shape=SHAPE)
-    variants = [Variant.parse(text, label) for label, text in pairs]
+def num_requests(trace: str, arguments: argparse.Namespace) -> int:
+    """For each seed: as many as leave every seed a part of the trace of its own."""
+    return min(arguments.requests, len(load_trace(trace).workload) // arguments.seeds)
+
+
+def sweep(name: str, trace: str, labels: list[str], arguments: argparse.Namespace) -> Results:
+    scenario = Scenario(workload=trace, num_requests=num_requests(trace, arguments), mix=MIX, shape=SHAPE)
+    variants = [Variant.parse(VARIANTS[label], label) for label in labels]
     return Sweep(scenario, variants, seeds=range(arguments.seeds)).run(
         targets=TARGETS.get(name, (0.99, 0.9)),
         readings=("deadline",),
         who=("worst",),
         ladder=Ladder(STARTS.get(name, 1.0), step=0.04),
+        brackets_bands=True,
         store=arguments.store and f"{arguments.store}.{name}",
         num_processes=arguments.processes,
         on_progress=lambda done, known, point: print(f"{name}: {done}/{known} {point}", flush=True),
     )
 
 
+def told(band: Band) -> str:
+    return f"{band.value:.2f} ({' to '.join(band.ends())})"
+
+
 def cell(results: Results, label: str, target: float, reading: Reading) -> str:
     found = results.max_rate(label, target, reading)
     if found is None:
-        return f"below {min(results.rates(label)):.2f}" if results.rates(label) else "—"
+        return f"< {min(results.rates(label)):.2f}" if results.rates(label) else "failed"
+    more = "" if found.is_bounded else "at least "
     warning = "" if found.verdict == "stationary" else f", {found.verdict}"
-    return f"{found.rate:.2f} ({found.low:.2f} to {found.high:.2f}{warning})"
+    return f"{more}{told(found.band)}{warning}"
 
 
 def rows_of(name: str, results: Results) -> list[dict[str, Any]]:
@@ -100,9 +125,9 @@ def rows_of(name: str, results: Results) -> list[dict[str, Any]]:
     ]
 
 
-def fairness_rows(trace: str, num_requests: int, seeds: int) -> list[dict[str, Any]]:
+def fairness_rows(trace: str, num: int, seeds: int) -> list[dict[str, Any]]:
     """Means over the seeds."""
-    scenario = Scenario(workload=trace, num_requests=num_requests, mix=MIX, shape=SHAPE, tenants=TENANTS)
+    scenario = Scenario(workload=trace, num_requests=num, mix=MIX, shape=SHAPE, tenants=TENANTS)
     rows: list[dict[str, Any]] = []
     for text in ("fcfs@512", "vtc@512", "edf@512"):
         found, kept = [], []
@@ -136,9 +161,21 @@ def best(results: Results, labels: list[str], target: float, reading: Reading) -
     return max(labels, key=rate)
 
 
+def ratio(results: Results, label: str, other: str, target: float, reading: Reading) -> tuple[str, float]:
+    """How many times the rate, for people, and what it is at least."""
+    band = ratio_band(results, label, other, target, reading)
+    if band is not None:
+        return told(band), band.value
+    mine = results.max_rate(label, target, reading)
+    if mine is None:
+        return "—", 0.0
+    least = mine.rate / min(results.rates(other))  # not even that rate does
+    return f"> {least:.2f}", least
+
+
 def ratios_of(name: str, results: Results) -> list[dict[str, Any]]:
     """Of the best policy to the best fcfs chunk, and to the best chunk of static priorities."""
-    labels = results.labels()
+    labels = [label for label in results.labels() if results.rates(label)]
     others = [label for label, _ in OTHERS if label in labels]
     rows: list[dict[str, Any]] = []
     if not others:
@@ -151,7 +188,7 @@ def ratios_of(name: str, results: Results) -> list[dict[str, Any]]:
                 if not tuned:
                     continue
                 rival = best(results, tuned, target, reading)
-                band = ratio_band(results, winner, rival, target, reading)
+                text, least = ratio(results, winner, rival, target, reading)
                 goal = GOALS.get(name, (0.0, 0.0))
                 counts = kind == "fcfs" and reading == "deadline" and goal[0] == target
                 rows.append(
@@ -160,11 +197,35 @@ def ratios_of(name: str, results: Results) -> list[dict[str, Any]]:
                         "attainment": f"{target:.0%} {reading}",
                         "best policy": winner,
                         "compared with the best": rival,
-                        "x": "—" if band is None else f"{band.value:.2f} ({band.low:.2f} to {band.high:.2f})",
+                        "x": text,
                         "target": f"≥ {goal[1]:g}" if counts else "—",
-                        "met": (band is not None and band.value >= goal[1]) if counts else "—",
+                        "met": least >= goal[1] if counts else "—",
                     }
                 )
+    return rows
+
+
+def claims_of(name: str, results: Results) -> list[dict[str, Any]]:
+    """What was published, and what it is here, of those policies that ran."""
+    labels = [label for label in results.labels() if results.rates(label)]
+    rows: list[dict[str, Any]] = []
+    for claim, label, rivals, (low, high) in CLAIMS:
+        there = [rival for rival in rivals if rival in labels]
+        if label not in labels or not there:
+            continue
+        for target in TARGETS.get(name, (0.99, 0.9)):
+            rival = best(results, there, target, "deadline")
+            text, least = ratio(results, label, rival, target, "deadline")
+            rows.append(
+                {
+                    "claim": claim,
+                    "trace": name,
+                    "attainment": f"{target:.0%} deadline",
+                    "compared with": rival,
+                    "x here": text,
+                    "reproduced": "less" if least < low else "more" if least > high else "yes",
+                }
+            )
     return rows
 
 
@@ -174,33 +235,43 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--store")
     parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--requests", type=int, default=5000, help="of each seed, if the trace has so many for each")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=None)
     parser.add_argument("--fairness", action="store_true")
     arguments = parser.parse_args()
     load_before = os.getloadavg()
     if arguments.fairness:
-        fair = fairness_rows(arguments.trace[0].partition("=")[2], arguments.requests, arguments.seeds)
+        trace = arguments.trace[0].partition("=")[2]
+        fair = fairness_rows(trace, num_requests(trace, arguments), arguments.seeds)
         print_table("fairness among tenants", fair)
         if arguments.json:
             known = json.loads(Path(arguments.json).read_text()) if Path(arguments.json).exists() else {}
             write_json(arguments.json, known | {"fairness": fair, "fairness_command": command()})
         return
+    unknown = [label for label in arguments.only if label not in VARIANTS]
+    if unknown:
+        parser.error(f"--only: there is no {unknown[0]!r}; there is {', '.join(map(repr, VARIANTS))}")
+    labels = [label for label in VARIANTS if not arguments.only or label in arguments.only]
     known = json.loads(Path(arguments.json).read_text()) if arguments.json and Path(arguments.json).exists() else {}
-    pairs = [(label, text) for label, text in FCFS + OTHERS if not arguments.only or label in arguments.only]
     rows: list[dict[str, Any]] = []
     ratios: list[dict[str, Any]] = []
+    claims: list[dict[str, Any]] = []
+    sizes: dict[str, int] = {}
     for given in arguments.trace:
         name, _, trace = given.partition("=")
-        results = sweep(name, trace, pairs, arguments)
+        results = sweep(name, trace, labels, arguments)
+        sizes[name] = results.scenario.num_requests
         rows += rows_of(name, results)
         ratios += ratios_of(name, results)
-        for failure in results.failures:
-            print(failure)
+        claims += claims_of(name, results)
+        for note in [*results.notes, *results.warnings(), *results.failures]:
+            print(note)
     print_table("highest rate in requests/s (with 95 % band)", rows)
     if ratios:
         print_table("how many times the rate", ratios)
+    if claims:
+        print_table("what was published", claims)
     if arguments.json:
         write_json(
             arguments.json,
@@ -209,18 +280,20 @@ def main() -> None:
                 "environment": environment(),
                 "load_before": [round(x, 2) for x in load_before],
                 "configuration": {
-                    "requests per seed": arguments.requests,
+                    "requests per seed": sizes,
                     "seeds": arguments.seeds,
                     "classes": MIX,
                     "step times": "a100-llama-3-8b",
                     "KV blocks": SHAPE.num_blocks,
                     "tokens per block": SHAPE.block_size,
-                    "fcfs chunks": list(CHUNKS),
-                    "variants": dict(FCFS + OTHERS),
+                    "fcfs chunks": [chunk for chunk in CHUNKS if f"fcfs {chunk}" in labels],
+                    "variants": {label: VARIANTS[label] for label in labels},
+                    "code": code_digest(),
                     "versions": versions(),
                 },
                 "targets": ratios,
                 "rows": rows,
+                "claims": claims,
             }
             | {key: known[key] for key in ("fairness", "fairness_command") if key in known},
         )
