@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from actorllm.scheduling.policy import load_policy
+from actorllm.scheduling.policies.priority import Priority
+from actorllm.scheduling.policy import KeyPlanner, load_policy
 from tests.scheduling.conftest import Engine, reference_stream
 
 
@@ -99,6 +100,38 @@ def test_equal_priority_never_displaces(build: Callable[..., Engine]) -> None:
     engine.run()
     assert engine.scheduler.statistics().num_preemptions == 0
     assert list(engine.ends) == [1, 2, 3, 4, 5, 6]
+
+
+class Ageing(Priority):
+    ageing_s = 10.0
+
+
+def test_who_has_waited_for_long_enough_comes_before_the_more_urgent() -> None:
+    engine = Engine(policy=KeyPlanner(Ageing()), max_num_seqs=1)
+    engine.submit(1, [1], max_tokens=1, priority=2, arrival=0.0)
+    for rid, arrival in ((2, 1.0), (3, 19.0), (4, 21.0), (5, 40.0)):
+        engine.submit(rid, [rid], max_tokens=1, priority=0, arrival=arrival)
+    engine.run()
+    assert list(engine.ends) == [2, 3, 1, 4, 5], "two levels are worth twenty seconds"
+
+
+@pytest.mark.parametrize(
+    ("running_one", "waiting_one", "is_displaced"),
+    [((2, 0.0), (0, 19.0), True), ((2, 0.0), (0, 21.0), False), ((0, 30.0), (2, 0.0), False)],
+)
+def test_age_saves_from_being_displaced_and_displaces_nobody(
+    running_one: tuple[int, float], waiting_one: tuple[int, float], is_displaced: bool
+) -> None:
+    """(priority, arrival) of each."""
+    engine = Engine(policy=KeyPlanner(Ageing()), max_num_seqs=1)
+    engine.submit(1, [1], max_tokens=9, ignore_eos=True, priority=running_one[0], arrival=running_one[1])
+    engine.launch()
+    engine.complete()
+    engine.submit(2, [2], max_tokens=9, ignore_eos=True, priority=waiting_one[0], arrival=waiting_one[1])
+    engine.launch()
+    assert running(engine) == ({2} if is_displaced else {1})
+    engine.run()
+    assert len(engine.streams[1]) == len(engine.streams[2]) == 9
 
 
 def test_blocks_are_taken_from_as_many_as_it_needs_and_from_none_if_that_is_not_enough(

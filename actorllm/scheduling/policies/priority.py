@@ -1,7 +1,10 @@
-"""Priorities, lower is sooner: `priority=` of a request, ties by `arrival_time` (vLLM's policy of that name).
+"""Priorities, lower is sooner: `priority=` of a request, ties by `arrival_time` (vLLM's policy of that name), optionally with ageing.
 
 That is when the caller asked, or what he says; the order in which requests reach the scheduler decides only what is left. So it is
 the same with the next scheduler after a death, however many frontends submit to it.
+
+With `ageing_s`, so many seconds of waiting are worth one level: who arrives that much later must be a level more urgent to come
+first. Everybody ages alike, so the order of two requests never changes, and nobody waits for ever.
 """
 
 from __future__ import annotations
@@ -11,12 +14,19 @@ from actorllm.scheduling.sequence import Sequence
 
 
 class Priority(KeyPolicy):
-    """A waiting request displaces the least urgent running one, the latest of equals, but never one of its own priority."""
+    """A waiting request displaces the least urgent running one, the latest of equals, but never one of its own priority.
+
+    Nor one that has become more urgent by its age.
+    """
 
     name = "priority"
+    ageing_s = 0.0
+    """0: nobody ages, and the low priorities may starve, as in vLLM."""
 
     def key(self, sequence: Sequence, view: View) -> SortKey:
-        return (sequence.submit.priority, sequence.arrival)
+        priority = sequence.submit.priority
+        return (priority + sequence.arrival / self.ageing_s if self.ageing_s else priority, sequence.arrival)
 
     def preempt_for(self, sequence: Sequence, victim: Sequence, view: View) -> bool:
-        return sequence.submit.priority < victim.submit.priority
+        is_above = sequence.submit.priority < victim.submit.priority
+        return is_above and self.key(sequence, view) < self.key(victim, view)
