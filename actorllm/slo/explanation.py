@@ -42,6 +42,7 @@ CAUSES = {
     "chunking": "its prompt was cut into chunks, each with a step's fixed cost",
     "mates while prefilling": "what else was in the steps of its prompt",
     "passed over": "between its chunks came steps without it",
+    "delivery": "the first token had to reach the client",
     "preemption": "it was preempted and had to be computed again",
     "own tokens": "its own tokens, decoded alone",
     "decode mates": "the decode rows beside it",
@@ -190,7 +191,10 @@ class _Explainer:
         self.table = journal.table(timeline, self.replica)
         self.arrival = float(timeline.arrival[row])
         self.num_prompt, self.num_output = int(timeline.num_prompt[row]), int(timeline.num_output[row])
-        self.first, self.last = float(timeline.first_token[row]), float(timeline.last_token[row])
+        self.way_back = timeline.deliver_s
+        """From the end of a step to the client. All times here are of the clock of the steps, but for those that `seen_` has."""
+        self.seen_first, self.seen_last = float(timeline.first_token[row]), float(timeline.last_token[row])
+        self.first, self.last = self.seen_first - self.way_back, self.seen_last - self.way_back
         self.events = [event for event in journal.of_request(key) if event.kind != "arrive"]
         self.told: list[tuple[float, str]] = []
 
@@ -240,11 +244,18 @@ class _Explainer:
         lost = self._preempted_between(started, until)
         found["preemption"] += sum(end - begin for begin, end in lost)
         self._divide_prompt(found, started, until, lost)
+        if math.isfinite(self.first):
+            found["delivery"] += self.way_back
+            self._tell(self.seen_first, "first token")
         return _parts(found)
 
     def _cut_off(self) -> float:
         end = float(self.timeline.end[self.row])
-        return end if math.isfinite(end) else max(self._last_step_end(), float(self.timeline.arrival.max()))
+        return (
+            end - self.way_back
+            if math.isfinite(end)
+            else max(self._last_step_end(), float(self.timeline.arrival.max()))
+        )
 
     def _last_step_end(self) -> float:
         return float(self.table.end.max(initial=self.arrival))
@@ -348,8 +359,6 @@ class _Explainer:
         found["chunking"] += in_chunks - alone
         found["mates while prefilling"] += in_steps - in_chunks
         found["passed over"] += spent - in_steps
-        if math.isfinite(self.first):
-            self._tell(self.first, "first token")
 
     # After it
 
@@ -357,11 +366,12 @@ class _Explainer:
         """From its first token to its last: every step in between, by what was in it."""
         found: Seconds = defaultdict(float)
         lost = self._preempted_between(self.first, self.last)
-        times = self.timeline.token_times(self.row)
-        table, model = self.table, self.model
-        rows = table.between(self.first, self.last)
-        rows = rows[(table.end[rows] > self.first + 1e-12) & (table.end[rows] <= self.last + 1e-12)]
-        got = np.isin(np.round(table.end[rows], 9), np.round(times[1:], 9))
+        times = self.timeline.token_times(self.row) - self.way_back
+        table = self.table
+        rows = table.between(self.first, self.last + 1e-9)
+        rows = rows[(table.end[rows] > self.first + 1e-9) & (table.end[rows] <= self.last + 1e-9)]
+        next_one = np.minimum(np.searchsorted(times, table.end[rows] - 1e-9), times.size - 1)
+        got = times[next_one] <= table.end[rows] + 1e-9
         context = self.num_prompt
         begin = self.first
         worst: list[tuple[float, int]] = []
@@ -383,7 +393,6 @@ class _Explainer:
             found["decode mates"] += (decodes - alone) * scale
             found["prompts of mates"] += (full - decodes) * scale
             worst.append((took, step))
-        _ = model
         for took, step in sorted(worst, reverse=True)[:3]:
             if took > 1.5 * float(np.median([t for t, _ in worst])):
                 num = int(table.num_prompt[step])
@@ -408,7 +417,7 @@ class _Explainer:
             return ()
         spared_before = _spared(before)
         has_first = math.isfinite(self.first)
-        ttft = (self.first if has_first else self._cut_off()) - self.arrival
+        ttft = (self.seen_first if has_first else self._cut_off()) - self.arrival
         limit = slo.ttft_limit(self.num_prompt)
         if ttft > limit:
             found.append(Miss("ttft", limit, ttft, spared_before))
@@ -418,13 +427,13 @@ class _Explainer:
             per_token = tuple(Part(part.cause, part.seconds / gaps) for part in _spared(after))
             if mean > slo.tpot:
                 found.append(Miss("tpot (mean gap)", slo.tpot, mean, per_token))
-            due = slo.token_deadline(gaps, self.arrival, self.num_prompt, self.first)
-            if self.last > due:
-                took = self.last - self.arrival
+            due = slo.token_deadline(gaps, self.arrival, self.num_prompt, self.seen_first)
+            if self.seen_last > due:
+                took = self.seen_last - self.arrival
                 found.append(Miss("deadline of the last token", due - self.arrival, took, _spared((*before, *after))))
         if slo.e2e is not None:
             is_finished = int(self.timeline.outcome[self.row]) == FINISHED
-            took = (self.last if is_finished else self._cut_off()) - self.arrival
+            took = (self.seen_last if is_finished else self._cut_off()) - self.arrival
             if took > slo.e2e:
                 found.append(Miss("e2e", slo.e2e, took, _spared((*before, *after))))
         return tuple(found)

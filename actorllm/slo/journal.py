@@ -144,7 +144,7 @@ class Journal:
         return make
 
     def table(self, timeline: RunTimeline, replica: int = 0) -> StepTable:
-        """The steps of a replica that came to an end; timeline: of the same run."""
+        """The steps of a replica that came to an end, by its own clock; timeline: of the same run."""
         number = np.array([i for i, e in enumerate(self.steps) if e.replica == replica], np.int64)
         entries = [self.steps[i] for i in number.tolist()]
         count = np.array([e.count for e in entries], np.int64)
@@ -158,7 +158,7 @@ class Journal:
         known = [self.ends.get((replica, s), (math.nan, math.nan)) for s in step.tolist()]
         start, end = np.array(known, np.float64).reshape(-1, 2).T
         if any(e.is_skipped for e in entries):  # of a simulation, where nobody tells when these ended
-            ends = timeline.step_ends[replica]
+            ends = timeline.step_ends[replica] - timeline.deliver_s  # on the clock of the steps, as all the others
             end = np.where(step <= ends.size, ends[np.minimum(step, ends.size) - 1], math.nan)
         before = np.concatenate(([-math.inf], end[:-1]))
         start = np.where(np.isfinite(start), start, np.fmax(np.where(within > 0, -math.inf, planned), before))

@@ -804,6 +804,7 @@ def _collect(workload: Workload, replicas: list[Replica], outcomes: _Outcomes, m
         num_wasted=outcomes.num_wasted,
         spans=spans,
         step_ends=step_ends,
+        deliver_s=model.deliver_s,
     )
     return Run(
         workload,

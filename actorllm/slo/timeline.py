@@ -66,7 +66,9 @@ class RunTimeline:
     """Tokens that were computed for it in vain."""
     spans: Spans
     step_ends: tuple[F64, ...] = field(default=())
-    """Of every replica."""
+    """Of every replica, when what it gives is with its clients."""
+    deliver_s: float = 0.0
+    """So much earlier the steps themselves end; 0 where the clients' times are all that is known."""
 
     def __len__(self) -> int:
         return self.arrival.size

@@ -71,6 +71,22 @@ def test_a_request_alone_has_nobody_to_blame() -> None:
     assert "kept all that it was promised" in str(found)
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "vtc"])
+def test_the_way_to_the_client_is_a_cause_of_its_own(policy: str) -> None:
+    """Under vtc every step is planned; under fcfs most decode steps are not, and the journal knows them from the timeline."""
+    model = replace(SECOND, deliver_s=0.25)
+    workload = requests((2.0, 100, 60))
+    found, causes = explained(0, workload, model=model, policy=policy)
+    assert causes == {"own prompt": 1.0, "delivery": 0.25, "own tokens": 59.0}
+    assert found.ttft == 1.25
+    journal = Journal()
+    run = simulate(workload, SHAPE, model, policy=policy, make_scheduler=journal.scheduler_maker(SHAPE))
+    assert (run.num_steps_skipped > 0) == (policy == "fcfs")
+    steps = journal.table(run.timeline)
+    assert (steps.end - steps.start).tolist() == pytest.approx([1.0] * 60)
+    assert steps.end[-1] == pytest.approx(run.timeline.last_token[0] - 0.25)
+
+
 def test_waiting_for_a_step_and_for_the_prompts_of_others() -> None:
     """Steps from 0: one prompt fills each."""
     found, causes = explained(2, requests((0.0, 256, 1), (0.25, 256, 1), (0.5, 256, 1)))

@@ -58,7 +58,7 @@ def mixed(num: int = 300, rate: float = 6.0, seed: int = 1, patience: float = 6.
 
 
 def columns(timeline: RunTimeline) -> dict[str, list[Any]]:
-    names = [name for name in RunTimeline.__slots__ if name not in ("spans", "step_ends")]
+    names = [name for name in RunTimeline.__slots__ if name not in ("spans", "step_ends", "deliver_s")]
     found = {name: getattr(timeline, name).tolist() for name in names}
     found |= {"times": [timeline.token_times(row).tolist() for row in range(len(timeline))]}
     return found | {"step_ends": [ends.tolist() for ends in timeline.step_ends]}

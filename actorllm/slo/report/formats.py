@@ -279,7 +279,7 @@ def _arrows(
     arrow = {"name": "request", "cat": "request", "id": row}
     found = [arrow | {"ph": "s", "pid": 0, "tid": row, "ts": _us(float(timeline.arrival[row]))}]
     steps = [begin + (end - begin) / 2 for begin, end, _ in chunks]  # within, so that viewers find the slice
-    last = float(timeline.last_token[row])
+    last = float(timeline.last_token[row]) - timeline.deliver_s
     at = int(np.searchsorted(table.end, last + 1e-9, "right")) - 1 if math.isfinite(last) else -1
     if at >= 0 and table.start[at] >= chunks[-1][1] - 1e-9:
         steps.append(float(table.start[at] + table.end[at]) / 2)
