@@ -453,7 +453,7 @@ def _spared(parts: tuple[Part, ...]) -> tuple[Part, ...]:
 
 
 def worst_request(timeline: RunTimeline, workload: Workload) -> int:
-    """The one that missed its promises by most, relative to them; the slowest one if none did."""
+    """The one that overran its promises by most (`metrics.overrun`); the slowest one if none promises anything."""
     if not len(timeline):
         raise ConfigError("the run has no requests")
     worst = overrun(timeline, workload.promises)

@@ -82,10 +82,16 @@ def fluidity(times: F64, slo: SLO, arrival: float, num_prompt: int) -> float:
 
 
 def overrun(timeline: RunTimeline, promises: Promises) -> F64:
-    """How many times as long as promised each request took, in what it overran most; 0 without a promise or a token."""
+    """How many times as long as promised each request took, in what it overran most; 0 without a promise.
+
+    For a first token, or an end, that never came: as long as it waited for it, until it was given up or the run ended.
+    """
+    waited = np.where(np.isfinite(timeline.end), timeline.end, timeline.last) - timeline.arrival
+    ttft = np.where(np.isfinite(timeline.first_token), timeline.ttft, waited)
+    e2e = np.where(timeline.outcome == FINISHED, timeline.e2e, waited)
     worst = np.zeros(len(timeline))
     limits = (promises.ttft_limit(timeline.num_prompt), promises.tpot, promises.e2e)
-    for took, limit in zip((timeline.ttft, timeline.tpot, timeline.e2e), limits, strict=True):
+    for took, limit in zip((ttft, timeline.tpot, e2e), limits, strict=True):
         worst = np.fmax(worst, took / limit)
     return worst
 
@@ -113,7 +119,7 @@ class Attainment:
     latency_ms: dict[str, float]
     """{mean, median, std, p50, p90, p95, p99}_{ttft, tpot, e2el}_ms of those that finished."""
     worst_miss: float
-    """By how many times the worst of its requests overran a promise, of those that have come so far; 1 or less: none did."""
+    """By how many times the worst of its requests overran a promise (`overrun`); 1 or less: none did."""
     gaps_ms: dict[str, float]
     """The same figures of itl (every gap), and of itl_p99 (the 99th percentile of the gaps of each request); empty when
     they were not asked for."""

@@ -79,6 +79,12 @@ class RunTimeline:
         return float(np.nanmax(self.end) - self.arrival.min()) if len(self) and np.isfinite(self.end).any() else 0.0
 
     @property
+    def last(self) -> float:
+        """The last thing that happened; 0 of nothing."""
+        times = (self.arrival, self.scheduled, self.end, *self.step_ends)
+        return max((float(np.fmax.reduce(column, initial=0.0)) for column in times), default=0.0)
+
+    @property
     def ttft(self) -> F64:
         return self.first_token - self.arrival
 

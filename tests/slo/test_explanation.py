@@ -235,6 +235,15 @@ def test_requests_are_chosen_by_number_by_what_was_worst_and_by_name() -> None:
         chosen("3")
 
 
+def test_who_was_never_served_is_the_worst() -> None:
+    workload = requests((0.0, 10, 50), (0.5, 10, 1))
+    found, causes = explained(1, workload, replace(SHAPE, max_num_seqs=1), until=30.0)
+    run = simulate(workload, replace(SHAPE, max_num_seqs=1), SECOND, until=30.0)
+    assert worst_request(run.timeline, workload) == 1
+    assert found.misses[0].promise == "ttft"
+    assert causes["slots"] == 28.0
+
+
 def test_the_worst_request_and_one_that_is_not_there() -> None:
     workload = requests((0.0, 10, 2), (0.0, 256, 1), (0.0, 600, 1))
     run = simulate(workload, SHAPE, SECOND)

@@ -8,9 +8,18 @@ import numpy as np
 import pytest
 
 from actorllm.objective import SLO, RequestClass
-from actorllm.slo.metrics import evaluate, fluidity, good, jain, max_concurrent, max_tokens_per_second, percentiles
+from actorllm.slo.metrics import (
+    evaluate,
+    fluidity,
+    good,
+    jain,
+    max_concurrent,
+    max_tokens_per_second,
+    overrun,
+    percentiles,
+)
 from actorllm.slo.promises import Promises
-from actorllm.slo.timeline import ABORTED, FINISHED, RunTimeline, timeline_of_streams
+from actorllm.slo.timeline import ABORTED, FINISHED, UNFINISHED, RunTimeline, timeline_of_streams
 
 
 def make_timeline() -> RunTimeline:
@@ -126,6 +135,19 @@ def test_who_gave_up_is_not_good_however_early_the_tokens_were() -> None:
     timeline.outcome[0] = ABORTED
     assert evaluate(timeline, (RequestClass("x", SLO(ttft=1.0)),)).overall.attainment["tpot"] == 0.25
     assert timeline.outcome[1] == FINISHED
+
+
+def test_who_got_nothing_has_overrun_by_what_it_waited() -> None:
+    """The last one has no token, and the run ends at 4.02."""
+    timeline = make_timeline()
+    slo = Promises.of([SLO(ttft=0.5, e2e=10.0)] * 4)
+    assert overrun(timeline, slo).tolist() == pytest.approx([1.0, 0.2, 4.0, 1.02 / 0.5])
+    timeline.outcome[:] = [FINISHED, UNFINISHED, ABORTED, ABORTED]
+    timeline.end[[1, 2, 3]] = [np.nan, 4.02, 8.0]
+    ends = Promises.of([SLO(e2e=2.0)] * 4)
+    assert overrun(timeline, ends).tolist() == pytest.approx([0.4, 7.0 / 2, 2.02 / 2, 5.0 / 2])
+    metrics = evaluate(timeline, (RequestClass("x", SLO(e2e=2.0)),))
+    assert metrics.overall.worst_miss == pytest.approx(3.5)
 
 
 def test_percentiles_of_counted_values_are_those_of_the_repeated_ones() -> None:

@@ -155,8 +155,9 @@ def chrome_trace(
     for event in journal.events if journal is not None else ():
         if event.kind == "preempt" and (at := _row(event.key, rows)) is not None:
             lost.setdefault(at, []).append(event.at)
+    timeline_end = timeline.last
     for row in range(min(len(timeline), MAX_TRACED)):
-        events += _request_track(row, timeline, workload, chunks.get(row, []), lost.get(row, []))
+        events += _request_track(row, timeline, workload, chunks.get(row, []), lost.get(row, []), timeline_end)
         if journal is not None:
             events += _arrows(row, timeline, chunks.get(row, []), tables[max(0, int(timeline.replica[row]))])
     return {
@@ -235,6 +236,7 @@ def _request_track(
     workload: Workload,
     chunks: list[tuple[float, float, int]],
     lost: list[float],
+    timeline_end: float,
 ) -> list[dict[str, Any]]:
     kind = workload.kind(row)
     arrival, scheduled = float(timeline.arrival[row]), float(timeline.scheduled[row])
@@ -242,9 +244,8 @@ def _request_track(
     name = f"{row} {kind.name}"
     found: list[dict[str, Any]] = [{"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}}]
     end = float(timeline.end[row])
-    started = scheduled if math.isfinite(scheduled) else first if math.isfinite(first) else end
-    if math.isfinite(started):
-        found.append(_slice("queued", 0, row, arrival, started, prompt_tokens=int(timeline.num_prompt[row])))
+    started = next((at for at in (scheduled, first, end) if math.isfinite(at)), timeline_end)
+    found.append(_slice("queued", 0, row, arrival, started, prompt_tokens=int(timeline.num_prompt[row])))
     if chunks:
         found += [_slice(f"prefill {size}", 0, row, b, e, tokens=size) for b, e, size in chunks]
     elif math.isfinite(first) and math.isfinite(scheduled):

@@ -159,6 +159,13 @@ def test_a_preemption_is_in_the_trace() -> None:
     assert all(duration >= 0 for _, _, duration in track)
 
 
+def test_who_never_started_is_queued_to_the_end_of_the_run() -> None:
+    workload = make_workload(np.array([0.0, 0.5]), (np.array([10, 10], np.int32), np.array([50, 1], np.int32)))
+    cut = simulate(workload, replace(SHAPE, max_num_seqs=1), SECOND, until=30.0)
+    assert slices(chrome_trace(cut.timeline, cut.workload), 1) == [("queued", 0.5, cut.timeline.last - 0.5)]
+    assert cut.timeline.last == 29.0
+
+
 def test_a_run_that_was_watched_from_outside_has_a_track_for_each_request() -> None:
     timeline = timeline_of_streams(
         np.array([0.0, 1.0]),
