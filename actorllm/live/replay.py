@@ -33,6 +33,7 @@ from actorllm.slo.metrics import (
     latency_figures,
     max_concurrent,
     max_tokens_per_second,
+    told_of_cut,
 )
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline, timeline_of_streams
 from actorllm.slo.workload import Workload
@@ -133,6 +134,10 @@ class LiveRun:
     """Of requests that the engine told of; 0 otherwise."""
     start: float = 0.0
     """Zero of the timeline, in monotonic seconds."""
+    until: float = math.inf
+    """When it was cut off, on the clock of the timeline."""
+    num_left_out: int = 0
+    """Requests that were not due by then; they are in no row."""
 
     def evaluate(self, **arguments: Any) -> RunMetrics:
         """The figures of the run; arguments as in `metrics.evaluate`."""
@@ -144,6 +149,7 @@ class LiveRun:
     def warnings(self) -> list[str]:
         """What one has to know before one believes the figures."""
         timeline, found = self.timeline, list(self.workload.warnings())
+        found += told_of_cut(timeline, self.workload.promises, self.num_left_out, self.until)
         failed = [error for error in self.errors if error]
         if failed:
             found.append(f"{len(failed)} of {len(timeline)} requests failed, the first with: {failed[0]}")
@@ -225,8 +231,9 @@ async def replay(
 ) -> LiveRun:
     """Send every request when it is due, and wait for all of them.
 
-    until: seconds after the first arrival at which the run is cut off; who is still there then is unfinished. num_warmups:
-    requests before that, one after the other, that are not part of it. on_end(row) hears of every request that ends.
+    until: seconds after the first arrival at which the run is cut off; who is still there then is unfinished, and who was not
+    due by then is left out. num_warmups: requests before that, one after the other, that are not part of it. on_end(row)
+    hears of every request that ends.
     Raises what makes the target as a whole impossible, ConfigError for a workload that does not fit.
     """
     if not len(workload):
@@ -278,7 +285,7 @@ async def replay(
                 )
                 await anyio.sleep(max(0.0, call.due - now()))
                 group.start_soon(run_one, call, records[row])
-    return _collect(workload, records, start, target)
+    return _collect(workload, records, start, target, first + until)
 
 
 def _check(workload: Workload, longest: int | None) -> None:
@@ -290,7 +297,11 @@ def _check(workload: Workload, longest: int | None) -> None:
         )
 
 
-def _collect(workload: Workload, records: list[Record], start: float, target: Target) -> LiveRun:
+def _collect(workload: Workload, records: list[Record], start: float, target: Target, until: float) -> LiveRun:
+    num = len(workload)
+    workload = workload.before(until)
+    records = records[: len(workload)]
+
     def column(name: str, dtype: Any = np.float64) -> NDArray[Any]:
         return np.array([getattr(record, name) for record in records], dtype)
 
@@ -321,4 +332,6 @@ def _collect(workload: Workload, records: list[Record], start: float, target: Ta
             ],
         ),
         start,
+        until,
+        num - len(workload),
     )

@@ -96,6 +96,23 @@ def overrun(timeline: RunTimeline, promises: Promises) -> F64:
     return worst
 
 
+def told_of_cut(timeline: RunTimeline, promises: Promises, num_left_out: int, until: float) -> list[str]:
+    """What one has to know of a run that was cut off at this time: who is not in it, and who is judged too early."""
+    found = []
+    if num_left_out:
+        found.append(
+            f"{num_left_out} requests were not due before the run was cut off at {until:g} s, and are left out"
+        )
+    is_there = timeline.outcome == UNFINISHED
+    if is_there.any() and until < math.inf:
+        num_open = int((is_there & (overrun(timeline, promises) <= 1)).sum())
+        found.append(
+            f"{int(is_there.sum())} requests were under way when the run was cut off at {until:g} s and count as missed; "
+            f"{num_open} of them had broken no promise by then"
+        )
+    return found
+
+
 def jain(shares: Iterable[float]) -> float:
     """Jain's fairness index of what each got: 1 when all got the same, 1/n when one got everything."""
     values = np.array(list(shares), float)

@@ -46,7 +46,7 @@ from actorllm.scheduling.sequence import Sequence as Request
 from actorllm.scheduling.statistics import SchedulerStatistics
 from actorllm.scheduling.step_time import features_of
 from actorllm.slo.cost_model import StepModel, unattainable
-from actorllm.slo.metrics import RunMetrics, evaluate
+from actorllm.slo.metrics import RunMetrics, evaluate, told_of_cut
 from actorllm.slo.routing import ReplicaView, Router, make_router
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline, Spans
 from actorllm.slo.workload import Workload, seed_stream
@@ -624,16 +624,16 @@ def simulate(
 
     policy: as `scheduling_policy=` of the engine, or what builds a fresh one; every replica has its own. admission: as
     `admission_policy=`, likewise; None: that of the shape. view_interval_s: how old the router's views may get; 0: they
-    are exact. until: cut the run off at this time. skip: make steady decode steps many at a time; not with shared
-    prefixes, where output is to be found later by its token ids, nor with on_plan(replica, plan), which gets every plan.
-    make_scheduler(replica, policy): instead of `EngineShape.scheduler` (a `RecordedScheduler`, say). Raises what a policy
-    raises, with its name.
+    are exact. until: cut the run off at this time; who comes later is left out. skip: make steady decode steps many at a
+    time; not with shared prefixes, where output is to be found later by its token ids, nor with on_plan(replica, plan), which
+    gets every plan. make_scheduler(replica, policy): instead of `EngineShape.scheduler` (a `RecordedScheduler`, say). Raises
+    what a policy raises, with its name.
     """
     admission = shape.admission if admission is None else admission
     if num_replicas < 1:
         raise ConfigError(f"num_replicas={num_replicas} must be at least 1")
-    num = len(workload)
-    outcomes = _Outcomes(num)
+    num_given, workload = len(workload), workload.before(until)
+    outcomes = _Outcomes(len(workload))
     ends = None
     if workload.max_tokens is not None:
         ends = workload.num_prompt.astype(np.int64) + np.minimum(workload.num_output, workload.max_tokens)
@@ -664,7 +664,9 @@ def simulate(
         beside = "" if admission is None else f" and the admission policy {admission!r}"
         error.add_note(f"while simulating {workload.name!r} with the policy {policy!r}{beside}")
         raise
-    return _collect(workload, replicas, outcomes, model, policy)
+    run = _collect(workload, replicas, outcomes, model, policy)
+    cut = told_of_cut(run.timeline, workload.promises, num_given - len(workload), until)
+    return replace(run, warnings=(*cut, *run.warnings))
 
 
 def _run_all(
@@ -684,8 +686,6 @@ def _run_all(
     views: list[ReplicaView] = []
     next_view_at = -math.inf
     for row, at in enumerate(workload.arrival.tolist()):
-        if at >= until:
-            break
         if len(replicas) > 1:
             if router.needs_views and at >= next_view_at:
                 for replica in replicas:

@@ -195,6 +195,10 @@ class Workload:
     def head(self, num: int) -> Workload:
         return self.select(np.arange(min(num, len(self))))
 
+    def before(self, until: float) -> Workload:
+        """Without those that come at this time or later."""
+        return self if until == math.inf else self.head(int(np.searchsorted(self.arrival, until)))
+
     def fitting(self, max_model_len: int) -> Workload:
         """Without the requests that a model of this length would refuse."""
         return self.select(self.num_prompt.astype(np.int64) + self.num_output <= max_model_len)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -150,6 +151,20 @@ async def test_clients_give_up_and_runs_are_cut_off() -> None:
     assert run.timeline.num_output.tolist() == [1] * 6
     assert np.isnan(run.timeline.end).tolist() == [outcome == UNFINISHED for outcome in expected]
     assert run.evaluate().worst("tpot") == 0.0
+    patient = expected.count(UNFINISHED)
+    assert run.warnings[0].startswith(f"{patient} requests were under way when the run was cut off at 0.1 s")
+
+
+async def test_who_was_not_due_when_the_run_was_cut_off_is_no_failure() -> None:
+    early = workload_of(6)
+    workload = replace(early, arrival=np.where(np.arange(6) < 3, early.arrival, early.arrival + 1000))
+    target = FakeTarget()
+    run = await replay(workload, target, until=0.5, num_warmups=0)
+    assert run.evaluate().worst("tpot") == 1.0
+    assert run.evaluate().summary["failed"] == 0
+    assert len(run.workload) == len(run.errors) == len(run.lag) == 3
+    assert [call.row for call in target.calls] == [0, 1, 2]
+    assert run.warnings[0] == "3 requests were not due before the run was cut off at 0.5 s, and are left out"
 
 
 async def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:

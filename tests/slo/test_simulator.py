@@ -132,11 +132,19 @@ def test_a_request_that_fits_no_engine_fails_alone_and_is_told() -> None:
 
 def test_a_run_can_be_cut_off() -> None:
     workload = make_workload(np.array([0.0, 1.0, 9.0]), fixed_lengths(3, 10, 100))
-    timeline = simulate(workload, SHAPE, every_step(0.5), until=4.25).timeline
-    assert timeline.outcome.tolist() == [UNFINISHED] * 3
-    assert timeline.num_output.tolist() == [8, 5, 0]
-    assert timeline.scheduled[:2].tolist() == [0.0, 1.0]
+    workload = assign_classes(workload, [(RequestClass("x", SLO(e2e=3.5)), 1)])
+    run = simulate(workload, SHAPE, every_step(0.5), until=4.25)
+    timeline = run.timeline
+    assert timeline.outcome.tolist() == [UNFINISHED] * 2, "the third one has never come, and is no failure"
+    assert len(run.workload) == 2
+    assert timeline.num_output.tolist() == [8, 5]
+    assert timeline.scheduled.tolist() == [0.0, 1.0]
     assert math.isnan(timeline.end[0])
+    assert run.warnings[:2] == (
+        "1 requests were not due before the run was cut off at 4.25 s, and are left out",
+        "2 requests were under way when the run was cut off at 4.25 s and count as missed; 1 of them had broken no promise by "
+        "then",
+    )
 
 
 def test_objectives_beyond_the_model_are_warned_of() -> None:
