@@ -37,6 +37,10 @@ class ScenarioOptions:
 
     workload: str = "sample"
     """sample (bundled), synthetic, or the path of a trace (Azure, Mooncake, BurstGPT, ServeGen, Vidur, vLLM's timed traces)."""
+    format: str | None = None
+    """Of the trace: azure, vidur, burstgpt, mooncake, timed, servegen; seen from the file if not given."""
+    block_tokens: int | None = None
+    """For how many tokens a hash id of the trace stands; what is usual in the format if not given."""
     num_requests: int = 2000
     """A trace is repeated as often as need be."""
     arrivals: str = "trace"
@@ -74,6 +78,8 @@ class ScenarioOptions:
             )
         scenario = Scenario(
             workload=self.workload,
+            trace_format=self.format,
+            block_tokens=self.block_tokens,
             num_requests=self.num_requests,
             arrivals=self.arrivals,
             mix=MIX if self.mix is None else None if self.mix == "trace" else self.mix,

@@ -9,9 +9,9 @@
 
 Rows of the JSON formats may also carry slo (seconds per token, or an object with the fields of SLO), type_info, tenant,
 priority, is_latency_sensitive, patience (seconds), and block_tokens where a hash id does not stand for as many tokens as is
-usual in the format; `write_trace` writes these. Who shares all of them but the objective and
-the tenant is a class (`workload.classes_of`). A row that cannot be used is left out and reported with its
-line number and what is wrong; a file without any usable row is an error.
+usual in the format; `write_trace` writes these. Who shares all of them but the objective and the tenant is a class
+(`workload.classes_of`). A row that cannot be used is left out and reported with its line number and what is wrong; a file
+without any usable row is an error.
 """
 
 from __future__ import annotations
@@ -110,6 +110,9 @@ def load_trace(
 ) -> Trace:
     """The requests of a trace, the first of them at 0 seconds. format: one of FORMATS; None: seen from the file.
 
+    JSON lines are `timed` when a prompt has more hash ids than blocks of 512 tokens; without any, and with block_tokens, they are
+    `mooncake`.
+
     block_tokens: tokens per hash id; None: what the rows say, else what is usual in the format. seconds_per_unit: of the
     timestamps, likewise. drawn: of `draw_servegen`, for its folders. Raises ConfigError naming what is wrong.
     """
@@ -129,11 +132,15 @@ def load_trace(
     lines = text.split("\n")  # splitlines() would also split where JSON may have one of its other ends of line
     if format is None:
         format = _seen_format(lines, path)
-    report = TraceReport(str(path), format)
-    if format in ("mooncake", "timed"):
-        is_timed = format == "timed"
+    report = TraceReport(str(path), "mooncake" if format == "json" else format)
+    if format in ("json", "mooncake", "timed"):
+        found = list(_json_rows(lines, report))
+        if format == "json" and block_tokens is None:
+            report.format = _json_format(found, path)
+        is_timed = report.format == "timed"
         unit = seconds_per_unit or (1.0 if is_timed else 1e-3)
-        found = list(_json_rows(lines, unit, report))
+        for row in found:
+            row.arrival *= unit
         usual = TIMED_BLOCK_TOKENS if is_timed else MOONCAKE_BLOCK_TOKENS
         block_tokens = _block_tokens(found, block_tokens, usual, path)
     else:
@@ -154,10 +161,28 @@ def _block_tokens(rows: list[_Row], wanted: int | None, usual: int, path: Path) 
     return wanted or (told[0] if told else usual)
 
 
+def _json_format(rows: list[_Row], path: Path) -> str:
+    """Both formats have the same keys. No prompt has more hash ids than blocks, so many ids are of small blocks."""
+    told = [row for row in rows if row.hash_ids and row.block_tokens is None]
+
+    def too_many(block_tokens: int) -> _Row | None:
+        return next((r for r in told if len(r.hash_ids or ()) > -(-r.num_prompt // block_tokens)), None)
+
+    if too_many(MOONCAKE_BLOCK_TOKENS) is None:
+        return "mooncake"
+    row = too_many(TIMED_BLOCK_TOKENS)
+    if row is None:
+        return "timed"
+    raise ConfigError(
+        f"trace {str(path)!r}: {len(row.hash_ids or ())} hash ids for a prompt of {row.num_prompt} tokens are more than one for "
+        f"every {TIMED_BLOCK_TOKENS}; say for how many tokens one stands (block_tokens), and the format: mooncake or timed"
+    )
+
+
 def _seen_format(lines: list[str], path: Path) -> str:
     first = next((line.strip() for line in lines if line.strip()), "")
     if first.startswith("{"):
-        return "mooncake"
+        return "json"
     header = [name.strip() for name in first.split(",")]
     for name, columns in _CSV_COLUMNS.items():
         if set(columns) <= set(header):
@@ -255,13 +280,14 @@ def _shown(value: Any) -> str:
 # JSON lines --------------------------------------------------------------------------------------------------------------
 
 
-def _json_rows(lines: list[str], unit: float, report: TraceReport) -> Iterator[_Row]:
+def _json_rows(lines: list[str], report: TraceReport) -> Iterator[_Row]:
+    """With arrivals in the unit of the file."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         report.num_rows += 1
         try:
-            yield _json_row(json.loads(line), unit)
+            yield _json_row(json.loads(line))
         except json.JSONDecodeError as error:
             report.skip(number, f"not JSON: {error.msg} at column {error.colno}")
         except RecursionError:
@@ -270,7 +296,7 @@ def _json_rows(lines: list[str], unit: float, report: TraceReport) -> Iterator[_
             report.skip(number, f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error))
 
 
-def _json_row(given: Any, unit: float) -> _Row:
+def _json_row(given: Any) -> _Row:
     if not isinstance(given, dict):
         raise ValueError(f"an object expected, got {type(given).__name__}")
     when = given["timestamp"]
@@ -285,7 +311,7 @@ def _json_row(given: Any, unit: float) -> _Row:
     if tenant is not None and not isinstance(tenant, str):
         raise ValueError(f"tenant={_shown(tenant)} must be a string")
     return _Row(
-        _finite(when * unit, "timestamp"),
+        _finite(float(when), "timestamp"),
         _count(given["input_length"], "input_length"),
         _count(given["output_length"], "output_length"),
         ids,

@@ -13,6 +13,7 @@ import pytest
 
 from actorllm import AsyncLLM, cli
 from actorllm.actors.record_file import read_recording
+from actorllm.cli.laboratory import ScenarioOptions
 from actorllm.llm import LLM
 from actorllm.request import SamplingParams
 from actorllm.scheduling.policies.srpf import Srpf
@@ -89,6 +90,19 @@ def test_what_is_left_out_of_a_trace_is_told(tmp_path: Path, capsys: pytest.Capt
     run("sweep", *given, "--policies", "fcfs", "--rates", "2", "--seeds", "2", "--targets", "0", "--num-processes", "0",
         "--results", str(tmp_path / "sweep.jsonl"))  # fmt: skip
     assert "; 5 of 10 requests of bad.jsonl" in capsys.readouterr().out
+
+
+def test_the_format_of_a_trace_can_be_said(tmp_path: Path) -> None:
+    trace = tmp_path / "short.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 9, "output_length": 5, "hash_ids": [1]}\n' * 3)
+    seen, told = (
+        ScenarioOptions(workload=str(trace), format=format, block_tokens=size).scenario().trace()
+        for format, size in ((None, None), ("timed", 8))
+    )
+    assert seen.report.format == "mooncake"
+    assert told.report.format == "timed"
+    assert told.workload.prefixes is not None
+    assert told.workload.prefixes.block_tokens == 8
 
 
 def forget_files() -> None:
@@ -337,6 +351,7 @@ def test_a_policy_that_stalls_is_told_and_what_it_did_is_written(
         (("simulate", "--policy", "fcsf"), "there is no scheduling policy 'fcsf'"),
         (("simulate", "--rate", "0"), "rate=0.0 and scale=1.0 must be positive"),
         (("simulate", "--workload", "nowhere.csv"), "neither sample nor synthetic nor the path of a trace"),
+        (("simulate", "--format", "mooncak"), "trace format 'mooncak' is not known; did you mean 'mooncake'"),
         (("simulate", "--num-blocks", "10"), "10 blocks of 16 hold less than max_model_len=32768"),
         (("simulate", "--output-json", "/nowhere/x.json"), "cannot be written"),
         (("simulate", "--mix", "ls:0.5:tftt=1"), "'tftt' is not known"),

@@ -66,6 +66,31 @@ def test_every_format_gives_the_same_requests(tmp_path: Path, format: str, text:
         assert [kind.name for kind in workload.classes] == ["API log", "Conversation log"]
 
 
+@pytest.mark.parametrize(
+    ("num_ids", "format", "block_tokens"), [((2, 1), "mooncake", 512), ((38, 20), "timed", 16), ((2, 20), "timed", 16)]
+)
+def test_json_lines_are_told_apart_by_their_hash_ids(
+    tmp_path: Path, num_ids: tuple[int, int], format: str, block_tokens: int
+) -> None:
+    rows = [
+        {"timestamp": at, "input_length": size, "output_length": 2, "hash_ids": list(range(num))}
+        for at, size, num in zip((0, 2), (600, 310), num_ids, strict=True)
+    ]
+    trace = load_trace(write(tmp_path, "\n".join(map(json.dumps, rows))))
+    assert trace.report.format == format
+    assert trace.workload.prefixes is not None
+    assert trace.workload.prefixes.block_tokens == block_tokens
+    assert trace.workload.arrival.tolist() == pytest.approx([0.0, 2.0 if format == "timed" else 0.002])
+
+
+def test_more_hash_ids_than_either_format_has_are_no_guess(tmp_path: Path) -> None:
+    row = {"timestamp": 0, "input_length": 99, "output_length": 2, "hash_ids": list(range(13))}
+    path = write(tmp_path, json.dumps(row))
+    with pytest.raises(ConfigError, match="13 hash ids for a prompt of 99 tokens are more than one for every 16"):
+        load_trace(path)
+    assert load_trace(path, block_tokens=8).report.format == "mooncake"
+
+
 def test_malformed_rows_are_left_out_and_told(tmp_path: Path) -> None:
     text = (
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"

@@ -32,7 +32,7 @@ from actorllm.slo.cost_model import PRESETS, StepModel, load_model
 from actorllm.slo.journal import Journal
 from actorllm.slo.routing import ROUTERS
 from actorllm.slo.simulator import EngineShape, Run, simulate
-from actorllm.slo.traces import SAMPLE, Trace, TraceReport, load_trace
+from actorllm.slo.traces import FORMATS, SAMPLE, Trace, TraceReport, load_trace
 from actorllm.slo.workload import (
     Workload,
     assign_classes,
@@ -64,6 +64,10 @@ class Scenario:
 
     workload: str = "sample"
     """`sample` (bundled), `synthetic` (conversations), or the path of a trace."""
+    trace_format: str | None = None
+    """As in `load_trace`; None: seen from the file."""
+    block_tokens: int | None = None
+    """For how many tokens a hash id of the trace stands, likewise."""
     num_requests: int = 2000
     """A trace is repeated as often as need be. Seeds have parts of it that are apart while there are such (`Point.window`)."""
     arrivals: str = "trace"
@@ -95,6 +99,9 @@ class Scenario:
             _float("arrivals", cv)
         if kind == "trace" and self.workload == "synthetic":
             object.__setattr__(self, "arrivals", "poisson")
+        if self.trace_format is not None and self.trace_format not in FORMATS:
+            known = nearest_name(self.trace_format, FORMATS)
+            raise ConfigError(f"trace format {self.trace_format!r} is not known{known}; {', '.join(FORMATS)}")
         if self.router not in ROUTERS:
             raise ConfigError(f"router={self.router!r} is not known{nearest_name(self.router, ROUTERS)}")
         if self.mix is not None:
@@ -126,7 +133,11 @@ class Scenario:
 
     def trace_report(self) -> TraceReport | None:
         """What was read of the trace, and which of its rows were left out; None for a workload that is no trace."""
-        return None if self.workload == "synthetic" else _trace(self.workload).report
+        return None if self.workload == "synthetic" else self.trace().report
+
+    def trace(self) -> Trace:
+        """Raises ConfigError naming what is wrong with it."""
+        return _trace(str(SAMPLE) if self.workload == "sample" else self.workload, self.trace_format, self.block_tokens)
 
     def describe(self, num_there: int | None = None) -> str:
         """In a line, for people. num_there: so many requests there were, of those that were asked for; None: all."""
@@ -298,7 +309,7 @@ class Point:
         """
         if self.scenario.workload == "synthetic":
             return None
-        size, num = len(_trace(self.scenario.workload).workload), self.scenario.num_requests
+        size, num = len(self.scenario.trace().workload), self.scenario.num_requests
         num_apart = size // num
         if self.seed < num_apart:
             return self.seed * (size // num_apart), size
@@ -311,7 +322,7 @@ class Point:
         if scenario.workload == "synthetic":
             workload = synthetic(num, 1.0, seed=seed)
         else:
-            trace = _trace(scenario.workload).workload
+            trace = scenario.trace().workload
             first, _ = self.window or (0, 0)
             workload = trace.repeated(first + num).select(np.arange(first, first + num))
             workload = replace(workload, arrival=workload.arrival - workload.arrival[0], name=trace.name)
@@ -386,8 +397,8 @@ def _scaled(kind: RequestClass, factor: float) -> RequestClass:
 
 
 @lru_cache(maxsize=4)
-def _trace(name: str) -> Trace:
-    return load_trace(str(SAMPLE) if name == "sample" else name)
+def _trace(name: str, format: str | None, block_tokens: int | None) -> Trace:
+    return load_trace(name, format, block_tokens=block_tokens)
 
 
 def _arrivals(text: str, num: int, seed: int) -> Any:

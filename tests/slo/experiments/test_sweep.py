@@ -414,6 +414,7 @@ def test_a_variant_that_cannot_be_is_told_at_once(text: str, message: str) -> No
         ({"arrivals": "gama"}, "arrivals='gama'.*gamma"),
         ({"arrivals": "gamma"}, "needs its coefficient"),
         ({"num_requests": 0}, "num_requests=0"),
+        ({"trace_format": "mooncak"}, "format 'mooncak'.*mooncake"),
         ({"router": "rond-robin"}, "router='rond-robin'.*round-robin"),
         ({"model": "a100"}, "no step-time preset 'a100'"),
     ],
