@@ -38,7 +38,7 @@ class Router(Protocol):
         ...
 
     def route(self, workload: Workload, row: int, views: Sequence[ReplicaView]) -> int:
-        """The number of the replica that request `row` of the workload goes to."""
+        """The number of the replica that request `row` of the workload goes to. views: the same object until they are new."""
         ...
 
 
@@ -65,11 +65,13 @@ class _Counted:
     def __init__(self, num_replicas: int, seed: int = 0) -> None:
         self._num = num_replicas
         self._sent = [0] * num_replicas
-        self._seen = -1.0
+        self._views: Sequence[ReplicaView] = ()
 
     def _loads(self, views: Sequence[ReplicaView]) -> list[int]:
-        if views[0].seen != self._seen:
-            self._seen = views[0].seen
+        if (
+            views is not self._views
+        ):  # not by when they were made: exact ones are new for each of several at one instant
+            self._views = views
             self._sent = [0] * self._num
         return [view.load + sent for view, sent in zip(views, self._sent, strict=True)]
 

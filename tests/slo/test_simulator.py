@@ -22,7 +22,7 @@ from actorllm.scheduling.scheduler import Scheduler
 from actorllm.slo.cost_model import LinearModel, Regime, preset
 from actorllm.slo.explanation import worst_request
 from actorllm.slo.promises import Promises
-from actorllm.slo.routing import ROUTERS, ReplicaView, RoundRobin, make_router
+from actorllm.slo.routing import ROUTERS, LeastLoad, ReplicaView, RoundRobin, make_router
 from actorllm.slo.simulator import EngineShape, Run, rerun, simulate
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline
 from actorllm.slo.workload import (
@@ -407,6 +407,16 @@ def test_views_may_be_old() -> None:
     assert set(seen) == {0.0}
     with pytest.raises(ConfigError, match="num_replicas=0 must be at least 1"):
         simulate(workload, SHAPE, NOISY, num_replicas=0)
+
+
+def test_exact_views_have_what_was_sent_at_the_same_instant() -> None:
+    class Lopsided(LeastLoad):
+        def route(self, workload: Workload, row: int, views: Any) -> int:
+            return 0 if row < 10 else super().route(workload, row, views)
+
+    workload = make_workload(np.array([0.0] * 10 + [0.25] * 10), fixed_lengths(20, 10, 50))
+    run = simulate(workload, SHAPE, every_step(0.5), num_replicas=2, router=Lopsided(2))
+    assert run.timeline.replica.tolist() == [0] * 10 + [1] * 10
 
 
 # The real engine -----------------------------------------------------------------------------------------------------------
