@@ -124,6 +124,18 @@ def test_vtc_knows_weights_and_does_not_let_anybody_save_up(build_engine: BuildE
     assert ends.index(31) - ends.index(30) > 1, "who comes late has no credit from before"
 
 
+def test_vtc_lets_nobody_save_up_while_the_engine_is_idle(build_engine: BuildEngine) -> None:
+    engine = build_engine(policy=load_policy("vtc"), max_num_seqs=1)
+    for rid in range(1, 21):
+        engine.submit(rid, [rid], max_tokens=5, ignore_eos=True, tenant="a")
+    engine.run()
+    for rid in range(31, 36):
+        engine.submit(rid, [rid], max_tokens=5, ignore_eos=True, tenant="b")
+        engine.submit(rid + 10, [rid], max_tokens=5, ignore_eos=True, tenant="a")
+    ends = order(engine)[20:]
+    assert [sum(rid < 40 for rid in ends[at : at + 2]) for at in range(0, 10, 2)] == [1] * 5, "they take turns"
+
+
 def test_vtc_counts_only_who_waited(build_engine: BuildEngine) -> None:
     engine = build_engine(policy=load_policy("vtc"), max_num_seqs=1)
     engine.submit(1, [1, 2], max_tokens=3, tenant="a", blocked_on="grammar")

@@ -2,8 +2,8 @@
 
 Every tenant has a counter of the service it got: `per_prompt` for a prompt token when it is admitted, `per_output` for each
 output token. Who got least is served next. A tenant that comes back after a pause starts at the least counter of those who
-are active, so that nobody saves up. Requests without a tenant share one. `weights`: a tenant of weight 2 may have twice as
-much.
+are active, or where nobody is at that of who was so last: nobody saves up. Requests without a tenant share one. `weights`: a
+tenant of weight 2 may have twice as much.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Vtc(KeyPolicy):
         self._served: NDArray[np.float64] = np.zeros(8)  # by number of the tenant
         self._alive: NDArray[np.int64] = np.zeros(8, np.int64)
         self._tenant_of: NDArray[np.intp] = np.zeros(0, np.intp)  # by slot
+        self._last = 0  # who was active last
 
     def _number(self, sequence: Sequence) -> int:
         number = self._numbers.setdefault(sequence.submit.tenant, len(self._numbers))
@@ -50,8 +51,10 @@ class Vtc(KeyPolicy):
 
     def on_arrival(self, sequence: Sequence, view: View) -> None:
         number = self._number(sequence)
-        if not self._alive[number] and self._alive.any():
-            self._served[number] = max(self._served[number], self._served[self._alive > 0].min())
+        if not self._alive[number]:
+            active = self._served[self._alive > 0]
+            least = active.min() if active.size else self._served[self._last]
+            self._served[number] = max(self._served[number], least)
         self._alive[number] += 1
         sequence.policy_state["vtc"] = True
 
@@ -71,4 +74,5 @@ class Vtc(KeyPolicy):
 
     def on_end(self, sequence: Sequence, view: View) -> None:
         if "vtc" in sequence.policy_state:  # else it was blocked to its end
-            self._alive[self._number(sequence)] -= 1
+            self._last = self._number(sequence)
+            self._alive[self._last] -= 1
