@@ -7,7 +7,6 @@ in). Called by the command line.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import orjson
 from cyclopts import Parameter
 
-from actorllm.cli.options import check_writable
+from actorllm.cli.options import check_writable, see_own_folder
 from actorllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class ScenarioOptions:
         from actorllm.slo.experiments.point import MIX, Scenario
         from actorllm.slo.simulator import EngineShape
 
-        _see_own_folder()
+        see_own_folder()
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
@@ -102,12 +101,6 @@ class ScenarioOptions:
         if read is not None and read.num_skipped:
             print(read, file=sys.stderr)
         return scenario
-
-
-def _see_own_folder() -> None:
-    """For policies in the folder that one is in."""
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
 
 
 DEFAULT = ScenarioOptions()
@@ -273,7 +266,7 @@ def report(
     from actorllm.slo.experiments import Results, read_results
     from actorllm.slo.report import results_csv, sweep_page
 
-    _see_own_folder()
+    see_own_folder()
     if is_recording(results):
         if scenario is not None:
             raise ConfigError(f"scenario={scenario!r} is for the results of a sweep: {str(results)!r} is a recording")
@@ -405,7 +398,7 @@ def _recorded_run(recording: Path, choose: Any = None) -> _Recorded:
     from actorllm.actors.record_file import read_recording, recorded_arguments, recorded_configuration, recorded_policy
     from actorllm.slo.journal import run_of_recording
 
-    _see_own_folder()
+    see_own_folder()
     config = recorded_configuration(recording)
     entries = list(read_recording(recording))
     found = run_of_recording(entries, recorded_arguments(recording), recorded_policy(recording), choose)

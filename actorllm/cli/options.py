@@ -25,6 +25,16 @@ if TYPE_CHECKING:
     from actorllm.request import RequestOutput, SamplingParams
 
 
+def see_own_folder() -> None:
+    """Let classes of this folder be found, as `python -m` does; the engine's processes get this process's sys.path.
+
+    Last, so that a module there hides none of the installed ones.
+    """
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.append(folder)
+
+
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
@@ -70,10 +80,8 @@ class EngineOptions:
     """When a process of the engine dies: restart, or raise."""
 
     def __post_init__(self) -> None:
-        if self.scheduling_policy is not None and ":" in self.scheduling_policy:
-            folder = os.getcwd()  # as `python -m` has it; the engine's processes get this process's sys.path
-            if folder not in sys.path and "" not in sys.path:
-                sys.path.append(folder)
+        if any(":" in policy for policy in (self.scheduling_policy, self.admission_policy) if policy is not None):
+            see_own_folder()
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of a front door; what was not given is left to its default."""

@@ -130,6 +130,25 @@ def test_a_policy_of_this_folder_reaches_the_scheduler_s_process(tmp_path: Path)
     assert "no key today" in result.stderr, "fcfs took its place, and the reason is told"
 
 
+ADMISSION = """
+from actorllm.scheduling.gate import AdmissionPolicy
+
+
+class Broken(AdmissionPolicy):
+    def admit(self, sequence, joining, leaving, view):
+        raise RuntimeError("nobody today")
+"""
+
+
+def test_an_admission_policy_of_this_folder_is_found_alone(tmp_path: Path) -> None:
+    (tmp_path / "my_admissions.py").write_text(ADMISSION)
+    few = ("--num-requests", "5", "--length-scale", "0.02", "--rate", "50", "--num-threads", "1")
+    result = run_in(tmp_path, "replay", *few, "--admission-policy", "my_admissions:Broken")
+    assert result.returncode == 0, result.stderr
+    assert "5 finished" in result.stdout
+    assert "nobody today" in result.stderr
+
+
 @pytest.mark.parametrize("command", ["generate", "throughput"])
 def test_every_command_that_builds_an_engine_takes_a_policy(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
