@@ -180,6 +180,7 @@ class LiveRun:
         result: dict[str, Any] = {
             **bench_setting(self.backend, self.model, len(workload), workload.rate),
             **metrics,
+            "rtfx": 0.0,  # of audio
             "max_output_tokens_per_s": max_tokens_per_second(timeline),
             "max_concurrent_requests": max_concurrent(timeline),
             **_finite(latency_figures("client_queue_time", self.lag[np.isfinite(self.lag)])),
@@ -200,6 +201,7 @@ class LiveRun:
                 "latencies": _zeros(timeline.e2e),
                 "start_times": _zeros(timeline.arrival + self.lag),
                 "queue_times": _zeros(self.lag),
+                "generated_texts": [""] * len(timeline),  # random tokens, of which nobody made a text
                 "errors": list(self.errors),
                 "actorllm_itl_p99s": _nulls(timeline.pauses),
             }

@@ -1,8 +1,8 @@
 """Figures of a finished run: latencies, attainment and goodput, for all requests and for each class.
 
 Latencies have the keys of `vllm bench serve`, in milliseconds, so that scripts for its JSON read ours:
-ttft (arrival to first token, queueing included), tpot (mean gap of a request), itl (every gap), e2el. A request is *good*
-when it ran to its end and kept its whole objective; goodput is good requests per second. Both readings of TPOT
+ttft (arrival to first token, queueing included), tpot (mean gap of a request), itl (every gap), e2el; of those that ran to
+their end. A request is *good* when it did and kept its whole objective; goodput is good requests per second. Both readings of TPOT
 (`objective`) are computed, and neither is the default in what is printed. A request without an objective is good when it
 ran to its end. Aborted, failed and unfinished requests are never good, however early their tokens came.
 """
@@ -234,7 +234,7 @@ def _attainment(
     judged = smooth[mine & np.isfinite(smooth)]
     gaps: dict[str, float] = {}
     if pauses is not None:
-        gaps = latency_figures("itl", *timeline.gaps(mine)) | latency_figures("itl_p99", pauses[several])
+        gaps = latency_figures("itl", *timeline.gaps(finished)) | latency_figures("itl_p99", pauses[several])
     return Attainment(
         name,
         num,
@@ -324,7 +324,7 @@ def _summary(timeline: RunTimeline, overall: Attainment, seconds: float) -> dict
             "total_token_throughput": _per_second(num_input + num_output, seconds),
         }
         | overall.latency_ms
-        | latency_figures("itl", *timeline.gaps())
+        | latency_figures("itl", *timeline.gaps(finished))
         | {
             "actorllm_goodput_deadline": overall.goodput["deadline"],
             **{f"actorllm_{key}": value for key, value in overall.gaps_ms.items() if "itl_p99" in key},

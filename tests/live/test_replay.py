@@ -28,6 +28,7 @@ from actorllm.slo.workload import (
     make_workload,
     share_prefixes,
 )
+from tests.slo.report.test_formats import BENCH_KEYS
 
 
 class FakeTarget:
@@ -133,6 +134,11 @@ async def test_a_request_that_fails_is_a_row() -> None:
     assert result["errors"] == list(run.errors)
     assert [len(gaps) for gaps in result["itls"]] == [2, 2, 0, 2, 2]
     assert result["output_lens"] == [3, 3, 1, 3, 3]
+    assert {key for key in result if not key.startswith("actorllm_")} == BENCH_KEYS | {
+        f"{figure}_{metric}_ms"
+        for figure in ("mean", "median", "std", "p50", "p90", "p95", "p99")
+        for metric in ("client_queue_time", "e2el_including_client_queue")
+    }
     assert len(result["ttfts"]) == len(result["queue_times"]) == len(result["start_times"]) == 5
 
 

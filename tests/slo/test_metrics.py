@@ -133,8 +133,12 @@ def test_attainment_by_class_and_the_worst_of_them() -> None:
 def test_who_gave_up_is_not_good_however_early_the_tokens_were() -> None:
     timeline = make_timeline()
     timeline.outcome[0] = ABORTED
-    assert evaluate(timeline, (RequestClass("x", SLO(ttft=1.0)),)).overall.attainment["tpot"] == 0.25
+    metrics = evaluate(timeline, (RequestClass("x", SLO(ttft=1.0)),), with_gaps=True)
+    assert metrics.overall.attainment["tpot"] == 0.25
     assert timeline.outcome[1] == FINISHED
+    gaps = [0.1, 0.8, 0.1, 0.01, 0.01]
+    for figures in (metrics.summary, metrics.overall.gaps_ms):
+        assert figures["mean_itl_ms"] == pytest.approx(1e3 * np.mean(gaps)), "of those that finished, as the others"
 
 
 def test_who_got_nothing_has_overrun_by_what_it_waited() -> None:
