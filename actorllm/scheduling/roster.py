@@ -209,6 +209,7 @@ class Roster:
         if self._faults.is_any:
             self._faults.discard(sequence)
         sequence.state = State.FINISHED
+        sequence.finish_reason = reason
         sequence.last_token = self._view.now if sequence.first_token is not None else None
         del self.alive[sequence.key]
         if sequence.scheduled is None:

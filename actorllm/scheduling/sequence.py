@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from actorllm.kvcache.prefix_index import Run
 from actorllm.messages import I32, Submit, no_i32
+from actorllm.request import FinishReason
 from actorllm.rules import SamplingRules
 from actorllm.scheduling.repetition import RepetitionWatch
 
@@ -59,6 +60,8 @@ class Sequence:
     silent_ids: frozenset[int]
     """Those of them that are no stop_reason: the primary end of text."""
     state: State = State.WAITING
+    finish_reason: FinishReason | None = None
+    """Once it has ended."""
     slot: int = -1
     queued: float = 0.0
     scheduled: float | None = None

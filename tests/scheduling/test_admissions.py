@@ -148,6 +148,11 @@ def test_an_answer_is_counted_when_it_ends_wherever_that_is(sharing: bool) -> No
     engine.launch()
     engine.abort(8)
     assert len(admission._lengths) == 8, "who gives up has used memory, too"
+    assert admission._lengths[-1] == 9, "and nobody knows how long it would have been"
+    admission._lengths.clear()
+    admission._lengths.extend([4] * MIN_PAST)
+    engine.abort(9)
+    assert admission._lengths[-1] == 4, "as long as those who did not give up"
 
 
 # Rejection ----------------------------------------------------------------------------------------------------------------

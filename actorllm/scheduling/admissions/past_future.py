@@ -4,7 +4,8 @@ The past: the lengths of the last `window` answers. What a running request has s
 longer than what it has said. The future: requests end one after the other, and each end is preceded by a peak of memory;
 in the order of their ends, the k longest hold all their tokens and k times what the shortest of them has still to say. Who
 is next starts if the highest peak stays below `share` of the KV cache in each of `num_draws` draws. Until there is a past,
-everybody is expected to use his whole `max_tokens`.
+everybody is expected to use his whole `max_tokens`. Who gave up counts with what it had still to say, by the same draw: else
+clients without patience would make all answers look short (Efron 1967).
 
 Draws are no random numbers: each request has its own place in the distribution, made of its number, so that runs repeat.
 """
@@ -85,7 +86,11 @@ class PastFuture(AdmissionPolicy):
     def on_end(self, sequence: Sequence, view: View) -> None:
         slot = sequence.policy_state.pop(self.name, None)
         if isinstance(slot, int):
-            self._lengths.append(view.batch.num_known.item(slot) - sequence.num_prompt)
+            length = view.batch.num_known.item(slot) - sequence.num_prompt
+            if sequence.finish_reason in ("abort", "error"):
+                most, place = sequence.limit - sequence.num_prompt, sequence.arrival_index * GOLDEN_RATIO % 1.0
+                length += int(self._still_to_say(np.array([length]), np.array([most]), np.array([place])).item())
+            self._lengths.append(length)
             self._past = None
 
 
