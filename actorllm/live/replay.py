@@ -142,7 +142,7 @@ class LiveRun:
     def evaluate(self, **arguments: Any) -> RunMetrics:
         """The figures of the run; arguments as in `metrics.evaluate`."""
         workload = self.workload
-        arguments |= {"promises": workload.own_promises, "tenants": workload.tenant_ids}
+        arguments |= {"promises": workload.own_promises, "tenants": workload.tenant_ids, "wanted": workload.num_output}
         return evaluate(self.timeline, workload.classes, workload.class_ids, **arguments)
 
     @property

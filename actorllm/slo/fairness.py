@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from actorllm.messages import F64
-from actorllm.slo.metrics import jain
+from actorllm.slo.metrics import OUTPUT_WEIGHT, jain_of_tenants, service
 from actorllm.slo.timeline import RunTimeline
 from actorllm.slo.workload import Workload
 
 NUM_WINDOWS = 60
-OUTPUT_WEIGHT = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class Fairness:
     service: tuple[float, ...]
     queue_p99_s: tuple[float, ...]
     jain: float
-    """Of what each got per request that it sent: demands differ."""
+    """Of what each got of what it asked for: demands differ."""
     gap: float
     """The most that the service of two tenants differed by in one window in which both had somebody waiting all the time."""
     num_windows: int
@@ -40,10 +39,8 @@ def fairness_of(timeline: RunTimeline, workload: Workload) -> Fairness | None:
     if ids is None or not len(timeline):
         return None
     num = len(workload.tenants)
-    tokens = timeline.num_prompt * np.isfinite(timeline.first_token) + OUTPUT_WEIGHT * timeline.num_output
-    service = np.bincount(ids, tokens, num)
+    served = np.bincount(ids, service(timeline), num)
     requests = np.bincount(ids, minlength=num)
-    demand = np.bincount(ids, workload.num_prompt + OUTPUT_WEIGHT * workload.num_output, num)
     edges = np.linspace(timeline.arrival[0], timeline.arrival[-1], NUM_WINDOWS + 1)
     got = np.stack([np.interp(edges, *_service_over_time(timeline, ids == i)) for i in range(num)])
     starts = np.where(np.isfinite(timeline.scheduled), timeline.scheduled, np.inf)
@@ -62,9 +59,9 @@ def fairness_of(timeline: RunTimeline, workload: Workload) -> Fairness | None:
     return Fairness(
         workload.tenants,
         tuple(requests.tolist()),
-        tuple(service.tolist()),
+        tuple(served.tolist()),
         tuple(float(np.quantile(values, 0.99)) if values.size else 0.0 for values in late),
-        jain((service / np.maximum(demand, 1))[requests > 0]),
+        jain_of_tenants(timeline, ids, workload.num_output),
         max(gaps, default=0.0),
         len(gaps),
     )

@@ -24,6 +24,8 @@ from actorllm.slo.promises import Promises
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline
 
 PERCENTILES = (50, 90, 95, 99)
+OUTPUT_WEIGHT = 2.0
+"""Of an output token in the service of a tenant, where a prompt token counts one, as in VTC (OSDI 2024)."""
 
 
 def percentiles(values: F64, counts: I64, percents: Iterable[float]) -> list[float]:
@@ -120,6 +122,21 @@ def jain(shares: Iterable[float]) -> float:
     return 1.0 if not squares else float(values.sum()) ** 2 / (values.size * squares)
 
 
+def service(timeline: RunTimeline) -> F64:
+    """Of each request: its prompt once it has a token, and its output."""
+    got: F64 = timeline.num_prompt * np.isfinite(timeline.first_token) + OUTPUT_WEIGHT * timeline.num_output
+    return got
+
+
+def jain_of_tenants(
+    timeline: RunTimeline, tenants: NDArray[np.integer[Any]], wanted: NDArray[np.integer[Any]]
+) -> float:
+    """Of what each tenant got of what it asked for: demands differ. wanted: output tokens of each request."""
+    got = np.bincount(tenants, service(timeline))
+    asked = np.bincount(tenants, timeline.num_prompt + OUTPUT_WEIGHT * wanted)
+    return jain((got / np.maximum(asked, 1))[np.bincount(tenants) > 0])
+
+
 @dataclass(frozen=True, slots=True)
 class Attainment:
     """How many of the requests of a class kept their objective."""
@@ -132,7 +149,7 @@ class Attainment:
     goodput: dict[Reading, float]
     """Good ones per second."""
     fluidity: float
-    """Mean share of tokens that met their deadline; NaN when it was not asked for."""
+    """Mean share of tokens that met their deadline, none of who got none; NaN when it was not asked for."""
     latency_ms: dict[str, float]
     """{mean, median, std, p50, p90, p95, p99}_{ttft, tpot, e2el}_ms of those that finished."""
     worst_miss: float
@@ -178,12 +195,14 @@ def evaluate(
     with_fluidity: bool = False,
     with_gaps: bool = False,
     tenants: NDArray[np.integer[Any]] | None = None,
+    wanted: NDArray[np.integer[Any]] | None = None,
     promises: Promises | None = None,
 ) -> RunMetrics:
     """All figures of a run. classes, class_ids, tenants: as in the workload (None: all of class 0); promises: its own ones.
 
-    duration: seconds to divide by; None: from the first arrival to the last end. with_fluidity looks at every token, and so
-    does with_gaps, for the gaps of each class and each request.
+    wanted: output tokens that each request asked for, for the fairness among tenants; None: those that it got. duration:
+    seconds to divide by; None: from the first arrival to the last end. with_fluidity looks at every token, and so does
+    with_gaps, for the gaps of each class and each request.
     """
     if class_ids is None:
         class_ids = np.zeros(len(timeline), np.int32)
@@ -205,8 +224,9 @@ def evaluate(
     ]
     summary = _summary(timeline, overall, seconds)
     if tenants is not None:
-        served = np.bincount(tenants, (timeline.num_prompt + 2 * timeline.num_output).astype(float))
-        summary["actorllm_jain_of_tenants"] = jain(served[np.bincount(tenants) > 0])
+        summary["actorllm_jain_of_tenants"] = jain_of_tenants(
+            timeline, tenants, timeline.num_output if wanted is None else wanted
+        )
     return RunMetrics(summary, tuple(by_class), overall)
 
 
@@ -346,8 +366,8 @@ def _per_second(num: float, seconds: float) -> float:
 
 
 def _fluidity_by_request(timeline: RunTimeline, promises: Promises) -> F64:
-    """NaN for requests without a token or without an objective per token."""
-    found = np.full(len(timeline), np.nan)
+    """0 for requests without a token, NaN without an objective per token."""
+    found = np.where(np.isfinite(promises.tpot), 0.0, np.nan)
     for row in np.flatnonzero(np.isfinite(promises.tpot) & (timeline.num_output > 0)).tolist():
         slo = promises.slo(row)
         assert slo is not None

@@ -121,6 +121,8 @@ def test_attainment_by_class_and_the_worst_of_them() -> None:
     assert batch.attainment == {"tpot": 0.5, "deadline": 0.5}, "who got nothing is not good"
     assert metrics.worst("deadline") == 0.5
     assert chat.fluidity == 1.0, "the pause is within the slack of the first token"
+    everybody = evaluate(timeline, (RequestClass("chat", SLO(5.0, 1.0)),), with_fluidity=True)
+    assert everybody.overall.fluidity == 0.75, "who got nothing had no token in time"
     summary = metrics.summary
     assert (summary["completed"], summary["failed"], summary["total_output_tokens"]) == (3, 1, 11)
     assert summary["request_goodput"] == pytest.approx(2 / 4.02)

@@ -53,6 +53,7 @@ def figures_of(timeline: RunTimeline, workload: Workload, *, with_gaps: bool = F
         workload.classes,
         workload.class_ids,
         tenants=workload.tenant_ids,
+        wanted=workload.num_output,
         promises=workload.own_promises,
         with_fluidity=len(timeline) <= 20_000,
         with_gaps=with_gaps,

@@ -201,7 +201,12 @@ def test_tenants_that_get_the_same_and_one_that_does_not() -> None:
             for i, s in enumerate(start.tolist())
         ]
         scheduled = np.where([s.size > 0 for s in streams], start, np.nan)
-        return fairness_of(timeline_of_streams(arrival, workload.num_prompt, streams, scheduled=scheduled), workload)
+        timeline = timeline_of_streams(arrival, workload.num_prompt, streams, scheduled=scheduled)
+        fair = fairness_of(timeline, workload)
+        told = figures_of(timeline, workload)["summary"]["actorllm_jain_of_tenants"]
+        assert fair is not None
+        assert told == pytest.approx(fair.jain), "one name, one number"
+        return fair
 
     even, uneven = served(1.0), served(3.0)
     assert even.jain == pytest.approx(1.0)
