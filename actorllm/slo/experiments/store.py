@@ -1,6 +1,6 @@
 """`Store`: the results file. One JSON object a line, appended in one write, so that a kill leaves whole lines and at most a
 part of the last one, which is cut off before anything is added. Reading changes nothing, and a file whose first line is no
-scenario is somebody else's: it is refused as it is.
+scenario, nor the beginning of one, is somebody else's: it is refused as it is.
 
     {"scenario": hash, "values": {...}, "stamp": {...}}     before the first point of a scenario
     {"key": hash, "scenario": hash, ...}                     a point (`record.record_of`)
@@ -19,6 +19,8 @@ from typing import Any, Self
 from actorllm.errors import ConfigError
 from actorllm.slo.experiments.point import Scenario, code_digest
 from actorllm.slo.experiments.stamp import stamp
+
+BEGINS = b'{"scenario":"'
 
 
 class Store:
@@ -44,7 +46,8 @@ class Store:
             raise ConfigError(f"results file {str(path)!r} cannot be read: {error.strerror}") from error
         whole = data.rfind(b"\n") + 1
         lines = data[:whole].split(b"\n")[:-1]
-        if data and (not lines or "values" not in (_object_of(lines[0]) or ())):
+        is_torn = not lines and _is_begun(data)
+        if data and not is_torn and (not lines or "values" not in (_object_of(lines[0]) or ())):
             raise ConfigError(
                 f"{str(path)!r} holds no results of a sweep: its first line is not the scenario that `actorllm sweep` "
                 f"writes there; name another file"
@@ -113,8 +116,21 @@ class Store:
             if self._cut is not None and os.fstat(self._fd).st_size == self._cut[0]:
                 os.ftruncate(self._fd, self._cut[1])
         data = (json.dumps(line, separators=(",", ":")) + "\n").encode()
-        if os.write(self._fd, data) < len(data):
-            raise ConfigError(f"results file {str(self.path)!r}: no space is left; the sweep can be resumed")
+        try:
+            why = "no space is left" if os.write(self._fd, data) < len(data) else None
+        except OSError as error:
+            why = str(error.strerror)
+        if why is not None:
+            raise ConfigError(f"results file {str(self.path)!r} cannot be written: {why}; the sweep can be resumed")
+
+
+def _is_begun(data: bytes) -> bool:
+    """Whether this, without an end of line, may be a part of the first line of a results file, and of nothing else."""
+    try:
+        json.loads(data)
+    except (ValueError, RecursionError):
+        return data.startswith(BEGINS) or BEGINS.startswith(data)
+    return "values" in (_object_of(data) or ())
 
 
 def _object_of(line: bytes) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -257,6 +258,27 @@ def test_a_sweep_goes_on_after_a_kill(tmp_path: Path) -> None:
     assert json.dumps(found.records, sort_keys=True) == json.dumps(fresh.records[::1], sort_keys=True)
 
 
+@pytest.mark.parametrize("length", [1, 40, -1])
+def test_a_first_line_that_was_cut_short_is_written_again(tmp_path: Path, length: int) -> None:
+    path, whole = tmp_path / "results.jsonl", tmp_path / "whole.jsonl"
+    sweep = Sweep(Scenario(workload="synthetic", num_requests=30), [FCFS], (0,))
+    sweep.run(rates=(2.0,), store=whole, num_processes=0)
+    path.write_bytes(whole.read_bytes().split(b"\n")[0][: length if length > 0 else None])
+    (note,) = sweep.run(rates=(2.0,), store=path, num_processes=0).notes
+    assert "1 broken lines were dropped" in note
+    assert [set(json.loads(line)) >= {"scenario"} for line in path.read_bytes().splitlines()] == [True, True]
+    assert len(read_results(path)[1]) == 1
+
+
+def test_a_disk_that_is_full_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("actorllm.slo.experiments.store.os.write", write)
+    with pytest.raises(ConfigError, match="cannot be written: No space left on device; the sweep can be resumed"):
+        Sweep(SCENARIO, [FCFS], (0,)).run(rates=(2.0,), store=tmp_path / "results.jsonl", num_processes=0)
+
+
 def test_another_configuration_in_the_same_file_is_told_and_not_mixed(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     small = Scenario(workload="synthetic", num_requests=30)
@@ -290,6 +312,7 @@ def test_points_of_other_code_are_told(tmp_path: Path, monkeypatch: pytest.Monke
         "dear diary\n",
         "no end of line",
         '{"completed": 60, "ttfts": [0.1]}',
+        '{"scenario":"rain"}',
         '{"key": "mine", "scenario": "rain"}\n{"key"',
         '{"values": 1, "scenario": "x"}\n',
         "[" * 100_000 + "\n",
