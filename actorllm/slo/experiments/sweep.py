@@ -253,6 +253,13 @@ class Sweep:
         for label in labels:
             if labels.count(label) > 1:
                 raise ConfigError(f"two policies of the sweep are called {label!r}")
+        first: dict[str, str] = {}
+        for variant in self.variants:
+            other = first.setdefault(variant.digest, variant.label)
+            if other != variant.label:
+                raise ConfigError(
+                    f"{other!r} and {variant.label!r} of the sweep are the same policy: leave one of them out"
+                )
 
     def run(
         self,

@@ -458,6 +458,8 @@ def test_a_class_of_the_program_itself_is_for_this_process_only(monkeypatch: pyt
 def test_two_variants_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="two policies of the sweep are called 'fcfs@512'"):
         Sweep(SCENARIO, [FCFS, FCFS])
+    with pytest.raises(ConfigError, match="'fcfs@512' and 'again' of the sweep are the same policy"):
+        Sweep(SCENARIO, [FCFS, EDF, Variant.parse("fcfs@512", "again")])
 
 
 def test_a_record_is_of_its_point_alone() -> None:
