@@ -1,6 +1,7 @@
 """QoServe (Niyama; ASPLOS 2026): deadlines and remaining work in one key, steps as large as the tightest stream allows.
 
-    order       first deadline + alpha * remaining prompt tokens: from earliest deadline to shortest first as alpha grows
+    order       first deadline + alpha * remaining prompt tokens (those not cached when it came to wait): from earliest
+                deadline to shortest first as alpha grows
     chunk       the largest step that is over, by prediction times `safety`, before the next token of anybody is due
     relegation  who cannot keep the promise any more, and holds no KV, goes behind everybody who can
 

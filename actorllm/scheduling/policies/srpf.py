@@ -1,6 +1,7 @@
 """Shortest remaining prefill first: the best mean time to first token, and long prompts starve under load.
 
-The prefill counterpart of shortest remaining processing time (Schrage 1968). What is cached counts as done.
+The prefill counterpart of shortest remaining processing time (Schrage 1968). What is cached when a request comes to wait
+counts as done; what others compute of its prompt while it waits does not change its place.
 """
 
 from __future__ import annotations
