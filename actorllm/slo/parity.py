@@ -37,7 +37,8 @@ def parity_text(found: Fit, width: int = 56, height: int = 20) -> str:
     low, high = _bounds(found)
     counts = np.zeros((height, width), np.int64)
     np.add.at(counts, (_places(found.predicted, low, high, height), _places(found.measured, low, high, width)), 1)
-    shade = np.ceil(np.log1p(counts) / max(math.log1p(int(counts.max())), 1e-9) * (len(SHADES) - 1)).astype(int)
+    depth = np.log1p(counts)  # of the densest cell too: another logarithm may differ in the last bit
+    shade = np.ceil(depth / max(float(depth.max()), 1e-9) * (len(SHADES) - 1)).astype(int)
     lines = []
     for row in reversed(range(height)):
         cells = [SHADES[shade[row, column]] for column in range(width)]

@@ -10,6 +10,7 @@ import pytest
 from actorllm.errors import ConfigError
 from actorllm.objective import SLO, RequestClass
 from actorllm.slo.cost_model import (
+    Fit,
     LinearModel,
     Regime,
     StepLog,
@@ -21,6 +22,7 @@ from actorllm.slo.cost_model import (
     to_json,
     unattainable,
 )
+from actorllm.slo.parity import parity_text
 from actorllm.slo.workload import assign_classes, fixed_lengths, make_workload
 
 
@@ -172,3 +174,11 @@ def test_objectives_beyond_the_machine_are_told_with_the_reason() -> None:
         "class 'ls': ttft cannot be met by 3 of 4 requests with a100-llama-3-8b: the prompt alone takes"
     )
     assert tpot.startswith("class 'ls': tpot cannot be met by 4 of 4 requests")
+
+
+@pytest.mark.parametrize("num", [1, 2, 47, 73, 219])
+def test_a_plot_of_equal_steps_has_one_cell(num: int) -> None:
+    """Of numbers whose logarithms are not the same to the last bit everywhere."""
+    steps = np.full(num, 0.01)
+    found = Fit(LinearModel((Regime(math.inf, (0.01, 0.0, 0.0, 0.0, 0.0, 0.0)),), "x"), 0.0, 0.0, steps, steps, num, ())
+    assert parity_text(found).count("█") == 1
