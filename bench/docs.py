@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,15 +185,26 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     columns = [column for column in columns if any(row.get(column) != "—" for row in rows)]
     lines = ["| " + " | ".join(columns) + " |", "|" + "|".join("---" for _ in columns) + "|"]
     for row in rows:
-        cells = [verdict(row.get(c)) if c == "met" else cell(row.get(c)).replace("|", "\\|") for c in columns]
+        cells = [verdict(row) if c == "met" else cell(row.get(c)).replace("|", "\\|") for c in columns]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
-def verdict(is_met: Any) -> str:
-    if isinstance(is_met, bool):
-        return "met" if is_met else "**missed**"
-    return cell(is_met)
+def verdict(row: dict[str, Any]) -> str:
+    """A target that is met only because two runs of the same differ by that much is told apart."""
+    is_met = row.get("met")
+    if not isinstance(is_met, bool):
+        return cell(is_met)
+    return "**missed**" if not is_met else "met within noise" if _is_above(row) else "met"
+
+
+def _is_above(row: dict[str, Any]) -> bool:
+    """Whether the value itself is above an absolute target: of `report.absolute`, or an error in per cent."""
+    limit = re.fullmatch(r"≤ ([\d.]+)(%?)", str(row.get("target")))
+    if limit is None:
+        return False
+    values = re.findall(r"[\d.]+", str(row.get("error" if limit[2] else "actorllm")))
+    return any(float(value) > float(limit[1]) for value in values)
 
 
 def _code(command: str) -> list[str]:
