@@ -149,7 +149,7 @@ def in_its_own_process(number: int, trace: str | None) -> dict[str, Any]:
     seconds = FULL[number][-1]
     met = row["CPU s"] <= seconds and (row["replicas"] > 1 or row["peak MiB"] <= MAX_FULL_MIB)
     memory = "" if row["replicas"] > 1 else f", {MAX_FULL_MIB} MiB"
-    return row | {"target": f"≤ {seconds} s{memory}", "met": met}
+    return row | {"target": f"≤ {seconds} CPU s{memory}", "met": met}
 
 
 def conversations(num: int, trace: str | None) -> Workload:
