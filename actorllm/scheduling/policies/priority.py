@@ -1,4 +1,4 @@
-"""Priorities, lower is sooner: `priority=` of a request, ties by `arrival_time` (vLLM's policy of that name), optionally with ageing.
+"""Priorities, lower is sooner: `priority=` of a request, ties by `arrival_time` (vLLM's policy of that name); may age.
 
 That is when the caller asked, or what he says; the order in which requests reach the scheduler decides only what is left. So it is
 the same with the next scheduler after a death, however many frontends submit to it.
