@@ -101,9 +101,12 @@ class Pulse:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, by a signal or by a debugger. pid: of a child that was not reaped yet."""
+    """Whether a process is stopped, by a signal or by a debugger. pid: of a child that was not reaped yet.
+
+    False also when that cannot be found out, be it that this process is out of descriptors.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rsplit(b")", 1)[1].split()[0] in (b"T", b"t")
-    except (FileNotFoundError, ProcessLookupError, IndexError):
+    except (OSError, IndexError):
         return False

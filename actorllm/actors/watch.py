@@ -5,7 +5,8 @@ have not ended, questions that are not answered) or a visitor is attached; with 
 looked at and nothing wakes up. What it sees it gives to the `Vigil`, and who is stuck gets a moment to write down where
 (the stacks go to its stderr, whose last lines are part of the error) and SIGKILL. From there on it is a death like any
 other. Of a thread of this process only the steps are watched; it cannot be killed, so one that is stuck is the end of the
-engine. Owned by the supervisor.
+engine. A look that fails is logged, and the next one follows: whoever watches ends nothing but what is stuck. Owned by the
+supervisor.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Watch:
         self._children = children
         self._parked = parked
         self._has_come: anyio.Event | None = None  # while it waits for work
+        self._has_failed = False
         self.start_budget_s = math.inf
         """How long a process may take to get ready."""
 
@@ -54,7 +56,7 @@ class Watch:
         """For as long as the engine lives."""
         while True:
             if self._is_needed():
-                self._look()
+                self._try_to_look()
                 await anyio.sleep(self._interval_s)
             else:
                 self._vigil.forget()
@@ -74,6 +76,15 @@ class Watch:
             elif child.spec.placement == "attached":
                 return True
         return False
+
+    def _try_to_look(self) -> None:
+        try:
+            self._look()
+            self._has_failed = False
+        except Exception:
+            if not self._has_failed:  # once, however often it fails in the same way
+                logger.exception("the processes of the engine could not be looked at; it goes on, and so do looks")
+            self._has_failed = True
 
     def _look(self) -> None:
         processes = {

@@ -6,9 +6,10 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -75,6 +76,18 @@ def kill(engine: Engine, *names: str) -> dict[str, int]:
 def restarts_of(engine: Engine) -> dict[str, int]:
     counts: dict[str, int] = engine.thread.call(engine.supervisor.statistics).result(5)["num_restarts"]
     return counts
+
+
+@contextlib.contextmanager
+def no_descriptors(pid: int = 0) -> Iterator[None]:
+    """For a while a process (this one) opens no file, makes no socket and starts no process."""
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
 
 
 def echoes_work(engine: Engine) -> None:
@@ -348,6 +361,57 @@ def test_a_process_that_takes_too_long_to_get_ready_again(make_tree: Callable[..
         EngineDeadError, match=r"echo0 was killed because it was stuck: its start ran for .* deadline 3 s"
     ):
         raise tree.supervisor.failure
+
+
+class Looks:
+    """Counts how often the processes of a tree that has work are looked at; each look may be made to fail."""
+
+    def __init__(self, tree: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num = 0
+        self.is_failing = False
+        vigil = tree.supervisor._watch._vigil
+        look = vigil.look
+
+        def counted(*arguments: Any) -> Any:
+            self.num += 1
+            if self.is_failing:
+                raise RuntimeError("this look fails")
+            return look(*arguments)
+
+        monkeypatch.setattr(vigil, "look", counted)
+        monkeypatch.setattr(type(tree.front), "has_work", True)
+        tree.thread.call(tree.front.on_work).result(5)
+
+    def go_on(self) -> bool:
+        before = self.num
+        return wait_until(lambda: self.num >= before + 3)
+
+
+def test_a_shortage_of_descriptors_does_not_end_what_is_watched(
+    make_tree: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = make_tree(heartbeat_timeout_s=4.0)
+    tree.thread.start(30)
+    looks = Looks(tree, monkeypatch)
+    with no_descriptors():
+        assert looks.go_on()
+    assert tree.supervisor.health().state == "running"
+    assert tree.ask("ping") == "middle"
+
+
+def test_a_look_that_fails_is_logged_and_the_next_one_follows(
+    make_tree: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree = make_tree(heartbeat_timeout_s=0.4)
+    tree.thread.start(30)
+    looks = Looks(tree, monkeypatch)
+    looks.is_failing = True
+    assert looks.go_on()
+    looks.is_failing = False
+    os.kill(tree.supervisor.pids["middle"], signal.SIGSTOP)
+    assert wait_until(lambda: restarts_of(tree)["middle"] == 1)
+    told = [record for record in caplog.records if "could not be looked at" in record.getMessage()]
+    assert len(told) == 1
 
 
 def test_a_parked_process_that_is_stopped_is_not_taken(make_tree: Callable[..., Engine]) -> None:
