@@ -243,6 +243,7 @@ class Child:
 
     async def _obey_frame(self, frame: dict[str, Any], fds: tuple[int, ...]) -> None:
         from actorllm.actors.link import LinkInfo, open_ring
+        from actorllm.actors.topology import ATTACHED
         from actorllm.errors import TransportError
         from actorllm.ring.channel import LinkEnd
 
@@ -256,9 +257,9 @@ class Child:
                 try:
                     link = open_ring(info, end)
                 except (TransportError, OSError) as error:
-                    if not self._runner.actor.is_running:
-                        raise
-                    # A peer that joins later finds no room (descriptors, memory): those who are here go on.
+                    if not self._runner.actor.is_running or not info.peer.startswith(ATTACHED):
+                        raise  # nothing goes on without this peer: another process, which has room, takes this place
+                    # A program that joins finds no room (descriptors, memory): those who are here go on.
                     send_frame(self._control, "broken", link=info.name, generation=info.generation, error=str(error))
                 else:
                     self._runner.install(link)

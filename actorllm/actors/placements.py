@@ -510,6 +510,8 @@ class ProcessChild(RemoteChild):
                 self.on_denounced(frame["peer"], frame["link"], frame["generation"], frame["what"])
                 continue
             if op == "failed":
+                if self.failure is not None:
+                    continue  # the first one is the cause of what goes wrong in its wake
                 self.failure = Failure(**frame)
                 self._tasks.start_soon(self._kill_late)
             self._reports[op] = frame

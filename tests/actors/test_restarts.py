@@ -363,6 +363,29 @@ def test_a_process_that_takes_too_long_to_get_ready_again(make_tree: Callable[..
         raise tree.supervisor.failure
 
 
+def test_who_has_no_room_for_a_new_link_makes_way_for_one_that_has(make_engine: Callable[..., Engine]) -> None:
+    """middle is out of descriptors when echo0, with which it works, was started again."""
+    actors = [replace(actor, group=None) for actor in echo_topology("process").actors if actor.name != "echo1"]
+    names = ("front-middle", "front-echo0", "echoes")
+    links = (
+        LinkSpec.pair("front", "middle"),
+        LinkSpec.pair("front", "echo0"),
+        LinkSpec.broadcast("echoes", "middle", ["echo0"]),
+    )
+    tree = make_engine(Topology(tuple(actors), links), restarts=QUICK)
+    tree.thread.start(30)
+    before = tree.supervisor.pids
+    with no_descriptors(before["middle"]):
+        os.kill(before["echo0"], signal.SIGKILL)
+        assert wait_until(lambda: tree.supervisor.pids.get("middle", before["middle"]) != before["middle"])
+    assert wait_until(lambda: restarts_of(tree) == {"middle": 1, "echo0": 1})
+    generations = tree.thread.call(tree.supervisor.statistics).result(5)["generations"]
+    assert set(generations) == set(names)
+    ends = [tree.ask("statistics", peer)["links"] for peer in ("middle", "echo0")]
+    assert ends[0]["echoes"]["generation"] == ends[1]["middle"]["generation"] == generations["echoes"]
+    assert "an end of 6 descriptors came with 0" in str(tree.supervisor.health().actors["middle"].last_failure)
+
+
 class Looks:
     """Counts how often the processes of a tree that has work are looked at; each look may be made to fail."""
 
