@@ -6,8 +6,9 @@ what one request does not get another one has; decisions of other policies it th
 
 Nobody is displaced for the sake of room that an admission policy only keeps free: an urgent request waits for it, too.
 
-A request that has had a slot is never rejected, and how much may wait at all is `admission.Admission`'s. What an admission
-policy raises ends its rule and nothing more: from then on everybody is admitted, and `failure` says why.
+A request that has had a slot, or that a scheduler had taken which died, is never rejected, and how much may wait at all is
+`admission.Admission`'s. What an admission policy raises ends its rule and nothing more: from then on everybody is admitted,
+and `failure` says why.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Gate:
         self.admission = admission
         self.failure: str | None = None
         self._on_failure = on_failure
-        self._rejected: dict[Sequence, str] = {}
+        self._rejected: set[Sequence] = set()
         """In the decision that is made now."""
         self._has_held_back = False
         """Somebody, in the last decision."""
@@ -134,16 +135,18 @@ class Gate:
     def plan(self, view: View) -> Decision:
         self._has_held_back = False
         if self._rejected:
-            self._rejected = {}
+            self._rejected = set()
+        reasons: list[tuple[Sequence, str]] = []
         if view.num_waiting:
             name = self.admission.name
             rejected = self._ask("reject", _check_rejected, view, view)
-            self._rejected = {s: f"turned away by the admission policy {name!r}: {why}" for s, why in rejected}
+            reasons = [(s, f"turned away by the admission policy {name!r}: {why}") for s, why in rejected]
+            self._rejected = {s for s, _ in reasons if not s.is_taken}  # the others are kept, and may start
         decision = self.policy.plan(view)
         if not self._asks_while_packing:
             self._thin_out(decision, view)
-        if self._rejected:
-            decision.reject = [*decision.reject, *self._rejected.items()]
+        if reasons:
+            decision.reject = [*decision.reject, *reasons]
         return decision
 
     def _thin_out(self, decision: Decision, view: View) -> None:

@@ -409,7 +409,7 @@ class Scheduler:
     def _reject(self, rejected: list[tuple[Sequence, str]]) -> None:
         """End requests that a policy turns away; one that has been taken is not refused any more."""
         for sequence, reason in rejected:
-            if sequence.state is not State.WAITING or sequence.scheduled is not None or sequence.submit.output.size:
+            if sequence.state is not State.WAITING or sequence.is_taken:
                 self._num_refused += 1
                 continue
             details = {"kind": OVERLOADED, "num_waiting_requests": self._admission.num_requests}

@@ -139,5 +139,11 @@ class Sequence:
         return rules is not None and rules.num_prompt_logprobs >= 0 and self.num_prompt_logprobs < self.num_prompt - 1
 
     @property
+    def is_taken(self) -> bool:
+        """Whether it is refused by nobody any more: it had a slot, or a scheduler had it that died. Who had a slot there is
+        known of those alone that had a token."""
+        return self.scheduled is not None or self.submit.is_resumed or self.submit.output.size > 0
+
+    @property
     def arrival(self) -> float:
         return self.submit.arrival

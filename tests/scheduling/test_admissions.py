@@ -212,6 +212,16 @@ def test_the_last_moment_is_in_time() -> None:
     engine.run()
 
 
+def test_who_was_taken_by_a_scheduler_that_died_is_not_turned_away() -> None:
+    """It may have had a slot there; and it is late because of the death, not of the load."""
+    engine, slo = engine_with(TtftReject(Fixed(0.01))), [0.5, None, None, None]
+    engine.now = 5.0
+    for rid, is_resumed in ((1, True), (2, False)):
+        engine.submit(rid, list(range(8)), max_tokens=2, ignore_eos=True, slo=slo, is_resumed=is_resumed)
+    engine.run()
+    assert {rid: end.reason for rid, end in engine.ends.items()} == {1: "length", 2: "error"}
+
+
 def test_what_is_cached_counts() -> None:
     engine = engine_with(TtftReject(Fixed(0.0, p=1 / 16)))
     engine.submit(1, list(range(32)), max_tokens=2, ignore_eos=True)

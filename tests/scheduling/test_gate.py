@@ -186,7 +186,7 @@ def test_who_is_rejected_hears_why_and_others_go_on() -> None:
 def test_who_has_been_taken_is_never_rejected() -> None:
     class Merciless(AdmissionPolicy):
         def reject(self, view: Any) -> Iterable[tuple[Sequence, str]]:
-            return [(s, "go away") for s in view.waiting() if s.num_preemptions or s.submit.output.size]
+            return [(s, "go away") for s in view.waiting() if s.is_taken]
 
     engine = Engine(policy=Gate(load_policy("fcfs"), Merciless()), num_blocks=12)
     for rid in (1, 2, 3, 4):
@@ -195,9 +195,12 @@ def test_who_has_been_taken_is_never_rejected() -> None:
         5, [5, 6, 7], max_tokens=6, ignore_eos=True, output=np.array(reference_stream([5, 6, 7], 5, 2), np.int32)
     )
     engine.run()
+    engine.submit(6, [6, 7, 8], max_tokens=2, ignore_eos=True, is_resumed=True)
+    engine.run()
     statistics = engine.scheduler.statistics()
     assert statistics.num_preemptions > 0
-    assert (statistics.num_rejected, {end.reason for end in engine.ends.values()}) == (0, {"length"})
+    assert statistics.num_rejected == 0
+    assert {rid: end.reason for rid, end in engine.ends.items()} == dict.fromkeys(range(1, 7), "length")
     assert statistics.num_refused_decisions > 0, "it is counted what was left out"
 
 

@@ -2,7 +2,8 @@
 
 In an overload somebody must miss; who computes prompts that are late already makes the others late, too. A waiting request
 is rejected when its prompt alone, begun at once, would take until after its deadline, by what steps took lately times
-`safety`. It may then be tried elsewhere while that makes sense. Requests that promise no time to their first token stay.
+`safety`. It may then be tried elsewhere while that makes sense. Requests that promise no time to their first token stay, and
+so do those that a scheduler had taken which died: it is not for the load that they are late.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class TtftReject(AdmissionPolicy):
         """Waiting requests by their last chance to start, as it was when they were last looked at."""
 
     def _due(self, sequence: Sequence) -> float | None:
-        """When the first token is due, of a request that promises it and has never started."""
+        """When the first token is due, of a request that promises it and may still be turned away."""
         slo = sequence.submit.slo
-        if slo is None or slo[0] is None or sequence.scheduled is not None or sequence.submit.output.size:
+        if slo is None or slo[0] is None or sequence.is_taken:
             return None
         return sequence.arrival + slo[0] + (slo[3] or 0.0) * sequence.num_prompt
 
