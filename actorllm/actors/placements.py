@@ -341,13 +341,16 @@ class ProcessChild(RemoteChild):
     def _exec(self, environment: Mapping[str, str]) -> None:
         if not sys.executable:
             raise EngineStartError("this Python does not know its executable (sys.executable), so it cannot spawn")
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.setblocking(False)
-        read_end, write_end = os.pipe2(os.O_CLOEXEC)
-        self._stderr = StderrPipe(self._loop, read_end)
-        # Inherited, until the child ignores them: else one that is not that far would die of what is for the owner.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, child_program.FOR_THE_OWNER)
-        try:
+        with contextlib.ExitStack() as of_the_child:
+            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            of_the_child.callback(theirs.close)
+            self._control.setblocking(False)
+            read_end, write_end = os.pipe2(os.O_CLOEXEC)
+            of_the_child.callback(os.close, write_end)
+            self._stderr = StderrPipe(self._loop, read_end)
+            # Inherited, until the child ignores them: else one that is not that far would die of what is for the owner.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, child_program.FOR_THE_OWNER)
+            of_the_child.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", child_program.__file__, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
@@ -358,10 +361,6 @@ class ProcessChild(RemoteChild):
                 close_fds=True,
                 start_new_session=True,
             )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            theirs.close()
-            os.close(write_end)
         self.pid = self._process.pid
         self._pidfd = os.pidfd_open(self.pid)
         self._loop.watch(self._pidfd, self._on_exit)

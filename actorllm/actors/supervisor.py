@@ -61,14 +61,14 @@ MIN_RESTART_TIMEOUT_S = 300.0
 RESTART_MULTIPLE = 10.0
 """So many times what the first start took."""
 
-SHORTAGES = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
-"""Why rings cannot be made at the moment, and perhaps in the next."""
-FIRST_LINK_DELAY_S = 0.02
-MAX_LINK_DELAY_S = 1.0
+SHORTAGES = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
+"""Why rings and processes cannot be made at the moment, and perhaps in the next."""
+FIRST_SHORTAGE_DELAY_S = 0.02
+MAX_SHORTAGE_DELAY_S = 1.0
 """How soon it is tried again, from the first delay to the longest."""
 GUEST_PATIENCE_S = 5.0
 """So long everybody waits for the links of attached programs as well; whose cannot be made then is dropped."""
-LINK_PATIENCE_S = 60.0
+SHORTAGE_PATIENCE_S = 60.0
 """A shortage that lasts longer counts as a death before ready."""
 
 
@@ -474,8 +474,26 @@ class Supervisor:
             logger.warning("%s running again after %.3f s", group, took_s, extra=fields)
 
     async def _bring_up(self, group: Group) -> ActorDeath | None:
-        """One attempt: new processes, linked and running. Returns why it failed; what is left of it is gone then."""
+        """New processes, linked and running. Returns why that failed; what is left of them is gone then.
+
+        A shortage of descriptors, processes or memory may pass: as long as nobody dies of it, it is waited for.
+        """
+        began, delay_s = now(), FIRST_SHORTAGE_DELAY_S
+        while True:
+            failure, shortage = await self._try_to_bring_up(group)
+            if failure is None or shortage is None or now() - began > SHORTAGE_PATIENCE_S:
+                if failure is not None:
+                    group.note(failure)
+                return failure
+            fields = group.log_fields("shortage", seconds=now() - began)
+            logger.warning("%s not started yet, for want of means: %s", group, shortage, extra=fields)
+            await anyio.sleep(delay_s)
+            delay_s = min(2 * delay_s, MAX_SHORTAGE_DELAY_S)
+
+    async def _try_to_bring_up(self, group: Group) -> tuple[ActorDeath | None, OSError | None]:
+        """One attempt: why it failed, and the shortage that it failed for, if it was one of this process."""
         failure: ActorDeath | None = None
+        shortage: OSError | None = None
         group.death = None
         children: list[Child] = []
         with anyio.CancelScope() as group.attempt:  # cancelled by another death
@@ -497,18 +515,18 @@ class Supervisor:
                 failure = ActorDeath(group.names[0], failure=Failure.of(error))
                 if reported:
                     failure = ActorDeath(reported[0].spec.name, failure=reported[0].failure)
+                else:
+                    shortage = _shortage(error)
         group.attempt = None
         if failure is None and group.death is None:
-            return None
+            return None, None
         await self._clear_away(children)
-        if failure is not None:
-            group.note(failure)
-        return group.death or failure
+        return (failure, shortage) if group.death is None else (group.death, None)
 
     async def _link(self, group: Group) -> None:
         """A shortage of memory or descriptors may pass, and the processes are good: they wait. A guest does not hold up
         all others for ever."""
-        began, delay_s = now(), FIRST_LINK_DELAY_S
+        began, delay_s = now(), FIRST_SHORTAGE_DELAY_S
         while True:
             peers = self._wiring.peers_of(group.names)
             guests = [name for name in peers if self._children[name].spec.placement == "attached"]
@@ -517,12 +535,12 @@ class Supervisor:
                 self._wiring.connect(*group.names, without=guests if is_late else ())
                 break
             except OSError as error:
-                if error.errno not in SHORTAGES or now() - began > LINK_PATIENCE_S:
+                if error.errno not in SHORTAGES or now() - began > SHORTAGE_PATIENCE_S:
                     raise
                 fields = group.log_fields("shortage", seconds=now() - began)
                 logger.warning("%s ready, and cannot be linked yet: %s", group, error, extra=fields)
             await anyio.sleep(delay_s)
-            delay_s = min(2 * delay_s, MAX_LINK_DELAY_S)
+            delay_s = min(2 * delay_s, MAX_SHORTAGE_DELAY_S)
         for guest in guests if is_late else ():
             self._link_guest(guest)
 
@@ -591,3 +609,12 @@ class Supervisor:
         for child in self._children.values():
             child.close()
         self._phase = "stopped"
+
+
+def _shortage(error: BaseException | None) -> OSError | None:
+    """What is missing that something could not be made, if it may be there in the next moment."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in SHORTAGES:
+            return error
+        error = error.__cause__
+    return None

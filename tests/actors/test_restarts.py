@@ -239,12 +239,32 @@ class Shortage:
 
 def test_a_shortage_of_memory_is_waited_for(tree: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that was loaded is good, and is not thrown away for it."""
-    monkeypatch.setattr(supervisor, "MAX_LINK_DELAY_S", 0.02)
+    monkeypatch.setattr(supervisor, "MAX_SHORTAGE_DELAY_S", 0.02)
     Shortage(monkeypatch, 10)
     kill(tree, "echo0")
     assert tree.supervisor._counter is not None
     assert tree.supervisor._counter._deaths == {"echoes": 1}
     echoes_work(tree)
+
+
+def test_a_shortage_of_descriptors_is_waited_for(
+    tree: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that keeps more processes from being started than may die in a row."""
+    monkeypatch.setattr(supervisor, "MAX_SHORTAGE_DELAY_S", 0.02)
+
+    def num_told() -> int:
+        return sum(vars(record).get("event") == "shortage" for record in list(caplog.records))
+
+    num_fds = len(os.listdir("/proc/self/fd"))
+    with no_descriptors():
+        os.kill(tree.supervisor.pids["middle"], signal.SIGKILL)
+        assert wait_until(lambda: num_told() >= 8)
+    assert wait_until(lambda: restarts_of(tree)["middle"] == 1)
+    assert tree.ask("ping") == "middle"
+    assert tree.supervisor._counter is not None
+    assert tree.supervisor._counter._deaths == {"middle": 1}
+    assert len(os.listdir("/proc/self/fd")) == num_fds
 
 
 def test_who_attached_and_cannot_be_linked_again_is_dropped(tree: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
