@@ -61,14 +61,13 @@ class Standby:
                 return child
         return None
 
-    async def close(self) -> None:
-        """None is left when it returns."""
+    def close(self) -> list[ProcessChild]:
+        """Kill those that are parked, and park no more. They are the caller's, who waits for their end."""
         self._num_deaths = MAX_DEATHS
-        while self._parked:
-            child = self._parked.pop()
+        parked, self._parked = self._parked, []
+        for child in parked:
             child.kill()
-            await child.gone.wait()
-            child.close()
+        return parked
 
     async def _park(self, spec: ActorSpec) -> None:
         if self._num_deaths >= MAX_DEATHS:

@@ -55,7 +55,9 @@ from actorllm.ring.segment import sweep_stale
 logger = logging.getLogger(__name__)
 
 KILL_TIMEOUT_S = 5.0
-"""How long the kernel may take to end a killed process."""
+"""How long the kernel may take to end a killed process, when everything is stopped."""
+END_PATIENCE_S = 30.0
+"""How long when another one is to take its place: a large process has much to give back."""
 MIN_RESTART_TIMEOUT_S = 300.0
 """No process that was started again is stuck before, however quick the first start was."""
 RESTART_MULTIPLE = 10.0
@@ -555,11 +557,17 @@ class Supervisor:
 
     @staticmethod
     async def _clear_away(children: list[Child]) -> None:
-        """Nothing of these runs any more when it returns."""
+        """Nothing of these runs any more when it returns. EngineStartError: one cannot be ended (a driver, a dead disk)."""
         for child in children:
             child.kill()
+        with anyio.move_on_after(END_PATIENCE_S):
+            for child in children:
+                await child.gone.wait()
         for child in children:
-            await child.gone.wait()
+            if not child.gone.is_set():
+                raise EngineStartError(
+                    f"{child.spec.name} was killed and has not ended within {END_PATIENCE_S:g} s: none can take its place"
+                )
             child.close()
 
     # Stop
@@ -588,8 +596,7 @@ class Supervisor:
         for group in self._groups.values():
             if group.restart is not None:
                 group.restart.cancel()
-        if self._standby is not None:
-            await self._standby.close()
+        parked = [] if self._standby is None else self._standby.close()
         for child in self._children.values():
             if isinstance(child, LocalChild) or (is_started and child.phase == "running"):
                 child.request_stop()
@@ -602,11 +609,11 @@ class Supervisor:
             if not child.gone.is_set():
                 logger.error("%s did not stop within %.1f s", name, self._stop_timeout_s)
                 child.kill()
+        processes = [child for child in self._children.values() if isinstance(child, ProcessChild)]
         with anyio.move_on_after(KILL_TIMEOUT_S):
-            for child in self._children.values():
-                if isinstance(child, ProcessChild):
-                    await child.gone.wait()
-        for child in self._children.values():
+            for child in (*processes, *parked):
+                await child.gone.wait()
+        for child in (*self._children.values(), *parked):
             child.close()
         self._phase = "stopped"
 

@@ -473,6 +473,37 @@ def test_a_parked_process_that_is_stopped_is_not_taken(make_tree: Callable[..., 
     echoes_work(tree)
 
 
+def test_a_killed_process_that_does_not_end_is_the_end_of_the_engine(
+    tree: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank waits for it in vain, and so would every request."""
+    monkeypatch.setattr(supervisor, "END_PATIENCE_S", 0.1)
+    monkeypatch.setattr(tree.supervisor._children["echo0"], "kill", lambda: None)
+    os.kill(tree.supervisor.pids["echo1"], signal.SIGKILL)
+    assert tree.died.wait(20)
+    tree.thread.stop()
+    with pytest.raises(EngineDeadError, match=r"echo0 was killed and has not ended within 0\.1 s: none can take its"):
+        raise tree.supervisor.failure
+
+
+def test_a_parked_process_that_does_not_end_keeps_nobody_from_stopping(
+    make_tree: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "KILL_TIMEOUT_S", 0.1)
+    tree = make_tree(standby="echoes")
+    tree.thread.start(30)
+    assert wait_until(lambda: tree.supervisor.statistics()["num_parked"] == 2)
+    parked = tree.supervisor._all_parked()
+    for child in parked:
+        monkeypatch.setattr(child, "kill", lambda: None)
+    tree.thread.stop()
+    assert not tree.thread.is_alive
+    assert "did not stop" not in caplog.text
+    for child in parked:
+        assert child._process is not None
+        assert child._process.wait(20) is not None
+
+
 def test_stopped_in_the_middle_of_a_restart(tree: Engine) -> None:
     for name in ("middle", "echo1"):
         os.kill(tree.supervisor.pids[name], signal.SIGKILL)
