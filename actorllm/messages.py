@@ -84,7 +84,9 @@ class Submit:
     num_sequences: int = 1
     """Of the request that this is one sequence of (`sequences_of`): they are refused together."""
     is_resumed: bool = False
-    """A scheduler had taken it before: it is never refused for want of room."""
+    """A scheduler had taken it before: it is never refused for want of room, and no policy turns it away."""
+    first_token: float | None = None
+    """When the first of `output` was sent, in monotonic seconds, if a scheduler before this one did that."""
     num_deaths: int = 0
     """Schedulers in a row that may have died of it (`actors.custody`)."""
     most_beside: int = 0

@@ -350,6 +350,8 @@ class RequestStream:
                 self._ahead.append(entry)
                 break
             self._completions[index].num_tokens += len(delta.tokens)
+            if self._first_emitted is None and delta.tokens:
+                self._first_emitted = delta.first_emitted or delta.emitted
             self._last_emitted = delta.emitted
             found.append(entry)
         return None if not found and (has_failed or self._ahead or self._is_over) else found

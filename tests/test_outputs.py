@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from actorllm.actors.frontend import Delta
 from actorllm.errors import RequestFailedError
 from actorllm.messages import RequestEnd
 from actorllm.request import CompletionOutput, RequestMetrics, RequestOutput, RequestOutputKind
@@ -64,3 +65,19 @@ def test_a_failed_request_has_metrics_as_well() -> None:
     assert metrics is not None
     assert (metrics.is_corrupted, metrics.num_nonfinite, metrics.num_preemptions) == (True, 42, 1)
     assert error.metrics is None, "an error may end several streams"
+
+
+def test_who_takes_deltas_has_the_first_token_in_its_metrics() -> None:
+    """As its consumer saw it: a scheduler that took over knows of no earlier token than its own first one."""
+    mailbox = Mailbox()
+    stream = RequestStream("r", None, RequestOutputKind.DELTA, 1.0, mailbox, lambda mailbox: None)
+    mailbox.push(Delta([7], "a", None, 2.0))
+    assert stream.take_deltas() == [(0, Delta([7], "a", None, 2.0))]
+    end = RequestEnd(0, "length", None, None, 8.0, 8.5, 9.0, 9.5, 0, 0, 0, num_recoveries=1)
+    mailbox.push(Delta([8], "b", end, 9.5))
+    assert stream.take_deltas() is None
+    output = stream.take()
+    assert output is not None
+    assert output.metrics is not None
+    assert output.metrics.time_to_first_token == pytest.approx(1.0)
+    assert output.metrics.scheduled_ts == output.metrics.first_token_ts

@@ -133,6 +133,8 @@ class JournalEntry:
     submit: Submit
     consumer: Consumer
     emitted: list[int] = field(default_factory=list)
+    first_token: float | None = None
+    """When the first token that came was sent."""
     is_aborted: bool = False
     prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     """Those that have come and were not handed out; they are, with the first token or the end."""
@@ -344,6 +346,7 @@ class FrontendActor(Actor):
                     submit,
                     output=np.array(entry.emitted, np.int32),
                     is_resumed=True,
+                    first_token=entry.first_token,
                     num_deaths=entry.record.num_deaths,
                     most_beside=entry.record.most_beside,
                     num_losses=self._num_losses,
@@ -461,6 +464,8 @@ class FrontendActor(Actor):
                 self._num_repeated += 1  # had before; but its end, if it brings one, counts
                 new, piece = [], ""
             entry.emitted += new
+            if entry.first_token is None and new:
+                entry.first_token = outputs.emitted
             if entry.num_recoveries and new:
                 entry.record.clear()
             of_tokens: list[dict[int, Logprob]] | None = None

@@ -58,6 +58,7 @@ class Intake:
             stop_ids=eos.union(submit.stop_token_ids),
             silent_ids=eos & self._silent_ids,
             queued=now,
+            first_token=submit.first_token if submit.output.size else None,
         )
         self._num_arrivals += 1
         return sequence

@@ -66,6 +66,7 @@ class Sequence:
     queued: float = 0.0
     scheduled: float | None = None
     first_token: float | None = None
+    """When it came, be it from a scheduler before this one (`Submit.first_token`)."""
     last_token: float | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0

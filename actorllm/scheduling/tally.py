@@ -58,12 +58,15 @@ class Tally:
         """num_output: tokens of its output; negative when that is not known, because it was cut short."""
         sequence = end.sequence
         submit = sequence.submit
+        scheduled, first = sequence.scheduled, sequence.first_token
+        if scheduled is not None and first is not None and first < scheduled:
+            scheduled = None  # it had its first slot from a scheduler that died; when, nobody knows
         self._reasons[end.reason] += 1
         self._ends.append(
             (
                 submit.arrival,
-                sequence.scheduled,
-                sequence.first_token,
+                scheduled,
+                first,
                 sequence.last_token,
                 submit.prompt.size,
                 num_output if num_output >= 0 else None,

@@ -655,7 +655,8 @@ async def test_every_scheduler_gets_the_whole_journal() -> None:
     rids = [submit(frontend, caller, [1, number]) for number, caller in enumerate(callers)]
     frontend.on_link(first)  # type: ignore[arg-type]
     assert [message.rid for message in first.sent] == rids
-    frontend.on_message(first, outputs_of(rids[0], 0, 7, 8))  # type: ignore[arg-type]
+    frontend.on_message(first, outputs_of(rids[0], 0, 7, emitted=3.0))  # type: ignore[arg-type]
+    frontend.on_message(first, outputs_of(rids[0], 1, 8, emitted=4.0))  # type: ignore[arg-type]
     frontend.on_message(first, outputs_of(rids[1], 0, 5, ends=[END]))  # type: ignore[arg-type]
     frontend.abort(rids[2])
     first.is_open = False
@@ -679,6 +680,7 @@ async def test_every_scheduler_gets_the_whole_journal() -> None:
     ]
     assert second.sent[0].output.tolist() == [7, 8]
     assert second.sent[0].prompt.tolist() == [1, 0]
+    assert [m.first_token for m in second.sent if isinstance(m, Submit)] == [3.0, None, None, None]
     # It goes on where it was; what is repeated does not count twice, and what is left out is found.
     frontend.on_message(second, outputs_of(rids[0], 0, 7, 8))  # type: ignore[arg-type]
     frontend.on_message(second, outputs_of(rids[0], 2, 9))  # type: ignore[arg-type]

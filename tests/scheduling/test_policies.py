@@ -317,6 +317,27 @@ def test_deadlines_of_tokens_have_two_anchors(build_engine: BuildEngine) -> None
     assert due["first"] == [2.5, 2.5, float("inf"), 2.5]
 
 
+def test_a_deadline_per_token_outlives_the_scheduler(build_engine: BuildEngine, reference: Any) -> None:
+    """Five tokens came, the first of them at 7.0, from a scheduler that died."""
+
+    class Watch(KeyPolicy):
+        def __init__(self) -> None:
+            self.deadlines = Deadlines("slo")
+
+        def on_admit(self, sequence: Any, view: Any) -> None:
+            self.deadlines.on_admit(sequence, view)
+
+    policy = Watch()
+    engine = build_engine(policy=KeyPlanner(policy), depth=1)
+    output = np.array(reference([1], 1, 5), np.int32)
+    again: dict[str, Any] = {"output": output, "is_resumed": True, "first_token": 7.0}
+    engine.submit(1, [1], max_tokens=9, ignore_eos=True, slo=[None, 0.5, None, 0.0], **again)
+    engine.launch()
+    engine.complete()
+    engine.scheduler._decode.find()
+    assert policy.deadlines.next_due(engine.scheduler).tolist() == [7.0 + 6 * 0.5], "of the seventh token"
+
+
 def test_what_is_due_first(build_engine: BuildEngine) -> None:
     engine = build_engine()
     for rid, slo in ((1, [1.0, 0.1, 9.0, 0.5]), (2, [None, 0.1, 9.0, 0.0]), (3, [None, 0.1, None, 0.0]), (4, None)):

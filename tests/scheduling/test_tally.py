@@ -11,6 +11,7 @@ from actorllm.messages import DEADLINE_PASSED, Submit
 from actorllm.scheduling.events import End
 from actorllm.scheduling.sequence import Sequence
 from actorllm.scheduling.tally import BOUNDS, FOLD, Tally
+from tests.scheduling.conftest import Engine
 
 
 def sequence_of(
@@ -75,3 +76,35 @@ def test_the_two_readings_of_a_promise() -> None:
     tally = Tally()
     tally.add(End(sequence_of([2.0, 0.4, None, 0.0]), "stop"), 3)  # half a second apart, and ahead of the reader
     assert tally.statistics()["slo_kept"] == {"tpot": 0, "deadline": 1}
+
+
+def test_who_goes_on_under_another_scheduler_had_its_first_token_when_it_came() -> None:
+    """Ninety tokens before a death and ten after it: kept by its first token, broken by the time per token."""
+    prompt, output = np.arange(5, dtype=np.int32), np.arange(90, dtype=np.int32)
+    submit = Submit(
+        rid=1,
+        arrival=10.0,
+        prompt=prompt,
+        output=output,
+        max_tokens=100,
+        slo=[2.0, 0.05, None, 0.0],
+        is_resumed=True,
+        first_token=11.0,
+    )
+    engine = Engine(max_model_len=150)
+    engine.now = 109.0
+    assert engine.scheduler.submit(0, submit, engine.now) is None
+    sequence = engine.scheduler.sequence((0, 1))
+    assert sequence is not None
+    engine.launch()
+    sequence.last_token = 110.0
+    tally = Tally()
+    tally.add(End(sequence, "length"), 100)
+    told = tally.statistics()
+    assert told["slo_kept"] == {"tpot": 0, "deadline": 0}
+    sums = {name: histogram["sum"] for name, histogram in told["histograms"].items()}
+    counts = {name: sum(histogram["counts"]) for name, histogram in told["histograms"].items()}
+    assert sums["time_to_first_token_seconds"] == pytest.approx(1.0)
+    assert sums["request_time_per_output_token_seconds"] == pytest.approx(99.0 / 99)
+    assert sums["request_decode_time_seconds"] == pytest.approx(99.0)
+    assert counts["request_queue_time_seconds"] == counts["request_prefill_time_seconds"] == 0, "nobody knows"
