@@ -150,6 +150,13 @@ class JournalEntry:
     """Whether schedulers died of it; the sequences of one request have one."""
 
 
+class _Turn:
+    """The place of a question among what waits to be sent."""
+
+    def __init__(self) -> None:
+        self.has_come = anyio.Event()
+
+
 class FrontendActor(Actor):
     """Submits, aborts, and hands out outputs."""
 
@@ -163,7 +170,7 @@ class FrontendActor(Actor):
         self._num_finished = 0
         self._num_repeated = 0
         self._num_asking = 0
-        self._unsent: deque[Submit | Abort] = deque()
+        self._unsent: deque[Submit | Abort | _Turn] = deque()
         self._linked: anyio.Event | None = None  # while one waits for it
         self._idle: anyio.Event | None = None
         self._lost_at = 0.0
@@ -261,6 +268,7 @@ class FrontendActor(Actor):
         if self._error is None:
             self._error = error
         self._tell_linked()
+        self._forget_unsent()
         self._interrupted.clear()
         entries, self._journal = list(self._journal.values()), {}
         for entry in entries:
@@ -291,6 +299,10 @@ class FrontendActor(Actor):
     def _flush(self) -> None:
         while self._unsent and self._scheduler is not None and self._scheduler.is_open:
             message = self._unsent[0]
+            if isinstance(message, _Turn):
+                self._unsent.popleft()
+                message.has_come.set()
+                continue
             try:
                 self._scheduler.send_nowait(message)
             except WouldBlock:
@@ -301,6 +313,13 @@ class FrontendActor(Actor):
                     for rid in (message.rid, *message.siblings.tolist()):
                         self._fail(rid, RequestFailedError(f"the request cannot be sent: {error}"))
             self._unsent.popleft()
+
+    def _forget_unsent(self) -> None:
+        """Nobody is there to send it to. Who has a question looks for somebody else."""
+        for message in self._unsent:
+            if isinstance(message, _Turn):
+                message.has_come.set()
+        self._unsent.clear()
 
     # Life
 
@@ -338,7 +357,7 @@ class FrontendActor(Actor):
     def _adopt(self, link: Link) -> None:
         """The journal is the work of this scheduler."""
         self._scheduler = link
-        self._unsent.clear()
+        self._forget_unsent()
         for entry in sorted(self._journal.values(), key=lambda entry: -entry.record.num_deaths):  # suspects first
             submit = entry.submit
             if entry.num_recoveries:
@@ -360,6 +379,8 @@ class FrontendActor(Actor):
             self._num_resubmitted += len(self._journal)
             logger.info("linked to %s again; %d requests go on", link.peer, len(self._journal))
         self._flush()
+        if self._unsent:
+            self.wake()
         self._tell_linked()
 
     def _tell_linked(self) -> None:
@@ -374,7 +395,7 @@ class FrontendActor(Actor):
         if isinstance(lost, PeerRestartedError):
             self._lost_at = now()
             self.num_recoveries += 1
-            self._unsent.clear()  # the journal has it all
+            self._forget_unsent()  # the journal has it all
             for rid, entry in self._journal.items():
                 if rid not in self._interrupted:
                     entry.num_recoveries += 1
@@ -570,7 +591,11 @@ class FrontendActor(Actor):
     # Controls
 
     async def ask_scheduler(self, verb: str, **arguments: Any) -> Any:
-        """Its answer. While the scheduler is started again this waits, and asks the next one."""
+        """Its answer. While the scheduler is started again this waits, and asks the next one.
+
+        It hears the question after everything that was submitted before. Raises what it raised, TimeoutError (counted from
+        when it was asked), or why the engine has ended.
+        """
         match verb:
             case "pause_generation":
                 self._pause_mode = arguments["mode"]
@@ -582,13 +607,29 @@ class FrontendActor(Actor):
         self.on_work()  # whoever waits for an answer is looked after like whoever waits for a token
         try:
             while True:
-                link = await self._wait_linked()
+                link = await self._wait_for_turn()
                 try:
                     return await self.ask(link, verb, **arguments)
                 except PeerRestartedError:
                     continue
+                except WouldBlock:
+                    await anyio.sleep(RETRY_S)
+                except PeerLostError as lost:
+                    raise (self._error or EngineDeadError(str(lost))) from lost
         finally:
             self._num_asking -= 1
+
+    async def _wait_for_turn(self) -> Link:
+        """Wait for a scheduler, and until it has been sent what waits already."""
+        while True:
+            link = await self._wait_linked()
+            if not self._unsent:
+                return link
+            turn = _Turn()
+            self._unsent.append(turn)
+            await turn.has_come.wait()
+            if link is self._scheduler and link.is_open:
+                return link
 
     async def _wait_linked(self) -> Link:
         while self._scheduler is None or not self._scheduler.is_open:

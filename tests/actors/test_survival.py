@@ -22,7 +22,14 @@ from actorllm.actors.record_file import read_recording
 from actorllm.actors.restart import RestartLimits
 from actorllm.actors.topology import Topology, engine_topology
 from actorllm.config import EngineConfig
-from actorllm.errors import EngineDeadError, EngineShutdownError, PeerRestartedError, RequestFailedError
+from actorllm.errors import (
+    EngineDeadError,
+    EngineShutdownError,
+    PeerLostError,
+    PeerRestartedError,
+    RequestFailedError,
+    WouldBlock,
+)
 from actorllm.messages import NO_I32, Abort, LateInputs, OnTrial, Outputs, StepResult, Submit
 from tests.actors import deadly_policies
 from tests.actors.scripted_worker import DEADLY, VOCAB
@@ -721,6 +728,78 @@ async def test_who_asks_while_the_scheduler_is_gone_asks_the_next_one() -> None:
         assert answers == []
         frontend.on_link(second)  # type: ignore[arg-type]
     assert (answers, asked) == ([42], ["second"])
+
+
+async def test_a_question_comes_after_what_was_submitted_before() -> None:
+    """Else a pause would end what the scheduler has, and not what waits here for room."""
+    frontend, link, caller = FrontendActor(), FakeLink("scheduler"), Caller()
+    frontend._wakeup = HostLoop.current().waiter()
+    answers: list[str] = []
+
+    async def ask(link: Any, verb: str, timeout: float = 1.0, **arguments: Any) -> Any:
+        link.send_nowait(verb)
+        return verb
+
+    async def wait(verb: str) -> None:
+        answers.append(await frontend.ask_scheduler(verb))
+
+    frontend.ask = ask  # type: ignore[method-assign]
+    frontend.on_link(link)  # type: ignore[arg-type]
+    link.is_full = True
+    rid = submit(frontend, caller, [1])
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait, "is_paused")
+        await anyio.wait_all_tasks_blocked()
+        link.is_full = False  # from here on there would be room for the question
+        await anyio.wait_all_tasks_blocked()
+        assert (link.sent, answers) == ([], [])
+        frontend._flush()
+    assert [message.rid if isinstance(message, Submit) else message for message in link.sent] == [rid, "is_paused"]
+    assert answers == ["is_paused"]
+
+
+async def test_a_question_waits_for_room() -> None:
+    frontend, link = FrontendActor(), FakeLink("scheduler")
+    num_refused = 0
+
+    async def ask(link: Any, verb: str, timeout: float = 1.0, **arguments: Any) -> Any:
+        nonlocal num_refused
+        if num_refused < 3:
+            num_refused += 1
+            raise WouldBlock("full")
+        return 42
+
+    frontend.ask = ask  # type: ignore[method-assign]
+    frontend.on_link(link)  # type: ignore[arg-type]
+    with anyio.fail_after(20):
+        assert await frontend.ask_scheduler("statistics") == 42
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+async def test_whoever_asks_when_the_engine_ends_hears_why(has_room: bool) -> None:
+    """The same as every request, be it that he waits for room or for the answer."""
+    frontend, link, caller = FrontendActor(), FakeLink("scheduler"), Caller()
+    frontend._wakeup = HostLoop.current().waiter()
+    is_asked = anyio.Event()
+
+    async def ask(link: Any, verb: str, timeout: float = 1.0, **arguments: Any) -> Any:
+        is_asked.set()
+        frontend.fail_all(EngineDeadError("for good"))
+        raise PeerLostError("scheduler is gone: for good")
+
+    async def wait() -> None:
+        with pytest.raises(EngineDeadError, match=r"^for good$"):
+            await frontend.ask_scheduler("statistics")
+
+    frontend.ask = ask  # type: ignore[method-assign]
+    frontend.on_link(link)  # type: ignore[arg-type]
+    link.is_full = not has_room
+    submit(frontend, caller, [1])
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait)
+        await anyio.wait_all_tasks_blocked()
+        assert is_asked.is_set() == has_room
+        frontend.fail_all(EngineDeadError("for good"))
 
 
 async def test_every_request_waited_since_its_own_loss(monkeypatch: pytest.MonkeyPatch) -> None:
