@@ -276,6 +276,8 @@ class Supervisor:
 
     async def _try_start(self) -> bool:
         """False: a process was killed meanwhile, and it may be tried again."""
+        if self._is_stop_requested:  # between two attempts, when there was nothing to cancel
+            raise EngineShutdownError("the engine was shut down while it started")
         self._start_death = None
         error: Exception | None = None
         timeout_s = math.inf if self._start_timeout_s is None else self._start_timeout_s

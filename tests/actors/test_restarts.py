@@ -22,7 +22,14 @@ from actorllm.actors.placements import RemoteChild
 from actorllm.actors.pulse import is_stopped
 from actorllm.actors.restart import RestartLimits
 from actorllm.actors.topology import ActorSpec, LinkSpec, Topology
-from actorllm.errors import EngineDeadError, EngineStartError, PeerLostError, PeerRestartedError, SharedMemoryError
+from actorllm.errors import (
+    EngineDeadError,
+    EngineShutdownError,
+    EngineStartError,
+    PeerLostError,
+    PeerRestartedError,
+    SharedMemoryError,
+)
 from actorllm.messages import StepPlan
 from actorllm.ring.channel import create_link
 from tests.actors.conftest import Engine, echo_topology
@@ -502,6 +509,17 @@ def test_a_parked_process_that_does_not_end_keeps_nobody_from_stopping(
     for child in parked:
         assert child._process is not None
         assert child._process.wait(20) is not None
+
+
+def test_stopped_between_two_attempts_of_the_first_start(make_tree: Callable[..., Engine]) -> None:
+    def renew(config: EchoConfig) -> EchoConfig:
+        engine.supervisor.request_stop()
+        return replace(config, fail_at="hang")
+
+    engine = make_tree(EchoConfig(fail_at="kill"), renew=renew)
+    with pytest.raises(EngineShutdownError, match="the engine was shut down while it started"):
+        engine.thread.start(20)
+    assert engine.supervisor.pids == {}
 
 
 def test_stopped_in_the_middle_of_a_restart(tree: Engine) -> None:
