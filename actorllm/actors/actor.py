@@ -16,6 +16,7 @@ PeerLostError. The runner is called by `child.main` and by the supervisor.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import traceback
@@ -184,13 +185,12 @@ class Actor:
         self._runner.report_progress()
 
     def statistics(self) -> dict[str, Any]:
-        """Counters, as JSON values. Subclasses add theirs."""
-        return {
-            "name": self.name,
-            "rank": self.rank,
-            "links": {peer: asdict(link.statistics()) for peer, link in self.links.items()},
-            **self._runner.counters(),
-        }
+        """Counters, as JSON values. Subclasses add theirs. From any thread: a link that is closed meanwhile is left out."""
+        links: dict[str, Any] = {}
+        for peer, link in list(self.links.items()):
+            with contextlib.suppress(ValueError):  # of memory that was given back
+                links[peer] = asdict(link.statistics())
+        return {"name": self.name, "rank": self.rank, "links": links, **self._runner.counters()}
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}>"
@@ -516,7 +516,7 @@ class Runner:
                 self._on_end(error)
             else:
                 logger.exception("%s: on_failure failed", self.actor.name)
-        for link in self.actor.links.values():
+        for link in list(self.actor.links.values()):  # one that turns out to be corrupt is dropped
             link.finish()
         for link, number in self._owed:
             self._reply(link, Reply(id=number, error=self._last_words()))

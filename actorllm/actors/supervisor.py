@@ -217,10 +217,10 @@ class Supervisor:
             self._wiring.forget(name, error)
 
     def statistics(self) -> dict[str, Any]:
-        """Of the tree; that of an actor is its answer to "statistics"."""
+        """Of the tree; that of an actor is its answer to "statistics". From any thread."""
         return {
             "phase": self._phase,
-            "actors": {name: child.statistics() for name, child in self._children.items()},
+            "actors": {name: child.statistics() for name, child in list(self._children.items())},
             "generations": self._wiring.generations,
             "num_restarts": {group.name: group.num_restarts for group in self._groups.values()},
             "num_parked": 0 if self._standby is None else self._standby.num_parked,

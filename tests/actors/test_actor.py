@@ -309,6 +309,45 @@ async def test_a_corrupt_link_fails_the_actor_unless_it_says_otherwise() -> None
     assert [str(end) for end in pair.ends] == ["nonsense"]
 
 
+async def test_a_link_that_turns_out_to_be_corrupt_at_the_end_is_dropped() -> None:
+    async with running_pair() as pair:
+        b, runner = pair.b, pair.runners["b"]
+        _, other = connect_in_memory(LinkSpec.pair("c", "b").infos({"c": 2, "b": 1}, 1))
+        runner.install(other)
+        link = b.links["a"]
+
+        def finish() -> None:
+            link.finish = lambda: None  # type: ignore[method-assign]
+            runner.break_link(link, CorruptLinkError("nonsense"))
+
+        b.on_link_error = lambda link, error: None  # type: ignore[method-assign]
+        link.finish = finish  # type: ignore[method-assign]
+    assert b.life[-3:] == ["returned", "stop", "lost a 1"]
+    assert b.links == {}
+    assert pair.ends == []
+
+
+async def test_statistics_may_be_asked_for_while_links_come_and_go() -> None:
+    """As another thread does, between any two lines: each may be the one in which a link is replaced, or its memory gone."""
+    async with running_pair() as pair:
+        link = pair.a.links["b"]
+        other = connect_in_memory(LinkSpec.pair("a", "c").infos({"a": 0, "c": 1}, 1))[0]
+        closed = connect_in_memory(LinkSpec.pair("a", "d").infos({"a": 0, "d": 1}, 1))[0]
+        statistics, words = link.statistics, memoryview(bytearray(8))
+        words.release()
+        closed.statistics = lambda: words[0]  # type: ignore[method-assign, assignment, return-value]
+
+        def racing() -> Any:
+            pair.runners["a"].install(other)
+            return statistics()
+
+        link.statistics = racing  # type: ignore[method-assign]
+        pair.runners["a"].install(closed)
+        assert set(pair.a.statistics()["links"]) == {"b"}
+        del link.statistics  # type: ignore[method-assign]
+        assert set(pair.a.statistics()["links"]) == {"b", "c"}
+
+
 async def test_a_reply_that_nobody_asked_for_is_counted() -> None:
     async with running_pair() as pair:
         pair.to_b.send_nowait(Reply(id=12))
