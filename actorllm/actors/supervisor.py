@@ -414,9 +414,9 @@ class Supervisor:
         self._wiring.drop(link, generation, EngineDeadError(f"the link was dropped: {error}"))
 
     def _on_denounced(self, peer: str, link: str, generation: int, what: str) -> None:
-        """One end of a link has found the other one at fault, which dies of it, unless it is another one already."""
+        """One end of a link has found the other one at fault, which dies of it, unless it is dead or another one already."""
         child = self._children.get(peer)
-        if child is not None and self._wiring.generations.get(link) == generation:
+        if child is not None and self._wiring.is_current(link, generation):
             child.end_denounced(what)
 
     def _on_progress(self) -> None:

@@ -24,11 +24,17 @@ class Wiring:
         self._children = children
         self._links = {link.name: link for link in links}
         self._generations: dict[str, int] = {}
+        self._lost: set[str] = set()
+        """Links of which an end has died since they were made."""
 
     @property
     def generations(self) -> dict[str, int]:
         """Of the links that were made so far."""
         return dict(self._generations)
+
+    def is_current(self, name: str, generation: int) -> bool:
+        """Whether a link of this generation was made last, and its ends live as far as is known."""
+        return self._generations.get(name) == generation and name not in self._lost
 
     def add(self, link: LinkSpec) -> None:
         """One more, made now if its ends are there. Raises SharedMemoryError or OSError."""
@@ -52,6 +58,7 @@ class Wiring:
         """These actors are dead: the other ends of their links hear it."""
         gone = set(names)
         for link in self._of(gone):
+            self._lost.add(link.name)
             self._tell(link, error, except_for=gone)
 
     def forget(self, name: str, error: ActorLLMError) -> None:
@@ -60,6 +67,7 @@ class Wiring:
             self._tell(link, error, except_for={name})
             del self._links[link.name]
             self._generations.pop(link.name, None)
+            self._lost.discard(link.name)
 
     def drop(self, name: str, generation: int, error: ActorLLMError) -> None:
         """A link is corrupt: all its ends hear it, unless it has been replaced."""
@@ -106,6 +114,7 @@ class Wiring:
     def _install(self, link: LinkSpec, made: LinkEnds | None) -> None:
         children = [self._children[name] for name in link.ends]
         generation = self._generations[link.name] = self._generations.get(link.name, 0) + 1
+        self._lost.discard(link.name)
         infos = link.infos({child.spec.name: child.spec.rank for child in children}, generation)
         if made is None:
             for child, end in zip(children, connect_in_memory(infos), strict=True):

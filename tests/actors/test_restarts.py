@@ -161,6 +161,24 @@ def test_who_is_denounced_dies_of_it_unless_it_is_another_one_already(tree: Engi
     assert tree.supervisor.health().num_recoveries == 1
 
 
+def test_who_takes_the_place_of_a_dead_one_does_not_answer_for_it(
+    tree: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A denouncement that comes late, when another process is up and not linked yet."""
+    link, before = tree.front.links["middle"], tree.supervisor.pids["middle"]
+    shortage = Shortage(monkeypatch, 1_000_000)
+    monkeypatch.setattr(supervisor, "MAX_SHORTAGE_DELAY_S", 0.02)
+    os.kill(before, signal.SIGKILL)
+    assert wait_until(lambda: tree.supervisor.pids.get("middle", before) != before)
+    assert wait_until(lambda: tree.supervisor._children["middle"].phase == "configured")
+    tree.thread.call(tree.front.denounce, link, "contradicting itself").result(5)
+    shortage.num_failures = 0
+    assert wait_until(lambda: restarts_of(tree)["middle"] == 1)
+    assert tree.supervisor._counter is not None
+    assert tree.supervisor._counter._deaths == {"middle": 1}
+    assert tree.supervisor.health().actors["middle"].last_failure == "middle was killed by signal 9 (SIGKILL)"
+
+
 def test_everybody_at_once(tree: Engine) -> None:
     num_fds = []
     for _ in range(2):
