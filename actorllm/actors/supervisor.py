@@ -435,7 +435,10 @@ class Supervisor:
             self._give_up(death, self._counter.explain(group.name))
             return
         if self._amend is not None:
-            self.config = self._amend(self.config, death)
+            try:
+                self.config = self._amend(self.config, death)
+            except Exception:  # as user code that it looks at may; what died is started all the same
+                logger.exception("the configuration is not amended after a death")
         wait = f" in {delay_s:g} s" if delay_s else ""
         logger.error("%s; %s started again%s", death, group, wait, extra=group.log_fields("death"))
         group.is_restarting = True

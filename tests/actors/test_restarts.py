@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import pytest
 
 from actorllm.actors import supervisor, wiring
+from actorllm.actors.death import ActorDeath
 from actorllm.actors.echo import EchoConfig
 from actorllm.actors.placements import RemoteChild
 from actorllm.actors.pulse import is_stopped
@@ -177,6 +178,19 @@ def test_who_takes_the_place_of_a_dead_one_does_not_answer_for_it(
     assert tree.supervisor._counter is not None
     assert tree.supervisor._counter._deaths == {"middle": 1}
     assert tree.supervisor.health().actors["middle"].last_failure == "middle was killed by signal 9 (SIGKILL)"
+
+
+def test_who_cannot_change_the_configuration_after_a_death_keeps_nobody_from_starting(
+    make_tree: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    def amend(config: EchoConfig, death: ActorDeath) -> EchoConfig:
+        raise RuntimeError("a module of the user does not import")
+
+    tree = make_tree(amend=amend)
+    tree.thread.start(30)
+    kill(tree, "middle")
+    assert tree.ask("ping") == "middle"
+    assert "a module of the user does not import" in caplog.text
 
 
 def test_everybody_at_once(tree: Engine) -> None:
