@@ -52,7 +52,10 @@ RELIABILITY_HEAD = """# Reliability
 What happens to requests when processes die, stop or misbehave, and the command that shows it. [Architecture](architecture.md)
 says how it works. Every stream is held, token by token, against an oracle that shares nothing with the engine's forward
 (`tests/oracle.py`); "differing" counts tokens outside the margin within which rounding may decide. In CI, thirty kills do
-the same in a minute: `python -m pytest -s tests/chaos`.
+the same in a minute: `python -m pytest -s tests/chaos`. A p99 is interpolated between the kills that were timed, and of fewer
+than a hundred it is little less than the slowest: under "recovery" `kills` says how many there are in a row, and in the soak
+those count after which nothing else was done until tokens came. The soak fails when a stream is lost or differs, and when
+memory, descriptors, threads or names in /dev/shm have grown (`GROWTH` in `bench/soak.py`).
 
 A request fails because of a death only when two processes died while they had it alone. An engine ends when its scheduler, or
 its workers, died five times in a row without one token in between, or three times before they were ready, with the error of

@@ -3,16 +3,21 @@
     python bench/soak.py [--minutes 30] [--seed 1] [--json FILE]
 
 One engine with the bundled storyteller in float32 serves mixed requests while its processes are killed and stopped at
-random, programs join it and are killed, memory is taken away and /dev/shm is filled. Every stream is held against an oracle
-(`tests/oracle.py`). Prints the figures of `tests/chaos/harness.py`, and how memory, descriptors and threads of the owner and
-its children have grown: medians of the last quarter of the samples against those of the second (the first is warm-up).
+random, programs join it and leave or are killed, memory is taken away, /dev/shm is filled and the owner runs out of
+descriptors. Every stream is held against an oracle (`tests/oracle.py`), those of the programs that leave included. Prints the
+figures of `tests/chaos/harness.py`, and how memory, descriptors and threads of the owner and its children have grown: medians
+of the last quarter of the samples against those of the second (the first is warm-up). Fails when a stream is lost or differs,
+and when something has grown by more than GROWTH allows.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
+import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -26,10 +31,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 import anyio  # noqa: E402 (the path comes first)
 import numpy as np  # noqa: E402
+from anyio.abc import Process  # noqa: E402
 from report import environment, print_table, write_json  # noqa: E402
 
 from actorllm import AsyncLLM  # noqa: E402
-from tests.chaos.harness import MAX_MODEL_LEN, VICTIMS, Chaos, resident_mib  # noqa: E402
+from tests.chaos.harness import MAX_MODEL_LEN, VICTIMS, Chaos, Load, resident_mib  # noqa: E402
 from tests.oracle import MAX_RATE  # noqa: E402
 
 NAME = f"soak-{os.getpid()}"
@@ -47,6 +53,36 @@ async def main():
             print(".", end="", flush=True)
 asyncio.run(main())
 """
+LEAVING_GUEST = """
+import asyncio, json, sys
+from actorllm import AsyncLLM
+from tests.chaos.harness import Load
+async def main():
+    load = Load(int(sys.argv[2]))
+    requests = [load.next() for _ in range(int(sys.argv[3]))]
+    async def one(request):
+        told = [[[], "", None] for _ in range(request.params.n)]
+        async for output in llm.generate({"prompt_token_ids": request.prompt}, request.params):
+            for part in output.outputs:
+                tokens, text, reason = told[part.index]
+                told[part.index] = [tokens + part.token_ids, text + part.text, part.finish_reason or reason]
+        return told
+    async with AsyncLLM.attach(sys.argv[1]) as llm:
+        print("joined", flush=True)
+        print(json.dumps(await asyncio.gather(*[one(request) for request in requests])), flush=True)
+asyncio.run(main())
+"""
+NUM_OF_GUEST = 8
+"""Requests of a guest that leaves."""
+
+GROWTH = {
+    "memory of the owner, MiB": (0.05, 10.0),
+    "memory of its children, MiB": (0.05, 10.0),
+    "descriptors of the owner": (0.0, 1.0),
+    "threads of the owner": (0.0, 1.0),
+    "names in /dev/shm": (0.0, 0.0),
+}
+"""How much more of it there may be late in a run than early: this share, and so much beside."""
 
 
 class Soak:
@@ -62,8 +98,10 @@ class Soak:
             (3, "kill twice", self._kill_twice),
             (3, "stop", self._stop),
             (2, "guest killed", self._guest),
+            (2, "guest stopped, and left", self._leaving_guest),
             (1, "memory taken", self._take_memory),
             (1, "/dev/shm filled", self._fill_shared_memory),
+            (1, "descriptors taken", self._take_descriptors),
         ]
 
     async def run(self, minutes: float) -> None:
@@ -83,7 +121,7 @@ class Soak:
             if self.chaos.engine.health().state != "running":
                 continue
             pids = [os.getpid(), *self.chaos.pids().values()]
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            with contextlib.suppress(OSError):  # somebody is gone, or no file can be opened now
                 self.samples.append(
                     {
                         "memory of the owner, MiB": resident_mib(pids[:1]),
@@ -123,18 +161,57 @@ class Soak:
 
     async def _guest(self) -> None:
         """Another program joins, gets tokens, and is killed."""
-        environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-        command = [sys.executable, "-c", GUEST, NAME]
-        async with await anyio.open_process(command, stdout=subprocess.PIPE, stderr=None, env=environment) as guest:
+        async with await self._open_guest(GUEST) as guest:
             assert guest.stdout is not None
             with anyio.fail_after(60):
                 await guest.stdout.receive(20)
             guest.kill()
 
+    async def _leaving_guest(self) -> None:
+        """Another program joins, a process of the engine is killed, the program is stopped for a while, and then it leaves.
+
+        Its streams count like those of the owner.
+        """
+        seed = int(self._rng.integers(1 << 31))
+        told = b""
+        async with await self._open_guest(LEAVING_GUEST, str(seed), str(NUM_OF_GUEST)) as guest:
+            assert guest.stdout is not None
+            with anyio.fail_after(120):
+                told += await guest.stdout.receive()
+                await self.chaos.kill(self._victims(), in_prefill=bool(self._rng.integers(2)), is_patient=False)
+                guest.send_signal(signal.SIGSTOP)
+                await anyio.sleep(float(self._rng.random()))
+                guest.send_signal(signal.SIGCONT)
+                async for data in guest.stdout:
+                    told += data
+                code = await guest.wait()
+        if code:
+            raise RuntimeError(f"a guest ended with exit code {code}")
+        load = Load(seed)
+        for sequences in json.loads(told.removeprefix(b"joined\n")):
+            self.chaos.take(load.next(), sequences)
+
+    @staticmethod
+    async def _open_guest(program: str, *arguments: str) -> Process:
+        environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+        command = [sys.executable, "-c", program, NAME, *arguments]
+        return await anyio.open_process(command, stdout=subprocess.PIPE, stderr=None, env=environment)
+
     async def _take_memory(self) -> None:
         """Somebody else uses a gibibyte for a while."""
         hog = "import time; x = bytearray(1 << 30); x[::4096] = b'1' * len(x[::4096]); time.sleep(3)"
         await anyio.run_process([sys.executable, "-c", hog])
+
+    async def _take_descriptors(self) -> None:
+        """The owner can open nothing for a while, and a process dies."""
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        await self.chaos.kill(self._victims(), in_prefill=False, is_patient=False)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            await anyio.sleep(1.0 + float(self._rng.random()))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        await self.chaos.kill(self._victims(), in_prefill=False)
 
     async def _fill_shared_memory(self) -> bool:
         """There is no shared memory left while a process dies. False: nothing was done."""
@@ -151,6 +228,17 @@ class Soak:
             path.unlink(missing_ok=True)
         await self.chaos.kill(("worker",), in_prefill=False)
         return True
+
+
+def grown(rows: list[dict[str, Any]]) -> list[str]:
+    """What there is more of than GROWTH allows, in words."""
+    found = []
+    for row in rows:
+        share, beside = GROWTH[row["quantity"]]
+        most = row["early"] * (1 + share) + beside
+        if row["late"] > most:
+            found.append(f"{row['quantity']}: {row['late']} late, {row['early']} early, at most {most:.1f} allowed")
+    return found
 
 
 async def soak(minutes: float, seed: int) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
@@ -209,6 +297,8 @@ def main() -> None:
         )
     if wrong or table["differing"] > MAX_RATE * table["tokens compared"]:
         raise SystemExit("streams were lost or differ")
+    if more := grown(growth):
+        raise SystemExit("it has grown\n" + "\n".join(more))
 
 
 if __name__ == "__main__":

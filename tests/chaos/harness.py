@@ -111,6 +111,7 @@ class Figures:
             "kills during a recovery": sum(kill.was_recovering for kill in self.kills),
             "recoveries by a parked process": sum(kill.is_by_parked for kill in self.kills),
             "stops": self.stops,
+            "recoveries timed": sum(kill.recovery_s is not None for kill in self.kills),
             "recovery p50 s": round(float(np.quantile(recoveries, 0.5)), 3),
             "recovery p99 s": round(float(np.quantile(recoveries, 0.99)), 3),
         }
@@ -249,6 +250,13 @@ class Chaos:
         for index, (stream, reason) in enumerate(zip(request.streams, request.finish, strict=True)):
             if reason not in ("stop", "length") or (reason == "length" and len(stream) != params.max_tokens):
                 figures.lost.append(f"request {request.number}.{index}: ended as {reason} after {len(stream)} tokens")
+
+    def take(self, request: Request, sequences: list[tuple[list[int], str, str | None]]) -> None:
+        """A request that another program has made of the same engine: the tokens, the text and the end of each sequence."""
+        request.streams, request.texts, request.finish = map(list, zip(*sequences, strict=True))  # type: ignore[assignment]
+        request.abort_after = None  # it has not left early
+        request.num_kills = 1  # they may have come, and every one of its streams is compared
+        self._account(request)
 
     # Violence ---------------------------------------------------------------------------------------------------------
 

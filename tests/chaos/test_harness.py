@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from actorllm import SamplingParams
 from tests.chaos import harness
-from tests.chaos.harness import Chaos
+from tests.chaos.harness import Chaos, Request
 
 
 @pytest.fixture
@@ -116,11 +117,39 @@ async def test_a_moment_that_does_not_come_is_told(tree: Tree, monkeypatch: pyte
     assert table["kills with 16 and more running"] == 0
 
 
-@pytest.mark.anyio
-async def test_the_soak_counts_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_of_other_programs_are_accounted_for(tree: Tree) -> None:
+    chaos: Any = Chaos(tree, seed=1)  # type: ignore[arg-type]
+    requests = [Request(number, [1, 2], SamplingParams(max_tokens=2, n=2), abort_after=1) for number in range(2)]
+    whole = [[5, 6], "ab", "length"]
+    chaos.take(requests[0], [whole, whole])
+    assert (chaos.figures.requests, chaos.figures.lost) == (1, [])
+    chaos.take(requests[1], [whole, [[5], "a", None]])
+    assert chaos.figures.lost == ["request 1.1: ended as None after 1 tokens"]
+    assert [request.streams for request in chaos._finished] == [[[5, 6], [5, 6]], [[5, 6], [5]]]
+
+
+@pytest.fixture
+def soak(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(Path(harness.__file__).parents[2] / "bench")
     monkeypatch.setattr(sys, "path", sys.path[:])
-    soak = importlib.import_module("soak")
+    return importlib.import_module("soak")
+
+
+def test_a_soak_that_has_grown_fails(soak: Any) -> None:
+    run = soak.Soak(None, seed=1)
+    run.samples = [dict.fromkeys(soak.GROWTH, 0.0) | {"descriptors of the owner": 30.0} for _ in range(40)]
+    assert soak.grown(run.growth()) == []
+    for sample in run.samples[30:]:
+        sample["descriptors of the owner"] = 32.0
+        sample["memory of the owner, MiB"] = 10.0
+    assert soak.grown(run.growth()) == ["descriptors of the owner: 32.0 late, 30.0 early, at most 31.0 allowed"]
+    for sample in run.samples[30:]:
+        sample["names in /dev/shm"] = 1.0
+    assert len(soak.grown(run.growth())) == 2
+
+
+@pytest.mark.anyio
+async def test_the_soak_counts_what_it_did(soak: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = soak.Soak(None, seed=1)
     run._events = [(1, "/dev/shm filled", run._fill_shared_memory)]
     run._rng = SimpleNamespace(exponential=lambda _: 0.0, choice=lambda *_, **__: 0)
