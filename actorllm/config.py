@@ -138,7 +138,7 @@ class EngineConfig:
     """A file to which the scheduler's inputs are recorded, for exact replay. One that is started again takes another: what
     the first one wrote stays, and beside "file" there is "file.2" (its second life), and so on."""
     rendezvous: str | None = None
-    """Where the ranks of this start of the engine meet: a file that does not exist yet. None: there is one rank."""
+    """Where the ranks of this start of the engine meet: the path of an empty file. None: there is one rank."""
     seed: int | None = None
     """Requests that bring no seed get one made of this and of their number; None: a random one."""
     stream_interval: int = 1

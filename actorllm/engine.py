@@ -30,7 +30,7 @@ from actorllm.actors.death import ActorDeath
 from actorllm.actors.engine_thread import EngineThread, HostLoop, Service
 from actorllm.actors.frontend import FrontendActor
 from actorllm.actors.reception import Reception
-from actorllm.actors.renewal import end_rendezvous, renewed, without_endless_policies
+from actorllm.actors.renewal import MeetingPlace, without_endless_policies
 from actorllm.actors.restart import RestartLimits
 from actorllm.actors.stepper import Stepper
 from actorllm.actors.supervisor import Supervisor
@@ -129,6 +129,7 @@ class Engine:
     def _make(self) -> None:
         """Everything that lives but once, from the start to the end."""
         self._frontend = self._new_frontend()
+        self._meeting_place = MeetingPlace()
         if self._is_synchronous and self.config.topology == "inline":
             self.stepper = Stepper(self.config, self._frontend, _resolve, self._on_death)
             self._supervisor = self._thread = self.stepper
@@ -140,7 +141,7 @@ class Engine:
         return FrontendActor()
 
     def _new_supervisor(self) -> Supervisor | Membership:
-        self.config = renewed(self.config)
+        self.config = self._meeting_place.renewed(self.config)
         return Supervisor(
             engine_topology(self.config),
             self.config,
@@ -148,7 +149,7 @@ class Engine:
             on_death=self._on_death,
             actors={"frontend": self._frontend},
             restarts=RestartLimits() if self.config.on_failure == "restart" else None,
-            renew=renewed,
+            renew=self._meeting_place.renewed,
             amend=without_endless_policies,
             standby="workers" if self.config.standby_worker else None,
             heartbeat_timeout_s=self.config.heartbeat_timeout_s,
@@ -219,12 +220,11 @@ class Engine:
                 self._wanting.discard(future)
                 if self._wanting or self._has_started or self._is_shut_down or self._death is not None:
                     return
-                thread, supervisor = self._thread, self._supervisor
+                thread, meeting_place = self._thread, self._meeting_place
                 if not self._remake():
                     return
             thread.stop()
-            if isinstance(supervisor, Supervisor):
-                end_rendezvous(cast(EngineConfig, supervisor.config))
+            meeting_place.close()
 
     def _remake(self) -> bool:
         """Whether everything that lives but once was made again."""
@@ -242,10 +242,9 @@ class Engine:
             if intake is not None:
                 self._intake.put(None)
         with self._giving_up:
-            thread, supervisor = self._thread, self._supervisor
+            thread, meeting_place = self._thread, self._meeting_place
         thread.stop(timeout)
-        if isinstance(supervisor, Supervisor):
-            end_rendezvous(cast(EngineConfig, supervisor.config))
+        meeting_place.close()
         if intake is not None and intake is not threading.current_thread():
             intake.join(timeout)
             if intake.is_alive():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-import tempfile
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,10 +74,47 @@ def test_several_ranks_give_the_streams_of_one(tmp_path: Path, sizes: tuple[int,
     folder = model_folder(tmp_path, **changes)
     expected = streams(folder)
     assert len({*expected}) == len(expected)
-    before = set(Path(tempfile.gettempdir()).glob(f"actorllm-{os.getpid()}-*"))
     for size in sizes:
         assert streams(folder, tensor_parallel_size=size) == expected
-    assert set(Path(tempfile.gettempdir()).glob(f"actorllm-{os.getpid()}-*")) <= before
+
+
+def test_an_owner_that_is_killed_while_ranks_meet_leaves_no_file(tmp_path: Path) -> None:
+    """One rank is kept from coming, the other one waits, and the owner dies."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    program = f"import sys; from actorllm import LLM; LLM(sys.argv[1], **{arguments(tensor_parallel_size=2)!r})"
+    command = [sys.executable, "-c", program, str(model_folder(tmp_path))]
+    environment = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def named(name: str) -> int | None:
+        for children in Path(f"/proc/{owner.pid}/task").glob("*/children"):
+            with contextlib.suppress(FileNotFoundError):  # a thread, or a child, that is gone already
+                for pid in children.read_text().split():
+                    if Path(f"/proc/{pid}/comm").read_text() == f"actor:{name}\n":
+                        return int(pid)
+        return None
+
+    def files() -> list[Path]:
+        """Where ranks may have left word: in the folder for such files, or in a file that only the owner has."""
+        found = list(temporary.glob("actorllm-*"))
+        for fd in Path(f"/proc/{owner.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if "actorllm-rendezvous" in os.readlink(fd):
+                    found.append(fd)
+        return found
+
+    with subprocess.Popen(command, env=environment) as owner:
+        try:
+            while (last := named("worker1")) is None:
+                assert owner.poll() is None
+                time.sleep(0.005)
+            os.kill(last, signal.SIGSTOP)
+            while not any(path.stat().st_size for path in files()):
+                assert owner.poll() is None
+                time.sleep(0.01)
+        finally:
+            owner.kill()
+    assert list(temporary.glob("actorllm-*")) == []
 
 
 def test_grammars_and_cached_prefixes_with_two_ranks() -> None:

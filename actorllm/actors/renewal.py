@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import tempfile
-import uuid
 from dataclasses import replace
-from pathlib import Path
 
 from actorllm.actors.death import ActorDeath
 from actorllm.actors.vigil import CAUGHT
@@ -18,12 +15,31 @@ from actorllm.scheduling.guard import FALLBACK
 logger = logging.getLogger(__name__)
 
 
-def renewed(config: EngineConfig) -> EngineConfig:
-    """Before workers are started: several meet at a place where nobody was before."""
-    if config.world_size == 1:
-        return config
-    end_rendezvous(config)
-    return replace(config, rendezvous=f"{tempfile.gettempdir()}/actorllm-{os.getpid()}-{uuid.uuid4().hex}")
+class MeetingPlace:
+    """Where the ranks of one start find each other: a file in memory, which they open by the number that it has in this process.
+
+    It has no name of its own, so whoever is killed, and whenever, it goes with this process. Of one rank nothing is made.
+    """
+
+    def __init__(self) -> None:
+        self._fd = -1
+
+    def renewed(self, config: EngineConfig) -> EngineConfig:
+        """Before workers are started: several meet at a place where nobody was before. Raises OSError."""
+        if config.world_size == 1:
+            return config
+        self.close()
+        self._fd = os.memfd_create("actorllm-rendezvous", os.MFD_CLOEXEC)
+        return replace(config, rendezvous=f"/proc/{os.getpid()}/fd/{self._fd}")
+
+    def close(self) -> None:
+        """Nobody meets there any more. Idempotent; not while processes are started."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def without_endless_policies(config: EngineConfig, death: ActorDeath) -> EngineConfig:
@@ -51,9 +67,3 @@ def without_endless_policies(config: EngineConfig, death: ActorDeath) -> EngineC
         logger.error("admission policy %r did not return; the next scheduler goes on without", scheduler.admission)
         scheduler = replace(scheduler, admission=None)
     return replace(config, scheduler=scheduler)
-
-
-def end_rendezvous(config: EngineConfig) -> None:
-    """The file is there still if the ranks never met."""
-    if config.rendezvous is not None:
-        Path(config.rendezvous).unlink(missing_ok=True)

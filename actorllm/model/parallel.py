@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,7 +37,7 @@ class Ranks:
 
     @classmethod
     def connect(cls, config: EngineConfig, rank: int) -> Ranks:
-        """Wait for all ranks of the engine. They meet at the file `config.rendezvous`, which is gone when they have."""
+        """Wait for all ranks of the engine. They meet at the file `config.rendezvous`."""
         if config.world_size == 1:
             return cls()
         import torch.distributed as dist
@@ -48,9 +47,6 @@ class Ranks:
         store = dist.FileStore(config.rendezvous, config.world_size)  # type: ignore[attr-defined]
         timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=config.world_size, timeout=timeout)
-        dist.barrier()  # everybody has read the file
-        if rank == 0:
-            Path(config.rendezvous).unlink(missing_ok=True)
         return cls(rank, config.world_size)
 
     def close(self) -> None:
