@@ -632,7 +632,7 @@ class SchedulerActor(Actor):
                 return self._drain()
             case "abort_all":
                 self.take_inbox()
-                self._send_ends([*self.scheduler.abort_all(now()), *self._trial.abort_all()])
+                self._send_ends([*self.scheduler.abort_all(now()), *self._abort_held()])
                 self.wake()
                 return True
             case "start_timeline":
@@ -656,12 +656,21 @@ class SchedulerActor(Actor):
     def _pause(self, mode: str) -> anyio.Event:
         """Returns what is set when nothing is going on any more."""
         self.take_inbox()  # what was sent before is from before
-        self._send_ends([*self.scheduler.pause(mode, now()), *(self._trial.abort_all() if mode == "abort" else ())])
+        self._send_ends([*self.scheduler.pause(mode, now()), *(self._abort_held() if mode == "abort" else ())])
         self._tell_pause(mode)
         if self._drained is None:
             self._drained = anyio.Event()
         self.wake()
         return self._drained
+
+    def _abort_held(self) -> list[End]:
+        """End what was submitted and is not the scheduler's yet: held for a trial, or put off while outputs wait."""
+        ends = self._trial.abort_all()
+        for number, outlet in self._full.items():
+            for message in outlet.take_deferred():
+                if isinstance(message, Submit):
+                    ends += [end_of_unknown((number, one.rid), one, "abort") for one in sequences_of(message)]
+        return ends
 
     def _tell_pause(self, mode: str | None) -> None:
         """Every frontend can tell the next scheduler, whoever it was that paused or resumed."""

@@ -79,7 +79,8 @@ class Bench:
         return "".join(o.text for o in self.outputs)
 
     def ends(self) -> list[list[Any]]:
-        return [[int(o.rids[e[0]]), *e[1:4]] for o in self.outputs for e in o.ends]
+        outputs = [o for o in self.outputs if isinstance(o, Outputs)]
+        return [[int(o.rids[e[0]]), *e[1:4]] for o in outputs for e in o.ends]
 
     def tokens(self) -> list[int]:
         return [t for o in self.outputs for t in o.tokens.tolist()]
@@ -229,6 +230,28 @@ async def test_a_frontend_that_takes_nothing_stalls_nobody() -> None:
             while not stuck.sent:
                 await anyio.sleep(0.002)
         assert [t for o in stuck.sent for t in o.tokens.tolist()] == stream_of(1, 12)
+
+
+@pytest.mark.parametrize("verb", ["abort_all", "pause_generation"])
+async def test_what_was_put_off_is_ended_as_well(verb: str) -> None:
+    """It was submitted before, by a frontend that took no outputs then."""
+    async with running() as bench:
+        await bench.send(submit(1))
+        bench.frontend.is_full = True
+        await bench.work()
+        await bench.send(submit(2, siblings=np.array([3], np.int32)))
+        num_plans = len(bench.plans)
+        answer = bench.actor.answer(verb, {"mode": "abort", "clear_cache": False})
+        bench.frontend.is_full = False
+        if verb == "pause_generation":
+            assert await answer
+            bench.actor.answer("resume_generation", {})
+        with anyio.fail_after(5):
+            while len(bench.ends()) < 3:
+                await anyio.sleep(0.002)
+        assert bench.ends() == [[1, "length", None, None], [2, "abort", None, None], [3, "abort", None, None]]
+        await bench.settle()
+        assert len(bench.plans) == num_plans
 
 
 async def test_an_attached_frontend_that_only_submits_is_left_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
