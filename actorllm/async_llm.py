@@ -386,7 +386,7 @@ class AsyncLLM:
             return {**self._engine.statistics(), "scheduler": None, "workers": None}
         await self.start()
         scheduler = await host.result_of(self._engine.ask_scheduler("statistics"))
-        workers = await host.result_of(self._engine.ask_scheduler("worker_statistics"))
+        workers = await host.result_of(self._engine.ask_scheduler("worker_statistics", timeout=math.inf))
         return {**self._engine.statistics(), "scheduler": scheduler, "workers": workers}
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:

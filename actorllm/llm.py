@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -457,7 +458,7 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """What every part of the engine counts. Workers answer between two steps: this waits for the one in flight."""
         scheduler = self._engine.ask_scheduler("statistics").result()
-        workers = self._engine.ask_scheduler("worker_statistics").result()
+        workers = self._engine.ask_scheduler("worker_statistics", timeout=math.inf).result()
         return {**self._engine.statistics(), "scheduler": scheduler, "workers": workers}
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:

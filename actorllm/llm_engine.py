@@ -6,6 +6,7 @@ processes compute, and `step` waits for what they bring next. Not for several th
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
@@ -230,7 +231,7 @@ class LLMEngine:
     def stats(self) -> dict[str, Any]:
         """What every part of the engine counts."""
         scheduler = self._engine.ask_scheduler("statistics").result()
-        workers = self._engine.ask_scheduler("worker_statistics").result()
+        workers = self._engine.ask_scheduler("worker_statistics", timeout=math.inf).result()
         return {**self._engine.statistics(), "scheduler": scheduler, "workers": workers}
 
     def start_profile(

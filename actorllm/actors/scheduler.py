@@ -648,7 +648,7 @@ class SchedulerActor(Actor):
             case "live":
                 return self._live(arguments["after"], arguments["at_most"])
             case "worker_statistics":
-                return self._ask_workers("statistics")
+                return self._ask_workers("statistics", timeout=math.inf)  # as long as a step is
             case "start_profile" | "stop_profile":
                 return self._ask_workers(verb, timeout=math.inf, **arguments)  # a long trace is long in writing
         return super().answer(verb, arguments)

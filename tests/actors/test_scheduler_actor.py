@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -252,6 +253,19 @@ async def test_what_was_put_off_is_ended_as_well(verb: str) -> None:
         assert bench.ends() == [[1, "length", None, None], [2, "abort", None, None], [3, "abort", None, None]]
         await bench.settle()
         assert len(bench.plans) == num_plans
+
+
+async def test_whoever_asks_workers_waits_as_long_as_their_step_takes() -> None:
+    async with running() as bench:
+        asked: list[tuple[str, float]] = []
+
+        async def ask_all(link: Any, verb: str, timeout: float = 10.0, **arguments: Any) -> list[Any]:
+            asked.append((verb, timeout))
+            return [1]
+
+        bench.actor.ask_all = ask_all  # type: ignore[method-assign]
+        assert await bench.actor.answer("worker_statistics", {}) == [1]
+        assert asked == [("statistics", math.inf)]
 
 
 async def test_an_attached_frontend_that_only_submits_is_left_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
