@@ -359,12 +359,18 @@ class Engine:
                 f"this engine belongs to process {self._pid}; build one in this process ({os.getpid()}) instead"
             )
         if self._death is not None:
-            raise type(self._death)(str(self._death))
+            error = type(self._death)(
+                str(self._death)
+            )  # not the one itself, which would collect everybody's tracebacks
+            for note in getattr(self._death, "__notes__", ()):
+                error.add_note(note)
+            raise error
         if self._is_shut_down:
             raise EngineShutdownError("the engine was shut down; build a new one")
 
     def _on_death(self, death: ActorDeath) -> None:
-        self._death = death.to_error()
+        failure = self._supervisor.failure if isinstance(self._supervisor, Supervisor) else None
+        self._death = failure or death.to_error()
         self._frontend.fail_all(self._death)
 
     # Requests

@@ -16,6 +16,7 @@ import pytest
 import actorllm.engine
 from actorllm import AsyncLLM, RequestOutputKind, SamplingParams
 from actorllm.actors import frontend as frontend_module
+from actorllm.actors.death import OUT_OF_MEMORY_HINT
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.frontend import Delta, FrontendActor
 from actorllm.actors.record_file import read_recording
@@ -106,6 +107,25 @@ async def kill(llm: AsyncLLM, *names: str) -> None:
 async def scheduler_of(llm: AsyncLLM) -> dict[str, Any]:
     counts: dict[str, Any] = (await llm.stats())["scheduler"]["scheduler"]
     return counts
+
+
+async def test_whoever_comes_after_the_end_hears_all_of_it(
+    make_llm: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actorllm.engine, "RestartLimits", lambda: RestartLimits(max_deaths=1))
+    llm = make_llm()
+    await llm.start()
+    os.kill(llm._engine.pids["scheduler"], signal.SIGKILL)
+    while not llm.errored:
+        await anyio.sleep(0.001)
+    expected = [
+        OUT_OF_MEMORY_HINT,
+        "The engine was not restarted: these were 1 deaths in a row without one token in between.",
+    ]
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="scheduler was killed by signal 9") as caught:
+            await llm.check_health()
+        assert caught.value.__notes__ == expected
 
 
 async def test_aborts_and_new_requests_while_nothing_runs(llm: AsyncLLM) -> None:
