@@ -143,6 +143,25 @@ async def test_a_shutdown_ends_a_drain(make_llm: Callable[..., AsyncLLM]) -> Non
         await last_of(stream)
 
 
+async def test_a_death_ends_a_drain(make_llm: Callable[..., AsyncLLM]) -> None:
+    llm = make_llm(topology="process", on_failure="raise")
+    stream = llm.generate(PROMPT, ENDLESS)
+    await stream.__anext__()
+    answers: list[bool] = []
+
+    async def drain() -> None:
+        answers.append(await llm.drain())
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(drain)
+        while not (await llm.stats())["scheduler"]["num_asks_owed"]:  # until it is asked to finish what it has
+            await anyio.sleep(0.01)
+        os.kill(llm._engine.pids["scheduler"], signal.SIGKILL)
+    assert answers == [False]
+    with pytest.raises(EngineDeadError):
+        await last_of(stream)
+
+
 async def test_a_scheduler_that_does_not_answer_holds_nobody_up(
     make_llm: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
