@@ -107,6 +107,7 @@ class Stepper:
         self._posted.clear()
         run_to_end(self._frontend.on_stop())
         run_to_end(self._scheduler.on_stop())
+        run_to_end(self._worker.on_stop())
         del self._worker, self._scheduler
 
     def post(self, function: Callable[..., object], *args: Any) -> None:

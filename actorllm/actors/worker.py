@@ -99,7 +99,7 @@ class WorkerActor(Actor):
 
     async def on_stop(self) -> None:
         if hasattr(self, "runner"):
-            self.runner.ranks.close()
+            self.runner.close()
 
     def on_message(self, link: Link, message: Message) -> None:
         match message:

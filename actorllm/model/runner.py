@@ -1,7 +1,7 @@
 """A worker's model: weights, KV cache and persistent batch, driven by step plans.
 
-Life: `load` -> `profile_num_blocks` -> `allocate` -> `execute` and `sample`, again and again. `execute` applies a plan and
-runs the forward, `sample` chooses the tokens; between the two a worker may wait for `LateInputs`. `step` does both. A step
+Life: `load` -> `profile_num_blocks` -> `allocate` -> `execute` and `sample`, again and again -> `close`. `execute` applies a
+plan and runs the forward, `sample` chooses the tokens; between the two a worker may wait for `LateInputs`. `step` does both. A step
 that raises counts for nothing: what it may have written into the cache is cleared, and the caller reports `StepFailed`,
 whereupon the scheduler frees all slots and begins again. Whether it was the requests' fault, `check_itself` says: a step of
 the runner's own, in a batch and a cache that nobody else has.
@@ -160,6 +160,18 @@ class ModelRunner:
         self._profile: torch.profiler.profile | None = None
         self._pooled = PooledStates()
         self._no_hidden = torch.empty(0, self.model_config.hidden_size, dtype=self.dtype)
+
+    def close(self) -> None:
+        """Let go of weights, cache and requests, whoever still holds this object, and leave the other ranks. Idempotent.
+
+        Nothing else may be called afterwards.
+        """
+        for name in ("decoder", "cache", "batch"):
+            vars(self).pop(name, None)
+        self._rows = None
+        self._pooled.clear()
+        self.ranks.close()
+        self.ranks = Ranks()
 
     # Before the first step --------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -38,7 +37,6 @@ class ScriptedRunner:
 
     is_torn = False
     launches_ahead = False
-    ranks = SimpleNamespace(close=lambda: None)
 
     def __init__(self, config: EngineConfig, rank: int) -> None:
         self.block_size = config.cache.block_size
@@ -62,6 +60,9 @@ class ScriptedRunner:
         return f"{folder}/rank{self.rank}"
 
     def discard(self) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
     @staticmethod

@@ -98,6 +98,10 @@ class Device(ABC):
     def peak_bytes(self) -> int:
         """The most that the tensors of this process have taken since `reset_peak`."""
 
+    @abstractmethod
+    def release(self) -> None:
+        """Give back what no tensor and no graph holds any more, to other processes too."""
+
 
 class CudaDevice(Device):
     """One GPU."""
@@ -158,6 +162,10 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.torch_device)
         return int(torch.cuda.max_memory_allocated(self.torch_device))
 
+    def release(self) -> None:
+        self._pool = None  # its graphs are gone: torch takes it for no other
+        torch.cuda.empty_cache()
+
 
 class CudaDownload(Download):
     """Copies into pinned memory, and the event behind them."""
@@ -214,6 +222,9 @@ class HostDevice(Device):
 
     def peak_bytes(self) -> int:
         return 0
+
+    def release(self) -> None:
+        """The host's memory is given back as tensors go."""
 
 
 class HostDownload(Download):

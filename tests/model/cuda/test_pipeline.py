@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,6 +157,27 @@ def test_an_engine_that_its_caller_steps(
     finally:
         engine.shutdown()
     assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_an_engine_that_its_caller_steps_gives_its_model_back(
+    folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it is shut down: the next one in this process finds the memory free."""
+    monkeypatch.setattr(WorkerActor, "_load", load)
+    engine = LLMEngine.from_engine_args(EngineArgs(str(folder()), **ARGUMENTS))
+    engine.add_request("0", {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=1, detokenize=False))
+    engine.step()
+    stepper = engine._engine.stepper
+    assert stepper is not None
+    runner: Any = stepper._worker.runner
+    model, pool = weakref.ref(runner.model), weakref.ref(runner._pool)
+    gc.collect()
+    gc.disable()
+    try:
+        engine.shutdown()
+        assert (model(), pool()) == (None, None)
+    finally:
+        gc.enable()
 
 
 def test_late_inputs_follow_the_results_they_depend_on(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -396,6 +398,26 @@ def _profiled_bytes(runner: CudaRunner) -> int:
     """A device of the host measures nothing, so the cache of the profile counts as if it had not been there."""
     num_blocks, _ = runner._largest_steps()
     return num_blocks * runner.block_bytes
+
+
+def test_a_runner_that_is_closed_holds_nothing(
+    make_runner: Callable[..., CudaRunner], folder: Callable[..., Path]
+) -> None:
+    """Weights, cache and graphs go at once, though the name is still bound and nobody collects garbage."""
+    runner = make_runner(folder())
+    assert runner.record_next()
+    held: list[Any] = [runner.model, runner._pool, runner.sampler, runner.state, runner._decode_rows, runner._attention]
+    held += [runner.graphs, runner.model.embedding, runner._pool.pool]
+    gone = [weakref.ref(one) for one in held]
+    gc.collect()
+    gc.disable()
+    try:
+        held.clear()
+        runner.close()
+        assert [one() for one in gone] == [None] * len(gone)
+        runner.close()
+    finally:
+        gc.enable()
 
 
 def test_a_cache_that_is_larger_than_the_gpu_is_refused(
