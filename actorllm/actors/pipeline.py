@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -62,7 +63,7 @@ class Pipeline:
         self._runner: Any = worker.runner
         self._flights: deque[Flight] = deque()
         self._last_end = 0.0
-        self._awaited: SimpleQueue[Any] = SimpleQueue()
+        self._awaited: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
 
     def statistics(self) -> dict[str, int]:
         """What the device's runner counts."""
@@ -74,9 +75,9 @@ class Pipeline:
         worker, host = self._worker, HostLoop.current()
 
         def watch() -> None:
-            while (handle := self._awaited.get()) is not None:
+            while (wait := self._awaited.get()) is not None:
                 try:
-                    handle.wait()
+                    wait()
                 except Exception:  # whoever finishes the step meets it again
                     logger.debug("a step ended with an error", exc_info=True)
                 host.call_soon_threadsafe(worker.wake)
@@ -154,7 +155,7 @@ class Pipeline:
 
     def _watch(self, flight: Flight) -> None:
         if not flight.waits and not flight.is_done:
-            self._awaited.put(flight.handle)
+            self._awaited.put(flight.handle.waiter())
 
     def _fail(self, flight: Flight, error: Exception) -> None:
         if self._runner.is_torn:

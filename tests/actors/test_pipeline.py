@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +17,16 @@ from actorllm.messages import LateInputs, StepFailed, StepPlan, StepResult
 from tests.model.driver import int32
 
 
-@dataclass
+@dataclass(eq=False)
 class Handle:
     step: int
     waits_for: bool
     waits_for_tokens: bool
     is_done: bool = False
     started: float = 0.0
+
+    def waiter(self) -> Callable[[], None]:
+        return list
 
 
 @dataclass
@@ -194,3 +199,16 @@ def test_steps_are_recorded_when_there_is_nothing_else_to_do(at_work: SimpleName
     assert turn(at_work) == [("execute", 1)]
     end(at_work, 1)
     assert turn(at_work) == [("finish", 1), "record"]
+
+
+def test_who_waits_for_a_step_does_not_hold_it(at_work: SimpleNamespace) -> None:
+    """The thread may still be about to wait when the loop has found the step done and reported it."""
+    give(at_work, StepPlan(step=1))
+    turn(at_work)
+    waits = at_work.pipeline._awaited.get_nowait()
+    handle = weakref.ref(at_work.runner.handles[1])
+    end(at_work, 1)
+    turn(at_work)
+    at_work.runner.handles.clear()
+    assert waits is not None
+    assert handle() is None

@@ -41,7 +41,15 @@ class Download(ABC):
 
     @abstractmethod
     def wait(self) -> list[NDArray[Any]]:
-        """Block until they are here. Raises what the GPU has run into meanwhile; may be called from any thread, and again."""
+        """Block until they are here. Raises what the GPU has run into meanwhile; may be called again."""
+
+    @abstractmethod
+    def waiter(self) -> Callable[[], None]:
+        """What blocks as `wait` does, for another thread. It holds none of the tensors.
+
+        Whoever frees the last copy tells the stream so, which must not happen while it is captured; so that is left to the
+        runner's own thread.
+        """
 
 
 class Device(ABC):
@@ -182,6 +190,10 @@ class CudaDownload(Download):
         self._event.synchronize()
         return [copy.numpy() for copy in self._copies]
 
+    def waiter(self) -> Callable[[], None]:
+        wait: Callable[[], None] = self._event.synchronize
+        return wait
+
 
 class HostDevice(Device):
     """CPU tensors, with launches that run at once."""
@@ -239,6 +251,9 @@ class HostDownload(Download):
 
     def wait(self) -> list[NDArray[Any]]:
         return self._arrays
+
+    def waiter(self) -> Callable[[], None]:
+        return lambda: None
 
 
 def check_gpu(index: int) -> None:

@@ -4,7 +4,7 @@
     handle = runner.execute(plan)           applies the plan, launches the forward and, unless `handle.waits_for` says that
                                             something is missing, the sampling; waits for nothing
     runner.choose(handle, late)             launches the sampling of a handle that waited
-    handle.is_done, handle.wait()           polled on the loop, or waited for in another thread
+    handle.is_done, handle.waiter()         polled on the loop, or waited for in another thread
     result = runner.finish(handle)          the StepResult, once it is done; handles are finished in the order of their plans
     runner.close()                          gives the memory back
 
@@ -15,7 +15,7 @@ that this is a `ModelRunner` for whoever drives one by hand.
 Decode steps are whole graphs (`graphs`); steps with prompts are launched kernel by kernel, because their kernels are large. A
 step that raises counts for nothing, as on the CPU. An error of the GPU itself cannot be survived: `is_torn` says so.
 
-With `device=HostDevice()` everything runs on CPU tensors (`ops` says how). Not thread-safe but for `Handle.wait`.
+With `device=HostDevice()` everything runs on CPU tensors (`ops` says how). Not thread-safe.
 """
 
 from __future__ import annotations
@@ -120,10 +120,10 @@ class CudaHandle:
         """Whether `finish` would not wait."""
         return self.download is not None and self.download.is_done
 
-    def wait(self) -> None:
-        """Until it is done; from any thread. It must have been chosen from."""
+    def waiter(self) -> Callable[[], None]:
+        """What returns once it is done, for another thread; it holds nothing of the step, which must have been chosen from."""
         assert self.download is not None
-        self.download.wait()
+        return self.download.waiter()
 
 
 class CudaRunner(ModelRunner):

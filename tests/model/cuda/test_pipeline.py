@@ -31,33 +31,43 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-class LaggingDownload(Download):
-    """Done when the next step is launched, or when there is none for a while."""
+class Lag:
+    """Over when the next step is launched, or when there is none for a while."""
 
-    def __init__(self, download: Download) -> None:
-        self._download = download
+    def __init__(self) -> None:
         self.is_overtaken = threading.Event()
-        self._is_done = False
+        self.is_over = False
+
+    def wait(self) -> None:
+        if not self.is_over:
+            self.is_overtaken.wait(0.02)
+            self.is_over = True
+
+
+class LaggingDownload(Download):
+    def __init__(self, download: Download, lag: Lag) -> None:
+        self._download, self._lag = download, lag
 
     @property
     def is_done(self) -> bool:
-        return self._is_done
+        return self._lag.is_over
 
     def wait(self) -> list[np.ndarray[Any, Any]]:
-        if not self._is_done:
-            self.is_overtaken.wait(0.02)
-            self._is_done = True
+        self._lag.wait()
         return self._download.wait()
+
+    def waiter(self) -> Callable[[], None]:
+        return self._lag.wait
 
 
 class LaggingDevice(HostDevice):
-    last: LaggingDownload | None = None
+    last: Lag | None = None
 
     def download(self, tensors: Any) -> Download:
         if self.last is not None:
             self.last.is_overtaken.set()
-        self.last = LaggingDownload(super().download(tensors))
-        return self.last
+        self.last = Lag()
+        return LaggingDownload(super().download(tensors), self.last)
 
 
 class CountingRunner(CudaRunner):
