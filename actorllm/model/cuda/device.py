@@ -11,6 +11,7 @@ Nothing here waits for the GPU but `Download.wait`. Owned by the runner.
 from __future__ import annotations
 
 import contextlib
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -88,7 +89,10 @@ class Device(ABC):
 
     @abstractmethod
     def capture(self, launch: Callable[[], None]) -> Replay:
-        """What repeats the launches that `launch` makes, with the same tensors. They do not run while they are captured."""
+        """What repeats the launches that `launch` makes, with the same tensors. They do not run while they are captured.
+
+        Raises what `launch` raises, or why they cannot be repeated; the device is then as it was.
+        """
 
     @abstractmethod
     def total_bytes(self) -> int:
@@ -121,6 +125,7 @@ class CudaDevice(Device):
         self.uses_pdl = uses_pdl
         self._stream: Any = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
+        self._abandoned: list[Any] = []
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -145,14 +150,34 @@ class CudaDevice(Device):
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()  # one for all: no two of them run at the same time
-        # Not `torch.cuda.graph`, which waits for the GPU and empties the allocator's cache first.
-        graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        # What is freed meanwhile may leave an event on the captured stream, which nobody can ask about later.
+        collects_garbage = gc.isenabled()
+        gc.disable()
         try:
-            launch()
-        finally:
+            # Not `torch.cuda.graph`, which waits for the GPU and empties the allocator's cache first.
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                launch()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # that the capture is broken says less than what broke it
+                    graph.capture_end()
+                raise
             graph.capture_end()
+        except BaseException:
+            self._abandon(graph)
+            raise
+        finally:
+            if collects_garbage:
+                gc.enable()
         replay: Replay = graph.replay
         return replay
+
+    def _abandon(self, graph: Any) -> None:
+        """Undo what a capture that failed may have left in torch's allocators."""
+        self._abandoned.append(graph)  # they may still ask it which memory is its own
+        with contextlib.suppress(RuntimeError):  # it may have ended as it should
+            torch._C._cuda_endAllocateToPool(self.torch_device.index, self._pool)
+        self._pool = None
 
     def total_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.torch_device)[1])

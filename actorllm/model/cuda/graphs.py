@@ -2,19 +2,23 @@
 
 A step of n rows runs as one of the next larger size, filled up with rows of no slot. Sizes are recorded when they are wanted:
 the smallest and the largest at the start, the others while the worker has nothing to do, or between two steps once one
-has been launched kernel by kernel for MAX_MISSES times. Recording launches nothing, so requests do not notice; but every
+has been launched kernel by kernel for MAX_MISSES times. Recording launches nothing, but it takes the loop's time; and every
 kernel must have been compiled before, which is why a part is launched once, for rows of no slot, before it is recorded.
+What cannot be recorded is launched kernel by kernel for good.
 
 Owned by the runner, which says what the launches are.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from enum import Enum
 
 from actorllm.model.cuda.device import Device, Replay
+
+logger = logging.getLogger(__name__)
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 """Denser where a row more costs most. Above, a step is launched kernel by kernel."""
@@ -57,6 +61,8 @@ class DecodeGraphs:
         self._device, self._launch = device, launch
         self._replays: dict[Key, Replay] = {}
         self._misses: dict[Key, int] = {}
+        self._refused: set[Key] = set()
+        """Could not be launched or captured when that was tried."""
 
     def __contains__(self, key: Key) -> bool:
         return key in self._replays
@@ -76,26 +82,46 @@ class DecodeGraphs:
             return
         self.num_launched += 1
         self._launch(part, size)
-        if self.is_on and size <= SIZES[-1]:
+        if self.is_on and size <= SIZES[-1] and key not in self._refused:
             misses = self._misses[key] = self._misses.get(key, 0) + 1
             if misses > MAX_MISSES:
                 self._record(key)  # its kernels have just been launched: they are compiled
 
     def want(self, part: Part, size: int) -> None:
         """Record this one when there is time."""
-        if self.is_on and (part, size) not in self._replays:
-            self._misses.setdefault((part, size), 0)
+        key = (part, size)
+        if self.is_on and key not in self._replays and key not in self._refused:
+            self._misses.setdefault(key, 0)
 
     def next_wanted(self) -> Key | None:
         """What `record` should be called with next: what was missed most."""
         return max(self._misses, key=lambda key: self._misses[key]) if self._misses else None
 
+    def statistics(self) -> dict[str, int]:
+        return {
+            "num_graphs": len(self._replays),
+            "num_graphs_wanted": len(self._misses),
+            "num_graphs_refused": len(self._refused),
+            "num_graph_replays": self.num_replays,
+            "num_parts_launched": self.num_launched,
+        }
+
     def record(self, key: Key) -> None:
-        """Between steps, with rows of no slot in place: they are launched once if that has never been done."""
-        if not self._misses.get(key):
+        """Between steps, with rows of no slot in place: they are launched once if that has never been done.
+
+        Raises what the launch raises. If it is only the recording that fails, that is logged.
+        """
+        if not self._misses.pop(key, 0):
+            self._refused.add(key)
             self._launch(*key)
+            self._refused.discard(key)
         self._record(key)
 
     def _record(self, key: Key) -> None:
-        self._replays[key] = self._device.capture(lambda: self._launch(*key))
         self._misses.pop(key, None)
+        try:
+            self._replays[key] = self._device.capture(lambda: self._launch(*key))
+        except Exception:  # it was launched just now: if something else is wrong as well, the next launch says so
+            self._refused.add(key)
+            part, size = key
+            logger.exception("%d rows (%s) cannot be recorded as a graph: launched kernel by kernel", size, part.value)

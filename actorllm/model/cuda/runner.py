@@ -344,7 +344,7 @@ class CudaRunner(ModelRunner):
 
     def statistics(self) -> dict[str, int]:
         """Counters of the decode steps' parts."""
-        return {"num_graph_replays": self.graphs.num_replays, "num_parts_launched": self.graphs.num_launched}
+        return self.graphs.statistics()
 
     # Graphs -----------------------------------------------------------------------------------------------------------
 
@@ -420,7 +420,8 @@ class CudaRunner(ModelRunner):
     def steady_step(self, num_rows: int, context: int, *, is_recorded: bool = True) -> Callable[[], None]:
         """The launches of a decode step of so many slots with so many tokens each, sampled at a temperature of 0.7.
 
-        For measurements, on a runner without requests: every call is one step more. Raises ValueError when the cache is too small.
+        For measurements, on a runner without requests: every call is one step more. Raises ValueError when the cache is too
+        small, RuntimeError when the step cannot be recorded.
         """
         size, state, config = self.graphs.size_for(num_rows), self.state, self.config
         per_row = min(-(-(context + MEASURED_STEPS) // config.cache.block_size), state.block_table.shape[1])
@@ -437,6 +438,8 @@ class CudaRunner(ModelRunner):
             self._load_rows(np.arange(num_rows, dtype=np.int32), -1, size)
             if is_recorded and (part, size) not in self.graphs:
                 self.graphs.record((part, size))
+                if (part, size) not in self.graphs:
+                    raise RuntimeError(f"a step of {size} rows cannot be recorded; the log says why")
         if is_recorded:
             return lambda: self.graphs.run(part, size)
         return lambda: self._launch_part(part, size)

@@ -1,13 +1,67 @@
-"""What can be held of a GPU's device without one."""
+"""What of a GPU's device can be held without one: what it asks of torch, and in which order."""
 
 from __future__ import annotations
 
+import gc
+import itertools
 import weakref
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 
-from actorllm.model.cuda.device import CudaDownload
+from actorllm.model.cuda.device import CudaDevice, CudaDownload
+
+
+class Graph:
+    """A graph of torch's, as it behaves when a capture is broken."""
+
+    is_broken = False
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        assert not gc.isenabled()
+        self.pool = pool
+
+    def capture_end(self) -> None:
+        if self.is_broken:
+            raise RuntimeError("capture invalidated")
+
+    def replay(self) -> None:
+        pass
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
+    graphs: list[Graph] = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graphs.append(Graph()) or graphs[-1])
+    numbers = itertools.count(1)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(numbers)))
+    device = object.__new__(CudaDevice)
+    device.__dict__.update(torch_device=torch.device("cuda", 0), _pool=None, _abandoned=[], graphs=graphs)
+    return device
+
+
+def test_a_broken_capture_says_what_broke_it_and_the_next_one_has_a_pool_of_its_own(
+    device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device.capture(list)
+    device.capture(list)
+
+    def fail() -> None:
+        raise ValueError("a launch that is not permitted")
+
+    monkeypatch.setattr(Graph, "is_broken", True)
+    with pytest.raises(ValueError, match="not permitted"):
+        device.capture(fail)
+    with pytest.raises(RuntimeError, match="capture invalidated"):
+        device.capture(list)
+    monkeypatch.setattr(Graph, "is_broken", False)
+    device.capture(list)
+    first, second, broken, invalid, last = (graph.pool for graph in device.graphs)
+    assert first == second == broken
+    assert len({broken, invalid, last}) == 3
+    assert gc.isenabled()
 
 
 def test_who_waits_for_a_download_does_not_hold_it() -> None:

@@ -14,6 +14,7 @@ import torch
 
 from actorllm.errors import ConfigError, EngineError
 from actorllm.messages import POOLING_CODES, LateInputs, StepPlan
+from actorllm.model.cuda.device import HostDevice
 from actorllm.model.cuda.graphs import MAX_MISSES, Part
 from actorllm.model.cuda.runner import GRAPH_BYTES, CudaRunner
 from actorllm.rules import SamplingRules, encode_rules
@@ -100,6 +101,49 @@ def test_sizes_are_recorded_the_smallest_and_the_largest_first(make_twins: Calla
         assert runner.record_next()
         order.append(key[1])
     assert order == [1, 20, 16, 8, 4, 2]
+
+
+def test_a_size_that_cannot_be_recorded_is_launched(
+    make_twins: Callable[..., Twins], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every time, and the recording is tried once."""
+    attempts = []
+
+    def fail(self: HostDevice, launch: Callable[[], None]) -> None:
+        attempts.append(1)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(HostDevice, "capture", fail)
+    twins = make_twins()
+    twins.add(0, prompt(4))
+    twins.step({0: 4}, decode=[])
+    twins.step(decode=[0])
+    for _ in range(2 * MAX_MISSES):
+        twins.step()
+    assert attempts == [1]
+    assert "1 rows (head) cannot be recorded as a graph" in caplog.text
+    assert "operation not permitted" in caplog.text
+    record_all(twins)
+    assert len(attempts) == len(twins.runner.graphs.sizes)
+    assert not twins.runner.wants_to_record
+    twins.step()
+    assert twins.runner.statistics()["num_graphs_refused"] == len(attempts)
+
+
+def test_a_size_that_cannot_be_launched_for_nobody_is_not_tried_again(
+    make_twins: Callable[..., Twins], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_twins().runner
+
+    def fail(part: Part, size: int) -> None:
+        raise RuntimeError("out of resource")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.graphs, "_launch", fail)
+        for _ in runner.graphs.sizes:
+            with pytest.raises(RuntimeError, match="out of resource"):
+                runner.record_next()
+    assert not runner.record_next()
 
 
 def test_nothing_is_recorded_with_enforce_eager(make_twins: Callable[..., Twins]) -> None:
