@@ -94,6 +94,11 @@ class Device(ABC):
         Raises what `launch` raises, or why they cannot be repeated; the device is then as it was.
         """
 
+    @property
+    @abstractmethod
+    def is_lost(self) -> bool:
+        """Whether nothing can be launched any more in this process, because of something that was launched before."""
+
     @abstractmethod
     def total_bytes(self) -> int:
         """Of the device's memory."""
@@ -179,6 +184,14 @@ class CudaDevice(Device):
             torch._C._cuda_endAllocateToPool(self.torch_device.index, self._pool)
         self._pool = None
 
+    @property
+    def is_lost(self) -> bool:
+        try:
+            self._stream.query()
+        except RuntimeError:
+            return True
+        return False
+
     def total_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.torch_device)[1])
 
@@ -247,6 +260,10 @@ class HostDevice(Device):
                 one()
 
         return replay
+
+    @property
+    def is_lost(self) -> bool:
+        return False
 
     def total_bytes(self) -> int:
         return self._total_bytes

@@ -333,7 +333,7 @@ class CudaRunner(ModelRunner):
     @torch.inference_mode()
     def check_itself(self) -> None:
         """Compute a decode step with a row of no slot, which changes nothing for anybody. Otherwise as on the CPU."""
-        with self.device.active():
+        with self._on_device():
             self._load_rows(NO_I32, -1, 1)
             rows, logits = self._rows_for(1), self.sampler.logits[:1]
             self._prepare_rows(rows)
@@ -359,7 +359,7 @@ class CudaRunner(ModelRunner):
         key = self.graphs.next_wanted()
         if key is None:
             return False
-        with self.device.active():
+        with self._on_device():
             self._load_rows(NO_I32, -1, key[1])  # rows of no slot: nothing happens to any request
             self.graphs.record(key)
         return True
@@ -452,8 +452,8 @@ class CudaRunner(ModelRunner):
         with self.device.active():
             try:
                 yield
-            except torch.AcceleratorError:
-                self.is_torn = True
+            except RuntimeError as error:  # what Triton raises is no more than that, whatever has happened
+                self.is_torn |= isinstance(error, torch.AcceleratorError) or self.device.is_lost
                 raise
 
     @torch.inference_mode()
@@ -511,7 +511,7 @@ class CudaRunner(ModelRunner):
     def discard(self) -> None:
         """The last step raised: clear the blocks that it was to write."""
         if self._written.size:
-            with self.device.active():
+            with self._on_device():
                 written = self._written[self._written >= 0]
                 self._pool.zero(np.unique(written // self.config.cache.block_size).astype(np.int32))
             self._written = NO_I32

@@ -346,6 +346,27 @@ def test_the_runner_finds_out_whether_it_can_do_anything(make_twins: Callable[..
         runner.check_itself()
 
 
+@pytest.mark.parametrize("call", ["execute", "check_itself", "record_next"])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_launch_that_fails_is_the_devices_fault_if_nothing_else_works_either(
+    make_twins: Callable[..., Twins], monkeypatch: pytest.MonkeyPatch, call: str, is_lost: bool
+) -> None:
+    """Triton's errors say the same of a launch that is not possible and of a GPU that is gone."""
+    twins = make_twins()
+    twins.add(0, prompt(6, 1))
+    twins.step({0: 6}, decode=[])
+    runner = twins.runner
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    monkeypatch.setattr("actorllm.model.cuda.ops.embed", fail)
+    monkeypatch.setattr(HostDevice, "is_lost", is_lost)
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        runner.execute(twins.device.plan({}, [0])) if call == "execute" else getattr(runner, call)()
+    assert runner.is_torn == is_lost
+
+
 def test_prefix_hits_read_the_blocks_of_others(make_twins: Callable[..., Twins]) -> None:
     twins = make_twins()
     tokens = prompt(70, 1)
