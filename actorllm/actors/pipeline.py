@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+IDLE_S = 0.05
+"""Nothing was under way for so long: what requests there are wait for something else than the next step."""
+
 MAX_FLIGHTS = 2
 """The scheduler plans no further ahead."""
 
@@ -63,6 +66,8 @@ class Pipeline:
         self._runner: Any = worker.runner
         self._flights: deque[Flight] = deque()
         self._last_end = 0.0
+        self._idle_from = 0.0
+        """When there has been nothing to do for long enough, if nothing comes; monotonic seconds."""
         self._awaited: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
 
     def statistics(self) -> dict[str, int]:
@@ -90,10 +95,16 @@ class Pipeline:
                     worker.wake()  # perhaps there is more; the loop turns once before
                 if worker.unsent is not None:
                     await self._send_unsent()
-                await worker.wait()
+                await worker.wait(self.wakes_at)
         finally:
             self._awaited.put(None)
             thread.join()
+
+    @property
+    def wakes_at(self) -> float | None:
+        """When `turn` is to be called though nobody has woken the worker; monotonic seconds."""
+        is_free = not self._flights and not self._worker.plans
+        return self._idle_from if is_free and self._runner.wants_to_record else None
 
     def turn(self) -> bool:
         """Do the next thing that can be done. False: there is none."""
@@ -119,6 +130,7 @@ class Pipeline:
     def _launch(self, link: Link, plan: StepPlan) -> None:
         flight = Flight(link, plan, self._worker.count_tokens(plan))
         self._flights.append(flight)
+        self._idle_from = now() + IDLE_S
         if len(self._flights) == 1:
             self._show(flight)
         try:
@@ -181,6 +193,7 @@ class Pipeline:
             self._last_end = ended = now()
             worker.count_step(flight.num_tokens, ended - started)
             worker.report(flight.link, replace(result, started=started, ended=ended))
+        self._idle_from = now() + IDLE_S
         if self._flights:
             self._show(self._flights[0])
         elif worker.pulse is not None:
@@ -203,14 +216,21 @@ class Pipeline:
             self._worker.pulse.begin(flight.plan.step, self._worker.budget_of(flight.num_tokens))
 
     def _record(self) -> bool:
-        """There is nothing else to do: record a step as a graph, if one is wanted."""
+        """There is nothing else to do: record a step as a graph, if one is wanted.
+
+        Not between the steps of a request, whose next plan may be about to come.
+        """
         pulse = self._worker.pulse
-        if not self._runner.wants_to_record:
+        if not self._runner.wants_to_record or now() < self._idle_from:
             return False
         if pulse is not None:
             pulse.begin(WITHOUT_NUMBER, NEW_BUDGET_S)
         try:
             self._runner.record_next()
+        except Exception:
+            if self._runner.is_torn:
+                raise
+            logger.exception("a step for nobody failed; those of its size may fail as well")
         finally:
             if pulse is not None:
                 pulse.end()

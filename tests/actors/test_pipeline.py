@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from actorllm.actors.pipeline import Pipeline
+from actorllm.actors import pipeline
+from actorllm.actors.pipeline import IDLE_S, Pipeline
 from actorllm.actors.worker import WorkerActor
 from actorllm.errors import EngineError
 from actorllm.messages import LateInputs, StepFailed, StepPlan, StepResult
@@ -38,6 +39,7 @@ class Runner:
     is_torn: bool = False
     is_able: bool = True
     wants_to_record: bool = False
+    can_record: bool = True
 
     def execute(self, plan: StepPlan) -> Handle:
         self.asked.append(("execute", plan.step))
@@ -60,7 +62,12 @@ class Runner:
     def record_next(self) -> bool:
         self.asked.append("record")
         self.wants_to_record = False
+        if not self.can_record:
+            raise RuntimeError("no")
         return True
+
+    def start_profile(self) -> None:
+        self.asked.append("profile")
 
     def discard(self) -> None:
         self.asked.append("discard")
@@ -91,11 +98,14 @@ class FakeLink:
 
 
 @pytest.fixture
-def at_work() -> SimpleNamespace:
+def at_work(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     worker = WorkerActor()
     runner: Any = Runner()
     worker.runner = runner
-    return SimpleNamespace(worker=worker, runner=runner, link=FakeLink(), pipeline=Pipeline(worker))
+    worker._pipeline = Pipeline(worker)
+    at_work = SimpleNamespace(worker=worker, runner=runner, link=FakeLink(), pipeline=worker._pipeline, time=100.0)
+    monkeypatch.setattr(pipeline, "now", lambda: at_work.time)
+    return at_work
 
 
 def turn(at_work: SimpleNamespace) -> list[Any]:
@@ -193,12 +203,64 @@ def test_a_step_whose_late_inputs_will_never_come_is_dropped(at_work: SimpleName
     assert at_work.worker._num_orphaned == 2
 
 
-def test_steps_are_recorded_when_there_is_nothing_else_to_do(at_work: SimpleNamespace) -> None:
+def test_steps_are_recorded_before_the_first_one_is_asked_for(at_work: SimpleNamespace) -> None:
+    at_work.runner.wants_to_record = True
+    assert turn(at_work) == ["record"]
+    assert at_work.pipeline.wakes_at is None
+
+
+def test_nothing_is_recorded_between_the_steps_of_a_request(at_work: SimpleNamespace) -> None:
+    """Whose next plan comes when this result is known, and must not wait."""
     at_work.runner.wants_to_record = True
     give(at_work, StepPlan(step=1))
     assert turn(at_work) == [("execute", 1)]
+    assert at_work.pipeline.wakes_at is None
+    at_work.time += 1.0
     end(at_work, 1)
-    assert turn(at_work) == [("finish", 1), "record"]
+    assert turn(at_work) == [("finish", 1)]
+    assert at_work.pipeline.wakes_at == at_work.time + IDLE_S
+    give(at_work, StepPlan(step=2))
+    assert turn(at_work) == [("execute", 2)]
+    end(at_work, 2)
+    assert turn(at_work) == [("finish", 2)]
+    at_work.time = at_work.pipeline.wakes_at
+    assert turn(at_work) == ["record"]
+
+
+async def test_a_worker_that_nobody_wakes_records_when_it_is_idle(
+    at_work: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, waited = at_work.worker, []
+
+    async def wait(until: float | None = None) -> bool:
+        waited.append(until)
+        if until is None:
+            worker.is_running = False
+        else:
+            at_work.time = until
+        return False
+
+    monkeypatch.setattr(worker, "wait", wait)
+    monkeypatch.setattr(worker, "wake", lambda: None)
+    give(at_work, StepPlan(step=1))
+    turn(at_work)
+    end(at_work, 1)
+    turn(at_work)
+    at_work.runner.wants_to_record = worker.is_running = True
+    at_work.runner.asked.clear()
+    await at_work.pipeline.run()
+    assert waited == [100.0 + IDLE_S, None]
+    assert at_work.runner.asked == ["record"]
+
+
+@pytest.mark.parametrize("is_torn", [False, True])
+def test_a_step_that_fails_for_nobody_ends_no_worker_that_can_go_on(at_work: SimpleNamespace, is_torn: bool) -> None:
+    at_work.runner.wants_to_record, at_work.runner.can_record, at_work.runner.is_torn = True, False, is_torn
+    if is_torn:
+        with pytest.raises(RuntimeError, match="no"):
+            turn(at_work)
+    else:
+        assert turn(at_work) == ["record"]
 
 
 def test_who_waits_for_a_step_does_not_hold_it(at_work: SimpleNamespace) -> None:

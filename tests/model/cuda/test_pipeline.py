@@ -150,6 +150,17 @@ def test_streams_are_those_of_the_cpu(build: Callable[..., LLM], arguments: dict
     assert worker["num_graph_replays"] + worker["num_parts_launched"] > 0
 
 
+def test_all_sizes_are_recorded_once_nothing_is_asked_for(build: Callable[..., LLM]) -> None:
+    params = SamplingParams(max_tokens=3, temperature=1.0, seed=1, top_p=0.5, ignore_eos=True, detokenize=False)
+    with build() as llm:
+        llm.generate([[1]], params, use_tqdm=False)
+        while llm.stats()["workers"][0]["num_graphs_wanted"]:
+            pass  # the pytest timeout ends a worker that never finds the time
+        (worker,) = llm.stats()["workers"]
+    assert worker["num_graphs"] == 5  # four sizes, and one row that is sampled from its logits
+    assert worker["num_graphs_refused"] == 0
+
+
 def test_an_engine_that_its_caller_steps(
     build: Callable[..., LLM], folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
