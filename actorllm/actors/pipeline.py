@@ -207,6 +207,10 @@ class Pipeline:
         if pulse is not None:
             pulse.end()  # it is not the steps that take so long
         await self._worker.send_unsent()
+        self.show()
+
+    def show(self) -> None:
+        """The pulse was used for something else meanwhile."""
         if self._flights:
             self._show(self._flights[0])
 

@@ -309,6 +309,8 @@ class WorkerActor(Actor):
             return function(*arguments)
         finally:
             self.pulse.end()
+            if self._pipeline is not None:
+                self._pipeline.show()
 
     def statistics(self) -> dict[str, Any]:
         return super().statistics() | {

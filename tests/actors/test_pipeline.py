@@ -12,6 +12,7 @@ import pytest
 
 from actorllm.actors import pipeline
 from actorllm.actors.pipeline import IDLE_S, Pipeline
+from actorllm.actors.pulse import Pulse
 from actorllm.actors.worker import WorkerActor
 from actorllm.errors import EngineError
 from actorllm.messages import LateInputs, StepFailed, StepPlan, StepResult
@@ -274,3 +275,14 @@ def test_who_waits_for_a_step_does_not_hold_it(at_work: SimpleNamespace) -> None
     at_work.runner.handles.clear()
     assert waits is not None
     assert handle() is None
+
+
+def test_the_step_under_way_is_watched_again_after_a_control(at_work: SimpleNamespace) -> None:
+    at_work.worker.pulse = Pulse.of_thread()
+    give(at_work, StepPlan(step=3))
+    turn(at_work)
+    at_work.worker.answer("start_profile", {})
+    assert at_work.worker.pulse.read().step == 3
+    end(at_work, 3)
+    turn(at_work)
+    assert at_work.worker.pulse.read().step == 0
