@@ -108,6 +108,10 @@ class Device(ABC):
         """Of it, what others hold: other processes, and the driver for this one."""
 
     @abstractmethod
+    def held_bytes(self) -> int:
+        """Of it, what the tensors of this process take now."""
+
+    @abstractmethod
     def reset_peak(self) -> None:
         """Let `peak_bytes` begin from what is held now."""
 
@@ -199,6 +203,9 @@ class CudaDevice(Device):
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return max(0, total - free - torch.cuda.memory_reserved(self.torch_device))
 
+    def held_bytes(self) -> int:
+        return int(torch.cuda.memory_allocated(self.torch_device))
+
     def reset_peak(self) -> None:
         torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()
@@ -269,6 +276,9 @@ class HostDevice(Device):
         return self._total_bytes
 
     def foreign_bytes(self) -> int:
+        return 0
+
+    def held_bytes(self) -> int:
         return 0
 
     def reset_peak(self) -> None:

@@ -240,9 +240,11 @@ class CudaRunner(ModelRunner):
         """
         cache = self.config.cache
         if cache.kv_cache_memory_bytes is not None:
-            if cache.kv_cache_memory_bytes > (total := self.device.total_bytes()):
+            total, foreign, held = self.device.total_bytes(), self.device.foreign_bytes(), self.device.held_bytes()
+            if cache.kv_cache_memory_bytes > (free := total - foreign - held):
                 raise ConfigError(
-                    f"kv_cache_memory_bytes={cache.kv_cache_memory_bytes} is more than the GPU's memory of {total} bytes"
+                    f"kv_cache_memory_bytes={cache.kv_cache_memory_bytes} is more than the {free} bytes that are free: of the "
+                    f"GPU's {total}, other processes and the driver hold {foreign} and the weights {held}"
                 )
             return cache.kv_cache_memory_bytes // self.block_bytes
         num_blocks, plans = self._largest_steps()

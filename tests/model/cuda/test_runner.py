@@ -485,11 +485,16 @@ def test_a_runner_that_is_closed_holds_nothing(
         gc.enable()
 
 
-def test_a_cache_that_is_larger_than_the_gpu_is_refused(
-    folder: Callable[..., Path], make_runner: Callable[..., CudaRunner]
+def test_a_cache_that_is_larger_than_what_is_free_is_refused(
+    folder: Callable[..., Path], make_runner: Callable[..., CudaRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert make_runner(folder(), kv_cache_memory_bytes=1 << 20).profile_num_blocks() == (1 << 20) // 65536
-    with pytest.raises(
-        ConfigError, match="kv_cache_memory_bytes=2147483648 is more than the GPU's memory of 1073741824"
-    ):
-        make_runner(folder(), kv_cache_memory_bytes=2 << 30).profile_num_blocks()
+    monkeypatch.setattr(HostDevice, "foreign_bytes", lambda _: 1000)
+    monkeypatch.setattr(HostDevice, "held_bytes", lambda _: 24)
+    free = (1 << 30) - 1024
+    assert make_runner(folder(), kv_cache_memory_bytes=free).profile_num_blocks() == free // 65536
+    message = (
+        "kv_cache_memory_bytes=1073741824 is more than the 1073740800 bytes that are free: of the GPU's 1073741824, other "
+        "processes and the driver hold 1000 and the weights 24"
+    )
+    with pytest.raises(ConfigError, match=message):
+        make_runner(folder(), kv_cache_memory_bytes=1 << 30).profile_num_blocks()
