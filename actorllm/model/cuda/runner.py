@@ -41,7 +41,7 @@ from actorllm.model.cuda.decoder import DecodeRows, DeviceDecoder, DeviceModel, 
 from actorllm.model.cuda.device import CudaDevice, Device, Download
 from actorllm.model.cuda.graphs import DecodeGraphs, Part
 from actorllm.model.cuda.rehearsal import MetaDevice, MetaWeights, compiling
-from actorllm.model.cuda.sampling import MAX_HEAD_ROWS, DeviceSampler, PendingSpans, Way, combined
+from actorllm.model.cuda.sampling import MAX_HEAD_ROWS, MAX_KERNEL_TOP, DeviceSampler, PendingSpans, Way, combined
 from actorllm.model.cuda.state import DeviceBatch, StateTable
 from actorllm.model.decoder import DecoderConfig
 from actorllm.model.inputs import StepInputs
@@ -259,7 +259,18 @@ class CudaRunner(ModelRunner):
             del self._pool
         if not self.config.enforce_eager:
             room -= GRAPH_BYTES
-        return max(0, room // self.block_bytes)
+        return max(0, (room - self._logprobs_bytes) // self.block_bytes)
+
+    @property
+    def _logprobs_bytes(self) -> int:
+        """What a step with log-probabilities takes beside the logits of all others: copies of rows that want them."""
+        most, row = self.config.model.max_logprobs, 4 * self.model_config.vocab_size
+        if most == 0:
+            return 0
+        # Above what the kernel looks for: sorted logits with their ids in 64 bits, and the log-probabilities of all.
+        num_more = 0 if 0 < most <= MAX_KERNEL_TOP else 4
+        prompts = min(PROMPT_LOGITS_BYTES, self.config.scheduler.max_num_batched_tokens * row)
+        return max((2 + num_more) * self._max_rows * row, (1 + num_more) * prompts)
 
     def allocate(self, num_blocks: int) -> None:
         """Make the KV cache, the state table and the memory of decode steps; record the smallest and the largest of these."""
@@ -289,6 +300,8 @@ class CudaRunner(ModelRunner):
     def _allocate(self, num_blocks: int) -> None:
         config, c, shape, on = self.config, self.model_config, self.model.shape, self.device.torch_device
         size, length = config.cache.block_size, config.model.max_model_len + config.scheduler.num_lookahead_tokens
+        for name in ("graphs", "sampler", "state"):  # those of the profile go before there are others
+            vars(self).pop(name, None)
         self._rows_of_size.clear()
         with self.device.active():
             self._pool = DeviceCache(

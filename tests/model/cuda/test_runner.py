@@ -450,13 +450,17 @@ def test_wide_batches_and_products_of_torch_give_the_same(
     twins.step()
 
 
+@pytest.mark.parametrize(("max_logprobs", "num_rows"), [(0, 0), (1, 64), (32, 64), (33, 5 * 64), (-1, 5 * 64)])
 def test_the_cache_is_sized_by_what_the_largest_steps_leave(
-    folder: Callable[..., Path], make_runner: Callable[..., CudaRunner]
+    folder: Callable[..., Path], make_runner: Callable[..., CudaRunner], max_logprobs: int, num_rows: int
 ) -> None:
-    runner = make_runner(folder(), max_num_batched_tokens=64, gpu_memory_utilization=0.5)
+    """Those with log-probabilities included: of 64 tokens of prompts at a time, many of which are sorted."""
+    arguments = {"max_num_batched_tokens": 64, "gpu_memory_utilization": 0.5, "max_logprobs": max_logprobs}
+    runner = make_runner(folder(vocab_size=60_000), **arguments)
     block = 2 * 2 * 2 * 64 * 32 * 4
     assert runner.block_bytes == block
-    assert runner.profile_num_blocks() == ((1 << 29) - GRAPH_BYTES + _profiled_bytes(runner)) // block
+    room = (1 << 29) - GRAPH_BYTES - num_rows * 60_000 * 4 + _profiled_bytes(runner)
+    assert runner.profile_num_blocks() == room // block
 
 
 def _profiled_bytes(runner: CudaRunner) -> int:
