@@ -60,7 +60,7 @@ def rmsnorm(
     """y = norm(x) * weight; with a residual: residual += x, and y is the norm of that.
 
     x, y, residual: [num_tokens, hidden_size], contiguous; y may be x. weight: [hidden_size]; unit_offset: of a checkpoint
-    that stores weight - 1. pdl: launch as a dependent of the kernel before (inside a graph only).
+    that stores weight - 1. pdl: launch as a dependent of the kernel before.
     """
     num_tokens, size = x.shape
     config = lookup("rmsnorm", "small" if size <= 2048 else "large", x.device)

@@ -34,6 +34,9 @@ from actorllm_kernels.attn_prefill import query_tiles, tokens_per_tile
 from actorllm_kernels.configs import lookup, table
 from actorllm_kernels.skinny_gemm import is_skinny
 
+MAX_SKINNY_ROWS = 64
+"""Above, products are cuBLAS's, whatever the table says."""
+
 HOST_PROGRAMS = 3
 """Of decode attention where there is no GPU to be filled: enough to divide sequences among them."""
 
@@ -248,8 +251,11 @@ class DeviceModel(Protocol):
     def decode(self, rows: DecodeRows, cache: DeviceCache, state: StateTable, *, pdl: bool = False) -> torch.Tensor:
         """One token of every row. Returns their hidden states, [num_rows, hidden_size], in memory of the model's own."""
 
-    def forward(self, tokens: StepTokens, cache: DeviceCache, state: StateTable) -> torch.Tensor:
+    def forward(self, tokens: StepTokens, cache: DeviceCache, state: StateTable, *, pdl: bool = False) -> torch.Tensor:
         """Hidden states of any step, [num_tokens, hidden_size]."""
+
+    def kinds_of_forward(self) -> list[int]:
+        """Numbers of tokens for which `forward` launches other kernels than for fewer; for many it is always the same ones."""
 
     def select(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The final hidden states of some rows, [num_rows, hidden_size]. rows: int64."""
@@ -382,9 +388,21 @@ class DeviceDecoder:
         tokens = StepTokens(rows.ids, rows.positions, rows.kv_slots, rows, None)
         return self._run(self._activations.first(rows.num_rows), tokens, cache, state, pdl=pdl)
 
-    def forward(self, tokens: StepTokens, cache: DeviceCache, state: StateTable) -> torch.Tensor:
+    def forward(self, tokens: StepTokens, cache: DeviceCache, state: StateTable, *, pdl: bool = False) -> torch.Tensor:
         activations = Activations(len(tokens.ids), self.config, self.dtype, self.device.torch_device)
-        return self._run(activations, tokens, cache, state, pdl=False)
+        return self._run(activations, tokens, cache, state, pdl=pdl)
+
+    def kinds_of_forward(self) -> list[int]:
+        config, on = self.config, self.device.torch_device
+        qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        products = ((qkv, False), (config.hidden_size, False), (config.intermediate_size, True))
+
+        def kind(num_tokens: int) -> tuple[int, list[bool]]:
+            # kernels for few rows are compiled for the next power of two
+            fused = [is_skinny(num_tokens, outputs, is_gated, on) for outputs, is_gated in products]
+            return max(16, 1 << (num_tokens - 1).bit_length()), fused
+
+        return [1, *(n for n in range(2, MAX_SKINNY_ROWS + 1) if kind(n) != kind(n - 1))]
 
     def select(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         chosen = hidden.index_select(0, rows)

@@ -58,7 +58,7 @@ class DecodeGraphs:
         self.num_replays = 0
         self.num_launched = 0
         """Parts that were launched kernel by kernel."""
-        self._device, self._launch = device, launch
+        self._device, self._launch, self._max_rows = device, launch, max_rows
         self._replays: dict[Key, Replay] = {}
         self._misses: dict[Key, int] = {}
         self._refused: set[Key] = set()
@@ -66,6 +66,14 @@ class DecodeGraphs:
 
     def __contains__(self, key: Key) -> bool:
         return key in self._replays
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """Numbers of rows that between them take every kernel of a decode step, recorded or not: those are compiled for
+        powers of two.
+        """
+        beyond = (min(2 * SIZES[-1] << i, self._max_rows) for i in range(self._max_rows.bit_length()))
+        return self.sizes + tuple(dict.fromkeys(size for size in beyond if size > SIZES[-1]))
 
     def size_for(self, num_rows: int) -> int:
         """How many rows a step of so many is launched with."""

@@ -12,7 +12,8 @@
 how many tokens there are without knowing which. `sample(handle, late)` and `step(plan, late)` do all the rest and wait, so
 that this is a `ModelRunner` for whoever drives one by hand.
 
-Decode steps are whole graphs (`graphs`); steps with prompts are launched kernel by kernel, because their kernels are large. A
+Decode steps are whole graphs (`graphs`); steps with prompts are launched kernel by kernel, because their kernels are large.
+Both take the same builds of the kernels, as dependent launches where the GPU has these, so that all are compiled before. A
 step that raises counts for nothing, as on the CPU. An error of the GPU itself cannot be survived: `is_torn` says so.
 
 With `device=HostDevice()` everything runs on CPU tensors (`ops` says how). Not thread-safe.
@@ -206,23 +207,26 @@ class CudaRunner(ModelRunner):
             twin = CudaRunner(self.config, self.rank, device=device)
             twin.model = DeviceDecoder(plan, MetaWeights(self.dtype), self.config.model.max_model_len, device)
             twin._allocate(REHEARSED_BLOCKS)
-            sizes = twin.graphs.sizes or (1,)
-            for size in sizes:
+            for size in twin.graphs.kinds:
                 twin._launch_part(twin._way_part(size), size)
             for part in (Part.LOGITS, Part.FORWARD, Part.CHOICE):
-                twin._launch_part(part, sizes[0])
+                twin._launch_part(part, twin.graphs.sizes[0])
             twin.warm_prefill()
 
     @torch.inference_mode()
     def warm_prefill(self) -> None:
-        """Launch the kernels of prefill, for a few and for many tokens that nothing is written of."""
+        """Launch the kernels of prefill, for few and for many tokens, of which nothing is written.
+
+        Decode rows beside them take those of `forward` too, and else the kernels of decode steps.
+        """
         most = min(self.config.scheduler.max_num_batched_tokens, self.config.model.max_model_len)
-        for count in dict.fromkeys((1, min(most, WARM_TOKENS))):
+        for count in dict.fromkeys(min(most, count) for count in (*self.model.kinds_of_forward(), WARM_TOKENS)):
             counts = np.array([count], np.int32)
             zeros = np.zeros(count, np.int64)
             ids, positions, nowhere = self.device.upload_parts(zeros, zeros, zeros - 1)
             chunks = self._attention.chunks(np.zeros(1, np.int32), counts, counts)
-            states = self.model.forward(StepTokens(ids, positions, nowhere, None, chunks), self._pool, self.state)
+            tokens = StepTokens(ids, positions, nowhere, None, chunks)
+            states = self.model.forward(tokens, self._pool, self.state, pdl=self.device.uses_pdl)
             ops.kv_clear(self._pool.pool, nowhere, torch.isfinite(states.sum(1, dtype=torch.float32)).int())
 
     @property
@@ -290,6 +294,10 @@ class CudaRunner(ModelRunner):
         for _ in range(2):
             self.record_next()
         with self.device.active():
+            for size in self.graphs.kinds:
+                if (self._way_part(size), size) not in self.graphs:
+                    self._load_rows(NO_I32, -1, size)
+                    self._launch_part(self._way_part(size), size)
             self._load_rows(NO_I32, -1, self.graphs.sizes[0])
             for part in (Part.LOGITS, Part.FORWARD, Part.CHOICE):
                 self._launch_part(part, self.graphs.sizes[0])
@@ -352,7 +360,7 @@ class CudaRunner(ModelRunner):
             self._load_rows(NO_I32, -1, 1)
             rows, logits = self._rows_for(1), self.sampler.logits[:1]
             self._prepare_rows(rows)
-            self.model.logits(self.model.decode(rows, self._pool, self.state), logits)
+            self.model.logits(self.model.decode(rows, self._pool, self.state, pdl=self.device.uses_pdl), logits)
             is_finite = self.device.download([torch.isfinite(logits).all()]).wait()[0]
         if not is_finite:
             raise EngineError("the model's logits are not finite, whatever the tokens")
@@ -401,7 +409,7 @@ class CudaRunner(ModelRunner):
         """All launches of a part, for the rows that are in place. This is what a graph holds."""
         rows, pdl = self._rows_for(size), self.device.uses_pdl
         if part is not Part.CHOICE:
-            self._prepare_rows(rows, pdl=pdl)
+            self._prepare_rows(rows)
             hidden = self.model.decode(rows, self._pool, self.state, pdl=pdl)
             if part is Part.HEAD:
                 assert self.model.head is not None
@@ -415,8 +423,8 @@ class CudaRunner(ModelRunner):
             self.sampler.from_edited(rows.rows, self.sampler.recorded_edits(size))
         ops.kv_clear(self._pool.pool, rows.kv_slots, self.sampler.is_finite[:size], pdl=pdl and part is Part.HEAD)
 
-    def _prepare_rows(self, rows: DecodeRows, *, pdl: bool = False) -> None:
-        state = self.state
+    def _prepare_rows(self, rows: DecodeRows) -> None:
+        state, pdl = self.state, self.device.uses_pdl
         ops.step_prep(
             rows.rows,
             state.last_token,
@@ -564,9 +572,9 @@ class CudaRunner(ModelRunner):
 
     def _launch_prefill(self, handle: CudaHandle) -> None:
         """Of a step with prompts: everything up to the logits, or to the hidden states where no logits are needed."""
-        inputs, sampling, model = handle.inputs, handle.sampling, self.model
+        inputs, sampling, model, pdl = handle.inputs, handle.sampling, self.model, self.device.uses_pdl
         tokens = self._tokens(inputs)
-        states = model.forward(tokens, self._pool, self.state)
+        states = model.forward(tokens, self._pool, self.state, pdl=pdl)
         is_finite = torch.isfinite(states.sum(1, dtype=torch.float32)).int()
         ops.kv_clear(self._pool.pool, tokens.kv_slots, is_finite)
         handle.outputs.append(is_finite[inputs.num_decodes :])
@@ -588,7 +596,7 @@ class CudaRunner(ModelRunner):
         handle.rows = self.device.upload(sampling.slots)
         if sampling.way is Way.HEAD:
             assert model.head is not None
-            self.sampler.from_hidden(states.index_select(0, where), model.head, handle.rows)
+            self.sampler.from_hidden(states.index_select(0, where), model.head, handle.rows, pdl=pdl)
         else:
             model.logits_of_final(model.select(states, where), self.sampler.logits[: len(sampling.slots)])
             if sampling.way is Way.LOGITS:

@@ -97,7 +97,10 @@ class DeviceTransformers:
     def decode(self, rows: DecodeRows, cache: DeviceCache, state: StateTable, *, pdl: bool = False) -> torch.Tensor:
         return self.forward(StepTokens(rows.ids, rows.positions, rows.kv_slots, rows, None), cache, state)
 
-    def forward(self, tokens: StepTokens, cache: DeviceCache, state: StateTable) -> torch.Tensor:
+    def kinds_of_forward(self) -> list[int]:
+        return [1]
+
+    def forward(self, tokens: StepTokens, cache: DeviceCache, state: StateTable, *, pdl: bool = False) -> torch.Tensor:
         ids = tokens.ids.long().unsqueeze(0)
         given = {"input_ids": ids}
         if tokens.embedded is not None:

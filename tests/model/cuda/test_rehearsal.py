@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
 from actorllm.model.cuda import ops
-from actorllm.model.cuda.device import ALIGNMENT
-from actorllm.model.cuda.rehearsal import MetaDevice
+from actorllm.model.cuda.decoder import DeviceDecoder
+from actorllm.model.cuda.device import ALIGNMENT, Download, HostDownload
+from actorllm.model.cuda.rehearsal import MetaDevice, MetaWeights
 from actorllm.model.cuda.runner import CudaRunner
 from actorllm.rules import SamplingRules, encode_rules
 from actorllm_kernels import configs
@@ -24,6 +26,9 @@ from tests.model.cuda.twins import DeviceDriver, prompt
 class PretendedDevice(MetaDevice):
     """A GPU as far as launches can tell: they are noted, not run."""
 
+    def download(self, tensors: Sequence[torch.Tensor]) -> Download:
+        return HostDownload([np.ones(1, np.bool_)])
+
 
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
@@ -33,6 +38,88 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(JITFunction, "run", note)
     return names
+
+
+Key = tuple[Any, ...]
+
+
+def key_of(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Key:
+    """What a kernel is compiled for: constants, types, and what Triton makes of integers and addresses."""
+    values = dict(zip(kernel.arg_names, args, strict=False)) | options
+    key: list[Any] = [kernel.__name__]
+    for parameter in kernel.params:
+        value = values.pop(parameter.name)
+        if parameter.is_constexpr:
+            key.append((parameter.name, value))
+        elif isinstance(value, torch.Tensor):
+            where = value.storage_offset() * value.element_size()
+            key.append((parameter.name, value.dtype, where % ALIGNMENT == 0))
+        elif isinstance(value, int):
+            is_known = not parameter.do_not_specialize
+            key.append((parameter.name, value < 1 << 31, is_known and value == 1, is_known and value % 16 == 0))
+    return (*key, *sorted(values.items()))
+
+
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> set[Key]:
+    """Of everything that is launched."""
+    seen: set[Key] = set()
+
+    def note(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        seen.add(key_of(self, args, options))
+
+    monkeypatch.setattr(JITFunction, "run", note)
+    return seen
+
+
+@pytest.mark.parametrize("max_num_seqs", [3, 100, 600])
+def test_nothing_is_launched_that_was_not_rehearsed(
+    folder: Callable[..., Path], keys: set[Key], max_num_seqs: int
+) -> None:
+    """Prompts of few and of many tokens, alone and beside decode rows, sampled in each way; with dependent launches."""
+    path = folder(max_position_embeddings=512)
+    config = config_of(path, dtype="bfloat16", block_size=64, max_num_seqs=max_num_seqs, enable_chunked_prefill=True)
+    runner = CudaRunner(config, device=PretendedDevice(uses_pdl=True))
+    with torch.inference_mode():
+        runner.rehearse()
+        rehearsed = set(keys)
+        assert rehearsed
+        weights = MetaWeights(runner.dtype)
+        plan: Any = runner.model_config
+        runner.model = DeviceDecoder(plan, weights, config.model.max_model_len, runner.device)
+        runner._allocate(700)
+        driver = DeviceDriver(runner, num_blocks=700)
+        lengths = (20, 90, 40, *(1 for _ in range(max_num_seqs - 3)))
+        for slot, length in enumerate(lengths):
+            driver.add(slot, prompt(length, slot), temperature=1.0, seed=slot)
+        plans = [
+            driver.plan({0: 20}, []),
+            driver.plan({1: 90}, [0]),
+            driver.plan({2: 12}, [0, 1]),
+            driver.plan({2: 28}, None),
+        ]
+        driver.remove(0)
+        driver.add(0, prompt(30, 7), temperature=1.0, seed=1, top_p=0.5)
+        plans += [driver.plan({}, [2, 1]), driver.plan({0: 30}, None), driver.plan({}, [0, 2, 1])]
+        driver.remove(0)
+        driver.add(0, prompt(9, 8))
+        integers, numbers = encode_rules([(0, 0, SamplingRules(allowed_ids=(5, 6), bias_ids=(5,), biases=(1.0,)))])
+        plans += [driver.plan({0: 9}, [2, 1], new_rules=integers, new_rule_numbers=numbers), driver.plan({}, [0, 1, 2])]
+        driver.remove(0)
+        rows = [1, 2]
+        for count in (13, 14, 70, 500):
+            new = list(range(len(rows) + 1, min(len(rows) + 1 + count, max_num_seqs)))
+            plans.append(driver.plan(dict.fromkeys(new, 1), rows))
+            rows = rows + new
+        plans.append(driver.plan({}, rows))
+        for plan in plans:
+            handle = runner.execute(plan)
+            if handle.waits_for:
+                runner.choose(handle)
+        runner.check_itself()
+        runner.warm_prefill()
+    assert keys - rehearsed == set()
+    assert any(("PDL", True) in key for key in rehearsed)
 
 
 def test_every_kernel_of_a_step_is_rehearsed(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
