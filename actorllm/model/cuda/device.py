@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 
 from actorllm.errors import ConfigError
 from actorllm.model.cuda import ops
+from actorllm_kernels.configs import architecture_of
+from actorllm_kernels.resources import MAX_SHARED
 
 MIN_CAPABILITY = (8, 0)
 """Ampere: the first with bfloat16 and asynchronous copies, and the oldest that the kernels are compiled for."""
@@ -323,4 +325,12 @@ def check_gpu(index: int) -> None:
         raise ConfigError(
             f"device='cuda': {torch.cuda.get_device_name(index)} has compute capability {capability[0]}.{capability[1]}, "
             f"and the kernels need {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or more; use device='cpu'"
+        )
+    properties: Any = torch.cuda.get_device_properties(index)
+    needed = MAX_SHARED[architecture_of(torch.device("cuda", index))]
+    if properties.shared_memory_per_block_optin < needed:
+        raise ConfigError(
+            f"device='cuda': {torch.cuda.get_device_name(index)} has {properties.shared_memory_per_block_optin} bytes of shared "
+            f"memory for a program, and the kernels for compute capability {capability[0]}.{capability[1]} may take {needed}; "
+            f"use device='cpu'"
         )

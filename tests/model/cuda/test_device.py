@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from actorllm.model.cuda.device import CudaDevice, CudaDownload
+from actorllm.errors import ConfigError
+from actorllm.model.cuda.device import CudaDevice, CudaDownload, check_gpu
+from actorllm_kernels.configs import architecture_of
+from actorllm_kernels.resources import MAX_SHARED
 
 
 class Graph:
@@ -74,3 +77,27 @@ def test_who_waits_for_a_download_does_not_hold_it() -> None:
     assert copy() is None
     wait()
     assert waited == [1]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])
+def test_a_gpu_without_room_for_the_kernels_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    """In shared memory: launches would fail, one after the other."""
+    index = 40 + capability[0]
+    properties = SimpleNamespace(shared_memory_per_block_optin=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA Something")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    needed = MAX_SHARED[architecture_of(torch.device("cuda", index))]
+    properties.shared_memory_per_block_optin = needed - 1
+    with pytest.raises(
+        ConfigError, match=f"NVIDIA Something has {needed - 1} bytes of shared memory .* may take {needed}"
+    ):
+        check_gpu(index)
+    properties.shared_memory_per_block_optin = needed
+    check_gpu(index)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    with pytest.raises(ConfigError, match=r"compute capability 7\.5, and the kernels need 8\.0"):
+        check_gpu(index)
