@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,6 +36,11 @@ from actorllm.model.pooled_states import PooledStates
 from actorllm.model.registry import CausalLM, load_model, model_plan
 from actorllm.model.sampler import Sampler, SamplingColumns
 from actorllm.model.threads import Team
+
+if TYPE_CHECKING:
+    from actorllm.model.decoder import DecoderConfig
+    from actorllm.model.encoder import EncoderPlan
+    from actorllm.model.transformers_backend import TransformersPlan
 
 MAX_LOGITS_BYTES = 64 << 20
 """float32 logits that exist at a time; more rows than that are sampled in chunks."""
@@ -136,14 +141,18 @@ class ModelRunner:
     profiled: tuple[torch.profiler.ProfilerActivity, ...] = (torch.profiler.ProfilerActivity.CPU,)
     """What a profile shows."""
 
-    def __init__(self, config: EngineConfig, rank: int = 0, *, show_progress: bool | None = None) -> None:
-        """show_progress: of loading; None: where standard error is a terminal."""
+    def __init__(
+        self, config: EngineConfig, rank: int = 0, *, show_progress: bool | None = None, plan: Any = None
+    ) -> None:
+        """show_progress: of loading; None: where standard error is a terminal. plan: of the model, where it is known."""
         self.config = config
         self.rank = rank
         self.dtype = DTYPES[config.model.dtype]
         self._show_progress = show_progress
-        _, hf = read_model_folder(config.model.path)
-        self.model_config = model_plan(config.model, hf)
+        if plan is None:
+            _, hf = read_model_folder(config.model.path)
+            plan = model_plan(config.model, hf)
+        self.model_config: DecoderConfig | TransformersPlan | EncoderPlan = plan
         self._is_encoder = config.model.pooler is not None and config.model.pooler.is_encoder
         self.decoder: CausalLM
         self.cache: KVCache

@@ -38,6 +38,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
+from transformers.utils.import_utils import is_accelerate_available
 
 from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError, EngineError, UnsupportedModelError
@@ -400,7 +401,9 @@ class Given(torch.nn.Module):
 
 
 class TransformersDecoder:
-    """A loaded model with the surface of `decoder.Decoder`."""
+    """A loaded model with the surface of `decoder.Decoder`, and that of `probe.Probed`."""
+
+    probed_block_size = 4
 
     def __init__(self, plan: TransformersPlan, model: Any) -> None:
         """model: the transformers model, loaded; from now on it belongs to this object."""
@@ -485,14 +488,22 @@ class TransformersDecoder:
         del self._given.output
         return logits
 
+    def place(self, ids: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
+        return torch.from_numpy(ids)
+
+    def new_cache(self, num_blocks: int) -> KVCache:
+        plan = self.config
+        size = self.probed_block_size
+        return KVCache(plan.num_layers, plan.num_kv_heads, plan.head_dim, num_blocks, size, self.dtype)
+
     @contextlib.contextmanager
-    def stock(self) -> Iterator[Any]:
-        """The model with transformers' own attention, meanwhile."""
+    def stock(self, attention: str = ATTENTION) -> Iterator[Any]:
+        """The model with transformers' own attention, meanwhile. attention: what it has else."""
         self.model.set_attn_implementation("eager")
         try:
             yield self.model
         finally:
-            self.model.set_attn_implementation(ATTENTION)
+            self.model.set_attn_implementation(attention)
 
 
 def _with_part(module: torch.nn.Module, path: list[str], part: torch.nn.Module) -> torch.nn.Module:
@@ -539,20 +550,13 @@ def _freeze_longrope(module: Any, layer_type: str | None, max_positions: int) ->
 
 
 def load(
-    plan: TransformersPlan, model: ModelConfig, dtype: torch.dtype, show_progress: bool | None, *, packs: bool = True
+    plan: TransformersPlan, model: ModelConfig, dtype: torch.dtype, show_progress: bool | None
 ) -> TransformersDecoder:
-    """The model with its weights, checked against transformers' own attention. Raises ModelError.
-
-    packs: whether its linear layers are to be in the layout that the CPU likes.
-    """
+    """The model with its weights on the CPU, checked against transformers' own attention. Raises ModelError."""
     from actorllm.model.probe import check, probe, probe_embeds
 
-    decoder = _loaded(plan, model, dtype, show_progress)
+    decoder = load_unchecked(plan, model, dtype, show_progress)
     stock = probe(decoder)
-    if not packs:
-        if model.embedding_size is not None:
-            probe_embeds(decoder, model.embedding_size)
-        return decoder
     try:
         with torch.inference_mode(False), torch.no_grad():
             decoder.pack()
@@ -560,26 +564,48 @@ def load(
     except UnsupportedModelError as error:  # something in it looks at the weights of a linear layer
         logger.warning("the linear layers stay as transformers has them: %s", error)
         del decoder
-        decoder = _loaded(plan, model, dtype, show_progress)
+        decoder = load_unchecked(plan, model, dtype, show_progress)
     if model.embedding_size is not None:
         probe_embeds(decoder, model.embedding_size)
     return decoder
 
 
-def _loaded(
-    plan: TransformersPlan, model: ModelConfig, dtype: torch.dtype, show_progress: bool | None
+def load_unchecked(
+    plan: TransformersPlan,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    show_progress: bool | None,
+    device: torch.device | None = None,
 ) -> TransformersDecoder:
+    """The model with its weights, of which nobody knows yet what they give. Raises ModelError.
+
+    device: where they are wanted; None: on the CPU. transformers reads to another device only by `accelerate`; without it, every
+    tensor is read to the CPU and then moved.
+    """
     # Weights must be ordinary tensors: views of inference tensors cannot be made outside of inference mode.
     with torch.inference_mode(False), torch.no_grad():
         if model.load_format == "dummy":
-            loaded = _dummy(plan, model.seed, dtype)
+            loaded = _dummy(plan, model.seed, dtype, device)
         else:
-            loaded = _from_checkpoint(plan, model, dtype, show_progress)
-        return TransformersDecoder(plan, loaded)
+            loaded = _from_checkpoint(plan, model, dtype, show_progress, device)
+        return TransformersDecoder(plan, loaded if device is None else loaded.to(device))
 
 
-def _from_checkpoint(plan: TransformersPlan, model: ModelConfig, dtype: torch.dtype, show_progress: bool | None) -> Any:
+def without_weights(plan: TransformersPlan, dtype: torch.dtype) -> TransformersDecoder:
+    """The model on torch's meta device."""
+    with torch.inference_mode(False), torch.no_grad():
+        return TransformersDecoder(plan, _built(plan, dtype, torch.device("meta")))
+
+
+def _from_checkpoint(
+    plan: TransformersPlan,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    show_progress: bool | None,
+    device: torch.device | None,
+) -> Any:
     tensor_files(Path(model.path))  # raises what is wrong with the files
+    place = {} if device is None or not is_accelerate_available() else {"device_map": {"": device}}
     with quiet(shows_progress=progress_is_shown(show_progress)):
         try:
             loaded, found = AutoModel.from_pretrained(
@@ -592,6 +618,7 @@ def _from_checkpoint(plan: TransformersPlan, model: ModelConfig, dtype: torch.dt
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,  # they are in the loading info, by name
                 output_loading_info=True,
+                **place,
             )
         except Exception as error:
             raise CorruptModelError(f"{model.path}: the weights cannot be loaded: {error}") from error
@@ -611,23 +638,28 @@ def _from_checkpoint(plan: TransformersPlan, model: ModelConfig, dtype: torch.dt
     return loaded
 
 
-def _dummy(plan: TransformersPlan, seed: int, dtype: torch.dtype) -> Any:
+def _dummy(plan: TransformersPlan, seed: int, dtype: torch.dtype, device: torch.device | None) -> Any:
     """Random weights from a seed, scaled as `weights.DummyWeights` does: what is sampled depends on them."""
-    with quiet(), torch.random.fork_rng(devices=[]):
-        model = AutoModel.from_config(
-            copy.deepcopy(plan.config), dtype=dtype, attn_implementation="eager", trust_remote_code=False
-        )
+    model = _built(plan, dtype, device or torch.device("cpu"))
     draw_weights(model, seed)
     return model
 
 
+def _built(plan: TransformersPlan, dtype: torch.dtype, device: torch.device) -> Any:
+    """With whatever weights the architecture starts with."""
+    with quiet(), torch.random.fork_rng(devices=[]), device:
+        return AutoModel.from_config(
+            copy.deepcopy(plan.config), dtype=dtype, attn_implementation="eager", trust_remote_code=False
+        )
+
+
 def draw_weights(model: Any, seed: int) -> None:
-    """Fill a model with random weights, by the names of its parameters."""
+    """Fill a model with random weights, by the names of its parameters: on each kind of device others."""
     outer = {
         id(part.weight) for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part is not None
     }
     for name, parameter in model.named_parameters():
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + stable_hash(name)) % 2**63)
+        generator = torch.Generator(parameter.device).manual_seed((seed * 1_000_003 + stable_hash(name)) % 2**63)
         if parameter.ndim < 2:  # a norm or a bias: near what the architecture starts it with
             parameter.add_(torch.empty_like(parameter).normal_(0.0, 0.1, generator=generator))
         else:

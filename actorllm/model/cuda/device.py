@@ -5,7 +5,7 @@ downloads into pinned memory behind an event, graphs by capture. `HostDevice` ha
 tensors: launches run at once, and a graph is the list of its launches (`ops.record`). So CI runs every line of the step but
 those of `CudaDevice`.
 
-Nothing here waits for the GPU but `Download.wait`. Owned by the runner.
+Nothing that a step needs waits for the GPU but `Download.wait`. Owned by the runner.
 """
 
 from __future__ import annotations
@@ -95,6 +95,10 @@ class Device(ABC):
 
         Raises what `launch` raises, or why they cannot be repeated; the device is then as it was.
         """
+
+    @abstractmethod
+    def wait_for_all(self) -> None:
+        """Block until the device has done everything that any thread has launched."""
 
     @property
     @abstractmethod
@@ -190,6 +194,9 @@ class CudaDevice(Device):
             torch._C._cuda_endAllocateToPool(self.torch_device.index, self._pool)
         self._pool = None
 
+    def wait_for_all(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
     @property
     def is_lost(self) -> bool:
         try:
@@ -261,14 +268,17 @@ class HostDevice(Device):
         return HostDownload([t.numpy().copy() for t in tensors])
 
     def capture(self, launch: Callable[[], None]) -> Replay:
-        with ops.record() as launches:
+        with ops.record() as nodes:
             launch()
 
         def replay() -> None:
-            for one in launches:
-                one()
+            for node in nodes:
+                node()
 
         return replay
+
+    def wait_for_all(self) -> None:
+        """Launches run at once."""
 
     @property
     def is_lost(self) -> bool:

@@ -22,6 +22,7 @@ With `device=HostDevice()` everything runs on CPU tensors (`ops` says how). Not 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,6 +50,8 @@ from actorllm.model.inputs import StepInputs
 from actorllm.model.runner import ModelRunner, slices
 from actorllm.model.weights import CheckpointWeights, DummyWeights
 from actorllm_kernels.configs import architecture_of, target
+
+logger = logging.getLogger(__name__)
 
 PROMPT_LOGITS_BYTES = 256 << 20
 """Of the logits of prompts whose log-probabilities are wanted, at a time."""
@@ -141,10 +144,11 @@ class CudaRunner(ModelRunner):
         *,
         show_progress: bool | None = None,
         device: Device | None = None,
+        plan: Any = None,
     ) -> None:
         """device: None for the GPU. Raises ConfigError when there is none that can be used."""
         self.device = device if device is not None else CudaDevice()
-        super().__init__(config, rank, show_progress=show_progress)
+        super().__init__(config, rank, show_progress=show_progress, plan=plan)
         self.model: DeviceModel
         self.state: StateTable
         self.sampler: DeviceSampler
@@ -181,31 +185,52 @@ class CudaRunner(ModelRunner):
     @torch.inference_mode()
     def load(self) -> None:
         """Read the weights, or draw them, straight to the device, while the kernels are compiled. Raises ModelError."""
+        is_compiled = self.device.torch_device.type == "cuda"
+        with self.device.active(), compiling(self._rehearse) if is_compiled else contextlib.nullcontext():
+            self.model = self._load()
+
+    def _load(self) -> DeviceModel:
         model, plan, on = self.config.model, self.model_config, self.device.torch_device
         if not isinstance(plan, DecoderConfig):
             from actorllm.model import transformers_backend  # imports transformers
-            from actorllm.model.cuda.transformers_model import DeviceTransformers
+            from actorllm.model.cuda import transformers_model
 
             assert isinstance(plan, transformers_backend.TransformersPlan), "vectors are made on the CPU"
-            loaded = transformers_backend.load(plan, model, self.dtype, self._show_progress, packs=False)
-            self.model = DeviceTransformers(loaded, self.device)
-            return
+            return transformers_model.load(plan, model, self.dtype, self._show_progress, self.device)
         weights = (
             DummyWeights(model.seed, self.dtype, on)
             if model.load_format == "dummy"
             else CheckpointWeights(Path(model.path), self.dtype, self._show_progress, on)
         )
-        is_compiled = on.type == "cuda"
-        with self.device.active(), compiling(self.rehearse) if is_compiled else contextlib.nullcontext(), weights:
-            self.model = DeviceDecoder(plan, weights, model.max_model_len, self.device)
+        with weights:
+            return DeviceDecoder(plan, weights, model.max_model_len, self.device)
 
+    def _without_weights(self) -> DeviceModel:
+        plan = self.model_config
+        if not isinstance(plan, DecoderConfig):
+            from actorllm.model import transformers_backend
+            from actorllm.model.cuda import transformers_model
+
+            assert isinstance(plan, transformers_backend.TransformersPlan)
+            return transformers_model.without_weights(plan, self.dtype, self.device)
+        return DeviceDecoder(plan, MetaWeights(self.dtype), self.config.model.max_model_len, self.device)
+
+    def _rehearse(self) -> None:
+        try:
+            self.rehearse()
+        except Exception:
+            if isinstance(self.model_config, DecoderConfig):
+                raise
+            # A module of transformers wants values.
+            logger.info("some kernels are compiled when they are first launched", exc_info=True)
+
+    @torch.inference_mode()
     def rehearse(self) -> None:
         """Make the launches of every kind of step, on tensors without memory."""
-        plan, device = self.model_config, MetaDevice(uses_pdl=self.device.uses_pdl)
-        assert isinstance(plan, DecoderConfig)
+        device = MetaDevice(uses_pdl=self.device.uses_pdl)
         with target(architecture_of(self.device.torch_device)):
-            twin = CudaRunner(self.config, self.rank, device=device)
-            twin.model = DeviceDecoder(plan, MetaWeights(self.dtype), self.config.model.max_model_len, device)
+            twin = CudaRunner(self.config, self.rank, device=device, plan=self.model_config)
+            twin.model = twin._without_weights()
             twin._allocate(REHEARSED_BLOCKS)
             for size in twin.graphs.kinds:
                 twin._launch_part(twin._way_part(size), size)

@@ -1,25 +1,33 @@
 """Any decoder that `model.transformers_backend` takes, on a device: transformers' modules, our attention over the cache there.
 
-Loaded and checked on the CPU, with the attention of the CPU, and then moved. Every step is launched kernel by kernel: what
-such a module does beside launches (reads a value, makes a tensor of a new size) is not known. Called by the runner.
+`load` puts the weights on the device and holds the model against transformers' own attention there (`probe`). Every step is
+launched kernel by kernel: what such a module does beside launches (reads a value, makes a tensor of a new size) is not known.
+Called by the runner.
 """
 
 from __future__ import annotations
 
+import contextlib
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import AttentionInterface
 
+from actorllm.config import ModelConfig
 from actorllm.errors import EngineError
+from actorllm.model import transformers_backend
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.cache import DeviceCache
 from actorllm.model.cuda.decoder import AttentionShape, DecodeRows, PagedAttention, StepTokens, check_head_size
 from actorllm.model.cuda.device import Device
 from actorllm.model.cuda.sampling import LMHead
 from actorllm.model.cuda.state import StateTable
-from actorllm.model.transformers_backend import TransformersDecoder, widened
+from actorllm.model.inputs import StepInputs
+from actorllm.model.probe import probe, probe_embeds
+from actorllm.model.transformers_backend import TransformersDecoder, TransformersPlan, widened
 
 ATTENTION = "actorllm_device"
 """The name of our attention in transformers' AttentionInterface."""
@@ -64,6 +72,27 @@ def device_attention(
 AttentionInterface.register(ATTENTION, device_attention)
 
 
+def load(
+    plan: TransformersPlan, model: ModelConfig, dtype: torch.dtype, show_progress: bool | None, device: Device
+) -> DeviceTransformers:
+    """The model with its weights on the device, checked against transformers' own attention. Raises ModelError."""
+    check_head_size(plan.head_dim)
+    with device.active():
+        loaded = transformers_backend.load_unchecked(plan, model, dtype, show_progress, device.torch_device)
+        device.wait_for_all()  # transformers' threads have streams of their own
+        made = DeviceTransformers(loaded, device)
+        probed = ProbedModel(made)
+        probe(probed)
+        if model.embedding_size is not None:
+            probe_embeds(probed, model.embedding_size)
+    return made
+
+
+def without_weights(plan: TransformersPlan, dtype: torch.dtype, device: Device) -> DeviceTransformers:
+    """On torch's meta device."""
+    return DeviceTransformers(transformers_backend.without_weights(plan, dtype), device)
+
+
 class DeviceTransformers:
     """See the module docstring. Has the surface of `decoder.DeviceModel`."""
 
@@ -71,24 +100,18 @@ class DeviceTransformers:
     head: LMHead | None = None
 
     def __init__(self, loaded: TransformersDecoder, device: Device) -> None:
-        """loaded: as `transformers_backend.load` returns it; from now on it belongs to this object."""
-        plan = loaded.config
+        """loaded: on the device; from now on it belongs to this object."""
+        plan = self.config = loaded.config
+        self.device = device
         self.dtype = loaded.dtype
         self.vocab_size, self.hidden_size = plan.vocab_size, plan.hidden_size
         self.num_bytes = loaded.num_bytes
         windows = tuple(dict.fromkeys(layer.window or 0 for layer in plan.layers))
         self.shape = AttentionShape(plan.num_heads, plan.num_kv_heads, plan.head_dim, windows)
-        check_head_size(plan.head_dim)
-        self._num_layers = plan.num_layers
-        self._loaded = loaded
-        with torch.inference_mode(False), torch.no_grad():
-            loaded.model.to(device.torch_device)
+        self.loaded = loaded
         loaded.model.set_attn_implementation(ATTENTION)
-        half = plan.head_dim // 2
-        self._cos, self._sin = (
-            torch.ones(1, half, device=device.torch_device),
-            torch.zeros(1, half, device=device.torch_device),
-        )
+        half, on = plan.head_dim // 2, device.torch_device
+        self._cos, self._sin = torch.ones(1, half, device=on), torch.zeros(1, half, device=on)
         self._attention: PagedAttention
 
     def allocate(self, num_rows: int, attention: PagedAttention) -> None:
@@ -104,17 +127,19 @@ class DeviceTransformers:
         ids = tokens.ids.long().unsqueeze(0)
         given = {"input_ids": ids}
         if tokens.embedded is not None:
-            embedded = self._loaded.embed(ids)
+            embedded = self.loaded.embed(ids)
             embedded[0].index_copy_(0, *tokens.embedded)
             given = {"inputs_embeds": embedded}
         step = Step(self, tokens, cache, state)
         token = _step_under_way.set(step)
         try:
-            hidden = self._loaded.run_body(given, tokens.positions.long().unsqueeze(0))
+            hidden = self.loaded.run_body(given, tokens.positions.long().unsqueeze(0))
         finally:
             _step_under_way.reset(token)
-        if step.num_calls != self._num_layers:
-            raise EngineError(f"attention was called {step.num_calls} times in a step of {self._num_layers} layers")
+        if step.num_calls != self.config.num_layers:
+            raise EngineError(
+                f"attention was called {step.num_calls} times in a step of {self.config.num_layers} layers"
+            )
         return hidden
 
     def attend(
@@ -129,7 +154,7 @@ class DeviceTransformers:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """One layer: keys and values go to the cache, which is then attended to."""
-        index, window = self._loaded.layers[id(module)]
+        index, window = self.loaded.layers[id(module)]
         tokens, shape = step.tokens, self.shape
         num_tokens, width, out_width = query.shape[2], query.shape[3], value.shape[3]
         heads = torch.cat([widened(x[0], shape.head_dim, self.dtype) for x in (query, key, value)])
@@ -161,4 +186,63 @@ class DeviceTransformers:
         self.logits_of_final(hidden, logits)
 
     def logits_of_final(self, final: torch.Tensor, logits: torch.Tensor) -> None:
-        logits.copy_(self._loaded.narrow_logits(final))
+        logits.copy_(self.loaded.narrow_logits(final))
+
+
+class ProbedModel:
+    """A model on a device with the surface of `probe.Probed`: steps that come as arrays, over a cache of a few blocks."""
+
+    probed_block_size = 64
+    num_rows = 2
+
+    def __init__(self, model: DeviceTransformers) -> None:
+        self.config, self.dtype = model.config, model.dtype
+        self._model, self._device = model, model.device
+        self._attention = PagedAttention(model.shape, model.device)
+        model.allocate(self.num_rows, self._attention)
+
+    def stock(self) -> contextlib.AbstractContextManager[torch.nn.Module]:
+        return self._model.loaded.stock(ATTENTION)
+
+    def place(self, ids: NDArray[np.int64]) -> torch.Tensor:
+        return self._device.upload(ids)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._model.loaded.embed(ids)
+
+    def new_cache(self, num_blocks: int) -> DeviceCache:
+        plan, size = self.config, self.probed_block_size
+        return DeviceCache(
+            self._device, plan.num_layers, plan.num_kv_heads, plan.head_dim, num_blocks, size, self.dtype
+        )
+
+    def forward(self, inputs: StepInputs, cache: DeviceCache) -> torch.Tensor:
+        device, count = self._device, inputs.num_decodes
+        tables = [*inputs.decode_table, *inputs.prefill_tables]
+        state = StateTable(device, self.num_rows, max(5, -(-self.config.max_positions // self.probed_block_size)))
+        for row, table in enumerate(tables):
+            state.block_table[row, : len(table)] = device.upload(table)
+        ids, positions, kv_slots = device.upload_parts(inputs.token_ids, inputs.positions, inputs.kv_slots)
+        rows: DecodeRows | None = None
+        if count:
+            rows = DecodeRows(count, self._model.shape.windows, device.torch_device)
+            rows.rows.copy_(device.upload(inputs.decode_slots))
+            rows.seq_lens.copy_(device.upload(inputs.decode_lengths))
+            self._attention.plan(rows, pdl=device.uses_pdl)
+        counts = np.array(inputs.prefill_counts, np.int32)
+        lengths = np.array(inputs.prefill_first, np.int32) + counts
+        chunks = self._attention.chunks(np.array(inputs.prefill_slots, np.int32), counts, lengths)
+        embedded = None
+        if inputs.embedded is not None:
+            vectors = device.upload(inputs.embeds).view(self.dtype).view(len(inputs.embedded), -1)
+            embedded = (device.upload(inputs.embedded), vectors)
+        tokens = StepTokens(ids, positions, kv_slots, rows, chunks, embedded)
+        return self._model.forward(tokens, cache, state)
+
+    def select(self, hidden: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
+        return self._model.select(hidden, self._device.upload(rows))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = torch.empty(len(hidden), self.config.vocab_size, device=hidden.device)
+        self._model.logits_of_final(hidden, logits)
+        return logits

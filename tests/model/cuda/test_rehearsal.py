@@ -13,13 +13,13 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from actorllm.model.cuda import ops
-from actorllm.model.cuda.decoder import DeviceDecoder
 from actorllm.model.cuda.device import ALIGNMENT, Download, HostDownload
-from actorllm.model.cuda.rehearsal import MetaDevice, MetaWeights
+from actorllm.model.cuda.rehearsal import MetaDevice
 from actorllm.model.cuda.runner import CudaRunner
 from actorllm.rules import SamplingRules, encode_rules
 from actorllm_kernels import configs
 from tests.model.cuda.conftest import config_of
+from tests.model.cuda.test_transformers_model import GEMMA2, GPT_OSS
 from tests.model.cuda.twins import DeviceDriver, prompt
 
 
@@ -72,21 +72,22 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> set[Key]:
     return seen
 
 
-@pytest.mark.parametrize("max_num_seqs", [3, 100, 600])
+@pytest.mark.parametrize(
+    ("max_num_seqs", "model"),
+    [(3, {}), (100, {}), (600, {}), (40, {"architectures": ["LlamaForCausalLM"]}), (40, GEMMA2), (40, GPT_OSS)],
+)
 def test_nothing_is_launched_that_was_not_rehearsed(
-    folder: Callable[..., Path], keys: set[Key], max_num_seqs: int
+    folder: Callable[..., Path], keys: set[Key], max_num_seqs: int, model: dict[str, Any]
 ) -> None:
     """Prompts of few and of many tokens, alone and beside decode rows, sampled in each way; with dependent launches."""
-    path = folder(max_position_embeddings=512)
-    config = config_of(path, dtype="bfloat16", block_size=64, max_num_seqs=max_num_seqs, enable_chunked_prefill=True)
+    path = folder(**{"max_position_embeddings": 512} | model)
+    config = config_of(path, dtype="bfloat16", block_size=64, max_num_seqs=max_num_seqs)
     runner = CudaRunner(config, device=PretendedDevice(uses_pdl=True))
     with torch.inference_mode():
         runner.rehearse()
         rehearsed = set(keys)
         assert rehearsed
-        weights = MetaWeights(runner.dtype)
-        plan: Any = runner.model_config
-        runner.model = DeviceDecoder(plan, weights, config.model.max_model_len, runner.device)
+        runner.model = runner._without_weights()
         runner._allocate(700)
         driver = DeviceDriver(runner, num_blocks=700)
         lengths = (20, 90, 40, *(1 for _ in range(max_num_seqs - 3)))
@@ -120,6 +121,7 @@ def test_nothing_is_launched_that_was_not_rehearsed(
         runner.warm_prefill()
     assert keys - rehearsed == set()
     assert any(("PDL", True) in key for key in rehearsed)
+    assert any("attn_decode" in key[0] and ("ROWS", 16 if max_num_seqs == 3 else 64) in key for key in rehearsed)
 
 
 def test_every_kernel_of_a_step_is_rehearsed(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
