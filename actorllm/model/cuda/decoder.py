@@ -240,8 +240,8 @@ class DeviceModel(Protocol):
     hidden_size: int
     num_bytes: int
     """Bytes of weights that one decode step reads."""
-    can_be_recorded: bool
-    """Whether `decode` makes nothing but launches."""
+    needs_trial: bool
+    """Whether nobody knows that `decode` makes nothing but launches: a recording of it is tried before it is used."""
     head: LMHead | None
     """What follows the hidden states, where sampling may do it itself."""
 
@@ -311,7 +311,7 @@ class Activations:
 class DeviceDecoder:
     """See the module docstring."""
 
-    can_be_recorded = True
+    needs_trial = False
 
     def __init__(self, config: DecoderConfig, weights: Weights, max_positions: int, device: Device) -> None:
         """Takes all tensors from `weights`, which are on the device. max_positions: how long a sequence may get."""

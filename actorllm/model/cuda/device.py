@@ -2,7 +2,7 @@
 
 `CudaDevice` is a GPU: one stream, on which everything of a runner happens in the order of its calls; uploads from pinned memory,
 downloads into pinned memory behind an event, graphs by capture. `HostDevice` has the same surface on CPU
-tensors: launches run at once, and a graph is the list of its launches (`ops.record`). So CI runs every line of the step but
+tensors: launches run at once, and a graph is the list of what it repeats (`host_graph`). So CI runs every line of the step but
 those of `CudaDevice`.
 
 Nothing that a step needs waits for the GPU but `Download.wait`. Owned by the runner.
@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from actorllm.errors import ConfigError
-from actorllm.model.cuda import ops
+from actorllm.model.cuda import host_graph
 from actorllm_kernels.configs import architecture_of
 from actorllm_kernels.resources import MAX_SHARED
 
@@ -268,7 +268,7 @@ class HostDevice(Device):
         return HostDownload([t.numpy().copy() for t in tensors])
 
     def capture(self, launch: Callable[[], None]) -> Replay:
-        with ops.record() as nodes:
+        with host_graph.recording() as nodes:
             launch()
 
         def replay() -> None:

@@ -4,7 +4,7 @@ On CPU tensors the kernels run in Triton's interpreter where TRITON_INTERPRET=1,
 
 No operation here allocates, reads a value on the host or returns one. So a list of them with their arguments is a step: on a
 GPU it is captured as a graph, elsewhere `record` collects it, without running it, as a capture would. Everything that may be
-inside a graph goes through here.
+inside a graph goes through here, but for what modules of transformers do.
 """
 
 from __future__ import annotations

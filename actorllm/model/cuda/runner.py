@@ -36,12 +36,12 @@ from actorllm import clock
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, EngineError
 from actorllm.logprobs import columns_of
-from actorllm.messages import I32, NO_I32, LateInputs, StepPlan, StepResult
+from actorllm.messages import I32, NO_I32, LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.cache import DeviceCache
 from actorllm.model.cuda.decoder import DecodeRows, DeviceDecoder, DeviceModel, PagedAttention, PrefillRows, StepTokens
 from actorllm.model.cuda.device import CudaDevice, Device, Download
-from actorllm.model.cuda.graphs import DecodeGraphs, Part
+from actorllm.model.cuda.graphs import SIZES, DecodeGraphs, Part
 from actorllm.model.cuda.rehearsal import MetaDevice, MetaWeights, compiling
 from actorllm.model.cuda.sampling import MAX_HEAD_ROWS, MAX_KERNEL_TOP, DeviceSampler, PendingSpans, Way, combined
 from actorllm.model.cuda.state import DeviceBatch, StateTable
@@ -61,6 +61,15 @@ DEFAULT_MEMORY_SHARE = 0.9
 
 GRAPH_BYTES = 256 << 20
 """Left free for what the driver keeps of recorded steps. An estimate: nobody has measured it."""
+
+LOGITS_COPIES = 3
+"""Of the logits of a step that a module has before they are done, in its type: a head, its bias, its cap."""
+
+TRIAL_PROMPTS = (5, 3)
+"""Tokens of the requests with which a recorded step is tried."""
+
+TRIAL_TOLERANCE = 0.03
+"""In standard deviations of a token's logits. A position or a token that stays the same costs more than 0.1."""
 
 REHEARSED_BLOCKS = 16
 """Of a cache that has no memory; any number gives the same kernels."""
@@ -280,12 +289,20 @@ class CudaRunner(ModelRunner):
         with self.device.active():
             self._allocate(num_blocks)
             self.device.reset_peak()
+            before = self.device.held_bytes()
             for plan in plans:
                 self.step(plan)
-            held = self.device.peak_bytes() - num_blocks * self.block_bytes
+            peak = self.device.peak_bytes()
+            held = peak - num_blocks * self.block_bytes
             share = cache.memory_utilization if cache.memory_utilization is not None else DEFAULT_MEMORY_SHARE
             room = int(self.device.total_bytes() * share) - self.device.foreign_bytes() - held
             del self._pool
+        if self.model.needs_trial:
+            # A module makes logits of its own type first, and its graphs have memory of their own.
+            rows, tokens = self._max_rows, self.config.scheduler.max_num_batched_tokens
+            logits = LOGITS_COPIES * rows * self.model_config.vocab_size * self.dtype.itemsize
+            of_step = max(0, peak - before) * min(rows, SIZES[-1]) // tokens
+            room -= logits if self.config.enforce_eager else 2 * logits + of_step
         if not self.config.enforce_eager:
             room -= GRAPH_BYTES
         return max(0, (room - self._logprobs_bytes) // self.block_bytes)
@@ -304,6 +321,8 @@ class CudaRunner(ModelRunner):
     def allocate(self, num_blocks: int) -> None:
         """Make the KV cache, the state table and the memory of decode steps; record the smallest and the largest of these."""
         self._allocate(num_blocks)
+        if self.graphs.is_on and self.model.needs_trial:
+            self._try_recording()
         smallest, *others = self.graphs.sizes
         for size in (smallest, *reversed(others)):
             self.graphs.want(self._way_part(size), size)
@@ -345,7 +364,7 @@ class CudaRunner(ModelRunner):
             self._attention = PagedAttention(shape, self.device)
             self._decode_rows = DecodeRows(self._max_rows, shape.windows, on)
             self.model.allocate(self._max_rows, self._attention)
-        is_on = not config.enforce_eager and self.model.can_be_recorded
+        is_on = not config.enforce_eager
         self.graphs = DecodeGraphs(self.device, self._launch_part, self._max_rows, is_on=is_on)
         self.batch = self._empty_batch()
         self._loaded_rows = self._device_rows = None
@@ -400,6 +419,73 @@ class CudaRunner(ModelRunner):
     def wants_to_record(self) -> bool:
         """Whether `record_next` has something to do."""
         return self.graphs.next_wanted() is not None
+
+    @torch.inference_mode()
+    def _try_recording(self) -> None:
+        """Hold a recorded step against the same one launched, and record none if they differ or if it cannot be recorded.
+
+        The requests are made up. What a module does beside launches either breaks the capture (it reads a value, it uploads
+        one), or is the same in every replay (it has kept something in Python): then it is wrong in the second step.
+        """
+        reason = ""
+        num_rows = min(len(TRIAL_PROMPTS), self._max_rows, self._pool.num_blocks)
+        try:
+            error = self._recording_error(num_rows)
+            if not error <= TRIAL_TOLERANCE:
+                reason = f"replayed, its logits differ by {error:.2g} standard deviations"
+        except Exception as failure:
+            if self.is_torn:
+                raise
+            reason = f"{type(failure).__name__}: {failure}"
+        with self._on_device():
+            self._pool.zero(np.arange(num_rows, dtype=np.int32))
+            self.state.restore(torch.zeros_like(self.state.snapshot()))
+        self.forget_requests()
+        if reason:
+            architecture = self.config.model.architecture
+            logger.warning("decode steps of %s are launched kernel by kernel, not as graphs: %s", architecture, reason)
+            self.graphs = DecodeGraphs(self.device, self._launch_part, self._max_rows, is_on=False)
+
+    def _recording_error(self, num_rows: int) -> float:
+        """How far the logits of two steps are from those of their replay, and launched again: in standard deviations."""
+        slots, counts = np.arange(num_rows, dtype=np.int32), np.array(TRIAL_PROMPTS[:num_rows], np.int32)
+        tokens = np.random.default_rng(0).integers(0, self.model_config.vocab_size, counts.sum() + 2 * num_rows)
+        prompts, fed = tokens[: counts.sum()].astype(np.int32), tokens[counts.sum() :].reshape(2, -1).astype(np.int32)
+        self.step(
+            StepPlan(
+                step=0,
+                new_rows=pack_rows(NewRow(slot, count) for slot, count in enumerate(counts.tolist())),
+                new_tokens=prompts,
+                new_num_blocks=np.ones(num_rows, np.int32),
+                new_blocks=slots,
+                prefill_slots=slots,
+                prefill_counts=counts,
+            )
+        )
+        part, size = Part.FORWARD, self.graphs.size_for(num_rows)
+        with self._on_device():
+            self._load_rows(slots, -1, size)
+            state, blocks = self.state.snapshot(), self._pool.pool[:, :num_rows].clone()
+
+            def logits_of(launch: Callable[[Part, int], None]) -> torch.Tensor:
+                self.state.restore(state)
+                self._pool.pool[:, :num_rows].copy_(blocks)
+                found = []
+                for ids in fed:
+                    self.state.last_token[:num_rows].copy_(self.device.upload(ids))
+                    launch(part, size)
+                    found.append(self.sampler.logits[:num_rows].clone())
+                return torch.cat(found)
+
+            expected = logits_of(self._launch_part)
+            self.graphs.record((part, size))
+            if (part, size) not in self.graphs:
+                raise EngineError("it cannot be captured")
+            found = torch.stack(
+                (logits_of(self.graphs.run), logits_of(self._launch_part))
+            )  # and what it left is harmless
+            error = ((found - expected).square().mean(2).sqrt() / expected.std(1)).max()
+            return float(self.device.download([error]).wait()[0])
 
     @torch.inference_mode()
     def record_next(self) -> bool:

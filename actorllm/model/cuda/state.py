@@ -93,6 +93,13 @@ class StateTable:
         self._seeds.index_copy_(0, at, seeds.view(torch.int64))
         self.block_table.index_copy_(0, at, tables.view(len(slots), -1))
 
+    def snapshot(self) -> torch.Tensor:
+        """What steps change of it."""
+        return self._words.clone()
+
+    def restore(self, snapshot: torch.Tensor) -> None:
+        self._words.copy_(snapshot)
+
     def extend(self, slots: I32, places: I32, blocks: I32) -> None:
         """Block `blocks[i]` becomes entry `places[i]` of the table of slot `slots[i]`."""
         flat = slots.astype(np.int64) * self.block_table.shape[1] + places

@@ -1,8 +1,8 @@
 """Any decoder that `model.transformers_backend` takes, on a device: transformers' modules, our attention over the cache there.
 
-`load` puts the weights on the device and holds the model against transformers' own attention there (`probe`). Every step is
-launched kernel by kernel: what such a module does beside launches (reads a value, makes a tensor of a new size) is not known.
-Called by the runner.
+`load` puts the weights on the device and holds the model against transformers' own attention there (`probe`). What its modules
+do in a step beside launches (read a value, remember something, choose by a number of Python's) is not known; so the runner tries
+a recorded step before it believes in one (`needs_trial`). Called by the runner.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def without_weights(plan: TransformersPlan, dtype: torch.dtype, device: Device) 
 class DeviceTransformers:
     """See the module docstring. Has the surface of `decoder.DeviceModel`."""
 
-    can_be_recorded = False
+    needs_trial = True
     head: LMHead | None = None
 
     def __init__(self, loaded: TransformersDecoder, device: Device) -> None:
@@ -186,7 +186,7 @@ class DeviceTransformers:
         self.logits_of_final(hidden, logits)
 
     def logits_of_final(self, final: torch.Tensor, logits: torch.Tensor) -> None:
-        logits.copy_(self.loaded.narrow_logits(final))
+        ops.copy(self.loaded.narrow_logits(final), logits)
 
 
 class ProbedModel:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +16,12 @@ from actorllm.errors import CorruptModelError, UnsupportedModelError
 from actorllm.model import transformers_backend
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.device import HostDevice
-from actorllm.model.cuda.runner import CudaRunner
+from actorllm.model.cuda.graphs import MAX_MISSES
+from actorllm.model.cuda.runner import GRAPH_BYTES, CudaRunner
 from actorllm.model.cuda.transformers_model import DeviceTransformers
 from actorllm.model.transformers_backend import TransformersDecoder
 from tests.model.cuda.conftest import config_of
-from tests.model.cuda.twins import Twins, prompt
+from tests.model.cuda.twins import DeviceDriver, Twins, prompt
 
 GPT2: dict[str, Any] = {
     "architectures": ["GPT2LMHeadModel"],
@@ -52,7 +55,7 @@ QWEN3: dict[str, Any] = {"model_type": "qwen3"}
 @pytest.mark.parametrize("differences", [QWEN3, GPT2, GEMMA2, GPT_OSS], ids=["qwen3", "gpt2", "gemma2", "gpt_oss"])
 def test_tokens_are_those_of_the_cpu(make_twins: Callable[..., Twins], differences: dict[str, Any]) -> None:
     """Windows, caps of scores and sinks included."""
-    twins = make_twins(differences, model_impl="transformers")
+    twins = make_twins(differences, model_impl="transformers", enforce_eager=True)
     assert isinstance(twins.runner.model, DeviceTransformers)
     twins.add(0, prompt(70, 1))
     twins.add(1, prompt(9, 2), temperature=0.8, seed=1, top_p=0.9)
@@ -61,6 +64,112 @@ def test_tokens_are_those_of_the_cpu(make_twins: Callable[..., Twins], differenc
     twins.step(decode=[1, 0])
     twins.step()
     assert not twins.runner.wants_to_record
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("differences", [QWEN3, GPT2, GEMMA2, GPT_OSS], ids=["qwen3", "gpt2", "gemma2", "gpt_oss"])
+def test_recorded_steps_give_the_tokens_of_the_cpu(
+    make_twins: Callable[..., Twins], differences: dict[str, Any]
+) -> None:
+    """Of other requests than those that were recorded, over the border of a block, as they come and go."""
+    twins = make_twins(differences, model_impl="transformers", max_num_seqs=4)
+    runner = twins.runner
+    twins.add(0, prompt(62, 1))
+    twins.add(3, prompt(9, 2), temperature=0.8, seed=1, top_p=0.9)
+    twins.step({0: 62, 3: 9}, decode=[])
+    while runner.record_next():
+        pass
+    launched, replays = runner.graphs.num_launched, runner.graphs.num_replays
+    twins.step(decode=[3, 0])
+    twins.step()
+    twins.add(1, prompt(5, 3), temperature=1.0, seed=3)
+    twins.step({1: 5})
+    for _ in range(2):
+        twins.step(decode=[0, 1, 3])
+    twins.remove(3)
+    twins.step(decode=[1, 0])
+    assert (runner.graphs.num_launched, runner.graphs.num_replays) == (launched, replays + 5)
+
+
+def counting(layer: torch.nn.Module) -> None:
+    """Let it do something else in every call: a number that Python keeps."""
+    calls = itertools.count()
+    layer.register_forward_hook(lambda _, __, output: output * (1.0 + 0.5 * (next(calls) % 3)))
+
+
+def tiring(layer: torch.nn.Module) -> None:
+    """Let it change after a prompt, two steps, one for nobody and a capture: what is launched then is another model."""
+    calls = itertools.count()
+    layer.register_forward_hook(lambda _, __, output: output if next(calls) < 5 else output * 2.0)
+
+
+def reading(layer: torch.nn.Module) -> None:
+    """Let it look at a value."""
+    layer.register_forward_hook(lambda _, __, output: output * 2 if output.sum().item() > 1e9 else output)
+
+
+def selecting(layer: torch.nn.Module) -> None:
+    """Let it look for values: how many there are depends on them."""
+
+    def hook(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+        output[output > 1e9] = torch.zeros(1)[0]
+        return output
+
+    layer.register_forward_hook(hook)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (counting, "replayed, its logits differ by"),
+        (tiring, "replayed, its logits differ by"),
+        (reading, "EngineError: it cannot be captured"),
+        (selecting, "EngineError: it cannot be captured"),
+    ],
+)
+def test_a_model_that_does_more_than_launches_is_not_recorded(
+    make_twins: Callable[..., Twins],
+    caplog: pytest.LogCaptureFixture,
+    change: Callable[[torch.nn.Module], None],
+    words: str,
+) -> None:
+    runner = make_twins(QWEN3, model_impl="transformers").runner
+    assert runner.wants_to_record
+    change(runner.model.loaded.model.model.layers[1].mlp)
+    caplog.clear()
+    runner.allocate(24)
+    assert not runner.wants_to_record
+    assert re.search(
+        f"decode steps of Qwen3ForCausalLM are launched kernel by kernel, not as graphs: {words}", caplog.text
+    )
+    assert ("reads a value" in caplog.text) == (change in (reading, selecting))
+    driver = DeviceDriver(runner, num_blocks=24)
+    driver.add(0, prompt(20, 1))
+    driver.step({0: 20}, decode=[])
+    for _ in range(MAX_MISSES + 2):
+        driver.step(decode=[0])
+    assert runner.graphs.num_replays == 0
+
+
+def test_nothing_is_left_of_the_requests_that_a_recording_is_tried_with(make_twins: Callable[..., Twins]) -> None:
+    runner = make_twins(QWEN3, model_impl="transformers").runner
+    assert runner._pool.pool.abs().amax() == 0
+    assert runner.state.snapshot().abs().amax() == 0
+    assert not runner.batch.columns.is_live.any()
+
+
+def test_logits_that_a_module_makes_have_room(make_twins: Callable[..., Twins]) -> None:
+    """The cache is smaller by them, for every row that there may be, and by those of graphs."""
+    how: dict[str, Any] = {"max_num_batched_tokens": 64, "gpu_memory_utilization": 0.9, "max_logprobs": 0}
+    differences = {**QWEN3, "vocab_size": 40_000}
+    own, eager, recorded = (
+        make_twins(differences, **how, **more).runner
+        for more in ({}, {"model_impl": "transformers", "enforce_eager": True}, {"model_impl": "transformers"})
+    )
+    logits = 3 * 8 * 40_000 * 4
+    sizes = [runner.profile_num_blocks() * runner.block_bytes for runner in (own, eager, recorded)]
+    assert abs(sizes[0] - sizes[2] - 2 * logits) < own.block_bytes
+    assert abs(sizes[1] - sizes[0] - GRAPH_BYTES + logits) < own.block_bytes
 
 
 @pytest.mark.parametrize("can_place", [False, True])
