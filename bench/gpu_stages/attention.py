@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+import triton
 
 from actorllm_kernels.attn_combine import attn_combine
-from actorllm_kernels.attn_decode import attn_decode, num_programs
+from actorllm_kernels.attn_decode import attn_decode, division
 from actorllm_kernels.attn_prefill import attn_prefill, query_tiles, tokens_per_tile
 from actorllm_kernels.configs import trying
 from actorllm_kernels.plan_decode import plan_decode
@@ -42,11 +43,12 @@ class DecodeCase:
         copies = bench.pick(min(64, max(1, -(-COLD_BYTES // self.num_bytes))), 1)
         self.caches = [Paged.make(lens, kv_heads, dim, PAGE, bench.device) for _ in range(copies)]
 
-    def seconds(self, tile: int = PAGE) -> float:
-        """Attention and combination; the plan is made once per step, not per layer. tile: that of the configuration."""
+    def seconds(self) -> float:
+        """Attention and combination; the plan is made once per step, not per layer."""
         heads, kv_heads, dim = self.shape
         device, count, group = self.bench.device, len(self.lens), heads // kv_heads
-        programs = self.bench.pick(num_programs(device, dim, group), 3)
+        programs, tile = division(device, dim, group)
+        programs = self.bench.pick(programs, 3)
         q, pdl = bf16(count, heads, dim, device=device), self.bench.pdl
         out = torch.empty_like(q)
         ends, quota = (torch.zeros(n, dtype=I32, device=device) for n in (count + 1, 1))
@@ -56,7 +58,7 @@ class DecodeCase:
         def call(cache: Paged) -> None:
             attn_decode(
                 q, cache.keys, cache.values, cache.rows, cache.table, cache.seq_lens, ends, quota, out, partials, lse,
-                dim**-0.5, programs=programs, pdl=pdl,
+                dim**-0.5, programs=programs, tile=tile, pdl=pdl,
             )  # fmt: skip
             attn_combine(out, partials, lse, ends, quota, kv_heads, pdl=pdl)
 
@@ -137,7 +139,7 @@ def search(bench: Bench) -> dict[str, Any]:
             config = {"PER_SM": per_sm, "TILE": tile, "num_stages": stages, "num_warps": warps}
             try:
                 with trying("attn_decode", **config):
-                    rate = case.num_bytes / case.seconds(tile) / 1e9
+                    rate = case.num_bytes / case.seconds() / 1e9
             except Exception as problem:  # does not fit: too much shared memory, or too many registers
                 print(f"  {heads} {config}: {type(problem).__name__}", flush=True)
                 continue

@@ -18,7 +18,7 @@ import torch
 from actorllm.model.sampler import Sampler, SamplingColumns
 from actorllm_kernels import reference
 from actorllm_kernels.attn_combine import attn_combine
-from actorllm_kernels.attn_decode import attn_decode, num_programs
+from actorllm_kernels.attn_decode import attn_decode, division
 from actorllm_kernels.attn_prefill import attn_prefill, query_tiles, tokens_per_tile
 from actorllm_kernels.edit_logits import Edits, Penalties, edit_logits
 from actorllm_kernels.embed import embed
@@ -240,17 +240,18 @@ def check_decode(
     heads, kv_heads, dim = shape
     device, group = bench.device, heads // kv_heads
     cache = Paged.make(lens, kv_heads, dim, 64, device)
-    programs = num_programs(device, dim, q_len * group) if not bench.is_check else 3
+    programs, tile = division(device, dim, q_len * group)
+    programs = bench.pick(programs, 3)
     window, softcap = what.get("window", 0), what.get("softcap", 0.0)
     sinks = bf16(heads, device=device) if what.get("has_sinks") else None
     q = bf16(len(lens) * q_len, heads, dim, device=device, scale=2)
     out = torch.full_like(q, float("nan"))
     ends, quota = (torch.zeros(n, dtype=I32, device=device) for n in (len(lens) + 1, 1))
     partials, lse = (torch.zeros(2 * programs, q_len * group, *extra, device=device) for extra in ((dim,), ()))
-    plan_decode(cache.seq_lens, ends, quota, programs, kv_heads, q_len=q_len, window=window)
+    plan_decode(cache.seq_lens, ends, quota, programs, kv_heads, tile=tile, q_len=q_len, window=window)
     attn_decode(
         q, cache.keys, cache.values, cache.rows, cache.table, cache.seq_lens, ends, quota, out, partials, lse, dim**-0.5,
-        window=window, softcap=softcap, sinks=sinks, programs=programs,
+        window=window, softcap=softcap, sinks=sinks, programs=programs, tile=tile,
     )  # fmt: skip
     attn_combine(out, partials, lse, ends, quota, kv_heads, sinks=sinks)
     worst = 0.0

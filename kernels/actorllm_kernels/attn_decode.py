@@ -13,12 +13,14 @@ a sequence is read and multiplied by 0.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from actorllm_kernels.configs import dependent, lookup
+from actorllm_kernels.configs import dependent, lookup, num_multiprocessors
 from actorllm_kernels.plan_decode import first_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -169,10 +171,19 @@ def attn_decode_kernel(
         at += count
 
 
-def num_programs(device: torch.device, head_dim: int, q_rows: int = 16) -> int:
-    """Programs of a launch: as many as fit on the GPU at once."""
+class Division(NamedTuple):
+    """How the work is shared out; `plan_decode` and `attn_decode` must be given the same."""
+
+    programs: int
+    """As many as are meant to be on the GPU at once."""
+    tile: int
+    """Keys of a tile."""
+
+
+def division(device: torch.device, head_dim: int, q_rows: int = 16) -> Division:
+    """What the table wants for this GPU. q_rows: query heads per key-value head, times the new tokens of a sequence."""
     config = lookup("attn_decode", shape_class(head_dim, q_rows), device)
-    return config["NUM_SMS"] * config["PER_SM"]
+    return Division(num_multiprocessors(device) * config["PER_SM"], config["TILE"])
 
 
 def shape_class(head_dim: int, q_rows: int) -> str:
@@ -197,8 +208,8 @@ def attn_decode(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    programs: int | None = None,
-    tile: int | None = None,
+    programs: int,
+    tile: int,
     pdl: bool = False,
 ) -> None:
     """Writes out where a sequence was not divided, else partials; `attn_combine` must follow.
@@ -206,9 +217,8 @@ def attn_decode(
     q, out: [num_rows * q_len, num_heads, head_dim], q_len from 1 to 4 the same for all rows. keys, values: [num_blocks,
     num_kv_heads, block_size, head_dim] (see `qknorm_rope_kv`). table: int32 [num_slots, max_blocks], of which row i of the
     batch uses row rows[i]. seq_lens: int32 [num_rows] with the new tokens, 0 for padding. ends, quota: from `plan_decode`
-    with the same window, tile and programs. partials: float32 [2 * programs, q_len * num_heads / num_kv_heads, head_dim];
+    with the same window, programs and tile, which are those of `division`. partials: float32 [2 * programs, q_len * num_heads / num_kv_heads, head_dim];
     partial_lse: without the last dimension. sinks: [num_heads] logits that take a share of the softmax and add nothing.
-    programs, tile: for tests; the table knows them.
     """
     num_rows = seq_lens.shape[0]
     num_tokens, num_heads, dim = q.shape
@@ -219,12 +229,10 @@ def attn_decode(
             f"{num_tokens} tokens of {num_rows} rows: every row must have the same number, from 1 to {MAX_Q_LEN}"
         )
     config = dict(lookup("attn_decode", shape_class(dim, q_len * group), q.device))
-    filled = config.pop("NUM_SMS") * config.pop("PER_SM")
-    programs = filled if programs is None else programs
-    if tile is not None:
-        config["TILE"] = tile
-    if page % config["TILE"]:
-        raise ValueError(f"block_size={page} is no multiple of the tile of {config['TILE']} keys")
+    del config["PER_SM"]
+    config["TILE"] = tile
+    if page % tile:
+        raise ValueError(f"block_size={page} is no multiple of the tile of {tile} keys")
     attn_decode_kernel[(programs,)](
         q,
         keys,

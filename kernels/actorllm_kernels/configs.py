@@ -59,6 +59,18 @@ def _capability(device: torch.device) -> str:
     return "sm_90" if major >= 9 else "sm_80"
 
 
+@cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Of this GPU; where there is none, of the largest that the architecture is known by (H100 and H200, A100)."""
+    if device.type == "cuda":
+        return _num_multiprocessors(device)
+    return {"sm_90": 132, "sm_80": 108}[_architecture.get()]
+
+
 def architecture_of(device: torch.device) -> str:
     """ "sm_90" or "sm_80"."""
     return _capability(device) if device.type == "cuda" else _architecture.get()

@@ -59,15 +59,15 @@ def plan_decode(
     num_programs: int,
     num_kv_heads: int,
     *,
+    tile: int,
     q_len: int = 1,
     window: int = 0,
-    tile: int = 64,
     pdl: bool = False,
 ) -> None:
     """ends[i + 1]: tiles of one head in rows 0 to i; quota: tiles per program.
 
     seq_lens: int32 [num_rows] with the new tokens, 0 for padding. ends: int32 [num_rows + 1]; quota: int32 [1]. window:
-    how many keys a token sees, itself included; 0: all.
+    how many keys a token sees, itself included; 0: all. num_programs, tile: those of `attn_decode.division`.
     """
     num_rows = seq_lens.shape[0]
     plan_decode_kernel[(1,)](

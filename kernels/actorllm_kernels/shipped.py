@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from actorllm_kernels.attn_combine import attn_combine
-from actorllm_kernels.attn_decode import attn_decode
+from actorllm_kernels.attn_decode import attn_decode, division
 from actorllm_kernels.attn_prefill import attn_prefill
 from actorllm_kernels.edit_logits import Edits, Penalties, edit_logits
 from actorllm_kernels.embed import embed
@@ -104,6 +104,7 @@ def _attn_decode(
     q, cache = _meta(num_rows * q_len, num_heads, dim), _meta(100, 2, num_kv_heads, PAGE, dim)
     partials = _meta(2000, q_len * num_heads // num_kv_heads, dim, dtype=F32)
     rows, ends, quota = _meta(num_rows, dtype=I32), _meta(num_rows + 1, dtype=I32), _meta(1, dtype=I32)
+    programs, tile = division(q.device, dim, q_len * num_heads // num_kv_heads)
     sinks = _meta(num_heads) if has_sinks else None
     if combine:
         attn_combine(q, partials, partials[..., 0], ends, quota, num_kv_heads, sinks=sinks, pdl=True)
@@ -124,13 +125,15 @@ def _attn_decode(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        programs=programs,
+        tile=tile,
         pdl=True,
     )
 
 
 def _plan_decode(num_rows: int, window: int) -> None:
     lengths, ends, quota = _meta(num_rows, dtype=I32), _meta(num_rows + 1, dtype=I32), _meta(1, dtype=I32)
-    plan_decode(lengths, ends, quota, 660, 8, window=window, pdl=True)
+    plan_decode(lengths, ends, quota, 660, 8, tile=64, window=window, pdl=True)
 
 
 SHIPPED["plan_decode-512-pdl"] = partial(_plan_decode, 512, 0)

@@ -138,7 +138,7 @@ def test_a_block_must_be_whole_tiles() -> None:
     q, pages = torch.zeros(1, 2, 64), torch.zeros(2, 1, 40, 64)
     ids = torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match="block_size=40 is no multiple of the tile of 64 keys"):
-        attn_decode(q, pages, pages, ids[0], ids, ids[0], ids[0], ids[0], q, q, q, 1.0)
+        attn_decode(q, pages, pages, ids[0], ids, ids[0], ids[0], ids[0], q, q, q, 1.0, programs=1, tile=64)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(5, 1), (3, 2), (1, 2)])
@@ -151,4 +151,4 @@ def test_every_row_has_as_many_tokens(num_tokens: int, num_rows: int) -> None:
     with pytest.raises(
         ValueError, match=f"{num_tokens} tokens of {num_rows} rows: every row must have the same number"
     ):
-        attn_decode(q, pages, pages, ids[0], ids, ids[0], ids[0], ids[0], q, q, q, 1.0)
+        attn_decode(q, pages, pages, ids[0], ids, ids[0], ids[0], ids[0], q, q, q, 1.0, programs=1, tile=64)

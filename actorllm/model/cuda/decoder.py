@@ -29,9 +29,9 @@ from actorllm.model.cuda.state import StateTable
 from actorllm.model.decoder import DecoderConfig
 from actorllm.model.layers import inverse_frequencies
 from actorllm.model.weights import Weights
-from actorllm_kernels import attn_decode as decode_kernel
+from actorllm_kernels.attn_decode import division
 from actorllm_kernels.attn_prefill import query_tiles, tokens_per_tile
-from actorllm_kernels.configs import lookup, table
+from actorllm_kernels.configs import table
 from actorllm_kernels.skinny_gemm import is_skinny
 
 MAX_SKINNY_ROWS = 64
@@ -130,13 +130,12 @@ class PagedAttention:
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         self.shape = shape
         on = device.torch_device
-        self.tile = lookup("attn_decode", decode_kernel.shape_class(shape.head_dim, shape.group), on)["TILE"]
-        self.num_programs = (
-            decode_kernel.num_programs(on, shape.head_dim, shape.group) if on.type == "cuda" else HOST_PROGRAMS
-        )
+        self.division = division(on, shape.head_dim, shape.group)
+        if on.type != "cuda":
+            self.division = self.division._replace(programs=HOST_PROGRAMS)
         self._tokens_per_tile = tokens_per_tile(shape.group, shape.head_dim, on)
         self._device = device
-        parts = 2 * self.num_programs
+        parts = 2 * self.division.programs
         self._partials = torch.empty(parts, shape.group, shape.head_dim, device=on)
         self._partial_lse = torch.empty(parts, shape.group, device=on)
 
@@ -147,10 +146,10 @@ class PagedAttention:
                 rows.seq_lens,
                 plan.ends,
                 plan.quota,
-                self.num_programs,
+                self.division.programs,
                 self.shape.num_kv_heads,
                 window=window,
-                tile=self.tile,
+                tile=self.division.tile,
                 pdl=pdl,
             )
 
@@ -199,7 +198,8 @@ class PagedAttention:
                 window=window,
                 softcap=softcap,
                 sinks=sinks,
-                programs=self.num_programs,
+                programs=self.division.programs,
+                tile=self.division.tile,
                 pdl=pdl,
             )
             ops.attn_combine(
