@@ -70,6 +70,7 @@ STAGES: dict[str, Stage] = {
     "start": lambda bench, shapes, results: engine.start(bench, shapes),
     "ablations": lambda bench, shapes, results: steps.ablations(bench, _searched(shapes)),
     "peers": lambda bench, shapes, results: peers.run(bench, shapes),
+    "descriptors": lambda bench, shapes, results: attention.descriptors(bench),
     "search-products": lambda bench, shapes, results: products.search_all(bench, _searched(shapes)),
     "search-decode": lambda bench, shapes, results: attention.search(bench),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -64,6 +66,27 @@ def test_the_best_configuration_loses_least_over_all_cases(monkeypatch: pytest.M
         for count, ratio in ((1, 0.7), (8, 0.9), (16, 1.1), (32, 0.9))
     ]
     assert max_rows(products) == {"narrow": 8}
+
+
+def test_a_build_that_is_not_in_use_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    from gpu_stages import attention, correctness
+    from gpu_stages.clock import Bench
+
+    def broken(*_: object) -> float:
+        raise RuntimeError("no allocator was set")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    asked = [check for _, check, *_ in correctness.checks(Bench(torch.device("cpu"), False))]
+    assert not any("by_tma" in str(check.args) for check in asked if isinstance(check, functools.partial))
+
+    allocators: list[object] = []
+    monkeypatch.setattr(attention.triton, "set_allocator", allocators.append)
+    monkeypatch.setattr(attention, "check_prefill", broken)
+    monkeypatch.setattr(attention, "prefill_call", broken)
+    rows = attention.descriptors(Bench(torch.device("cpu"), True))["descriptors"]
+    assert [(row["right"], row["by descriptors, TFLOP/s"]) for row in rows] == [(False, None)]
+    assert len(allocators) == 1, "descriptors take memory that nobody else provides"
 
 
 def test_the_time_between_steps_is_that_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

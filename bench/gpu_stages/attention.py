@@ -24,6 +24,7 @@ from actorllm_kernels.configs import trying
 from actorllm_kernels.plan_decode import plan_decode
 
 from .clock import Bench
+from .correctness import TOLERANCE, check_prefill
 from .inputs import I32, Paged, bf16
 
 PAGE = 64
@@ -189,8 +190,6 @@ def prefill(bench: Bench) -> dict[str, Any]:
         call, flops = prefill_call(chunks, shape, False, bench)
         seconds = bench.seconds(call)
         row |= {"us": seconds * 1e6, "TFLOP/s": flops / seconds / 1e12}
-        if not bench.is_check and torch.cuda.get_device_capability()[0] >= 9 and shape[2] in (64, 128):
-            row["by descriptors, TFLOP/s"] = _attempt("by descriptors", partial(_by_descriptors, bench, chunks, shape))
         if new == length:
             row |= _torch(bench, len(chunks), shape, length, flops)
         rows.append(row)
@@ -198,12 +197,36 @@ def prefill(bench: Bench) -> dict[str, Any]:
     return {"prefill": rows}
 
 
-def _by_descriptors(bench: Bench, chunks: list[tuple[int, int]], shape: tuple[int, int, int]) -> float:
-    """TFLOP/s of the build that has never run before this."""
-    import triton
+def descriptors(bench: Bench) -> dict[str, Any]:
+    """The build of prefill attention by descriptors, which the engine does not launch: is it right, and the faster one?"""
+    if not bench.is_check and torch.cuda.get_device_capability()[0] != 9:
+        return {"descriptors": [], "why": "this build is for GPUs of compute capability 9.0"}
+    # Descriptors are made on the device, in memory that Triton asks for.
+    triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, device=bench.device, dtype=torch.int8))
+    rows = []
+    for shape in bench.pick(((32, 8, 128), (32, 8, 64)), ((4, 2, 64),)):
+        heads = "x".join(map(str, shape))
+        error = attempt(heads, partial(check_prefill, shape, {"by_tma": True}, bench))
+        right = error is not None and error <= TOLERANCE
+        for length in bench.pick((2048, 8192), (70,)):
+            rate = {by_tma: attempt(heads, partial(_rate, bench, length, shape, by_tma)) for by_tma in (False, True)}
+            rows.append(
+                {
+                    "heads": heads,
+                    "length": length,
+                    "right": right,
+                    "error": error,
+                    "TFLOP/s": rate[False],
+                    "by descriptors, TFLOP/s": rate[True],
+                }
+            )
+        bench.empty_cache()
+    return {"descriptors": rows}
 
-    triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, device="cuda", dtype=torch.int8))
-    call, flops = prefill_call(chunks, shape, True, bench)
+
+def _rate(bench: Bench, length: int, shape: tuple[int, int, int], by_tma: bool) -> float:
+    """TFLOP/s of one prompt."""
+    call, flops = prefill_call([(length, length)], shape, by_tma, bench)
     return flops / bench.seconds(call) / 1e12
 
 
@@ -213,7 +236,7 @@ def _torch(bench: Bench, batch: int, shape: tuple[int, int, int], length: int, f
     sdpa = bench.seconds(partial(F.scaled_dot_product_attention, q, k, v, is_causal=True))
     row: dict[str, Any] = {"torch SDPA, TFLOP/s": flops / sdpa / 1e12}
     if not bench.is_check:  # torch.compile on a CPU takes longer than the whole walk
-        row["FlexAttention, TFLOP/s"] = _attempt("FlexAttention", lambda: flops / _flex_seconds(bench, q, k, v) / 1e12)
+        row["FlexAttention, TFLOP/s"] = attempt("FlexAttention", lambda: flops / _flex_seconds(bench, q, k, v) / 1e12)
     return row
 
 
@@ -225,7 +248,7 @@ def _flex_seconds(bench: Bench, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     return bench.seconds(lambda: compiled(q, k, v, block_mask=mask))
 
 
-def _attempt(what: str, measure: Callable[[], float]) -> float | None:
+def attempt(what: str, measure: Callable[[], float]) -> float | None:
     """None: it does not run here, and why is printed."""
     try:
         return measure()

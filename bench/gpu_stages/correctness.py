@@ -1,6 +1,7 @@
 """Every kernel as it is compiled for this GPU, in bfloat16, against its reference in float64.
 
-A kernel that is wrong here is wrong for every model, and no figure after this one counts. Errors are those of bfloat16: a few
+A kernel that is wrong here is wrong for every model, and no figure after this one counts. So only what the engine launches
+is here: a build that is yet to show its use has a stage of its own (`attention.descriptors`). Errors are those of bfloat16: a few
 units in the last place of the result. Tokens must be those of the CPU's sampler wherever its margin says that there is only
 one right choice.
 """
@@ -65,7 +66,7 @@ def run(bench: Bench) -> dict[str, Any]:
 
 def checks(bench: Bench) -> Iterator[tuple[str, Check, float]]:
     """Name, what gives the error, and the largest that is right."""
-    big, small = not bench.is_check, bench.is_check
+    big = not bench.is_check
     for size in (1024, 4096) if big else (96,):
         yield f"rmsnorm {size}", partial(check_rmsnorm, size), TOLERANCE
     for activation in ACTIVATIONS:
@@ -138,8 +139,6 @@ def checks(bench: Bench) -> Iterator[tuple[str, Check, float]]:
     yield "sample_topk_topp", partial(check_filters, 32 if big else 3, vocab), 0.0
     yield "edit_logits", partial(check_edits, vocab), 1e-5
     yield "top_logprobs", partial(check_logprobs, vocab), 1e-4
-    if big and small is False and torch.cuda.get_device_capability()[0] >= 9:
-        yield "attn_prefill by descriptors", partial(check_prefill, (32, 8, 128), {"by_tma": True}), TOLERANCE
 
 
 def off(actual: torch.Tensor, expected: torch.Tensor) -> float:

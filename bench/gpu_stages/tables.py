@@ -28,6 +28,7 @@ TITLES = {
     "start": "The start, until the first token",
     "ablations": "What each trick of a step is worth",
     "peers": "transformers on the same GPU",
+    "descriptors": "Prefill attention by descriptors, a build that is not in use",
     "search-products": "Configurations tried: products",
     "search-decode": "Configurations tried: decode attention",
 }
