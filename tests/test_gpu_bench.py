@@ -7,6 +7,7 @@ import itertools
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,26 @@ def test_a_build_that_is_not_in_use_stops_nothing(monkeypatch: pytest.MonkeyPatc
     rows = attention.descriptors(Bench(torch.device("cpu"), True))["descriptors"]
     assert [(row["right"], row["by descriptors, TFLOP/s"]) for row in rows] == [(False, None)]
     assert len(allocators) == 1, "descriptors take memory that nobody else provides"
+
+
+def test_the_memory_of_a_runner_is_free_when_its_block_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next runner asks for nearly all of the GPU, while this one's name is still bound."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    from gpu_stages import steps
+    from gpu_stages.clock import Bench
+    from gpu_stages.models import TINY
+
+    bench = Bench(torch.device("cpu"), True)
+    with steps.runner_of(bench, TINY["tiny-llama"]) as runner:
+        step = runner.steady_step(1, 5, is_recorded=False)
+        held = [weakref.ref(runner._pool.pool), weakref.ref(runner.model.embedding), weakref.ref(runner.graphs)]
+    assert [one() for one in held] == [None, None, None]
+    assert runner is not None
+    assert step is not None
+
+    monkeypatch.setattr(steps.CudaRunner, "profile_num_blocks", lambda _: 0)
+    with pytest.raises(RuntimeError, match="tiny-llama: the GPU has no memory left"), steps.runner_of(bench, TINY["tiny-llama"]):
+        pass
 
 
 def test_the_time_between_steps_is_that_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,11 @@ PREFILL_TARGET = 0.5
 
 @contextlib.contextmanager
 def runner_of(bench: Bench, shape: Shape, uses_pdl: bool = True, **more: Any) -> Iterator[CudaRunner]:
-    """With random weights and a cache for the largest batch. more: arguments of the engine."""
+    """With random weights and a cache for the largest batch. more: arguments of the engine.
+
+    Its memory is given back when the block ends, whoever still holds the runner: the next one asks for nearly all there is.
+    Raises RuntimeError when there is no room for a cache.
+    """
     sizes = bench.pick(
         {"max_model_len": 16384, "max_num_seqs": 256, "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.85},
         {
@@ -57,12 +61,15 @@ def runner_of(bench: Bench, shape: Shape, uses_pdl: bool = True, **more: Any) ->
         )
         device = HostDevice() if bench.is_check else CudaDevice(uses_pdl=uses_pdl)
         runner = CudaRunner(config, show_progress=False, device=device)
-        runner.load()
-        runner.allocate(runner.profile_num_blocks())
     try:
+        runner.load()
+        num_blocks = runner.profile_num_blocks()
+        if num_blocks == 0:
+            raise RuntimeError(f"{shape.name}: the GPU has no memory left for a cache; who else is on it?")
+        runner.allocate(num_blocks)
         yield runner
     finally:
-        del runner
+        vars(runner).clear()
         bench.empty_cache()
 
 
