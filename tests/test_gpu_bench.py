@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import subprocess
 import sys
@@ -110,22 +109,33 @@ def test_the_memory_of_a_runner_is_free_when_its_block_ends(monkeypatch: pytest.
         pass
 
 
-def test_the_time_between_steps_is_that_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_idle_time_between_steps_is_that_without_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     from gpu_stages.engine import between_steps
 
-    def kernel(name: str, start: float, length: float) -> dict[str, object]:
-        return {"cat": "kernel", "name": name, "ts": start, "dur": length}
+    def event(name: str, start: float, length: float, cat: str = "kernel") -> dict[str, object]:
+        return {"cat": cat, "name": name, "ts": start, "dur": length}
 
-    steps = [
-        [
-            kernel("step_prep_kernel", at, 2),
-            kernel("attn_decode_kernel", at + 1, 60),
-            kernel("sample_pick_kernel", at + 70, 20),
-        ]
-        for at in (0, 100, 210)
-    ]
-    other = {"cat": "cpu_op", "name": "step_prep_kernel", "ts": 50, "dur": 5}
-    found = between_steps([other, *itertools.chain.from_iterable(steps)])
-    assert found == {"steps": 2, "step, us": 105, "idle between steps, us": 15, "share": 30 / 210}
-    assert between_steps([other])["share"] is None
+    def step(at: float, layer: str = "attn_decode_kernel") -> list[dict[str, object]]:
+        """70 long; kernels overlap, as dependent launches do."""
+        return [event("step_prep_kernel", at, 2), event(layer, at + 1, 60), event("kv_clear_kernel", at + 60, 10)]
+
+    host = [event("index_copy", 90, 4), event("Memcpy HtoD", 95, 3, "gpu_memcpy"), event("aten::zeros", 71, 20, "cpu_op")]
+    found = between_steps([*step(110), *host, *step(0), *step(210)])
+    gaps = [110 - 70 - 4 - 3, 210 - 180]
+    assert found == {
+        "steps": 2,
+        "step, us": (110 + 100) / 2,
+        "idle between steps, us": sum(gaps) / 2,
+        "share": sum(gaps) / 210,
+    }
+    prompt = [event("embed_kernel", 260, 1), event("attn_prefill_kernel", 261, 20), event("kv_clear_kernel", 290, 1)]
+    assert between_steps([*step(0), *step(100), *step(200), *prompt, *step(300), *step(400)]) == {
+        "steps": 2,
+        "step, us": 100,
+        "idle between steps, us": 30,
+        "share": 60 / 200,
+    }
+    mixed = step(100, "attn_prefill_kernel")
+    assert between_steps([*step(0), *mixed, *step(200)])["steps"] == 0, "steps with prompts are none of these"
+    assert between_steps([event("step_prep_kernel", 50, 5, "cpu_op")])["share"] is None

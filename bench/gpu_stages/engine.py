@@ -159,19 +159,23 @@ def _text(file: Path) -> bytes:
     return file.read_bytes()
 
 
-def between_steps(events: list[dict[str, Any]], first_kernel: str = "step_prep_kernel") -> dict[str, Any]:
-    """A step begins with `first_kernel`. None where the profile has no kernels, as on a CPU."""
-    kernels = sorted(
-        (event["ts"], event["ts"] + event["dur"], event["name"]) for event in events if event.get("cat") == "kernel"
-    )
-    gaps, lengths, begun, last_end = [], [], None, None
-    for start, end, name in kernels:
-        if first_kernel in name:
-            if begun is not None and last_end is not None:
-                gaps.append(max(0.0, start - last_end))
-                lengths.append(start - begun)
-            begun = start
-        last_end = end if last_end is None else max(last_end, end)
+def between_steps(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of pairs of decode steps that follow each other. None where the profile has no kernels, as on a CPU.
+
+    A step begins with step_prep and ends with kv_clear, the last node of its graph. What lies between that and the next
+    step_prep belongs to the host: small copies and uploads, which are work, and the rest, in which the GPU is idle. Steps with
+    prompts are passed over.
+    """
+    work = sorted((event["ts"], event["ts"] + event["dur"], event["name"]) for event in events if is_work(event))
+    begins = [i for i, (_, _, name) in enumerate(work) if "step_prep" in name]
+    parts = [work[begin:end] for begin, end in itertools.pairwise([*begins, len(work)])]
+    gaps, lengths = [], []
+    for part, after in itertools.pairwise(parts):
+        ends = [i for i, (_, _, name) in enumerate(part) if "kv_clear" in name]
+        if not ends or any("attn_prefill" in name for _, _, name in (*part, *after)):
+            continue
+        gaps.append(uncovered(part[ends[-1]][1], after[0][0], part[ends[-1] + 1 :]))
+        lengths.append(after[0][0] - part[0][0])
     if not gaps:
         return {"steps": 0, "step, us": None, "idle between steps, us": None, "share": None}
     return {
@@ -180,6 +184,20 @@ def between_steps(events: list[dict[str, Any]], first_kernel: str = "step_prep_k
         "idle between steps, us": statistics.median(gaps),
         "share": sum(gaps) / sum(lengths),
     }
+
+
+def is_work(event: dict[str, Any]) -> bool:
+    """Whether the GPU does something in this event of a profile."""
+    return event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def uncovered(start: float, end: float, work: list[tuple[float, float, str]]) -> float:
+    """How much of the time from start to end none of the work takes. work: ordered by when it begins."""
+    idle = 0.0
+    for begin, stop, _ in work:
+        idle += max(0.0, min(begin, end) - start)
+        start = max(start, stop)
+    return idle + max(0.0, end - start)
 
 
 def start(bench: Bench, shapes: list[Shape]) -> dict[str, Any]:
