@@ -34,8 +34,8 @@ from triton.runtime.jit import JITFunction
 from actorllm_kernels.configs import target
 
 ARCHITECTURES = ("sm_90", "sm_80")
-MAX_SHARED = {"sm_90": 227 * 1024, "sm_80": 163 * 1024}
-"""Bytes of shared memory that one program may have."""
+MAX_SHARED = {"sm_90": 227 * 1024, "sm_80": 99 * 1024}
+"""Bytes of shared memory that one program may have: of all GPUs that are configured as this one, those that have least."""
 MAX_REGISTERS = 255
 
 PIPELINED = ("attn_decode", "attn_prefill", "skinny_gemm", "lm_head")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +40,27 @@ def test_every_shipped_launch_takes_what_the_table_says() -> None:
     ]
     assert not different, "\n".join(different)
     assert {a: set(launches) for a, launches in found.items()} == {a: set(launches) for a, launches in expected.items()}
+
+
+@pytest.mark.parametrize(("major", "architecture"), [(8, "sm_80"), (9, "sm_90"), (10, "sm_90"), (12, "sm_80")])
+def test_every_gpu_has_the_shared_memory_that_its_configurations_take(
+    major: int, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
+    assert configs.architecture_of(torch.device("cuda", 40 + major)) == architecture
+    least = {8: 99, 9: 227, 10: 227, 12: 99}[major] * 1024
+    for path in resources.FOLDER.glob("*.json"):
+        for name, used in json.loads(path.read_text())[architecture].items():
+            assert used["shared"] <= least, f"{path.name}: {name}"
+
+
+def test_programs_are_as_many_as_the_gpu_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H100 with a PCIe plug has 114 multiprocessors, an H20 has 78."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=78))
+    per_sm = configs.lookup("attn_decode", "d128", torch.device("meta"))["PER_SM"]
+    assert attn_decode.division(torch.device("cuda", 60), 128).programs == 78 * per_sm
+    assert attn_decode.division(torch.device("meta"), 128).programs == 132 * per_sm
 
 
 def _jitted() -> list[Any]:
