@@ -217,8 +217,9 @@ def attn_decode(
     q, out: [num_rows * q_len, num_heads, head_dim], q_len from 1 to 4 the same for all rows. keys, values: [num_blocks,
     num_kv_heads, block_size, head_dim] (see `qknorm_rope_kv`). table: int32 [num_slots, max_blocks], of which row i of the
     batch uses row rows[i]. seq_lens: int32 [num_rows] with the new tokens, 0 for padding. ends, quota: from `plan_decode`
-    with the same window, programs and tile, which are those of `division`. partials: float32 [2 * programs, q_len * num_heads / num_kv_heads, head_dim];
-    partial_lse: without the last dimension. sinks: [num_heads] logits that take a share of the softmax and add nothing.
+    with the same window, programs and tile (see `division`). partials: float32 [2 * programs, q_len * num_heads /
+    num_kv_heads, head_dim]; partial_lse: without the last dimension. sinks: [num_heads] logits that take a share of the
+    softmax and add nothing.
     """
     num_rows = seq_lens.shape[0]
     num_tokens, num_heads, dim = q.shape
