@@ -105,7 +105,10 @@ def test_the_memory_of_a_runner_is_free_when_its_block_ends(monkeypatch: pytest.
     assert step is not None
 
     monkeypatch.setattr(steps.CudaRunner, "profile_num_blocks", lambda _: 0)
-    with pytest.raises(RuntimeError, match="tiny-llama: the GPU has no memory left"), steps.runner_of(bench, TINY["tiny-llama"]):
+    with (
+        pytest.raises(RuntimeError, match="tiny-llama: the GPU has no memory left"),
+        steps.runner_of(bench, TINY["tiny-llama"]),
+    ):
         pass
 
 
@@ -120,7 +123,11 @@ def test_the_idle_time_between_steps_is_that_without_work(monkeypatch: pytest.Mo
         """70 long; kernels overlap, as dependent launches do."""
         return [event("step_prep_kernel", at, 2), event(layer, at + 1, 60), event("kv_clear_kernel", at + 60, 10)]
 
-    host = [event("index_copy", 90, 4), event("Memcpy HtoD", 95, 3, "gpu_memcpy"), event("aten::zeros", 71, 20, "cpu_op")]
+    host = [
+        event("index_copy", 90, 4),
+        event("Memcpy HtoD", 95, 3, "gpu_memcpy"),
+        event("aten::zeros", 71, 20, "cpu_op"),
+    ]
     found = between_steps([*step(110), *host, *step(0), *step(210)])
     gaps = [110 - 70 - 4 - 3, 210 - 180]
     assert found == {
