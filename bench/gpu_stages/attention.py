@@ -41,7 +41,7 @@ class DecodeCase:
         _, kv_heads, dim = shape
         self.bench, self.shape, self.lens = bench, shape, lens
         self.num_bytes = sum(lens) * bytes_per_token(shape)
-        copies = bench.pick(min(64, max(1, -(-COLD_BYTES // self.num_bytes))), 1)
+        copies = bench.pick(max(1, -(-COLD_BYTES // self.num_bytes)), 1)
         self.caches = [Paged.make(lens, kv_heads, dim, PAGE, bench.device) for _ in range(copies)]
 
     def seconds(self) -> float:
