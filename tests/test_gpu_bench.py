@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import statistics
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,3 +149,34 @@ def test_the_idle_time_between_steps_is_that_without_work(monkeypatch: pytest.Mo
     mixed = step(100, "attn_prefill_kernel")
     assert between_steps([*step(0), *mixed, *step(200)])["steps"] == 0, "steps with prompts are none of these"
     assert between_steps([event("step_prep_kernel", 50, 5, "cpu_op")])["share"] is None
+
+
+def test_the_timed_steps_have_the_context_that_their_limit_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    from gpu_stages import steps
+    from gpu_stages.clock import Bench
+    from gpu_stages.models import TINY
+
+    bench = Bench(torch.device("cpu"), True)
+    lengths = []
+    with steps.runner_of(bench, TINY["tiny-llama"]) as runner:
+        run = runner.graphs.run
+
+        def noted(*key: Any) -> None:
+            run(*key)
+            lengths.append(int(runner._decode_rows.seq_lens[0]))
+
+        def rounds(_: Any, call: Callable[[], None], before: Callable[[], None]) -> float:
+            lengths.clear()
+            for _ in range(3):
+                before()
+                call()
+            return 1.0
+
+        monkeypatch.setattr(runner.graphs, "run", noted)
+        monkeypatch.setattr(Bench, "eager_seconds", rounds)
+        monkeypatch.setattr(Bench, "pick", lambda _, real, tiny: real if real == steps.STEPS else tiny)
+        steps.step_seconds(bench, runner, 2, 40)
+        assert runner._pool.pool[:, :1].any(), "zeros would be no work"
+    assert len(lengths) == 3 * steps.STEPS
+    assert statistics.mean(lengths) == pytest.approx(40, abs=0.5)

@@ -58,16 +58,19 @@ class Bench:
             graph = captured(calls)
         return statistics.median(replayed(graph, ROUNDS)) / len(calls)
 
-    def eager_seconds(self, call: Call, rounds: int = ROUNDS) -> float:
-        """The same without a graph, one call a round: for what cannot be captured."""
+    def eager_seconds(self, call: Call, rounds: int = ROUNDS, before: Call = lambda: None) -> float:
+        """The same without a graph, one call a round: for what cannot be captured. before: comes first, and is not timed."""
+        before()
         call()
         if self.is_check:
+            before()
             began = time.perf_counter()
             call()
             return time.perf_counter() - began
         torch.cuda.synchronize()
         times = []
         for _ in range(rounds):
+            before()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             call()

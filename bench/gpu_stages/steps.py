@@ -23,6 +23,8 @@ from .clock import Bench
 from .models import Shape
 
 CONTEXT = 1024
+STEPS = 10
+"""That are timed together. Each makes its sequences longer by a token."""
 TARGETS = {
     ("Qwen3-8B", 1): 0.8,
     ("Llama-3.1-8B", 1): 0.8,
@@ -74,10 +76,24 @@ def runner_of(bench: Bench, shape: Shape, uses_pdl: bool = True, **more: Any) ->
 
 
 def step_seconds(bench: Bench, runner: CudaRunner, batch: int, context: int, *, is_recorded: bool = True) -> float:
-    """Of a decode step, from events around several of them."""
+    """Of a decode step over so many tokens, from events around several of them with that mean length."""
+    count = bench.pick(STEPS, 1)
     with torch.inference_mode(), runner.device.active():
         step = runner.steady_step(batch, context, is_recorded=is_recorded)
-        return bench.eager_seconds(lambda: [step() for _ in range(bench.pick(10, 1))]) / bench.pick(10, 1)
+        fill(runner, batch)
+
+        def again() -> None:
+            runner.state.num_computed[:batch] = context - 1 - count // 2  # a step attends to one more than are computed
+
+        return bench.eager_seconds(lambda: [step() for _ in range(count)], before=again) / count
+
+
+def fill(runner: CudaRunner, batch: int) -> None:
+    """Noise, always the same, in the blocks of the rows of `steady_step`: a cache of zeros would be no work for the memory."""
+    torch.manual_seed(0)
+    used = int(runner.state.block_table[:batch].max()) + 1
+    for layer in runner._pool.pool.unbind(0):
+        layer[:used].normal_()
 
 
 def decode(bench: Bench, shapes: list[Shape], bandwidth: float, flops: float) -> dict[str, Any]:
