@@ -180,3 +180,13 @@ def test_the_timed_steps_have_the_context_that_their_limit_is_of(monkeypatch: py
         assert runner._pool.pool[:, :1].any(), "zeros would be no work"
     assert len(lengths) == 3 * steps.STEPS
     assert statistics.mean(lengths) == pytest.approx(40, abs=0.5)
+
+
+def test_the_workload_is_that_of_nano_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    from gpu_stages import engine
+    from gpu_stages.clock import Bench
+    from gpu_stages.models import MODELS
+
+    requests = engine.workload(Bench(torch.device("cpu"), False), MODELS["Qwen3-0.6B"])
+    assert (sum(len(ids) for ids, _ in requests), sum(n for _, n in requests)) == (142827, 133966)

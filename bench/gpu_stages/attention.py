@@ -243,7 +243,9 @@ def _torch(bench: Bench, batch: int, shape: tuple[int, int, int], length: int, f
 def _flex_seconds(bench: Bench, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    compiled, length = torch.compile(flex_attention), q.shape[2]
+    # One length after the other would make it compile for any length, and give up fusing after a few.
+    torch._dynamo.reset()
+    compiled, length = torch.compile(flex_attention, dynamic=False), q.shape[2]
     mask = create_block_mask(lambda _b, _h, i, j: i >= j, None, None, length, length, device="cuda")
     return bench.seconds(lambda: compiled(q, k, v, block_mask=mask))
 

@@ -1,7 +1,7 @@
 """The whole engine on a GPU: offline throughput, latencies by batch size, the gap between steps, and the start.
 
 Weights are random (`load_format="dummy"`), requests go on to their full length, prefix caching is off. The workload of offline
-throughput is nano-vllm's bench.py: 256 requests, 100 to 1,024 tokens in and out, seed 0.
+throughput is that of nano-vllm's bench.py: 256 requests, 100 to 1,024 tokens in and out, drawn in its order from seed 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from actorllm import LLM, AsyncLLM, SamplingParams, TokensPrompt
 from .clock import Bench
 from .models import Shape
 
-Lengths = list[tuple[int, int]]
+Request = tuple[list[int], int]
+"""The tokens of a prompt, and how many come out."""
 
 
 def arguments(bench: Bench, shape: Shape, folder: str, **more: Any) -> dict[str, Any]:
@@ -43,18 +44,23 @@ def arguments(bench: Bench, shape: Shape, folder: str, **more: Any) -> dict[str,
     }
 
 
-def workload(bench: Bench) -> Lengths:
-    """Tokens in and out."""
+def workload(bench: Bench, shape: Shape) -> list[Request]:
+    """As nano-vllm draws it: all prompts with their tokens, then all lengths of outputs."""
     draw = random.Random(0)
     count, low, high = bench.pick((256, 100, 1024), (3, 3, 8))
-    return [(draw.randint(low, high), draw.randint(low, high)) for _ in range(count)]
+    ids = [[draw.randint(0, 10000) for _ in range(draw.randint(low, high))] for _ in range(count)]
+    lengths = [draw.randint(low, high) for _ in range(count)]
+    return [([id % shape.vocab for id in prompt], n) for prompt, n in zip(ids, lengths, strict=True)]
 
 
-def prompts(shape: Shape, lengths: Lengths) -> list[TokensPrompt]:
+def alike(shape: Shape, count: int, num_in: int, num_out: int) -> list[Request]:
+    """Requests of one size."""
     draw = random.Random(1)
-    return [
-        TokensPrompt(prompt_token_ids=[draw.randrange(min(10000, shape.vocab)) for _ in range(n)]) for n, _ in lengths
-    ]
+    return [([draw.randrange(min(10000, shape.vocab)) for _ in range(num_in)], num_out) for _ in range(count)]
+
+
+def prompts(requests: list[Request]) -> list[TokensPrompt]:
+    return [TokensPrompt(prompt_token_ids=ids) for ids, _ in requests]
 
 
 def params(num_tokens: int) -> SamplingParams:
@@ -63,18 +69,26 @@ def params(num_tokens: int) -> SamplingParams:
 
 def offline(bench: Bench, shapes: list[Shape]) -> dict[str, Any]:
     """Output tokens per second; with and without graphs, and without a second step in flight."""
-    rows, lengths = [], workload(bench)
+    rows = []
     ways: dict[str, dict[str, Any]] = {"": {}, "eager": {"enforce_eager": True}, "depth 1": {"async_scheduling": False}}
     cases = [(shapes[0], way) for way in ways] + [(shape, "") for shape in shapes[1:]]
     for shape, way in cases[: bench.pick(None, 2)]:
         with tempfile.TemporaryDirectory() as folder, LLM(**arguments(bench, shape, folder, **ways[way])) as llm:
-            llm.generate(prompts(shape, lengths[:2]), params(8), use_tqdm=False)
+            requests = workload(bench, shape)
+            llm.generate(prompts(requests[:2]), params(8), use_tqdm=False)
+            while num_wanted(llm.stats()):
+                time.sleep(0.05)
             began = time.perf_counter()
-            llm.generate(prompts(shape, lengths), [params(n) for _, n in lengths], use_tqdm=False)
+            llm.generate(prompts(requests), [params(n) for _, n in requests], use_tqdm=False)
             seconds = time.perf_counter() - began
-        rate = sum(n for _, n in lengths) / seconds
+        rate = sum(n for _, n in requests) / seconds
         rows.append({"model": shape.name, "way": way or "as it is", "seconds": seconds, "output tokens/s": rate})
     return {"offline": rows}
+
+
+def num_wanted(stats: dict[str, Any]) -> int:
+    """Steps that are yet to be recorded as graphs: workers do that when they have nothing else to do."""
+    return sum(worker.get("num_graphs_wanted", 0) for worker in stats["workers"])
 
 
 def latency(bench: Bench, shapes: list[Shape]) -> dict[str, Any]:
@@ -89,15 +103,17 @@ def latency(bench: Bench, shapes: list[Shape]) -> dict[str, Any]:
 
 async def _latency(bench: Bench, shape: Shape, folder: str, batch: int) -> dict[str, Any]:
     num_in, num_out = bench.pick((1024, 128), (20, 5))
-    asked = prompts(shape, [(num_in, num_out)] * batch)
+    asked = prompts(alike(shape, batch, num_in, num_out))
     async with AsyncLLM(**arguments(bench, shape, folder)) as llm:
 
         async def one(prompt: TokensPrompt) -> list[float]:
             began = time.perf_counter()
             return [began, *[time.perf_counter() async for _ in llm.generate(prompt, params(num_out))]]
 
-        for _ in range(2):  # the first round compiles, and records graphs
+        for _ in range(2):  # the first round warms up
             found = await asyncio.gather(*(one(prompt) for prompt in asked))
+            while num_wanted(await llm.stats()):  # noqa: ASYNC110  # it is a process that is asked
+                await asyncio.sleep(0.05)
     first = [times[1] - times[0] for times in found]
     gaps = [later - earlier for times in found for earlier, later in itertools.pairwise(times[1:])]
     return {
@@ -128,7 +144,7 @@ async def _profiled(bench: Bench, shape: Shape, folder: str, batch: int) -> list
     more = {"profiler_config": {"profiler": "torch", "torch_profiler_dir": str(traces)}}
     num_in, num_out = bench.pick((1024, 400), (8, 40))
     async with AsyncLLM(**arguments(bench, shape, folder, **more)) as llm:
-        streams = [llm.generate(prompt, params(num_out)) for prompt in prompts(shape, [(num_in, num_out)] * batch)]
+        streams = [llm.generate(prompt, params(num_out)) for prompt in prompts(alike(shape, batch, num_in, num_out))]
 
         async def drain(stream: Any, started: asyncio.Event) -> None:
             seen = 0
@@ -221,5 +237,5 @@ def start(bench: Bench, shapes: list[Shape]) -> dict[str, Any]:
 def _first_token(bench: Bench, shape: Shape, folder: str) -> float:
     began = time.perf_counter()
     with LLM(**arguments(bench, shape, folder)) as llm:
-        llm.generate(prompts(shape, [(16, 1)]), params(1), use_tqdm=False)
+        llm.generate(prompts(alike(shape, 1, 16, 1)), params(1), use_tqdm=False)
         return time.perf_counter() - began
