@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from actorllm_kernels import reference
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -190,3 +192,37 @@ def test_the_workload_is_that_of_nano_vllm(monkeypatch: pytest.MonkeyPatch) -> N
 
     requests = engine.workload(Bench(torch.device("cpu"), False), MODELS["Qwen3-0.6B"])
     assert (sum(len(ids) for ids, _ in requests), sum(n for _, n in requests)) == (142827, 133966)
+
+
+def test_a_gpu_that_is_lost_ends_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    from gpu_stages import correctness
+    from gpu_stages.clock import Bench
+
+    bench = Bench(torch.device("cpu"), True)
+
+    def lost(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(correctness, "checks", lambda _: iter([("one", lost, 1.0), ("two", lambda _: 0.0, 1.0)]))
+    assert [row["kernel"] for row in correctness.run(bench)["checks"]] == ["one", "two"]
+    monkeypatch.setattr(Bench, "synchronize", lost)
+    found = correctness.run(bench)
+    assert [row["kernel"] for row in found["checks"]] == ["one"], "what came after it would look wrong as well"
+    assert found["wrong"] == "wrong kernels: one"
+
+
+@pytest.mark.parametrize("edge", ["last", "first", "page"])
+def test_attention_that_leaves_out_a_key_is_found_wrong(edge: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    from gpu_stages import correctness
+    from gpu_stages.inputs import Paged
+
+    torch.manual_seed(0)
+    cache = Paged.make([3001], 8, 128, 64, torch.device("cpu")).sharpen()
+    q, (keys, values) = 2 * torch.randn(1, 16, 128).double(), (x.double() for x in cache.sequence(0))
+    whole = reference.attention(q, keys, values, 128**-0.5)
+    assert correctness.off_by_row(whole.to(torch.bfloat16), whole) < correctness.ATTENTION_TOLERANCE
+    left = {"last": slice(3000), "first": slice(1, 3001), "page": slice(64, 3001)}[edge]
+    less = reference.attention(q, keys[left], values[left], 128**-0.5)
+    assert correctness.off_by_row(less, whole) > 4 * correctness.ATTENTION_TOLERANCE

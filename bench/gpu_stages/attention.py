@@ -24,7 +24,7 @@ from actorllm_kernels.configs import trying
 from actorllm_kernels.plan_decode import plan_decode
 
 from .clock import Bench
-from .correctness import TOLERANCE, check_prefill
+from .correctness import ATTENTION_TOLERANCE, check_prefill
 from .inputs import I32, Paged, bf16
 
 PAGE = 64
@@ -207,7 +207,7 @@ def descriptors(bench: Bench) -> dict[str, Any]:
     for shape in bench.pick(((32, 8, 128), (32, 8, 64)), ((4, 2, 64),)):
         heads = "x".join(map(str, shape))
         error = attempt(heads, partial(check_prefill, shape, {"by_tma": True}, bench))
-        right = error is not None and error <= TOLERANCE
+        right = error is not None and error <= ATTENTION_TOLERANCE
         for length in bench.pick((2048, 8192), (70,)):
             rate = {by_tma: attempt(heads, partial(_rate, bench, length, shape, by_tma)) for by_tma in (False, True)}
             rows.append(

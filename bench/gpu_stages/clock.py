@@ -79,6 +79,11 @@ class Bench:
             times.append(start.elapsed_time(end) * 1e-3)
         return statistics.median(times)
 
+    def synchronize(self) -> None:
+        """Wait for the GPU. Raises where it is lost to this process, as it is after an illegal access."""
+        if not self.is_check:
+            torch.cuda.synchronize()
+
     def empty_cache(self) -> None:
         """Give back the memory of tensors that nobody holds, those that hold each other included."""
         gc.collect()

@@ -23,6 +23,7 @@ from actorllm_kernels.attn_decode import attn_decode, division
 from actorllm_kernels.attn_prefill import attn_prefill, query_tiles, tokens_per_tile
 from actorllm_kernels.edit_logits import Edits, Penalties, edit_logits
 from actorllm_kernels.embed import embed
+from actorllm_kernels.kv_clear import kv_clear
 from actorllm_kernels.kv_copy import kv_copy
 from actorllm_kernels.lm_head_sample import lm_head_sample
 from actorllm_kernels.plan_decode import plan_decode
@@ -40,6 +41,9 @@ from .inputs import I32, Paged, bf16, state_table
 
 TOLERANCE = 3e-2
 """Of a bfloat16 result, relative to 1 + its size."""
+ATTENTION_TOLERANCE = 5e-2
+"""Relative to the root mean square of the row, of which the largest of its values is about five times as much: what attention
+gives is small. A key that is left out changes far more (see `Paged.sharpen`)."""
 MARGIN = 1e-3
 """Choices that are closer than this may differ: products of bfloat16 are summed in another order."""
 
@@ -48,20 +52,24 @@ Check = Callable[[Bench], float]
 
 def run(bench: Bench) -> dict[str, Any]:
     torch.manual_seed(0)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, check, limit in checks(bench):
+        error, why = float("nan"), ""
         try:
-            error, why = check(bench), ""
+            error = check(bench)
         except Exception as problem:
-            error, why = (
-                float("nan"),
-                f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}",
-            )
+            why = f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}"
             traceback.print_exc()
         is_right = error <= limit
         rows.append({"kernel": name, "error": error, "limit": limit, "right": is_right, "problem": why})
         print(f"  {name}: {'ok' if is_right else 'WRONG ' + why} ({error:.2e})", flush=True)
-    return {"checks": rows, "num_wrong": sum(not row["right"] for row in rows)}
+        try:
+            bench.synchronize()
+        except Exception as problem:  # the GPU is lost: no later check would mean anything
+            rows[-1] |= {"right": False, "problem": why or f"{type(problem).__name__}: the GPU was lost in it"}
+            break
+    wrong = [row["kernel"] for row in rows if not row["right"]]
+    return {"checks": rows, "num_wrong": len(wrong), "wrong": f"wrong kernels: {', '.join(wrong)}" if wrong else ""}
 
 
 def checks(bench: Bench) -> Iterator[tuple[str, Check, float]]:
@@ -71,80 +79,98 @@ def checks(bench: Bench) -> Iterator[tuple[str, Check, float]]:
         yield f"rmsnorm {size}", partial(check_rmsnorm, size), TOLERANCE
     for activation in ACTIVATIONS:
         yield f"activation_mul {activation}", partial(check_activation, activation), TOLERANCE
-    for heads, kv_heads, dim, has_norm in (
-        ((16, 8, 128, True), (32, 8, 64, False), (12, 2, 80, True)) if big else ((4, 2, 32, True),)
-    ):
-        yield (
-            f"qknorm_rope_kv {heads}x{kv_heads}x{dim}",
-            partial(check_qknorm, heads, kv_heads, dim, has_norm),
-            TOLERANCE,
-        )
+    heads_of_qk = ((16, 8, 128, True), (32, 8, 64, False), (12, 2, 80, True)) if big else ((4, 2, 32, True),)
+    for heads, kv_heads, dim, has_norm in heads_of_qk:
+        name = f"qknorm_rope_kv {heads}x{kv_heads}x{dim}"
+        yield name, partial(check_qknorm, heads, kv_heads, dim, has_norm), TOLERANCE
     yield "embed", check_embed, 0.0
     yield "kv_copy", check_kv_copy, 0.0
+    yield "kv_clear", check_kv_clear, 0.0
     yield "step_prep", check_step_prep, 0.0
     page = 64
     lens = (0, 1, page - 1, page, page + 1, 700, 3001, 33, 12) if big else (0, 1, page + 1)
-    variants: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
-        ((4, 2, 32), {}),
-        ((4, 2, 32), {"window": 20, "has_sinks": True}),
-    ]
+    for shape, q_len, what in variants(bench):
+        name = " ".join(["x".join(map(str, shape)), *([f"q_len {q_len}"] if q_len > 1 else []), *what])
+        some = tuple(n for n in lens if n == 0 or n >= q_len)
+        yield f"attn_decode {name}", partial(check_decode, shape, some, q_len, what), ATTENTION_TOLERANCE
+        if q_len == 1:
+            yield f"attn_prefill {name}", partial(check_prefill, shape, what), ATTENTION_TOLERANCE
     if big:
-        variants = [
-            *(
-                ((heads, kv, dim), {})
-                for heads, kv, dim in (
-                    (16, 8, 128),
-                    (32, 8, 64),
-                    (12, 2, 128),
-                    (28, 4, 128),
-                    (32, 8, 80),
-                    (32, 8, 96),
-                    (8, 4, 256),
-                )
-            ),
-            ((32, 8, 128), {"window": 300}),
-            ((8, 4, 256), {"window": 300, "softcap": 50.0}),
-            ((64, 8, 64), {"window": 128, "has_sinks": True}),
-        ]
-    for shape, what in variants:
-        name = " ".join(["x".join(map(str, shape)), *what])
-        yield f"attn_decode {name}", partial(check_decode, shape, lens, 1, what), TOLERANCE
-        yield f"attn_prefill {name}", partial(check_prefill, shape, what), TOLERANCE
-    for q_len in (2, 4):
-        shape = (32, 8, 128) if big else (4, 2, 32)
         yield (
-            f"attn_decode q_len {q_len}",
-            partial(check_decode, shape, tuple(n for n in lens if n == 0 or n >= q_len), q_len, {}),
-            TOLERANCE,
+            "attn_decode in a large pool",
+            partial(check_decode, (32, 8, 128), (700, 3001), 1, LARGE),
+            ATTENTION_TOLERANCE,
         )
-    for rows, outputs, inputs, activation in (
-        (
-            (1, 4096, 1024, ""),
-            (16, 1024, 3072, ""),
-            (32, 6144, 4096, ""),
-            (64, 14336, 4096, "silu"),
-            (7, 1536, 8960, "silu"),
-        )
-        if big
-        else ((2, 48, 96, ""), (3, 32, 64, "silu"))
-    ):
-        yield (
-            f"skinny_gemm {rows} {outputs}x{inputs} {activation}".rstrip(),
-            partial(check_gemm, rows, outputs, inputs, activation),
-            TOLERANCE,
-        )
+        yield "attn_prefill in a large pool", partial(check_prefill, (32, 8, 128), LARGE), ATTENTION_TOLERANCE
+    for rows, outputs, inputs, what in products(bench):
+        name = f"skinny_gemm {rows} {outputs}x{inputs} {what}".rstrip()
+        yield name, partial(check_gemm, rows, outputs, inputs, what), TOLERANCE
     vocab, size = (151936, 1024) if big else (600, 64)
     for rows in (1, 16, 33, 64) if big else (3,):
         yield f"lm_head_sample {rows}", partial(check_head, rows, vocab, size), 0.0
-    yield "sample_topk_topp", partial(check_filters, 32 if big else 3, vocab), 0.0
+    for has_masks in (False, True):
+        name = "sample_topk_topp with masks" if has_masks else "sample_topk_topp"
+        yield name, partial(check_filters, 32 if big else 3, vocab, has_masks), 0.0
     yield "edit_logits", partial(check_edits, vocab), 1e-5
     yield "top_logprobs", partial(check_logprobs, vocab), 1e-4
+
+
+LARGE = {"first_block": 17000}
+"""Blocks that lie behind the first 2^31 elements of a pool of 8 x 128."""
+
+Variant = tuple[tuple[int, int, int], int, dict[str, Any]]
+
+
+def variants(bench: Bench) -> list[Variant]:
+    """Of attention: heads, key-value heads and head size; new tokens per sequence; what else."""
+    if bench.is_check:
+        window = {"window": 20, "has_sinks": True}
+        return [((4, 2, 32), 1, {}), ((4, 2, 32), 1, window), ((4, 2, 32), 4, window), ((18, 1, 32), 1, {})]
+    plain = (
+        (16, 8, 128), (32, 8, 128), (32, 8, 64), (12, 2, 128), (28, 4, 128), (32, 8, 80), (32, 8, 96), (8, 4, 256), (6, 2, 32),
+        (48, 1, 128), (40, 2, 64), (24, 1, 256), (20, 1, 32),
+    )  # fmt: skip
+    return [
+        *((shape, 1, {}) for shape in plain),
+        ((32, 8, 128), 1, {"window": 300}),
+        ((8, 4, 256), 1, {"window": 300, "softcap": 50.0}),
+        ((64, 8, 64), 1, {"window": 128, "has_sinks": True}),
+        ((32, 8, 128), 2, {}),
+        ((32, 8, 128), 4, {"window": 300}),
+        ((64, 8, 64), 3, {"window": 65, "has_sinks": True}),
+        ((28, 4, 128), 4, {"softcap": 50.0}),
+    ]
+
+
+def products(bench: Bench) -> Iterator[tuple[int, int, int, str]]:
+    """Rows, outputs, inputs and what is fused, for `skinny_gemm`."""
+    if bench.is_check:
+        yield from ((2, 48, 96, "norm residual"), (3, 32, 64, "norm bias silu"), (2, 32, 64, "bias gelu_tanh"))
+        return
+    yield from (
+        (1, 4096, 1024, "norm"),
+        (16, 1024, 3072, "residual"),
+        (16, 2048, 1536, "norm bias"),
+        (32, 6144, 4096, "norm residual"),
+        (33, 8960, 1536, "bias"),
+        (64, 14336, 4096, "norm silu"),
+        (7, 1536, 8960, "norm bias gelu"),
+        (5, 3072, 1024, "norm gelu_tanh"),
+    )
 
 
 def off(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest error, relative to 1 + the value; NaN counts as infinite."""
     actual, expected = actual.detach().cpu().double(), expected.detach().cpu().double()
     error = ((actual - expected).abs() / (1 + expected.abs())).nan_to_num(nan=float("inf"))
+    return float(error.max()) if error.numel() else 0.0
+
+
+def off_by_row(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest error, relative to the root mean square of its row; NaN counts as infinite."""
+    actual, expected = actual.detach().cpu().double(), expected.detach().cpu().double()
+    size = expected.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-3)
+    error = ((actual - expected).abs() / size).nan_to_num(nan=float("inf"))
     return float(error.max()) if error.numel() else 0.0
 
 
@@ -216,6 +242,15 @@ def check_kv_copy(bench: Bench) -> float:
     return off(pool, expected)
 
 
+def check_kv_clear(bench: Bench) -> float:
+    layers, heads, dim = bench.pick((28, 8, 128), (2, 2, 4))
+    pool = bf16(layers, 9, 2, heads, 64, dim, device=bench.device)
+    slots, is_finite = [3, 64, 127, -1, 500, 9], [True, False, False, False, False, True]
+    expected = reference.clear_pages(pool.cpu(), slots, is_finite)
+    kv_clear(pool, torch.tensor(slots).to(bench.device), torch.tensor(is_finite, dtype=I32).to(bench.device))
+    return off(pool, expected)
+
+
 def check_step_prep(bench: Bench) -> float:
     count, page = bench.pick(256, 9), 64
     last, computed = torch.randint(0, 1000, (count,), dtype=I32), torch.randint(0, 300, (count,), dtype=I32)
@@ -238,10 +273,10 @@ def check_decode(
 ) -> float:
     heads, kv_heads, dim = shape
     device, group = bench.device, heads // kv_heads
-    cache = Paged.make(lens, kv_heads, dim, 64, device)
+    window, softcap = what.get("window", 0), what.get("softcap", 0.0)
+    cache = Paged.make(lens, kv_heads, dim, 64, device, first_block=what.get("first_block", 0)).sharpen(window)
     programs, tile = division(device, dim, q_len * group)
     programs = bench.pick(programs, 3)
-    window, softcap = what.get("window", 0), what.get("softcap", 0.0)
     sinks = bf16(heads, device=device) if what.get("has_sinks") else None
     q = bf16(len(lens) * q_len, heads, dim, device=device, scale=2)
     out = torch.full_like(q, float("nan"))
@@ -263,7 +298,7 @@ def check_decode(
             expected = reference.attention(
                 wide(q[tokens]), keys, values, dim**-0.5, window=window, softcap=softcap, sinks=far
             )
-        worst = max(worst, off(out[tokens], expected))
+        worst = max(worst, off_by_row(out[tokens], expected))
     return worst
 
 
@@ -272,8 +307,8 @@ def check_prefill(shape: tuple[int, int, int], what: dict[str, Any], bench: Benc
     device, group, by_tma = bench.device, heads // kv_heads, what.get("by_tma", False)
     chunks = ((1, 1), (130, 130), (300, 1000), (7, 71), (40, 41)) if not bench.is_check else ((5, 5), (7, 71))
     counts, lens = (np.array(column, np.int32) for column in zip(*chunks, strict=True))
-    cache = Paged.make(lens.tolist(), kv_heads, dim, 64, device)
     window, softcap = what.get("window", 0), what.get("softcap", 0.0)
+    cache = Paged.make(lens.tolist(), kv_heads, dim, 64, device, first_block=what.get("first_block", 0)).sharpen(window)
     sinks = bf16(heads, device=device) if what.get("has_sinks") else None
     q = bf16(int(counts.sum()), heads, dim, device=device, scale=2)
     out = torch.full_like(q, float("nan"))
@@ -292,20 +327,27 @@ def check_prefill(shape: tuple[int, int, int], what: dict[str, Any], bench: Benc
         expected = reference.attention(
             wide(q[tokens]), keys, values, dim**-0.5, window=window, softcap=softcap, sinks=far
         )
-        worst = max(worst, off(out[tokens], expected))
+        worst = max(worst, off_by_row(out[tokens], expected))
     return worst
 
 
-def check_gemm(rows: int, outputs: int, inputs: int, activation: str, bench: Bench) -> float:
-    device = bench.device
-    x = bf16(rows, inputs, device=device)
-    weight = bf16(outputs * (2 if activation else 1), inputs, device=device, scale=inputs**-0.5)
-    norm, residual = (1 + bf16(inputs, device=device) / 4).to(torch.bfloat16), bf16(rows, outputs, device=device)
-    expected = reference.fused_linear(
-        wide(x), wide(weight), norm=wide(norm), residual=wide(residual), activation=activation
-    )
-    skinny_gemm(x, weight, residual, norm=norm, residual=residual, activation=activation)
-    return off(residual, expected)
+def check_gemm(rows: int, outputs: int, inputs: int, what: str, bench: Bench) -> float:
+    """what: norm, bias, residual, or an activation; those that are fused."""
+    device, parts = bench.device, what.split()
+    activation = next((part for part in parts if part in ACTIVATIONS), "")
+    x, y = bf16(rows, inputs, device=device), bf16(rows, outputs, device=device)
+    num_rows = outputs * (2 if activation else 1)
+    weight = bf16(num_rows, inputs, device=device, scale=inputs**-0.5)
+    given = {
+        "norm": (1 + bf16(inputs, device=device) / 4).to(torch.bfloat16),
+        "bias": bf16(num_rows, device=device),
+        "residual": y,
+    }
+    given = {name: tensor for name, tensor in given.items() if name in parts}
+    fused = {name: wide(tensor) for name, tensor in given.items()}
+    expected = reference.fused_linear(wide(x), wide(weight), **fused, activation=activation)
+    skinny_gemm(x, weight, y, **given, activation=activation)
+    return off(y, expected)
 
 
 def check_head(rows: int, vocab: int, size: int, bench: Bench) -> float:
@@ -345,19 +387,30 @@ def on_the_cpu(
     return tokens, margins > MARGIN
 
 
-def check_filters(rows: int, vocab: int, bench: Bench) -> float:
+def check_filters(rows: int, vocab: int, has_masks: bool, bench: Bench) -> float:
+    """has_masks: two of three rows may choose only what a bit mask allows."""
     device = bench.device
     logits = torch.randn(rows, vocab, device=device) * 3
+    masks = mask_rows = None
+    allowed = torch.ones(rows, vocab, dtype=torch.bool)
+    if has_masks:
+        bits = torch.rand(2, -(-vocab // 32), 32) < 0.3
+        masks = torch.from_numpy(np.packbits(bits.numpy(), axis=-1, bitorder="little").view(np.int32)[..., 0].copy())
+        mask_rows = torch.arange(rows, dtype=I32) % 3 - 1
+        for i, mask in enumerate(mask_rows.tolist()):
+            if mask >= 0:
+                allowed[i] = bits[mask].flatten()[:vocab]
+        masks, mask_rows = masks.to(device), mask_rows.to(device)
     state, slots = state_table(rows, device, num_greedy=1), torch.randperm(rows).to(I32)
     filters = FilterState(
         torch.randint(0, 50, (rows,), dtype=I32).to(device),
         (0.5 + torch.rand(rows) / 2).to(device),
         (torch.rand(rows) / 100).to(device),
     )
-    expected, is_clear = on_the_cpu(logits.cpu(), state, slots, filters)
+    expected, is_clear = on_the_cpu(logits.cpu().masked_fill(~allowed, -torch.inf), state, slots, filters)
     offers, scratch = Offers.empty(rows, vocab, device), FilterScratch.empty(rows, vocab, device)
     tokens, is_finite = (torch.zeros(rows, dtype=I32, device=device) for _ in range(2))
-    sample_topk_topp(logits, slots.to(device), state, filters, scratch, offers)
+    sample_topk_topp(logits, slots.to(device), state, filters, scratch, offers, masks, mask_rows)
     sample_pick(offers, slots.to(device), state, tokens, is_finite)
     return float(((tokens.cpu().numpy() != expected) & is_clear).sum() + (is_finite == 0).sum().item())
 

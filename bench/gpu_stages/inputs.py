@@ -26,11 +26,22 @@ class Paged:
     """int32 [num_sequences]"""
 
     @classmethod
-    def make(cls, seq_lens: Sequence[int], num_kv_heads: int, head_dim: int, page: int, device: torch.device) -> Paged:
+    def make(
+        cls,
+        seq_lens: Sequence[int],
+        num_kv_heads: int,
+        head_dim: int,
+        page: int,
+        device: torch.device,
+        first_block: int = 0,
+    ) -> Paged:
+        """first_block: of those that are used."""
         counts = [-(-n // page) for n in seq_lens]
         total = sum(counts) + 1
-        pool = torch.empty(total, 2, num_kv_heads, page, head_dim, dtype=torch.bfloat16, device=device).normal_()
-        blocks = torch.randperm(total)[: sum(counts)].to(I32).split(counts)
+        shape = (first_block + total, 2, num_kv_heads, page, head_dim)
+        pool = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        pool[first_block:].normal_()
+        blocks = (torch.randperm(total)[: sum(counts)] + first_block).to(I32).split(counts)
         table = torch.zeros(len(seq_lens), max(1, *counts), dtype=I32)
         for row, own in enumerate(blocks):
             table[row, : len(own)] = own
@@ -42,6 +53,18 @@ class Paged:
     def num_bytes(self) -> int:
         """Of the keys and values of the sequences."""
         return int(self.seq_lens.sum()) * 2 * self.keys.shape[1] * self.keys.shape[3] * 2
+
+    def sharpen(self, window: int = 0) -> Paged:
+        """Let the keys at the edges of every sequence, of its pages and of the window weigh more than all others.
+
+        Among thousands of alike keys one that is left out, or seen too early, would not be noticed.
+        """
+        page = self.keys.shape[2]
+        for i, n in enumerate(self.seq_lens.tolist()):
+            edges = {0, page - 1, page, n // 2, n - 4, n - 3, n - 2, n - 1, n - window - 1, n - window}
+            for place in edges & set(range(n)):
+                self.keys[int(self.table[i, place // page]), :, place % page] *= 4
+        return self
 
     def sequence(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [num_tokens, num_kv_heads, head_dim] of one sequence, on the CPU."""
