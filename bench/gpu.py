@@ -1,27 +1,34 @@
 """What do the kernels and the engine reach on this GPU, and are they right?
 
-    python bench/gpu.py [--stage next|all|NAME] [--work DIR] [--json FILE] [--models NAME,...] [--write-configs] [--cpu-check]
+    python bench/gpu.py [--stage next|all|NAME] [--work DIR] [--json FILE] [--models NAME,...] [--limit SECONDS]
+                        [--write-configs] [--cpu-check]
 
-Stages, in this order, each of less than ten minutes on an H200; each leaves DIR/STAGE.json and is not run again. The ceilings of
-this machine come first, since every share is one of them, and then whether the kernels are right: if one is wrong, the
-stages after it are not run unless they are asked for by name. --stage next runs the first that is missing, so that a
-measurement may be taken in several calls, or go on after one that broke off. At the end, or at any time, the results so far
-are put together as JSON and as Markdown beside it.
+Stages, in this order, each in a process of its own that is ended after --limit seconds. Each leaves DIR/STAGE.json and is not
+run again with the same GPU, sources and models. One that fails says why in its file, and the others go on; but the ceilings
+come first, since every share is one of them, and then whether the kernels are right: if one is wrong, the stages after it are
+not run unless they are asked for by name. --stage next runs the first that has not been run, so that a measurement may be taken
+in several calls. Every call puts the results so far together as JSON (--json, default bench/results/gpu.json) and as Markdown
+beside it.
 
 --write-configs puts the configurations that the searches found best into the table of the kernels (configs.json); run
-`python -m actorllm_kernels.resources --write` afterwards. --cpu-check walks through everything on a CPU in tiny sizes, in
-Triton's interpreter: whether the script runs, not how fast anything is.
+`python -m actorllm_kernels.resources --write` afterwards, and this again.
+--cpu-check walks through everything on a CPU in tiny sizes, in Triton's interpreter: whether the
+script runs, not how fast anything is.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +36,29 @@ if "--cpu-check" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports Triton
 
 import torch
+import triton
 from gpu_stages import attention, ceilings, correctness, engine, head, peers, products, steps
 from gpu_stages.clock import Bench
 from gpu_stages.models import MODELS, TINY, Shape
+from gpu_stages.record import ROOT, Results, Work, configurations, sources
 from gpu_stages.tables import markdown, write_configs
 from report import environment, write_json
 
-Results = dict[str, dict[str, Any]]
-Stage = Callable[[Bench, list[Shape], Results], dict[str, Any]]
+RESULTS = ROOT / "bench" / "results"
+LIMIT_S = 900.0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """run: with the results of the stages before it. depends_on: what its figures hold for."""
+
+    run: Callable[[Bench, list[Shape], Results], dict[str, Any]]
+    depends_on: tuple[str, ...] = ("machine", "sources", "table", "models")
+
+
+KERNELS = ("machine", "sources", "table")
+SEARCHES = ("machine", "sources", "models")
+"""Not the table, which is made of what they find."""
 
 
 def _bandwidth(results: Results) -> float:
@@ -55,26 +77,32 @@ def _searched(shapes: list[Shape]) -> list[Shape]:
 
 
 STAGES: dict[str, Stage] = {
-    "ceilings": lambda bench, shapes, results: ceilings.run(bench),
-    "correctness": lambda bench, shapes, results: correctness.run(bench),
-    "products": lambda bench, shapes, results: products.run(bench, shapes, _bandwidth(results)),
-    "decode": lambda bench, shapes, results: attention.decode(bench, _bandwidth(results)),
-    "prefill": lambda bench, shapes, results: attention.prefill(bench),
-    "head": lambda bench, shapes, results: head.run(bench, shapes, _bandwidth(results)),
-    "steps": lambda bench, shapes, results: steps.decode(bench, shapes, _bandwidth(results), _flops(results)),
-    "prompts": lambda bench, shapes, results: steps.prefill(bench, shapes, _flops(results)),
-    "order": lambda bench, shapes, results: steps.order(bench, shapes[0]),
-    "offline": lambda bench, shapes, results: engine.offline(bench, shapes),
-    "latency": lambda bench, shapes, results: engine.latency(bench, _searched(shapes)),
-    "idle": lambda bench, shapes, results: engine.idle(bench, shapes),
-    "start": lambda bench, shapes, results: engine.start(bench, shapes),
-    "ablations": lambda bench, shapes, results: steps.ablations(bench, _searched(shapes)),
-    "peers": lambda bench, shapes, results: peers.run(bench, shapes),
-    "descriptors": lambda bench, shapes, results: attention.descriptors(bench),
-    "search-products": lambda bench, shapes, results: products.search_all(bench, _searched(shapes)),
-    "search-decode": lambda bench, shapes, results: attention.search(bench),
+    "ceilings": Stage(lambda bench, shapes, results: ceilings.run(bench), ("machine",)),
+    "correctness": Stage(lambda bench, shapes, results: correctness.run(bench), KERNELS),
+    "order": Stage(lambda bench, shapes, results: steps.order(bench, shapes)),
+    "products": Stage(lambda bench, shapes, results: products.run(bench, shapes, _bandwidth(results))),
+    "decode": Stage(lambda bench, shapes, results: attention.decode(bench, _bandwidth(results)), KERNELS),
+    "prefill": Stage(lambda bench, shapes, results: attention.prefill(bench), KERNELS),
+    "head": Stage(lambda bench, shapes, results: head.run(bench, shapes, _bandwidth(results))),
+    "steps": Stage(lambda bench, shapes, results: steps.decode(bench, shapes, _bandwidth(results), _flops(results))),
+    "prompts": Stage(lambda bench, shapes, results: steps.prefill(bench, shapes, _flops(results))),
+    "offline": Stage(lambda bench, shapes, results: engine.offline(bench, shapes)),
+    "latency": Stage(lambda bench, shapes, results: engine.latency(bench, _searched(shapes))),
+    "idle": Stage(lambda bench, shapes, results: engine.idle(bench, shapes)),
+    "start": Stage(lambda bench, shapes, results: engine.start(bench, shapes)),
+    "ablations": Stage(lambda bench, shapes, results: steps.ablations(bench, _searched(shapes))),
+    "peers": Stage(lambda bench, shapes, results: peers.run(bench, shapes)),
+    "descriptors": Stage(lambda bench, shapes, results: attention.descriptors(bench), KERNELS),
+    "search-products": Stage(lambda bench, shapes, results: products.search_all(bench, _searched(shapes)), SEARCHES),
+    "search-decode": Stage(lambda bench, shapes, results: attention.search(bench), SEARCHES),
 }
 """In the order in which they are run."""
+
+GATES = ("correctness", "order")
+"""If one of these finds something wrong, no figure of a stage after it counts."""
+
+Launch = Callable[[list[str]], str]
+"""Runs some stages; says why it ended before they did, or nothing."""
 
 
 def main() -> int:
@@ -94,47 +122,123 @@ def main() -> int:
     if unknown := [name for name in names if name not in known]:
         print(f"--models {', '.join(unknown)}: the models are {', '.join(known)}", file=sys.stderr)
         return 2
-    shapes = [known[name] for name in names]
-    with tempfile.TemporaryDirectory() as temporary:
-        work = Path(arguments.work or temporary)
-        work.mkdir(parents=True, exist_ok=True)
-        status = run_stages(bench, shapes, work, arguments.stage)
-        results = {name: json.loads(file.read_text()) for name in STAGES if (file := work / f"{name}.json").exists()}
-    result = {"bench": "gpu", "environment": {**environment(), **chip(bench)}, "models": names, **results}
-    missing = [name for name in STAGES if name not in results]
-    print(markdown(result, missing))
-    if arguments.json:
-        write_json(arguments.json, result)
-        Path(arguments.json).with_suffix(".md").write_text(markdown(result, missing))
+    with contextlib.ExitStack() as stack:
+        folder = Path(arguments.work or RESULTS / "gpu-work")
+        if arguments.cpu_check and not arguments.work:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        work = Work(folder, here(bench, names), {name: stage.depends_on for name, stage in STAGES.items()})
+        if arguments.run:
+            return run_here(arguments.run.split(","), bench, [known[name] for name in names], work)
+
+        def launch(stages: list[str]) -> str:
+            command = [
+                sys.executable,
+                __file__,
+                "--run",
+                ",".join(stages),
+                "--work",
+                str(folder),
+                "--models",
+                ",".join(names),
+            ]
+            return run_apart(command + ["--cpu-check"] * arguments.cpu_check, arguments.limit * len(stages))
+
+        status = run_stages(arguments.stage, work, launch, together=arguments.cpu_check)
+        records, results = work.records(), work.results()
+    result = {
+        "bench": "gpu",
+        "command": "python bench/gpu.py",
+        "environment": {**environment(), **chip(bench)},
+        "models": names,
+        "stages": [
+            {"stage": record.stage, "seconds": record.seconds, "date": record.date, "problem": record.complaint}
+            for record in records
+        ],
+        **results,
+    }
+    page = markdown(result, [name for name in STAGES if name not in results])
+    print(page)
+    file = Path(arguments.json or RESULTS / "gpu.json")
+    if arguments.json or not arguments.cpu_check:
+        write_json(file, result)
+        file.with_suffix(".md").write_text(page)
     if arguments.write_configs:
-        print("\n".join(write_configs(results)) or "no search has been run: nothing to write")
+        print("\n".join(write_configs(results)) or "no search has found anything better: nothing to write")
     return status
 
 
-def run_stages(bench: Bench, shapes: list[Shape], work: Path, wanted: str) -> int:
-    """0: all went well; 1: a kernel is wrong, or a stage did not end."""
-    for name, stage in STAGES.items():
-        file = work / f"{name}.json"
-        if (wanted == name) or (wanted in ("all", "next") and not file.exists()):
-            results = {n: json.loads(f.read_text()) for n in STAGES if (f := work / f"{n}.json").exists()}
-            if name != "ceilings" and "ceilings" not in results:
-                print(f"{name} needs the ceilings first: --stage ceilings", file=sys.stderr)
-                return 1
-            print(f"{name} ...", flush=True)
-            began = time.perf_counter()
-            found = stage(bench, shapes, results)
-            found["seconds"] = time.perf_counter() - began
-            file.write_text(json.dumps(found))
-            print(f"{name}: {found['seconds']:.0f} s", flush=True)
+def run_stages(wanted: str, work: Work, launch: Launch, *, together: bool = False) -> int:
+    """0: all went well; 1: something is wrong, or a stage did not end. together: in one process, which is faster."""
+    pending = [name for name in STAGES if (record := work.read(name)) is None or (wanted == "all" and record.problem)]
+    if wanted not in ("all", "next"):
+        pending = [wanted]
+    elif wanted == "next":
+        pending = pending[:1]
+    is_well = True
+    for batch in [pending] if together else [[name] for name in pending]:
+        if not batch:
+            break
+        if batch[0] != "ceilings" and "ceilings" not in work.results():
+            print(f"{batch[0]} needs the ceilings first: --stage ceilings", file=sys.stderr)
+            return 1
+        if wanted in ("all", "next") and (why := complaint_before(batch[0], work)):
+            print(f"{why}: no figure after this one would count", file=sys.stderr)
+            return 1
+        for name in batch:
+            work.forget(name)
+        problem = launch(batch)
+        for name in batch:
+            record = work.read(name) or work.write(name, {}, problem or "it left no result")
+            is_well = is_well and not record.complaint
+            print(f"{name}: {record.complaint or f'{record.seconds:.0f} s'}", flush=True)
+    return 0 if is_well else 1
+
+
+def complaint_before(stage: str, work: Work) -> str:
+    """What the gates before this stage have found wrong."""
+    order = list(STAGES)
+    for gate in GATES:
+        if order.index(gate) < order.index(stage) and (record := work.read(gate)) is not None and record.complaint:
+            return f"{gate}: {record.complaint}"
+    return ""
+
+
+def run_here(names: list[str], bench: Bench, shapes: list[Shape], work: Work) -> int:
+    """The stages themselves; what ends one is in its record."""
+    for name in names:
+        print(f"{name} ...", flush=True)
+        found: dict[str, Any] = {}
+        began, problem = time.perf_counter(), ""
+        try:
+            found = STAGES[name].run(bench, shapes, work.results())
+        except Exception as error:
+            traceback.print_exc()
+            problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        work.write(name, found, problem, time.perf_counter() - began)
+        if not problem:
             bench.empty_cache()
-            if wanted != "all":
-                break
-        if name == "correctness" and wanted in ("all", "next") and file.exists():
-            wrong = json.loads(file.read_text())["num_wrong"]
-            if wrong:
-                print(f"{wrong} kernels are wrong: no figure after this one would count", file=sys.stderr)
-                return 1
     return 0
+
+
+def run_apart(command: list[str], limit_s: float) -> str:
+    """A process with all its children, which are ended with it. Why it ended badly, or nothing."""
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return f"it was ended after {limit_s:g} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return f"its process ended with {code}" if code else ""
+
+
+def here(bench: Bench, models: list[str]) -> dict[str, Any]:
+    """What figures may depend on, as it is now."""
+    machine = f"{chip(bench)['chip']}, torch {torch.__version__}, Triton {triton.__version__}"
+    return {"machine": machine, "sources": sources(), "table": configurations(), "models": models}
 
 
 def chip(bench: Bench) -> dict[str, Any]:
@@ -147,19 +251,37 @@ def chip(bench: Bench) -> dict[str, Any]:
         "memory, GB": round(properties.total_memory / 1e9, 1),
         "capability": ".".join(map(str, torch.cuda.get_device_capability())),
         "cuda": torch.version.cuda,
+        **nvidia_smi(f"GPU-{properties.uuid}"),
     }
+
+
+SMI_FIELDS = (
+    "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "ecc.mode.current", "temperature.gpu",
+)  # fmt: skip
+
+
+def nvidia_smi(gpu: str) -> dict[str, str]:
+    """What decides how fast it runs today; nothing where the driver's program does not say."""
+    command = ["nvidia-smi", "-i", gpu, f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(SMI_FIELDS, done.stdout.strip().split(", "), strict=True))
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", default="all")
-    parser.add_argument(
-        "--work", help="where the stages leave their files; default: nowhere, everything is measured now"
-    )
-    parser.add_argument("--json")
+    parser.add_argument("--work", help="where the stages leave their files; default: bench/results/gpu-work")
+    parser.add_argument("--json", help="default: bench/results/gpu.json; none with --cpu-check")
     parser.add_argument("--models", help="default: all five")
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT_S, help="seconds after which a stage is ended; default: %(default)g"
+    )
     parser.add_argument("--write-configs", action="store_true")
     parser.add_argument("--cpu-check", action="store_true")
+    parser.add_argument("--run", help=argparse.SUPPRESS)  # these stages, in this process
     return parser.parse_args()
 
 

@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,16 @@ import torch
 from actorllm_kernels import reference
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "bench"))
+
+import gpu  # noqa: E402
+from gpu_stages import attention, correctness, engine, products, steps, tables  # noqa: E402
+from gpu_stages.clock import Bench  # noqa: E402
+from gpu_stages.inputs import Paged  # noqa: E402
+from gpu_stages.models import MODELS, TINY  # noqa: E402
+from gpu_stages.record import Work  # noqa: E402
+
+sys.path.remove(str(ROOT / "bench"))
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -34,9 +44,11 @@ def test_every_stage_runs_and_no_kernel_is_wrong(tmp_path: Path) -> None:
     found = json.loads(result.read_text())
     assert found["correctness"]["num_wrong"] == 0
     assert found["decode"]["decode"][0]["GB/s"] > 0
-    assert found["order"]["same tokens"]
+    assert found["order"]["order"]
+    assert not found["order"]["wrong"]
     assert found["offline"]["offline"][0]["output tokens/s"] > 0
     assert not any(row["problem"] for row in found["peers"]["peers"])
+    assert {row["stage"]: row["problem"] for row in found["stages"]} == dict.fromkeys(gpu.STAGES, "")
     page = result.with_suffix(".md").read_text()
     assert "Not measured" not in page
     assert "a walk through the script on a CPU" in page
@@ -47,37 +59,210 @@ def test_every_stage_runs_and_no_kernel_is_wrong(tmp_path: Path) -> None:
     assert "ceilings ..." not in again.stdout, "what is there is not measured again"
 
 
-def test_bad_arguments_are_named() -> None:
-    assert "--stage tail is none of next, all, ceilings" in run("--cpu-check", "--stage", "tail").stderr
-    assert "--models gpt: the models are tiny-qwen3" in run("--cpu-check", "--models", "gpt").stderr
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cpu-check", "--stage", "tail"], "--stage tail is none of next, all, ceilings"),
+        (["--cpu-check", "--models", "gpt"], "--models gpt: the models are tiny-qwen3"),
+    ],
+)
+def test_bad_arguments_are_named(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
+    assert gpu.main() == 2
+    assert message in capsys.readouterr().err
 
 
-def test_the_best_configuration_loses_least_over_all_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    from gpu_stages.products import max_rows
-    from gpu_stages.tables import choose
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Of a walk through the script."""
+    return Bench(torch.device("cpu"), True)
 
+
+# What survives of a measurement -----------------------------------------------------------------------------------------
+
+
+def work_of(folder: Path, **changes: object) -> Work:
+    here = {"machine": "H200", "sources": "a", "table": "b", "models": ["x"]} | changes
+    return Work(folder, here, {name: stage.depends_on for name, stage in gpu.STAGES.items()})
+
+
+def launching(work: Work, failing: Mapping[str, str] = {}, wrong: Collection[str] = ()) -> tuple[gpu.Launch, list[str]]:
+    """Stages that find something at once, but for those whose process ends; and which were run."""
+    ran: list[str] = []
+
+    def launch(names: list[str]) -> str:
+        for name in names:
+            ran.append(name)
+            if name in failing:
+                return failing[name]
+            work.write(name, {"wrong": "one is"} if name in wrong else {})
+        return ""
+
+    return launch, ran
+
+
+def test_a_stage_that_fails_costs_nobody_else_the_results(tmp_path: Path) -> None:
+    work = work_of(tmp_path)
+    launch, ran = launching(work, {"steps": "its process ended with -9"})
+    assert gpu.run_stages("all", work, launch) == 1
+    assert ran == list(gpu.STAGES)
+    assert set(work.results()) == set(gpu.STAGES) - {"steps"}
+    assert {record.stage: record.problem for record in work.records() if record.problem} == {
+        "steps": "its process ended with -9"
+    }
+    launch, ran = launching(work)
+    assert gpu.run_stages("next", work, launch) == 0
+    assert ran == [], "it is known that this one fails"
+    assert gpu.run_stages("all", work, launch) == 0
+    assert ran == ["steps"]
+
+
+@pytest.mark.parametrize("gate", gpu.GATES)
+def test_nothing_is_measured_of_kernels_that_are_wrong(
+    tmp_path: Path, gate: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = work_of(tmp_path)
+    launch, ran = launching(work, wrong=[gate])
+    assert gpu.run_stages("all", work, launch) == 1
+    assert ran == list(gpu.STAGES)[: list(gpu.STAGES).index(gate) + 1]
+    assert f"{gate}: one is: no figure after this one would count" in capsys.readouterr().err
+    assert gpu.run_stages("next", work, launch) == 1
+    assert gpu.run_stages("peers", work, launch) == 0, "asked for by name"
+    assert ran[-1] == "peers"
+    assert gpu.run_stages("peers", work_of(tmp_path / "elsewhere"), launch) == 1, "shares are of the ceilings"
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        ({"machine": "H100"}, set()),
+        ({"sources": "z"}, {"ceilings"}),
+        ({"models": ["y"]}, {"ceilings", "correctness", "decode", "prefill", "descriptors"}),
+        ({"table": "z"}, {"ceilings", *(name for name in gpu.STAGES if name.startswith("search-"))}),
+    ],
+)
+def test_results_of_something_else_do_not_count(tmp_path: Path, change: dict[str, object], kept: set[str]) -> None:
+    work = work_of(tmp_path)
+    gpu.run_stages("all", work, launching(work)[0])
+    work = work_of(tmp_path, **change)
+    assert set(work.results()) == kept
+    launch, ran = launching(work)
+    gpu.run_stages("all", work, launch)
+    assert set(ran) == set(gpu.STAGES) - kept
+
+
+def test_a_process_that_does_not_end_is_ended() -> None:
+    assert gpu.run_apart([sys.executable, "-c", "import signal; signal.pause()"], 0.1) == "it was ended after 0.1 s"
+    assert gpu.run_apart([sys.executable, "-c", "raise SystemExit(3)"], 60) == "its process ended with 3"
+    assert gpu.run_apart([sys.executable, "-c", ""], 60) == ""
+
+
+def test_a_stage_that_raises_says_so_in_its_record(
+    tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> dict[str, Any]:
+        raise ValueError("no room\nfor that")
+
+    monkeypatch.setitem(gpu.STAGES, "peers", gpu.Stage(broken))
+    work = work_of(tmp_path)
+    assert gpu.run_here(["peers"], bench, [], work) == 0
+    assert [record.problem for record in work.records()] == ["ValueError: no room"]
+
+
+def test_what_decides_the_speed_today_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '570.1, 1980 MHz, 1980 MHz, 3201 MHz, 700.00 W, Enabled, 34'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = gpu.nvidia_smi("GPU-1")
+    assert (found["driver_version"], found["power.limit"], found["ecc.mode.current"]) == (
+        "570.1",
+        "700.00 W",
+        "Enabled",
+    )
+    program.unlink()
+    assert gpu.nvidia_smi("GPU-1") == {}
+
+
+# What is measured -------------------------------------------------------------------------------------------------------
+
+
+def test_a_gpu_that_is_lost_ends_the_checks(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(correctness, "checks", lambda _: iter([("one", lost, 1.0), ("two", lambda _: 0.0, 1.0)]))
+    assert [row["kernel"] for row in correctness.run(bench)["checks"]] == ["one", "two"]
+    monkeypatch.setattr(Bench, "synchronize", lost)
+    found = correctness.run(bench)
+    assert [row["kernel"] for row in found["checks"]] == ["one"], "what came after it would look wrong as well"
+    assert found["wrong"] == "wrong kernels: one"
+
+
+@pytest.mark.parametrize("edge", ["last", "first", "page"])
+def test_attention_that_leaves_out_a_key_is_found_wrong(edge: str) -> None:
+    torch.manual_seed(0)
+    cache = Paged.make([3001], 8, 128, 64, torch.device("cpu")).sharpen()
+    q, (keys, values) = 2 * torch.randn(1, 16, 128).double(), (x.double() for x in cache.sequence(0))
+    whole = reference.attention(q, keys, values, 128**-0.5)
+    assert correctness.off_by_row(whole.to(torch.bfloat16), whole) < correctness.ATTENTION_TOLERANCE
+    left = {"last": slice(3000), "first": slice(1, 3001), "page": slice(64, 3001)}[edge]
+    less = reference.attention(q, keys[left], values[left], 128**-0.5)
+    assert correctness.off_by_row(less, whole) > 4 * correctness.ATTENTION_TOLERANCE
+
+
+def test_the_workload_is_that_of_nano_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = engine.workload(Bench(torch.device("cpu"), False), MODELS["Qwen3-0.6B"])
+    assert (sum(len(ids) for ids, _ in requests), sum(n for _, n in requests)) == (142827, 133966)
+
+
+def test_the_timed_steps_have_the_context_that_their_limit_is_of(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = []
+    with steps.runner_of(bench, TINY["tiny-llama"]) as runner:
+        run = runner.graphs.run
+
+        def noted(*key: Any) -> None:
+            run(*key)
+            lengths.append(int(runner._decode_rows.seq_lens[0]))
+
+        def rounds(_: Bench, call: Callable[[], None], before: Callable[[], None]) -> float:
+            lengths.clear()
+            for _ in range(3):
+                before()
+                call()
+            return 1.0
+
+        monkeypatch.setattr(runner.graphs, "run", noted)
+        monkeypatch.setattr(Bench, "eager_seconds", rounds)
+        monkeypatch.setattr(Bench, "pick", lambda _, real, tiny: real if real == steps.STEPS else tiny)
+        steps.step_seconds(bench, runner, 2, 40)
+        assert runner._pool.pool[:, :1].any(), "zeros would be no work"
+    assert len(lengths) == 3 * steps.STEPS
+    assert statistics.mean(lengths) == pytest.approx(40, abs=0.5)
+
+
+def test_the_best_configuration_loses_least_over_all_cases() -> None:
     costs = {(1, 8): {"a": 1.0, "b": 4.0}, (2, 8): {"a": 1.3, "b": 2.0}, (3, 8): {"a": 9.0}}
     rows = [
         {"class": "d", "case": case, "us": us, "BLOCK": block, "warps": warps}
         for (block, warps), by_case in costs.items()
         for case, us in by_case.items()
     ]
-    chosen = choose(rows, lambda row: row["class"], lambda row: row["case"], lambda row: row["us"], ("BLOCK", "warps"))
+    chosen = tables.choose(
+        rows, lambda row: row["class"], lambda row: row["case"], lambda row: row["us"], ("BLOCK", "warps")
+    )
     assert chosen == {"d": {"BLOCK": 2, "warps": 8}}
 
-    products = [
+    found = [
         {"weight": "1024x64", "product": "o", "rows": count, "ratio": ratio}
         for count, ratio in ((1, 0.7), (8, 0.9), (16, 1.1), (32, 0.9))
     ]
-    assert max_rows(products) == {"narrow": 8}
+    assert products.max_rows(found) == {"narrow": 8}
 
 
 def test_a_build_that_is_not_in_use_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    from gpu_stages import attention, correctness
-    from gpu_stages.clock import Bench
-
     def broken(*_: object) -> float:
         raise RuntimeError("no allocator was set")
 
@@ -96,11 +281,6 @@ def test_a_build_that_is_not_in_use_stops_nothing(monkeypatch: pytest.MonkeyPatc
 
 def test_the_memory_of_a_runner_is_free_when_its_block_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next runner asks for nearly all of the GPU, while this one's name is still bound."""
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    from gpu_stages import steps
-    from gpu_stages.clock import Bench
-    from gpu_stages.models import TINY
-
     bench = Bench(torch.device("cpu"), True)
     with steps.runner_of(bench, TINY["tiny-llama"]) as runner:
         step = runner.steady_step(1, 5, is_recorded=False)
@@ -117,10 +297,7 @@ def test_the_memory_of_a_runner_is_free_when_its_block_ends(monkeypatch: pytest.
         pass
 
 
-def test_the_idle_time_between_steps_is_that_without_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    from gpu_stages.engine import between_steps
-
+def test_the_idle_time_between_steps_is_that_without_work() -> None:
     def event(name: str, start: float, length: float, cat: str = "kernel") -> dict[str, object]:
         return {"cat": cat, "name": name, "ts": start, "dur": length}
 
@@ -133,7 +310,7 @@ def test_the_idle_time_between_steps_is_that_without_work(monkeypatch: pytest.Mo
         event("Memcpy HtoD", 95, 3, "gpu_memcpy"),
         event("aten::zeros", 71, 20, "cpu_op"),
     ]
-    found = between_steps([*step(110), *host, *step(0), *step(210)])
+    found = engine.between_steps([*step(110), *host, *step(0), *step(210)])
     gaps = [110 - 70 - 4 - 3, 210 - 180]
     assert found == {
         "steps": 2,
@@ -142,87 +319,12 @@ def test_the_idle_time_between_steps_is_that_without_work(monkeypatch: pytest.Mo
         "share": sum(gaps) / 210,
     }
     prompt = [event("embed_kernel", 260, 1), event("attn_prefill_kernel", 261, 20), event("kv_clear_kernel", 290, 1)]
-    assert between_steps([*step(0), *step(100), *step(200), *prompt, *step(300), *step(400)]) == {
+    assert engine.between_steps([*step(0), *step(100), *step(200), *prompt, *step(300), *step(400)]) == {
         "steps": 2,
         "step, us": 100,
         "idle between steps, us": 30,
         "share": 60 / 200,
     }
     mixed = step(100, "attn_prefill_kernel")
-    assert between_steps([*step(0), *mixed, *step(200)])["steps"] == 0, "steps with prompts are none of these"
-    assert between_steps([event("step_prep_kernel", 50, 5, "cpu_op")])["share"] is None
-
-
-def test_the_timed_steps_have_the_context_that_their_limit_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    from gpu_stages import steps
-    from gpu_stages.clock import Bench
-    from gpu_stages.models import TINY
-
-    bench = Bench(torch.device("cpu"), True)
-    lengths = []
-    with steps.runner_of(bench, TINY["tiny-llama"]) as runner:
-        run = runner.graphs.run
-
-        def noted(*key: Any) -> None:
-            run(*key)
-            lengths.append(int(runner._decode_rows.seq_lens[0]))
-
-        def rounds(_: Any, call: Callable[[], None], before: Callable[[], None]) -> float:
-            lengths.clear()
-            for _ in range(3):
-                before()
-                call()
-            return 1.0
-
-        monkeypatch.setattr(runner.graphs, "run", noted)
-        monkeypatch.setattr(Bench, "eager_seconds", rounds)
-        monkeypatch.setattr(Bench, "pick", lambda _, real, tiny: real if real == steps.STEPS else tiny)
-        steps.step_seconds(bench, runner, 2, 40)
-        assert runner._pool.pool[:, :1].any(), "zeros would be no work"
-    assert len(lengths) == 3 * steps.STEPS
-    assert statistics.mean(lengths) == pytest.approx(40, abs=0.5)
-
-
-def test_the_workload_is_that_of_nano_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    from gpu_stages import engine
-    from gpu_stages.clock import Bench
-    from gpu_stages.models import MODELS
-
-    requests = engine.workload(Bench(torch.device("cpu"), False), MODELS["Qwen3-0.6B"])
-    assert (sum(len(ids) for ids, _ in requests), sum(n for _, n in requests)) == (142827, 133966)
-
-
-def test_a_gpu_that_is_lost_ends_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    from gpu_stages import correctness
-    from gpu_stages.clock import Bench
-
-    bench = Bench(torch.device("cpu"), True)
-
-    def lost(*_: object) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(correctness, "checks", lambda _: iter([("one", lost, 1.0), ("two", lambda _: 0.0, 1.0)]))
-    assert [row["kernel"] for row in correctness.run(bench)["checks"]] == ["one", "two"]
-    monkeypatch.setattr(Bench, "synchronize", lost)
-    found = correctness.run(bench)
-    assert [row["kernel"] for row in found["checks"]] == ["one"], "what came after it would look wrong as well"
-    assert found["wrong"] == "wrong kernels: one"
-
-
-@pytest.mark.parametrize("edge", ["last", "first", "page"])
-def test_attention_that_leaves_out_a_key_is_found_wrong(edge: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    from gpu_stages import correctness
-    from gpu_stages.inputs import Paged
-
-    torch.manual_seed(0)
-    cache = Paged.make([3001], 8, 128, 64, torch.device("cpu")).sharpen()
-    q, (keys, values) = 2 * torch.randn(1, 16, 128).double(), (x.double() for x in cache.sequence(0))
-    whole = reference.attention(q, keys, values, 128**-0.5)
-    assert correctness.off_by_row(whole.to(torch.bfloat16), whole) < correctness.ATTENTION_TOLERANCE
-    left = {"last": slice(3000), "first": slice(1, 3001), "page": slice(64, 3001)}[edge]
-    less = reference.attention(q, keys[left], values[left], 128**-0.5)
-    assert correctness.off_by_row(less, whole) > 4 * correctness.ATTENTION_TOLERANCE
+    assert engine.between_steps([*step(0), *mixed, *step(200)])["steps"] == 0, "steps with prompts are none of these"
+    assert engine.between_steps([event("step_prep_kernel", 50, 5, "cpu_op")])["share"] is None

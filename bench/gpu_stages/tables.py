@@ -32,8 +32,8 @@ TITLES = {
     "search-products": "Configurations tried: products",
     "search-decode": "Configurations tried: decode attention",
 }
-HIDDEN = ("tried",)
-"""Tables that only the JSON has."""
+HIDDEN = ("tried", "wrong")
+"""What only the JSON has."""
 
 
 def markdown(result: dict[str, Any], missing: list[str]) -> str:
@@ -43,6 +43,8 @@ def markdown(result: dict[str, Any], missing: list[str]) -> str:
     lines = ["# GPU", "", f"{place['date']}, {place['chip']}. {versions}.", ""]
     if missing:
         lines += [f"Not measured: {', '.join(missing)}.", ""]
+    if problems := [f"- {row['stage']}: {row['problem']}" for row in result["stages"] if row["problem"]]:
+        lines += ["What went wrong:", "", *problems, ""]
     for name, title in TITLES.items():
         if name not in result:
             continue
