@@ -91,10 +91,14 @@ STAGES: dict[str, Stage] = {
     "idle": Stage(lambda bench, shapes, results: engine.idle(bench, shapes)),
     "start": Stage(lambda bench, shapes, results: engine.start(bench, shapes)),
     "ablations": Stage(lambda bench, shapes, results: steps.ablations(bench, _searched(shapes))),
-    "peers": Stage(lambda bench, shapes, results: peers.run(bench, shapes)),
+    "peers": Stage(lambda bench, shapes, results: peers.run(bench, _searched(shapes))),
     "descriptors": Stage(lambda bench, shapes, results: attention.descriptors(bench), KERNELS),
-    "search-products": Stage(lambda bench, shapes, results: products.search_all(bench, _searched(shapes)), SEARCHES),
-    "search-decode": Stage(lambda bench, shapes, results: attention.search(bench), SEARCHES),
+    "search-products": Stage(
+        lambda bench, shapes, results: products.search(bench, _searched(shapes), _bandwidth(results)), SEARCHES
+    ),
+    "search-decode": Stage(lambda bench, shapes, results: attention.search_decode(bench), SEARCHES),
+    "search-prefill": Stage(lambda bench, shapes, results: attention.search_prefill(bench), SEARCHES),
+    "search-head": Stage(lambda bench, shapes, results: head.search(bench, _searched(shapes)), SEARCHES),
 }
 """In the order in which they are run."""
 

@@ -10,18 +10,22 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from actorllm.model.cuda import ops
+from actorllm.model.cuda.decoder import Activations, ResidualStream
 from actorllm_kernels import reference
+from actorllm_kernels.configs import trying
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "bench"))
 
 import gpu  # noqa: E402
-from gpu_stages import attention, correctness, engine, products, steps, tables  # noqa: E402
+from gpu_stages import attention, correctness, engine, products, search, steps, tables  # noqa: E402
 from gpu_stages.clock import Bench  # noqa: E402
 from gpu_stages.inputs import Paged  # noqa: E402
 from gpu_stages.models import MODELS, TINY  # noqa: E402
@@ -243,6 +247,44 @@ def test_the_timed_steps_have_the_context_that_their_limit_is_of(bench: Bench, m
     assert statistics.mean(lengths) == pytest.approx(40, abs=0.5)
 
 
+def test_the_other_way_of_a_product_is_what_the_decoder_launches(bench: Bench) -> None:
+    """Or the table would be decided by launches that nobody makes."""
+    shape, rows = TINY["tiny-llama"], 3
+    weights = {name: (outputs, inputs) for name, outputs, inputs in shape.linears}
+
+    def names(launch: Callable[[], None]) -> list[str]:
+        with ops.record() as launches:
+            launch()
+        return [one.func.__name__ for one in launches]
+
+    config = SimpleNamespace(
+        hidden_size=shape.hidden, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=shape.intermediate
+    )
+    a: Any = Activations(rows, config, torch.bfloat16, torch.device("cpu"))
+    weight = {name: torch.zeros(*size, dtype=torch.bfloat16) for name, size in weights.items()}
+    norm = torch.ones(shape.hidden, dtype=torch.bfloat16)
+    for max_rows, way in ((64, 0), (0, 1)):
+        with trying("skinny_gemm", MAX_ROWS=max_rows):
+            stream = ResidualStream(a, 1e-6, False, torch.device("cpu"))
+            stream.add_product(a.out.view(rows, -1), weight["o"], None)
+
+            def launch(stream: ResidualStream = stream) -> None:
+                stream.normed_product(norm, weight["gate_up"], None, a.middle, activation="silu")
+                stream.add_product(a.middle, weight["down"], None)
+                stream.normed_product(norm, weight["qkv"], None, a.qkv)
+
+            theirs = names(launch)
+        ours = [
+            name
+            for product in ("gate_up", "down", "qkv")
+            for name in names(products.Product(shape, product, *weights[product], bench).calls(rows)[way][0])
+        ]
+        assert theirs == ours
+
+
+# What is made of it -----------------------------------------------------------------------------------------------------
+
+
 def test_the_best_configuration_loses_least_over_all_cases() -> None:
     costs = {(1, 8): {"a": 1.0, "b": 4.0}, (2, 8): {"a": 1.3, "b": 2.0}, (3, 8): {"a": 9.0}}
     rows = [
@@ -250,16 +292,61 @@ def test_the_best_configuration_loses_least_over_all_cases() -> None:
         for (block, warps), by_case in costs.items()
         for case, us in by_case.items()
     ]
-    chosen = tables.choose(
-        rows, lambda row: row["class"], lambda row: row["case"], lambda row: row["us"], ("BLOCK", "warps")
-    )
-    assert chosen == {"d": {"BLOCK": 2, "warps": 8}}
+    assert search.choose(rows, ("BLOCK", "warps")) == {"d": {"BLOCK": 2, "warps": 8}}
 
     found = [
-        {"weight": "1024x64", "product": "o", "rows": count, "ratio": ratio}
+        {"class": "narrow", "rows": count, "ratio": ratio}
         for count, ratio in ((1, 0.7), (8, 0.9), (16, 1.1), (32, 0.9))
     ]
     assert products.max_rows(found) == {"narrow": 8}
+
+
+def test_a_search_in_which_nothing_runs_says_so(bench: Bench) -> None:
+    def broken() -> list[Callable[[], None]]:
+        raise RuntimeError("out of resource: shared memory")
+
+    with pytest.raises(RuntimeError, match="attn_decode a batch: no candidate runs"):
+        search.measure(bench, "attn_decode", [search.Case("a batch", "d128", broken)], [{"PER_SM": 1}])
+
+
+def test_programs_that_are_tried_fit_on_a_multiprocessor_together() -> None:
+    for config in attention.decode_candidates(Bench(torch.device("cpu"), False)):
+        assert config["PER_SM"] * config["num_warps"] * 32 * config["maxnreg"] <= 65536
+
+
+def test_what_was_found_goes_into_the_table(tmp_path: Path) -> None:
+    file = tmp_path / "configs.json"
+    file.write_text(tables.TABLE.read_text())
+    before = json.loads(file.read_text())
+    decode = {"PER_SM": 4, "TILE": 32, "num_warps": 4, "num_stages": 4, "maxnreg": 128}
+    results: dict[str, dict[str, Any]] = {
+        "products": {"max_rows": {"narrow": 8, "wide": 16}},
+        "search-products": {
+            "kernel": "skinny_gemm",
+            "chosen": {"narrow": {"BLOCK_N": 32, "PREFETCH": 0, "MAX_ROWS": 64}},
+        },
+        "search-decode": {"kernel": "attn_decode", "chosen": {"d128": decode}},
+        "decode": {"decode": []},
+    }
+    changes = tables.write_configs(results, file, "sm_90")
+    assert len(changes) == 3
+    table = json.loads(file.read_text())
+    assert table["attn_decode"]["sm_90"].pop("d128") == decode
+    assert before["attn_decode"]["sm_90"].pop("d128")
+    general = before["skinny_gemm"]["*"]
+    assert table["skinny_gemm"].pop("sm_90") == {
+        "narrow": general["narrow"] | {"BLOCK_N": 32, "PREFETCH": 0, "MAX_ROWS": 64},
+        "wide": general["wide"] | {"MAX_ROWS": 16},
+    }
+    assert table == before, "nothing else has changed"
+    assert tables.write_configs(results, file, "sm_90") == []
+    with pytest.raises(ValueError, match="no entry of attn_decode for sm_90, shape class 'd512'"):
+        tables.write_configs({"search-decode": {"kernel": "attn_decode", "chosen": {"d512": decode}}}, file, "sm_90")
+
+
+def test_the_table_is_written_as_it_is_checked_in(tmp_path: Path) -> None:
+    text = tables.TABLE.read_text()
+    assert tables._compact(json.loads(text)) == text
 
 
 def test_a_build_that_is_not_in_use_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

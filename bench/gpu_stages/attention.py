@@ -20,18 +20,20 @@ import triton
 from actorllm_kernels.attn_combine import attn_combine
 from actorllm_kernels.attn_decode import attn_decode, division
 from actorllm_kernels.attn_prefill import attn_prefill, query_tiles, tokens_per_tile
-from actorllm_kernels.configs import trying
 from actorllm_kernels.plan_decode import plan_decode
 
-from .clock import Bench
+from .clock import Bench, Call
 from .correctness import ATTENTION_TOLERANCE, check_prefill
 from .inputs import I32, Paged, bf16
+from .search import Case, choose, measure, result
 
 PAGE = 64
 HEADS = ((16, 8, 128), (32, 8, 128), (32, 8, 64))
 """Of Qwen3-0.6B, of both 8B models, and of Llama-3.2-1B."""
 MAX_BYTES = 12 * 2**30
 COLD_BYTES = 200 * 2**20
+REGISTERS = 65536
+"""Of a multiprocessor, 32 bits each."""
 
 
 class DecodeCase:
@@ -44,8 +46,12 @@ class DecodeCase:
         copies = bench.pick(max(1, -(-COLD_BYTES // self.num_bytes)), 1)
         self.caches = [Paged.make(lens, kv_heads, dim, PAGE, bench.device) for _ in range(copies)]
 
-    def seconds(self) -> float:
-        """Attention and combination; the plan is made once per step, not per layer."""
+    @property
+    def name(self) -> str:
+        return f"{'x'.join(map(str, self.shape))}, batch {len(self.lens)}, context {self.lens[0]}"
+
+    def calls(self) -> list[Call]:
+        """Attention and combination, one call per cache; the plan is made once per step, not per layer."""
         heads, kv_heads, dim = self.shape
         device, count, group = self.bench.device, len(self.lens), heads // kv_heads
         programs, tile = division(device, dim, group)
@@ -63,7 +69,7 @@ class DecodeCase:
             )  # fmt: skip
             attn_combine(out, partials, lse, ends, quota, kv_heads, pdl=pdl)
 
-        return self.bench.seconds([partial(call, cache) for cache in self.caches])
+        return [partial(call, cache) for cache in self.caches]
 
     def sdpa_seconds(self) -> float:
         """torch's attention on keys and values in one piece, for sequences of one length."""
@@ -103,7 +109,7 @@ def decode(bench: Bench, bandwidth: float) -> dict[str, Any]:
         if sum(lens) * bytes_per_token(shape) > MAX_BYTES:
             continue
         case = DecodeCase(lens, shape, bench)
-        seconds = case.seconds()
+        seconds = bench.seconds(case.calls())
         row = {
             "heads": "x".join(map(str, shape)),
             "batch": len(lens),
@@ -121,38 +127,61 @@ def decode(bench: Bench, bandwidth: float) -> dict[str, Any]:
     return {"decode": rows}
 
 
-def search(bench: Bench) -> dict[str, Any]:
+def search_decode(bench: Bench) -> dict[str, Any]:
     """Programs per multiprocessor, tiles of keys, stages of the pipeline, warps."""
-    tried = []
-    batch_lens = bench.pick(([1024] * 32, [1024] * 256, [8192] * 8, [1024]), ([70, 3],))
-    candidates = bench.pick(
-        [
-            (per_sm, *rest)
-            for per_sm in (1, 2, 3, 4)
-            for rest in ((64, 2, 4), (64, 3, 4), (64, 5, 4), (32, 4, 4), (64, 3, 2))
-        ],
-        [(1, 64, 3, 4)],
+    batches = bench.pick(([1024] * 32, [1024] * 256, [8192] * 8, [1024]), ([70, 3],))
+    found = [
+        DecodeCase(lens, shape, bench)
+        for shape in shapes(bench)
+        for lens in batches
+        if sum(lens) * bytes_per_token(shape) <= MAX_BYTES
+    ]
+    cases = [Case(case.name, f"d{triton.next_power_of_2(case.shape[2])}", case.calls) for case in found]
+    rows = measure(bench, "attn_decode", cases, decode_candidates(bench))
+    names = ("PER_SM", "TILE", "num_warps", "num_stages", "maxnreg")
+    return result("attn_decode", rows, choose(rows, names))
+
+
+def decode_candidates(bench: Bench) -> list[dict[str, int]]:
+    """As many registers as let the programs of a multiprocessor be there at once."""
+    found = bench.pick(
+        itertools.product((1, 2, 3, 4), ((64, 2, 4), (64, 3, 4), (64, 5, 4), (32, 4, 4), (64, 3, 2))),
+        [(1, (64, 3, 4)), (2, (32, 3, 4))],
     )
-    for shape, lens in itertools.product(shapes(bench), batch_lens):
-        case = DecodeCase(lens, shape, bench)
-        heads = "x".join(map(str, shape))
-        for per_sm, tile, stages, warps in candidates:
-            config = {"PER_SM": per_sm, "TILE": tile, "num_stages": stages, "num_warps": warps}
-            try:
-                with trying("attn_decode", **config):
-                    rate = case.num_bytes / case.seconds() / 1e9
-            except Exception as problem:  # does not fit: too much shared memory, or too many registers
-                print(f"  {heads} {config}: {type(problem).__name__}", flush=True)
-                continue
-            tried.append({"heads": heads, "batch": len(lens), "context": lens[0], "GB/s": rate, **config})
-        del case
-        bench.empty_cache()
-    best: dict[str, dict[str, Any]] = {}
-    for row in tried:
-        key = f"{row['heads']} {row['batch']} {row['context']}"
-        if key not in best or row["GB/s"] > best[key]["GB/s"]:
-            best[key] = row
-    return {"best": list(best.values()), "tried": tried}
+    return [
+        {
+            "PER_SM": per_sm,
+            "TILE": tile,
+            "num_stages": stages,
+            "num_warps": warps,
+            "maxnreg": min(255, REGISTERS // (per_sm * warps * 32) // 8 * 8),
+        }
+        for per_sm, (tile, stages, warps) in found
+    ]
+
+
+def search_prefill(bench: Bench) -> dict[str, Any]:
+    """Tiles of queries and keys, warps, stages."""
+    chunks = bench.pick(([(8192, 8192)], [(2048, 16384)], [(512, 512)] * 16), ([(70, 70)],))
+    candidates = [
+        dict(zip(("BLOCK_M", "TILE", "num_warps", "num_stages"), one, strict=True))
+        for one in bench.pick(itertools.product((64, 128), (32, 64), (4, 8), (2, 3)), [(64, 32, 4, 2), (128, 64, 8, 2)])
+    ]
+    cases = [
+        Case(
+            f"{'x'.join(map(str, shape))}, {len(some)} x {some[0]}",
+            f"d{triton.next_power_of_2(shape[2])}",
+            partial(_prefill_calls, some, shape, bench),
+        )
+        for shape in shapes(bench)
+        for some in chunks
+    ]
+    rows = measure(bench, "attn_prefill", cases, candidates)
+    return result("attn_prefill", rows, choose(rows, ("BLOCK_M", "TILE", "num_warps", "num_stages")))
+
+
+def _prefill_calls(chunks: list[tuple[int, int]], shape: tuple[int, int, int], bench: Bench) -> list[Call]:
+    return [prefill_call(chunks, shape, False, bench)[0]]
 
 
 def prefill_call(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +16,10 @@ from actorllm_kernels.sample_pick import Offers, sample_pick
 from actorllm_kernels.sample_topk_topp import FilterScratch, FilterState, sample_topk_topp, tile_maxima
 from actorllm_kernels.top_logprobs import top_logprobs
 
-from .clock import Bench
+from .clock import Bench, Call
 from .inputs import I32, bf16, state_table
 from .models import Shape
+from .search import Case, choose, measure, result
 
 
 def run(bench: Bench, shapes: list[Shape], bandwidth: float) -> dict[str, Any]:
@@ -66,6 +69,29 @@ def run(bench: Bench, shapes: list[Shape], bandwidth: float) -> dict[str, Any]:
             filters.append({"vocabulary": vocab, "rows": rows, **{f"{name}, us": us for name, us in times.items()}})
             bench.empty_cache()
     return {"head": heads, "filters": filters}
+
+
+def search(bench: Bench, shapes: list[Shape]) -> dict[str, Any]:
+    """Blocks, warps and stages of the LM head with the draw."""
+    cases = [
+        Case(f"{shape.name}, {rows} rows", "few" if rows <= 16 else "many", partial(head_calls, bench, shape, rows))
+        for shape in shapes
+        for rows in bench.pick((1, 16, 32, 64), (2,))
+    ]
+    candidates = [
+        dict(zip(("BLOCK_K", "num_warps", "num_stages"), one, strict=True))
+        for one in bench.pick(itertools.product((64, 128), (4, 8), (2, 3, 4)), [(32, 8, 2)])
+    ]
+    rows = measure(bench, "lm_head_sample", cases, candidates)
+    return result("lm_head_sample", rows, choose(rows, ("BLOCK_K", "num_warps", "num_stages")))
+
+
+def head_calls(bench: Bench, shape: Shape, rows: int) -> list[Call]:
+    """The head alone, without `sample_pick`. The weights of every model are more than the second-level cache holds."""
+    x, slots = bf16(rows, shape.hidden, device=bench.device), torch.arange(rows, dtype=I32, device=bench.device)
+    weight, norm = bf16(shape.vocab, shape.hidden, device=bench.device), bf16(shape.hidden, device=bench.device)
+    state, offers = state_table(rows, bench.device), Offers.empty(rows, shape.vocab, bench.device)
+    return [partial(lm_head_sample, x, weight, slots, state, offers, norm=norm, pdl=bench.pdl)]
 
 
 def sampler_calls(bench: Bench, rows: int, vocab: int) -> dict[str, Callable[[], None]]:

@@ -17,7 +17,7 @@ from .models import Shape
 
 def run(bench: Bench, shapes: list[Shape]) -> dict[str, Any]:
     rows, batches = [], bench.pick((1, 32), (1,))
-    for shape in shapes[:1] if bench.is_check else [shapes[0], shapes[-1]]:
+    for shape in shapes[: bench.pick(None, 1)]:
         model = build(bench, shape)
         cases = [
             (f"generate, static cache, compiled, batch {batch}", partial(static, batch=batch)) for batch in batches

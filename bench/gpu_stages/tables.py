@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,12 @@ TITLES = {
     "descriptors": "Prefill attention by descriptors, a build that is not in use",
     "search-products": "Configurations tried: products",
     "search-decode": "Configurations tried: decode attention",
+    "search-prefill": "Configurations tried: prefill attention",
+    "search-head": "Configurations tried: LM head",
 }
 HIDDEN = ("tried", "wrong")
 """What only the JSON has."""
+TABLE = Path(configs.__file__).with_name("configs.json")
 
 
 def markdown(result: dict[str, Any], missing: list[str]) -> str:
@@ -54,9 +56,15 @@ def markdown(result: dict[str, Any], missing: list[str]) -> str:
                 continue
             if isinstance(value, list) and value:
                 lines += [*_table(value), ""]
+            elif isinstance(value, dict):
+                lines += [key, "", *_table([{"class": name, **_columns(one)} for name, one in value.items()]), ""]
             elif not isinstance(value, list):
                 lines += [f"{key}: {cell(value)}", ""]
     return "\n".join(lines)
+
+
+def _columns(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {"value": value}
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
@@ -65,18 +73,20 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
     return ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns), *body]
 
 
-def write_configs(results: dict[str, dict[str, Any]]) -> list[str]:
+def write_configs(results: dict[str, dict[str, Any]], file: Path = TABLE, architecture: str | None = None) -> list[str]:
     """Puts what was found best into configs.json, for the architecture of this GPU; returns what was changed."""
-    file = Path(configs.__file__).with_name("configs.json")
+    if architecture is None:
+        architecture = configs.architecture_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     table = json.loads(file.read_text())
-    architecture = configs.architecture_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     changes = []
     for kernel, by_class in found(results).items():
         entries = table[kernel]
         for shape_class, config in by_class.items():
             base = entries.get(architecture, {}).get(shape_class) or entries.get("*", {}).get(shape_class)
             if base is None:
-                continue
+                raise ValueError(
+                    f"{file.name} has no entry of {kernel} for {architecture}, shape class {shape_class!r}"
+                )
             merged = {**base, **config}
             if merged != base:
                 entries.setdefault(architecture, {})[shape_class] = merged
@@ -87,49 +97,15 @@ def write_configs(results: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def found(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, dict[str, int]]]:
-    """Kernel -> shape class -> configuration."""
-    from .products import width_of
-
+    """Kernel -> shape class -> what a search has chosen; up to how many rows without one is what the table itself gives."""
     best: dict[str, dict[str, dict[str, int]]] = {}
-    if "search-products" in results:
-        best["skinny_gemm"] = choose(
-            results["search-products"]["tried"],
-            width_of,
-            lambda row: f"{row['product']} {row['weight']} {row['rows']}",
-            lambda row: row["us"],
-            ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages"),
-        )
-    if "products" in results:
-        for shape_class, rows in results["products"]["max_rows"].items():
-            best.setdefault("skinny_gemm", {}).setdefault(shape_class, {})["MAX_ROWS"] = rows
-    if "search-decode" in results:
-        best["attn_decode"] = choose(
-            results["search-decode"]["tried"],
-            lambda row: f"d{row['heads'].split('x')[2]}",
-            lambda row: f"{row['heads']} {row['batch']} {row['context']}",
-            lambda row: 1 / row["GB/s"],
-            ("PER_SM", "TILE", "num_warps", "num_stages"),
-        )
+    for shape_class, rows in results.get("products", {}).get("max_rows", {}).items():
+        best.setdefault("skinny_gemm", {})[shape_class] = {"MAX_ROWS": rows}
+    for stage, result in results.items():
+        if stage.startswith("search-"):
+            for shape_class, config in result["chosen"].items():
+                best.setdefault(result["kernel"], {}).setdefault(shape_class, {}).update(config)
     return best
-
-
-def choose(
-    rows: list[dict[str, Any]], class_of: Any, case_of: Any, cost_of: Any, names: tuple[str, ...]
-) -> dict[str, dict[str, int]]:
-    """For every class the configuration that loses least against the best of every case, as a geometric mean."""
-    least: dict[str, float] = {}
-    for row in rows:
-        least[case_of(row)] = min(cost_of(row), least.get(case_of(row), math.inf))
-    losses: dict[str, dict[tuple[int, ...], list[float]]] = {}
-    for row in rows:
-        config = tuple(row[name] for name in names)
-        losses.setdefault(class_of(row), {}).setdefault(config, []).append(math.log(cost_of(row) / least[case_of(row)]))
-    chosen = {}
-    for shape_class, by_config in losses.items():
-        most = max(map(len, by_config.values()))
-        complete = {config: sum(lost) for config, lost in by_config.items() if len(lost) == most}
-        chosen[shape_class] = dict(zip(names, min(complete, key=lambda config: complete[config]), strict=True))
-    return chosen
 
 
 def _compact(table: dict[str, Any]) -> str:

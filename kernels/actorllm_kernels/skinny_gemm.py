@@ -129,9 +129,14 @@ def skinny_gemm_kernel(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def _config(num_outputs: int, is_gated: bool, device: torch.device) -> Config:
+def shape_class(num_outputs: int, is_gated: bool) -> str:
+    """Of the configuration table. num_outputs: columns of y."""
     width = "narrow" if num_outputs < 2048 else "medium" if num_outputs < 8192 else "wide"
-    return dict(lookup("skinny_gemm", f"{width}-gated" if is_gated else width, device))
+    return f"{width}-gated" if is_gated else width
+
+
+def _config(num_outputs: int, is_gated: bool, device: torch.device) -> Config:
+    return dict(lookup("skinny_gemm", shape_class(num_outputs, is_gated), device))
 
 
 def is_skinny(num_rows: int, num_outputs: int, is_gated: bool, device: torch.device) -> bool:

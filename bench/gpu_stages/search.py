@@ -1,0 +1,82 @@
+"""Which configuration of a kernel is the fastest: all candidates on all cases, and for each class of shapes the one that loses
+least against the best of every case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from actorllm_kernels.configs import trying
+
+from .clock import Bench, Call
+
+Config = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is timed, and the class of shapes whose entry it decides."""
+
+    name: str
+    shape_class: str
+    calls: Callable[[], Sequence[Call]]
+    """Made anew for every candidate: what a launch needs may depend on it."""
+
+
+def measure(bench: Bench, kernel: str, cases: Iterable[Case], candidates: Sequence[Config]) -> list[dict[str, Any]]:
+    """A row per case and candidate that runs. Raises when the GPU is lost, or when a case has none that runs."""
+    rows = []
+    for case in cases:
+        before = len(rows)
+        for config in candidates:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(trying(kernel, **config))
+                try:
+                    seconds = bench.seconds(case.calls())
+                except Exception as problem:  # does not fit: too much shared memory, or too many registers
+                    bench.synchronize()
+                    print(f"  {kernel} {case.name} {dict(config)}: {type(problem).__name__}", flush=True)
+                    continue
+            rows.append({"class": case.shape_class, "case": case.name, "us": seconds * 1e6, **config})
+        if len(rows) == before:
+            raise RuntimeError(f"{kernel} {case.name}: no candidate runs")
+        bench.empty_cache()
+    return rows
+
+
+def choose(rows: list[dict[str, Any]], names: Sequence[str]) -> dict[str, dict[str, int]]:
+    """For every class the configuration that loses least against the best of every case, as a geometric mean.
+
+    rows: those of `measure`; names: those of a configuration. One that does not run in every case of its class is none.
+    """
+    least: dict[str, float] = {}
+    for row in rows:
+        least[row["case"]] = min(row["us"], least.get(row["case"], math.inf))
+    losses: dict[str, dict[tuple[int, ...], list[float]]] = {}
+    for row in rows:
+        config = tuple(row[name] for name in names)
+        losses.setdefault(row["class"], {}).setdefault(config, []).append(math.log(row["us"] / least[row["case"]]))
+    chosen = {}
+    for shape_class, by_config in losses.items():
+        most = max(map(len, by_config.values()))
+        complete = {config: sum(lost) for config, lost in by_config.items() if len(lost) == most}
+        chosen[shape_class] = dict(zip(names, min(complete, key=lambda config: complete[config]), strict=True))
+    return chosen
+
+
+def best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The fastest row of every case."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if row["case"] not in found or row["us"] < found[row["case"]]["us"]:
+            found[row["case"]] = row
+    return list(found.values())
+
+
+def result(kernel: str, rows: list[dict[str, Any]], chosen: dict[str, dict[str, int]]) -> dict[str, Any]:
+    """What a stage that searches leaves: `tables.write_configs` takes `chosen`."""
+    return {"kernel": kernel, "chosen": chosen, "best": best(rows), "tried": rows}
