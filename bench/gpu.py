@@ -1,7 +1,7 @@
 """What do the kernels and the engine reach on this GPU, and are they right?
 
     python bench/gpu.py [--stage next|all|NAME] [--work DIR] [--json FILE] [--models NAME,...] [--limit SECONDS]
-                        [--write-configs] [--cpu-check]
+                        [--write-configs] [--write-readme] [--cpu-check]
 
 Stages, in this order, each in a process of its own that is ended after --limit seconds. Each leaves DIR/STAGE.json and is not
 run again with the same GPU, sources and models. One that fails says why in its file, and the others go on; but the ceilings
@@ -11,8 +11,8 @@ in several calls. Every call puts the results so far together as JSON (--json, d
 beside it.
 
 --write-configs puts the configurations that the searches found best into the table of the kernels (configs.json); run
-`python -m actorllm_kernels.resources --write` afterwards, and this again.
---cpu-check walks through everything on a CPU in tiny sizes, in Triton's interpreter: whether the
+`python -m actorllm_kernels.resources --write` afterwards, and this again. --write-readme puts the measured figures into the
+table of kernels/README.md. --cpu-check walks through everything on a CPU in tiny sizes, in Triton's interpreter: whether the
 script runs, not how fast anything is.
 """
 
@@ -37,11 +37,13 @@ if "--cpu-check" in sys.argv:
 
 import torch
 import triton
-from gpu_stages import attention, ceilings, correctness, engine, head, peers, products, steps
+from gpu_stages import attention, ceilings, correctness, engine, head, peers, products, small, steps
 from gpu_stages.clock import Bench
 from gpu_stages.models import MODELS, TINY, Shape
+from gpu_stages.readme import write_readme
 from gpu_stages.record import ROOT, Results, Work, configurations, sources
 from gpu_stages.tables import markdown, write_configs
+from gpu_stages.targets import verdicts
 from report import environment, write_json
 
 RESULTS = ROOT / "bench" / "results"
@@ -80,16 +82,17 @@ STAGES: dict[str, Stage] = {
     "ceilings": Stage(lambda bench, shapes, results: ceilings.run(bench), ("machine",)),
     "correctness": Stage(lambda bench, shapes, results: correctness.run(bench), KERNELS),
     "order": Stage(lambda bench, shapes, results: steps.order(bench, shapes)),
+    "small": Stage(lambda bench, shapes, results: small.run(bench, _bandwidth(results)), KERNELS),
     "products": Stage(lambda bench, shapes, results: products.run(bench, shapes, _bandwidth(results))),
     "decode": Stage(lambda bench, shapes, results: attention.decode(bench, _bandwidth(results)), KERNELS),
-    "prefill": Stage(lambda bench, shapes, results: attention.prefill(bench), KERNELS),
+    "prefill": Stage(lambda bench, shapes, results: attention.prefill(bench, _flops(results)), KERNELS),
     "head": Stage(lambda bench, shapes, results: head.run(bench, shapes, _bandwidth(results))),
     "steps": Stage(lambda bench, shapes, results: steps.decode(bench, shapes, _bandwidth(results), _flops(results))),
     "prompts": Stage(lambda bench, shapes, results: steps.prefill(bench, shapes, _flops(results))),
     "offline": Stage(lambda bench, shapes, results: engine.offline(bench, shapes)),
     "latency": Stage(lambda bench, shapes, results: engine.latency(bench, _searched(shapes))),
     "idle": Stage(lambda bench, shapes, results: engine.idle(bench, shapes)),
-    "start": Stage(lambda bench, shapes, results: engine.start(bench, shapes)),
+    "start": Stage(lambda bench, shapes, results: engine.start(bench, _searched(shapes))),
     "ablations": Stage(lambda bench, shapes, results: steps.ablations(bench, _searched(shapes))),
     "peers": Stage(lambda bench, shapes, results: peers.run(bench, _searched(shapes))),
     "descriptors": Stage(lambda bench, shapes, results: attention.descriptors(bench), KERNELS),
@@ -99,6 +102,7 @@ STAGES: dict[str, Stage] = {
     "search-decode": Stage(lambda bench, shapes, results: attention.search_decode(bench), SEARCHES),
     "search-prefill": Stage(lambda bench, shapes, results: attention.search_prefill(bench), SEARCHES),
     "search-head": Stage(lambda bench, shapes, results: head.search(bench, _searched(shapes)), SEARCHES),
+    "search-norm": Stage(lambda bench, shapes, results: small.search_norm(bench), SEARCHES),
 }
 """In the order in which they are run."""
 
@@ -155,6 +159,7 @@ def main() -> int:
         "command": "python bench/gpu.py",
         "environment": {**environment(), **chip(bench)},
         "models": names,
+        "targets": verdicts(results, chip(bench)["chip"]),
         "stages": [
             {"stage": record.stage, "seconds": record.seconds, "date": record.date, "problem": record.complaint}
             for record in records
@@ -169,6 +174,10 @@ def main() -> int:
         file.with_suffix(".md").write_text(page)
     if arguments.write_configs:
         print("\n".join(write_configs(results)) or "no search has found anything better: nothing to write")
+    if arguments.write_readme:
+        print(
+            "\n".join(write_readme(results, chip(bench)["chip"])) or "nothing has been measured of it: nothing to write"
+        )
     return status
 
 
@@ -284,6 +293,7 @@ def parse() -> argparse.Namespace:
         "--limit", type=float, default=LIMIT_S, help="seconds after which a stage is ended; default: %(default)g"
     )
     parser.add_argument("--write-configs", action="store_true")
+    parser.add_argument("--write-readme", action="store_true")
     parser.add_argument("--cpu-check", action="store_true")
     parser.add_argument("--run", help=argparse.SUPPRESS)  # these stages, in this process
     return parser.parse_args()

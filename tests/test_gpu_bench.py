@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "bench"))
 
 import gpu  # noqa: E402
-from gpu_stages import attention, correctness, engine, products, search, steps, tables  # noqa: E402
+from gpu_stages import attention, correctness, engine, products, readme, search, steps, tables, targets  # noqa: E402
 from gpu_stages.clock import Bench  # noqa: E402
 from gpu_stages.inputs import Paged  # noqa: E402
 from gpu_stages.models import MODELS, TINY  # noqa: E402
@@ -143,7 +143,7 @@ def test_nothing_is_measured_of_kernels_that_are_wrong(
     [
         ({"machine": "H100"}, set()),
         ({"sources": "z"}, {"ceilings"}),
-        ({"models": ["y"]}, {"ceilings", "correctness", "decode", "prefill", "descriptors"}),
+        ({"models": ["y"]}, {"ceilings", "correctness", "small", "decode", "prefill", "descriptors"}),
         ({"table": "z"}, {"ceilings", *(name for name in gpu.STAGES if name.startswith("search-"))}),
     ],
 )
@@ -347,6 +347,39 @@ def test_what_was_found_goes_into_the_table(tmp_path: Path) -> None:
 def test_the_table_is_written_as_it_is_checked_in(tmp_path: Path) -> None:
     text = tables.TABLE.read_text()
     assert tables._compact(json.loads(text)) == text
+
+
+def test_every_target_is_looked_for_where_a_stage_leaves_it() -> None:
+    results: dict[str, dict[str, Any]] = {}
+    for target in targets.TARGETS:
+        row = {**target.figure.row, target.figure.column: 0.5}
+        results.setdefault(target.figure.stage, {}).setdefault(target.figure.table, []).append(row)
+    assert set(results) <= set(gpu.STAGES)
+    found = {row["figure"]: row for row in targets.verdicts(results, "NVIDIA H200")}
+    assert found["decode step of Qwen3-0.6B, batch 1, ms"] == {
+        "figure": "decode step of Qwen3-0.6B, batch 1, ms", "measured": 0.5, "target": "≤ 0.55", "met": True,
+    }  # fmt: skip
+    assert not found["prefill attention at 8k, TFLOP/s"]["met"]
+    assert all(row["met"] == "—" for row in targets.verdicts(results, "NVIDIA H100 PCIe"))
+    assert all(row["measured"] is None and row["met"] is None for row in targets.verdicts({}, "NVIDIA H200"))
+
+
+def test_measured_figures_go_into_the_table_of_the_kernels(tmp_path: Path) -> None:
+    file = tmp_path / "README.md"
+    file.write_text(readme.README.read_text())
+    rows = {line.split("`")[1] for line in file.read_text().split("\n") if line.startswith("| `")}
+    assert rows - set(readme.FIGURES) == {"philox.py"}
+    assert set(readme.FIGURES) <= rows
+    assert readme.write_readme({}, "NVIDIA H200", file) == []
+    assert file.read_text() == readme.README.read_text(), "nothing is claimed of what was not measured"
+    small = [
+        {"kernel": "rmsnorm", "case": "8192 x 4096", "us": 70.0, "share of bandwidth": 0.876},
+        {"kernel": "step_prep", "case": "256 rows", "us": 2.34},
+    ]
+    changed = readme.write_readme({"small": {"small": small}}, "NVIDIA H200", file)
+    assert [line.rsplit(" | ", 1)[1] for line in changed] == ["2.3 us (256 rows) |", "88% (8192 x 4096) |"]
+    assert "Measured on a GPU: NVIDIA H200, 2" in file.read_text()
+    assert file.read_text().count("not measured") == len(rows) - 2
 
 
 def test_a_build_that_is_not_in_use_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,7 +207,8 @@ def prefill_call(
     return call, 4 * heads * dim * seen
 
 
-def prefill(bench: Bench) -> dict[str, Any]:
+def prefill(bench: Bench, peak: float) -> dict[str, Any]:
+    """peak: FLOP/s of products of matrices."""
     rows = []
     cases = bench.pick(
         [*([(n, n)] for n in (512, 1024, 2048, 4096, 8192, 16384)), [(2048, 16384)], [(1024, 1024)] * 8],
@@ -218,7 +219,8 @@ def prefill(bench: Bench) -> dict[str, Any]:
         row: dict[str, Any] = {"heads": "x".join(map(str, shape)), "chunks": f"{len(chunks)} x {new} of {length}"}
         call, flops = prefill_call(chunks, shape, False, bench)
         seconds = bench.seconds(call)
-        row |= {"us": seconds * 1e6, "TFLOP/s": flops / seconds / 1e12}
+        rate = flops / seconds
+        row |= {"us": seconds * 1e6, "TFLOP/s": rate / 1e12, "share of the matmul ceiling": rate / peak}
         if new == length:
             row |= _torch(bench, len(chunks), shape, length, flops)
         rows.append(row)

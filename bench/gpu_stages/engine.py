@@ -7,6 +7,7 @@ throughput is that of nano-vllm's bench.py: 256 requests, 100 to 1,024 tokens in
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -14,6 +15,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from report import quantile
 
 from actorllm import LLM, AsyncLLM, SamplingParams, TokensPrompt
 
+from . import steps
 from .clock import Bench
 from .models import Shape
 
@@ -217,21 +220,31 @@ def uncovered(start: float, end: float, work: list[tuple[float, float, str]]) ->
 
 
 def start(bench: Bench, shapes: list[Shape]) -> dict[str, Any]:
-    """Until the first token, with an empty cache of compiled kernels and with a full one."""
-    rows = []
-    for shape in shapes[:1] if bench.is_check else [shapes[0], shapes[-1]]:
-        with tempfile.TemporaryDirectory() as folder:
-            before = os.environ.get("TRITON_CACHE_DIR")
-            os.environ["TRITON_CACHE_DIR"] = str(Path(folder) / "triton")
-            try:
-                cold, warm = (_first_token(bench, shape, folder) for _ in range(2))
-            finally:
-                if before is None:
-                    del os.environ["TRITON_CACHE_DIR"]
-                else:
-                    os.environ["TRITON_CACHE_DIR"] = before
+    """Until the first token, with an empty cache of compiled kernels and with a full one; and where the time goes."""
+    rows, parts, graphs = [], [], []
+    for shape in shapes[: bench.pick(None, 1)]:
+        with tempfile.TemporaryDirectory() as folder, environment_variable("TRITON_CACHE_DIR", f"{folder}/engine"):
+            cold, warm = (_first_token(bench, shape, folder) for _ in range(2))
         rows.append({"model": shape.name, "cold, s": cold, "warm, s": warm})
-    return {"start": rows}
+        with tempfile.TemporaryDirectory() as folder, environment_variable("TRITON_CACHE_DIR", folder):
+            seconds, recorded = steps.start_split(bench, shape)
+        parts.append({"model": shape.name, **seconds})
+        graphs += [{"model": shape.name, **row} for row in recorded]
+    return {"start": rows, "a worker's start, cold, by part": parts, "graphs": graphs}
+
+
+@contextlib.contextmanager
+def environment_variable(name: str, value: str) -> Iterator[None]:
+    """Set for this process and those that it starts meanwhile."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _first_token(bench: Bench, shape: Shape, folder: str) -> float:

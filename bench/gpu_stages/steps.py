@@ -16,6 +16,7 @@ import torch
 
 from actorllm.config import EngineConfig
 from actorllm.model.cuda.device import CudaDevice, HostDevice
+from actorllm.model.cuda.rehearsal import compiling
 from actorllm.model.cuda.runner import CudaRunner
 from actorllm_kernels.configs import trying
 
@@ -25,25 +26,28 @@ from .models import Shape
 CONTEXT = 1024
 STEPS = 10
 """That are timed together. Each makes its sequences longer by a token."""
-TARGETS = {
-    ("Qwen3-8B", 1): 0.8,
-    ("Llama-3.1-8B", 1): 0.8,
-    ("Qwen3-8B", 256): 0.75,
-    ("Llama-3.1-8B", 256): 0.75,
-    ("Qwen3-0.6B", 256): 0.75,
-}
-"""Shares of the limit."""
-TARGET_MS = {("Qwen3-0.6B", 1): 0.55}
-PREFILL_TARGET = 0.5
-"""Of the matmul ceiling, for a model of 8B."""
 
 
 @contextlib.contextmanager
 def runner_of(bench: Bench, shape: Shape, uses_pdl: bool = True, **more: Any) -> Iterator[CudaRunner]:
     """With random weights and a cache for the largest batch. more: arguments of the engine.
 
-    Its memory is given back when the block ends, whoever still holds the runner: the next one asks for nearly all there is.
     Raises RuntimeError when there is no room for a cache.
+    """
+    with prepared(bench, shape, uses_pdl, **more) as runner:
+        runner.load()
+        num_blocks = runner.profile_num_blocks()
+        if num_blocks == 0:
+            raise RuntimeError(f"{shape.name}: the GPU has no memory left for a cache; who else is on it?")
+        runner.allocate(num_blocks)
+        yield runner
+
+
+@contextlib.contextmanager
+def prepared(bench: Bench, shape: Shape, uses_pdl: bool = True, **more: Any) -> Iterator[CudaRunner]:
+    """A runner that has loaded nothing yet.
+
+    Its memory is given back when the block ends, whoever still holds it: the next runner asks for nearly all there is.
     """
     sizes = bench.pick(
         {"max_model_len": 16384, "max_num_seqs": 256, "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.85},
@@ -64,11 +68,6 @@ def runner_of(bench: Bench, shape: Shape, uses_pdl: bool = True, **more: Any) ->
         device = HostDevice() if bench.is_check else CudaDevice(uses_pdl=uses_pdl)
         runner = CudaRunner(config, show_progress=False, device=device)
     try:
-        runner.load()
-        num_blocks = runner.profile_num_blocks()
-        if num_blocks == 0:
-            raise RuntimeError(f"{shape.name}: the GPU has no memory left for a cache; who else is on it?")
-        runner.allocate(num_blocks)
         yield runner
     finally:
         vars(runner).clear()
@@ -109,8 +108,6 @@ def decode(bench: Bench, shapes: list[Shape], bandwidth: float, flops: float) ->
                     print(f"  {shape.name} {batch}: {error}", flush=True)
                     continue
                 limit = shape.decode_limit_s(batch, context, bandwidth, flops)
-                wanted, most = TARGETS.get((shape.name, batch)), TARGET_MS.get((shape.name, batch))
-                met = limit / seconds >= wanted if wanted else seconds * 1e3 <= most if most else "—"
                 rows.append(
                     {
                         "model": shape.name,
@@ -120,8 +117,6 @@ def decode(bench: Bench, shapes: list[Shape], bandwidth: float, flops: float) ->
                         "limit, ms": limit * 1e3,
                         "share": limit / seconds,
                         "tokens/s": batch / seconds,
-                        "target": f">= {wanted:g}" if wanted else f"<= {most:g} ms" if most else "—",
-                        "met": met,
                     }
                 )
                 if batch in (1, 256):
@@ -162,7 +157,6 @@ def prefill(bench: Bench, shapes: list[Shape], flops: float) -> dict[str, Any]:
                 seconds = statistics.median(_prefill_seconds(bench, runner) for _ in range(bench.pick(5, 1)))
             num_tokens = bench.pick(length, 16)
             rate = shape.prefill_flops(num_tokens) / seconds
-            wanted = PREFILL_TARGET if shape.name.endswith("8B") and length == 8192 else None
             rows.append(
                 {
                     "model": shape.name,
@@ -171,8 +165,6 @@ def prefill(bench: Bench, shapes: list[Shape], flops: float) -> dict[str, Any]:
                     "tokens/s": num_tokens / seconds,
                     "TFLOP/s": rate / 1e12,
                     "share of the matmul ceiling": rate / flops,
-                    "target": f">= {wanted:g}" if wanted else "—",
-                    "met": rate / flops >= wanted if wanted else "—",
                 }
             )
     return {"whole prompts": rows}
@@ -230,6 +222,41 @@ def ablations(bench: Bench, shapes: list[Shape]) -> dict[str, Any]:
 def _both(name: str, value: int) -> Iterator[None]:
     with trying("skinny_gemm", **{name: value}), trying("lm_head_sample", **{name: value}):
         yield
+
+
+def start_split(bench: Bench, shape: Shape) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Seconds of the parts of a worker's start, one after the other, and what every size of a decode step takes to record.
+
+    In a worker, kernels are compiled while the weights are read; here they come first, so that each has its own time.
+    """
+    seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def timed(part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        bench.synchronize()
+        seconds[f"{part}, s"] = time.perf_counter() - began
+
+    with prepared(bench, shape) as runner:
+        if not bench.is_check:  # nothing is compiled for an interpreter
+            with timed("compilation"), runner.device.active(), compiling(runner.rehearse):
+                pass
+        with timed("weights"):
+            runner.load()
+        with timed("profiling run"):
+            num_blocks = runner.profile_num_blocks()
+        with timed("cache, first graphs"):
+            runner.allocate(num_blocks)
+        graphs = []
+        while runner.wants_to_record:
+            part, size = runner.graphs.next_wanted()  # type: ignore[misc]
+            before, began = bench.held_bytes(), time.perf_counter()
+            runner.record_next()
+            bench.synchronize()
+            row = {"rows": size, "ms": (time.perf_counter() - began) * 1e3}
+            graphs.append({"part": part.value, **row, "MB": (bench.held_bytes() - before) / 1e6})
+    return seconds, graphs
 
 
 def order(bench: Bench, shapes: list[Shape]) -> dict[str, Any]:

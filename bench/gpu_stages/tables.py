@@ -11,6 +11,8 @@ from report import cell
 
 from actorllm_kernels import configs
 
+from .targets import CHIP
+
 TITLES = {
     "ceilings": "What the machine can do",
     "correctness": "Kernels against their references, bfloat16",
@@ -20,6 +22,7 @@ TITLES = {
     "head": "LM head, draw, filters",
     "steps": "Decode steps of whole models",
     "prompts": "Prompts through whole models",
+    "small": "Small kernels",
     "order": "Dependent launches give the tokens of plain ones",
     "offline": "Offline throughput, the workload of nano-vllm",
     "latency": "Latencies of requests that come together",
@@ -32,6 +35,7 @@ TITLES = {
     "search-decode": "Configurations tried: decode attention",
     "search-prefill": "Configurations tried: prefill attention",
     "search-head": "Configurations tried: LM head",
+    "search-norm": "Configurations tried: norm",
 }
 HIDDEN = ("tried", "wrong")
 """What only the JSON has."""
@@ -47,6 +51,7 @@ def markdown(result: dict[str, Any], missing: list[str]) -> str:
         lines += [f"Not measured: {', '.join(missing)}.", ""]
     if problems := [f"- {row['stage']}: {row['problem']}" for row in result["stages"] if row["problem"]]:
         lines += ["What went wrong:", "", *problems, ""]
+    lines += [f"## What is wanted of an {CHIP}", "", *_table(result["targets"]), ""]
     for name, title in TITLES.items():
         if name not in result:
             continue
