@@ -90,9 +90,13 @@ def _step_prep(bench: Bench) -> Iterator[Small]:
 def _embed(bench: Bench) -> Iterator[Small]:
     tokens, size, vocab = bench.pick((8192, 4096, 128256), (3, 32, 50))
     weight = bf16(vocab, size, device=bench.device)
-    ids = torch.randint(0, vocab, (tokens,), dtype=I32).to(bench.device)
-    out = bf16(tokens, size, device=bench.device)
-    yield Small("embed", f"{tokens} x {size}", [partial(embed, ids, weight, out, pdl=bench.pdl)], 4 * out.numel())
+
+    def call() -> Call:
+        ids = torch.randint(0, vocab, (tokens,), dtype=I32).to(bench.device)
+        return partial(embed, ids, weight, bf16(tokens, size, device=bench.device), pdl=bench.pdl)
+
+    num_bytes = 4 * tokens * size
+    yield Small("embed", f"{tokens} x {size}", [call() for _ in range(_copies(bench, num_bytes))], num_bytes)
 
 
 def norm_calls(bench: Bench, tokens: int, size: int) -> list[Call]:
