@@ -217,6 +217,18 @@ def test_attention_that_leaves_out_a_key_is_found_wrong(edge: str) -> None:
     assert correctness.off_by_row(less, whole) > 4 * correctness.ATTENTION_TOLERANCE
 
 
+def test_a_token_that_dependent_launches_change_is_wrong(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {False: [[1, 2], [3, 4], [5, 6]], True: [[1, 2], [3, 5], [5, 6]]}
+    monkeypatch.setattr(
+        steps,
+        "tokens_of",
+        lambda _, __, uses_pdl: [("prompts", torch.ones(1, 2)), ("batch 2", torch.tensor(found[uses_pdl]))],
+    )
+    result = steps.order(bench, [TINY["tiny-llama"]])
+    assert result["wrong"] == "dependent launches give other tokens: tiny-llama, batch 2"
+    assert [row["first difference"] for row in result["order"]] == [None, 1]
+
+
 def test_the_workload_is_that_of_nano_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = engine.workload(Bench(torch.device("cpu"), False), MODELS["Qwen3-0.6B"])
     assert (sum(len(ids) for ids, _ in requests), sum(n for _, n in requests)) == (142827, 133966)

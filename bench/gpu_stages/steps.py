@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from actorllm.config import EngineConfig
+from actorllm.messages import NewRow, StepPlan, pack_rows
 from actorllm.model.cuda.device import CudaDevice, HostDevice
 from actorllm.model.cuda.rehearsal import compiling
 from actorllm.model.cuda.runner import CudaRunner
@@ -262,34 +264,27 @@ def start_split(bench: Bench, shape: Shape) -> tuple[dict[str, float], list[dict
 def order(bench: Bench, shapes: list[Shape]) -> dict[str, Any]:
     """Dependent launches against plain ones: many steps of the same requests must give the same tokens, bit for bit.
 
-    In a small model, where a launch that does not wait is most likely to be too early; at few rows, which have the fused
-    products, and at many, which have not.
+    In small models, where a launch that does not wait is most likely to be too early; at few rows, which have the fused
+    products, and at many, which have not; and with prompts.
     """
     rows = []
     for shape in shapes[: bench.pick(2, 1)]:
-        found = [dict(tokens_of(bench, shape, uses_pdl)) for uses_pdl in (False, True)]
-        for batch, plain in found[0].items():
-            same = torch.equal(plain, found[1][batch])
-            first = None if same else int((plain != found[1][batch]).any(1).nonzero()[0])
-            rows.append(
-                {
-                    "model": shape.name,
-                    "batch": batch,
-                    "steps": len(plain),
-                    "same tokens": same,
-                    "first difference": first,
-                }
-            )
-    different = [f"{row['model']} at batch {row['batch']}" for row in rows if not row["same tokens"]]
+        plain, dependent = (dict(tokens_of(bench, shape, uses_pdl)) for uses_pdl in (False, True))
+        for what, tokens in plain.items():
+            other = (tokens != dependent[what]).any(1).nonzero().flatten().tolist()
+            row = {"model": shape.name, "what": what, "steps": len(tokens), "same tokens": not other}
+            rows.append({**row, "first difference": other[0] if other else None})
+    different = [f"{row['model']}, {row['what']}" for row in rows if not row["same tokens"]]
     return {
         "order": rows,
-        "wrong": f"dependent launches give other tokens: {', '.join(different)}" if different else "",
+        "wrong": f"dependent launches give other tokens: {'; '.join(different)}" if different else "",
     }
 
 
-def tokens_of(bench: Bench, shape: Shape, uses_pdl: bool) -> Iterator[tuple[int, torch.Tensor]]:
-    """By batch size, the tokens of many steps, [num_steps, batch]."""
+def tokens_of(bench: Bench, shape: Shape, uses_pdl: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """By what is done, the tokens of many steps, [num_steps, num_rows]."""
     with runner_of(bench, shape, uses_pdl) as runner, torch.inference_mode(), runner.device.active():
+        yield "prompts", torch.stack([prompts_of(bench, runner) for _ in range(bench.pick(100, 1))])
         for batch in bench.pick((1, 8, 32, 256), (2,)):
             try:
                 step = runner.steady_step(batch, bench.pick(200, 5))
@@ -301,4 +296,30 @@ def tokens_of(bench: Bench, shape: Shape, uses_pdl: bool) -> Iterator[tuple[int,
             for _ in range(bench.pick(1000, 2)):
                 step()
                 seen.append(runner.state.last_token[:batch].clone())
-            yield batch, torch.stack(seen).cpu()
+            yield f"batch {batch}", torch.stack(seen).cpu()
+
+
+def prompts_of(bench: Bench, runner: CudaRunner) -> torch.Tensor:
+    """Two prompts, two more beside them, and a step of all four: the tokens, and a sum of the bits of what the cache has then."""
+    lengths, per_row = bench.pick((700, 33, 1, 200), (5, 3, 1, 4)), bench.pick(12, 1)
+    runner.forget_requests()
+    draw = np.random.default_rng(0)
+    new = [NewRow(slot, n, seed=slot, temperature=0.7) for slot, n in enumerate(lengths)]
+
+    def plan(step: int, first: int, count: int, decoded: int) -> StepPlan:
+        slots = np.arange(first, first + count, dtype=np.int32)
+        counts = np.array(lengths[first : first + count], np.int32)
+        return StepPlan(
+            step=step,
+            new_rows=pack_rows(new[first : first + count]),
+            new_tokens=draw.integers(0, runner.model_config.vocab_size, int(counts.sum())).astype(np.int32),
+            new_num_blocks=np.full(count, per_row, np.int32),
+            new_blocks=np.arange(first * per_row, (first + count) * per_row, dtype=np.int32),
+            prefill_slots=slots,
+            prefill_counts=counts,
+            decode_slots=np.arange(decoded, dtype=np.int32),
+        )
+
+    tokens = [runner.step(one).tokens for one in (plan(0, 0, 2, 0), plan(1, 2, 2, 2), plan(2, 4, 0, 4))]
+    written = runner._pool.pool[:, : len(lengths) * per_row].view(torch.int16).sum(dtype=torch.int64).cpu()
+    return torch.cat([torch.from_numpy(np.concatenate(tokens)).long(), written.view(1)])
