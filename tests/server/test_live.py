@@ -220,6 +220,7 @@ def test_sigterm_finishes_what_is_under_way() -> None:
     assert "Traceback" not in log
 
 
+@pytest.mark.timeout(120)
 def test_a_unix_socket_is_taken_from_nobody_and_ends_with_its_server(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     with socket.socket(socket.AF_UNIX) as stale:
@@ -235,6 +236,7 @@ def test_a_unix_socket_is_taken_from_nobody_and_ends_with_its_server(tmp_path: P
     assert not path.exists()
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", [1, 2])
 def test_sigterm_is_an_orderly_end_also_when_the_engine_has_died(number: int) -> None:
     server = Server("--num-threads", "1", "--api-processes", str(number), "--on-failure", "raise")

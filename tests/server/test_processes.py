@@ -161,6 +161,7 @@ def certified(tmp_path: Path) -> tuple[Path, Path]:
     return key, certificate
 
 
+@pytest.mark.timeout(120)
 def test_what_keeps_the_next_one_from_serving_is_told_too(tmp_path: Path) -> None:
     key, certificate = certified(tmp_path)
     tls = ("--ssl-keyfile", str(key), "--ssl-certfile", str(certificate))
