@@ -58,7 +58,7 @@ async def test_stats_tell_how_wrong_it_is_and_replays_stay_exact(policy: str, tm
         told = (await llm.stats())["scheduler"]["step_model"]
     assert told["name"] == "a100-llama-3-8b"
     assert told["num_steps"] >= 90
-    assert told["bias"] > 0, "this model is smaller"
+    assert told["bias"] != 0.0, "steps here do not take what they take there"
     assert told["mape"] > told["corrected_mape"] > 0
     assert told["decode_factor"] < 1
     plans = [pack(plan) for plan in replay(read_recording(record), fresh_scheduler(record))]
