@@ -7,6 +7,7 @@ model's folder and reads its config.json. What only a running worker can know (h
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import warnings
@@ -30,6 +31,8 @@ from actorllm.generation import read_generation_config, sampling_defaults
 from actorllm.pooling import Pooler, max_positions, read_pooler
 from actorllm.scheduling.gate import ADMISSIONS
 from actorllm.scheduling.policy import policy_path
+
+logger = logging.getLogger(__name__)
 
 BUNDLED_MODELS = {"storyteller": Path(__file__).parent / "storyteller"}
 
@@ -208,9 +211,7 @@ class EngineConfig:
         max_model_len = _max_model_len(
             path, given["max_model_len"], text, None if pooler is None else pooler.max_length
         )
-        device = choose("cpu" if pooler is not None and given["device"] == "auto" else given["device"])
-        if pooler is not None and device == "cuda":
-            raise ConfigError("device='cuda': vectors of prompts are made on the CPU only so far; use device='cpu'")
+        device = _device(given, pooler)
         block_size = _block_size(given["block_size"], device)
         max_num_seqs = _positive("max_num_seqs", given["max_num_seqs"])
         max_num_batched_tokens = _positive("max_num_batched_tokens", given["max_num_batched_tokens"])
@@ -272,7 +273,7 @@ class EngineConfig:
                 step_model=_step_model(given["step_model"]),
             ),
             topology=_choice("topology", given["topology"], ("process", "inline")),
-            world_size=_world_size(given["tensor_parallel_size"], text, device),
+            world_size=_world_size(given["tensor_parallel_size"], text),
             device=device,
             num_threads=_optional_positive("num_threads", given["num_threads"]),
             name=given["name"],
@@ -724,9 +725,7 @@ def parallel_sizes(num_heads: int, num_kv_heads: int) -> list[int]:
     return [n for n in range(1, num_heads + 1) if not num_heads % n and (not num_kv_heads % n or not n % num_kv_heads)]
 
 
-def _world_size(size: int, hf: dict[str, Any], device: DeviceName) -> int:
-    if size > 1 and device == "cuda":
-        raise ConfigError(f"tensor_parallel_size={size} is not supported on CUDA yet; use 1, or device='cpu'")
+def _world_size(size: int, hf: dict[str, Any]) -> int:
     heads, kv_heads = hf.get("num_attention_heads"), hf.get("num_key_value_heads") or hf.get("num_attention_heads")
     if isinstance(heads, int) and isinstance(kv_heads, int) and size not in (sizes := parallel_sizes(heads, kv_heads)):
         raise ConfigError(
@@ -781,19 +780,40 @@ def _max_model_len(path: Path, given: Any, hf: dict[str, Any], advised: int | No
     return length
 
 
+def _device(given: dict[str, Any], pooler: Pooler | None) -> DeviceName:
+    """With "auto", what CUDA cannot do goes to the CPU. Raises ConfigError where CUDA was asked for."""
+    device = choose(given["device"])
+    reason = _why_not_on_cuda(given, pooler) if device == "cuda" else None
+    if reason is None:
+        return device
+    if given["device"] == "cuda":
+        raise ConfigError(f"{reason}, or device='cpu'")
+    logger.warning("the model runs on the CPU although there is a GPU: %s", reason)
+    return "cpu"
+
+
+def _why_not_on_cuda(given: dict[str, Any], pooler: Pooler | None) -> str | None:
+    """Which argument CUDA cannot do, and what it could; None: none that the driver need not be asked for."""
+    dtype, block_size, size = given["dtype"], given["block_size"], given["tensor_parallel_size"]
+    if pooler is not None:
+        return f"runner={given['runner']!r}: vectors of prompts are not made on CUDA yet; use a model that generates"
+    if str(dtype).removeprefix("torch.") not in ("auto", "bfloat16"):
+        return f"dtype={dtype!r} is not supported on CUDA; use 'auto' or 'bfloat16'"
+    if isinstance(block_size, int) and block_size % 64:
+        return f"block_size={block_size}: on CUDA it must be a multiple of 64, which is the default there; use that"
+    if size > 1:
+        return f"tensor_parallel_size={size} is not supported on CUDA yet; use 1"
+    return None
+
+
 def _block_size(given: Any, device: DeviceName) -> int:
-    size = _positive("block_size", given if given is not None else 64 if device == "cuda" else 32)
-    if device == "cuda" and size % 64:
-        raise ConfigError(f"block_size={size}: on CUDA it must be a multiple of 64, which is the default there")
-    return size
+    return _positive("block_size", given if given is not None else 64 if device == "cuda" else 32)
 
 
 def _dtype(given: Any, hf: dict[str, Any], device: DeviceName) -> Literal["float32", "bfloat16"]:
     name = str(given).removeprefix("torch.")
-    if device == "cuda":  # as vLLM, which takes 16 bits for weights of 32
-        if name in ("auto", "bfloat16"):
-            return "bfloat16"
-        raise ConfigError(f"dtype={given!r} is not supported on CUDA; use 'auto' or 'bfloat16', or device='cpu'")
+    if device == "cuda":
+        return "bfloat16"  # `_device` let nothing else through; for weights of 32 bits as in vLLM, which takes 16
     if name == "auto":
         stored = hf.get("dtype") or hf.get("torch_dtype") or "float32"
         return "float32" if stored == "float32" else "bfloat16"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -61,15 +62,44 @@ def test_an_engine_on_a_gpu_has_its_defaults(gpu: Path) -> None:
     assert EngineConfig.from_arguments("storyteller", device="cpu").cache.block_size == 32
 
 
+not_on_a_gpu = pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"dtype": "float32"}, "dtype='float32' is not supported on CUDA; use 'auto' or 'bfloat16'"),
+        ({"block_size": 16}, "block_size=16: on CUDA it must be a multiple of 64, .*; use that"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported on CUDA yet; use 1"),
+        ({"runner": "pooling"}, "runner='pooling': vectors of prompts are not made on CUDA yet"),
+    ],
+)
+
+
+@not_on_a_gpu
+def test_what_a_gpu_cannot_do_is_said(gpu: Path, arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"{words}.*, or device='cpu'"):
+        EngineConfig.from_arguments("storyteller", device="cuda", **arguments)
+
+
+@not_on_a_gpu
+def test_what_a_gpu_cannot_do_goes_to_the_cpu_unless_one_was_asked_for(
+    gpu: Path, caplog: pytest.LogCaptureFixture, arguments: dict[str, object], words: str
+) -> None:
+    config = EngineConfig.from_arguments("storyteller", **arguments)
+    assert (config.device, config.cache.block_size) == ("cpu", arguments.get("block_size", 32))
+    assert re.search(f"on the CPU although there is a GPU: {words}", caplog.text)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"dtype": "float32"}, "dtype='float32' is not supported on CUDA; use 'auto' or 'bfloat16', or device='cpu'"),
-        ({"block_size": 32}, "block_size=32: on CUDA it must be a multiple of 64"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported on CUDA yet"),
+        ({"dtype": "float16"}, "dtype='float16' is not supported; use"),
+        ({"block_size": -5}, "block_size=-5 must be a positive integer"),
+        ({"block_size": "64"}, "block_size='64' must be a positive integer"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3: 4 attention heads"),
     ],
 )
-def test_what_a_gpu_cannot_do_is_said(gpu: Path, arguments: dict[str, object], words: str) -> None:
+def test_what_no_device_can_do_is_refused_beside_a_gpu_as_well(
+    gpu: Path, arguments: dict[str, object], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         EngineConfig.from_arguments("storyteller", **arguments)
 

@@ -65,7 +65,7 @@ class EngineOptions:
     enable_prefix_caching: bool | None = None
     kv_cache_memory_bytes: int | None = None
     device: str | None = None
-    """cuda, cpu, or auto: cuda where there is one."""
+    """cuda, cpu, or auto: cuda where there is one that can do what is asked for."""
     gpu_memory_utilization: float | None = None
     """Of the machine's memory, on a CPU."""
     tensor_parallel_size: int | None = None
