@@ -92,6 +92,12 @@ def command() -> str:
 # Rows: one question, our value, the peer's, and whether the target was met
 
 
+def ratio(ours: Sequence[float], theirs: Sequence[float] | None) -> float | None:
+    """Our median over all rounds divided by the peer's; None where there is no peer, or nothing to divide by."""
+    peer_value = statistics.median(theirs) if theirs else None
+    return statistics.median(ours) / peer_value if peer_value else None
+
+
 def compared(
     measure: str,
     ours: Sequence[float],
@@ -102,15 +108,14 @@ def compared(
     at_least: float | None = None,
 ) -> dict[str, Any]:
     """A row with the ratio of the medians of both sides' rounds; without a target it only informs."""
-    value = statistics.median(ours)
     peer_value = statistics.median(theirs) if theirs else None
-    ratio = value / peer_value if peer_value else None
+    found = ratio(ours, theirs)
     target, met = "—", "—"
     if at_most is not None:
-        target, met = f"≤ {at_most:g}x", ratio if ratio is None else ratio <= at_most
+        target, met = f"≤ {at_most:g}x", found if found is None else found <= at_most
     elif at_least is not None:
-        target, met = f"≥ {at_least:g}x", ratio if ratio is None else ratio >= at_least
-    return _row(measure, value, peer, peer_value, ratio, target, met, "—")
+        target, met = f"≥ {at_least:g}x", found if found is None else found >= at_least
+    return _row(measure, statistics.median(ours), peer, peer_value, found, target, met, "—")
 
 
 def absolute(
@@ -124,10 +129,10 @@ def absolute(
     """A row with a target that is no ratio. The two halves of the rounds are the two runs whose spread excuses noise."""
     value = statistics.median(ours)
     peer_value = (statistics.median(theirs) if theirs else None) if peer != "—" else "—"
-    ratio = value / peer_value if isinstance(peer_value, float) and peer_value else ("—" if peer == "—" else None)
     noise = spread(ours)
     met = value <= max(at_most, NOISE_FACTOR * noise)
-    return _row(measure, value, peer, peer_value, ratio, f"≤ {at_most:g}", met, noise)
+    found = "—" if peer == "—" else ratio(ours, theirs)
+    return _row(measure, value, peer, peer_value, found, f"≤ {at_most:g}", met, noise)
 
 
 def informative(

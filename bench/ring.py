@@ -4,7 +4,7 @@
 
 PATH is the interpreter of an environment with pyzmq, msgspec, uvloop and numpy; without it the other columns say "not
 measured". Both sides are kept alive and asleep all the time, and take turns within every round; a number is the median
-over the rounds, a ratio the median of the ratios within a round. The targets are those of docs/architecture.md.
+over the rounds, a ratio that of two such medians.
 
 `ring`: frames on a ring, read by the persistent doorbell callback under uvloop. `zmq asyncio`: zmq.asyncio under uvloop.
 `zmq blocking`: blocking sockets, no event loop (what a loop cannot use; it is there for scale). All over one machine:
@@ -31,7 +31,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from report import environment, print_table, write_json
+from report import environment, print_table, ratio, write_json
 
 from actorllm.ring.channel import create_link
 
@@ -208,18 +208,20 @@ TARGETS = [
 
 
 def compare(rounds: list[dict[str, dict[str, float]]]) -> list[Result]:
-    """Every target as a row: the median over rounds of the ratio within a round."""
+    """Every target as a row."""
+
+    def values(quantity: str, transport: str) -> list[float]:
+        return [r[quantity][transport] for r in rounds if transport in r[quantity]]
+
     rows = []
     for quantity, other, relation, bound in TARGETS:
-        ratios = [r[quantity][RING] / r[quantity][other] for r in rounds if other in r[quantity]]
-        ratio = statistics.median(ratios) if ratios else None
-        rows.append(verdict(f"{quantity} / {other}", ratio, relation, bound))
-    broadcast = [
-        r["4 readers 4 KiB, messages/s"][RING] / r["4 readers 4 KiB over 4 rings, messages/s"][RING] for r in rounds
-    ]
-    rows.append(verdict("4 readers 4 KiB, messages/s / 4 single rings", statistics.median(broadcast), ">=", 1.8))
-    idle = [r["idle, % of a core per process"][RING] for r in rounds]
-    rows.append(verdict("idle, % of a core per process (not a ratio)", statistics.median(idle), "<=", 0.2))
+        found = ratio(values(quantity, RING), values(quantity, other))
+        rows.append(verdict(f"{quantity} / {other}", found, relation, bound))
+    one = values("4 readers 4 KiB, messages/s", RING)
+    several = values("4 readers 4 KiB over 4 rings, messages/s", RING)
+    rows.append(verdict("4 readers 4 KiB, messages/s / 4 single rings", ratio(one, several), ">=", 1.8))
+    idle = statistics.median(values("idle, % of a core per process", RING))
+    rows.append(verdict("idle, % of a core per process (not a ratio)", idle, "<=", 0.2))
     return rows
 
 
@@ -269,7 +271,7 @@ def main() -> None:
                 "environment": {**environment(), "load_average_before": [round(x, 2) for x in load_before]},
                 "configuration": {
                     "rounds": arguments.rounds,
-                    "order": "sides alternate within a round; ratios are taken within a round",
+                    "order": "sides alternate within a round",
                     "repeats": REPEATS,
                     "gap_s": GAP_S,
                     "readers": NUM_READERS,
