@@ -12,6 +12,7 @@ import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,9 +46,35 @@ def versions() -> dict[str, str]:
     return found
 
 
+ROOT = Path(__file__).resolve().parents[1]
+MEASURED = ("actorllm", "kernels", "bench", ":(exclude)bench/results")
+"""What a benchmark runs; a change elsewhere changes no figure."""
+
+
+def code(root: Path = ROOT) -> dict[str, Any]:
+    """The commit of the checkout, and whether what is measured differs from it; nothing where this is no checkout."""
+    try:
+        top, commit = _git(root, "rev-parse", "--show-toplevel", "HEAD").splitlines()
+        if Path(top).resolve() != root.resolve():
+            return {}  # within somebody else's repository
+        return {"commit": commit[:12], "dirty": bool(_git(root, "status", "--porcelain", "--", *MEASURED))}
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return {}
+
+
+def _git(root: Path, *words: str) -> str:
+    command = ["git", "-C", str(root), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+_CODE = code()
+"""When the benchmark began: who commits while it runs does not change what ran."""
+
+
 def environment() -> dict[str, Any]:
-    """Where and with what this ran."""
+    """Where, with what and of which code this ran."""
     return {
+        **_CODE,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "machine": platform.machine(),
