@@ -52,6 +52,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python bench/docs.py --check
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
