@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from actorllm.slo.simulator import EngineShape, simulate
 from actorllm.slo.timeline import timeline_of_streams
 from actorllm.slo.workload import gamma_arrivals, lognormal_lengths, make_workload
 
-VLLM_RUN = Path(__file__).parents[3] / "shared" / "traces" / "vllm_rtx4090_llama31_8b"
+VLLM_RUN = Path(os.environ.get("ACTORLLM_TRACES", "traces")) / "vllm_rtx4090_llama31_8b"
 
 
 def linear(*coefficients: float) -> LinearModel:
@@ -72,7 +73,7 @@ def test_a_recording_has_the_steps_to_fit_to() -> None:
     assert found.model.gap_s == pytest.approx(0.0, abs=1e-9)
 
 
-@pytest.mark.skipif(not VLLM_RUN.exists(), reason=f"needs the recorded run of vLLM in {VLLM_RUN}")
+@pytest.mark.skipif(not VLLM_RUN.exists(), reason="needs that recorded run: ACTORLLM_TRACES=FOLDER")
 def test_a_run_of_vllm_is_predicted_from_its_first_half() -> None:
     """vLLM 0.19, Llama-3.1-8B on an RTX 4090, 300 requests, most of the time out of KV blocks."""
     requests = [json.loads(line) for line in (VLLM_RUN / "requests.jsonl").read_text().splitlines()]
