@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -213,6 +214,43 @@ def test_every_module_says_what_it_owns() -> None:
     for folder in (PACKAGE, KERNELS):
         for file in modules_of(folder):
             assert ast.get_docstring(ast.parse(file.read_text())), f"{file.relative_to(ROOT)} has no docstring"
+
+
+def layout() -> dict[str, str]:
+    """What docs/architecture.md says is where: by folder of the package, that of the package itself under ""."""
+    text = (ROOT / "docs" / "architecture.md").read_text().split("\n## Layout\n")[1].split("```")[1]
+    text = text.split("\nactorllm/\n")[1].split("\nkernels/")[0]
+    found = {"": ""}
+    folder = ""
+    for line in text.splitlines():
+        if (begins := re.match(r"  (\w+)/ ", line)) is not None:
+            folder = begins[1]
+        found[folder] = found.get(folder, "") + line + "\n"
+    return found
+
+
+def test_every_module_has_its_place_in_the_layout() -> None:
+    told_as_one = {"policies", "admissions", "experiments", "report"}
+    missing = []
+    sections = layout()
+    for file in modules_of(PACKAGE):
+        *folders, name = file.relative_to(PACKAGE).with_suffix("").parts
+        if name in ("__init__", "__main__"):
+            name = folders[-1] if folders else "actorllm"
+        name = next((folder for folder in folders if folder in told_as_one), name)
+        section = sections.get(folders[0] if folders else "", "")
+        if name != "actorllm" and not re.search(rf"\b{name}\b", section):
+            missing.append(str(file.relative_to(PACKAGE)))
+    assert not missing, "add them to Layout in docs/architecture.md"
+
+
+def test_the_loop_of_the_engine_is_under_forty_lines() -> None:
+    tree = ast.parse((PACKAGE / "actors" / "scheduler.py").read_text())
+    (actor,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SchedulerActor")
+    loop = [node for node in actor.body if getattr(node, "name", None) in ("run", "turn")]
+    lines = [node.end_lineno - node.lineno + 1 for node in loop if node.end_lineno is not None]
+    assert len(lines) == 2
+    assert sum(lines) < 40, "README.md says so"
 
 
 def test_examples_are_short() -> None:
