@@ -6,7 +6,7 @@
     async for piece in llm.stream("Once upon a time", SamplingParams(max_tokens=64)):
         print(piece, end="")
 
-Importing this package is light; torch is only ever imported by the processes that compute.
+Importing this package is light. torch is imported by the processes that compute only; with `topology="inline"` yours is one.
 """
 
 from __future__ import annotations

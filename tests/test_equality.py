@@ -6,7 +6,9 @@ Two checks. Every stream is held, token by token, against an oracle that shares 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,6 +73,13 @@ GRID = [
 ]
 
 
+def test_the_grid_is_what_the_readme_says() -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    said = re.search(r"(\d+)\s+configurations, ([\d,]+) tokens", readme)
+    assert said is not None
+    assert (int(said[1]), int(said[2].replace(",", ""))) == (len(GRID), len(GRID) * NUM_PROMPTS * MAX_TOKENS)
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("topology", "depth", "preempt", "chunk"), GRID)
 def test_streams_are_equal(
@@ -93,6 +102,7 @@ def test_streams_are_equal(
         totals.batched_tokens += account.tokens
     totals.inside_margin += account.inside_margin
     totals.real += account.real
+    assert account.tokens == NUM_PROMPTS * MAX_TOKENS
     assert account.real == 0, account
     assert account.inside_margin <= 10, "rows inside the margin are rare"
 
