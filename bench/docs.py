@@ -49,9 +49,10 @@ changes" had changes in the code that was measured; of older results no commit w
 
 Ratios are ours divided by the peer's, each the median of rounds in which both sides take turns; "x" marks a target that is such
 a ratio. What a feature costs ("parameters", "structured") is held round by round against the plain requests before and behind
-it, and the median of these ratios is taken. "not measured" means that the peer was not there or did not run. `spread` is the
-distance between two runs: the medians of the first and of the second half of the rounds. An absolute target counts as met at
-the larger of the target and {NOISE_FACTOR:g} times the spread. A missed target stands here as missed.
+it, and the median of these ratios is taken; so it is where a section says that ratios are taken within a round. "not measured"
+means that the peer was not there or did not run. `spread` is the distance between two runs: the medians of the first and of
+the second half of the rounds. An absolute target counts as met at the larger of the target and {NOISE_FACTOR:g} times the
+spread. A missed target stands here as missed.
 """
 
 RELIABILITY_HEAD = """# Reliability
@@ -227,8 +228,8 @@ def section(name: str, file: Path) -> str:
         if isinstance(data.get(key), list) and data[key]:
             lines += [*_code(data[f"{key}_command"]), ""] if f"{key}_command" in data else []
             lines += [*table(data[key]), ""]
-    if "note" in data:
-        lines += [data["note"], ""]
+    order = (data.get("configuration") or {}).get("order")
+    lines += [note + "\n" for note in (order and f"How rounds went: {order}.", data.get("note")) if note]
     for side, reason in sorted(set(not_measured(data))):
         lines += [f"{side} was not measured: {reason}", ""]
     return "\n".join(lines)
