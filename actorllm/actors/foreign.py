@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from actorllm.messages import Abort, Ask, Message, Reply, Submit, Unblock
+from actorllm.objective import SLO
 from actorllm.request import MAX_N
 
 Check = Callable[[Any], bool]
@@ -39,7 +40,8 @@ RANGES: dict[str, Check] = {
     "top_k": lambda value: value >= 0,
     "top_p": lambda value: 0 < value <= 1,
     "min_p": lambda value: 0 <= value <= 1,
-    "sample_index": lambda value: value >= 0,
+    "sample_index": lambda value: 0 <= value < 2**31 - MAX_N,  # siblings count on from it
+    "slo": lambda value: value is None or _is_objective(value),
     "num_sequences": lambda value: value >= 1,
     "num_deaths": lambda value: value >= 0,
     "most_beside": lambda value: value >= 0,
@@ -105,6 +107,14 @@ def _check_of(hint: Any, int_range: tuple[int, int]) -> Check | None:
             isinstance(value, list | tuple) and (inner is None or all(inner(element) for element in value))
         )
     return None
+
+
+def _is_objective(value: Sequence[float | None]) -> bool:
+    try:
+        SLO.from_fields(value)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_shallow(value: Any) -> bool:

@@ -73,6 +73,9 @@ def test_what_a_frontend_sends(message: Message) -> None:
         {"stop": ["a", 1]},
         {"stop": "text"},
         {"slo": ["fast"]},
+        {"slo": [0.5]},
+        {"slo": [-1.0, None, None, None]},
+        {"sample_index": 2**31 - 1},
         {"ignore_eos": 1},
         {"tenant": 5},
         {"pooling": []},
@@ -100,6 +103,8 @@ def test_messages_that_are_not_its_own(message: Message) -> None:
         Ask(id={}, verb="ping"),  # type: ignore[arg-type]
         Ask(id=1, verb=["ping"]),  # type: ignore[arg-type]
         replace(SUBMIT, temperature=1e308),
+        replace(SUBMIT, slo=[0.5]),
+        replace(SUBMIT, sample_index=2**31 - 2, siblings=np.array([2, 3], np.int32)),
         replace(SUBMIT, tenant=NESTED),
         replace(SUBMIT, grammar={"kind": "json", "text": NESTED}),
         replace(SUBMIT, rules={"allowed_ids": NESTED}),
