@@ -7,7 +7,7 @@ and an honest frontend beside it gets its streams, token by token.
 from __future__ import annotations
 
 import random
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from actorllm.actors.actor import Runner
 from actorllm.actors.scheduler import SchedulerActor
 from actorllm.actors.stepper import NoWaiter, run_to_end
 from actorllm.config import EngineConfig
+from actorllm.embeds import EMBEDDED
 from actorllm.errors import PeerLostError
 from actorllm.messages import (
     Abort,
@@ -34,7 +35,7 @@ from actorllm.messages import (
     Submit,
     Unblock,
 )
-from tests.ring.hostile import Report, strange_messages, through_the_wire
+from tests.ring.hostile import EMBEDDING_BYTES, Report, strange_messages, through_the_wire
 from tests.scheduling.conftest import ScriptedWorker, reference_stream
 
 VOCAB = 4096
@@ -50,6 +51,22 @@ class Anything:
         for argument in arguments:
             if isinstance(argument, Coroutine):
                 argument.close()
+
+
+class Aside(Runner):
+    """What is to be done on a thread beside the loop waits until it is told to run."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.waiting: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
+
+    def work_aside(self, function: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        self.waiting.append((function, then))
+
+    def run_waiting(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for function, then in waiting:
+            then(function())
 
 
 class RecordingLink:
@@ -83,10 +100,13 @@ class Engine:
     """A scheduler actor between an honest frontend, hostile ones, and a scripted worker."""
 
     def __init__(self) -> None:
-        self.config = EngineConfig.from_arguments("storyteller", max_num_seqs=8, async_scheduling=False).resolved(80)
+        self.config = EngineConfig.from_arguments(
+            "storyteller", dtype="float32", max_num_seqs=8, async_scheduling=False, enable_prompt_embeds=True
+        ).resolved(80)
+        assert self.config.model.embedding_bytes == EMBEDDING_BYTES
         self.actor = SchedulerActor()
         self.failures: list[BaseException | None] = []
-        self.runner = Runner(self.actor, self.failures.append)
+        self.runner = Aside(self.actor, self.failures.append)
         self.runner._ended = Anything()  # type: ignore[assignment]
         self.runner._tasks = Anything()  # type: ignore[assignment]
         self.actor._wakeup = NoWaiter()
@@ -115,6 +135,7 @@ class Engine:
 
     def turn(self) -> None:
         """One step, if there is one."""
+        self.runner.run_waiting()
         self.actor.turn()
         sent, self.workers.sent = self.workers.sent, []
         plans = [message for message in sent if isinstance(message, StepPlan)]
@@ -122,7 +143,12 @@ class Engine:
         for plan in plans:
             self.num_steps += 1
             step_late = late.get(plan.step) or (LateInputs(step=plan.step) if plan.late_slots.size else None)
-            self.deliver(self.workers, self.model.run(plan, step_late))
+            result = self.model.run(plan, step_late)
+            chunks = zip(plan.prefill_slots.tolist(), plan.prefill_counts.tolist(), strict=True)
+            rows = [(self.model.rows[slot], count) for slot, count in chunks]
+            num_embedded = sum(row.tokens[row.computed - count : row.computed].count(EMBEDDED) for row, count in rows)
+            assert plan.embeds.size == num_embedded * EMBEDDING_BYTES, "the worker refuses the plan"
+            self.deliver(self.workers, result)
         self.actor.turn()
 
     def honest_stream(self, rid: int) -> list[int]:

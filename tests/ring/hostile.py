@@ -26,6 +26,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from actorllm.embeds import EMBEDDED
 from actorllm.errors import CorruptLinkError, PeerLostError, TransportError, WouldBlock
 from actorllm.messages import (
     KINDS,
@@ -53,6 +54,9 @@ from actorllm.ring.doorbell import Doorbell
 from actorllm.ring.ring import RingReader, RingWriter
 from actorllm.ring.segment import Segment, create_segment
 from actorllm.rules import SamplingRules
+
+EMBEDDING_BYTES = 1024
+"""Of one position of a prompt, for the storyteller in float32."""
 
 CAPACITY = 4096
 MAX_MESSAGE_BYTES = 1 << 16
@@ -111,9 +115,31 @@ GOOD_SUBMIT = Submit(
         repetition=(4, 1, 3),
     ).to_fields(),
 )
+GOOD_SUBMITS = (
+    GOOD_SUBMIT,
+    Submit(
+        rid=8, arrival=1.5, prompt=GOOD_SUBMIT.prompt, max_tokens=5, siblings=np.array([9, 10], np.int32), deadline=1e9
+    ),
+    Submit(
+        rid=11,
+        arrival=1.5,
+        prompt=GOOD_SUBMIT.prompt,
+        max_tokens=5,
+        grammar={"kind": "json", "text": '{"type": "object"}', "source": "guided_json", "whitespace_pattern": " ?"},
+    ),
+    Submit(rid=12, arrival=1.5, prompt=GOOD_SUBMIT.prompt, max_tokens=1, pooling="last", is_chunkable=False),
+    Submit(
+        rid=13,
+        arrival=1.5,
+        prompt=np.array([5, EMBEDDED, 6, EMBEDDED], np.int32),
+        max_tokens=5,
+        prompt_embeds=np.zeros(2 * EMBEDDING_BYTES, np.uint8),
+    ),
+)
+"""One of each kind: fields that have no place beside one another are changed from a good value, too."""
 ONE = np.ones(1, np.int32)
 MESSAGES: tuple[Message, ...] = (
-    GOOD_SUBMIT,
+    *GOOD_SUBMITS,
     Abort(rids=np.arange(5, dtype=np.int32)),
     Unblock(rid=3, error="no"),
     PauseChanged(mode="keep"),
@@ -475,6 +501,25 @@ STRANGE_RULES = (
     [2**40, 1, 2],
     ["a", "b", "c"],
 )
+STRANGE_GRAMMAR = (
+    *STRANGE,
+    "json",
+    "regex",
+    "choice",
+    "grammar",
+    "structural_tag",
+    "(",
+    "a{1,1000000000}",
+    "[]",
+    "{",
+    '{"type": 7}',
+    '{"$ref": "#/a"}',
+    '{"format": {"type": "or"}}',
+    "start: start",
+    "\ud7ff" * 100,
+)
+STRANGE_PARTS = {"rules": ("SamplingRules", STRANGE_RULES), "grammar": ("Submit.grammar", STRANGE_GRAMMAR)}
+"""Of fields that are mappings: what their entries are called, and what these may become."""
 
 
 def strange_messages(random: random.Random, types: tuple[type[Any], ...]) -> Iterator[tuple[str, Message]]:
@@ -484,7 +529,8 @@ def strange_messages(random: random.Random, types: tuple[type[Any], ...]) -> Ite
     while True:
         message = random.choice(good)
         values = {f.name: getattr(message, f.name) for f in fields(message)}  # type: ignore[arg-type]
-        name = random.choice((*values, *["rules"] * (10 * ("rules" in values))))
+        parts = [name for name in STRANGE_PARTS if values.get(name)]
+        name = random.choice((*values, *parts * 10))
         target = f"{type(message).__name__}.{name}"
         if isinstance(values[name], np.ndarray):
             dtype = dtypes[name]
@@ -495,15 +541,18 @@ def strange_messages(random: random.Random, types: tuple[type[Any], ...]) -> Ite
                 info = np.iinfo(dtype)
                 choices = (0, 1, 5, info.min, info.max, random.randrange(4096) & info.max)
                 values[name] = np.array(random.choices(choices, k=size), dtype)
-        elif name == "rules" and random.random() < 0.9:
-            rule = random.choice(list(values[name]))
-            values[name] = values[name] | {rule: random.choice(STRANGE_RULES)}
-            target = f"SamplingRules.{rule}"
+        elif name in parts and random.random() < 0.9:
+            part = random.choice(list(values[name]))
+            called, strange = STRANGE_PARTS[name]
+            values[name] = values[name] | {part: random.choice(strange)}
+            target = f"{called}.{part}"
         else:
             same = [value for value in STRANGE if type(value) is type(values[name])]
             values[name] = random.choice(same if same and random.random() < 0.6 else STRANGE)
         if name != "rid" and "rid" in values:
             values["rid"] = random.randrange(1 << 20)
+            if name != "siblings" and "siblings" in values:
+                values["siblings"] = values["rid"] + 1 + np.arange(values["siblings"].size, dtype=np.int32)
         yield target, type(message)(**values)
 
 

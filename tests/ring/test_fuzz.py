@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from actorllm.messages import Submit
 from tests.actors import hostile_frontend
 from tests.ring import hostile
 from tests.ring.hostile import Report
@@ -28,6 +29,22 @@ def test_messages_of_an_attached_frontend(caplog: pytest.LogCaptureFixture) -> N
     caplog.set_level(logging.CRITICAL)
     report = hostile_frontend.run(5_000, seed=1)
     assert 0.2 < report.refused.total() / report.trials.total() < 0.95, "or one half of it is not tried"
+
+
+@pytest.mark.parametrize("submit", hostile.GOOD_SUBMITS, ids=["plain", "siblings", "grammar", "pooled", "embeds"])
+def test_what_is_changed_is_good(submit: Submit, caplog: pytest.LogCaptureFixture) -> None:
+    """Or every change to it would be refused for something else."""
+    caplog.set_level(logging.CRITICAL)
+    engine = hostile_frontend.Engine()
+    engine.deliver(engine.visitor, submit)
+    for _ in range(30):
+        engine.turn()
+    ends = [end for outputs in engine.visitor.sent for end in outputs.ends]
+    assert len(ends) == 1 + submit.siblings.size
+    if submit.grammar is not None:  # the scripted worker does not look at the mask
+        assert all("what was sampled is not in the grammar" in end[3] for end in ends)
+    else:
+        assert {end[1] for end in ends} == {"length" if submit.pooling is None else "stop"}
 
 
 @pytest.mark.slow
