@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import anyio
@@ -30,6 +32,7 @@ from actorllm.ring.channel import (
     open_hub,
     open_spoke,
 )
+from tests.ring.polls import pass_by
 
 SMALL = 4096
 
@@ -409,13 +412,25 @@ async def test_recheck_makes_up_for_a_lost_doorbell(make_link: Callable[..., Lin
 async def test_an_idle_link_does_nothing(make_link: Callable[..., Link]) -> None:
     link = make_link(2)
     link.start()
+    await pass_by()
     link.hub.sender.send_nowait(1, None)
     await link.until(lambda: all(link.at_spoke))
-    await anyio.wait_all_tasks_blocked()
+    await pass_by()
     wake_ups = [spoke.receiver.statistics().wake_ups for spoke in link.spokes]
-    before = time.thread_time()
-    await asyncio.sleep(0.2)
-    assert time.thread_time() - before < 0.02
+    assert wake_ups == [1, 1]
+    calls: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(os.path.dirname(layout.__file__)):
+            calls.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        await pass_by()
+    finally:
+        sys.setprofile(before)
+    assert calls == []
     assert [spoke.receiver.statistics().wake_ups for spoke in link.spokes] == wake_ups
 
 
@@ -539,7 +554,7 @@ async def test_a_handler_may_close_or_fail_its_own_receiver(make_link: Callable[
         for index in range(5):
             hub.sender.send_nowait(1, index)
         spoke.start()
-        await asyncio.sleep(0.01)
+        await pass_by()
         assert got == [0, 1, 2]
         assert [str(error) for error in errors] == ([] if action == "close" else ["no such kind"])
         spoke.close()
@@ -558,7 +573,7 @@ async def test_a_corrupt_frame_is_reported_once_and_ends_the_channel(make_link: 
     await link.until(lambda: len(link.errors) == 1)
     assert isinstance(link.errors[0], CorruptLinkError)
     link.hub.sender.writer.bells[0].ring()
-    await asyncio.sleep(0.01)
+    await pass_by()
     assert not link.spokes[0].recheck()
     assert link.spokes[0].drain_nowait() == 0
     assert len(link.errors) == 1
@@ -635,8 +650,8 @@ async def test_a_dead_spoke_holds_the_others_back_no_more(make_link: Callable[..
     link.hub.start()
     link.spokes[0].start()  # spoke 1 never reads
     count = fill(link.hub.sender)
-    await asyncio.sleep(0.01)
-    assert len(link.at_spoke[0]) < count
+    await pass_by()
+    assert 0 < len(link.at_spoke[0]) < count
     link.hub.exclude_spoke(1)
     await link.until(lambda: len(link.at_spoke[0]) == count)
     assert link.spokes[1].drain_nowait() == 0  # it is told, and uses nothing of what may be overwritten meanwhile
