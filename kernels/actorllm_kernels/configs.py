@@ -101,9 +101,14 @@ def dependent(is_dependent: bool, device: torch.device) -> Config:
 
 @cache
 def _lookup(kernel: str, shape_class: str, architecture: str) -> Config:
-    entries = table()[kernel]
-    for by_class in (entries.get(architecture, {}), entries.get("*", {})):
+    of, name = entry_of(kernel, shape_class, architecture)
+    return {"enable_fp_fusion": True, **table()[kernel][of][name]}
+
+
+def entry_of(kernel: str, shape_class: str, architecture: str) -> tuple[str, str]:
+    """Which entry that is: its architecture and its shape class, or "*" for them. Raises KeyError."""
+    for of in (architecture, "*"):
         for name in (shape_class, "*"):
-            if name in by_class:
-                return {"enable_fp_fusion": True, **by_class[name]}
+            if name in table()[kernel].get(of, {}):
+                return of, name
     raise KeyError(f"no configuration of {kernel} for {architecture}, shape class {shape_class!r}")

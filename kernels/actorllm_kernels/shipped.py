@@ -1,7 +1,8 @@
-"""Every launch that the worker makes, by name, as calls on meta tensors (see `resources`).
+"""Launches that stand for those of the worker, by name, as calls on meta tensors (see `resources`).
 
-The shapes are those of the five models of bench/gpu.py, and of the head sizes and group sizes that other models have. A
-launch that is not here is not shipped: the resource table, and the compilation at start-up, know it from this list.
+Every entry of the table of configurations is in at least one of them, and so are all ways to launch a kernel: with and without
+each fused part, as a dependent or not, by blocks of rows. Shapes are those of the five models of bench/gpu.py, and of the head
+sizes and group sizes that other models have; all launches of the five models are compiled by a slow test.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def _rmsnorm(size: int, has_residual: bool, pdl: bool) -> None:
 for size in (1024, 1536, 2048, 4096):
     SHIPPED[f"rmsnorm-{size}-residual-pdl"] = partial(_rmsnorm, size, True, True)
 SHIPPED["rmsnorm-4096-residual"] = partial(_rmsnorm, 4096, True, False)
+SHIPPED["rmsnorm-4096"] = partial(_rmsnorm, 4096, False, False)
 SHIPPED["rmsnorm-4096-pdl"] = partial(_rmsnorm, 4096, False, True)
 
 
@@ -71,13 +73,19 @@ SHIPPED["qknorm_rope_kv-32-16x8x128-norm"] = partial(_qknorm_rope_kv, 32, 16, 8,
 SHIPPED["qknorm_rope_kv-33-16x8x128-norm"] = partial(_qknorm_rope_kv, 33, 16, 8, 128, True)
 SHIPPED["qknorm_rope_kv-32-32x8x64"] = partial(_qknorm_rope_kv, 32, 32, 8, 64, False)  # Llama-3.2-1B
 SHIPPED["qknorm_rope_kv-33-32x8x80"] = partial(_qknorm_rope_kv, 33, 32, 8, 80, False)
+SHIPPED["qknorm_rope_kv-32-12x2x128"] = partial(_qknorm_rope_kv, 32, 12, 2, 128, False)  # Qwen2.5-1.5B
 SHIPPED["activation_mul-3072-silu"] = lambda: activation_mul(_meta(33, 6144), _meta(33, 3072))
 SHIPPED["activation_mul-14336-silu-pdl"] = lambda: activation_mul(_meta(64, 28672), _meta(64, 14336), pdl=True)
 SHIPPED["activation_mul-3072-gelu_tanh"] = lambda: activation_mul(_meta(33, 6144), _meta(33, 3072), "gelu_tanh")
 SHIPPED["embed-1024-pdl"] = lambda: embed(_meta(32, dtype=I32), _meta(151936, 1024), _meta(32, 1024), pdl=True)
-SHIPPED["kv_clear-pdl"] = lambda: kv_clear(
-    _meta(28, 100, 2, 8, PAGE, 128), _meta(32, dtype=I64), _meta(32, dtype=I32), pdl=True
-)
+
+
+def _kv_clear(pdl: bool) -> None:
+    kv_clear(_meta(28, 100, 2, 8, PAGE, 128), _meta(32, dtype=I64), _meta(32, dtype=I32), pdl=pdl)
+
+
+SHIPPED["kv_clear-pdl"] = partial(_kv_clear, True)
+SHIPPED["kv_clear"] = partial(_kv_clear, False)
 SHIPPED["kv_copy"] = lambda: launch_kv_copy(_meta(28, 100, 2, 8, PAGE, 128), _meta(3, 2, dtype=I32))
 
 
@@ -140,6 +148,8 @@ SHIPPED["plan_decode-512-pdl"] = partial(_plan_decode, 512, 0)
 SHIPPED["plan_decode-512-window-pdl"] = partial(_plan_decode, 512, 4096)
 for shape in ((16, 8, 128), (32, 8, 128), (32, 8, 64), (12, 2, 128), (32, 8, 80), (32, 8, 96), (8, 4, 256), (6, 2, 32)):
     SHIPPED[f"attn_decode-256-{'x'.join(map(str, shape))}-pdl"] = partial(_attn_decode, 256, *shape)
+for shape in ((20, 1, 32), (40, 2, 64), (48, 1, 128), (24, 1, 256)):  # more than 16 query heads per key-value head
+    SHIPPED[f"attn_decode-256-{'x'.join(map(str, shape))}-pdl"] = partial(_attn_decode, 256, *shape)
 SHIPPED["attn_decode-512-32x8x128-pdl"] = partial(_attn_decode, 512, 32, 8, 128)
 SHIPPED["attn_decode-32-32x8x128-q4-pdl"] = partial(_attn_decode, 32, 32, 8, 128, 4)
 SHIPPED["attn_decode-32-28x4x128-q4-pdl"] = partial(_attn_decode, 32, 28, 4, 128, 4)
@@ -179,7 +189,7 @@ def _attn_prefill(
     )
 
 
-for shape in ((16, 8, 128), (32, 8, 128), (32, 8, 64), (12, 2, 128), (32, 8, 96), (8, 4, 256), (6, 2, 32)):
+for shape in ((32, 8, 128), (32, 8, 64), (12, 2, 128), (32, 8, 96), (8, 4, 256), (6, 2, 32)):
     SHIPPED[f"attn_prefill-{'x'.join(map(str, shape))}"] = partial(_attn_prefill, *shape)
 SHIPPED["attn_prefill-32x8x128-window"] = partial(_attn_prefill, 32, 8, 128, 4096)
 SHIPPED["attn_prefill-8x4x256-window-softcap"] = partial(_attn_prefill, 8, 4, 256, 4096, 50.0)
@@ -214,6 +224,9 @@ for rows, outputs, inputs, what in (
     (16, 14336, 4096, "norm-gated"),
     (32, 14336, 4096, "norm-gated"),
     (32, 4096, 14336, "residual"),
+    (32, 1024, 3072, "residual"),
+    (16, 8192, 8192, "bias-residual"),  # wide, as in larger models
+    (16, 1536, 1024, "norm-gated"),  # narrow
 ):
     SHIPPED[f"skinny_gemm-{rows}-{outputs}x{inputs}-{what}-pdl"] = partial(_skinny_gemm, rows, outputs, inputs, what)
 
@@ -228,16 +241,17 @@ def _lm_head_sample(num_rows: int, vocab_size: int, size: int) -> None:
     lm_head_sample(x, _meta(vocab_size, size), rows, _state(), offers, norm=_meta(size), pdl=True)
 
 
-def _sample_pick(num_rows: int, vocab_size: int) -> None:
+def _sample_pick(num_rows: int, vocab_size: int, pdl: bool) -> None:
     offers = Offers.empty(num_rows, vocab_size, torch.device("meta"))
     rows = _meta(num_rows, dtype=I32)
-    sample_pick(offers, rows, _state(), rows, rows, pdl=True)
+    sample_pick(offers, rows, _state(), rows, rows, pdl=pdl)
 
 
 for rows in (16, 32):
     SHIPPED[f"lm_head_sample-{rows}-151936x1024-pdl"] = partial(_lm_head_sample, rows, 151936, 1024)
 SHIPPED["lm_head_sample-16-128256x4096-pdl"] = partial(_lm_head_sample, 16, 128256, 4096)
-SHIPPED["sample_pick-151936-pdl"] = partial(_sample_pick, 32, 151936)
+SHIPPED["sample_pick-151936-pdl"] = partial(_sample_pick, 32, 151936, True)
+SHIPPED["sample_pick-128256"] = partial(_sample_pick, 32, 128256, False)
 
 
 def _sample_topk_topp(vocab_size: int, what: str) -> None:
@@ -272,4 +286,6 @@ def _logits(vocab_size: int, what: str) -> None:
 SHIPPED["edit_logits-151936"] = partial(_logits, 151936, "edits")
 SHIPPED["top_logprobs-151936-20"] = partial(_logits, 151936, "top")
 SHIPPED["top_logprobs-151936-ranks"] = partial(_logits, 151936, "ranks")
-SHIPPED["attn_prefill-32x8x128-tma"] = partial(_attn_prefill, 32, 8, 128, by_tma=True)
+SHIPPED["sample_topk_topp-128256-cutoff"] = partial(_sample_topk_topp, 128256, "cutoff")
+for shape in ((32, 8, 128), (32, 8, 64)):
+    SHIPPED[f"attn_prefill-{'x'.join(map(str, shape))}-tma"] = partial(_attn_prefill, *shape, by_tma=True)

@@ -63,6 +63,27 @@ def test_programs_are_as_many_as_the_gpu_has_room_for(monkeypatch: pytest.Monkey
     assert attn_decode.division(torch.device("meta"), 128).programs == 132 * per_sm
 
 
+def test_every_configuration_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry of the table that no launch of the gate has is one that a model meets first."""
+    met: set[tuple[str, str, str]] = set()
+    lookup = configs._lookup
+
+    def noted(kernel: str, shape_class: str, architecture: str) -> configs.Config:
+        met.add((kernel, *configs.entry_of(kernel, shape_class, architecture)))
+        return lookup(kernel, shape_class, architecture)
+
+    monkeypatch.setattr(configs, "_lookup", noted)
+    for architecture in resources.ARCHITECTURES:
+        for name in resources.names_for(architecture):
+            resources.record_one(SHIPPED[name], architecture)
+    assert met == {
+        (kernel, architecture, shape_class)
+        for kernel, by_architecture in configs.table().items()
+        for architecture, by_class in by_architecture.items()
+        for shape_class in by_class
+    }
+
+
 def _jitted() -> list[Any]:
     """Function definitions with the decorator triton.jit, of all kernels."""
     trees = (ast.parse(inspect.getsource(module)) for module in KERNEL_MODULES)

@@ -60,7 +60,7 @@ def make_twins(folder: Callable[..., Path], make_runner: Callable[..., CudaRunne
     return make
 
 
-def config_of(path: Path, **arguments: Any) -> EngineConfig:
+def config_of(path: Path | str, **arguments: Any) -> EngineConfig:
     defaults = {
         "dtype": "float32",
         "load_format": "dummy",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from actorllm.model.cuda.device import ALIGNMENT, Download, HostDownload
 from actorllm.model.cuda.rehearsal import MetaDevice
 from actorllm.model.cuda.runner import CudaRunner
 from actorllm.rules import SamplingRules, encode_rules
-from actorllm_kernels import configs
+from actorllm_kernels import configs, resources
+from actorllm_kernels.resources import Launch, recording
 from tests.model.cuda.conftest import config_of
 from tests.model.cuda.test_transformers_model import GEMMA2, GPT_OSS
 from tests.model.cuda.twins import DeviceDriver, prompt
@@ -153,6 +155,34 @@ def test_every_kernel_of_a_step_is_rehearsed(folder: Callable[..., Path], monkey
     }
     assert {name.removesuffix("_kernel") for name in names} == expected
     assert configs.architecture_of(torch.device("meta")) == "sm_90"
+
+
+FIVE = ("Qwen3-0.6B", "Llama-3.2-1B", "Qwen2.5-1.5B", "Qwen3-8B", "Llama-3.1-8B")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("table", "architecture"), [("sm_90", "sm_90"), ("sm_80", "sm_80"), ("sm_80", "sm_89")])
+def test_all_launches_of_the_five_models_compile_within_the_limits(table: str, architecture: str) -> None:
+    """What tests/kernels compiles of them stands for these. 8.9 has less shared memory than 8.0, and the same configurations."""
+    launches: dict[tuple[str, str], Launch] = {}
+    for model in FIVE:
+        config = config_of(model, dtype="bfloat16", block_size=64, max_num_seqs=256, max_model_len=4096)
+        runner = CudaRunner(config, device=PretendedDevice(uses_pdl=True))
+        with configs.target(table), torch.inference_mode(), recording() as rehearsed:
+            runner.rehearse()
+        launches |= {(one.kernel.__name__, str(one)): one for one in rehearsed}
+
+    def used(numbered: tuple[int, Launch]) -> tuple[str, resources.Resources]:
+        number, one = numbered
+        suffix = "-pdl" if one.constants.get("PDL") else ""
+        name = f"{one.kernel.__name__.removesuffix('_kernel')}-{number}{suffix}"
+        return name, resources.resources(one.compile(architecture))
+
+    assert len(launches) > 100
+    with ThreadPoolExecutor(2) as pool:
+        found = dict(pool.map(used, enumerate(launches.values())))
+    assert resources.violations({table: found}) == []
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
