@@ -72,7 +72,7 @@ def prepared(bench: Bench, shape: Shape, uses_pdl: bool = True, **more: Any) -> 
     try:
         yield runner
     finally:
-        vars(runner).clear()
+        runner.close()
         bench.empty_cache()
 
 
