@@ -234,6 +234,13 @@ def test_the_workload_is_that_of_nano_vllm(monkeypatch: pytest.MonkeyPatch) -> N
     assert (sum(len(ids) for ids, _ in requests), sum(n for _, n in requests)) == (142827, 133966)
 
 
+def test_an_engine_is_measured_once_all_its_graphs_are_recorded() -> None:
+    with pytest.raises(RuntimeError, match="cannot be recorded as a graph"):
+        engine.is_settled({"workers": [{"num_graphs_wanted": 0, "num_graphs_refused": 1}]})
+    assert not engine.is_settled({"workers": [{"num_graphs_wanted": 2, "num_graphs_refused": 0}]})
+    assert engine.is_settled({"workers": [{"num_graphs_wanted": 0, "num_graphs_refused": 0}, {}]})
+
+
 def test_the_timed_steps_have_the_context_that_their_limit_is_of(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = []
     with steps.runner_of(bench, TINY["tiny-llama"]) as runner:

@@ -79,7 +79,7 @@ def offline(bench: Bench, shapes: list[Shape]) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder, LLM(**arguments(bench, shape, folder, **ways[way])) as llm:
             requests = workload(bench, shape)
             llm.generate(prompts(requests[:2]), params(8), use_tqdm=False)
-            while num_wanted(llm.stats()):
+            while not is_settled(llm.stats()):
                 time.sleep(0.05)
             began = time.perf_counter()
             llm.generate(prompts(requests), [params(n) for _, n in requests], use_tqdm=False)
@@ -89,9 +89,14 @@ def offline(bench: Bench, shapes: list[Shape]) -> dict[str, Any]:
     return {"offline": rows}
 
 
-def num_wanted(stats: dict[str, Any]) -> int:
-    """Steps that are yet to be recorded as graphs: workers do that when they have nothing else to do."""
-    return sum(worker.get("num_graphs_wanted", 0) for worker in stats["workers"])
+def is_settled(stats: dict[str, Any]) -> bool:
+    """Whether workers have recorded all steps that they want as graphs: they do that when they have nothing else to do.
+
+    Raises RuntimeError where one could not be recorded: what is measured then is not what is meant to run.
+    """
+    if any(worker.get("num_graphs_refused", 0) for worker in stats["workers"]):
+        raise RuntimeError("a decode step cannot be recorded as a graph: the worker's log says why")
+    return not any(worker.get("num_graphs_wanted", 0) for worker in stats["workers"])
 
 
 def latency(bench: Bench, shapes: list[Shape]) -> dict[str, Any]:
@@ -115,7 +120,7 @@ async def _latency(bench: Bench, shape: Shape, folder: str, batch: int) -> dict[
 
         for _ in range(2):  # the first round warms up
             found = await asyncio.gather(*(one(prompt) for prompt in asked))
-            while num_wanted(await llm.stats()):  # noqa: ASYNC110  # it is a process that is asked
+            while not is_settled(await llm.stats()):  # noqa: ASYNC110  # it is a process that is asked
                 await asyncio.sleep(0.05)
     first = [times[1] - times[0] for times in found]
     gaps = [later - earlier for times in found for earlier, later in itertools.pairwise(times[1:])]
