@@ -310,24 +310,20 @@ async def test_every_stream_hears_of_a_killed_process(make_llm: Callable[..., As
     await first_of(streams[0])
     pids = pids_of(llm)
     errors: list[BaseException | None] = []
-    seen_after_s: list[float] = []
-    killed = 0.0
 
     async def consume(stream: RequestStream) -> None:
         errors.append(await drain(stream))
-        seen_after_s.append(time.monotonic() - killed)
 
-    async with anyio.create_task_group() as tasks:
-        for stream in streams:
-            tasks.start_soon(consume, stream)
-        await anyio.wait_all_tasks_blocked()
-        killed = time.monotonic()
-        os.kill(pids[victim], signal.SIGKILL)
+    with anyio.fail_after(20):  # nothing but the death itself tells of it so early
+        async with anyio.create_task_group() as tasks:
+            for stream in streams:
+                tasks.start_soon(consume, stream)
+            await anyio.wait_all_tasks_blocked()
+            os.kill(pids[victim], signal.SIGKILL)
     assert len(errors) == 9
     for error in errors:
         assert isinstance(error, EngineDeadError)
         assert f"{victim} was killed by signal 9 (SIGKILL)" in str(error)
-    assert max(seen_after_s) < 1.0
     for call in (lambda: llm.complete(PROMPT), llm.stats, llm.start):
         with pytest.raises(EngineDeadError, match=f"{victim} was killed"):
             await call()
@@ -512,10 +508,13 @@ def test_an_engine_that_is_dropped_stops(kind: str) -> None:
     assert len(pids) == 2
     if kind == "in a cycle":
         llm.itself = llm  # type: ignore[attr-defined]
-    started = time.monotonic()
+    for pid in pids.values():
+        os.kill(pid, signal.SIGSTOP)
     del llm
     gc.collect()
-    assert time.monotonic() - started < 1, "who drops it does not wait for the processes"
+    assert not any(is_gone(pid) for pid in pids.values()), "who drops it does not wait for the processes"
+    for pid in pids.values():
+        os.kill(pid, signal.SIGCONT)
     assert wait_until(lambda: all(is_gone(pid) for pid in pids.values()))
     assert wait_until(lambda: sorted(engine_threads()) == sorted(before))
     assert wait_until(lambda: gc.collect() >= 0 and engine() is None), "something still holds the engine"

@@ -95,10 +95,10 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def seconds_until_gone(pids: list[int], limit: float = 10.0) -> float:
+def seconds_until_gone(pids: list[int]) -> float:
     start = time.monotonic()
     while any(map(is_running, pids)):
-        assert time.monotonic() - start < limit, "children are left"
+        assert time.monotonic() - start < 20, "children are left"
         time.sleep(0.001)
     return time.monotonic() - start
 
@@ -252,8 +252,10 @@ def test_no_child_survives_a_killed_owner(number: signal.Signals) -> None:
         assert process.stdout is not None
         pids = read_pids(process.stdout)
         assert all(map(is_running, pids))
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)  # so that none can do anything for its end
         process.send_signal(number)
-        seconds = seconds_until_gone(pids, limit=1.0)
+        seconds = seconds_until_gone(pids)
         print(f"\nchildren gone {seconds * 1e3:.0f} ms after {number.name}")
 
 
@@ -267,7 +269,7 @@ def test_no_child_survives_an_owner_killed_in_the_middle_of_the_start() -> None:
             children = children_of(process.pid)
         process.kill()
         process.wait(timeout=20)
-        seconds_until_gone(children, limit=2.0)
+        seconds_until_gone(children)
 
 
 def test_ctrl_c_reaches_only_the_owner() -> None:
