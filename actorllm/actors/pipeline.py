@@ -24,7 +24,7 @@ from actorllm.actors.link import Link
 from actorllm.actors.pulse import WITHOUT_NUMBER
 from actorllm.actors.vigil import NEW_BUDGET_S
 from actorllm.clock import now
-from actorllm.messages import StepFailed, StepPlan
+from actorllm.messages import StepFailed, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from actorllm.actors.worker import WorkerActor
@@ -119,7 +119,7 @@ class Pipeline:
             if len(flights) == MAX_FLIGHTS or (link is not worker.owner and flights):
                 return False  # requests of a scheduler that is gone are forgotten when nothing of them is under way
             worker.plans.popleft()
-            if link.is_open:
+            if link.is_open or not worker.is_alone:  # what a dead scheduler has sent, it has sent to every rank
                 worker.take_over(link)
                 self._launch(link, plan)
             else:
@@ -143,13 +143,13 @@ class Pipeline:
         """Launch the sampling of the newest step, if what it waits for is there."""
         worker, handle, late = self._worker, flight.handle, None
         if flight.plan.late_slots.size:
-            if not flight.link.is_open:  # it will never come
+            key = (flight.link, flight.plan.step)
+            if not flight.link.is_open and (worker.is_alone or key not in worker.late_inputs):  # it will never come
                 self._flights.pop()
                 worker.drop_plans_of(flight.link)
                 if not self._flights and worker.pulse is not None:
                     worker.pulse.end()
                 return True
-            key = (flight.link, flight.plan.step)
             if key not in worker.late_inputs:
                 flight.link.finish()  # they may be there already: take them without waiting for their doorbell
             if key not in worker.late_inputs:
@@ -192,6 +192,8 @@ class Pipeline:
             started = max(flight.handle.started, self._last_end)  # before, the device was at the step in front
             self._last_end = ended = now()
             worker.count_step(flight.num_tokens, ended - started)
+            if worker.rank:  # the first one says it for all
+                result = StepResult(step=flight.plan.step)
             worker.report(flight.link, replace(result, started=started, ended=ended))
         self._idle_from = now() + IDLE_S
         if self._flights:

@@ -53,7 +53,7 @@ class WorkerActor(Actor):
         """Whose requests the runner has: the link that the last plan came over."""
         self.unsent: tuple[Link, StepResult | StepFailed] | None = None
         """What is to be sent before anything else is done (`send_unsent`)."""
-        self._is_alone = True
+        self.is_alone = True
         self._is_replacement = False
         self._budget = StepBudget()
         self._num_decode = 0
@@ -68,7 +68,7 @@ class WorkerActor(Actor):
     async def on_start(self, config: EngineConfig) -> dict[str, Any]:
         """Load the model and say how many KV blocks fit."""
         self.runner = self._load(config)
-        self._is_alone = config.world_size == 1
+        self.is_alone = config.world_size == 1
         self._is_replacement = config.cache.num_blocks is not None
         if self._is_replacement:  # of an engine that runs already, and knows how many it needs
             return {"num_blocks": config.cache.num_blocks}
@@ -128,7 +128,7 @@ class WorkerActor(Actor):
             return False
         link, plan = self.plans.popleft()
         self.take_over(link)
-        if link.is_open or not self._is_alone:
+        if link.is_open or not self.is_alone:
             await self._step(link, plan)
             if self.unsent is not None:
                 await self.send_unsent()

@@ -204,6 +204,34 @@ def test_a_step_whose_late_inputs_will_never_come_is_dropped(at_work: SimpleName
     assert at_work.worker._num_orphaned == 2
 
 
+def test_of_several_ranks_each_computes_all_that_a_scheduler_has_sent(at_work: SimpleNamespace) -> None:
+    """When it notices that this one is gone, another rank may be in a later step; late inputs have reached both or neither."""
+    at_work.worker.is_alone = False
+    give(at_work, StepPlan(step=1, late_slots=int32([0])), StepPlan(step=2), StepPlan(step=3, late_slots=int32([0])))
+    give(at_work, StepPlan(step=4))
+    turn(at_work)
+    at_work.link.is_open = False
+    at_work.worker.late_inputs[at_work.link, 1] = LateInputs(step=1)
+    assert turn(at_work) == [("choose", 1, True), ("execute", 2)]
+    end(at_work, 1)
+    assert turn(at_work) == [("finish", 1), ("execute", 3)]
+    end(at_work, 2)
+    new = FakeLink()
+    give(at_work, StepPlan(step=1), link=new)
+    assert turn(at_work) == [("finish", 2), "forget", ("execute", 1)]
+    assert at_work.link.sent == []
+
+
+def test_only_the_first_rank_says_what_was_sampled(at_work: SimpleNamespace) -> None:
+    at_work.worker.rank = 1
+    give(at_work, StepPlan(step=1))
+    turn(at_work)
+    end(at_work, 1)
+    turn(at_work)
+    (result,) = at_work.link.sent
+    assert (result.step, result.tokens.size) == (1, 0)
+
+
 def test_steps_are_recorded_before_the_first_one_is_asked_for(at_work: SimpleNamespace) -> None:
     at_work.runner.wants_to_record = True
     assert turn(at_work) == ["record"]

@@ -533,7 +533,7 @@ async def test_a_worker_forgets_the_requests_of_a_dead_scheduler() -> None:
 
 async def test_of_several_ranks_each_finishes_what_the_dead_scheduler_had_sent() -> None:
     worker, link, scheduler = make_worker(1)
-    worker._is_alone = False
+    worker.is_alone = False
     worker.on_link(link)  # type: ignore[arg-type]
     worker.on_message(link, plan_for(scheduler))  # type: ignore[arg-type]
     link.is_open = False
