@@ -794,15 +794,13 @@ def _device(given: dict[str, Any], pooler: Pooler | None) -> DeviceName:
 
 def _why_not_on_cuda(given: dict[str, Any], pooler: Pooler | None) -> str | None:
     """Which argument CUDA cannot do, and what it could; None: none that the driver need not be asked for."""
-    dtype, block_size, size = given["dtype"], given["block_size"], given["tensor_parallel_size"]
+    dtype, block_size = given["dtype"], given["block_size"]
     if pooler is not None:
         return f"runner={given['runner']!r}: vectors of prompts are not made on CUDA yet; use a model that generates"
     if str(dtype).removeprefix("torch.") not in ("auto", "bfloat16"):
         return f"dtype={dtype!r} is not supported on CUDA; use 'auto' or 'bfloat16'"
     if isinstance(block_size, int) and block_size % 64:
         return f"block_size={block_size}: on CUDA it must be a multiple of 64, which is the default there; use that"
-    if size > 1:
-        return f"tensor_parallel_size={size} is not supported on CUDA yet; use 1"
     return None
 
 

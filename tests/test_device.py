@@ -67,7 +67,6 @@ not_on_a_gpu = pytest.mark.parametrize(
     [
         ({"dtype": "float32"}, "dtype='float32' is not supported on CUDA; use 'auto' or 'bfloat16'"),
         ({"block_size": 16}, "block_size=16: on CUDA it must be a multiple of 64, .*; use that"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported on CUDA yet; use 1"),
         ({"runner": "pooling"}, "runner='pooling': vectors of prompts are not made on CUDA yet"),
     ],
 )

@@ -36,8 +36,8 @@ class Ranks:
         self.size = size
 
     @classmethod
-    def connect(cls, config: EngineConfig, rank: int) -> Ranks:
-        """Wait for all ranks of the engine. They meet at the file `config.rendezvous`."""
+    def connect(cls, config: EngineConfig, rank: int, backend: str = "gloo") -> Ranks:
+        """Wait for all ranks of the engine. They meet at the file `config.rendezvous`. backend: of torch.distributed."""
         if config.world_size == 1:
             return cls()
         import torch.distributed as dist
@@ -46,7 +46,7 @@ class Ranks:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks of an engine are on one machine
         store = dist.FileStore(config.rendezvous, config.world_size)  # type: ignore[attr-defined]
         timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=config.world_size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=config.world_size, timeout=timeout)
         return cls(rank, config.world_size)
 
     def close(self) -> None:

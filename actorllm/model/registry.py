@@ -121,6 +121,15 @@ def way_of(plan: DecoderConfig | TransformersPlan | EncoderPlan, model: ModelCon
     return f"transformers, over the paged cache ({reason}); its logits are checked when it is loaded"
 
 
+def check_shares(plan: DecoderConfig | TransformersPlan | EncoderPlan, model: ModelConfig, size: int) -> None:
+    """Raises UnsupportedModelError when the model cannot be shared out among so many ranks."""
+    if size > 1 and not isinstance(plan, DecoderConfig):
+        raise UnsupportedModelError(
+            f"tensor_parallel_size={size}: only models with a fused forward can be shared out among ranks, and "
+            f"{model.architecture!r} with model_impl={model.impl!r} runs through transformers; set tensor_parallel_size=1"
+        )
+
+
 def load_model(
     plan: DecoderConfig | TransformersPlan | EncoderPlan,
     model: ModelConfig,
@@ -129,12 +138,8 @@ def load_model(
     ranks: Ranks,
 ) -> CausalLM:
     """The model, or this rank's part of it, with its weights, read or drawn. Raises ModelError."""
+    check_shares(plan, model, ranks.size)
     if not isinstance(plan, DecoderConfig):
-        if ranks.size > 1:
-            raise UnsupportedModelError(
-                f"tensor_parallel_size={ranks.size}: only models with a fused forward can be shared out among ranks, and "
-                f"{model.architecture!r} with model_impl={model.impl!r} runs through transformers; set tensor_parallel_size=1"
-            )
         if model.pooler is not None and model.pooler.is_encoder:
             from actorllm.model import encoder
 

@@ -13,7 +13,7 @@ Pairs of a rotation are half a head apart, as in the checkpoints. Called by the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -23,12 +23,14 @@ from actorllm.errors import UnsupportedModelError
 from actorllm.messages import I32
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.cache import DeviceCache
+from actorllm.model.cuda.collectives import Collectives, Vocabulary
 from actorllm.model.cuda.device import Device
 from actorllm.model.cuda.sampling import LMHead
 from actorllm.model.cuda.state import StateTable
 from actorllm.model.decoder import DecoderConfig
 from actorllm.model.layers import inverse_frequencies
-from actorllm.model.weights import Weights
+from actorllm.model.parallel import HeadShare
+from actorllm.model.weights import ALL, Weights
 from actorllm_kernels.attn_decode import division
 from actorllm_kernels.attn_prefill import query_tiles, tokens_per_tile
 from actorllm_kernels.configs import table
@@ -313,10 +315,28 @@ class DeviceDecoder:
 
     needs_trial = False
 
-    def __init__(self, config: DecoderConfig, weights: Weights, max_positions: int, device: Device) -> None:
-        """Takes all tensors from `weights`, which are on the device. max_positions: how long a sequence may get."""
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: Weights,
+        max_positions: int,
+        device: Device,
+        collectives: Collectives | None = None,
+    ) -> None:
+        """Takes this rank's part of all tensors from `weights`, which are on the device.
+
+        config: of the whole model. max_positions: how long a sequence may get. collectives: None for one rank, which has all.
+        """
         check_head_size(config.head_dim)
-        self.config = config
+        self.collectives = collectives if collectives is not None else Collectives()
+        self.whole = config
+        self.share = HeadShare(config, self.collectives.ranks)
+        self.config = config = replace(
+            config,
+            num_heads=self.share.num_heads,
+            num_kv_heads=self.share.num_kv_heads,
+            intermediate_size=_length(self.collectives.ranks.part(config.intermediate_size)),
+        )
         self.device = device
         self.dtype = weights.dtype
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
@@ -329,40 +349,58 @@ class DeviceDecoder:
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
         self.cos, self.sin = angles.cos().to(device.torch_device), angles.sin().to(device.torch_device)
         vocab, hidden = config.vocab_size, config.hidden_size
-        self.embedding = weights.take("model.embed_tokens.weight", vocab, hidden)
+        self.vocabulary = Vocabulary(self.collectives, vocab)
+        ids = self._part(self.vocabulary.part)
+        self.embedding = self.vocabulary.padded(weights.take("model.embed_tokens.weight", vocab, hidden, rows=ids))
         self.layers = [self._layer(weights, i, window) for i, window in enumerate(windows)]
         self.norm = weights.take("model.norm.weight", hidden)
         self.lm_head = self.embedding
         if not config.ties_embeddings:
-            self.lm_head = weights.take("lm_head.weight", vocab, hidden)
+            self.lm_head = self.vocabulary.padded(weights.take("lm_head.weight", vocab, hidden, rows=ids))
         weights.close(
             is_ignorable=lambda name: (
                 name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.ties_embeddings)
             )
         )
         self.head: LMHead | None = LMHead(self.lm_head, self.norm, config.rms_norm_eps)
+        if self.collectives.size > 1:  # whose logits are gathered before any is chosen
+            self.head = None
         matrices = [w for y in self.layers for w in (y.qkv, y.output, y.gate_up, y.down)]
         self.num_bytes = sum(w.numel() * w.element_size() for w in [*matrices, self.lm_head])
         self._activations: Activations
         self._attention: PagedAttention
 
+    def _part(self, part: slice) -> slice:
+        """What one rank takes as a whole is not cut."""
+        return part if self.collectives.size > 1 else ALL
+
     def _layer(self, weights: Weights, index: int, window: int) -> DeviceLayer:
-        config, prefix = self.config, f"model.layers.{index}."
+        config, prefix, share = self.whole, f"model.layers.{index}.", self.share
         hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
         q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
+        q_part, kv_part = self._part(share.rows(share.heads)), self._part(share.rows(share.kv_heads))
+        inner_part = self._part(self.collectives.ranks.part(inner))
 
-        def weight(name: str, *shape: int) -> torch.Tensor:
-            return weights.take(f"{prefix}{name}.weight", *shape)
+        def weight(name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
+            return weights.take(f"{prefix}{name}.weight", *shape, rows=rows, columns=columns).contiguous()
 
-        def fused(names: tuple[tuple[str, int], ...], columns: int) -> torch.Tensor:
-            return torch.cat([weight(name, rows, columns) for name, rows in names])
+        def fused(names: tuple[tuple[str, int, slice], ...], columns: int) -> torch.Tensor:
+            return torch.cat([weight(name, rows, columns, rows=part) for name, rows, part in names])
 
-        def bias(names: tuple[tuple[str, int], ...], is_there: bool) -> torch.Tensor | None:
-            parts = [weights.take(f"{prefix}{name}.bias", rows) for name, rows in names] if is_there else []
+        def bias(names: tuple[tuple[str, int, slice], ...], is_there: bool) -> torch.Tensor | None:
+            parts = [weights.take(f"{prefix}{name}.bias", n, rows=p) for name, n, p in names] if is_there else []
             return torch.cat(parts) if parts else None
 
-        qkv = (("self_attn.q_proj", q_size), ("self_attn.k_proj", kv_size), ("self_attn.v_proj", kv_size))
-        gate_up = (("mlp.gate_proj", inner), ("mlp.up_proj", inner))
+        def bias_of_sum(name: str, is_there: bool) -> torch.Tensor | None:
+            whole = bias(((name, hidden, ALL),), is_there)
+            return whole if self.collectives.rank == 0 else None  # added once
+
+        qkv = (
+            ("self_attn.q_proj", q_size, q_part),
+            ("self_attn.k_proj", kv_size, kv_part),
+            ("self_attn.v_proj", kv_size, kv_part),
+        )
+        gate_up = (("mlp.gate_proj", inner, inner_part), ("mlp.up_proj", inner, inner_part))
         return DeviceLayer(
             input_norm=weight("input_layernorm", hidden),
             qkv=fused(qkv, hidden),
@@ -370,19 +408,20 @@ class DeviceDecoder:
             head_norms=(weight("self_attn.q_norm", dim), weight("self_attn.k_norm", dim))
             if config.has_qk_norm
             else None,
-            output=weight("self_attn.o_proj", hidden, q_size),
-            output_bias=bias((("self_attn.o_proj", hidden),), config.has_output_bias),
+            output=weight("self_attn.o_proj", hidden, q_size, columns=q_part),
+            output_bias=bias_of_sum("self_attn.o_proj", config.has_output_bias),
             mlp_norm=weight("post_attention_layernorm", hidden),
             gate_up=fused(gate_up, hidden),
             gate_up_bias=bias(gate_up, config.has_mlp_bias),
-            down=weight("mlp.down_proj", hidden, inner),
-            down_bias=bias((("mlp.down_proj", hidden),), config.has_mlp_bias),
+            down=weight("mlp.down_proj", hidden, inner, columns=inner_part),
+            down_bias=bias_of_sum("mlp.down_proj", config.has_mlp_bias),
             window=window,
         )
 
     def allocate(self, num_rows: int, attention: PagedAttention) -> None:
         self._attention = attention
         self._activations = Activations(num_rows, self.config, self.dtype, self.device.torch_device)
+        self.vocabulary.allocate(num_rows, self.device.torch_device)
 
     def decode(self, rows: DecodeRows, cache: DeviceCache, state: StateTable, *, pdl: bool = False) -> torch.Tensor:
         tokens = StepTokens(rows.ids, rows.positions, rows.kv_slots, rows, None)
@@ -415,7 +454,7 @@ class DeviceDecoder:
         self.logits_of_final(final, logits)
 
     def logits_of_final(self, final: torch.Tensor, logits: torch.Tensor) -> None:
-        ops.wide_linear(final, self.lm_head, logits)
+        self.vocabulary.logits(final, self.lm_head, logits)
 
     def _run(
         self, a: Activations, tokens: StepTokens, cache: DeviceCache, state: StateTable, *, pdl: bool
@@ -423,10 +462,10 @@ class DeviceDecoder:
         """All layers; the residual stream is `a.h`."""
         config, attention = self.config, self._attention
         scale, eps = config.head_dim**-0.5, config.rms_norm_eps
-        ops.embed(tokens.ids, self.embedding, a.h, pdl=pdl)
+        self.vocabulary.embed(tokens.ids, self.embedding, a.h, pdl=pdl)
         if tokens.embedded is not None:
             a.h.index_copy_(0, *tokens.embedded)
-        stream = ResidualStream(a, eps, pdl, self.device.torch_device)
+        stream = ResidualStream(a, eps, pdl, self.device.torch_device, self.collectives)
         for index, layer in enumerate(self.layers):
             keys, values = cache.layers[index]
             stream.normed_product(layer.input_norm, layer.qkv, layer.qkv_bias, a.qkv)
@@ -453,11 +492,15 @@ class DeviceDecoder:
         return a.h
 
 
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
 class ResidualStream:
     """Products that read the residual stream or add to it, by whichever kernel is meant for the number of rows."""
 
-    def __init__(self, a: Activations, eps: float, pdl: bool, device: torch.device) -> None:
-        self._a, self._eps, self._pdl, self._device = a, eps, pdl, device
+    def __init__(self, a: Activations, eps: float, pdl: bool, device: torch.device, collectives: Collectives) -> None:
+        self._a, self._eps, self._pdl, self._device, self._collectives = a, eps, pdl, device, collectives
         self._has_delta = False
         """`a.delta` is yet to be added; the next norm does that on its way."""
 
@@ -487,9 +530,18 @@ class ResidualStream:
             ops.linear(a.x, weight, y, bias)
 
     def add_product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """stream += x @ weight.T + bias."""
+        """stream += x @ weight.T + bias, summed over the ranks."""
         a = self._a
-        if self._is_skinny(a.h.shape[1], False):
+        is_skinny = self._is_skinny(a.h.shape[1], False)
+        if self._collectives.size > 1:  # the stream itself is whole everywhere: it is not a part of the sum
+            assert not self._has_delta
+            if is_skinny:
+                ops.skinny_gemm(x, weight, a.delta, bias=bias, pdl=self._pdl)
+            else:
+                ops.linear(x, weight, a.delta, bias)
+            self._collectives.sum_(a.delta)
+            self._has_delta = True
+        elif is_skinny:
             self.settle()
             ops.skinny_gemm(x, weight, a.h, bias=bias, residual=a.h, pdl=self._pdl)
         else:

@@ -51,14 +51,25 @@ def sizes_for(max_rows: int) -> tuple[int, ...]:
 class DecodeGraphs:
     """The recorded steps, and which are wanted."""
 
-    def __init__(self, device: Device, launch: Callable[[Part, int], None], max_rows: int, *, is_on: bool) -> None:
-        """launch: makes the launches of a part for so many rows. is_on False: nothing is recorded (enforce_eager)."""
+    def __init__(
+        self,
+        device: Device,
+        launch: Callable[[Part, int], None],
+        max_rows: int,
+        *,
+        is_on: bool,
+        all_agree: Callable[[bool], bool] = bool,
+    ) -> None:
+        """launch: makes the launches of a part for so many rows. is_on False: nothing is recorded (enforce_eager).
+
+        all_agree: whether all ranks of the model have recorded what this one has; what is used as a graph by one must be by all.
+        """
         self.sizes = sizes_for(max_rows)
         self.is_on = is_on
         self.num_replays = 0
         self.num_launched = 0
         """Parts that were launched kernel by kernel."""
-        self._device, self._launch, self._max_rows = device, launch, max_rows
+        self._device, self._launch, self._max_rows, self._all_agree = device, launch, max_rows, all_agree
         self._replays: dict[Key, Replay] = {}
         self._misses: dict[Key, int] = {}
         self._refused: set[Key] = set()
@@ -127,9 +138,14 @@ class DecodeGraphs:
 
     def _record(self, key: Key) -> None:
         self._misses.pop(key, None)
+        replay: Replay | None = None
+        part, size = key
         try:
-            self._replays[key] = self._device.capture(lambda: self._launch(*key))
+            replay = self._device.capture(lambda: self._launch(*key))
         except Exception:  # it was launched just now: if something else is wrong as well, the next launch says so
-            self._refused.add(key)
-            part, size = key
             logger.exception("%d rows (%s) cannot be recorded as a graph: launched kernel by kernel", size, part.value)
+        is_everywhere = self._all_agree(replay is not None)
+        if replay is not None and is_everywhere:
+            self._replays[key] = replay
+        else:
+            self._refused.add(key)

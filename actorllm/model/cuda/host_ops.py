@@ -55,7 +55,9 @@ def attn_combine(*_: Any, **__: Any) -> None:
 
 
 def embed(ids: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, scale: float = 1.0, *, pdl: bool = False) -> None:
-    torch.mul(weight.index_select(0, ids.long()), scale, out=y)
+    is_there = (ids >= 0) & (ids < len(weight))
+    rows = weight.index_select(0, torch.where(is_there, ids, 0).long())
+    torch.mul(rows.masked_fill_(~is_there.unsqueeze(1), 0), scale, out=y)
 
 
 def rmsnorm(

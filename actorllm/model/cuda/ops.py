@@ -53,7 +53,7 @@ def record() -> Iterator[list[Callable[[], None]]]:
         _launches.reset(token)
 
 
-def _launchable(function: Callable[P, None]) -> Callable[P, None]:
+def launchable(function: Callable[P, None]) -> Callable[P, None]:
     """The function itself, or a note of the call where launches are recorded."""
 
     @functools.wraps(function)
@@ -78,7 +78,7 @@ def _kernel(launcher: Callable[P, None], on_host: Callable[..., None]) -> Callab
         else:
             on_host(*args, **kwargs)
 
-    return _launchable(run)
+    return launchable(run)
 
 
 attn_combine = _kernel(_attn_combine.attn_combine, host_ops.attn_combine)
@@ -102,7 +102,7 @@ tile_maxima = _kernel(_sample_topk_topp.tile_maxima, host_ops.tile_maxima)
 top_logprobs = _kernel(_top_logprobs.top_logprobs, host_ops.top_logprobs)
 
 
-@_launchable
+@launchable
 def linear(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None = None) -> None:
     """y = x @ weight.T + bias. weight: [out_features, in_features]."""
     if bias is None:
@@ -111,7 +111,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, bias: torch.T
         torch.addmm(bias, x, weight.t(), out=y)
 
 
-@_launchable
+@launchable
 def wide_linear(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
     """The same with y in float32, as it was summed, also where x is narrower."""
     if x.dtype == torch.float32:
@@ -122,19 +122,19 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> None:
         y.copy_(torch.mm(x.float(), weight.t().float()))
 
 
-@_launchable
+@launchable
 def add(x: torch.Tensor, y: torch.Tensor) -> None:
     """x += y."""
     x.add_(y)
 
 
-@_launchable
+@launchable
 def copy(source: torch.Tensor, to: torch.Tensor) -> None:
     """to = source, of the same shape; converts the type."""
     to.copy_(source)
 
 
-@_launchable
+@launchable
 def row_sums(x: torch.Tensor, sums: torch.Tensor) -> None:
     """x: [num_rows, size] float32; sums: [num_rows]."""
     torch.sum(x, 1, out=sums)

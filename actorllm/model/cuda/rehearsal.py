@@ -46,7 +46,8 @@ class MetaWeights(Weights):
         super().__init__(dtype, torch.device("meta"))
 
     def take(self, name: str, *shape: int, rows: slice = slice(None), columns: slice = slice(None)) -> torch.Tensor:
-        return torch.empty(shape, dtype=self.dtype, device="meta")[rows]
+        whole = torch.empty(shape, dtype=self.dtype, device="meta")
+        return (whole[rows, columns] if len(shape) > 1 else whole[rows]).contiguous()
 
     def close(self, is_ignorable: Callable[[str], bool]) -> None:
         return None

@@ -39,14 +39,16 @@ from actorllm.logprobs import columns_of
 from actorllm.messages import I32, NO_I32, LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.cache import DeviceCache
+from actorllm.model.cuda.collectives import Collectives, own_device
 from actorllm.model.cuda.decoder import DecodeRows, DeviceDecoder, DeviceModel, PagedAttention, PrefillRows, StepTokens
-from actorllm.model.cuda.device import CudaDevice, Device, Download
+from actorllm.model.cuda.device import Device, Download
 from actorllm.model.cuda.graphs import SIZES, DecodeGraphs, Part
 from actorllm.model.cuda.rehearsal import MetaDevice, MetaWeights, compiling
 from actorllm.model.cuda.sampling import MAX_HEAD_ROWS, MAX_KERNEL_TOP, DeviceSampler, PendingSpans, Way, combined
 from actorllm.model.cuda.state import DeviceBatch, StateTable
 from actorllm.model.decoder import DecoderConfig
 from actorllm.model.inputs import StepInputs
+from actorllm.model.registry import check_shares
 from actorllm.model.runner import ModelRunner, slices
 from actorllm.model.weights import CheckpointWeights, DummyWeights
 from actorllm_kernels.configs import architecture_of, target
@@ -155,9 +157,10 @@ class CudaRunner(ModelRunner):
         device: Device | None = None,
         plan: Any = None,
     ) -> None:
-        """device: None for the GPU. Raises ConfigError when there is none that can be used."""
-        self.device = device if device is not None else CudaDevice()
+        """device: None for the GPU of this rank. Raises ConfigError when there is none that can be used."""
+        self.device = device if device is not None else own_device(config, rank)
         super().__init__(config, rank, show_progress=show_progress, plan=plan)
+        self.collectives = Collectives()
         self.model: DeviceModel
         self.state: StateTable
         self.sampler: DeviceSampler
@@ -194,6 +197,9 @@ class CudaRunner(ModelRunner):
     @torch.inference_mode()
     def load(self) -> None:
         """Read the weights, or draw them, straight to the device, while the kernels are compiled. Raises ModelError."""
+        check_shares(self.model_config, self.config.model, self.config.world_size)
+        self.collectives = Collectives.connect(self.config, self.rank, self.device)
+        self.ranks = self.collectives.ranks
         is_compiled = self.device.torch_device.type == "cuda"
         with self.device.active(), compiling(self._rehearse) if is_compiled else contextlib.nullcontext():
             self.model = self._load()
@@ -212,7 +218,7 @@ class CudaRunner(ModelRunner):
             else CheckpointWeights(Path(model.path), self.dtype, self._show_progress, on)
         )
         with weights:
-            return DeviceDecoder(plan, weights, model.max_model_len, self.device)
+            return DeviceDecoder(plan, weights, model.max_model_len, self.device, self.collectives)
 
     def _without_weights(self) -> DeviceModel:
         plan = self.model_config
@@ -222,7 +228,8 @@ class CudaRunner(ModelRunner):
 
             assert isinstance(plan, transformers_backend.TransformersPlan)
             return transformers_model.without_weights(plan, self.dtype, self.device)
-        return DeviceDecoder(plan, MetaWeights(self.dtype), self.config.model.max_model_len, self.device)
+        length = self.config.model.max_model_len
+        return DeviceDecoder(plan, MetaWeights(self.dtype), length, self.device, self.collectives)
 
     def _rehearse(self) -> None:
         try:
@@ -239,6 +246,7 @@ class CudaRunner(ModelRunner):
         device = MetaDevice(uses_pdl=self.device.uses_pdl)
         with target(architecture_of(self.device.torch_device)):
             twin = CudaRunner(self.config, self.rank, device=device, plan=self.model_config)
+            twin.collectives = self.collectives.silent()
             twin.model = twin._without_weights()
             twin._allocate(REHEARSED_BLOCKS)
             for size in twin.graphs.kinds:
@@ -260,7 +268,8 @@ class CudaRunner(ModelRunner):
             ids, positions, nowhere = self.device.upload_parts(zeros, zeros, zeros - 1)
             chunks = self._attention.chunks(np.zeros(1, np.int32), counts, counts)
             tokens = StepTokens(ids, positions, nowhere, None, chunks)
-            states = self.model.forward(tokens, self._pool, self.state, pdl=self.device.uses_pdl)
+            with self.collectives.alone():  # which kinds there are may differ between ranks
+                states = self.model.forward(tokens, self._pool, self.state, pdl=self.device.uses_pdl)
             ops.kv_clear(self._pool.pool, nowhere, torch.isfinite(states.sum(1, dtype=torch.float32)).int())
 
     @property
@@ -316,7 +325,8 @@ class CudaRunner(ModelRunner):
         # Above what the kernel looks for: sorted logits with their ids in 64 bits, and the log-probabilities of all.
         num_more = 0 if 0 < most <= MAX_KERNEL_TOP else 4
         prompts = min(PROMPT_LOGITS_BYTES, self.config.scheduler.max_num_batched_tokens * row)
-        return max((2 + num_more) * self._max_rows * row, (1 + num_more) * prompts)
+        num_parts = 2 if self.collectives.size > 1 else 0  # this rank's logits and those of all
+        return max((2 + num_more) * self._max_rows * row, (1 + num_more + num_parts) * prompts)
 
     def allocate(self, num_blocks: int) -> None:
         """Make the KV cache, the state table and the memory of decode steps; record the smallest and the largest of these."""
@@ -326,6 +336,9 @@ class CudaRunner(ModelRunner):
         smallest, *others = self.graphs.sizes
         for size in (smallest, *reversed(others)):
             self.graphs.want(self._way_part(size), size)
+        if self.collectives.size > 1:  # the same at all ranks, whatever their loops find time for later
+            while self.record_next():
+                pass
         if self.device.torch_device.type == "cuda":
             self.warm_up()
 
@@ -360,12 +373,14 @@ class CudaRunner(ModelRunner):
                 self.device, c.num_layers, shape.num_kv_heads, shape.head_dim, num_blocks, size, self.dtype
             )
             self.state = StateTable(self.device, self._max_rows, -(-length // size))
-            self.sampler = DeviceSampler(c.vocab_size, self._max_rows, self.state, self.device)
+            self.sampler = DeviceSampler(c.vocab_size, self._max_rows, self.state, self.device, self.collectives)
             self._attention = PagedAttention(shape, self.device)
             self._decode_rows = DecodeRows(self._max_rows, shape.windows, on)
             self.model.allocate(self._max_rows, self._attention)
         is_on = not config.enforce_eager
-        self.graphs = DecodeGraphs(self.device, self._launch_part, self._max_rows, is_on=is_on)
+        self.graphs = DecodeGraphs(
+            self.device, self._launch_part, self._max_rows, is_on=is_on, all_agree=self.collectives.all_agree
+        )
         self.batch = self._empty_batch()
         self._loaded_rows = self._device_rows = None
         self._pooled.clear()
@@ -399,8 +414,11 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def check_itself(self) -> None:
-        """Compute a decode step with a row of no slot, which changes nothing for anybody. Otherwise as on the CPU."""
-        with self._on_device():
+        """Compute a decode step with a row of no slot, which changes nothing for anybody. Otherwise as on the CPU.
+
+        Of several ranks each looks at what it has itself: they need not come here between the same two launches.
+        """
+        with self._on_device(), self.collectives.alone():
             self._load_rows(NO_I32, -1, 1)
             rows, logits = self._rows_for(1), self.sampler.logits[:1]
             self._prepare_rows(rows)
@@ -417,8 +435,8 @@ class CudaRunner(ModelRunner):
 
     @property
     def wants_to_record(self) -> bool:
-        """Whether `record_next` has something to do."""
-        return self.graphs.next_wanted() is not None
+        """Whether `record_next` has something to do, and may be called when this rank has time."""
+        return self.collectives.size == 1 and self.graphs.next_wanted() is not None
 
     @torch.inference_mode()
     def _try_recording(self) -> None:
@@ -586,8 +604,11 @@ class CudaRunner(ModelRunner):
         with self.device.active():
             try:
                 yield
-            except RuntimeError as error:  # what Triton raises is no more than that, whatever has happened
-                self.is_torn |= isinstance(error, torch.AcceleratorError) or self.device.is_lost
+            except Exception as error:
+                is_lost = isinstance(error, torch.AcceleratorError) or (
+                    isinstance(error, RuntimeError) and self.device.is_lost  # what Triton raises is no more than that
+                )
+                self.is_torn |= is_lost or self.collectives.size > 1  # the others wait where this one will not come
                 raise
 
     @torch.inference_mode()
@@ -755,7 +776,7 @@ class CudaRunner(ModelRunner):
                 if has_logprobs:
                     logits = logits.clone()  # as the model gave them
                 self._choose_edited(handle, late)
-            if has_logprobs:
+            if has_logprobs and not self.collectives.rank:  # the others have no logits
                 self._spans(handle, logits)
             outputs = [sampler.results]
             handle.owners = self.batch.owners[sampling.slots]
@@ -807,6 +828,8 @@ class CudaRunner(ModelRunner):
                 where = self.device.upload(np.concatenate([part.where for part in slice_]))
                 logits = torch.empty(len(where), vocab_size, device=self.device.torch_device)
                 self.model.logits_of_final(self.model.select(states, where), logits)
+                if self.collectives.rank:
+                    continue  # the first rank has them
                 tokens = self.device.upload(np.concatenate([part.tokens for part in slice_]).astype(np.int32))
                 ends = np.cumsum([len(part.where) for part in slice_]).tolist()
                 rows = [

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from actorllm.logprobs import LogprobSpan
 from actorllm.messages import I32, U32
 from actorllm.model.cuda import ops
+from actorllm.model.cuda.collectives import Collectives
 from actorllm.model.cuda.device import ALIGNMENT, Device
 from actorllm.model.cuda.state import StateTable
 from actorllm.model.logits import EditList
@@ -68,9 +69,13 @@ class RowEdits:
 class DeviceSampler:
     """The memory of sampling, for up to so many rows, and its launches."""
 
-    def __init__(self, vocab_size: int, num_rows: int, state: StateTable, device: Device) -> None:
+    def __init__(
+        self, vocab_size: int, num_rows: int, state: StateTable, device: Device, collectives: Collectives | None = None
+    ) -> None:
+        """collectives: of ranks that have no logits but the first one, which tells the others what it has sampled."""
         self.vocab_size = vocab_size
         self._state, self._device = state, device
+        self._collectives = collectives if collectives is not None else Collectives()
         on = device.torch_device
         width = -(-num_rows // ALIGNMENT) * ALIGNMENT
         self.results = torch.zeros(3, width, dtype=torch.int32, device=on)
@@ -113,8 +118,9 @@ class DeviceSampler:
     def from_edited(self, rows: torch.Tensor, edits: RowEdits) -> None:
         """EDITED: the same, once they are changed."""
         logits = self.logits[: len(rows)]
-        ops.row_sums(logits, self.sums[: len(rows)])
-        ops.edit_logits(logits, edits.edits, edits.penalties)
+        if not self._collectives.rank:
+            ops.row_sums(logits, self.sums[: len(rows)])
+            ops.edit_logits(logits, edits.edits, edits.penalties)
         self._draw(rows, edits.masks, edits.mask_rows)
 
     def recorded_edits(self, num_rows: int) -> RowEdits:
@@ -130,11 +136,13 @@ class DeviceSampler:
 
     def _draw(self, rows: torch.Tensor, masks: torch.Tensor | None, mask_rows: torch.Tensor | None) -> None:
         count = len(rows)
-        logits, scratch, offers = self.logits[:count], self._scratch_of(count), self._offers_of(count)
-        ops.tile_maxima(logits, scratch, masks, mask_rows)
-        ops.find_cutoffs(logits, rows, self._state.sampling, self._state.filters, scratch)
-        ops.draw_tiles(logits, rows, self._state.sampling, scratch, offers)
-        self._pick(offers, rows)
+        if not self._collectives.rank:
+            logits, scratch, offers = self.logits[:count], self._scratch_of(count), self._offers_of(count)
+            ops.tile_maxima(logits, scratch, masks, mask_rows)
+            ops.find_cutoffs(logits, rows, self._state.sampling, self._state.filters, scratch)
+            ops.draw_tiles(logits, rows, self._state.sampling, scratch, offers)
+            self._pick(offers, rows)
+        self._collectives.tell(self.results, rows, self._state.last_token)
 
     def _pick(self, offers: Offers, rows: torch.Tensor, *, pdl: bool = False) -> None:
         count = len(rows)

@@ -128,12 +128,18 @@ statistics: list[dict[str, Any]] = []
 
 
 def run(llm: LLM, max_tokens: int = 8) -> list[Any]:
+    with llm:
+        streams = generate(llm, max_tokens)
+        statistics.append(llm.stats())
+    return streams
+
+
+def generate(llm: LLM, max_tokens: int = 8) -> list[Any]:
+    """The tokens of each kind of request, and which had log-probabilities."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, TINY["vocab_size"], n).tolist() for n in (62, 3, 30, 125, 61, 9)]
     params = [SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False, **kind) for kind in KINDS]
-    with llm:
-        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        statistics.append(llm.stats())
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     return [[(o.token_ids, [sorted(step) for step in o.logprobs or ()]) for o in output.outputs] for output in outputs]
 
 

@@ -14,9 +14,11 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from actorllm.model.cuda import ops
+from actorllm.model.cuda.collectives import Collectives
 from actorllm.model.cuda.device import ALIGNMENT, Download, HostDownload
 from actorllm.model.cuda.rehearsal import MetaDevice
 from actorllm.model.cuda.runner import CudaRunner
+from actorllm.model.parallel import Ranks
 from actorllm.rules import SamplingRules, encode_rules
 from actorllm_kernels import configs, resources
 from actorllm_kernels.resources import Launch, recording
@@ -75,23 +77,31 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> set[Key]:
 
 
 @pytest.mark.parametrize(
-    ("max_num_seqs", "model", "architecture"),
+    ("max_num_seqs", "model", "architecture", "ranks"),
     [
-        (3, {}, "sm_90"),
-        (100, {}, "sm_90"),
-        (600, {}, "sm_90"),
-        (40, {"architectures": ["LlamaForCausalLM"]}, "sm_80"),
-        (40, GEMMA2, "sm_90"),
-        (40, GPT_OSS, "sm_80"),
+        (3, {}, "sm_90", Ranks()),
+        (100, {}, "sm_90", Ranks()),
+        (600, {}, "sm_90", Ranks()),
+        (40, {"architectures": ["LlamaForCausalLM"]}, "sm_80", Ranks()),
+        (40, GEMMA2, "sm_90", Ranks()),
+        (40, GPT_OSS, "sm_80", Ranks()),
+        (40, {}, "sm_90", Ranks(0, 2)),
+        (40, {"vocab_size": 301, "intermediate_size": 97}, "sm_80", Ranks(1, 2)),
     ],
 )
 def test_nothing_is_launched_that_was_not_rehearsed(
-    folder: Callable[..., Path], keys: set[Key], max_num_seqs: int, model: dict[str, Any], architecture: str
+    folder: Callable[..., Path],
+    keys: set[Key],
+    max_num_seqs: int,
+    model: dict[str, Any],
+    architecture: str,
+    ranks: Ranks,
 ) -> None:
     """Prompts of few and of many tokens, alone and beside decode rows, sampled in each way; with dependent launches."""
     path = folder(**{"max_position_embeddings": 512} | model)
     config = config_of(path, dtype="bfloat16", block_size=64, max_num_seqs=max_num_seqs)
     runner = CudaRunner(config, device=PretendedDevice(uses_pdl=True))
+    runner.collectives = Collectives(ranks, is_silent=True)
     with configs.target(architecture), torch.inference_mode():
         runner.rehearse()
         rehearsed = set(keys)

@@ -1,0 +1,126 @@
+"""Several ranks, each launching its part on CPU tensors, with collectives by gloo: the answers of one rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import actorllm.engine
+from actorllm import LLM, AsyncLLM, SamplingParams
+from actorllm.actors.topology import engine_topology
+from actorllm.actors.worker import WorkerActor
+from actorllm.config import EngineConfig
+from actorllm.errors import ConfigError, UnsupportedModelError
+from actorllm.model.cuda import collectives
+from actorllm.model.cuda.device import HostDevice
+from actorllm.model.cuda.runner import CudaRunner
+from tests.model.cuda.conftest import config_of
+from tests.model.cuda.test_pipeline import ARGUMENTS, generate, load
+from tests.model.cuda.test_processes import on_the_host, tell
+from tests.model.cuda.twins import prompt
+
+pytestmark = pytest.mark.timeout(120)
+
+BLOCK = 64 * 2 * 2 * 2 * 32 * 4
+"""Bytes of one block of the tiny model."""
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def test_two_ranks_answer_as_the_cpu_does(folder: Callable[..., Path], tmp_path: Path) -> None:
+    """Step by step, with an MLP and a vocabulary that do not divide evenly, and biases that must be added once."""
+    path = folder(
+        architectures=["LlamaForCausalLM"], vocab_size=301, intermediate_size=97, mlp_bias=True, attention_bias=True
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "tests.model.cuda.rank", str(path), str(tmp_path / "meeting")]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [rank.communicate(timeout=100)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    for rank, words in zip(ranks, told, strict=True):
+        assert rank.returncode == 0, words
+        assert words.endswith("done\n")
+
+
+def both(llm: LLM) -> list[Any]:
+    """Requests that give way to each other, and then one prompt twice."""
+    params = SamplingParams(max_tokens=6, temperature=1.0, seed=9, ignore_eos=True, detokenize=False)
+    again = [{"prompt_token_ids": prompt(70, 8)}]
+    with llm:
+        streams = generate(llm)
+        first, second = (llm.generate(again, params, use_tqdm=False)[0] for _ in range(2))
+        preemptions = llm.stats()["scheduler"]["scheduler"]["num_preemptions"]
+    assert preemptions > 0
+    assert second.num_cached_tokens == 64
+    assert second.outputs[0].token_ids == first.outputs[0].token_ids
+    return [streams, first.outputs[0].token_ids]
+
+
+def test_streams_are_those_of_one_rank_and_of_the_cpu(
+    folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy, seeded, filtered, with penalties, log-probabilities and forks; preempted, and from cached prefixes."""
+    path, few = str(folder()), {"kv_cache_memory_bytes": 5 * BLOCK}
+    expected = both(LLM(path, **(ARGUMENTS | few)))
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerActor, "_load", load)
+        assert both(LLM(path, **(ARGUMENTS | few))) == expected
+    monkeypatch.setattr(actorllm.engine, "engine_topology", lambda config: on_the_host(engine_topology(config)))
+    few = {"kv_cache_memory_bytes": 5 * BLOCK // 2}
+    assert both(LLM(path, **(ARGUMENTS | few | {"topology": "process", "tensor_parallel_size": 2}))) == expected
+
+
+async def test_streams_of_two_ranks_go_on_over_deaths(
+    folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the scheduler, what it had sent is computed by both; ranks are replaced together."""
+    path = str(folder())
+    alone = AsyncLLM(path, **ARGUMENTS)
+    expected = await tell(alone)
+    alone.shutdown()
+    monkeypatch.setattr(actorllm.engine, "engine_topology", lambda config: on_the_host(engine_topology(config)))
+    llm = AsyncLLM(path, **(ARGUMENTS | {"topology": "process", "tensor_parallel_size": 2}))
+    try:
+        await llm.start()
+        assert await tell(llm, ("scheduler",)) == expected
+        assert await tell(llm, ("worker1",)) == expected
+    finally:
+        llm.shutdown()
+
+
+def test_fewer_gpus_than_ranks(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(device_count=lambda: 1, is_available=lambda: True))
+    config = config_of(folder(), block_size=64, topology="process", tensor_parallel_size=2)
+    message = (
+        "tensor_parallel_size=2 needs a GPU for every rank, and 1 can be seen .*; set tensor_parallel_size=1 or less"
+    )
+    with pytest.raises(ConfigError, match=message):
+        collectives.own_device(config, 1)
+
+
+def test_what_runs_through_transformers_is_not_shared_out() -> None:
+    config = EngineConfig.from_arguments(
+        "storyteller", model_impl="transformers", tensor_parallel_size=2, dtype="float32", device="cpu", block_size=64
+    )
+    with pytest.raises(UnsupportedModelError, match="tensor_parallel_size=2: only models with a fused forward"):
+        CudaRunner(config, device=HostDevice()).load()
