@@ -90,6 +90,7 @@ def test_streams_are_those_of_one_rank_and_of_the_cpu(
     assert both(LLM(path, **(ARGUMENTS | few | {"topology": "process", "tensor_parallel_size": 2}))) == expected
 
 
+@pytest.mark.slow
 async def test_streams_of_two_ranks_go_on_over_deaths(
     folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
