@@ -201,7 +201,7 @@ async def test_parameters_that_leave_no_token(llm: AsyncLLM, monkeypatch: pytest
     monkeypatch.setattr(
         request, "MAX_STOP_TOKEN_IDS", 4096
     )  # this vocabulary is small enough to be ruled out as a whole
-    with pytest.raises(RequestFailedError):
+    with pytest.raises(InvalidParameterError, match="min_tokens leaves no token to choose"):
         await llm.complete(PROMPT, short(stop_token_ids=list(range(4096)), min_tokens=2))
 
 
