@@ -197,3 +197,12 @@ def nearest_name(unknown: str, known: Iterable[str]) -> str:
         return ""
     near = difflib.get_close_matches(unknown, list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def shown(value: object) -> str:
+    """For a message: short, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of more digits than Python writes out, or an object's own failure
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 100 else f"{text[:100]}..."

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
-from actorllm.errors import InvalidParameterError, UnknownParameterError, nearest_name
+from actorllm.errors import InvalidParameterError, UnknownParameterError, nearest_name, shown
 from actorllm.structured_outputs import StructuredOutputsParams, structured_outputs_of
 
 if TYPE_CHECKING:
@@ -138,9 +138,9 @@ def _refuse_unless_idle(name: str, value: object, known: dict[str, tuple[Any, ..
                 return
         except Exception:  # an array, or an object's own failure: not one of these values in any case
             continue
-    shown = " or ".join(repr(accepted) for accepted in known[name])
+    left_at = " or ".join(repr(accepted) for accepted in known[name])
     instead = ", and use structured_outputs" if name == "guided_decoding" else ""
-    raise InvalidParameterError(f"{name}={_shown(value)} is not supported yet; leave it at {shown}{instead}")
+    raise InvalidParameterError(f"{name}={shown(value)} is not supported yet; leave it at {left_at}{instead}")
 
 
 def names_unknown_parameters(
@@ -181,7 +181,7 @@ def _name(cls: type[Any], args: tuple[Any, ...], positions: tuple[str, ...], kwa
         )
     for name, value in zip(positions, args, strict=False):
         if name in kwargs:
-            raise InvalidParameterError(f"{cls.__name__} got {name} twice: {_shown(value)}, and {_shown(kwargs[name])}")
+            raise InvalidParameterError(f"{cls.__name__} got {name} twice: {shown(value)}, and {shown(kwargs[name])}")
         kwargs[name] = value
     return ()
 
@@ -203,11 +203,11 @@ class RepetitionDetectionParams:
             _integer(f"repetition_detection.{name}", getattr(self, name), low=0)
         if self.max_pattern_size > MAX_PATTERN_SIZE:
             raise InvalidParameterError(
-                f"repetition_detection.max_pattern_size={_shown(self.max_pattern_size)} must be <= {MAX_PATTERN_SIZE}"
+                f"repetition_detection.max_pattern_size={shown(self.max_pattern_size)} must be <= {MAX_PATTERN_SIZE}"
             )
         if self.min_pattern_size > self.max_pattern_size:
             raise InvalidParameterError(
-                f"repetition_detection.min_pattern_size={_shown(self.min_pattern_size)} is more than "
+                f"repetition_detection.min_pattern_size={shown(self.min_pattern_size)} is more than "
                 f"max_pattern_size={self.max_pattern_size}"
             )
         if self.max_pattern_size and self.min_count < 2:
@@ -303,7 +303,7 @@ class SamplingParams:
             self.structured_outputs = structured_outputs_of(self.structured_outputs)
         if self.skip_reading_prefix_cache is not None and not isinstance(self.skip_reading_prefix_cache, bool):
             raise InvalidParameterError(
-                f"skip_reading_prefix_cache={_shown(self.skip_reading_prefix_cache)} must be True, False or None"
+                f"skip_reading_prefix_cache={shown(self.skip_reading_prefix_cache)} must be True, False or None"
             )
         if self.seed is not None:
             seed = _integer("seed", self.seed)
@@ -313,18 +313,18 @@ class SamplingParams:
         self.min_tokens = _integer("min_tokens", self.min_tokens, low=0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameterError(
-                f"min_tokens={_shown(self.min_tokens)} is more than max_tokens={_shown(self.max_tokens)}"
+                f"min_tokens={shown(self.min_tokens)} is more than max_tokens={shown(self.max_tokens)}"
             )
         self._check_n()
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise InvalidParameterError(f"{name}={_shown(getattr(self, name))} must be True or False")
+                raise InvalidParameterError(f"{name}={shown(getattr(self, name))} must be True or False")
         self.stop = _stop_strings(self.stop)
         if self.stop and not self.detokenize:
             raise InvalidParameterError("stop strings need the text: leave detokenize=True, or use stop_token_ids")
         self.stop_token_ids = _token_ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids)
         if not isinstance(self.output_kind, RequestOutputKind):
-            raise InvalidParameterError(f"output_kind={_shown(self.output_kind)} must be a RequestOutputKind")
+            raise InvalidParameterError(f"output_kind={shown(self.output_kind)} must be a RequestOutputKind")
         if self.stream_interval is not None:
             self.stream_interval = _integer("stream_interval", self.stream_interval, low=1)
         if self.truncate_prompt_tokens is not None:
@@ -332,14 +332,14 @@ class SamplingParams:
 
     def _check_n(self) -> None:
         if _integer("n", self.n, low=1) > MAX_N:
-            raise InvalidParameterError(f"n={_shown(self.n)} is more than the limit of {MAX_N}")
+            raise InvalidParameterError(f"n={shown(self.n)} is more than the limit of {MAX_N}")
         if self.n > 1 and self.temperature == 0:
             raise InvalidParameterError(
                 f"n={self.n} with temperature=0 would give the same text {self.n} times; set n=1 or a temperature"
             )
         if self.best_of is not None and _integer("best_of", self.best_of) != self.n:
             raise InvalidParameterError(
-                f"best_of={_shown(self.best_of)} must equal n={self.n}: every sequence is returned; choose among them"
+                f"best_of={shown(self.best_of)} must equal n={self.n}: every sequence is returned; choose among them"
             )
 
     @property
@@ -426,7 +426,7 @@ class PoolingParams:
     def __post_init__(self) -> None:
         for name in ("use_activation", "normalize", "skip_reading_prefix_cache"):
             if not isinstance(getattr(self, name), bool | None):
-                raise InvalidParameterError(f"{name}={_shown(getattr(self, name))} must be True, False or None")
+                raise InvalidParameterError(f"{name}={shown(getattr(self, name))} must be True, False or None")
         if self.normalize is not None:
             if self.use_activation not in (None, self.normalize):
                 raise InvalidParameterError(
@@ -439,12 +439,12 @@ class PoolingParams:
             self.pooling_type = check_pooling_type(self.pooling_type)
         if self.task is not None and self.task not in POOLING_TASKS:
             instead = "" if self.task in VLLM_POOLING_TASKS else nearest_name(str(self.task), POOLING_TASKS)
-            raise InvalidParameterError(f"task={_shown(self.task)} is not supported; only 'embed' is{instead}")
+            raise InvalidParameterError(f"task={shown(self.task)} is not supported; only 'embed' is{instead}")
         if self.truncate_prompt_tokens is not None:
             check_truncation(self.truncate_prompt_tokens)
         if self.output_kind is not RequestOutputKind.FINAL_ONLY:
             raise InvalidParameterError(
-                f"output_kind={_shown(self.output_kind)} must be FINAL_ONLY: a vector comes as a whole"
+                f"output_kind={shown(self.output_kind)} must be FINAL_ONLY: a vector comes as a whole"
             )
 
     def clone(self) -> PoolingParams:
@@ -464,38 +464,29 @@ def check_pooling_type(value: Any, where: str = "") -> PoolingType:
     for known in POOLING_TYPES:
         if name == known:
             return known
+    nearest = nearest_name(name, POOLING_TYPES) if isinstance(name, str) else ""
     raise InvalidParameterError(
-        f"{where}pooling_type={value!r:.80} is not supported; use {', '.join(map(repr, POOLING_TYPES))}"
-        f"{nearest_name(str(name), POOLING_TYPES)}"
+        f"{where}pooling_type={shown(value)} is not supported; use {', '.join(map(repr, POOLING_TYPES))}{nearest}"
     )
-
-
-def _shown(value: object) -> str:
-    """For a message: short, whatever it is."""
-    try:
-        text = repr(value)
-    except Exception:  # an integer of more digits than Python writes out, or an object's own failure
-        text = f"<{type(value).__name__}>"
-    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def _number(
     name: str, value: object, *, low: float = -math.inf, high: float = math.inf, above: float | None = None
 ) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_FLOAT:
-        raise InvalidParameterError(f"{name}={_shown(value)} must be a finite number")
+        raise InvalidParameterError(f"{name}={shown(value)} must be a finite number")
     if not low <= value <= high or (above is not None and value <= above):
         bound = f"> {above:g}" if above is not None else f">= {low:g}" if low > -math.inf else ""
         limit = f"<= {high:g}" if high < math.inf else ""
-        raise InvalidParameterError(f"{name}={_shown(value)} must be {' and '.join(b for b in (bound, limit) if b)}")
+        raise InvalidParameterError(f"{name}={shown(value)} must be {' and '.join(b for b in (bound, limit) if b)}")
     return float(value)
 
 
 def _integer(name: str, value: object, *, low: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidParameterError(f"{name}={_shown(value)} must be an integer")
+        raise InvalidParameterError(f"{name}={shown(value)} must be an integer")
     if low is not None and value < low:
-        raise InvalidParameterError(f"{name}={_shown(value)} must be >= {low}")
+        raise InvalidParameterError(f"{name}={shown(value)} must be >= {low}")
     return value
 
 
@@ -503,9 +494,7 @@ def check_truncation(value: object) -> int:
     """How many tokens to keep of a prompt: a positive integer, or -1 for as many as the model takes."""
     count = _integer("truncate_prompt_tokens", value)
     if count < 1 and count != -1:
-        raise InvalidParameterError(
-            f"truncate_prompt_tokens={_shown(value)} must be >= 1, or -1 for the model's length"
-        )
+        raise InvalidParameterError(f"truncate_prompt_tokens={shown(value)} must be >= 1, or -1 for the model's length")
     return count
 
 
@@ -515,9 +504,9 @@ def _stop_strings(stop: object) -> list[str]:
     strings: list[Any] = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, Sequence) else [stop]
     for string in strings:
         if not isinstance(string, str):
-            raise InvalidParameterError(f"stop={_shown(string)} must be a string or a list of strings")
+            raise InvalidParameterError(f"stop={shown(string)} must be a string or a list of strings")
         if not is_text(string):
-            raise InvalidParameterError(f"stop={_shown(string)} holds characters that are not valid Unicode")
+            raise InvalidParameterError(f"stop={shown(string)} holds characters that are not valid Unicode")
         if not string:
             raise InvalidParameterError("an empty stop string would stop before the first token; remove it")
         if len(string) > MAX_STOP_STRING_LENGTH:
@@ -540,7 +529,7 @@ def _num_logprobs(name: str, value: object) -> int | None:
         return None
     number = 1 if value is True else _integer(name, value)
     if number < -1:
-        raise InvalidParameterError(f"{name}={_shown(value)} must be >= 0, or -1 for those of all tokens")
+        raise InvalidParameterError(f"{name}={shown(value)} must be >= 0, or -1 for those of all tokens")
     return number
 
 
@@ -548,7 +537,7 @@ def _logprob_token_ids(ids: object, num_logprobs: int | None) -> list[int] | Non
     if ids is None:
         return None
     if isinstance(ids, str) or not isinstance(ids, Sequence):
-        raise InvalidParameterError(f"logprob_token_ids={_shown(ids)} must be a list of token ids")
+        raise InvalidParameterError(f"logprob_token_ids={shown(ids)} must be a list of token ids")
     if len(ids) > MAX_LOGPROB_TOKEN_IDS:
         raise InvalidParameterError(f"logprob_token_ids has {len(ids)} ids, and the limit is {MAX_LOGPROB_TOKEN_IDS}")
     checked = [_integer("logprob_token_ids", i, low=0) for i in ids]
@@ -564,7 +553,7 @@ def _logit_bias(bias: object) -> dict[int, float] | None:
     if bias is None:
         return None
     if not isinstance(bias, Mapping):
-        raise InvalidParameterError(f"logit_bias={_shown(bias)} must map token ids to numbers")
+        raise InvalidParameterError(f"logit_bias={shown(bias)} must map token ids to numbers")
     if all(type(key) is int and key >= 0 and _is_bias(value) for key, value in bias.items()):
         return {key: float(value) for key, value in bias.items()}
     checked: dict[int, float] = {}
@@ -572,8 +561,8 @@ def _logit_bias(bias: object) -> dict[int, float] | None:
         if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20:
             key = int(key)
         if isinstance(key, bool) or not isinstance(key, int) or key < 0:
-            raise InvalidParameterError(f"logit_bias: {_shown(key)} is no token id")
-        checked[key] = _number(f"logit_bias[{_shown(key)}]", value, low=-MAX_FLOAT32, high=MAX_FLOAT32)
+            raise InvalidParameterError(f"logit_bias: {shown(key)} is no token id")
+        checked[key] = _number(f"logit_bias[{shown(key)}]", value, low=-MAX_FLOAT32, high=MAX_FLOAT32)
     return checked
 
 
@@ -585,7 +574,7 @@ def _allowed_token_ids(ids: object) -> list[int] | None:
     if ids is None:
         return None
     if isinstance(ids, str) or not isinstance(ids, Sequence):
-        raise InvalidParameterError(f"allowed_token_ids={_shown(ids)} must be a list of token ids")
+        raise InvalidParameterError(f"allowed_token_ids={shown(ids)} must be a list of token ids")
     if not len(ids):
         raise InvalidParameterError("allowed_token_ids is empty: no token could be chosen; None allows all")
     if len(ids) > MAX_ALLOWED_TOKEN_IDS:
@@ -610,10 +599,10 @@ def _bad_words(words: object) -> list[str]:
     if words is None:
         return []
     if isinstance(words, str) or not isinstance(words, Sequence):
-        raise InvalidParameterError(f"bad_words={_shown(words)} must be a list of strings")
+        raise InvalidParameterError(f"bad_words={shown(words)} must be a list of strings")
     for word in words:
         if not is_text(word):
-            raise InvalidParameterError(f"bad_words={_shown(word)} must be a list of strings of valid Unicode")
+            raise InvalidParameterError(f"bad_words={shown(word)} must be a list of strings of valid Unicode")
         if not word:
             raise InvalidParameterError("bad_words holds an empty string, which forbids nothing; remove it")
         if len(word) > MAX_BAD_WORD_LENGTH:
@@ -632,12 +621,12 @@ def _repetition_detection(given: object) -> RepetitionDetectionParams | None:
     names = [f.name for f in fields(RepetitionDetectionParams)]
     if not isinstance(given, Mapping):
         raise InvalidParameterError(
-            f"repetition_detection={_shown(given)} must be a RepetitionDetectionParams, or a mapping of {names}"
+            f"repetition_detection={shown(given)} must be a RepetitionDetectionParams, or a mapping of {names}"
         )
     for name in given:
         if name not in names:
             raise UnknownParameterError(
-                f"repetition_detection has no parameter {_shown(name)}{nearest_name(str(name), names)}"
+                f"repetition_detection has no parameter {shown(name)}{nearest_name(str(name), names)}"
             )
     return RepetitionDetectionParams(**given)
 
@@ -661,7 +650,7 @@ def is_text(value: object) -> bool:
 
 def _token_ids(name: str, ids: object) -> list[int]:
     if isinstance(ids, str) or not isinstance(ids, Sequence):
-        raise InvalidParameterError(f"{name}={_shown(ids)} must be a list of token ids")
+        raise InvalidParameterError(f"{name}={shown(ids)} must be a list of token ids")
     distinct: dict[int, None] = {}
     for i in ids:
         distinct[_integer(name, i, low=0)] = None

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from actorllm.errors import InvalidParameterError, UnknownParameterError, nearest_name
+from actorllm.errors import InvalidParameterError, UnknownParameterError, nearest_name, shown
 
 MAX_CHARACTERS = 1 << 18
 """Of a schema or grammar."""
@@ -59,7 +59,9 @@ class StructuredOutputsParams:
             )
         for name in ("disable_any_whitespace", "disable_additional_properties"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidParameterError(f"{self._source}: {name}={getattr(self, name)!r:.80} must be True or False")
+                raise InvalidParameterError(
+                    f"{self._source}: {name}={shown(getattr(self, name))} must be True or False"
+                )
         if self.whitespace_pattern is not None:
             self._check_text("whitespace_pattern", self.whitespace_pattern)
         self._text(given[0])
@@ -86,7 +88,7 @@ class StructuredOutputsParams:
         match kind:
             case "json_object":
                 if value is not True:
-                    raise InvalidParameterError(f"{self._source}: json_object={value!r:.80} must be True or left out")
+                    raise InvalidParameterError(f"{self._source}: json_object={shown(value)} must be True or left out")
                 return ANY_OBJECT
             case "choice":
                 return self._choice(value)
@@ -103,7 +105,7 @@ class StructuredOutputsParams:
 
     def _choice(self, value: Any) -> str:
         if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(c, str) for c in value):
-            raise InvalidParameterError(f"{self._source}: choice={value!r:.80} must be a list of strings")
+            raise InvalidParameterError(f"{self._source}: choice={shown(value)} must be a list of strings")
         if not value:
             raise InvalidParameterError(f"{self._source}: choice is empty, so there is nothing to choose")
         text = json.dumps(list(value), ensure_ascii=False)
@@ -113,7 +115,7 @@ class StructuredOutputsParams:
     def _written(self, kind: str, value: Any) -> str:
         if not isinstance(value, Mapping):
             raise InvalidParameterError(
-                f"{self._source}: {kind}={value!r:.80} must be a JSON schema, as a mapping or as text"
+                f"{self._source}: {kind}={shown(value)} must be a JSON schema, as a mapping or as text"
             )
         try:
             return json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -141,7 +143,7 @@ class StructuredOutputsParams:
 
     def _check_text(self, name: str, text: Any) -> None:
         if not isinstance(text, str):
-            raise InvalidParameterError(f"{self._source}: {name}={text!r:.80} must be a string")
+            raise InvalidParameterError(f"{self._source}: {name}={shown(text)} must be a string")
         if len(text) > MAX_CHARACTERS:
             raise InvalidParameterError(
                 f"{self._source}: {name} has {len(text)} characters, and the limit is {MAX_CHARACTERS}"
@@ -165,13 +167,12 @@ def structured_outputs_of(given: Any) -> StructuredOutputsParams | None:
         return checked
     if not isinstance(given, Mapping):
         raise InvalidParameterError(
-            f"structured_outputs={given!r:.80} must be StructuredOutputsParams, or a mapping of its fields"
+            f"structured_outputs={shown(given)} must be StructuredOutputsParams, or a mapping of its fields"
         )
     for name in given:
         if name not in OPTIONS:
-            raise UnknownParameterError(
-                f"structured_outputs has no parameter {name!r:.80}{nearest_name(str(name), OPTIONS)}"
-            )
+            nearest = nearest_name(name, OPTIONS) if isinstance(name, str) else ""
+            raise UnknownParameterError(f"structured_outputs has no parameter {shown(name)}{nearest}")
     return StructuredOutputsParams(**given)
 
 
