@@ -92,6 +92,8 @@ class Soak:
         self.chaos = chaos
         self.counts: dict[str, int] = {}
         self.samples: list[dict[str, float]] = []
+        self._has_guest = False
+        """What a program that has joined takes is none of the engine's growth."""
         self._rng = np.random.default_rng(seed + 2)
         self._events = [
             (8, "kill", self._kill),
@@ -108,8 +110,10 @@ class Soak:
         end = time.monotonic() + 60 * minutes
         weights = np.array([weight for weight, _, _ in self._events], float)
         while time.monotonic() < end:
+            self._has_guest = False
             await anyio.sleep(float(self._rng.exponential(2.0)))
             _, name, event = self._events[int(self._rng.choice(len(weights), p=weights / weights.sum()))]
+            self._has_guest = "guest" in name
             if await event() is False:
                 name += ", not possible here"
             self.counts[name] = self.counts.get(name, 0) + 1
@@ -118,7 +122,7 @@ class Soak:
         """What owner and children hold, again and again."""
         while True:
             await anyio.sleep(SAMPLE_EVERY_S)
-            if self.chaos.engine.health().state != "running":
+            if self._has_guest or self.chaos.engine.health().state != "running":
                 continue
             pids = [os.getpid(), *self.chaos.pids().values()]
             with contextlib.suppress(OSError):  # somebody is gone, or no file can be opened now
