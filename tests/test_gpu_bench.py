@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from actorllm.model.cuda import ops
+from actorllm.model.cuda.collectives import Collectives
 from actorllm.model.cuda.decoder import Activations, ResidualStream
 from actorllm_kernels import reference
 from actorllm_kernels.configs import trying
@@ -284,7 +285,7 @@ def test_the_other_way_of_a_product_is_what_the_decoder_launches(bench: Bench) -
     norm = torch.ones(shape.hidden, dtype=torch.bfloat16)
     for max_rows, way in ((64, 0), (0, 1)):
         with trying("skinny_gemm", MAX_ROWS=max_rows):
-            stream = ResidualStream(a, 1e-6, False, torch.device("cpu"))
+            stream = ResidualStream(a, 1e-6, False, torch.device("cpu"), Collectives())
             stream.add_product(a.out.view(rows, -1), weight["o"], None)
 
             def launch(stream: ResidualStream = stream) -> None:
