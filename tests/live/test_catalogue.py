@@ -16,7 +16,8 @@ from actorllm.errors import ConfigError, DownloadError
 from actorllm.live import catalogue
 from actorllm.live.catalogue import TRACES, PublicTrace, fetch, find_trace, public_trace
 
-DOWNLOADED = Path(os.environ.get("ACTORLLM_TRACES", "traces"))
+DOWNLOADED = Path(os.environ.get("ACTORLLM_TRACES", Path(__file__).parents[3] / "shared" / "traces"))
+"""Large downloads may lie beside the checkout, too."""
 CONTENT = bytes(range(256)) * 2000
 
 
@@ -171,7 +172,7 @@ def test_what_is_listed_can_be_checked() -> None:
 )
 def test_the_checksums_are_those_of_the_traces(name: str, file: str) -> None:
     if not (DOWNLOADED / file).exists():
-        pytest.skip(f"needs {file}: ACTORLLM_TRACES=FOLDER")
+        pytest.skip(f"{file} is not in {DOWNLOADED}; name its folder with ACTORLLM_TRACES")
     assert fetch(TRACES[name], DOWNLOADED / file) == TRACES[name].sha256
     assert (DOWNLOADED / file).stat().st_size == TRACES[name].size
 

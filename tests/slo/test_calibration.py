@@ -20,7 +20,9 @@ from actorllm.slo.simulator import EngineShape, simulate
 from actorllm.slo.timeline import timeline_of_streams
 from actorllm.slo.workload import gamma_arrivals, lognormal_lengths, make_workload
 
-VLLM_RUN = Path(os.environ.get("ACTORLLM_TRACES", "traces")) / "vllm_rtx4090_llama31_8b"
+BESIDE = Path(__file__).parents[3] / "shared" / "traces"
+"""Large recordings may lie beside the checkout, too."""
+VLLM_RUN = Path(os.environ.get("ACTORLLM_TRACES", BESIDE)) / "vllm_rtx4090_llama31_8b"
 
 
 def linear(*coefficients: float) -> LinearModel:
@@ -73,7 +75,7 @@ def test_a_recording_has_the_steps_to_fit_to() -> None:
     assert found.model.gap_s == pytest.approx(0.0, abs=1e-9)
 
 
-@pytest.mark.skipif(not VLLM_RUN.exists(), reason="needs that recorded run: ACTORLLM_TRACES=FOLDER")
+@pytest.mark.skipif(not VLLM_RUN.exists(), reason=f"not in {VLLM_RUN.parent}; name the folder with ACTORLLM_TRACES")
 def test_a_run_of_vllm_is_predicted_from_its_first_half() -> None:
     """vLLM 0.19, Llama-3.1-8B on an RTX 4090, 300 requests, most of the time out of KV blocks."""
     requests = [json.loads(line) for line in (VLLM_RUN / "requests.jsonl").read_text().splitlines()]
