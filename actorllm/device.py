@@ -1,8 +1,9 @@
 """Which device an engine runs on, as far as that can be known without torch.
 
-`choose` turns the argument `device` into "cpu" or "cuda". It is called where the configuration is made, in the application's
-process, so it asks files and never the driver: a process that has asked the driver cannot be forked any more. What only the
-driver knows (compute capability, memory) the worker checks when it starts (`model.cuda.device`). Standard library only.
+`choose` turns the argument `device` into "cpu", "cuda" or the name of another backend (`model.backends`). It is called where the
+configuration is made, in the application's process. So it asks files and never the driver: a process that has asked the driver
+cannot be forked any more. What only the driver knows (compute capability, memory) the worker checks when it starts
+(`model.cuda.device`). Standard library only.
 """
 
 from __future__ import annotations
@@ -11,29 +12,44 @@ import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from actorllm.errors import ConfigError, nearest_name
 
-DeviceName = Literal["cpu", "cuda"]
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
 DEVICES = ("auto", "cpu", "cuda")
+
+GROUP = "actorllm.backends"
+"""Of the entry points by which installed packages announce theirs."""
 
 _DEV = Path("/dev")
 
 
-def choose(device: Any) -> DeviceName:
+def choose(device: Any) -> str:
     """ "auto" is "cuda" where torch is built for it and a GPU is visible. Raises ConfigError for "cuda" where not."""
     if device == "cpu":
         return "cpu"
     if device not in ("auto", "cuda"):
-        known = nearest_name(device, DEVICES) if isinstance(device, str) else ""
-        raise ConfigError(f"device={device!r} must be one of {', '.join(map(repr, DEVICES))}{known}")
+        names = (*DEVICES, *sorted(others()))
+        if device in names:
+            return str(device)
+        known = nearest_name(device, names) if isinstance(device, str) else ""
+        raise ConfigError(f"device={device!r} must be one of {', '.join(map(repr, names))}{known}")
     reason = why_not_cuda()
     if reason is None:
         return "cuda"
     if device == "cuda":
         raise ConfigError(f"device='cuda': {reason}, or use device='cpu'")
     return "cpu"
+
+
+def others() -> dict[str, EntryPoint]:
+    """The backends of installed packages, by name. None of them takes the place of ours."""
+    from importlib.metadata import entry_points  # reads every package's folder: only for a name that is not ours
+
+    return {point.name: point for point in entry_points(group=GROUP) if point.name not in DEVICES}
 
 
 def why_not_cuda() -> str | None:

@@ -1,6 +1,6 @@
 """How long does a step of the model runner take, and what share of the machine's limits is that?
 
-Drives `ModelRunner` with hand-made plans, in a fresh process per model and number of threads (the OpenMP wait policy is
+Drives `CpuRunner` with hand-made plans, in a fresh process per model and number of threads (the OpenMP wait policy is
 read once per process). Times are medians. Run: python bench/model.py [--json FILE] [--threads 1,2] [--models 135M,...]
 """
 
@@ -68,7 +68,7 @@ def measure(model: str, num_threads: int) -> dict[str, float]:
 
     from actorllm.config import EngineConfig
     from actorllm.messages import NewRow, StepPlan, pack_rows
-    from actorllm.model.runner import ModelRunner
+    from actorllm.model.cpu.runner import CpuRunner
 
     with tempfile.TemporaryDirectory() as folder:
         if model in SHAPES:
@@ -81,7 +81,7 @@ def measure(model: str, num_threads: int) -> dict[str, float]:
             max_num_batched_tokens=2048,
             num_threads=num_threads,
         )
-        runner = ModelRunner(config, show_progress=False)
+        runner = CpuRunner(config, show_progress=False)
         runner.load()
     figures: dict[str, float] = {}
     size = config.cache.block_size

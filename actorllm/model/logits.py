@@ -417,7 +417,7 @@ class LogitRules:
             slots, rows, ids, counts = slots[is_here], rows[is_here], ids[is_here], counts[is_here]
         presence, frequency, repetition = self._penalties[:, slots]
         values = logits[rows, ids]
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", divide="ignore"):  # cut below; a penalty may be the least that there is
             values = np.where(values > 0, values / repetition, values * repetition)
         values = np.minimum(values, LARGEST)
         values -= frequency * counts.astype(np.float32)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -40,6 +38,8 @@ def resident_bytes() -> int:
 
 def is_shortage(error: BaseException) -> bool:
     """Whether an exception says that there was not enough memory."""
+    import torch  # here: the owner of the workers' processes asks for memory, too, and has no need of it
+
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     text = str(error)

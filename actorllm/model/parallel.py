@@ -13,16 +13,12 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from actorllm.config import EngineConfig, parallel_sizes
-
-if TYPE_CHECKING:
-    from actorllm.model.decoder import DecoderConfig
 
 CONNECT_TIMEOUT_S = 120.0
 """How long the ranks wait for each other at the start, and a collective for its last rank while all are alive."""
@@ -106,8 +102,9 @@ class HeadShare:
     be shared out evenly has been checked with the configuration (`config.parallel_sizes`).
     """
 
-    def __init__(self, config: DecoderConfig, ranks: Ranks) -> None:
-        size, heads, kv_heads = ranks.size, config.num_heads, config.num_kv_heads
+    def __init__(self, heads: int, kv_heads: int, head_dim: int, ranks: Ranks) -> None:
+        """heads, kv_heads: of the whole model."""
+        size = ranks.size
         assert size in parallel_sizes(heads, kv_heads)
         self.heads = ranks.part(heads)
         if kv_heads >= size:
@@ -117,8 +114,8 @@ class HeadShare:
             self.kv_heads = slice(only, only + 1)
         self.num_heads: int = self.heads.stop - self.heads.start
         self.num_kv_heads: int = self.kv_heads.stop - self.kv_heads.start
-        self._dim = config.head_dim
+        self.head_dim = head_dim
 
     def rows(self, heads: slice) -> slice:
         """The rows of a projection that belong to these heads."""
-        return slice(heads.start * self._dim, heads.stop * self._dim)
+        return slice(heads.start * self.head_dim, heads.stop * self.head_dim)

@@ -2,8 +2,8 @@
 
 A model asks for every tensor it needs by name and shape (`take`) while it is built, and `close` then checks that nothing
 of the checkpoint was left over. Every tensor is read when it is asked for and converted to the target type at once, so
-that loading needs little more memory than the model itself. Called by `decoder.Decoder`;
-`transformers_backend` shares the checks of files.
+that loading needs little more memory than the model itself. Called by `families.tensors`;
+`hf` shares the checks of files.
 
 Format: https://huggingface.co/docs/safetensors (one file, or several and `model.safetensors.index.json`).
 """
@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError, ModelNotFoundError
 
 SINGLE_FILE = "model.safetensors"
@@ -113,8 +114,9 @@ class CheckpointWeights(Weights):
             raise CorruptModelError(f"{self.folder / file}: tensor {name!r} cannot be read: {error}") from error
         if not tensor.is_floating_point():
             raise CorruptModelError(f"{self.folder / file}: tensor {name!r} is {tensor.dtype}, floats are needed")
-        self._left.discard(name)
-        self._progress.update()
+        if name in self._left:  # else it is taken in parts
+            self._left.remove(name)
+            self._progress.update()
         return tensor.to(self.dtype)
 
     def close(self, is_ignorable: Callable[[str], bool]) -> None:
@@ -162,6 +164,15 @@ class DummyWeights(Weights):
 
     def close(self, is_ignorable: Callable[[str], bool]) -> None:
         return None
+
+
+def open_weights(
+    model: ModelConfig, dtype: torch.dtype, show_progress: bool | None, device: torch.device | None = None
+) -> Weights:
+    """Those that the configuration asks for."""
+    if model.load_format == "dummy":
+        return DummyWeights(model.seed, dtype, device)
+    return CheckpointWeights(Path(model.path), dtype, show_progress, device)
 
 
 def progress_is_shown(wanted: bool | None) -> bool:

@@ -22,6 +22,7 @@ def rmsnorm_kernel(
     y_ptr,
     eps,
     SIZE: tl.constexpr,
+    STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
@@ -34,7 +35,7 @@ def rmsnorm_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    x = tl.load(x_ptr + row * SIZE + columns, mask=mask, other=0.0)
+    x = tl.load(x_ptr + row * STRIDE + columns, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * SIZE + columns, mask=mask, other=0.0)
         total = x.to(tl.float32) + residual.to(tl.float32)
@@ -44,7 +45,7 @@ def rmsnorm_kernel(
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
     if UNIT_OFFSET:
         weight += 1.0
-    tl.store(y_ptr + row * SIZE + columns, (x * scale * weight).to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + row * STRIDE + columns, (x * scale * weight).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def rmsnorm(
@@ -59,8 +60,9 @@ def rmsnorm(
 ) -> None:
     """y = norm(x) * weight; with a residual: residual += x, and y is the norm of that.
 
-    x, y, residual: [num_tokens, hidden_size], contiguous; y may be x. weight: [hidden_size]; unit_offset: of a checkpoint
-    that stores weight - 1. pdl: launch as a dependent of the kernel before.
+    x, y, residual: [num_tokens, hidden_size]; y may be x. x and y may be columns of wider rows, both of the same width; the
+    residual is contiguous. weight: [hidden_size]; unit_offset: of a checkpoint that stores weight - 1. pdl: launch as a dependent
+    of the kernel before.
     """
     num_tokens, size = x.shape
     config = lookup("rmsnorm", "small" if size <= 2048 else "large", x.device)
@@ -71,6 +73,7 @@ def rmsnorm(
         y,
         eps,
         SIZE=size,
+        STRIDE=x.stride(0),
         BLOCK=triton.next_power_of_2(size),
         HAS_RESIDUAL=residual is not None,
         UNIT_OFFSET=unit_offset,

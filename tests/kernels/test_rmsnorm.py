@@ -17,6 +17,17 @@ def test_agrees_with_the_reference(size: int, dtype: torch.dtype) -> None:
     assert_close(y, reference.rmsnorm(x.double(), weight.double(), 1e-6))
 
 
+def test_columns_of_wider_rows_in_place() -> None:
+    """As of the queries and the keys of a token; what lies beside them stays."""
+    wide, weight = torch.randn(3, 200), torch.randn(96)
+    before = wide.clone()
+    part = wide[:, 64:160]
+    rmsnorm(part, weight, 1e-6, part)
+    assert_close(part, reference.rmsnorm(before[:, 64:160].double(), weight.double(), 1e-6))
+    assert torch.equal(wide[:, :64], before[:, :64])
+    assert torch.equal(wide[:, 160:], before[:, 160:])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("unit_offset", [False, True])
 def test_adds_the_residual_first(unit_offset: bool, dtype: torch.dtype) -> None:

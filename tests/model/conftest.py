@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from actorllm.config import EngineConfig
-from actorllm.model.runner import ModelRunner
+from actorllm.model.cpu.runner import CpuRunner
 from tests.model.driver import TINY_LLAMA, Driver
 
 BLOCK_SIZE = 4
@@ -23,15 +23,15 @@ def few_threads() -> None:
 
 
 @pytest.fixture
-def make_runner() -> Callable[..., ModelRunner]:
+def make_runner() -> Callable[..., CpuRunner]:
     """A loaded runner with a cache of 64 blocks over a model's folder."""
 
-    def make(folder: Path | str, **arguments: Any) -> ModelRunner:
+    def make(folder: Path | str, **arguments: Any) -> CpuRunner:
         config = EngineConfig.from_arguments(
             folder,
             **({"block_size": BLOCK_SIZE, "skip_tokenizer_init": True, "num_threads": 1} | arguments),
         )
-        runner = ModelRunner(config, show_progress=False)
+        runner = CpuRunner(config, show_progress=False)
         runner.load()
         runner.allocate(64)
         return runner
@@ -40,7 +40,7 @@ def make_runner() -> Callable[..., ModelRunner]:
 
 
 @pytest.fixture
-def make_driver(make_runner: Callable[..., ModelRunner]) -> Callable[..., Driver]:
+def make_driver(make_runner: Callable[..., CpuRunner]) -> Callable[..., Driver]:
     def make(folder: Path | str, seed: int = 0, **arguments: Any) -> Driver:
         return Driver(make_runner(folder, **arguments), seed=seed)
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from actorllm.messages import LateInputs, NewRow, StepPlan, StepResult, pack_rows
-from actorllm.model.runner import ModelRunner
+from actorllm.model.cpu.runner import CpuRunner
 
 TINY_LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -46,7 +46,7 @@ class Request:
 class Driver:
     """Keeps the block tables and turns wishes into plans."""
 
-    runner: ModelRunner
+    runner: CpuRunner
     num_blocks: int = 64
     seed: int = 0
     requests: dict[int, Request] = field(default_factory=dict)

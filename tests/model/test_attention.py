@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actorllm.messages import StepPlan
-from actorllm.model import attention
-from actorllm.model.attention import AttentionBatch, KVCache, KVWrites
+from actorllm.model.cpu import attention
+from actorllm.model.cpu.attention import AttentionBatch, KVCache, KVWrites
 from actorllm.model.inputs import PersistentBatch
 from tests.model.test_inputs import int32, new_columns
 

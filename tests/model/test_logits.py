@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 
-from actorllm.model.decoder import QKNorm
-from actorllm.model.layers import RotaryEmbedding
+from actorllm.model.cpu.decoder import QKNorm
+from actorllm.model.cpu.layers import RotaryEmbedding
 
 TOLERANCE = 5e-4
 """Of logits whose standard deviation is about 5; float32 rounding is some 1e-5."""
@@ -229,7 +229,8 @@ def test_control_wrong_rope(name: str, tmp_path: Path, make_driver: Callable[...
     driver = make_driver(tmp_path)
     theta = 10_001.0 if name == "llama" else 10_000.0 if name.startswith("llama 3") else 505.0
     frequencies = 1.0 / (theta ** (torch.arange(0, 16, 2).float() / 16))
-    driver.runner.decoder.rotary = RotaryEmbedding(frequencies if name != "llama" else frequencies * 1.01, 128)
+    angles = torch.outer(torch.arange(128.0), frequencies if name != "llama" else frequencies * 1.01)
+    driver.runner.decoder.rotary = [RotaryEmbedding(angles)]
     run_one(driver)
     assert difference(driver, model) > 20 * TOLERANCE
 
@@ -241,7 +242,7 @@ def test_control_positions_off_by_one(name: str, tmp_path: Path, make_driver: Ca
     driver = make_driver(tmp_path)
     driver.add(0, prompt(5, 20))
     driver.step({0: 20})
-    rotary = driver.runner.decoder.rotary
+    (rotary,) = driver.runner.decoder.rotary
     rotary.table = rotary.table.roll(-1, 0)
     driver.step(decode=[0])
     assert difference(driver, model) > 20 * TOLERANCE

@@ -12,8 +12,8 @@ import torch
 import transformers
 from transformers.pytorch_utils import Conv1D
 
-from actorllm.model import packing
-from actorllm.model.packing import PackedLinear, pack
+from actorllm.model.hf import packing
+from actorllm.model.hf.packing import PackedLinear, pack
 
 VOCAB = 97
 

@@ -110,7 +110,7 @@ def test_they_are_of_the_untouched_logits(driver: Driver) -> None:
 def test_those_of_a_prompt(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, first: int, chunks: list[int], slice_bytes: int
 ) -> None:
-    monkeypatch.setattr("actorllm.model.runner.PROMPT_LOGITS_BYTES", slice_bytes)
+    monkeypatch.setattr("actorllm.model.cpu.runner.PROMPT_LOGITS_BYTES", slice_bytes)
     driver.add(5, PROMPT[:7])
     driver.step({5: 7}, decode=[])
     driver.step(decode=[5])  # others decode meanwhile
@@ -139,7 +139,7 @@ def test_those_of_a_prompt(
 @pytest.mark.parametrize("num_rows", [1, 4, 7, 100])
 def test_those_of_several_prompts_of_a_step(driver: Driver, monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
     """However many of their tokens are worked off at once, with one prompt among them that did not ask."""
-    monkeypatch.setattr("actorllm.model.runner.PROMPT_LOGITS_BYTES", num_rows * (4 * VOCAB + 48))
+    monkeypatch.setattr("actorllm.model.cpu.runner.PROMPT_LOGITS_BYTES", num_rows * (4 * VOCAB + 48))
     prompts = {0: PROMPT, 1: PROMPT[3:], 2: PROMPT[:1], 3: PROMPT[::-1], 4: PROMPT[2:8]}
     for slot, prompt in prompts.items():
         driver.add(slot, prompt)

@@ -12,10 +12,11 @@ import torch
 
 from actorllm.config import ConfigError, EngineConfig
 from actorllm.messages import LateInputs, StepPlan
-from actorllm.model import attention, memory, runner
-from actorllm.model.attention import KVCache
+from actorllm.model import memory
+from actorllm.model.cpu import attention, runner
+from actorllm.model.cpu.attention import KVCache
+from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.inputs import StepInputs
-from actorllm.model.runner import ModelRunner
 from tests.model.driver import Driver, int32
 
 PROMPT = [5, 17, 33, 2, 90, 41, 8, 8, 60, 11]
@@ -340,7 +341,7 @@ def test_logits_are_made_in_chunks(driver: Driver, monkeypatch: pytest.MonkeyPat
         driver.add(slot, PROMPT[slot:] + PROMPT[:slot], temperature=1.0, seed=slot, pooling=int(slot == 3))
     handle = driver.runner.execute(driver.plan(dict.fromkeys(range(7), 10), []))
     assert handle.logits is None
-    assert [chunk[:2] for chunk in handle.sampling.chunks] == [(0, 2), (2, 4), (4, 6)]
+    assert [chunk[:2] for chunk in handle.sampling.how] == [(0, 2), (2, 4), (4, 6)]
     assert driver.runner.sample(handle).tokens.tolist() == whole.tolist()
 
 
@@ -407,18 +408,18 @@ def test_a_failed_step_leaves_a_runner_that_works(driver: Driver, monkeypatch: p
     assert greedy(driver, 0, PROMPT, 6) == expected
 
 
-def profile(folder: Path | str, **arguments: Any) -> tuple[int, ModelRunner]:
+def profile(folder: Path | str, **arguments: Any) -> tuple[int, CpuRunner]:
     config = EngineConfig.from_arguments(folder, skip_tokenizer_init=True, num_threads=1, **arguments)
-    one = ModelRunner(config, show_progress=False)
+    one = CpuRunner(config, show_progress=False)
     one.load()
     return one.profile_num_blocks(), one
 
 
 def test_explicit_memory_is_taken_at_its_word(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(self: ModelRunner) -> int:
+    def never(self: CpuRunner) -> int:
         raise AssertionError("profiled")
 
-    monkeypatch.setattr(ModelRunner, "_profile_working_bytes", never)
+    monkeypatch.setattr(CpuRunner, "_profile_working_bytes", never)
     blocks, one = profile(tiny_llama, load_format="dummy", kv_cache_memory_bytes=1_000_000)
     assert one.block_bytes == 2 * 2 * 2 * 16 * 32 * 4
     assert blocks == 1_000_000 // one.block_bytes
@@ -446,7 +447,7 @@ def test_the_default_cache_holds_every_sequence(tiny_llama: Path) -> None:
 
 def test_little_memory_makes_a_small_cache(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 400 << 20)
-    monkeypatch.setattr(ModelRunner, "_profile_working_bytes", lambda self: 100 << 20)
+    monkeypatch.setattr(CpuRunner, "_profile_working_bytes", lambda self: 100 << 20)
     blocks, one = profile(tiny_llama, load_format="dummy", max_num_seqs=4096, max_num_batched_tokens=4096)
     assert blocks == int((400 << 20) * 0.4 - (100 << 20)) // one.block_bytes
     blocks, _ = profile(tiny_llama, load_format="dummy", gpu_memory_utilization=0.5)
@@ -543,13 +544,13 @@ def test_the_bad_rows_and_chunks_of_a_step_are_told_apart(driver: Driver) -> Non
     ],
 )
 def test_a_want_of_memory_is_recognised(error: Exception, is_shortage: bool) -> None:
-    assert ModelRunner.is_memory_shortage(error) == is_shortage
+    assert CpuRunner.is_memory_shortage(error) == is_shortage
 
 
 def test_torch_says_it_in_these_words() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 60, dtype=torch.uint8)
-    assert ModelRunner.is_memory_shortage(raised.value)
+    assert CpuRunner.is_memory_shortage(raised.value)
 
 
 # Whether it can do anything at all ------------------------------------------------------------------------------------
@@ -584,7 +585,7 @@ def test_a_check_of_its_own_disturbs_nobody(driver: Driver) -> None:
 @pytest.mark.parametrize("model", ["storyteller", "tiny"])
 @pytest.mark.parametrize("defect", ["forward", "weights", "sampler"])
 def test_it_finds_what_makes_every_step_fail(
-    make_runner: Callable[..., ModelRunner], tiny_llama: Path, model: str, defect: str, monkeypatch: pytest.MonkeyPatch
+    make_runner: Callable[..., CpuRunner], tiny_llama: Path, model: str, defect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = make_runner(tiny_llama, load_format="dummy") if model == "tiny" else make_runner("storyteller")
     one.check_itself()

@@ -19,12 +19,12 @@ from actorllm import LLM, SamplingParams
 from actorllm.cli import main
 from actorllm.config import EngineConfig
 from actorllm.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
-from actorllm.model import probe, transformers_backend
-from actorllm.model.attention import Scoring
-from actorllm.model.decoder import DecoderConfig
+from actorllm.model.cpu.attention import Scoring
+from actorllm.model.cpu.runner import CpuRunner
+from actorllm.model.families.decoder_config import DecoderConfig
+from actorllm.model.hf import probe, transformers_backend
+from actorllm.model.hf.transformers_backend import TransformersDecoder
 from actorllm.model.registry import way_of
-from actorllm.model.runner import ModelRunner
-from actorllm.model.transformers_backend import TransformersDecoder
 
 TOLERANCE = 1e-3
 """Of logits whose standard deviation is above 1; float32 rounding is some 1e-5."""
@@ -331,7 +331,10 @@ def test_what_a_fused_family_lacks_goes_through_transformers(
     driver = make_driver(tmp_path)
     assert isinstance(driver.runner.decoder, TransformersDecoder)
     assert f"rope type '{rope['rope_type']}'" in way_of(
-        driver.runner.model_config, driver.runner.config.model, {**json.loads((tmp_path / "config.json").read_text())}
+        driver.runner.model_config,
+        driver.runner.config.model,
+        {**json.loads((tmp_path / "config.json").read_text())},
+        CpuRunner,
     )
     driver.add(0, prompt(1, 100))
     driver.step({0: 100})
@@ -354,8 +357,8 @@ def test_model_impl_chooses_the_way(tmp_path: Path, make_runner: Callable[..., A
 # Weights ----------------------------------------------------------------------------------------------------------------
 
 
-def load(folder: Path, **arguments: Any) -> ModelRunner:
-    runner = ModelRunner(EngineConfig.from_arguments(folder, skip_tokenizer_init=True, num_threads=1, **arguments))
+def load(folder: Path, **arguments: Any) -> CpuRunner:
+    runner = CpuRunner(EngineConfig.from_arguments(folder, skip_tokenizer_init=True, num_threads=1, **arguments))
     runner.load()
     return runner
 
@@ -415,7 +418,7 @@ def refusal(folder: Path, **tree: Any) -> str:
     """Why a model with this config.json is refused."""
     (folder / "config.json").write_text(json.dumps(tree))
     with pytest.raises(UnsupportedModelError) as caught:
-        ModelRunner(EngineConfig.from_arguments(folder, skip_tokenizer_init=True, max_model_len=64))
+        CpuRunner(EngineConfig.from_arguments(folder, skip_tokenizer_init=True, max_model_len=64))
     return str(caught.value)
 
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from actorllm.config import EngineConfig
 from actorllm.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
-from actorllm.model.decoder import Decoder
+from actorllm.model.cpu.decoder import Decoder
+from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.registry import FAMILIES, decoder_config
-from actorllm.model.runner import ModelRunner
 from actorllm.model.weights import CheckpointWeights, DummyWeights
 from tests.model.driver import TINY_LLAMA
 
@@ -42,9 +42,9 @@ class Recorder(DummyWeights):
         return self.tensors[name].clone()
 
 
-def load(folder: Path, **arguments: Any) -> ModelRunner:
+def load(folder: Path, **arguments: Any) -> CpuRunner:
     config = EngineConfig.from_arguments(folder, skip_tokenizer_init=True, num_threads=1, **arguments)
-    runner = ModelRunner(config, show_progress=False)
+    runner = CpuRunner(config, show_progress=False)
     runner.load()
     return runner
 
@@ -55,7 +55,7 @@ def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> N
     save_file(tensors, folder / "model.safetensors")
 
 
-def same(a: ModelRunner, b: ModelRunner) -> bool:
+def same(a: CpuRunner, b: CpuRunner) -> bool:
     x = torch.randn(3, 48, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         pairs = [
@@ -150,11 +150,11 @@ def test_the_progress_bar_goes_to_standard_error(
 ) -> None:
     monkeypatch.setattr("actorllm.model.weights.PROGRESS_DELAY_S", 0.0)
     config = EngineConfig.from_arguments(folder, skip_tokenizer_init=True)
-    ModelRunner(config, show_progress=True).load()
+    CpuRunner(config, show_progress=True).load()
     captured = capsys.readouterr()
     assert "weights" in captured.err
     assert captured.out == ""
-    ModelRunner(config).load()  # standard error is no terminal here
+    CpuRunner(config).load()  # standard error is no terminal here
     assert capsys.readouterr().err == ""
 
 

@@ -21,6 +21,9 @@ from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.device import CudaDevice, Device
+from actorllm.model.cuda.linear import DeviceLinear
+from actorllm.model.linear import LinearWeight
+from actorllm.model.linear.dense import Dense
 from actorllm.model.parallel import Ranks
 
 GPU_BACKEND = "cpu:gloo,cuda:nccl"
@@ -103,6 +106,20 @@ class Collectives:
         if self._exchanges:
             _all_reduce(x)
 
+    def norm_(
+        self, parts: tuple[torch.Tensor, ...], weights: tuple[torch.Tensor, ...], eps: float, squares: torch.Tensor
+    ) -> None:
+        """RMSNorm, in place, of rows whose columns are shared out evenly: of each of several parts of them by itself.
+
+        parts: [num_rows, columns of this rank] each; squares: float32 [num_rows, len(parts)], for their exchange.
+        """
+        for i, part in enumerate(parts):
+            _square_sums(part, squares[:, i])
+        self.sum_(squares)
+        for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+            # Columns that several ranks have are summed, and counted, as often.
+            _scale_rows(part, weight, squares[:, i], len(weight) * self.size, eps)
+
     def tell(self, results: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor) -> None:
         """What rank 0 has sampled, for all. results: its first row is the tokens; rows: slots, or -1.
 
@@ -117,9 +134,10 @@ class Collectives:
 class Vocabulary:
     """The ids whose embeddings and logits are this rank's."""
 
-    def __init__(self, collectives: Collectives, size: int) -> None:
+    def __init__(self, collectives: Collectives, size: int, scale: float = 1.0) -> None:
+        """scale: embeddings are multiplied by it."""
         self._collectives = collectives
-        self.size = size
+        self.size, self._scale = size, scale
         self.part = collectives.ranks.part(size)
         self.width = -(-size // collectives.size)
         """Rows of the tables here, of which the last one may be empty: equal parts are exchanged."""
@@ -131,6 +149,10 @@ class Vocabulary:
         missing = self.width - len(table)
         return torch.nn.functional.pad(table, (0, 0, 0, missing)) if missing else table
 
+    def padded_head(self, head: LinearWeight) -> LinearWeight:
+        """The same of a head."""
+        return Dense(self.padded(head.weight)) if self._collectives.size > 1 and isinstance(head, Dense) else head
+
     def allocate(self, num_rows: int, device: torch.device) -> None:
         """Make room for the logits of so many rows."""
         if self._collectives.size > 1:
@@ -140,15 +162,15 @@ class Vocabulary:
     def embed(self, ids: torch.Tensor, table: torch.Tensor, y: torch.Tensor, *, pdl: bool) -> None:
         """y = embeddings of any ids, [num_tokens, hidden_size]."""
         if self._collectives.size == 1:
-            ops.embed(ids, table, y, pdl=pdl)
+            ops.embed(ids, table, y, self._scale, pdl=pdl)
         else:
-            _embed_part(ids, self.part.start, table, y, pdl=pdl)
+            _embed_part(ids, self.part.start, table, y, self._scale, pdl=pdl)
             self._collectives.sum_(y)
 
-    def logits(self, final: torch.Tensor, head: torch.Tensor, logits: torch.Tensor) -> None:
+    def logits(self, final: torch.Tensor, head: DeviceLinear, logits: torch.Tensor) -> None:
         """float32 [num_rows, size]; with several ranks on the first one only. Alone: of this rank's ids, and 0."""
         if self._collectives.size == 1:
-            ops.wide_linear(final, head, logits)
+            head.wide(final, logits)
             return
         count, size = len(final), self._collectives.size
         assert self._logits is not None, "`allocate` comes first"
@@ -156,7 +178,7 @@ class Vocabulary:
         ours, gathered = self._logits[:count], self._gathered[: size * count]
         if len(ours) < count:  # many rows of prompts, never recorded
             ours, gathered = (torch.empty(n, self.width, device=logits.device) for n in (count, size * count))
-        ops.wide_linear(final, head, ours)
+        head.wide(final, ours)
         if not self._collectives._exchanges:
             _place_alone(ours, self.part, logits)
             return
@@ -192,8 +214,21 @@ def _put(tokens: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor) -> 
 
 
 @ops.launchable
-def _embed_part(ids: torch.Tensor, first: int, table: torch.Tensor, y: torch.Tensor, *, pdl: bool) -> None:
-    ops.embed(ids - first, table, y, pdl=pdl)
+def _embed_part(
+    ids: torch.Tensor, first: int, table: torch.Tensor, y: torch.Tensor, scale: float, *, pdl: bool
+) -> None:
+    ops.embed(ids - first, table, y, scale, pdl=pdl)
+
+
+@ops.launchable
+def _square_sums(x: torch.Tensor, sums: torch.Tensor) -> None:
+    sums.copy_(x.float().square().sum(1))
+
+
+@ops.launchable
+def _scale_rows(x: torch.Tensor, weight: torch.Tensor, squares: torch.Tensor, size: int, eps: float) -> None:
+    """x *= weight / sqrt(squares / size + eps)."""
+    x.copy_(x.float() * torch.rsqrt(squares / size + eps).unsqueeze(1) * weight.float())
 
 
 @ops.launchable

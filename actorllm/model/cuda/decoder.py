@@ -1,10 +1,9 @@
-"""The fused forward of Llama, Mistral, Qwen2 and Qwen3 on a device, from `model.decoder.DecoderConfig`.
+"""The fused forward of every family (`model.families`) on a device.
 
 A layer is: norm and the product for query, key and value; norm of heads, rotation and the write to the cache in one launch;
 attention; output product plus residual; norm, the product for gate and up, and the activation; down product plus residual.
-For few rows the norm before a product and whatever follows it are part of its launch (`skinny_gemm`, where the table of
-configurations wants it), else the product is cuBLAS's and the rest are kernels of their own. Both orders give the same up to
-rounding; what decides is the number of rows alone.
+For few rows the norm before a product and whatever follows it are part of its launch (`linear`), else the product is cuBLAS's and
+the rest are kernels of their own.
 
 `decode` makes the launches of a step of one token per sequence, and nothing else, so that they can be recorded as a graph.
 `prefill` works on chunks of prompts, with any decode rows in front of them, and is launched kernel by kernel.
@@ -13,8 +12,9 @@ Pairs of a rotation are half a head apart, as in the checkpoints. Called by the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,19 +25,38 @@ from actorllm.model.cuda import ops
 from actorllm.model.cuda.cache import DeviceCache
 from actorllm.model.cuda.collectives import Collectives, Vocabulary
 from actorllm.model.cuda.device import Device
+from actorllm.model.cuda.linear import DeviceDense, DeviceLinear, linear
 from actorllm.model.cuda.sampling import LMHead
 from actorllm.model.cuda.state import StateTable
-from actorllm.model.decoder import DecoderConfig
-from actorllm.model.layers import inverse_frequencies
-from actorllm.model.parallel import HeadShare
-from actorllm.model.weights import ALL, Weights
+from actorllm.model.families.decoder_config import DecoderConfig
+from actorllm.model.families.tensors import DecoderTensors, LayerTensors
+from actorllm.model.linear.dense import Dense
+from actorllm.model.rope import rotation_angles
+from actorllm.model.weights import Weights
 from actorllm_kernels.attn_decode import division
 from actorllm_kernels.attn_prefill import query_tiles, tokens_per_tile
 from actorllm_kernels.configs import table
-from actorllm_kernels.skinny_gemm import is_skinny
 
 MAX_SKINNY_ROWS = 64
 """Above, products are cuBLAS's, whatever the table says."""
+
+SWITCHES = frozenset(
+    {
+        "has_qkv_bias",
+        "has_output_bias",
+        "has_mlp_bias",
+        "qk_norm='head'",
+        "qk_norm='all_heads'",
+        "windows",
+        "window_rope",
+        "attention_scale",
+        "norms_inputs",
+        "norms_outputs",
+        "activation='gelu_tanh'",
+        "embedding_scale",
+    }
+)
+"""What this forward knows beyond the plain decoder (`DecoderConfig.switches`)."""
 
 HOST_PROGRAMS = 3
 """Of decode attention where there is no GPU to be filled: enough to divide sequences among them."""
@@ -269,22 +288,17 @@ class DeviceModel(Protocol):
         """The same for what `select` returned."""
 
 
-@dataclass(slots=True)
 class DeviceLayer:
-    """The weights of one layer, fused ones as one tensor."""
+    """The weights of one layer."""
 
-    input_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    head_norms: tuple[torch.Tensor, torch.Tensor] | None
-    output: torch.Tensor
-    output_bias: torch.Tensor | None
-    mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
-    window: int
+    def __init__(self, tensors: LayerTensors, window: int, rope: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """window: 0: all keys. rope: cosines and sines."""
+        self.qkv, self.output = linear(tensors.qkv), linear(tensors.output)
+        self.gate_up, self.down = linear(tensors.gate_up), linear(tensors.down)
+        self.input_norm, self.mlp_norm = tensors.input_norm, tensors.mlp_norm
+        self.output_norm, self.mlp_output_norm = tensors.output_norm, tensors.mlp_output_norm
+        self.qk_norms = tensors.qk_norms
+        self.window, self.rope = window, rope
 
 
 class Activations:
@@ -299,13 +313,14 @@ class Activations:
         self.h, self.x, self.delta = (empty(config.hidden_size) for _ in range(3))
         self.qkv = empty((heads + 2 * config.num_kv_heads) * dim)
         self.q, self.out = empty(heads, dim), empty(heads, dim)
+        self.squares = torch.empty(num_tokens, 2, device=device)
         self.gate_up, self.middle = empty(2 * config.intermediate_size), empty(config.intermediate_size)
 
     def first(self, num_tokens: int) -> Activations:
         """The same for fewer tokens, in the same memory."""
         part = object.__new__(Activations)
         part.num_tokens = num_tokens
-        for name in ("h", "x", "delta", "qkv", "q", "out", "gate_up", "middle"):
+        for name in ("h", "x", "delta", "qkv", "q", "out", "squares", "gate_up", "middle"):
             setattr(part, name, getattr(self, name)[:num_tokens])
         return part
 
@@ -329,13 +344,13 @@ class DeviceDecoder:
         """
         check_head_size(config.head_dim)
         self.collectives = collectives if collectives is not None else Collectives()
-        self.whole = config
-        self.share = HeadShare(config, self.collectives.ranks)
-        self.config = config = replace(
+        tensors = DecoderTensors(config, weights, self.collectives.ranks)
+        inner = self.collectives.ranks.part(config.intermediate_size)
+        self.config = config = replace(  # of this rank
             config,
-            num_heads=self.share.num_heads,
-            num_kv_heads=self.share.num_kv_heads,
-            intermediate_size=_length(self.collectives.ranks.part(config.intermediate_size)),
+            num_heads=tensors.share.num_heads,
+            num_kv_heads=tensors.share.num_kv_heads,
+            intermediate_size=inner.stop - inner.start,
         )
         self.device = device
         self.dtype = weights.dtype
@@ -344,79 +359,31 @@ class DeviceDecoder:
         self.shape = AttentionShape(
             config.num_heads, config.num_kv_heads, config.head_dim, tuple(dict.fromkeys(windows))
         )
-        frequencies = inverse_frequencies(config.head_dim, dict(config.rope), config.max_position_embeddings)
-        # Products in float32 as in transformers: at large positions another rounding would be another model.
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
-        self.cos, self.sin = angles.cos().to(device.torch_device), angles.sin().to(device.torch_device)
-        vocab, hidden = config.vocab_size, config.hidden_size
-        self.vocabulary = Vocabulary(self.collectives, vocab)
-        ids = self._part(self.vocabulary.part)
-        self.embedding = self.vocabulary.padded(weights.take("model.embed_tokens.weight", vocab, hidden, rows=ids))
-        self.layers = [self._layer(weights, i, window) for i, window in enumerate(windows)]
-        self.norm = weights.take("model.norm.weight", hidden)
-        self.lm_head = self.embedding
-        if not config.ties_embeddings:
-            self.lm_head = self.vocabulary.padded(weights.take("lm_head.weight", vocab, hidden, rows=ids))
-        weights.close(
-            is_ignorable=lambda name: (
-                name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.ties_embeddings)
-            )
-        )
-        self.head: LMHead | None = LMHead(self.lm_head, self.norm, config.rms_norm_eps)
-        if self.collectives.size > 1:  # whose logits are gathered before any is chosen
-            self.head = None
-        matrices = [w for y in self.layers for w in (y.qkv, y.output, y.gate_up, y.down)]
-        self.num_bytes = sum(w.numel() * w.element_size() for w in [*matrices, self.lm_head])
+
+        def rope(parameters: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+            angles = rotation_angles(config.head_dim, parameters, config.max_position_embeddings, max_positions)
+            return angles.cos().to(device.torch_device), angles.sin().to(device.torch_device)
+
+        whole = windowed = rope(config.rope)
+        if config.window_rope is not None:
+            windowed = rope(config.window_rope)
+        self.vocabulary = Vocabulary(self.collectives, config.vocab_size, tensors.embedding_scale)
+        self.embedding = self.vocabulary.padded(tensors.embedding())
+        self.layers = [
+            DeviceLayer(tensors.layer(i), window, windowed if window else whole) for i, window in enumerate(windows)
+        ]
+        self.norm = tensors.norm()
+        head = tensors.head()
+        self.lm_head = linear(Dense(self.embedding) if head is None else self.vocabulary.padded_head(head))
+        tensors.close()
+        self.head: LMHead | None = None
+        # With several ranks, logits are gathered before any is chosen.
+        if self.collectives.size == 1 and isinstance(self.lm_head, DeviceDense):
+            self.head = LMHead(self.lm_head.weight, self.norm, config.rms_norm_eps)
+        linears = [part for y in self.layers for part in (y.qkv, y.output, y.gate_up, y.down)]
+        self.num_bytes = sum(part.num_bytes for part in [*linears, self.lm_head])
         self._activations: Activations
         self._attention: PagedAttention
-
-    def _part(self, part: slice) -> slice:
-        """What one rank takes as a whole is not cut."""
-        return part if self.collectives.size > 1 else ALL
-
-    def _layer(self, weights: Weights, index: int, window: int) -> DeviceLayer:
-        config, prefix, share = self.whole, f"model.layers.{index}.", self.share
-        hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-        q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
-        q_part, kv_part = self._part(share.rows(share.heads)), self._part(share.rows(share.kv_heads))
-        inner_part = self._part(self.collectives.ranks.part(inner))
-
-        def weight(name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
-            return weights.take(f"{prefix}{name}.weight", *shape, rows=rows, columns=columns).contiguous()
-
-        def fused(names: tuple[tuple[str, int, slice], ...], columns: int) -> torch.Tensor:
-            return torch.cat([weight(name, rows, columns, rows=part) for name, rows, part in names])
-
-        def bias(names: tuple[tuple[str, int, slice], ...], is_there: bool) -> torch.Tensor | None:
-            parts = [weights.take(f"{prefix}{name}.bias", n, rows=p) for name, n, p in names] if is_there else []
-            return torch.cat(parts) if parts else None
-
-        def bias_of_sum(name: str, is_there: bool) -> torch.Tensor | None:
-            whole = bias(((name, hidden, ALL),), is_there)
-            return whole if self.collectives.rank == 0 else None  # added once
-
-        qkv = (
-            ("self_attn.q_proj", q_size, q_part),
-            ("self_attn.k_proj", kv_size, kv_part),
-            ("self_attn.v_proj", kv_size, kv_part),
-        )
-        gate_up = (("mlp.gate_proj", inner, inner_part), ("mlp.up_proj", inner, inner_part))
-        return DeviceLayer(
-            input_norm=weight("input_layernorm", hidden),
-            qkv=fused(qkv, hidden),
-            qkv_bias=bias(qkv, config.has_qkv_bias),
-            head_norms=(weight("self_attn.q_norm", dim), weight("self_attn.k_norm", dim))
-            if config.has_qk_norm
-            else None,
-            output=weight("self_attn.o_proj", hidden, q_size, columns=q_part),
-            output_bias=bias_of_sum("self_attn.o_proj", config.has_output_bias),
-            mlp_norm=weight("post_attention_layernorm", hidden),
-            gate_up=fused(gate_up, hidden),
-            gate_up_bias=bias(gate_up, config.has_mlp_bias),
-            down=weight("mlp.down_proj", hidden, inner, columns=inner_part),
-            down_bias=bias_of_sum("mlp.down_proj", config.has_mlp_bias),
-            window=window,
-        )
 
     def allocate(self, num_rows: int, attention: PagedAttention) -> None:
         self._attention = attention
@@ -432,13 +399,12 @@ class DeviceDecoder:
         return self._run(activations, tokens, cache, state, pdl=pdl)
 
     def kinds_of_forward(self) -> list[int]:
-        config, on = self.config, self.device.torch_device
-        qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        products = ((qkv, False), (config.hidden_size, False), (config.intermediate_size, True))
+        layer = self.layers[0]
+        products = ((layer.qkv, False), (layer.output, False), (layer.gate_up, True))
 
         def kind(num_tokens: int) -> tuple[int, list[bool]]:
             # kernels for few rows are compiled for the next power of two
-            fused = [is_skinny(num_tokens, outputs, is_gated, on) for outputs, is_gated in products]
+            fused = [product.fuses(num_tokens, is_gated) for product, is_gated in products]
             return max(16, 1 << (num_tokens - 1).bit_length()), fused
 
         return [1, *(n for n in range(2, MAX_SKINNY_ROWS + 1) if kind(n) != kind(n - 1))]
@@ -461,99 +427,106 @@ class DeviceDecoder:
     ) -> torch.Tensor:
         """All layers; the residual stream is `a.h`."""
         config, attention = self.config, self._attention
-        scale, eps = config.head_dim**-0.5, config.rms_norm_eps
+        scale, eps = config.attention_scale or config.head_dim**-0.5, config.rms_norm_eps
         self.vocabulary.embed(tokens.ids, self.embedding, a.h, pdl=pdl)
         if tokens.embedded is not None:
             a.h.index_copy_(0, *tokens.embedded)
-        stream = ResidualStream(a, eps, pdl, self.device.torch_device, self.collectives)
+        stream = ResidualStream(a, eps, pdl, self.collectives)
         for index, layer in enumerate(self.layers):
             keys, values = cache.layers[index]
-            stream.normed_product(layer.input_norm, layer.qkv, layer.qkv_bias, a.qkv)
+            stream.normed_product(layer.input_norm, layer.qkv, a.qkv)
+            head_norms = layer.qk_norms
+            if config.qk_norm == "all_heads":
+                head_norms = None
+                self._norm_all_heads(a, layer, pdl=pdl)
             ops.qknorm_rope_kv(
                 a.qkv,
                 tokens.positions,
                 tokens.kv_slots,
-                self.cos,
-                self.sin,
+                *layer.rope,
                 a.q,
                 keys,
                 values,
-                layer.head_norms,
+                head_norms,
                 eps,
                 pdl=pdl,
             )
             attention.attend(
                 a.q, keys, values, a.out, tokens, state.block_table, scale=scale, window=layer.window, pdl=pdl
             )
-            stream.add_product(a.out.view(a.num_tokens, -1), layer.output, layer.output_bias)
-            stream.normed_product(layer.mlp_norm, layer.gate_up, layer.gate_up_bias, a.middle, activation="silu")
-            stream.add_product(a.middle, layer.down, layer.down_bias)
+            stream.add_product(a.out.view(a.num_tokens, -1), layer.output, layer.output_norm)
+            stream.normed_product(layer.mlp_norm, layer.gate_up, a.middle, activation=config.activation)
+            stream.add_product(a.middle, layer.down, layer.mlp_output_norm)
         stream.settle()
         return a.h
 
-
-def _length(part: slice) -> int:
-    return int(part.stop - part.start)
+    def _norm_all_heads(self, a: Activations, layer: DeviceLayer, *, pdl: bool) -> None:
+        """Of a token's queries together, and of its keys, which are columns of `a.qkv`."""
+        assert layer.qk_norms is not None
+        q_size, k_size = (len(weight) for weight in layer.qk_norms)
+        parts = (a.qkv[:, :q_size], a.qkv[:, q_size : q_size + k_size])
+        eps = self.config.rms_norm_eps
+        if self.collectives.size > 1:
+            self.collectives.norm_(parts, layer.qk_norms, eps, a.squares)
+            return
+        for part, weight in zip(parts, layer.qk_norms, strict=True):
+            ops.rmsnorm(part, weight, eps, part, pdl=pdl)
 
 
 class ResidualStream:
     """Products that read the residual stream or add to it, by whichever kernel is meant for the number of rows."""
 
-    def __init__(self, a: Activations, eps: float, pdl: bool, device: torch.device, collectives: Collectives) -> None:
-        self._a, self._eps, self._pdl, self._device, self._collectives = a, eps, pdl, device, collectives
+    def __init__(self, a: Activations, eps: float, pdl: bool, collectives: Collectives) -> None:
+        self._a, self._eps, self._pdl, self._collectives = a, eps, pdl, collectives
         self._has_delta = False
         """`a.delta` is yet to be added; the next norm does that on its way."""
 
     def normed_product(
-        self,
-        norm: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        y: torch.Tensor,
-        activation: str = "",
+        self, norm: torch.Tensor | None, product: DeviceLinear, y: torch.Tensor, activation: str = ""
     ) -> None:
-        """y = activation(norm(stream) @ weight.T + bias)."""
+        """y = activation(product(norm(stream)))."""
         a, eps, pdl = self._a, self._eps, self._pdl
-        if self._is_skinny(y.shape[1], bool(activation)):
+        if product.fuses(a.num_tokens, bool(activation)):
             self.settle()
-            ops.skinny_gemm(a.h, weight, y, norm=norm, eps=eps, bias=bias, activation=activation, pdl=pdl)
+            product.launch(a.h, y, norm=norm, eps=eps, activation=activation, pdl=pdl)
             return
-        if self._has_delta:
-            ops.rmsnorm(a.delta, norm, eps, a.x, a.h, pdl=pdl)
-            self._has_delta = False
+        x = a.h
+        if norm is None:
+            self.settle()
         else:
-            ops.rmsnorm(a.h, norm, eps, a.x, pdl=pdl)
+            x = a.x
+            if self._has_delta:
+                ops.rmsnorm(a.delta, norm, eps, x, a.h, pdl=pdl)
+                self._has_delta = False
+            else:
+                ops.rmsnorm(a.h, norm, eps, x, pdl=pdl)
         if activation:
-            ops.linear(a.x, weight, a.gate_up, bias)
+            product(x, a.gate_up)
             ops.activation_mul(a.gate_up, y, activation, pdl=pdl)
         else:
-            ops.linear(a.x, weight, y, bias)
+            product(x, y)
 
-    def add_product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """stream += x @ weight.T + bias, summed over the ranks."""
+    def add_product(self, x: torch.Tensor, product: DeviceLinear, norm: torch.Tensor | None = None) -> None:
+        """stream += norm(product(x)), the product summed over the ranks."""
         a = self._a
-        is_skinny = self._is_skinny(a.h.shape[1], False)
-        if self._collectives.size > 1:  # the stream itself is whole everywhere: it is not a part of the sum
-            assert not self._has_delta
-            if is_skinny:
-                ops.skinny_gemm(x, weight, a.delta, bias=bias, pdl=self._pdl)
-            else:
-                ops.linear(x, weight, a.delta, bias)
-            self._collectives.sum_(a.delta)
-            self._has_delta = True
-        elif is_skinny:
+        fuses = product.fuses(a.num_tokens, False)
+        if fuses and norm is None and self._collectives.size == 1:
             self.settle()
-            ops.skinny_gemm(x, weight, a.h, bias=bias, residual=a.h, pdl=self._pdl)
+            product.launch(x, a.h, residual=a.h, pdl=self._pdl)
+            return
+        # With several ranks, the stream itself is whole everywhere: it is not a part of the sum.
+        assert not self._has_delta
+        if fuses:
+            product.launch(x, a.delta, pdl=self._pdl)
         else:
-            assert not self._has_delta
-            ops.linear(x, weight, a.delta, bias)
-            self._has_delta = True
+            product(x, a.delta)
+        self._collectives.sum_(a.delta)
+        if norm is not None:
+            ops.rmsnorm(a.delta, norm, self._eps, a.delta, pdl=self._pdl)
+        self._has_delta = True
 
     def settle(self) -> None:
         """Let the stream be complete."""
         if self._has_delta:
             ops.add(self._a.h, self._a.delta)
             self._has_delta = False
-
-    def _is_skinny(self, num_outputs: int, is_gated: bool) -> bool:
-        return is_skinny(self._a.num_tokens, num_outputs, is_gated, self._device)

@@ -1,4 +1,4 @@
-"""A worker's model on a GPU: what `model.runner` is on the CPU, with steps that are launched and collected later.
+"""The worker's model on a GPU: steps are launched, and collected later.
 
     runner = CudaRunner(config); runner.load(); runner.allocate(runner.profile_num_blocks())
     handle = runner.execute(plan)           applies the plan, launches the forward and, unless `handle.waits_for` says that
@@ -9,8 +9,7 @@
     runner.close()                          gives the memory back
 
 `execute` of the next plan may be called before `finish`: the next inputs are on the device (`state`), and the host's batch knows
-how many tokens there are without knowing which. `sample(handle, late)` and `step(plan, late)` do all the rest and wait, so
-that this is a `ModelRunner` for whoever drives one by hand.
+how many tokens there are without knowing which. `sample(handle, late)` and `step(plan, late)` do all the rest and wait.
 
 Decode steps are whole graphs (`graphs`); steps with prompts are launched kernel by kernel, because their kernels are large.
 Both take the same builds of the kernels, as dependent launches where the GPU has these, so that all are compiled before. A
@@ -25,8 +24,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -35,23 +33,33 @@ from numpy.typing import NDArray
 from actorllm import clock
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, EngineError
-from actorllm.logprobs import columns_of
 from actorllm.messages import I32, NO_I32, LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.cache import DeviceCache
 from actorllm.model.cuda.collectives import Collectives, own_device
-from actorllm.model.cuda.decoder import DecodeRows, DeviceDecoder, DeviceModel, PagedAttention, PrefillRows, StepTokens
+from actorllm.model.cuda.decoder import (
+    SWITCHES,
+    DecodeRows,
+    DeviceDecoder,
+    DeviceModel,
+    PagedAttention,
+    PrefillRows,
+    StepTokens,
+)
 from actorllm.model.cuda.device import Device, Download
 from actorllm.model.cuda.graphs import SIZES, DecodeGraphs, Part
 from actorllm.model.cuda.rehearsal import MetaDevice, MetaWeights, compiling
 from actorllm.model.cuda.sampling import MAX_HEAD_ROWS, MAX_KERNEL_TOP, DeviceSampler, PendingSpans, Way, combined
 from actorllm.model.cuda.state import DeviceBatch, StateTable
-from actorllm.model.decoder import DecoderConfig
+from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.inputs import StepInputs
-from actorllm.model.registry import check_shares
-from actorllm.model.runner import ModelRunner, slices
-from actorllm.model.weights import CheckpointWeights, DummyWeights
+from actorllm.model.registry import Plan, check_shares
+from actorllm.model.runner import ModelRunner, StepHandle, slices
+from actorllm.model.weights import open_weights
 from actorllm_kernels.configs import architecture_of, target
+
+if TYPE_CHECKING:
+    from actorllm.model.hf.plan import TransformersPlan
 
 logger = logging.getLogger(__name__)
 
@@ -87,31 +95,10 @@ NEVER_SORTED = 1 << 62
 
 
 @dataclass(slots=True)
-class DeviceRows:
-    """The rows of a result and how they are sampled. Kept until the rows change."""
-
-    version: int
-    rows: NDArray[np.intp] | None
-    """Which rows of the result are sampled; None: all, none is pooled."""
-    slots: I32  # [num_samples]
-    states: NDArray[np.intp]  # [num_samples] which of the step's result states each comes from
-    way: Way
-    has_rules: bool
-    num_logprobs: list[tuple[int, int]]
-    """(sample, how many of the most likely)."""
-    logprob_ids: dict[int, NDArray[np.int64]]
-
-
-@dataclass(slots=True)
-class CudaHandle:
+class CudaHandle(StepHandle[Way]):
     """A step that is under way."""
 
-    step: int
-    inputs: StepInputs
-    sampling: DeviceRows
     rows: torch.Tensor  # int32: slots, or -1
-    started: float
-    late_slots: I32
     waits_for_tokens: bool
     """Its rules depend on what the step before samples: `choose` must come after the `finish` of that."""
     size: int | None = None
@@ -141,12 +128,25 @@ class CudaHandle:
         return self.download.waiter()
 
 
-class CudaRunner(ModelRunner):
+class CudaRunner(ModelRunner[CudaHandle, Way]):
     """See the module docstring."""
 
+    name = "cuda"
+    switches = SWITCHES
+    runs_modules = True
     batch: DeviceBatch
     launches_ahead = True
     profiled = (torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA)
+    _owned = (
+        "model",
+        "graphs",
+        "sampler",
+        "state",
+        "_pool",
+        "_attention",
+        "_decode_rows",
+        "batch",
+    )  # graphs lead back to here
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class CudaRunner(ModelRunner):
         *,
         show_progress: bool | None = None,
         device: Device | None = None,
-        plan: Any = None,
+        plan: Plan | None = None,
     ) -> None:
         """device: None for the GPU of this rank. Raises ConfigError when there is none that can be used."""
         self.device = device if device is not None else own_device(config, rank)
@@ -171,24 +171,12 @@ class CudaRunner(ModelRunner):
         self._rows_of_size: dict[int, DecodeRows] = {}
         self._loaded_rows: tuple[int, int] | None = None
         """What is in the decode rows: version, and size."""
-        self._device_rows: DeviceRows | None = None
 
     def close(self) -> None:
         """As on the CPU: at once, without the garbage collector, so that the next engine finds the memory of the GPU free."""
-        names = (
-            "model",
-            "graphs",
-            "sampler",
-            "state",
-            "_pool",
-            "_attention",
-            "_decode_rows",
-        )  # graphs lead back to here
         with self.device.active():
-            for name in names:
-                vars(self).pop(name, None)
             self._rows_of_size.clear()
-            self._loaded_rows = self._device_rows = None
+            self._loaded_rows = None
             super().close()
             self.device.release()
 
@@ -205,36 +193,27 @@ class CudaRunner(ModelRunner):
             self.model = self._load()
 
     def _load(self) -> DeviceModel:
-        model, plan, on = self.config.model, self.model_config, self.device.torch_device
-        if not isinstance(plan, DecoderConfig):
-            from actorllm.model import transformers_backend  # imports transformers
-            from actorllm.model.cuda import transformers_model
+        model, plan = self.config.model, self.model_config
+        if isinstance(plan, DecoderConfig):
+            with open_weights(model, self.dtype, self._show_progress, self.device.torch_device) as weights:
+                return DeviceDecoder(plan, weights, model.max_model_len, self.device, self.collectives)
+        from actorllm.model.cuda import transformers_model  # imports transformers
 
-            assert isinstance(plan, transformers_backend.TransformersPlan), "vectors are made on the CPU"
-            return transformers_model.load(plan, model, self.dtype, self._show_progress, self.device)
-        weights = (
-            DummyWeights(model.seed, self.dtype, on)
-            if model.load_format == "dummy"
-            else CheckpointWeights(Path(model.path), self.dtype, self._show_progress, on)
-        )
-        with weights:
-            return DeviceDecoder(plan, weights, model.max_model_len, self.device, self.collectives)
+        modules = cast("TransformersPlan", plan)
+        return transformers_model.load(modules, model, self.dtype, self._show_progress, self.device)
 
     def _without_weights(self) -> DeviceModel:
-        plan = self.model_config
-        if not isinstance(plan, DecoderConfig):
-            from actorllm.model import transformers_backend
-            from actorllm.model.cuda import transformers_model
+        plan, length = self.model_config, self.config.model.max_model_len
+        if isinstance(plan, DecoderConfig):
+            return DeviceDecoder(plan, MetaWeights(self.dtype), length, self.device, self.collectives)
+        from actorllm.model.cuda import transformers_model
 
-            assert isinstance(plan, transformers_backend.TransformersPlan)
-            return transformers_model.without_weights(plan, self.dtype, self.device)
-        length = self.config.model.max_model_len
-        return DeviceDecoder(plan, MetaWeights(self.dtype), length, self.device, self.collectives)
+        return transformers_model.without_weights(cast("TransformersPlan", plan), self.dtype, self.device)
 
     def _rehearse(self) -> None:
         try:
             self.rehearse()
-        except Exception:
+        except Exception:  # of modules of another library
             if isinstance(self.model_config, DecoderConfig):
                 raise
             # A module of transformers wants values.
@@ -273,27 +252,20 @@ class CudaRunner(ModelRunner):
             ops.kv_clear(self._pool.pool, nowhere, torch.isfinite(states.sum(1, dtype=torch.float32)).int())
 
     @property
-    def block_bytes(self) -> int:
-        c, shape = self.model_config, self.model.shape
-        return (
-            c.num_layers * 2 * shape.num_kv_heads * shape.head_dim * self.config.cache.block_size * self.dtype.itemsize
-        )
+    def num_kv_heads(self) -> int:
+        return self.model.shape.num_kv_heads
 
-    def profile_num_blocks(self) -> int:
-        """How many KV blocks the device has memory for.
+    def _check_room(self, num_bytes: int) -> None:
+        total, foreign, held = self.device.total_bytes(), self.device.foreign_bytes(), self.device.held_bytes()
+        if num_bytes > (free := total - foreign - held):
+            raise ConfigError(
+                f"kv_cache_memory_bytes={num_bytes} is more than the {free} bytes that are free: of the GPU's {total}, other "
+                f"processes and the driver hold {foreign} and the weights {held}"
+            )
 
-        An explicit kv_cache_memory_bytes is taken at its word. Else the largest prefill and decode steps are run once, and the
-        cache gets what they, the weights and everybody else on the device leave of gpu_memory_utilization of its memory.
-        """
+    def _cache_bytes(self) -> int:
+        """What the largest prefill and decode steps, the weights and everybody else leave of gpu_memory_utilization."""
         cache = self.config.cache
-        if cache.kv_cache_memory_bytes is not None:
-            total, foreign, held = self.device.total_bytes(), self.device.foreign_bytes(), self.device.held_bytes()
-            if cache.kv_cache_memory_bytes > (free := total - foreign - held):
-                raise ConfigError(
-                    f"kv_cache_memory_bytes={cache.kv_cache_memory_bytes} is more than the {free} bytes that are free: of the "
-                    f"GPU's {total}, other processes and the driver hold {foreign} and the weights {held}"
-                )
-            return cache.kv_cache_memory_bytes // self.block_bytes
         num_blocks, plans = self._largest_steps()
         with self.device.active():
             self._allocate(num_blocks)
@@ -314,7 +286,7 @@ class CudaRunner(ModelRunner):
             room -= logits if self.config.enforce_eager else 2 * logits + of_step
         if not self.config.enforce_eager:
             room -= GRAPH_BYTES
-        return max(0, (room - self._logprobs_bytes) // self.block_bytes)
+        return room - self._logprobs_bytes
 
     @property
     def _logprobs_bytes(self) -> int:
@@ -382,7 +354,7 @@ class CudaRunner(ModelRunner):
             self.device, self._launch_part, self._max_rows, is_on=is_on, all_agree=self.collectives.all_agree
         )
         self.batch = self._empty_batch()
-        self._loaded_rows = self._device_rows = None
+        self._loaded_rows = self._rows = None
         self._pooled.clear()
 
     @property
@@ -390,31 +362,22 @@ class CudaRunner(ModelRunner):
         return self.config.scheduler.max_num_seqs
 
     def _empty_batch(self) -> DeviceBatch:
-        config, size = self.config, self.config.cache.block_size
-        length = config.model.max_model_len + config.scheduler.num_lookahead_tokens
-        return DeviceBatch(
-            vocab_size=self.model_config.vocab_size,
-            block_size=size,
-            num_blocks=self._pool.num_blocks,
-            max_blocks=-(-length // size),
-            sort_gain=NEVER_SORTED,
-            embedding_bytes=config.model.embedding_bytes,
-        )
+        return DeviceBatch(**self._batch_arguments(self._pool.num_blocks), sort_gain=NEVER_SORTED)
 
-    @torch.inference_mode()
-    def forget_requests(self) -> None:
-        """Keep the weights and the memory; nothing that was computed is looked at again. Nothing may be under way."""
-        old = self.batch
+    def _clear_unfinished(self) -> None:
         self.discard()
-        self.batch = self._empty_batch()
-        self.batch.rows_version = old.rows_version + 1
-        self.batch.decode_version = old.decode_version + 1
-        self._device_rows = self._loaded_rows = None
-        self._pooled.clear()
+        self._loaded_rows = None
+
+    def _zero(self, block_ids: I32) -> None:
+        with self._on_device():
+            self._pool.zero(block_ids)
+
+    def _copy(self, sources: I32, targets: I32) -> None:
+        self._pool.copy(sources, targets)
 
     @torch.inference_mode()
     def check_itself(self) -> None:
-        """Compute a decode step with a row of no slot, which changes nothing for anybody. Otherwise as on the CPU.
+        """A decode step with a row of no slot, which changes nothing for anybody.
 
         Of several ranks each looks at what it has itself: they need not come here between the same two launches.
         """
@@ -451,7 +414,7 @@ class CudaRunner(ModelRunner):
             error = self._recording_error(num_rows)
             if not error <= TRIAL_TOLERANCE:
                 reason = f"replayed, its logits differ by {error:.2g} standard deviations"
-        except Exception as failure:
+        except Exception as failure:  # of a step: the caller blames it on requests, or on this worker
             if self.is_torn:
                 raise
             reason = f"{type(failure).__name__}: {failure}"
@@ -612,29 +575,24 @@ class CudaRunner(ModelRunner):
                 raise
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> CudaHandle:  # type: ignore[override]
-        """Apply the plan and launch its forward, and its sampling unless that waits. Raises on failure."""
+    def execute(self, plan: StepPlan) -> CudaHandle:
+        """The sampling is launched, too, unless it waits."""
         started = clock.now()
-        self._written = NO_I32
         with self._on_device():
-            self.batch.apply(plan)
-            self._pooled.drop(plan.freed)
+            self._apply(plan)
             self._update_state(plan)
-            if plan.copy_sources.size:  # first: a block may be zeroed because its owner failed, and its fork did not
-                self._pool.copy(plan.copy_sources, plan.copy_targets)
-            self._pool.zero(plan.zero_blocks)
             inputs = self.batch.inputs(plan)
-            sampling = self._rows_to_sample(inputs)
-            if plan.late_slots.size and sampling.way is not Way.EDITED:
-                sampling = replace(sampling, way=Way.EDITED)
+            sampling = self._sampling_rows(inputs)
+            if plan.late_slots.size and sampling.how is not Way.EDITED:
+                sampling = replace(sampling, how=Way.EDITED)
             self._written = inputs.kv_slots
             handle = CudaHandle(
                 plan.step,
                 inputs,
                 sampling,
-                self._decode_rows.rows,
-                started,
                 plan.late_slots,
+                started,
+                self._decode_rows.rows,
                 waits_for_tokens=sampling.has_rules and self.batch.rules.has_memory,
             )
             if inputs.prefill_slots:
@@ -653,23 +611,11 @@ class CudaRunner(ModelRunner):
             self._choose(handle, late)
 
     @torch.inference_mode()
-    def sample(self, handle: CudaHandle, late: LateInputs | None = None) -> StepResult:  # type: ignore[override]
+    def sample(self, handle: CudaHandle, late: LateInputs | None = None) -> StepResult:
         """The result of an executed step, waiting for it. Earlier ones must be finished."""
         if handle.waits_for:
             self.choose(handle, late)
         return self.finish(handle)
-
-    def step(self, plan: StepPlan, late: LateInputs | None = None) -> StepResult:
-        return self.sample(self.execute(plan), late)
-
-    @torch.inference_mode()
-    def discard(self) -> None:
-        """The last step raised: clear the blocks that it was to write."""
-        if self._written.size:
-            with self._on_device():
-                written = self._written[self._written >= 0]
-                self._pool.zero(np.unique(written // self.config.cache.block_size).astype(np.int32))
-            self._written = NO_I32
 
     def _update_state(self, plan: StepPlan) -> None:
         """Carry the plan's differences over to the table on the device. The batch has applied them."""
@@ -694,7 +640,7 @@ class CudaRunner(ModelRunner):
         size = handle.size = self.graphs.size_for(inputs.num_decodes)
         self._load_rows(inputs.decode_slots, inputs.decode_version, size)
         handle.rows = self._decode_rows.rows[:size]
-        match sampling.way:
+        match sampling.how:
             case Way.HEAD:
                 self.graphs.run(Part.HEAD, size)
             case Way.LOGITS:
@@ -715,7 +661,7 @@ class CudaRunner(ModelRunner):
         pooling = columns.pooling[inputs.prefill_slots]
         if pooling.any():
             self._pooled.observe(inputs, pooling, lambda where: model.select(states, self.device.upload(where)))
-        pooled = self._pooled_rows(handle)
+        pooled = handle.pooled
         if pooled.size:
             slots, where = inputs.result_slots[pooled], self.device.upload(inputs.result_tokens[pooled])
             last = model.select(states, where).float()
@@ -724,14 +670,15 @@ class CudaRunner(ModelRunner):
             self._prompt_spans(handle, states)
         if not sampling.slots.size:
             return
-        where = self.device.upload(inputs.result_tokens[sampling.states])
+        chosen = inputs.result_tokens if sampling.states is None else inputs.result_tokens[sampling.states]
+        where = self.device.upload(chosen)
         handle.rows = self.device.upload(sampling.slots)
-        if sampling.way is Way.HEAD:
+        if sampling.how is Way.HEAD:
             assert model.head is not None
             self.sampler.from_hidden(states.index_select(0, where), model.head, handle.rows, pdl=pdl)
         else:
             model.logits_of_final(model.select(states, where), self.sampler.logits[: len(sampling.slots)])
-            if sampling.way is Way.LOGITS:
+            if sampling.how is Way.LOGITS:
                 self.sampler.from_logits(handle.rows)
 
     def _tokens(self, inputs: StepInputs) -> StepTokens:
@@ -756,12 +703,6 @@ class CudaRunner(ModelRunner):
         lengths = np.array(inputs.prefill_first, np.int32) + counts
         return self._attention.chunks(np.array(inputs.prefill_slots, np.int32), counts, lengths)
 
-    @staticmethod
-    def _pooled_rows(handle: CudaHandle) -> NDArray[np.intp]:
-        """The rows of the result that are vectors."""
-        rows = handle.sampling.rows
-        return NO_ROWS if rows is None else np.setdiff1d(np.arange(len(handle.inputs.result_slots)), rows)
-
     # Sampling ---------------------------------------------------------------------------------------------------------
 
     def _choose(self, handle: CudaHandle, late: LateInputs | None) -> None:
@@ -771,12 +712,11 @@ class CudaRunner(ModelRunner):
         outputs: list[torch.Tensor] = []
         if count:
             logits = sampler.logits[:count]
-            has_logprobs = sampling.num_logprobs or sampling.logprob_ids
-            if sampling.way is Way.EDITED:
-                if has_logprobs:
+            if sampling.how is Way.EDITED:
+                if sampling.has_logprobs:
                     logits = logits.clone()  # as the model gave them
                 self._choose_edited(handle, late)
-            if has_logprobs and not self.collectives.rank:  # the others have no logits
+            if sampling.has_logprobs and not self.collectives.rank:  # the others have no logits
                 self._spans(handle, logits)
             outputs = [sampler.results]
             handle.owners = self.batch.owners[sampling.slots]
@@ -805,19 +745,16 @@ class CudaRunner(ModelRunner):
         """The log-probabilities of the tokens that are being sampled. logits: of all samples, unchanged."""
         sampling, sampler = handle.sampling, self.sampler
 
-        def row_of(sample: int) -> int:
-            return sample if sampling.rows is None else int(sampling.rows[sample])
-
         for sample, ids in sampling.logprob_ids.items():
             part = slice(sample, sample + 1)
             found = sampler.logprobs_of(logits[part], sampler.tokens[part], self.device.upload(ids))
-            self._add_spans(handle, found, [(row_of(sample), 0, 0, 1)])
+            self._add_spans(handle, found, [(sampling.row_of(sample), 0, 0, 1)])
         for num_top in sorted({num_top for _, num_top in sampling.num_logprobs}):
             samples = np.array([i for i, n in sampling.num_logprobs if n == num_top], np.int64)
             at = self.device.upload(samples)
             tokens = sampler.tokens.index_select(0, at)
             found = sampler.top_logprobs(logits.index_select(0, at), tokens, num_top)
-            self._add_spans(handle, found, [(row_of(i), 0, k, 1) for k, i in enumerate(samples.tolist())])
+            self._add_spans(handle, found, [(sampling.row_of(i), 0, k, 1) for k, i in enumerate(samples.tolist())])
 
     def _prompt_spans(self, handle: CudaHandle, states: torch.Tensor) -> None:
         """Those of this step's chunks of prompts."""
@@ -858,10 +795,10 @@ class CudaRunner(ModelRunner):
         if slots.size:
             tokens, is_finite, sums = self.sampler.unpack(arrays[0], len(slots))
             arrays = arrays[1:]
-        bad_prompts = self._bad_prompts(handle, arrays[0]) if handle.inputs.prefill_slots else NO_I32
+        bad_prompts = self._marked_prompts(handle, arrays[0]) if handle.inputs.prefill_slots else NO_I32
         is_void = is_finite == 0
         counts = np.ones(len(slots), np.int32)  # how many values are not finite: as far as is known, one
-        if sampling.way is Way.EDITED:
+        if sampling.how is Way.EDITED:
             is_bad = ~np.isfinite(sums)
             counts[~is_bad] = 0  # else nothing was left to choose
             is_void |= is_bad
@@ -872,93 +809,30 @@ class CudaRunner(ModelRunner):
         self.batch.learn(slots, handle.owners, tokens)
         tokens[is_void] = 0
         spans = [span for pending in handle.spans for span in pending.spans(arrays)]
-        void = np.flatnonzero(is_void)
-        more: dict[str, Any] = {}
-        if sampling.rows is not None:
-            void, counts, more = self._with_vectors(handle, arrays[1], void, counts)
-        else:
-            counts = counts[void]
-        return StepResult(
-            step=handle.step,
-            tokens=tokens,
-            nonfinite_rows=void.astype(np.int32) if void.size else NO_I32,
-            nonfinite_counts=counts if void.size else NO_I32,
-            nonfinite_prefills=bad_prompts,
-            **columns_of(spans),
-            **more,
-            started=handle.started,
-            ended=clock.now(),
-        )
+        vectors = None if sampling.rows is None else arrays[1]
+        return self._result(handle, tokens, is_void, counts, bad_prompts, spans, vectors)
 
-    def _bad_prompts(self, handle: CudaHandle, is_finite: NDArray[np.int32]) -> I32:
+    def _marked_prompts(self, handle: CudaHandle, is_finite: NDArray[np.int32]) -> I32:
         """Which prefill rows of the step have states that are not finite. From now on what they sample is void."""
         inputs = handle.inputs
-        bad = np.flatnonzero(is_finite == 0) + inputs.num_decodes
+        rows = self._bad_prompts(inputs, is_finite)
         sources = {source for _, source in inputs.forks}
-        rows = [
-            row
-            for row, (start, count) in enumerate(zip(inputs.prefill_starts, inputs.prefill_counts, strict=True))
-            if ((bad >= start) & (bad < start + count)).any()
-        ]
         self.batch.mark_bad(np.array(inputs.prefill_slots, np.int32)[rows], handle.prompt_owners[rows])
         if sources & self.batch.bad_slots:
             forks = np.array([slot for slot, source in inputs.forks if source in self.batch.bad_slots], np.int32)
             mine = np.isin(handle.sampling.slots, forks)
             self.batch.mark_bad(handle.sampling.slots[mine], handle.owners[mine])
-        return np.array(rows, np.int32) if rows else NO_I32
+        return rows
 
-    @staticmethod
-    def _with_vectors(
-        handle: CudaHandle, vectors: NDArray[np.float32], void: NDArray[np.intp], counts: I32
-    ) -> tuple[NDArray[np.intp], I32, dict[str, Any]]:
-        """Of a step with pooled rows: which rows of the result are void, their counts, and the fields with vectors."""
-        rows = handle.sampling.rows
-        assert rows is not None
-        pooled = CudaRunner._pooled_rows(handle)
-        is_bad = ~np.isfinite(vectors).all(1)
-        num_bad = dict(zip(rows[void].tolist(), counts[void].tolist(), strict=True))
-        num_bad |= dict.fromkeys(pooled[is_bad].tolist(), 1)
-        per_row = np.zeros(len(handle.inputs.result_slots), np.int32)
-        per_row[rows] = 1
-        all_void = np.array(sorted(num_bad), np.intp)
-        return (
-            all_void,
-            np.array([num_bad[row] for row in all_void.tolist()], np.int32),
-            {"counts": per_row, "vector_rows": pooled.astype(np.int32), "vectors": vectors.reshape(-1).copy()},
-        )
-
-    def _rows_to_sample(self, inputs: StepInputs) -> DeviceRows:
-        """Made anew only when the rows or their parameters have changed."""
-        if self._device_rows is not None and self._device_rows.version == inputs.rows_version:
-            return self._device_rows
-        columns, slots, rules = self.batch.columns, inputs.result_slots, self.batch.rules
-        rows: NDArray[np.intp] | None = None
-        states = np.arange(len(slots))
-        if inputs.forks:
-            sources = [np.flatnonzero(slots == source)[0] for _, source in inputs.forks]
-            states[-len(sources) :] = sources
-        if columns.pooling[slots].any():
-            rows = np.flatnonzero(columns.pooling[slots] == 0)
-            slots, states = slots[rows], states[rows]
-        wanted: list[tuple[int, int]] = []
-        of_ids: dict[int, NDArray[np.int64]] = {}
-        if rules.num_logprobs:
-            for i, slot in enumerate(slots.tolist()):
-                if slot in rules.logprob_ids:
-                    of_ids[i] = rules.logprob_ids[slot]
-                elif slot in rules.num_logprobs:
-                    wanted.append((i, rules.num_logprobs[slot]))
-        has_rules = rules.concerns(slots)
+    def _how(self, slots: I32, *, has_rules: bool, has_logprobs: bool) -> Way:
+        columns = self.batch.columns
+        if has_rules:
+            return Way.EDITED
         is_filtered = (columns.top_k[slots] > 0) | (columns.top_p[slots] < 1) | (columns.min_p[slots] > 0)
         needs_logits = (
             len(slots) > MAX_HEAD_ROWS
             or self.model.head is None
-            or bool(wanted or of_ids)
+            or has_logprobs
             or bool((is_filtered & (columns.temperature[slots] > 0)).any())
         )
-        way = Way.EDITED if has_rules else Way.LOGITS if needs_logits else Way.HEAD
-        self._device_rows = DeviceRows(inputs.rows_version, rows, slots, states, way, has_rules, wanted, of_ids)
-        return self._device_rows
-
-
-NO_ROWS: NDArray[np.intp] = np.zeros(0, np.intp)
+        return Way.LOGITS if needs_logits else Way.HEAD

@@ -18,16 +18,17 @@ from transformers import AttentionInterface
 
 from actorllm.config import ModelConfig
 from actorllm.errors import EngineError
-from actorllm.model import transformers_backend
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.cache import DeviceCache
 from actorllm.model.cuda.decoder import AttentionShape, DecodeRows, PagedAttention, StepTokens, check_head_size
 from actorllm.model.cuda.device import Device
 from actorllm.model.cuda.sampling import LMHead
 from actorllm.model.cuda.state import StateTable
+from actorllm.model.hf import transformers_backend
+from actorllm.model.hf.plan import TransformersPlan
+from actorllm.model.hf.probe import probe, probe_embeds
+from actorllm.model.hf.transformers_backend import TransformersDecoder, widened
 from actorllm.model.inputs import StepInputs
-from actorllm.model.probe import probe, probe_embeds
-from actorllm.model.transformers_backend import TransformersDecoder, TransformersPlan, widened
 
 ATTENTION = "actorllm_device"
 """The name of our attention in transformers' AttentionInterface."""

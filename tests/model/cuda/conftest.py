@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from actorllm.config import EngineConfig
+from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.cuda.device import HostDevice
 from actorllm.model.cuda.runner import CudaRunner
-from actorllm.model.runner import ModelRunner
 from tests.model.cuda.twins import TINY, Twins
 
 
@@ -52,7 +52,7 @@ def make_twins(folder: Callable[..., Path], make_runner: Callable[..., CudaRunne
 
     def make(differences: dict[str, Any] | None = None, **arguments: Any) -> Twins:
         path = folder(**(differences or {}))
-        cpu = ModelRunner(config_of(path, block_size=16, **arguments), show_progress=False)
+        cpu = CpuRunner(config_of(path, block_size=16, **arguments), show_progress=False)
         cpu.load()
         cpu.allocate(96)
         return Twins(cpu, make_runner(path, **arguments))

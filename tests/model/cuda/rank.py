@@ -16,10 +16,10 @@ import torch
 
 from actorllm.errors import EngineError
 from actorllm.messages import LateInputs, StepPlan, StepResult
+from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.cuda.device import HostDevice, Replay
 from actorllm.model.cuda.graphs import MAX_MISSES, Part
 from actorllm.model.cuda.runner import CudaRunner
-from actorllm.model.runner import ModelRunner
 from tests.model.cuda.conftest import config_of
 from tests.model.cuda.test_runner import rules_of
 from tests.model.cuda.twins import Twins, prompt
@@ -51,7 +51,7 @@ def main(folder: Path, rendezvous: str, rank: int) -> None:
     runner.load()
     assert runner.profile_num_blocks() > 0
     runner.allocate(24)
-    cpu = ModelRunner(config_of(folder, block_size=16), show_progress=False)
+    cpu = CpuRunner(config_of(folder, block_size=16), show_progress=False)
     cpu.load()
     cpu.allocate(96)
     twins = RankTwins(cpu, runner)

@@ -6,6 +6,7 @@ One small run through everything that a step may consist of; `test_runner` has t
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,22 @@ from tests.model.cuda.twins import Twins, prompt
 
 
 @pytest.mark.timeout(200)
-def test_the_tokens_are_those_of_the_cpu_worker(make_twins: Callable[..., Twins]) -> None:
+@pytest.mark.parametrize(
+    "family",
+    [
+        {},
+        pytest.param({"architectures": ["Olmo2ForCausalLM"]}, marks=pytest.mark.slow),
+        pytest.param(
+            {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 20, "sliding_window_pattern": 2},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["qwen3", "olmo2", "gemma3"],
+)
+def test_the_tokens_are_those_of_the_cpu_worker(family: dict[str, Any], make_twins: Callable[..., Twins]) -> None:
     """A prompt in two chunks over the border of a block, a recorded decode step, and one whose logits are edited."""
-    twins = make_twins({"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64, "vocab_size": 300})
+    shape = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64, "vocab_size": 300}
+    twins = make_twins(shape | family)
     twins.add(0, prompt(66, 1), temperature=0.8, seed=2**63 + 5)
     twins.step({0: 62}, decode=[])
     twins.add(1, prompt(3, 2))

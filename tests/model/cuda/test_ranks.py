@@ -38,11 +38,22 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-def test_two_ranks_answer_as_the_cpu_does(folder: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "family",
+    [
+        {"architectures": ["LlamaForCausalLM"], "mlp_bias": True, "attention_bias": True},
+        {"architectures": ["Olmo2ForCausalLM"], "attention_bias": True, "num_key_value_heads": 1},
+        pytest.param(
+            {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 24, "sliding_window_pattern": 2},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"architectures": ["Phi3ForCausalLM"]}, marks=pytest.mark.slow),
+    ],
+    ids=["llama", "olmo2", "gemma3", "phi3"],
+)
+def test_two_ranks_answer_as_the_cpu_does(family: dict[str, Any], folder: Callable[..., Path], tmp_path: Path) -> None:
     """Step by step, with an MLP and a vocabulary that do not divide evenly, and biases that must be added once."""
-    path = folder(
-        architectures=["LlamaForCausalLM"], vocab_size=301, intermediate_size=97, mlp_bias=True, attention_bias=True
-    )
+    path = folder(vocab_size=301, intermediate_size=97, **family)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "tests.model.cuda.rank", str(path), str(tmp_path / "meeting")]
     ranks = [

@@ -83,6 +83,8 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> set[Key]:
         (100, {}, "sm_90", Ranks()),
         (600, {}, "sm_90", Ranks()),
         (40, {"architectures": ["LlamaForCausalLM"]}, "sm_80", Ranks()),
+        (40, {"architectures": ["Olmo2ForCausalLM"]}, "sm_90", Ranks()),
+        (40, {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 24}, "sm_90", Ranks()),
         (40, GEMMA2, "sm_90", Ranks()),
         (40, GPT_OSS, "sm_80", Ranks()),
         (40, {}, "sm_90", Ranks(0, 2)),

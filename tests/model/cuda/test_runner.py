@@ -341,7 +341,7 @@ def test_the_runner_finds_out_whether_it_can_do_anything(make_twins: Callable[..
     twins.step(decode=[0])  # it has disturbed nobody
     broken: Any = runner.model
     with torch.inference_mode():
-        broken.lm_head.fill_(torch.nan)
+        broken.lm_head.weight.fill_(torch.nan)
     with pytest.raises(EngineError, match="not finite, whatever the tokens"):
         runner.check_itself()
 
@@ -438,7 +438,7 @@ def test_wide_batches_and_products_of_torch_give_the_same(
     make_twins: Callable[..., Twins], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As above 32 rows, where norms and activations are launches of their own, and above 64, where logits are written."""
-    monkeypatch.setattr("actorllm.model.cuda.decoder.is_skinny", lambda *_: False)
+    monkeypatch.setattr("actorllm.model.cuda.linear.is_skinny", lambda *_: False)
     monkeypatch.setattr("actorllm.model.cuda.runner.MAX_HEAD_ROWS", 2)
     twins = make_twins({"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True})
     for slot in range(4):

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from actorllm.errors import CorruptModelError, UnsupportedModelError
-from actorllm.model import transformers_backend
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.device import HostDevice
 from actorllm.model.cuda.graphs import MAX_MISSES
 from actorllm.model.cuda.runner import GRAPH_BYTES, CudaRunner
 from actorllm.model.cuda.transformers_model import DeviceTransformers
-from actorllm.model.transformers_backend import TransformersDecoder
+from actorllm.model.hf import transformers_backend
+from actorllm.model.hf.transformers_backend import TransformersDecoder
 from tests.model.cuda.conftest import config_of
 from tests.model.cuda.twins import DeviceDriver, Twins, prompt
 

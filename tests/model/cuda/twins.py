@@ -10,8 +10,8 @@ import numpy as np
 
 from actorllm.logprobs import spans_of
 from actorllm.messages import LateInputs, StepResult
+from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.cuda.runner import CudaRunner
-from actorllm.model.runner import ModelRunner
 from tests.model.driver import Driver
 
 TINY: dict[str, Any] = {
@@ -57,7 +57,7 @@ class DeviceDriver(Driver):
 class Twins:
     """Calls of one driver, made on two."""
 
-    cpu_runner: ModelRunner
+    cpu_runner: CpuRunner
     runner: CudaRunner
 
     def __post_init__(self) -> None:

@@ -42,9 +42,10 @@ from transformers.utils.import_utils import is_accelerate_available
 
 from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError, EngineError, UnsupportedModelError
-from actorllm.model import packing
-from actorllm.model.attention import AttentionBatch, KVCache, KVWrites, Scoring
+from actorllm.model.cpu.attention import AttentionBatch, KVCache, KVWrites, Scoring
 from actorllm.model.embeds import place_rows
+from actorllm.model.hf import packing
+from actorllm.model.hf.plan import TracedLayer, TransformersPlan
 from actorllm.model.inputs import StepInputs
 from actorllm.model.weights import progress_is_shown, stable_hash, tensor_files
 
@@ -76,36 +77,6 @@ IGNORED = {
 NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
 
 TRACED_TOKENS = 5
-
-
-@dataclass(frozen=True, slots=True)
-class TracedLayer:
-    """The attention of one layer."""
-
-    module: str
-    """Path of the module that calls attention."""
-    window: int | None
-    """A token sees itself and the window - 1 tokens before it. None: all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransformersPlan:
-    """What a model's structure says; the fields that `DecoderConfig` has too mean the same."""
-
-    config: Any
-    """The transformers configuration."""
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    """The larger of those of keys and values; the smaller is filled up with zeros."""
-    layers: tuple[TracedLayer, ...]
-    body: str
-    """Path of the module that makes hidden states of tokens; what the model does with them is its head."""
-    max_positions: int
 
 
 def refused(architecture: str, reason: str) -> UnsupportedModelError:
@@ -273,7 +244,7 @@ def _trace(model: Any, architecture: str) -> Trace:
             ids = torch.zeros(1, TRACED_TOKENS, dtype=torch.long)
             output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
         trace.vocab_size = output.logits.shape[-1]
-    except Exception as error:
+    except Exception as error:  # of modules of another library; raised behind the clean-up
         failure = error
     finally:
         _trace_under_way.reset(token)
@@ -553,7 +524,7 @@ def load(
     plan: TransformersPlan, model: ModelConfig, dtype: torch.dtype, show_progress: bool | None
 ) -> TransformersDecoder:
     """The model with its weights on the CPU, checked against transformers' own attention. Raises ModelError."""
-    from actorllm.model.probe import check, probe, probe_embeds
+    from actorllm.model.hf.probe import check, probe, probe_embeds
 
     decoder = load_unchecked(plan, model, dtype, show_progress)
     stock = probe(decoder)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from actorllm.errors import UnsupportedModelError
-from actorllm.model.decoder import DecoderConfig, positive
+from actorllm.model.families.decoder_config import DecoderConfig, positive
 
 
-def mistral_config(hf: Mapping[str, Any]) -> DecoderConfig:
+def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     if hf.get("layer_types") is not None:
         raise UnsupportedModelError("Mistral with layer_types (alternating attention) is not supported")
     # A missing key means the architecture's own default; null means no window.

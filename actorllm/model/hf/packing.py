@@ -1,4 +1,4 @@
-"""Linear layers of a transformers model, with their weights as the fused forwards have them (`layers.Linear`).
+"""Linear layers of a transformers model, with their weights as the fused forwards have them (`model.linear`).
 
 `pack` puts a `PackedLinear` in place of every plain linear layer, one after the other, so that no more than one weight is in
 memory twice; an embedding that is also the head stays beside its packed copy. Other modules that multiply by a weight (the
@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from actorllm.model.layers import Linear
+from actorllm.model.cpu.layers import linear
+from actorllm.model.linear.dense import Dense
 
 
 class PackedLinear(torch.nn.Module):
@@ -22,7 +23,7 @@ class PackedLinear(torch.nn.Module):
         self.out_features, self.in_features = weight.shape
         self.weight = torch.empty_like(weight, device="meta")
         """Tells type and shape to whoever asks; there are no values."""
-        self._linear = Linear(weight, bias)
+        self._linear = linear(Dense(weight, bias))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from actorllm.model.decoder import DecoderConfig, positive, windows_by_layer_type
+from actorllm.model.families.decoder_config import DecoderConfig, positive, qwen_windows
 
 
-def qwen2_config(hf: Mapping[str, Any]) -> DecoderConfig:
-    windows = windows_by_layer_type(hf, positive(hf, "num_hidden_layers"))
+def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
+    windows = qwen_windows(hf, positive(hf, "num_hidden_layers"))
     return DecoderConfig.from_hugging_face(hf, has_qkv_bias=True, windows=windows)

@@ -22,7 +22,7 @@ from actorllm.errors import UnsupportedModelError
 from actorllm.model.inputs import StepInputs
 
 if TYPE_CHECKING:
-    from actorllm.model.transformers_backend import TransformersPlan
+    from actorllm.model.hf.plan import TransformersPlan
 
 NUM_BLOCKS = 7
 CHUNKS = (8, 3, 3, 3, 3)

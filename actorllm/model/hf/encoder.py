@@ -23,10 +23,10 @@ from transformers import AttentionInterface, AutoModel
 
 from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError, EngineError
-from actorllm.model import packing
-from actorllm.model.attention import KVCache
+from actorllm.model.cpu.attention import KVCache
+from actorllm.model.hf import packing
+from actorllm.model.hf.transformers_backend import IGNORED, draw_weights, quiet, read_config, refused
 from actorllm.model.inputs import StepInputs
-from actorllm.model.transformers_backend import IGNORED, draw_weights, quiet, read_config, refused
 from actorllm.model.weights import progress_is_shown, tensor_files
 from actorllm.pooling import position_offset
 

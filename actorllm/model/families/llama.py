@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from actorllm.model.decoder import DecoderConfig
+from actorllm.model.families.decoder_config import DecoderConfig
 
 
-def llama_config(hf: Mapping[str, Any]) -> DecoderConfig:
+def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     has_attention_bias = bool(hf.get("attention_bias", False))
     return DecoderConfig.from_hugging_face(
         hf,

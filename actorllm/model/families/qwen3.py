@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from actorllm.model.decoder import DecoderConfig, positive, windows_by_layer_type
+from actorllm.model.families.decoder_config import DecoderConfig, positive, qwen_windows
 
 
-def qwen3_config(hf: Mapping[str, Any]) -> DecoderConfig:
+def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     has_attention_bias = bool(hf.get("attention_bias", False))
     return DecoderConfig.from_hugging_face(
         {"head_dim": 128} | dict(hf),
         has_qkv_bias=has_attention_bias,
         has_output_bias=has_attention_bias,
-        has_qk_norm=True,
-        windows=windows_by_layer_type(hf, positive(hf, "num_hidden_layers")),
+        qk_norm="head",
+        windows=qwen_windows(hf, positive(hf, "num_hidden_layers")),
     )

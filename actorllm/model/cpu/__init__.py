@@ -1,0 +1,1 @@
+"""The worker on the CPU: runner, fused decoder, paged attention, building blocks."""

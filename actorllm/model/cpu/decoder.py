@@ -1,0 +1,211 @@
+"""The fused forward of every family (`model.families`) on the CPU.
+
+With several ranks, each holds its heads, its part of the MLP and of the vocabulary (`parallel`).
+Per layer: norm, one product for query, key and value, rotation, attention, output product plus residual, norm, one
+product for gate and up, the activation, down product plus residual. Called by the runner, under inference mode.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from actorllm.model.cpu.attention import AttentionBatch, KVCache, KVWrites, Scoring
+from actorllm.model.cpu.layers import ACTIVATIONS, RMSNorm, RotaryEmbedding, interleave, linear
+from actorllm.model.embeds import place_rows
+from actorllm.model.families.decoder_config import DecoderConfig
+from actorllm.model.families.tensors import DecoderTensors, LayerTensors
+from actorllm.model.inputs import StepInputs
+from actorllm.model.linear import Linear
+from actorllm.model.linear.dense import Dense
+from actorllm.model.parallel import HeadShare, Ranks
+from actorllm.model.rope import rotation_angles
+from actorllm.model.weights import Weights
+
+SWITCHES = frozenset(
+    {
+        "has_qkv_bias",
+        "has_output_bias",
+        "has_mlp_bias",
+        "qk_norm='head'",
+        "qk_norm='all_heads'",
+        "windows",
+        "window_rope",
+        "attention_scale",
+        "norms_inputs",
+        "norms_outputs",
+        "activation='gelu_tanh'",
+        "embedding_scale",
+    }
+)
+"""What this forward knows beyond the plain decoder (`DecoderConfig.switches`)."""
+
+
+class DecoderLayer:
+    """Attention and MLP, each around a residual."""
+
+    def __init__(
+        self, config: DecoderConfig, tensors: LayerTensors, index: int, ranks: Ranks, share: HeadShare
+    ) -> None:
+        """config: of the whole model."""
+        self.index = index
+        self._ranks = ranks
+        self.num_heads, self.num_kv_heads, self.head_dim = share.num_heads, share.num_kv_heads, config.head_dim
+        self.window = config.windows[index]
+        self.rope = int(self.window is not None and config.window_rope is not None)
+        """Which of the decoder's rotations."""
+        self.scoring = None if config.attention_scale is None else Scoring(config.attention_scale)
+        self.activation = ACTIVATIONS[config.activation]
+
+        def norm(weight: torch.Tensor | None) -> RMSNorm | None:
+            return None if weight is None else RMSNorm(weight, config.rms_norm_eps)
+
+        num_rotated = (share.num_heads + share.num_kv_heads) * config.head_dim
+        outputs = torch.arange(tensors.qkv.out_features)
+        outputs[:num_rotated] = interleave(outputs[:num_rotated], config.head_dim)
+        self.qkv = linear(tensors.qkv.reordered(outputs))
+        self.output, self.gate_up, self.down = linear(tensors.output), linear(tensors.gate_up), linear(tensors.down)
+        self.input_norm, self.output_norm = norm(tensors.input_norm), norm(tensors.output_norm)
+        self.mlp_norm, self.mlp_output_norm = norm(tensors.mlp_norm), norm(tensors.mlp_output_norm)
+        self.qk_norm: QKNorm | WholeQKNorm | None = None
+        if tensors.qk_norms is not None:
+            q_norm, k_norm = (interleave(weight, config.head_dim) for weight in tensors.qk_norms)
+            if config.qk_norm == "head":
+                self.qk_norm = QKNorm(q_norm, k_norm, share, config.rms_norm_eps)
+            else:
+                self.qk_norm = WholeQKNorm(q_norm, k_norm, share, config.rms_norm_eps, ranks)
+
+    def __call__(self, x: torch.Tensor, rotations: torch.Tensor, attention: AttentionBatch) -> torch.Tensor:
+        """x: [num_tokens, hidden_size]; rotations: [num_tokens, 1, head_dim / 2]."""
+        seen = x if self.input_norm is None else self.input_norm(x)
+        heads = self.qkv(seen).view(x.shape[0], -1, self.head_dim)  # [num_tokens, q + k + v heads, dim]
+        self._rotate(heads[:, : self.num_heads + self.num_kv_heads], rotations)
+        attended = attention.attend(self.index, heads[:, : self.num_heads], heads[:, self.num_heads :], self.scoring)
+        part = self._ranks.sum_(self.output(attended))
+        x = part.add_(x) if self.output_norm is None else self.output_norm(part).add(x)
+        seen = x if self.mlp_norm is None else self.mlp_norm(x)
+        part = self._ranks.sum_(self.down(self.activation(self.gate_up(seen))))
+        return part.add_(x) if self.mlp_output_norm is None else self.mlp_output_norm(part).add(x)
+
+    def _rotate(self, heads: torch.Tensor, rotations: torch.Tensor) -> None:
+        """Normalise and rotate queries and keys in place, in float32 inside."""
+        exact = heads.float()  # [num_tokens, q + k heads, head_dim]; the same memory where the model is float32
+        if self.qk_norm is not None:
+            self.qk_norm.apply_(exact)
+        torch.view_as_complex(exact.view(*exact.shape[:2], -1, 2)).mul_(rotations)
+        if exact is not heads:
+            heads.copy_(exact)
+
+
+class QKNorm:
+    """RMSNorm over the dimensions of every query and key head, in place and in float32."""
+
+    def __init__(self, q_weight: torch.Tensor, k_weight: torch.Tensor, share: HeadShare, eps: float) -> None:
+        dim = len(q_weight)
+        rows = [q_weight.float()] * share.num_heads + [k_weight.float()] * share.num_kv_heads
+        # norm = sqrt(sum of squares), so x / sqrt(mean + eps) = sqrt(dim) * x / hypot(norm, sqrt(dim * eps))
+        self.weight = torch.stack(rows) * dim**0.5  # [q + k heads, head_dim]
+        self.floor = torch.tensor((dim * eps) ** 0.5)
+
+    def apply_(self, heads: torch.Tensor) -> None:
+        norm = torch.linalg.vector_norm(heads, 2, -1, True)  # [num_tokens, q + k heads, 1]
+        heads.div_(norm.hypot_(self.floor)).mul_(self.weight)
+
+
+class WholeQKNorm:
+    """RMSNorm over all query heads of a token, and over all its key heads, in place and in float32."""
+
+    def __init__(
+        self, q_weight: torch.Tensor, k_weight: torch.Tensor, share: HeadShare, eps: float, ranks: Ranks
+    ) -> None:
+        """q_weight, k_weight: of this rank's heads."""
+        self._parts = (slice(0, share.num_heads), slice(share.num_heads, None))
+        self._weights = [weight.float().view(-1, share.head_dim) for weight in (q_weight, k_weight)]
+        # Of all ranks together: a key head that several ranks have is summed, and counted, as often.
+        self._sizes = torch.tensor([[len(q_weight) * ranks.size, len(k_weight) * ranks.size]])
+        self._eps, self._ranks = eps, ranks
+
+    def apply_(self, heads: torch.Tensor) -> None:
+        squares = torch.stack([heads[:, part].square().sum((1, 2)) for part in self._parts], 1)  # [num_tokens, 2]
+        scales = torch.rsqrt(self._ranks.sum_(squares) / self._sizes + self._eps).unbind(1)
+        for part, weight, scale in zip(self._parts, self._weights, scales, strict=True):
+            heads[:, part].mul_(scale[:, None, None]).mul_(weight)
+
+
+class Decoder:
+    """Embedding, layers, final norm and LM head of one model."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights, max_positions: int, ranks: Ranks | None = None) -> None:
+        """Takes this rank's part of all tensors from `weights`. max_positions: how long a sequence may get."""
+        self.config = config
+        self.ranks = ranks or Ranks()
+        tensors = DecoderTensors(config, weights, self.ranks)
+        self.share = tensors.share
+        self.dtype = weights.dtype
+        self.rotary = [
+            RotaryEmbedding(rotation_angles(config.head_dim, rope, config.max_position_embeddings, max_positions))
+            for rope in (config.rope, config.window_rope)
+            if rope is not None
+        ]
+        self._vocab_part = self.ranks.part(config.vocab_size)
+        self.embedding = tensors.embedding()
+        self._embedding_scale = tensors.embedding_scale
+        self.layers = [
+            DecoderLayer(config, tensors.layer(i), i, self.ranks, self.share) for i in range(config.num_layers)
+        ]
+        self.norm = RMSNorm(tensors.norm(), config.rms_norm_eps)
+        self.lm_head: Linear | None = None
+        if config.has_head:
+            self.lm_head = linear(tensors.head() or Dense(self.embedding))
+        tensors.close()
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Of this rank."""
+        return self.share.num_kv_heads
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights that one decode step reads."""
+        linears = [linear for y in self.layers for linear in (y.qkv, y.output, y.gate_up, y.down)]
+        return sum(linear.num_bytes for linear in [*linears, *([self.lm_head] if self.lm_head is not None else [])])
+
+    def forward(self, inputs: StepInputs, cache: KVCache) -> torch.Tensor:
+        """The hidden states before the final norm, [num_tokens, hidden_size]; keys and values go to the cache."""
+        fold = self.share.num_heads // self.share.num_kv_heads
+        writes = KVWrites(inputs, cache)
+        attention = {w: AttentionBatch(inputs, cache, writes, fold, w) for w in dict.fromkeys(self.config.windows)}
+        positions = torch.from_numpy(inputs.positions)
+        rotations = [rotary.rotations(positions) for rotary in self.rotary]
+        x = self._embed(torch.from_numpy(inputs.token_ids))
+        place_rows(x, inputs)
+        for layer in self.layers:
+            x = layer(x, rotations[layer.rope], attention[layer.window])
+        return x
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size]; an id is embedded by the rank that holds it."""
+        if self.ranks.size == 1:
+            rows = torch.embedding(self.embedding, token_ids)
+        else:
+            local = token_ids - self._vocab_part.start
+            is_elsewhere = (local < 0) | (local >= len(self.embedding))
+            rows = torch.embedding(self.embedding, local.masked_fill(is_elsewhere, 0))
+            rows = self.ranks.sum_(rows.masked_fill_(is_elsewhere.unsqueeze(1), 0))
+        return rows if self._embedding_scale == 1 else rows.mul_(self._embedding_scale)
+
+    def select(self, hidden: torch.Tensor, rows: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
+        """The final hidden states of some rows, [num_rows, hidden_size]."""
+        return self.norm(hidden.index_select(0, torch.from_numpy(rows)))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [num_rows, vocab_size] for what `select` returned; [num_rows, 0] on the other ranks than the first."""
+        return self.narrow_logits(hidden).float()
+
+    def narrow_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The same in the type of the model; with several ranks widened, for the way between them."""
+        assert self.lm_head is not None
+        logits = self.lm_head(hidden)
+        return logits if self.ranks.size == 1 else self.ranks.gather_columns(logits.float(), self.config.vocab_size)

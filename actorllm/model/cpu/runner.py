@@ -1,0 +1,434 @@
+"""The worker's model on the CPU: a step is done when it is sampled."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from actorllm import clock
+from actorllm.config import EngineConfig
+from actorllm.errors import EngineError
+from actorllm.logprobs import LogprobSpan
+from actorllm.messages import I32, NO_I32, POOLING_CODES, LateInputs, NewRow, StepPlan, StepResult, pack_rows
+from actorllm.model import logprobs, memory, threads
+from actorllm.model.cpu.attention import KVCache
+from actorllm.model.cpu.decoder import SWITCHES, Decoder
+from actorllm.model.families.decoder_config import DecoderConfig
+from actorllm.model.inputs import PersistentBatch, StepInputs
+from actorllm.model.logits import apply_masks
+from actorllm.model.parallel import Ranks
+from actorllm.model.pooled_states import PooledStates
+from actorllm.model.registry import Plan, check_shares
+from actorllm.model.runner import ModelRunner, SamplingRows, StepHandle, slices
+from actorllm.model.sampler import Sampler, SamplingColumns
+from actorllm.model.threads import Team
+from actorllm.model.weights import open_weights
+
+if TYPE_CHECKING:
+    from actorllm.model.cpu.model import CausalLM
+    from actorllm.model.hf.encoder import EncoderPlan
+    from actorllm.model.hf.plan import TransformersPlan
+
+MAX_LOGITS_BYTES = 64 << 20
+"""float32 logits that exist at a time; more rows than that are sampled in chunks."""
+
+PROMPT_LOGITS_BYTES = 32 << 20
+"""Of the logits of prompts whose log-probabilities are wanted: their positions are worked off in slices."""
+
+ENTRY_BYTES = 16
+"""Of one id with its log-probability, while they are made."""
+
+DEFAULT_MEMORY_SHARE = 0.4
+"""Of the available memory, for the KV cache, when neither its size nor a share is configured."""
+
+NUM_CHECK_ROWS, CHECK_PROMPT = 4, 2
+"""Of the step of the runner's own: so many rows of so many tokens, from all over the vocabulary."""
+
+logger = logging.getLogger(__name__)
+
+
+Chunks = list[tuple[int, int, SamplingColumns]]
+"""[start, end) of the samples and how they are drawn, so that the logits of a chunk fit in MAX_LOGITS_BYTES."""
+
+
+@dataclass(slots=True)
+class CpuStep(StepHandle[Chunks]):
+    """A step between its forward and its sampling."""
+
+    hidden: torch.Tensor  # [num_states, hidden_size] final hidden states of the result rows, which forks share
+    logits: torch.Tensor | None
+    """float32 [num_samples, vocab_size]; None: made chunk by chunk while sampling."""
+    prompt_logprobs: list[LogprobSpan]
+    bad_prompts: I32
+    """Prefill rows of the plan whose states are not finite."""
+
+
+class CpuRunner(ModelRunner[CpuStep, Chunks]):
+    """See the module docstring."""
+
+    name = "cpu"
+    switches = SWITCHES
+    runs_modules = True
+    makes_vectors = True
+    _owned = ("decoder", "cache", "batch")
+
+    def __init__(
+        self, config: EngineConfig, rank: int = 0, *, show_progress: bool | None = None, plan: Plan | None = None
+    ) -> None:
+        super().__init__(config, rank, show_progress=show_progress, plan=plan)
+        self._is_encoder = config.model.pooler is not None and config.model.pooler.is_encoder
+        self.decoder: CausalLM
+        self.cache: KVCache
+        self._team: Team
+        self._available_at_first = memory.available_bytes()
+        self._sampler = Sampler(self.model_config.vocab_size)
+        self._is_half_done = False
+        self._no_hidden = torch.empty(0, self.model_config.hidden_size, dtype=self.dtype)
+
+    # Before the first step --------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def load(self) -> None:
+        torch.set_num_threads(threads.num_threads(self.config))
+        self.ranks = Ranks.connect(self.config, self.rank)
+        self.decoder = self._load()
+        num_products = 4 * self.model_config.num_layers + 1
+        num_weights = self.decoder.num_bytes / self.dtype.itemsize
+        self._team = Team(
+            threads.num_threads(self.config),
+            self.decoder.num_bytes / num_products,
+            2 * num_weights / num_products,
+            num_products,
+        )
+
+    def _load(self) -> CausalLM:
+        """The model, or this rank's part of it, with its weights, read or drawn. Raises ModelError."""
+        plan, model = self.model_config, self.config.model
+        check_shares(plan, model, self.ranks.size)
+        if isinstance(plan, DecoderConfig):
+            with open_weights(model, self.dtype, self._show_progress) as weights:
+                return Decoder(plan, weights, model.max_model_len, self.ranks)
+        if self._is_encoder:
+            from actorllm.model.hf import encoder
+
+            return encoder.load(cast("EncoderPlan", plan), model, self.dtype, self._show_progress)
+        from actorllm.model.hf import transformers_backend
+
+        return transformers_backend.load(cast("TransformersPlan", plan), model, self.dtype, self._show_progress)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.decoder.num_kv_heads
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.decoder.num_bytes
+
+    def profile_num_blocks(self) -> int:
+        if self._is_encoder:  # its blocks are counted, and hold nothing
+            return self.config.scheduler.max_num_seqs * -(
+                -self.config.model.max_model_len // self.config.cache.block_size
+            )
+        return super().profile_num_blocks()
+
+    def _check_room(self, num_bytes: int) -> None:
+        available = memory.available_bytes()
+        if num_bytes > available:  # said before the kernel acts: these are then the last words
+            logger.warning(
+                "kv_cache_memory_bytes=%d is more than the %d bytes of memory that are available; the process will be "
+                "killed when the cache is filled",
+                num_bytes,
+                available,
+            )
+
+    def _cache_bytes(self) -> int:
+        """What the largest step leaves of the configured share of the available memory.
+
+        Without a share: what max_num_seqs sequences of max_model_len need, within 40 % of the available memory.
+        """
+        config, limits = self.config, self.config.scheduler
+        share, working = config.cache.memory_utilization, self._profile_working_bytes()
+        if share is not None:
+            used = self._available_at_first - memory.available_bytes()
+            return int(self._available_at_first * share / self.ranks.size) - max(0, used) - working
+        per_seq = -(-(config.model.max_model_len + limits.num_lookahead_tokens) // config.cache.block_size)
+        budget = int(memory.available_bytes() * DEFAULT_MEMORY_SHARE / self.ranks.size) - working
+        return min(limits.max_num_seqs * per_seq * self.block_bytes, budget)
+
+    @torch.inference_mode()
+    def allocate(self, num_blocks: int) -> None:
+        """Pages are mapped when they are first written."""
+        c, size = self.model_config, self.config.cache.block_size
+        shape = (1, 1, 1) if self._is_encoder else (c.num_layers, self.decoder.num_kv_heads, c.head_dim)
+        self.cache = KVCache(*shape, num_blocks, size, self.dtype)
+        self.batch = self._empty_batch()
+        self._rows = None
+        self._pooled.clear()
+        self._is_half_done = False
+
+    def _empty_batch(self) -> PersistentBatch:
+        arguments = self._batch_arguments(self.cache.num_blocks)
+        return PersistentBatch(**arguments, padding_block=self.cache.padding_block)
+
+    def _clear_unfinished(self) -> None:
+        """Blocks with values that are not finite were zeroed by the step that made them, unless that was left half done."""
+        if self._is_half_done:
+            self._zero(np.arange(self.cache.num_blocks, dtype=np.int32))
+        self.is_torn = self._is_half_done = False
+
+    def _profile_working_bytes(self) -> int:
+        """Peak memory of the largest prefill and of a decode step, beside weights and cache."""
+        num_blocks, plans = self._largest_steps()
+        self.allocate(num_blocks)
+        size, seqs = self.config.cache.block_size, self.config.scheduler.max_num_seqs
+        before = memory.resident_bytes()
+        memory.reset_peak()
+        for plan in plans:
+            self.step(plan)
+        peak = max(0, memory.peak_bytes() - before)
+        logits = min(seqs * self.model_config.vocab_size * 4, MAX_LOGITS_BYTES)
+        context = self.config.model.max_model_len * self.block_bytes // (size * self.model_config.num_layers)
+        del self.cache
+        return peak + 3 * logits + context
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def _zero(self, block_ids: I32) -> None:
+        self.cache.zero(block_ids)
+
+    def _copy(self, sources: I32, targets: I32) -> None:
+        self.cache.copy(sources, targets)
+
+    def check_itself(self) -> None:
+        """A prefill and a decode step, in a batch and a cache that nobody else has."""
+        kept = self.cache, self.batch, self._rows, self._written, self._is_half_done, self._pooled
+        self._pooled = PooledStates()
+        try:
+            for result in map(self.step, self._check_plans()):
+                if result.came_to_nothing:
+                    raise EngineError("the model's logits are not finite, whatever the tokens")
+        finally:
+            self.cache, self.batch, self._rows, self._written, self._is_half_done, self._pooled = kept
+
+    def _check_plans(self) -> Iterator[StepPlan]:
+        """The two steps, for the batch and the cache that are made here. Models that make vectors have only the first."""
+        is_pooling = self.config.model.pooler is not None
+        size = self.config.cache.block_size
+        per_row = -(-(CHECK_PROMPT + 1) // size)
+        self.allocate(NUM_CHECK_ROWS * per_row)
+        slots = np.arange(NUM_CHECK_ROWS, dtype=np.int32)
+        num_tokens = NUM_CHECK_ROWS * CHECK_PROMPT
+        yield StepPlan(
+            step=0,
+            new_rows=pack_rows(
+                NewRow(slot, CHECK_PROMPT, temperature=slot % 2, pooling=POOLING_CODES["last"] if is_pooling else 0)
+                for slot in slots.tolist()
+            ),
+            new_tokens=(np.arange(num_tokens) * (self.model_config.vocab_size - 1) // num_tokens).astype(np.int32),
+            new_num_blocks=np.full(NUM_CHECK_ROWS, per_row, np.int32),
+            new_blocks=np.arange(NUM_CHECK_ROWS * per_row, dtype=np.int32),
+            prefill_slots=slots,
+            prefill_counts=np.full(NUM_CHECK_ROWS, CHECK_PROMPT, np.int32),
+        )
+        if not is_pooling:
+            yield StepPlan(step=1, decode_slots=slots)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> CpuStep:
+        started = clock.now()
+        self._is_half_done = True
+        self.is_torn = self.ranks.size > 1  # whatever it raises: no other rank may, and they wait for this one then
+        self._apply(plan)
+        inputs = self.batch.inputs(plan)
+        sampling = self._sampling_rows(inputs)
+        self._written = inputs.kv_slots
+        hidden, logits = self._no_hidden, None
+        bad_prompts = NO_I32
+        prompt_logprobs: list[LogprobSpan] = []
+        if len(inputs.token_ids):
+            size = self._team.size(len(inputs.token_ids), len(inputs.result_slots))
+            torch.set_num_threads(size)
+            wall, cpu = time.perf_counter(), time.thread_time()
+            states = self.decoder.forward(inputs, self.cache)
+            if inputs.prefill_slots:
+                bad_prompts = self._clear_bad_prompts(states, inputs)
+                pooling = self.batch.columns.pooling[inputs.prefill_slots]
+                if pooling.any():
+                    self._pooled.observe(inputs, pooling, lambda where: self.decoder.select(states, where))
+            if len(inputs.result_slots):
+                hidden = self.decoder.select(states, inputs.result_tokens)
+            if len(sampling.how) == 1:
+                logits = self._logits(hidden, sampling, 0, len(sampling.slots))
+            self._team.observe(size, time.perf_counter() - wall, time.thread_time() - cpu)
+            if self.batch.prompt_logprobs:
+                prompt_logprobs = self._prompt_logprobs(inputs, states)
+        self.batch.advance(inputs)
+        return CpuStep(
+            plan.step, inputs, sampling, plan.late_slots, started, hidden, logits, prompt_logprobs, bad_prompts
+        )
+
+    def _prompt_logprobs(self, inputs: StepInputs, states: torch.Tensor) -> list[LogprobSpan]:
+        """Those of this step's chunks of the prompts that want them. states: hidden states of all tokens."""
+        spans: list[LogprobSpan] = []
+        for num_top, of_prompts in self._prompt_parts(inputs).items():
+            row_bytes = self.dtype.itemsize * self.model_config.vocab_size + ENTRY_BYTES * (1 + num_top)
+            most = max(1, PROMPT_LOGITS_BYTES // row_bytes)
+            for slice_ in slices(of_prompts, most):  # of several prompts at once: larger products are faster
+                logits = self.decoder.narrow_logits(
+                    self.decoder.select(states, np.concatenate([p.where for p in slice_]))
+                )
+                if self.ranks.rank:
+                    continue  # the others have no logits
+                whole = logprobs.gather(logits, np.concatenate([p.tokens for p in slice_]), num_top)
+                at = 0
+                for part in slice_:
+                    spans.append(whole.part(at, at + len(part.where)).of_row(part.row, part.first))
+                    at += len(part.where)
+        return spans
+
+    @torch.inference_mode()
+    def sample(self, handle: CpuStep, late: LateInputs | None = None) -> StepResult:
+        sampling = handle.sampling
+        num_samples = len(sampling.slots)
+        tokens = np.zeros(num_samples, np.int32)
+        is_void = np.zeros(num_samples, np.bool_)
+        counts = np.zeros(num_samples, np.int32)  # of values that are not finite
+        spans = handle.prompt_logprobs
+        for start, end, columns in sampling.how:
+            logits = handle.logits if handle.logits is not None else self._logits(handle.hidden, sampling, start, end)
+            if self.ranks.rank:
+                continue  # the first rank samples
+            slots = sampling.slots[start:end]
+            raw = logits
+            if sampling.has_logprobs and (sampling.has_rules or handle.late_slots.size):
+                raw = logits.clone()
+            is_void[start:end], bad = self._prepare(logits, slots, late, has_rules=sampling.has_rules)
+            for row, count in bad.items():
+                counts[start + row] = count
+            columns.token_index[:] = self.batch.columns.num_outputs[slots]
+            tokens[start:end] = self._sampler.sample(logits, columns)
+            if sampling.has_logprobs:
+                spans = spans + self._logprobs(raw, sampling, start, tokens[start:end])
+        if self.ranks.size > 1 and num_samples:
+            # One more than the values that are not finite, so that every rank knows them.
+            tokens, told = self.ranks.agree(np.stack((tokens, is_void + counts)))
+            is_void, counts = told > 0, told - 1
+        self.is_torn = self._is_half_done = False
+        if is_void.any():
+            tokens[is_void] = 0
+            # Here and not when the scheduler hears of it: by then a request that was preempted or aborted meanwhile has
+            # lost its blocks, and the next owner would find them as they are.
+            void = sampling.slots[is_void]
+            # The last block of a prompt is not copied yet, and a fork may need it whose own choice was valid.
+            needed = [source for slot, source in handle.inputs.forks if slot not in void]
+            self.cache.zero(self.batch.exclusive_blocks(void[~np.isin(void, needed)] if needed else void))
+        self.batch.store(sampling.slots, tokens)
+        vectors = None if sampling.rows is None else self._vectors(handle)
+        return self._result(handle, tokens, is_void, counts, handle.bad_prompts, spans, vectors)
+
+    def _vectors(self, handle: CpuStep) -> NDArray[np.float32]:
+        """Of the rows that are pooled, made of their final states."""
+        pooled, columns = handle.pooled, self.batch.columns
+        slots = handle.inputs.result_slots[pooled]
+        last = handle.hidden.index_select(0, torch.from_numpy(pooled)).float()  # [num_pooled, hidden_size]
+        vectors: NDArray[np.float32] = self._pooled.take(
+            slots, columns.pooling[slots], columns.num_known[slots], last
+        ).numpy()
+        return vectors
+
+    @staticmethod
+    def _logprobs(raw: torch.Tensor, sampling: SamplingRows[Chunks], start: int, tokens: I32) -> list[LogprobSpan]:
+        """Of the samples from `start` on that want them, whose untouched logits are `raw`."""
+        spans: list[LogprobSpan] = []
+        here = [(i - start, num_top) for i, num_top in sampling.num_logprobs if start <= i < start + len(tokens)]
+        for i, ids in sampling.logprob_ids.items():
+            if start <= i < start + len(tokens):
+                at = i - start
+                spans.append(logprobs.gather_ids(raw[at : at + 1], int(tokens[at]), ids, sampling.row_of(i)))
+        for num_top in sorted({num_top for _, num_top in here}):
+            samples = np.array([i for i, n in here if n == num_top], np.intp)
+            logits = raw if len(samples) == len(raw) else raw.index_select(0, torch.from_numpy(samples))
+            span = logprobs.gather(logits, tokens[samples], num_top)
+            spans += [
+                span.part(i, i + 1).of_row(sampling.row_of(sample + start), 0) for i, sample in enumerate(samples)
+            ]
+        return spans
+
+    def _clear_bad_prompts(self, states: torch.Tensor, inputs: StepInputs) -> I32:
+        """Look for prompts without finite states, and clear what they have written. Returns which prefill rows they are.
+
+        Now, because a prompt that goes on in another step may be aborted or preempted before anyone sees its logits.
+        """
+        first = inputs.num_decodes
+        is_finite = torch.isfinite(states[first:].sum(1, dtype=torch.float32)).numpy()
+        if is_finite.all():
+            self.batch.bad_slots.update(slot for slot, source in inputs.forks if source in self.batch.bad_slots)
+            return NO_I32
+        rows = self._bad_prompts(inputs, is_finite)
+        slots = [inputs.prefill_slots[row] for row in rows]
+        slots += [slot for slot, source in inputs.forks if source in slots or source in self.batch.bad_slots]
+        self.batch.bad_slots.update(slots)
+        self._zero(self.batch.exclusive_blocks(np.array(slots, np.int32)))
+        return rows
+
+    def _logits(self, hidden: torch.Tensor, sampling: SamplingRows[Chunks], start: int, end: int) -> torch.Tensor:
+        """float32 [end - start, vocab_size] of the samples [start, end)."""
+        if sampling.states is not None:
+            states, row_of = np.unique(sampling.states[start:end], return_inverse=True)
+            logits = self.decoder.logits(hidden.index_select(0, torch.from_numpy(states)))
+            return logits.index_select(0, torch.from_numpy(row_of))
+        return self.decoder.logits(hidden if end - start == len(hidden) else hidden[start:end])
+
+    def _prepare(
+        self, logits: torch.Tensor, slots: I32, late: LateInputs | None, *, has_rules: bool
+    ) -> tuple[NDArray[np.bool_], dict[int, int]]:
+        """Change the logits in place as the rows' parameters say.
+
+        Returns which rows have no valid choice at all, and how many values of some of these are not finite.
+        """
+        counts: dict[int, int] = {}
+        # A NaN or an infinity anywhere makes the sum of its row one, too.
+        is_void: NDArray[np.bool_] = ~torch.isfinite(logits.sum(1)).numpy()
+        if is_void.any():
+            for row in np.flatnonzero(is_void).tolist():
+                counts[row] = int(np.count_nonzero(~torch.isfinite(logits[row]).numpy()))
+        if self.batch.bad_slots:
+            is_void |= np.isin(slots, list(self.batch.bad_slots))
+            for row in np.flatnonzero(is_void).tolist():
+                counts[row] = max(counts.get(row, 0), 1)  # it has had states that were not
+        masked: NDArray[np.intp] | None = None
+        if late is not None and late.slots.size:
+            masked, empty = apply_masks(logits.numpy(), slots, late.slots, late.allowed)
+            is_void[empty] = True
+        if has_rules:
+            is_void[self.batch.rules.apply(logits.numpy(), slots, self.batch.columns.num_outputs[slots])] = True
+            if masked is not None:  # together they may leave nothing
+                is_void[masked] |= logits.numpy()[masked].max(axis=1, initial=-np.inf) == -np.inf
+        if is_void.any():
+            logits[torch.from_numpy(is_void)] = 0.0
+        return is_void, counts
+
+    def _how(self, slots: I32, *, has_rules: bool, has_logprobs: bool) -> Chunks:
+        columns = self.batch.columns
+        most = max(1, MAX_LOGITS_BYTES // (4 * self.model_config.vocab_size))
+        chunks = []
+        for start in range(0, len(slots), most):
+            part = slots[start : start + most]
+            how = SamplingColumns(
+                temperature=columns.temperature[part],
+                top_k=columns.top_k[part],
+                top_p=columns.top_p[part],
+                min_p=columns.min_p[part],
+                seeds=columns.seeds[part],
+                sample_index=columns.sample_index[part],
+                token_index=columns.num_outputs[part],
+            )
+            chunks.append((start, start + len(part), how))
+        return chunks

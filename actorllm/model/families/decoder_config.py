@@ -1,0 +1,182 @@
+"""What a family's file makes of a config.json: sizes of a decoder, its switches, and what its tensors are called.
+
+The defaults of all switches are the plain decoder: RMSNorm before attention and before the MLP, grouped heads, one rope, silu.
+A backend declares which other values it knows (`DecoderConfig.switches`), so that no backend runs a shape as another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Literal
+
+from actorllm.errors import CorruptModelError, UnsupportedModelError
+from actorllm.model.rope import ROPE_TYPES
+
+ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """What the parts of a layer are called in a checkpoint, behind `model.layers.N.`."""
+
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """One name: the three are one tensor, one below the other."""
+    output: str = "self_attn.o_proj"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    """One name: the two are one tensor."""
+    down: str = "mlp.down_proj"
+    qk_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    input_norm: str = "input_layernorm"
+    output_norm: str = "post_attention_layernorm"
+    """Of what attention adds to the stream, where `norms_outputs`."""
+    mlp_norm: str = "post_attention_layernorm"
+    mlp_output_norm: str = "post_feedforward_layernorm"
+    norm_offset: float = 0.0
+    """Norms multiply by the tensor of the checkpoint plus this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """The shape of a model and the switches in which the families differ."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: Mapping[str, Any]
+    max_position_embeddings: int
+    ties_embeddings: bool
+    names: TensorNames = TensorNames()
+    has_head: bool = True
+    """False: only its final hidden states are wanted."""
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    has_mlp_bias: bool = False
+    qk_norm: Literal["none", "head", "all_heads"] = "none"
+    """RMSNorm of queries and keys, before they are rotated: of each head, or of all heads of a token together."""
+    windows: tuple[int | None, ...] = ()
+    """Sliding window of every layer; a token sees itself and the window - 1 tokens before it. None: all."""
+    window_rope: Mapping[str, Any] | None = None
+    """Of the layers with a window, where they rotate otherwise than the others."""
+    attention_scale: float | None = None
+    """Of products of queries and keys; None: head_dim ** -0.5."""
+    norms_inputs: bool = True
+    """Attention and MLP read the residual stream through a norm."""
+    norms_outputs: bool = False
+    """What attention and MLP add to the residual stream goes through a norm."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    embedding_scale: float = 1.0
+
+    @property
+    def switches(self) -> frozenset[str]:
+        """What a backend must know beyond the plain decoder, as `name` or, of several values, `name='value'`."""
+        found = set()
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_plain = (
+                field.default is MISSING or value == field.default or (field.name == "windows" and not any(value))
+            )
+            if not is_plain and field.name not in NO_SWITCHES:
+                found.add(f"{field.name}={value!r}" if isinstance(value, str) else field.name)
+        return frozenset(found)
+
+    @classmethod
+    def from_hugging_face(cls, hf: Mapping[str, Any], **differences: Any) -> DecoderConfig:
+        """The fields that all families name alike. Raises CorruptModelError or UnsupportedModelError."""
+        hidden_size, num_heads = positive(hf, "hidden_size"), positive(hf, "num_attention_heads")
+        num_kv_heads = positive(hf, "num_key_value_heads", num_heads)
+        num_layers = positive(hf, "num_hidden_layers")
+        if num_heads % num_kv_heads:
+            raise CorruptModelError(
+                f"config.json: num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}"
+            )
+        if hf.get("head_dim") is None and hidden_size % num_heads:
+            raise CorruptModelError(
+                f"config.json: hidden_size={hidden_size} is no multiple of num_attention_heads={num_heads}"
+            )
+        activation = hf.get("hidden_act", "silu")
+        if activation not in ACTIVATIONS:
+            known = " and ".join(repr(name) for name in ACTIVATIONS if name != "swish")
+            raise UnsupportedModelError(f"hidden_act {activation!r} is not supported; only {known} are")
+        if hf.get("quantization_config") is not None:
+            method = hf["quantization_config"].get("quant_method", "unknown")
+            raise UnsupportedModelError(f"quantized weights ({method}) are not supported; use the original model")
+        head_dim = positive(hf, "head_dim", hidden_size // num_heads)
+        if head_dim % 2:
+            raise UnsupportedModelError(f"head_dim={head_dim} is odd; rotary embeddings need pairs")
+        common: dict[str, Any] = {
+            "vocab_size": positive(hf, "vocab_size"),
+            "hidden_size": hidden_size,
+            "intermediate_size": positive(hf, "intermediate_size"),
+            "num_layers": num_layers,
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "rms_norm_eps": float(hf.get("rms_norm_eps", 1e-6)),
+            "max_position_embeddings": positive(hf, "max_position_embeddings", 2048),
+            "ties_embeddings": bool(hf.get("tie_word_embeddings", False)),
+            "activation": ACTIVATIONS[activation],
+            "windows": (None,) * num_layers,
+        }
+        if "rope" not in differences:
+            common["rope"] = rope_parameters(hf)
+        return cls(**(common | differences))
+
+
+NO_SWITCHES = {"names", "has_head"}
+"""Fields with defaults that are the same to every backend."""
+
+
+def positive(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A positive integer of config.json; CorruptModelError when it is something else."""
+    value = hf.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise CorruptModelError(f"config.json: {key} is {value!r}, a positive integer is needed")
+    return value
+
+
+def rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` as transformers 5 writes it, or the older `rope_theta` and `rope_scaling`."""
+    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise UnsupportedModelError("rope parameters that differ between layers are not supported")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise UnsupportedModelError(f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
+    if rope.get("rope_theta") is None:
+        rope["rope_theta"] = hf.get("rope_theta") or 10_000.0
+    rotated = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    if rotated not in (None, 1, 1.0):
+        raise UnsupportedModelError(f"partial_rotary_factor={rotated} is not supported; only 1 is")
+    return rope
+
+
+def windows_by_layer_type(num_layers: int, window: int | None, types: Any) -> tuple[int | None, ...]:
+    """The window of the layers of type sliding_attention. types: of every layer, as config.json has them."""
+    if len(types) != num_layers:
+        raise CorruptModelError(f"config.json: layer_types has {len(types)} entries for {num_layers} layers")
+    unknown = set(types) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UnsupportedModelError(f"attention of type {sorted(unknown)[0]!r} is not supported")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def qwen_windows(hf: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """Sliding windows of Qwen2 and Qwen3: off unless use_sliding_window, and then from layer max_window_layers on."""
+    window = positive(hf, "sliding_window", 4096) if hf.get("use_sliding_window") else None
+    types = hf.get("layer_types")
+    if types is None:
+        first = hf.get("max_window_layers", 28)
+        return tuple(window if i >= first else None for i in range(num_layers))
+    return windows_by_layer_type(num_layers, window, types)

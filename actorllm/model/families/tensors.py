@@ -1,0 +1,151 @@
+"""The tensors of a decoder, by the names of its family: which there are, and which part of each is a rank's.
+
+Every rank holds its share of the heads, of the MLP and of the vocabulary (`model.parallel`). Products whose inputs are shared
+out are summed over the ranks, and the first rank alone adds their bias. A tensor is read when it is asked for, so that loading
+needs little more memory than the model. Called by the decoders of all backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from actorllm.model.families.decoder_config import DecoderConfig
+from actorllm.model.linear import LinearWeight
+from actorllm.model.linear.dense import Dense
+from actorllm.model.parallel import HeadShare, Ranks
+from actorllm.model.weights import ALL, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """One layer, as the checkpoint has it; a norm that the shape does not have is None."""
+
+    qkv: LinearWeight
+    output: LinearWeight
+    gate_up: LinearWeight
+    down: LinearWeight
+    input_norm: torch.Tensor | None
+    output_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor | None
+    mlp_output_norm: torch.Tensor | None
+    qk_norms: tuple[torch.Tensor, torch.Tensor] | None
+    """Of queries and keys: [head_dim] each, or this rank's [num_heads * head_dim] and [num_kv_heads * head_dim]."""
+
+
+class DecoderTensors:
+    """See the module docstring."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights, ranks: Ranks, form: type[LinearWeight] = Dense) -> None:
+        """config: of the whole model. form: of the weights of its linear layers."""
+        self._config, self._weights, self._ranks, self._form = config, weights, ranks, form
+        self.share = HeadShare(config.num_heads, config.num_kv_heads, config.head_dim, ranks)
+
+    def embedding(self) -> torch.Tensor:
+        """Rows of the ids that are this rank's."""
+        size = self._config.vocab_size
+        rows = self._part(self._ranks.part(size))
+        return self._weights.take("model.embed_tokens.weight", size, self._config.hidden_size, rows=rows)
+
+    @property
+    def embedding_scale(self) -> float:
+        """Rounded to the type of the embeddings, as in transformers."""
+        return float(torch.tensor(self._config.embedding_scale, dtype=self._weights.dtype))
+
+    def head(self) -> LinearWeight | None:
+        """None: it is the embedding, or there is none."""
+        c = self._config
+        if c.ties_embeddings or not c.has_head:
+            return None
+        rows = self._part(self._ranks.part(c.vocab_size))
+        return self._form.sharded(self._weights, "lm_head", c.vocab_size, c.hidden_size, rows=rows)
+
+    def norm(self) -> torch.Tensor:
+        return self._norm("model.norm", self._config.hidden_size)
+
+    def layer(self, index: int) -> LayerTensors:
+        c, share, names = self._config, self.share, self._config.names
+        prefix = f"model.layers.{index}."
+        q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        q_part, kv_part, inner_part = (
+            share.rows(share.heads),
+            share.rows(share.kv_heads),
+            self._ranks.part(c.intermediate_size),
+        )
+
+        def norm(name: str, is_there: bool) -> torch.Tensor | None:
+            return self._norm(prefix + name, c.hidden_size) if is_there else None
+
+        qk_norms = None
+        if c.qk_norm == "head":
+            qk_norms = (
+                self._norm(prefix + names.qk_norms[0], c.head_dim),
+                self._norm(prefix + names.qk_norms[1], c.head_dim),
+            )
+        elif c.qk_norm == "all_heads":
+            q_norm = self._norm(prefix + names.qk_norms[0], q_size, self._part(q_part))
+            qk_norms = q_norm, self._norm(prefix + names.qk_norms[1], kv_size, self._part(kv_part))
+        return LayerTensors(
+            qkv=self._side_by_side(
+                prefix, names.qkv, (q_size, kv_size, kv_size), (q_part, kv_part, kv_part), c.has_qkv_bias
+            ),
+            output=self._summed(prefix + names.output, q_size, q_part, c.has_output_bias),
+            gate_up=self._side_by_side(
+                prefix, names.gate_up, (c.intermediate_size,) * 2, (inner_part,) * 2, c.has_mlp_bias
+            ),
+            down=self._summed(prefix + names.down, c.intermediate_size, inner_part, c.has_mlp_bias),
+            input_norm=norm(names.input_norm, c.norms_inputs),
+            output_norm=norm(names.output_norm, c.norms_outputs),
+            mlp_norm=norm(names.mlp_norm, c.norms_inputs),
+            mlp_output_norm=norm(names.mlp_output_norm, c.norms_outputs),
+            qk_norms=qk_norms,
+        )
+
+    def close(self) -> None:
+        """All that is needed has been read. Raises CorruptModelError for a tensor that is left over."""
+        needs_no_head = self._config.ties_embeddings or not self._config.has_head
+        self._weights.close(  # the config determines them, or nobody needs them
+            is_ignorable=lambda name: (
+                name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and needs_no_head)
+            )
+        )
+
+    def _part(self, part: slice) -> slice:
+        """What one rank takes as a whole is not cut."""
+        return part if self._ranks.size > 1 else ALL
+
+    def _norm(self, name: str, size: int, part: slice = ALL) -> torch.Tensor:
+        offset = self._config.names.norm_offset
+        tensor = self._weights.take(f"{name}.weight", size, rows=part)
+        return tensor.float() + offset if offset else tensor  # the sum may need more bits than the tensor has
+
+    def _side_by_side(
+        self, prefix: str, names: Sequence[str], sizes: Sequence[int], parts: Sequence[slice], has_bias: bool
+    ) -> LinearWeight:
+        """Layers that read the same. sizes: outputs of each; parts: which of them are this rank's."""
+        if len(names) > 1:
+            wanted = [(name, size, self._part(part)) for name, size, part in zip(names, sizes, parts, strict=True)]
+        elif self._ranks.size == 1:
+            wanted = [(names[0], sum(sizes), ALL)]
+        else:
+            starts = accumulate(sizes[:-1], initial=0)
+            shifted = [slice(start + part.start, start + part.stop) for start, part in zip(starts, parts, strict=True)]
+            wanted = [(names[0], sum(sizes), part) for part in shifted]
+        return self._form.fused(
+            [
+                self._form.sharded(
+                    self._weights, prefix + name, size, self._config.hidden_size, rows=rows, has_bias=has_bias
+                )
+                for name, size, rows in wanted
+            ]
+        )
+
+    def _summed(self, name: str, in_features: int, part: slice, has_bias: bool) -> LinearWeight:
+        """A layer whose product is summed over the ranks."""
+        layer = self._form.sharded(
+            self._weights, name, self._config.hidden_size, in_features, columns=self._part(part), has_bias=has_bias
+        )
+        return layer.without_bias() if self._ranks.rank else layer

@@ -1,0 +1,64 @@
+"""The one seam for weights: whatever form a linear layer's weight has, a model holds it as a `Linear`.
+
+`LinearWeight` is a weight as a checkpoint has it. `sharded` reads a rank's part of it, `fused` puts several side by side. A
+backend makes a `Linear` of its own of it, in the layout that is fastest there (`model.cpu.layers.linear`,
+`model.cuda.linear.linear`). A new form of weight is a `LinearWeight` here, and what each backend makes of it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+
+from actorllm.model.weights import ALL, Weights
+
+
+class Linear(ABC):
+    """x @ weight.T + bias."""
+
+    __slots__ = ("in_features", "num_bytes", "out_features")
+
+    def __init__(self, out_features: int, in_features: int, num_bytes: int) -> None:
+        """num_bytes: what one product reads of the weight."""
+        self.out_features, self.in_features, self.num_bytes = out_features, in_features, num_bytes
+
+    @abstractmethod
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, in_features] to [num_tokens, out_features]."""
+
+
+class LinearWeight(Linear):
+    """A weight as a checkpoint has it."""
+
+    __slots__ = ()
+
+    @classmethod
+    @abstractmethod
+    def sharded(
+        cls,
+        weights: Weights,
+        name: str,
+        out_features: int,
+        in_features: int,
+        *,
+        rows: slice = ALL,
+        columns: slice = ALL,
+        has_bias: bool = False,
+    ) -> Self:
+        """Some outputs (rows) or inputs (columns) of the layer `name`. The bias belongs to the outputs."""
+
+    @classmethod
+    @abstractmethod
+    def fused(cls, parts: Sequence[Self]) -> Self:
+        """One product whose output is the concatenation of the given ones'."""
+
+    @abstractmethod
+    def reordered(self, outputs: torch.Tensor) -> Self:
+        """The same with its outputs in another order."""
+
+    @abstractmethod
+    def without_bias(self) -> Self:
+        """The same, which adds nothing."""

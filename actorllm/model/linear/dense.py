@@ -1,0 +1,53 @@
+"""A weight of plain numbers, one for each pair of output and input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+
+from actorllm.model.linear import LinearWeight
+from actorllm.model.weights import ALL, Weights
+
+
+class Dense(LinearWeight):
+    """See the module docstring."""
+
+    __slots__ = ("bias", "weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__(weight.shape[0], weight.shape[1], weight.numel() * weight.element_size())
+        self.weight = weight  # [out_features, in_features]
+        self.bias = bias  # [out_features]
+
+    @classmethod
+    def sharded(
+        cls,
+        weights: Weights,
+        name: str,
+        out_features: int,
+        in_features: int,
+        *,
+        rows: slice = ALL,
+        columns: slice = ALL,
+        has_bias: bool = False,
+    ) -> Self:
+        weight = weights.take(f"{name}.weight", out_features, in_features, rows=rows, columns=columns)
+        return cls(weight.contiguous(), weights.take(f"{name}.bias", out_features, rows=rows) if has_bias else None)
+
+    @classmethod
+    def fused(cls, parts: Sequence[Self]) -> Self:
+        if len(parts) == 1:
+            return parts[0]
+        biases = [part.bias for part in parts if part.bias is not None]
+        return cls(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
+
+    def reordered(self, outputs: torch.Tensor) -> Self:
+        return type(self)(self.weight[outputs], None if self.bias is None else self.bias[outputs])
+
+    def without_bias(self) -> Self:
+        return type(self)(self.weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight, self.bias)
