@@ -36,7 +36,13 @@ def read_rows(value: Any, width: int) -> NDArray[np.float32]:
     """
     shape = f"a floating-point tensor of shape (num_tokens, {width})"
     if hasattr(value, "detach") and hasattr(value, "is_floating_point"):
-        array = value.detach().cpu().float().numpy() if value.is_floating_point() else np.zeros(0, np.int64)
+        if not value.is_floating_point():
+            raise InvalidPromptError(f"prompt_embeds must be {shape}, not one of {value.dtype}")
+        try:
+            array = value.detach().cpu().float().numpy()
+        except (RuntimeError, NotImplementedError, TypeError) as error:  # of a sparse layout, or without data ("meta")
+            told = f"not one with layout {value.layout} on device {str(value.device)!r}; give a dense one with values"
+            raise InvalidPromptError(f"prompt_embeds must be {shape}, {told}") from error
     elif isinstance(value, np.ndarray):
         array = value
     else:

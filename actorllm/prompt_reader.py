@@ -1,7 +1,8 @@
 """`PromptReader`: a prompt as its user writes it, as token ids that are checked against the model.
 
-Text, token ids, vLLM's mappings (`prompt`) and conversations all become a `TokenizedPrompt`. Works on any thread: the engine
-asks on its intake thread, and whoever only wants to know the ids of a prompt asks on its own.
+Text, token ids, vLLM's mappings (`prompt`) and conversations all become a `TokenizedPrompt`. Works on any thread. The
+engine's lanes (`actorllm.intake`) hand in a `Workplace` for what may take long; without one, everything is done here.
+Texts are bounded before they are tokenized, by `max_prompt_characters` and by what the model has room for.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.config import ModelConfig
 from actorllm.embeds import EMBEDDED, MAX_PROMPT_BYTES, encode_rows, read_rows, salt_of
-from actorllm.errors import InvalidParameterError, InvalidPromptError, nearest_name
+from actorllm.errors import InvalidParameterError, InvalidPromptError, nearest_name, shown
 from actorllm.messages import I32, U8, no_u8
 from actorllm.request import PoolingParams, SamplingParams, check_truncation, is_text
 from actorllm.text.chat import ChatTemplate, Conversation
@@ -43,6 +44,24 @@ VLLM_PROMPT_KEYS = (
 
 TOKENIZATION_KEYS = ("truncate_prompt_tokens", "add_special_tokens", "truncation_side")
 """What tokenization_kwargs may hold."""
+
+
+LARGE_TEXT = 1 << 18
+"""Texts of more characters take long: they are read in a process that can be ended."""
+
+
+class Workplace(Protocol):
+    """Where texts are read that may take long. Both raise as `ChatTemplate.render` and `Tokenizer.encode`."""
+
+    @property
+    def takes_all(self) -> bool:
+        """Also what is short."""
+
+    def render(self, tokenizer: Tokenizer, conversation: Conversation, most: int) -> str | None:
+        """The text of a conversation, with `most` characters at most. None: only this process can render it."""
+
+    def encode(self, tokenizer: Tokenizer, method: Literal["encode", "encode_within"], *arguments: Any) -> I32:
+        """What this method of the tokenizer returns."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,6 +118,7 @@ class PromptReader:
         truncate_prompt_tokens: int | None = None,
         add_special_tokens: bool | None = None,
         truncation_side: Side | None = None,
+        workplace: Workplace | None = None,
     ) -> TokenizedPrompt:
         """The token ids of a prompt, checked against the model. Raises InvalidPromptError.
 
@@ -112,31 +132,21 @@ class PromptReader:
         pooler = self._model.pooler
         text = prompt_text(prompt)
         embeds: NDArray[np.float32] | None = None
-        shown: list[int] | None = None
+        shown_ids: list[int] | None = None
         if isinstance(prompt, Mapping):
             salt = prompt.get("cache_salt")
             if prompt.get("prompt_embeds") is not None:
-                embeds, ids, shown = self._embedded(prompt)
+                embeds, ids, shown_ids = self._embedded(prompt)
             else:
                 prompt = _unwrap(prompt)
         if isinstance(prompt, Conversation):
-            prompt = text = self.chat_template.render(prompt)
+            prompt = text = self._render(prompt, workplace)
             add_special_tokens = bool(add_special_tokens)
         if embeds is not None:
             pass
         elif isinstance(prompt, str):
-            if pooler is None:
-                cut = num_kept if truncation_side is None else None
-                ids = self.tokenizer.encode(prompt, add_special_tokens is not False, cut)
-            elif not prompt:
-                raise InvalidPromptError("the prompt is empty")
-            else:
-                ids = self.tokenizer.encode_within(
-                    prompt.lower() if pooler.lowercases else prompt,
-                    add_special_tokens is not False,
-                    num_kept,
-                    truncation_side,
-                )
+            self._check_length(prompt, is_truncated=num_kept is not None)
+            ids = self._encode(prompt, add_special_tokens is not False, num_kept, truncation_side, workplace)
         else:
             ids = _checked_ids(prompt, self._model.vocab_size)
         if not ids.size:
@@ -145,8 +155,8 @@ class PromptReader:
             keeps_first = truncation_side == "right" if pooler is None else self._truncates_end(truncation_side)
             kept = slice(num_kept) if keeps_first else slice(ids.size - num_kept, None)
             ids = ids[kept]
-            if embeds is not None and shown is not None:
-                embeds, shown = embeds[kept], shown[kept]
+            if embeds is not None and shown_ids is not None:
+                embeds, shown_ids = embeds[kept], shown_ids[kept]
         limit = self._model.max_model_len
         most = limit - (pooler is None)  # a token is to come
         if ids.size > most:
@@ -163,7 +173,70 @@ class PromptReader:
                 f"prompt_embeds of {rows.size} bytes are more than a request may carry ({MAX_PROMPT_BYTES}): shorten "
                 f"them to {most} tokens or fewer"
             )
-        return TokenizedPrompt(ids, text, salt_of(rows, salt), rows, shown)
+        return TokenizedPrompt(ids, text, salt_of(rows, salt), rows, shown_ids)
+
+    def ids_of(self, prompt: str | Conversation, adds_special: bool, workplace: Workplace | None = None) -> list[int]:
+        """The token ids of a text, or of a conversation, however many the model has room for. Raises as `tokenize`."""
+        text = self._render(prompt, workplace) if isinstance(prompt, Conversation) else prompt
+        self.check_characters(len(text))
+        if workplace is not None and (workplace.takes_all or len(text) > LARGE_TEXT):
+            ids = workplace.encode(self.tokenizer, "encode", text, adds_special)
+        else:
+            ids = self.tokenizer.encode(text, adds_special)
+        listed: list[int] = ids.tolist()
+        return listed
+
+    def is_large(self, prompt: Prompt) -> bool:
+        """Whether reading a prompt may take long, or what its own template pleases, as far as that is seen at once."""
+        if isinstance(prompt, Mapping):
+            prompt = next((prompt[key] for key in PROMPT_KEYS if prompt.get(key) is not None), "")
+        if isinstance(prompt, Conversation):
+            return prompt.has_own_template or prompt.num_characters > LARGE_TEXT
+        return isinstance(prompt, str) and LARGE_TEXT < len(prompt) <= self._model.max_prompt_characters
+
+    def check_characters(self, num_characters: int) -> None:
+        """Raises InvalidPromptError for a text that is longer than this engine takes."""
+        most = self._model.max_prompt_characters
+        if num_characters > most:
+            raise InvalidPromptError(too_many_characters(num_characters, most))
+
+    def _check_length(self, text: str, is_truncated: bool) -> None:
+        """Before a text is tokenized. Raises InvalidPromptError for one that cannot fit, whatever its tokens are."""
+        self.check_characters(len(text))
+        room = self._model.max_model_len - (self._model.pooler is None)
+        if is_truncated or len(text) <= room or self._model.tokenizer is None:
+            return
+        longest = self.tokenizer.max_token_characters
+        if longest is not None and len(text) > longest * room:
+            raise InvalidPromptError(
+                f"the prompt has {len(text)} characters and max_model_len is {self._model.max_model_len}: so many tokens "
+                f"have at most {longest * room} characters; shorten it"
+            )
+
+    def _render(self, conversation: Conversation, workplace: Workplace | None) -> str:
+        """What a request brings of its own (a template, a long conversation) is rendered at the workplace."""
+        self.check_characters(conversation.num_characters)
+        if workplace is not None and (workplace.takes_all or self.is_large(conversation)):
+            text = workplace.render(self.tokenizer, conversation, self._model.max_prompt_characters)
+            if text is not None:
+                return text
+        return self.chat_template.render(conversation)
+
+    def _encode(
+        self, text: str, adds_special: bool, most: int | None, side: Side | None, workplace: Workplace | None
+    ) -> I32:
+        pooler, tokenizer = self._model.pooler, self.tokenizer
+        method: Literal["encode", "encode_within"] = "encode"
+        arguments: tuple[Any, ...] = (text, adds_special, most if side is None else None)
+        if pooler is not None:
+            if not text:
+                raise InvalidPromptError("the prompt is empty")
+            method = "encode_within"
+            arguments = (text.lower() if pooler.lowercases else text, adds_special, most, side)
+        if workplace is not None and (workplace.takes_all or len(text) > LARGE_TEXT):
+            return workplace.encode(tokenizer, method, *arguments)
+        ids: I32 = getattr(tokenizer, method)(*arguments)
+        return ids
 
     def _kept_tokens(self, truncate_prompt_tokens: int | None) -> int | None:
         """How many tokens of a prompt are left at most; None: all of them."""
@@ -198,18 +271,20 @@ class PromptReader:
             raise InvalidPromptError(f"prompt_embeds with {there} need {missing}, too: it says where the ids count")
         if ids is None or is_id is None:
             return rows, np.full(len(rows), EMBEDDED, np.int32), [0] * len(rows)
-        shown = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
-        mask = np.array(list(is_id))
-        if len(shown) != len(rows) or mask.shape != (len(rows),) or mask.dtype != np.bool_:
+        if not isinstance(ids, Iterable) or isinstance(ids, str | bytes):
+            raise InvalidPromptError(f"prompt_token_ids={shown(ids)} must be a list of token ids")
+        all_ids = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+        mask = _mask(is_id)
+        if len(all_ids) != len(rows) or mask.shape != (len(rows),):
             raise InvalidPromptError(
                 f"prompt_embeds of {len(rows)} tokens need as many prompt_token_ids and prompt_is_token_ids (booleans), "
-                f"not {len(shown)} and {mask.size}"
+                f"not {len(all_ids)} and {mask.size}"
             )
         mixed = np.full(len(rows), EMBEDDED, np.int32)
         mixed[mask] = _checked_ids(
-            [i for i, counts in zip(shown, mask.tolist(), strict=True) if counts], model.vocab_size
+            [i for i, counts in zip(all_ids, mask.tolist(), strict=True) if counts], model.vocab_size
         )
-        return rows, mixed, shown
+        return rows, mixed, all_ids
 
     @property
     def chat_template(self) -> ChatTemplate:
@@ -217,6 +292,13 @@ class PromptReader:
         if self._chat_template is None:
             self._chat_template = ChatTemplate(self.tokenizer)
         return self._chat_template
+
+
+def too_many_characters(num_characters: int, most: int) -> str:
+    """What is told of a text that is longer than an engine takes."""
+    return (
+        f"the prompt has {num_characters} characters, and at most {most} are taken (max_prompt_characters); shorten it"
+    )
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -239,6 +321,8 @@ def prompt_text(prompt: Prompt) -> str | None:
 
 def checked_tokenization(given: Mapping[str, Any] | None, params: SamplingParams | PoolingParams) -> dict[str, Any]:
     """The keyword arguments of `PromptReader.tokenize`: tokenization_kwargs go before the parameter."""
+    if given is not None and not isinstance(given, Mapping):
+        raise InvalidParameterError(f"tokenization_kwargs={shown(given)} must be a mapping")
     checked = {} if params.truncate_prompt_tokens is None else {"truncate_prompt_tokens": params.truncate_prompt_tokens}
     for name, value in (given or {}).items():
         if name not in TOKENIZATION_KEYS:
@@ -299,6 +383,18 @@ def _unwrap(prompt: Mapping[str, Any]) -> Prompt:
     raise InvalidPromptError(f"a prompt mapping needs 'prompt' or 'prompt_token_ids'; it has {list(prompt)}")
 
 
+def _mask(is_id: object) -> NDArray[np.bool_]:
+    if hasattr(is_id, "tolist"):
+        is_id = is_id.tolist()
+    values = list(is_id) if isinstance(is_id, Iterable) else None
+    if values is None or isinstance(is_id, str | bytes | Mapping):
+        raise InvalidPromptError(f"prompt_is_token_ids={shown(is_id)} must be a list of booleans, one for each token")
+    for place, value in enumerate(values):
+        if not isinstance(getattr(value, "tolist", lambda value=value: value)(), bool):
+            raise InvalidPromptError(f"prompt_is_token_ids must be booleans, and item {place} is {shown(value)}")
+    return np.array(values, np.bool_)
+
+
 _BOOLEANS = frozenset((bool, np.bool_))
 """Among integers numpy takes them for integers."""
 
@@ -306,17 +402,35 @@ _BOOLEANS = frozenset((bool, np.bool_))
 def _checked_ids(prompt: object, vocab_size: int) -> I32:
     if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
         raise InvalidPromptError(f"a prompt must be text or token ids, not {type(prompt).__name__}")
+    items = prompt if isinstance(prompt, np.ndarray) else list(prompt)
+    if isinstance(items, list) and not _BOOLEANS.isdisjoint(map(type, items)):
+        raise InvalidPromptError("token ids must be a flat list of integers, and a bool is among them")
     try:
-        items = prompt if isinstance(prompt, np.ndarray) else list(prompt)
-        if isinstance(items, list) and not _BOOLEANS.isdisjoint(map(type, items)):
-            raise InvalidPromptError("token ids must be a flat list of integers, and a bool is among them")
         ids = np.array(items)
-    except ValueError as error:
-        raise InvalidPromptError(f"token ids must be a flat list of integers: {error}") from error
+    except (ValueError, TypeError, OverflowError):  # what numpy says of it names no value and no fix
+        raise InvalidPromptError(_wrong_id(items, vocab_size)) from None
     if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
+        if isinstance(items, list):
+            raise InvalidPromptError(_wrong_id(items, vocab_size))
         raise InvalidPromptError(f"token ids must be a flat list of integers, not {ids.dtype} in {ids.ndim} dimensions")
     if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
         bad = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise InvalidPromptError(f"token id {int(bad)} is outside the vocabulary of {vocab_size} tokens")
+        raise InvalidPromptError(_outside(int(bad), vocab_size))
     checked: I32 = ids.astype(np.int32)
     return checked
+
+
+def _wrong_id(items: Iterable[object], vocab_size: int) -> str:
+    """About the first of the items that is no token id."""
+    for place, item in enumerate(items):
+        if not isinstance(item, Integral):
+            return (
+                f"token ids must be a flat list of integers, and item {place} is {shown(item)} ({type(item).__name__})"
+            )
+        if not 0 <= int(item) < vocab_size:
+            return _outside(int(item), vocab_size)
+    return "token ids must be a flat list of integers"
+
+
+def _outside(token_id: int, vocab_size: int) -> str:
+    return f"token id {shown(token_id)} is outside the vocabulary of {vocab_size} tokens"

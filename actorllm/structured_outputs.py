@@ -19,6 +19,8 @@ MAX_CHARACTERS = 1 << 18
 """Of a schema or grammar."""
 MAX_NESTING = 64
 """Of a schema, as in vLLM."""
+MAX_MARKS = 50_000
+"""Commas and opening brackets of a schema, at most: to read more takes the caller's loop too long."""
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """The fields of which exactly one is given."""
@@ -49,6 +51,10 @@ class StructuredOutputsParams:
     structural_tag: str | None = None
     _source: str = field(default="structured_outputs", init=False, repr=False, compare=False)
     """What errors call it: the field of whoever asked for it in other words."""
+    _is_hint: bool = field(default=False, init=False, repr=False, compare=False)
+    """What no grammar can hold of a schema is dropped, and not refused."""
+    _checked: str | None = field(default=None, init=False, repr=False, compare=False)
+    """The JSON text that was read last, and is known to be good."""
 
     def __post_init__(self) -> None:
         given = [kind for kind in KINDS if getattr(self, kind) is not None]
@@ -75,11 +81,18 @@ class StructuredOutputsParams:
         for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
             if getattr(self, name):
                 values[name] = getattr(self, name)
+        if self._is_hint:
+            values["strict"] = False
         return values
 
     def named(self, source: str) -> StructuredOutputsParams:
         """The same, called by another name in errors."""
         self._source = source
+        return self
+
+    def as_hint(self) -> StructuredOutputsParams:
+        """The same, but what no grammar can hold of its schema is dropped: OpenAI's "strict": false."""
+        self._is_hint = True
         return self
 
     def _text(self, kind: str) -> str:
@@ -126,6 +139,13 @@ class StructuredOutputsParams:
 
     def _json(self, kind: str, text: Any) -> str:
         self._check_text(kind, text)
+        if text == self._checked:
+            return str(text)
+        num_marks = text.count(",") + text.count("{") + text.count("[")
+        if num_marks > MAX_MARKS:
+            raise InvalidParameterError(
+                f"{self._source}: {kind} has {num_marks} commas and opening brackets, and the limit is {MAX_MARKS}"
+            )
         try:
             tree = json.loads(text)
             depth = _depth(tree)
@@ -139,6 +159,7 @@ class StructuredOutputsParams:
             raise InvalidParameterError(
                 f"{self._source}: {kind} is nested {depth} levels deep, and the limit is {MAX_NESTING}"
             )
+        self._checked = text
         return str(text)
 
     def _check_text(self, name: str, text: Any) -> None:
@@ -178,10 +199,13 @@ def structured_outputs_of(given: Any) -> StructuredOutputsParams | None:
 
 def _depth(tree: Any) -> int:
     """How deep lists and objects are within each other; 0 for a plain value."""
-    depth, level = 0, [tree]
-    while level := [one for one in level if isinstance(one, dict | list)]:
+    depth, level = 0, [tree] if isinstance(tree, dict | list) else []
+    while level:
         depth += 1
         if depth > MAX_NESTING:
             break
-        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+        inner: list[Any] = []
+        for one in level:
+            inner += one.values() if type(one) is dict else one
+        level = [one for one in inner if type(one) is dict or type(one) is list]
     return depth

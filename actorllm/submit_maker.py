@@ -13,15 +13,17 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any, cast
 
+import numpy as np
+
 from actorllm.clock import from_epoch, now
 from actorllm.config import EngineConfig
-from actorllm.errors import InvalidParameterError
+from actorllm.errors import InvalidParameterError, shown
 from actorllm.kvcache.prefix_index import extra_key, hash_blocks
 from actorllm.messages import NO_U8, Submit
 from actorllm.objective import SLO
 from actorllm.pooling import Pooling
 from actorllm.prompt_reader import PromptReader, TokenizedPrompt
-from actorllm.request import RequestOutputKind, SamplingParams, check_timeout, is_text
+from actorllm.request import MAX_LABEL, MAX_SECONDS, RequestOutputKind, SamplingParams, check_timeout, is_text
 from actorllm.rules import rules_of
 from actorllm.structured_outputs import StructuredOutputsParams
 
@@ -60,14 +62,18 @@ class SubmitMaker:
         Arguments as in `Engine.submit`. Raises InvalidParameterError.
         """
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
-            raise InvalidParameterError(f"priority={priority!r} must be a 64-bit integer; lower is sooner")
+            raise InvalidParameterError(f"priority={shown(priority)} must be a 64-bit integer; lower is sooner")
         _check_seconds("deadline", deadline, "monotonic")
         if timeout is not None:
             deadline = min(now() + check_timeout(timeout), math.inf if deadline is None else deadline)
         _check_seconds("arrival_time", arrival_time, "epoch")
         for name, label in (("type_info", type_info), ("tenant", tenant)):
-            if label is not None and not is_text(label):
-                raise InvalidParameterError(f"{name}={label!r} must be a string of valid Unicode, or None")
+            if label is not None and (not is_text(label) or len(label) > MAX_LABEL):
+                raise InvalidParameterError(
+                    f"{name}={shown(label)} must be a string of valid Unicode with at most {MAX_LABEL} characters, or None"
+                )
+        if not isinstance(is_latency_sensitive, bool | int | np.bool_ | None):
+            raise InvalidParameterError(f"is_latency_sensitive={shown(is_latency_sensitive)} must be True or False")
         objective = SLO.from_value(slo)
         if objective is not None and objective not in self._objectives:
             self._note_objective(objective)
@@ -192,9 +198,9 @@ class SubmitMaker:
 
 def _check_seconds(name: str, value: object, base: str) -> None:
     if value is not None and (
-        isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)
+        isinstance(value, bool) or not isinstance(value, int | float) or not -MAX_SECONDS <= value <= MAX_SECONDS
     ):
-        raise InvalidParameterError(f"{name}={value!r} must be a time in {base} seconds, or None")
+        raise InvalidParameterError(f"{name}={shown(value)} must be a time in {base} seconds, or None")
 
 
 def _slo_fields(slo: SLO) -> tuple[float | None, ...]:

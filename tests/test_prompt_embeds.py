@@ -192,6 +192,15 @@ BAD = [
         {"prompt_embeds": torch.zeros(2, WIDTH), "prompt_token_ids": [1, 9999], "prompt_is_token_ids": [False, True]},
         "token id 9999 is outside",
     ),
+    (
+        {"prompt_embeds": torch.zeros(2, WIDTH), "prompt_token_ids": [1, 2], "prompt_is_token_ids": [True, [False]]},
+        "must be booleans, and item 1 is \\[False\\]",
+    ),
+    (
+        {"prompt_embeds": torch.zeros(2, WIDTH), "prompt_token_ids": [1, 2], "prompt_is_token_ids": [1, 0]},
+        "must be booleans, and item 0 is 1",
+    ),
+    ({"prompt_embeds": torch.zeros(2, WIDTH, device="meta")}, "on device 'meta'; give a dense one with values"),
     ({"prompt_token_ids": [1, 2], "prompt_is_token_ids": [True, False]}, "which is missing"),
     ({"prompt_embed": torch.zeros(2, WIDTH)}, "did you mean 'prompt_embeds'"),
 ]

@@ -20,6 +20,7 @@ from tests.stories import Request, Story, difference, listen
 pytestmark = pytest.mark.anyio
 
 PROMPT = "Once upon a time"
+EOS = 0
 TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
 """Of the KV cache."""
 PERSON = {
@@ -117,17 +118,31 @@ async def test_a_tag_that_may_end_anywhere(llm: AsyncLLM) -> None:
     assert len(one.text) > 3
 
 
-async def test_where_it_may_end_the_model_decides_and_with_ignore_eos_it_goes_on(llm: AsyncLLM) -> None:
-    eos = {0: 100.0}
+async def test_an_end_of_text_is_a_token_like_any_other(llm: AsyncLLM) -> None:
+    """As in vLLM: it is sampled where the grammar may end, also where it must; with ignore_eos the rest is free."""
+    eos = {EOS: 100.0}
     one = await answer(llm, {"regex": "[ a-z]{0,9}"}, logit_bias=eos)
-    assert (one.text, one.finish_reason) == ("", "stop")
-    one = await answer(llm, {"regex": "[ a-z]{0,9}"}, logit_bias=eos, ignore_eos=True)
-    assert (len(one.text), one.finish_reason) == (9, "stop")
-    one = await answer(llm, {"regex": "[ a-z]{0,99}"}, logit_bias=eos, min_tokens=2)
-    assert len(one.token_ids) == 3
-    assert one.finish_reason == "stop"
+    assert (one.text, one.finish_reason, one.token_ids) == ("", "stop", [EOS])
+    one = await answer(llm, {"regex": "[a-z]{4}"}, logprobs=1)
+    assert (len(one.text), one.finish_reason, one.stop_reason) == (4, "stop", None)
+    assert one.token_ids.count(EOS) == (one.token_ids[-1] == EOS) == 1
+    assert len(one.logprobs) == len(one.token_ids)
+    free = await answer(llm, {"regex": "[a-z]{4}"}, ignore_eos=True, max_tokens=20)
+    assert free.token_ids[: len(one.token_ids)] == one.token_ids
+    assert (len(free.token_ids), free.finish_reason) == (20, "length")
+    siblings = await answer(llm, {"regex": "[a-z]{4}"}, ignore_eos=True, max_tokens=20, n=2)
+    assert len(siblings.token_ids) == 20
+
+
+async def test_an_end_that_other_rules_forbid_is_none_all_the_same(llm: AsyncLLM) -> None:
+    one = await answer(llm, {"regex": "[ a-z]{0,99}"}, logit_bias={EOS: 100.0}, min_tokens=2)
+    assert (len(one.token_ids), one.finish_reason) == (3, "stop")
     one = await answer(llm, {"regex": "[a-z]{4}"}, min_tokens=100)
     assert (len(one.text), one.finish_reason) == (4, "stop"), "its end goes before min_tokens"
+    assert EOS not in one.token_ids
+    letters = sorted(set((await answer(llm, {"regex": "[a-z]{40}"})).token_ids) - {EOS})
+    one = await answer(llm, {"regex": "[a-z]{4}"}, allowed_token_ids=letters)
+    assert (len(one.text), one.finish_reason) == (4, "stop")
 
 
 async def test_a_full_length_and_an_end_at_once(llm: AsyncLLM) -> None:
@@ -204,6 +219,36 @@ async def test_random_schemas_on_random_weights_always_parse(random_llm: AsyncLL
             group.start_soon(ask, number, schema)
 
 
+MULTIPLES = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 10, "maxLength": 20},
+        "none": {"type": "integer", "multipleOf": 3.7, "exclusiveMinimum": 0, "maximum": 10},
+        "some": {"type": "number", "multipleOf": 2.5, "minimum": 2.25, "maximum": 2.55},
+        "more": {"type": "number", "multipleOf": 0.05, "exclusiveMinimum": 95, "maximum": 95.5},
+    },
+    "required": ["name", "some"],
+    "additionalProperties": False,
+}
+"""llguidance does not see that there is no value of "none", nor that there is one of "some", and 95 for "more"."""
+
+
+async def test_multiples_end_in_no_middle(random_llm: AsyncLLM) -> None:
+    async def ask(seed: int) -> None:
+        params = SamplingParams(max_tokens=None, seed=seed, structured_outputs={"json": MULTIPLES})
+        one = (await random_llm.complete([5, 6, 7], params)).outputs[0]
+        value = json.loads(one.text)
+        assert one.finish_reason == "stop"
+        assert "none" not in value
+        assert 10 <= len(value["name"]) <= 20
+        assert value["some"] == 2.5
+        assert 95 < value.get("more", 95.5) <= 95.5
+
+    async with anyio.create_task_group() as group:
+        for seed in range(24):
+            group.start_soon(ask, seed)
+
+
 @pytest.fixture(scope="module")
 def random_llm() -> Iterator[AsyncLLM]:
     engine = AsyncLLM("storyteller", load_format="dummy", topology="inline", num_threads=1, max_num_seqs=16, seed=1)
@@ -270,6 +315,11 @@ def test_bad_parameters_are_told_at_once(wrong: dict[str, Any], match: str) -> N
         SamplingParams(structured_outputs=wrong)
 
 
+def test_a_schema_of_too_many_parts_is_refused_before_it_is_read() -> None:
+    with pytest.raises(InvalidParameterError, match="60003 commas and opening brackets, and the limit is 50000"):
+        SamplingParams(structured_outputs={"json": '{"a": [' + "1," * 60_001 + "1]}"})
+
+
 def test_unknown_parameters() -> None:
     with pytest.raises(UnknownParameterError, match="no parameter 'jsn'; did you mean 'json'"):
         SamplingParams(structured_outputs={"jsn": {}})
@@ -293,7 +343,7 @@ LOAD = [
         {
             "max_tokens": 90,
             "seed": number,
-            "ignore_eos": True,
+            "ignore_eos": KINDS[number % 4] is None,
             "temperature": 0.9,
             "logprobs": 1,
             "n": 1 + (number == 3),

@@ -2,8 +2,8 @@
 
 Owns what a conversation may look like (`Conversation`, checked when it is made) and the template of a model folder
 (`ChatTemplate`). Rendering is that of transformers' `apply_chat_template`, reached below the tokenizer classes, so that
-the process of the application loads no torch for it. Called by the engine's intake thread, where prompts are tokenized;
-the text already holds its special tokens, so it is encoded without adding any.
+the process of the application loads no torch for it. Called where prompts are tokenized: on the engine's lanes, and in the
+lane process (`actorllm.intake`); the text already holds its special tokens, so it is encoded without adding any.
 """
 
 from __future__ import annotations
@@ -99,6 +99,16 @@ class Conversation:
             tools=None if tools is None else list(tools) if is_own else copy.deepcopy(list(tools)),
             chat_template_kwargs=dict(made.chat_template_kwargs),
         )
+
+    @property
+    def has_own_template(self) -> bool:
+        """Whether it brings a template, and not the name of one of the model's at most."""
+        return self.chat_template is not None and "{" in self.chat_template
+
+    @property
+    def num_characters(self) -> int:
+        """Of the texts of its messages."""
+        return sum(len(text) for message in self.messages for text in _text_parts(message))
 
 
 def is_batch(messages: Any) -> bool:

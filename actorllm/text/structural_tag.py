@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 ANY_TEXT = r"/(.|\n)*/"
@@ -30,6 +30,22 @@ def lark_of(tag: Mapping[str, Any], special: Mapping[str, int], json_options: Ma
     writer = _Writer(special, json_options)
     start = writer.write(format)
     return "\n".join(["%llguidance {}", f"start: {start}", *writer.rules, ""])
+
+
+def schemas_of(tag: Any) -> Iterator[dict[str, Any]]:
+    """The JSON schemas within a tag."""
+    waiting = [tag]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting.extend(part)
+        elif isinstance(part, dict):
+            for name, inner in part.items():
+                if name in ("json_schema", "schema"):
+                    if isinstance(inner, dict):
+                        yield inner
+                elif isinstance(inner, dict | list):
+                    waiting.append(inner)
 
 
 def _of_structure(structure: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ safe to use from several threads.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from actorllm.errors import CorruptModelError, InvalidPromptError, ModelNotFoundError, UnsupportedModelError
+from actorllm.text.token_length import max_token_characters
 
 I32: TypeAlias = NDArray[np.int32]
 Side: TypeAlias = Literal["left", "right"]
@@ -31,9 +33,6 @@ EXTRA_SPECIAL_NAMES = ("additional_special_tokens", "extra_special_tokens")
 
 OTHER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "tekken.json")
 """What transformers can make a tokenizer from when there is no tokenizer.json."""
-
-LONG_TEXT = 4096
-"""Characters from which on other threads run while a text is encoded."""
 
 
 class Tokenizer:
@@ -76,18 +75,24 @@ class Tokenizer:
         """Token ids, int32 [num_tokens], with the special tokens that the model puts around a text, or without them.
 
         max_tokens: of a longer text only its end, within the special tokens around it. Special tokens that are spelled out
-        in the text become their ids. Raises InvalidPromptError for what is no text (lone surrogates, bytes).
+        in the text become their ids. Raises InvalidPromptError for what is no text (lone surrogates, bytes), and where the
+        tokenizer fails on the text.
         """
         if not isinstance(text, str):
             raise InvalidPromptError(f"a prompt must be a string, not {type(text).__name__}")
         try:
-            # A batch gives up the interpreter lock, which a single text does not.
-            if len(text) < LONG_TEXT:
-                encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
-            else:
-                encoding = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            # A batch gives up the interpreter lock, which a single text does not. Also a short text may take seconds, where
+            # the pattern of the pre-tokenizer tries everything.
+            encoding = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except TypeError as error:
             raise InvalidPromptError("the prompt holds characters that are not valid Unicode") from error
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in Rust is no Exception
+            raise InvalidPromptError(
+                f"the tokenizer failed on this prompt of {len(text)} characters ({type(error).__name__}: {error!s:.200}); "
+                f"change the text, or give token ids"
+            ) from error
         ids = np.array(encoding.ids, np.int32)
         if max_tokens is None or ids.size <= max_tokens:
             return ids
@@ -97,6 +102,14 @@ class Tokenizer:
             return ids[-max_tokens:]
         is_around[np.flatnonzero(~is_around)[-room:]] = True
         return ids[is_around]
+
+    @functools.cached_property
+    def max_token_characters(self) -> int | None:
+        """More characters than this no token stands for; None: one token can stand for any number of them.
+
+        None also where it is not known: a normalizer that removes characters, or tokens that swallow blanks around them.
+        """
+        return max_token_characters(self.backend)
 
     @property
     def truncation_side(self) -> Side:

@@ -1,0 +1,96 @@
+"""`Job`: one thing that a lane does, mostly reading the prompt of one request."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from actorllm.intake.lanes import Lane
+
+T = TypeVar("T")
+
+
+class Job(ABC):
+    """One job. It ends once: by what `run` does, or by `end`, which may be called beside it from another thread."""
+
+    submitter: str | None = None
+    """Whose it is: lanes are shared evenly among submitters."""
+    is_heavy = False
+    """It may take long."""
+    since: float | None = None
+    """When its work began, in monotonic seconds; None: it waits, also for the start of the engine."""
+
+    @abstractmethod
+    def run(self, lane: Lane | None) -> None:
+        """Do it, on a lane; without one on the caller's thread."""
+
+    @abstractmethod
+    def end(self, error: BaseException | None) -> None:
+        """It will not be done. None: nobody wants it any more. Nothing happens if it has ended."""
+
+    def is_gone(self, now: float) -> bool:
+        """Whether nobody wants it any more."""
+        return False
+
+
+class Call(Job):
+    """A function that somebody waits for."""
+
+    def __init__(self, function: Callable[[], None], on_end: Callable[[], object] = bool) -> None:
+        """on_end: called in any case, at the end, before the future is resolved."""
+        self.future: Future[None] = Future()
+        self._function = function
+        self._on_end = on_end
+        self._turns = iter((True,))
+        """Who takes the one turn runs it, or ends it."""
+
+    def run(self, lane: Lane | None) -> None:
+        if not next(self._turns, False):
+            return
+        if not self.future.set_running_or_notify_cancel():
+            self._on_end()
+            return  # who asked has gone
+        try:
+            self._function()
+        except BaseException as error:  # it is the outcome of this call, and the lane goes on
+            self._on_end()
+            self.future.set_exception(error)
+        else:
+            self._on_end()
+            self.future.set_result(None)
+
+    def end(self, error: BaseException | None) -> None:
+        if next(self._turns, False):
+            self._on_end()
+            if self.future.set_running_or_notify_cancel():
+                self.future.set_exception(error or RuntimeError("the call was dropped"))
+
+
+class Reading(Job, Generic[T]):
+    """A prompt that somebody only wants to know something of. Who does not wait any more cancels the future."""
+
+    def __init__(self, function: Callable[[Lane | None], T], is_heavy: bool) -> None:
+        self.future: Future[T] = Future()
+        self.is_heavy = is_heavy
+        self._function = function
+
+    def is_gone(self, now: float) -> bool:
+        return self.future.cancelled()
+
+    def run(self, lane: Lane | None) -> None:
+        if lane is not None:
+            lane.begin()
+        result = self._function(lane)
+        with contextlib.suppress(InvalidStateError):  # it has been given up meanwhile
+            self.future.set_result(result)
+
+    def end(self, error: BaseException | None) -> None:
+        with contextlib.suppress(InvalidStateError):
+            if error is None:
+                self.future.cancel()
+            else:
+                self.future.set_exception(error)

@@ -1,0 +1,103 @@
+"""`RequestJob`: the prompt of one request is read and checked, and the request handed to the frontend. A part of `Engine`."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from actorllm.clock import now
+from actorllm.errors import ActorLLMError, InvalidPromptError
+from actorllm.intake.job import Job
+from actorllm.messages import DEADLINE_PASSED
+from actorllm.stream import Mailbox, RequestStream
+
+if TYPE_CHECKING:
+    from actorllm.engine import Asked, Engine
+    from actorllm.intake.lanes import Lane
+    from actorllm.prompt_reader import Prompt
+
+
+class RequestJob(Job):
+    """Of one request, from the call that submitted it until the frontend has it. Does not keep its stream."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        asked: Asked,
+        number: int,
+        arrival: float,
+        carried: dict[str, Any],
+        stream: RequestStream,
+    ) -> None:
+        self._engine = engine
+        self._prompt = prompt
+        self._asked = asked
+        self._number = number
+        self._arrival = arrival
+        self._carried = carried
+        self._submitted = now()
+        self._mailbox: Mailbox = stream.mailbox
+        self._stream = weakref.ref(stream)
+        self.submitter = carried["tenant"]
+        self.is_heavy = engine.prompts.is_large(prompt)
+
+    def is_gone(self, now: float) -> bool:
+        deadline = self._carried["deadline"]
+        return self._mailbox.is_aborted or (deadline is not None and deadline <= now)
+
+    def run(self, lane: Lane | None) -> None:
+        has_started = False
+        try:
+            self._engine._start()
+            has_started = True
+            if lane is not None:
+                if self.is_gone(now()):
+                    self.end(None)
+                    return
+                lane.begin()
+            self._read(lane)
+        except BaseException as error:  # a panic of a library in Rust is no Exception
+            self.end(_told(error) if has_started else error)
+            if lane is None and isinstance(error, KeyboardInterrupt | SystemExit):
+                raise  # on the caller's thread
+
+    def _read(self, lane: Lane | None) -> None:
+        """Tokenize, check, hand over."""
+        began = now()
+        asked, engine = self._asked, self._engine
+        tokenized = engine.prompts.tokenize(self._prompt, workplace=lane, **asked.tokenization)
+        make_submit = asked.make_maker(tokenized, number=self._number, arrival=self._arrival, carried=self._carried)
+        stream = self._stream()
+        if stream is not None:
+            stream.prompt = tokenized.text
+            shown = tokenized.shown_ids
+            stream.prompt_token_ids = tokenized.ids.tolist() if shown is None else shown
+        has_gone = self._mailbox.is_aborted and stream is None
+        del stream
+        if has_gone:
+            self.end(None)
+            return
+        if engine._settle(self._mailbox, asked.num_sequences, make_submit) and engine._lanes is not None:
+            engine._lanes.note_read(began - self._submitted, now() - began)
+
+    def end(self, error: BaseException | None) -> None:
+        if not self._engine._settle(self._mailbox, self._asked.num_sequences):
+            return
+        if error is None:
+            is_late = not self._mailbox.is_aborted
+            self._mailbox.end_unsent(now(), DEADLINE_PASSED if is_late else None)
+            self._engine._wake(self._mailbox)
+            if self._engine._lanes is not None:
+                self._engine._lanes.note_dropped()
+        else:
+            self._engine._fail(self._mailbox, error)
+
+
+def _told(error: BaseException) -> BaseException:
+    """What the request is told: nothing that is meant for those who know what goes on inside."""
+    if isinstance(error, ActorLLMError):
+        return error
+    told = InvalidPromptError(f"this prompt cannot be read ({type(error).__name__}: {error!s:.200})")
+    told.__cause__ = error
+    return told
