@@ -110,6 +110,7 @@ def _write_timeline(path: Path, events: list[dict[str, Any]]) -> None:
 def info(model: str = "storyteller", /) -> None:
     """Say what MODEL is, whether this engine can serve it and in which way, without loading its weights."""
     from actorllm.config import EngineConfig, read_model_folder
+    from actorllm.model import backends
     from actorllm.model.registry import model_plan, way_of
 
     path, hf = read_model_folder(model)
@@ -119,13 +120,14 @@ def info(model: str = "storyteller", /) -> None:
         length = config.model.max_model_len
     except ConfigError:  # no length is said: what is wrong with the model beside that comes first
         config = EngineConfig.from_arguments(model, max_model_len=1)
-    plan = model_plan(config.model, hf)  # raises what the worker would
+    backend = backends.load(config.device)
+    plan = model_plan(config.model, hf, backend)  # raises what the worker would
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     rows = {
         "model": config.model.name,
         "folder": path,
         "architecture": config.model.architecture,
-        "runs through": way_of(plan, config.model, hf),
+        "runs through": way_of(plan, config.model, hf, backend),
         "layers": plan.num_layers,
         "hidden size": plan.hidden_size,
         "heads": f"{plan.num_heads} query, {plan.num_kv_heads} key/value",

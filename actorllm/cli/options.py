@@ -76,6 +76,10 @@ class EngineOptions:
     trust_remote_code: bool | None = None
     topology: str = "process"
     num_threads: int | None = None
+    intake_timeout_s: float | None = None
+    """Seconds that reading one prompt may take: its chat template and its tokenization."""
+    max_prompt_characters: int | None = None
+    """More than so many in the text of a prompt are refused."""
     on_failure: str | None = None
     """When a process of the engine dies: restart, or raise."""
 

@@ -123,7 +123,13 @@ def replay(
                     if told[name] is not None:
                         print(f"{name.replace('_', ' ')}: {told[name]}", file=sys.stderr)
             if record is not None:
-                steps = _steps(record, found, target)
+                if (stopped := told["recording"]["stopped"]) is None:
+                    steps = _steps(record, found, target)
+                else:
+                    print(
+                        f"note: steps are left out of report and timeline: their recording stopped: {stopped}",
+                        file=sys.stderr,
+                    )
             return found
 
     found = anyio.run(run)

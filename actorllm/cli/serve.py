@@ -39,6 +39,7 @@ class ServedEngineOptions(SeededEngineOptions):
     """New tokens per event."""
     watermark: float | None = None
     standby_worker: bool | None = None
+    """Keep a process parked that takes the place of a worker that dies. By default so where memory is plentiful."""
     max_waiting_requests: int | None = None
     """More than so many waiting sequences are refused with 429."""
     max_waiting_tokens: int | None = None
@@ -61,6 +62,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     unix_socket: Annotated[str | None, Parameter(name=["--unix-socket", "--uds"])] = None,
+    unix_socket_mode: str | None = None,
     api_key: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     served_model_name: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     api_processes: Annotated[int, Parameter(name=["--api-processes", "--api-server-count"])] = 1,
@@ -96,6 +98,8 @@ def serve(
         0 for one that is free.
     unix_socket
         Listen there instead.
+    unix_socket_mode
+        Who may connect to it, as chmod has it: 600 for the user of the server alone, which is the default; 660 for its group.
     api_key
         Clients must send one of these as a bearer token; $ACTORLLM_API_KEY without the option.
     served_model_name
@@ -131,8 +135,9 @@ def serve(
         import anyio
 
         from actorllm.server.app import create_app
-        from actorllm.server.launcher import Listener, innermost
-        from actorllm.server.launcher import serve as listen
+        from actorllm.server.launcher import innermost
+        from actorllm.server.launcher import serve as run_server
+        from actorllm.server.listener import SOCKET_MODE, Listener
         from actorllm.server.processes import ApiProcesses
     except ModuleNotFoundError as error:
         raise ConfigError(f"serving needs more packages ({error.name}): pip install 'actorllm[serve]'") from error
@@ -142,8 +147,24 @@ def serve(
     arguments: dict[str, Any] = engine_options.arguments()
     if api_processes < 1:
         raise ConfigError(f"--api-processes {api_processes} must be at least 1")
+    if unix_socket_mode is not None and unix_socket is None:
+        raise ConfigError(f"--unix-socket-mode {unix_socket_mode} is for --unix-socket PATH, which is missing")
     if api_processes > 1 and arguments.get("name") is None:
         arguments["name"] = f"serve-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    listener = Listener(
+        host=host,
+        port=port,
+        unix_socket=unix_socket,
+        unix_socket_mode=SOCKET_MODE if unix_socket_mode is None else _mode(unix_socket_mode),
+        ssl_keyfile=ssl_keyfile,
+        ssl_certfile=ssl_certfile,
+        ssl_ca_certs=ssl_ca_certs,
+        ssl_cert_reqs=ssl_cert_reqs,
+        log_level=uvicorn_log_level,
+        access_log=not disable_uvicorn_access_log,
+        drain_timeout_s=drain_timeout,
+    )
+    listener.tls()
     llm = AsyncLLM(model_tag or engine_options.model, **arguments)
     app: dict[str, Any] = {
         "served_model_name": served_model_name,
@@ -167,27 +188,25 @@ def serve(
             raise ConfigError(f"tracing needs more packages ({error.name}): pip install 'actorllm[otel]'") from error
         provider = otlp_provider(otlp_traces_endpoint, {})
     made = create_app(llm, **app, tracer_provider=provider)  # says what is wrong with them before anything is started
-    listener = Listener(
-        host=host,
-        port=port,
-        unix_socket=unix_socket,
-        ssl_keyfile=ssl_keyfile,
-        ssl_certfile=ssl_certfile,
-        ssl_ca_certs=ssl_ca_certs,
-        ssl_cert_reqs=ssl_cert_reqs,
-        log_level=uvicorn_log_level,
-        access_log=not disable_uvicorn_access_log,
-        drain_timeout_s=drain_timeout,
-    )
 
     async def run() -> None:
         if api_processes > 1:
             await ApiProcesses(llm, api_processes, app, listener, otlp_traces_endpoint).run()
             return
-        async with llm:
-            await listen(made, listener)
+        await run_server(made, listener)
 
     try:
         anyio.run(run, backend_options={"use_uvloop": True})
     except BaseExceptionGroup as group:  # of the task that waits for signals
         raise innermost(group) from group
+
+
+def _mode(text: str) -> int:
+    """As chmod has it: 600, 0660 or 0o660."""
+    try:
+        mode = int(text, 8)
+    except ValueError:
+        mode = -1
+    if not 0 <= mode <= 0o777 or not text[:1].isdigit():
+        raise ConfigError(f"--unix-socket-mode {text} must be an octal number between 000 and 777, like 660")
+    return mode

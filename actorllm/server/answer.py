@@ -8,6 +8,7 @@ an Answer; from there on it is on its own.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -16,11 +17,13 @@ from dataclasses import replace
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from actorllm.errors import ActorLLMError, RequestError
 from actorllm.request import CompletionOutput, RequestOutput, SamplingParams
+from actorllm.server.batch import PORTION, collected, written
 from actorllm.server.envelope import NOTHING_RENAMED, ApiError, error_of
 from actorllm.server.guards import SEND
 from actorllm.server.request_log import log_request, request_id
@@ -78,7 +81,7 @@ class Answer(Response, ABC):
                     try:
                         self._send_middle = scope.get(SEND, send)
                         await self._respond(send)
-                    except Exception as caught:
+                    except Exception as caught:  # of one request: its client is told
                         error = caught
                         await self._tell(error, send)
                     group.cancel_scope.cancel()
@@ -128,15 +131,23 @@ class Answer(Response, ABC):
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
+def _num_items(output: RequestOutput) -> int:
+    """Sequences, and tokens that are written with their log-probabilities."""
+    number = len(output.outputs) + len(output.prompt_logprobs or ())
+    return number + sum(len(one.logprobs or ()) for one in output.outputs)
+
+
+async def _outputs_of(stream: RequestStream) -> list[RequestOutput]:
+    return [output async for output in stream]
+
+
 class WholeAnswer(Answer):
     """Everything at once. The streams are FINAL_ONLY."""
 
     async def _respond(self, send: Send) -> None:
-        outputs: list[RequestOutput] = []
-        for stream in self._streams:
-            outputs += [output async for output in stream]
-        self._last_outputs = outputs
-        body = self._shape.whole(outputs)
+        found = await collected(_outputs_of(stream) for stream in self._streams)
+        outputs = self._last_outputs = list(itertools.chain.from_iterable(found))
+        body = await written(self._shape.whole, outputs, sum(map(_num_items, outputs)))
         await self._start(send, 200, JSON, [(b"content-length", b"%d" % len(body))])
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -158,13 +169,15 @@ class StreamedAnswer(Answer):
         async def pump(number: int, stream: RequestStream) -> None:
             try:
                 await self._pump(number, stream, send_alone, is_alone=False)
-            except Exception as error:
+            except Exception as error:  # of one stream: the others end with it, and it is raised behind the group
                 failures.append(error)
                 group.cancel_scope.cancel()
 
         async with anyio.create_task_group() as group:
-            for number, stream in enumerate(self._streams):
-                group.start_soon(pump, number, stream)
+            for number, stream in enumerate(self._streams, 1):
+                group.start_soon(pump, number - 1, stream)
+                if number % PORTION == 0:
+                    await anyio.lowlevel.checkpoint()  # else all of them begin in one turn of the loop
         if failures:
             raise failures[0]
         await self._write(send, self._shape.close(), is_last=True)

@@ -20,12 +20,14 @@ from anyio.abc import TaskGroup
 
 from actorllm.actors.child import FOR_THE_OWNER, OWNER_GONE, die_with_owner, name_process
 from actorllm.async_llm import AsyncLLM
-from actorllm.errors import ActorLLMError, ConfigError, EngineError
+from actorllm.errors import ActorLLMError, EngineError
 from actorllm.server.app import create_app
 from actorllm.server.board import Board
-from actorllm.server.launcher import Listener, Server, drain
+from actorllm.server.launcher import Server, config_of, drain
 from actorllm.server.line import Line
+from actorllm.server.listener import Bound, Listener
 from actorllm.server.state import Peers, ServerState
+from actorllm.server.warmup import warm_up
 
 ASK_TIMEOUT_S = 5.0
 MAX_NAMES_BYTES = 1 << 15
@@ -84,7 +86,7 @@ class ApiProcess:
         otlp_traces_endpoint: str | None,
     ) -> bool:
         """Returns once it listens."""
-        shared, board_fd = fds
+        *shared, board_fd = fds
         board = Board(num_rows, board_fd)
         os.close(board_fd)
         llm = AsyncLLM.attach(engine)
@@ -97,21 +99,20 @@ class ApiProcess:
         self._state.join(board, row, OtherProcesses(self._line))
         where = Listener(**listener)
         self._drain_timeout_s = where.drain_timeout_s
-        await llm.start()
+        await warm_up(made)
         gc.collect()
         gc.freeze()  # what start-up made lives as long as the process
         started = anyio.Event()
-        self._server = Server(where.config(made), started.set)
-        self._tasks.start_soon(self._serve, self._server, socket.socket(fileno=shared), llm)
+        self._server = Server(config_of(where, made), started.set)
+        bound = Bound([socket.socket(fileno=fd) for fd in shared])
+        bound.listen()
+        self._tasks.start_soon(self._serve, self._server, bound, llm)
         self._tasks.start_soon(self._state.watch_lag)
         await started.wait()
         return True
 
-    async def _serve(self, server: Server, shared: socket.socket, llm: AsyncLLM) -> None:
-        try:
-            await server.serve([shared])
-        except SystemExit:
-            raise ConfigError("uvicorn could not listen on the socket of the owner") from None
+    async def _serve(self, server: Server, bound: Bound, llm: AsyncLLM) -> None:
+        await server.serve(bound.sockets)
         llm.shutdown()
         gc.unfreeze()
         self._tasks.cancel_scope.cancel()

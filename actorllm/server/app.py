@@ -21,6 +21,7 @@ from actorllm.async_llm import AsyncLLM
 from actorllm.errors import ActorLLMError, ConfigError
 from actorllm.server import chat, completions, demo, live, pooling, responses
 from actorllm.server.answer import Answer, StreamedAnswer, WholeAnswer
+from actorllm.server.batch import submitted
 from actorllm.server.completions import Asked
 from actorllm.server.envelope import KINDS, ApiError, error_of
 from actorllm.server.guards import DEFAULT_BODY_TIMEOUT_S, DEFAULT_MAX_BODY_BYTES, Guards
@@ -41,11 +42,6 @@ from actorllm.text.chat import chat_templates
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
-
-CHARACTERS_PER_TOKEN = 256
-"""More than the longest token has, in all vocabularies that we know: a text longer than so many per token of the model's
-length is not even tokenized."""
-MIN_PROMPT_CHARACTERS = 1 << 16
 
 BODIES: tuple[type[Body], ...] = (
     *(CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest, AbortRequest),
@@ -94,7 +90,7 @@ def create_app(
     templates = [] if model.tokenizer is None else chat_templates(model.tokenizer)
     defaults = Defaults(
         sampling=model.sampling_defaults,
-        max_prompt_characters=max(MIN_PROMPT_CHARACTERS, CHARACTERS_PER_TOKEN * model.max_model_len),
+        max_prompt_characters=model.max_prompt_characters,
         trusts_chat_templates=trust_request_chat_template,
         tool_parser=parser_named(tool_call_parser, templates),
         shows_tools=any("tools" in template for template in templates),
@@ -153,7 +149,9 @@ async def _answer(request: Request, model: type[Any], ask: Any, prompt_field: st
     fields = model.model_fields
     try:
         asked: Asked = ask(body, headers, state.defaults, name, state.decode)
-        streams = [state.llm.generate(prompt, asked.params, **asked.extras.arguments) for prompt in asked.prompts]
+        streams = await submitted(
+            asked.prompts, lambda prompt: state.llm.generate(prompt, asked.params, **asked.extras.arguments)
+        )
     except (ActorLLMError, RecursionError) as error:
         raise error_of(error, fields, prompt_field, body.renamed()) from error
     told = {"x-request-id": asked.shape.id, **asked.extras.headers()}

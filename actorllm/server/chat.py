@@ -8,13 +8,14 @@ from typing import Any
 from actorllm.prompt_reader import Prompt
 from actorllm.request import CompletionOutput, RequestOutput, RequestOutputKind
 from actorllm.server.completions import Asked, check_length, check_stream, view_of_logprobs
+from actorllm.server.copies import check_copies
 from actorllm.server.envelope import ApiError
 from actorllm.server.logprobs import of_prompt
 from actorllm.server.protocol import ChatCompletionRequest, TokenizeRequest
 from actorllm.server.sampling import Defaults, extras_of, sampling_params
 from actorllm.server.shape import OpenAIShape, PromptState, View
 from actorllm.server.tool_answer import ToolAnswer
-from actorllm.server.tools import ToolUse, tool_use_of
+from actorllm.server.tools import ToolUse, tool_use_of, warnings_of
 from actorllm.text.chat import Conversation
 
 ROLE = "assistant"
@@ -55,6 +56,7 @@ def ask(
             extras.warnings.append("tools: strict has no effect with 'auto', since calls of this model have no marker")
     kind = RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY
     params = sampling_params(body, defaults, kind, **decided)
+    extras.warnings += warnings_of(params.structured_outputs)
     logprobs = view_of_logprobs(number, body.logprob_token_ids, body.return_tokens_as_token_ids)
     view = View.of(body, model, logprobs)
     shape = ChatShape(view, 1, params.n, extras.slo, decode, body.request_id)
@@ -64,6 +66,9 @@ def ask(
     last = conversation.messages[-1]
     if view.echo and last["role"] == ROLE and isinstance(last.get("content"), str):
         shape.echoed = last["content"]
+        check_copies([shape.echoed], params.n, "echo")
+    if view.has_token_ids and is_streamed:
+        check_copies(_texts(conversation), params.n, "return_token_ids")
     prompt: Prompt = conversation
     if body.cache_salt is not None:
         prompt = {"prompt": conversation, "cache_salt": body.cache_salt}

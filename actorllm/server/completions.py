@@ -6,14 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import orjson
+
 from actorllm.errors import InvalidParameterError, InvalidPromptError
-from actorllm.prompt_reader import Prompt
+from actorllm.prompt_reader import Prompt, too_many_characters
 from actorllm.request import MAX_N, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
-from actorllm.server.envelope import ApiError
+from actorllm.server.copies import check_copies
+from actorllm.server.envelope import ApiError, shown
 from actorllm.server.logprobs import LogprobsView, Position, of_prompt
 from actorllm.server.protocol import CompletionRequest
 from actorllm.server.sampling import Defaults, Extras, extras_of, sampling_params
 from actorllm.server.shape import OpenAIShape, PromptState, Shape, View
+from actorllm.server.tools import warnings_of
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -56,10 +61,16 @@ def ask(
         decided["max_tokens"] = defaults.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
     kind = RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY
     params = sampling_params(body, defaults, kind, **decided)
+    extras.warnings += warnings_of(params.structured_outputs)
     if len(prompts) * params.n > MAX_N:
         raise InvalidParameterError(
             f"prompt: {len(prompts)} prompts with n={params.n} are more than {MAX_N} sequences; send fewer at a time"
         )
+    for field, is_asked in (("echo", body.echo), ("return_token_ids", body.return_token_ids)):
+        if is_asked:
+            check_copies(prompts, params.n, field, params.prompt_logprobs if field == "echo" else None)
+    if params.prompt_logprobs is not None:
+        check_copies(prompts, params.n, "prompt_logprobs", params.prompt_logprobs)
     if body.cache_salt is not None:
         prompts = [_salted(prompt, body.cache_salt) for prompt in prompts]
     logprobs = view_of_logprobs(number, body.logprob_token_ids, body.return_tokens_as_token_ids)
@@ -84,31 +95,31 @@ def check_stream(body: Any) -> None:
 
 
 def prompts_of(prompt: Any, max_characters: int, truncation: int | None) -> list[Prompt]:
-    """A text, token ids, or a list of either. Raises InvalidPromptError for what is none."""
+    """A text, token ids (an array where they are many), or a list of either. Raises InvalidPromptError for what is none."""
     if isinstance(prompt, str):
         if not prompt:  # as in vLLM, whose engine takes it where the model begins texts with a token of its own
             raise InvalidPromptError("the prompt is empty")
         prompts: list[Prompt] = [prompt]
+    elif isinstance(prompt, np.ndarray):
+        prompts = [prompt]
     elif not isinstance(prompt, list) or not prompt:
-        raise InvalidPromptError(f"prompt={prompt!r:.80} must be text, token ids, or a list of either")
+        raise InvalidPromptError(f"prompt={shown(prompt)} must be text, token ids, or a list of either")
     elif isinstance(prompt[0], int):
         prompts = [prompt]
     else:
         prompts = list(prompt)
     for one in prompts:
-        if not isinstance(one, str | list):
-            raise InvalidPromptError(f"prompt={one!r:.80} must be text or token ids")
+        if not isinstance(one, str | list | np.ndarray):
+            raise InvalidPromptError(f"prompt={shown(one)} must be text or token ids")
         if isinstance(one, str) and truncation is None:
             check_length(one, max_characters)
     return prompts
 
 
 def check_length(text: str, max_characters: int) -> None:
-    """A text that cannot fit whatever its tokens are is not worth the tokenizer's time."""
+    """The engine's own bound (`max_prompt_characters`), where the engine is not asked, or before work is done for others."""
     if len(text) > max_characters:
-        raise InvalidPromptError(
-            f"the prompt has {len(text)} characters, more than max_model_len tokens could be (at most {max_characters})"
-        )
+        raise InvalidPromptError(too_many_characters(len(text), max_characters))
 
 
 def _salted(prompt: Prompt, salt: str) -> Prompt:
@@ -182,10 +193,12 @@ class CompletionShape(OpenAIShape):
         text = self._echoed(output)
         logprobs = None
         if self.view.logprobs is not None:
-            positions: list[Position] = list(zip(state.ids, state.logprobs or (), strict=True))
-            offset = self.view.logprobs.offset_of_prompt(text, positions, self._decode)
-            logprobs = self.view.logprobs.of_text(positions, self._decode, offset)
-            self._offsets[index] = len(text)
+            if state.echoed is None:
+                positions: list[Position] = list(zip(state.ids, state.logprobs or (), strict=True))
+                offset = self.view.logprobs.offset_of_prompt(text, positions, self._decode)
+                columns = self.view.logprobs.of_text(positions, self._decode, offset)
+                state.echoed = orjson.Fragment(orjson.dumps(columns)), len(text)
+            logprobs, self._offsets[index] = state.echoed
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
         if self.view.has_token_ids:
             choice["prompt_token_ids"] = state.ids

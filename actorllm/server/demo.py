@@ -8,18 +8,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import orjson
 
 from actorllm.errors import InvalidPromptError
 from actorllm.request import RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.server.completions import check_length
+from actorllm.server.copies import check_copies
 from actorllm.server.protocol import Body
 from actorllm.server.sampling import Defaults, Extras, contradictions_of, objective_of
 from actorllm.server.shape import Shape
 
+MAX_TOKENS = 1 << 14
+"""Each event of a stream has all of the text so far; a request counts as no longer than this."""
+
 
 class GenerateRequest(Body):
     """Everything beside these fields is a sampling parameter, by its name in `SamplingParams`."""
+
+    TOKEN_FIELDS = ("allowed_token_ids",)
 
     prompt: str
     stream: bool | None = None
@@ -32,7 +39,10 @@ class GenerateRequest(Body):
 
 def ask(body: GenerateRequest, headers: Mapping[str, str], defaults: Defaults) -> tuple[SamplingParams, Extras]:
     """Raises InvalidParameterError and InvalidPromptError."""
-    given = dict(body.model_extra or {})
+    given = {
+        name: value.tolist() if isinstance(value, np.ndarray) else value
+        for name, value in (body.model_extra or {}).items()
+    }
     if not body.prompt:
         raise InvalidPromptError("the prompt is empty")
     check_length(body.prompt, defaults.max_prompt_characters)
@@ -41,7 +51,12 @@ def ask(body: GenerateRequest, headers: Mapping[str, str], defaults: Defaults) -
     slo = objective_of(body.slo, headers)
     arguments = {name: value for name, value in further.items() if value is not None}
     extras = Extras({**arguments, "slo": slo}, slo, [] if slo is None else contradictions_of(slo))
-    return SamplingParams(**given), extras
+    params = SamplingParams(**given)
+    texts: list[Any] = [body.prompt]
+    if body.stream:
+        texts.append(range(min(params.max_tokens or MAX_TOKENS, MAX_TOKENS)))
+    check_copies(texts, params.n, "n")
+    return params, extras
 
 
 class DemoShape(Shape):

@@ -33,7 +33,9 @@ KINDS = {
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
     413: "RequestTooLargeError",
+    414: "URITooLongError",
     429: "RateLimitError",
+    431: "RequestHeaderFieldsTooLargeError",
     500: "InternalServerError",
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
@@ -96,7 +98,7 @@ def error_of(
         return ApiError(400, "the body is nested too deeply")
     if not isinstance(error, ActorLLMError):
         return ApiError(500, "the server failed to answer this request; its log has the reason")
-    message = str(error)
+    message = str(error)[: 2 * MAX_MESSAGE]
     if isinstance(error, EngineOverloaded):
         return ApiError(429, message)
     if isinstance(error, RequestFailedError):
@@ -114,12 +116,12 @@ def error_of_validation(error: ValidationError) -> ApiError:
     """The first thing that is wrong with a body, by the name of its field."""
     first = error.errors(include_url=False, include_context=False)[0]
     # Below the field there are the names of the alternatives of a type, which nobody wrote.
-    location = [str(part) for part in first["loc"]]
+    location = [str(part)[:MAX_SHOWN] for part in first["loc"]]
     param = location[0] if location else None
     told = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
         return ApiError(400, f"{'.'.join(location)}: this field is required", param)
-    return ApiError(400, f"{'.'.join(location)}={_shown(first['input'])}: {told}", param)
+    return ApiError(400, f"{'.'.join(location)}={shown(first['input'])}: {told}", param)
 
 
 class _Repr(reprlib.Repr):
@@ -134,10 +136,15 @@ class _Repr(reprlib.Repr):
         first = dict(itertools.islice(x.items(), self.maxdict + 1))  # it sorts what it is given
         return super().repr_dict(first, level)
 
+    def repr_ndarray(self, x: Any, level: int) -> str:
+        """Token ids that came as a list."""
+        return self.repr_list(x[: self.maxlist + 1].tolist(), level)
+
 
 _REPR = _Repr()
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value of a body in a message, at a cost that does not depend on its size."""
     text = _REPR.repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

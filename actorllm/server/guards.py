@@ -1,7 +1,8 @@
 """`Guards`: what every HTTP request passes before any endpoint sees it. One ASGI middleware without per-message work.
 
-API keys, the size of the body and the time it may take to arrive; and behind all of it, an exception that nobody foresaw
-becomes a 500 with OpenAI's envelope, and a line in the log. Nothing is parsed here.
+API keys, the sizes of headers, address and body, and the time a body may take to arrive. HEAD is answered wherever GET is, as
+that without the body. Behind all of it, an exception that nobody foresaw becomes a 500 with OpenAI's envelope, and a line in the
+log. Nothing is parsed here.
 """
 
 from __future__ import annotations
@@ -27,8 +28,13 @@ SEND = "actorllm.send"
 how a response begins, and at what is raised."""
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
-"""All of it is parsed on the loop, where every stream waits for it."""
+"""`bodies` says what of it is parsed where."""
 DEFAULT_BODY_TIMEOUT_S = 30.0
+
+MAX_HEADERS = 256
+"""Each look-up of a header goes through all of them."""
+MAX_ADDRESS_BYTES = 1 << 14
+"""Of path and query."""
 
 
 class Guards:
@@ -49,16 +55,20 @@ class Guards:
             has_started = True
             await send(message)
 
+        if scope["method"] == "HEAD":
+            scope, send = {**scope, "method": "GET"}, _without_body(send)
         scope[SEND] = send
-        headers = dict(scope["headers"])
         try:
+            _check_head(scope)
+            headers = dict(scope["headers"])
             self._check_key(scope, headers)
             self._check_length(headers)
-            limited = receive if scope["method"] in ("GET", "HEAD") else _LimitedBody(receive, self).receive
+            limited = receive if scope["method"] == "GET" else _LimitedBody(receive, self).receive
             await self._app(scope, limited, watched_send)
         except ClientDisconnect:
             logger.debug("a client left before its body was here")
         except Exception as error:
+            # Of one request: its client is told, and the log unless it is the client's own error.
             told = error_of(error)
             if told.status == 500:
                 logger.exception("%s %r failed", scope["method"], scope["path"])
@@ -109,6 +119,23 @@ class _LimitedBody:
         if self._num_bytes > self._guards._max_body_bytes:
             raise self._guards.too_large()
         return message
+
+
+def _check_head(scope: Scope) -> None:
+    if len(scope["headers"]) > MAX_HEADERS:
+        raise ApiError(431, f"the request has {len(scope['headers'])} headers, and the limit is {MAX_HEADERS}")
+    num_bytes = len(scope.get("raw_path") or scope["path"]) + len(scope.get("query_string", b""))
+    if num_bytes > MAX_ADDRESS_BYTES:
+        raise ApiError(414, f"path and query have {num_bytes} bytes, and the limit is {MAX_ADDRESS_BYTES}")
+
+
+def _without_body(send: Send) -> Send:
+    """Of a response to HEAD: its headers, content-length included, are those of GET."""
+
+    async def send_head(message: Message) -> None:
+        await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+    return send_head
 
 
 def route_path(scope: Scope) -> str:

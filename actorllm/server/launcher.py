@@ -2,130 +2,60 @@
 
 On SIGTERM or SIGINT nothing new is taken (503 with Retry-After, `/health` included, so that load balancers turn away), what
 is under way is finished or, after the drain timeout, answered with what there is; then the listeners close. A second signal
-ends it at once. Called by `actorllm serve`; owns neither engine nor application. Of several API processes each has the
-`Server` of here, and `processes` has the signals.
+ends it at once, and one that comes while the engine starts ends the start. Called by `actorllm serve`. Of several API
+processes each has the `Server` of here, and `processes` has the signals.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import logging
-import os
 import signal
 import socket
-import stat
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import anyio
 import uvicorn
 import uvicorn.config
+from anyio import to_thread
 from fastapi import FastAPI
 
 from actorllm.async_llm import AsyncLLM
-from actorllm.errors import ConfigError, EngineError
+from actorllm.errors import EngineError
+from actorllm.server.header_bytes import bounded
+from actorllm.server.listener import BACKLOG, Listener
 from actorllm.server.state import ServerState
+from actorllm.server.warmup import warm_up
 
 logger = logging.getLogger(__name__)
 
 HEADERS_TIMEOUT_S = 30.0
 GRACE_S = 5
 """For responses to reach their clients, after the engine has ended them."""
-BACKLOG = 2048
-SOCKET_MODE = 0o666
-"""Of a unix socket: who may enter its folder may connect."""
 
 
-@dataclass(frozen=True, slots=True)
-class Listener:
-    """Where a server listens and how; uvicorn's options."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    unix_socket: str | None = None
-    ssl_keyfile: str | None = None
-    ssl_certfile: str | None = None
-    ssl_ca_certs: str | None = None
-    ssl_cert_reqs: int = 0
-    log_level: str = "info"
-    access_log: bool = True
-    drain_timeout_s: float = 30.0
-
-    def config(self, app: Any) -> uvicorn.Config:
-        """Raises ConfigError when TLS cannot be set up."""
-        tls: dict[str, Any] = {}
-        if self.ssl_certfile is not None:
-            tls = {"ssl_certfile": self.ssl_certfile, "ssl_keyfile": self.ssl_keyfile}
-            tls |= {"ssl_ca_certs": self.ssl_ca_certs, "ssl_cert_reqs": self.ssl_cert_reqs}
-        elif self.ssl_keyfile is not None or self.ssl_ca_certs is not None:
-            raise ConfigError("TLS needs ssl_certfile, too")
-        config = uvicorn.Config(
-            app,
-            host=self.host,
-            port=self.port,
-            uds=self.unix_socket,
-            backlog=BACKLOG,
-            log_config=log_config(),
-            log_level=self.log_level,
-            access_log=self.access_log,
-            lifespan="off",
-            timeout_graceful_shutdown=GRACE_S,
-            **tls,
-        )
-        try:
-            config.load()
-        except OSError as error:  # files that are not there, or hold none of it; it does not say which
-            files = f"ssl_certfile={self.ssl_certfile!r}, ssl_keyfile={self.ssl_keyfile!r}"
-            raise ConfigError(f"{files}: TLS cannot be set up with these: {error.strerror or error}") from error
-        _close_silent_connections(config)
-        return config
-
-    def bind(self) -> socket.socket:
-        """The socket to listen on. Raises ConfigError, also where another server listens at the path of a unix socket."""
-        is_unix = self.unix_socket is not None
-        family = socket.AF_UNIX if is_unix else socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        bound = socket.socket(family)
-        try:
-            if self.unix_socket is not None:
-                _remove_stale(self.unix_socket)
-                bound.bind(self.unix_socket)
-                os.chmod(self.unix_socket, SOCKET_MODE)
-            else:
-                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                bound.bind((self.host, self.port))
-        except (OSError, OverflowError) as error:
-            bound.close()
-            raise ConfigError(f"cannot listen on {self.place()}: {error}") from None
-        return bound
-
-    def unbind(self) -> None:
-        """Of a unix socket the path, too, ends with its server."""
-        if self.unix_socket is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.unix_socket)
-
-    def place(self, bound: socket.socket | None = None) -> str:
-        """Where it is, in words; bound: with the port that was found."""
-        if self.unix_socket is not None:
-            return f"unix socket {self.unix_socket}"
-        port = self.port if bound is None else bound.getsockname()[1]
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'http' if self.ssl_certfile is None else 'https'}://{host}:{port}"
-
-
-def _remove_stale(path: str) -> None:
-    """A unix socket that nobody listens on any more."""
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(os.stat(path).st_mode):
-            return
-        with socket.socket(socket.AF_UNIX) as probe:
-            try:
-                probe.connect(path)
-            except ConnectionRefusedError:
-                os.unlink(path)
+def config_of(listener: Listener, app: Any) -> uvicorn.Config:
+    """What uvicorn is told; logging is configured with it. Raises ConfigError when TLS cannot be set up."""
+    config = uvicorn.Config(
+        app,
+        host=listener.host,
+        port=listener.port,
+        uds=listener.unix_socket,
+        backlog=BACKLOG,
+        log_config=log_config(),
+        log_level=listener.log_level,
+        access_log=listener.access_log,
+        lifespan="off",
+        timeout_graceful_shutdown=GRACE_S,
+        **listener.tls(),
+    )
+    config.load()
+    _close_silent_connections(config)
+    return config
 
 
 def log_config() -> dict[str, Any]:
@@ -141,11 +71,20 @@ def log_config() -> dict[str, Any]:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, without signal handlers: `serve` has its own. on_started: to be called once it listens."""
+    """uvicorn's, without signal handlers: `serve` has its own.
 
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], object] = bool) -> None:
+    on_started: to be called once it listens. on_ending: before its sockets are closed.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        on_started: Callable[[], object] = bool,
+        on_ending: Callable[[], object] = bool,
+    ) -> None:
         super().__init__(config)
         self._on_started = on_started
+        self._on_ending = on_ending
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -155,40 +94,57 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self._on_started()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._on_ending()
+        await super().shutdown(sockets)
+
     def end(self, is_forced: bool = False) -> None:
         self.force_exit |= is_forced
         self.should_exit = True
 
 
 async def serve(app: FastAPI, listener: Listener) -> None:
-    """Listen until a signal comes and everything is answered. Raises ConfigError when it cannot listen there."""
+    """Start the engine, serve until a signal comes and everything is answered, and end the engine.
+
+    Raises ConfigError when it cannot listen there, before the engine starts, and what kept the engine from starting.
+    """
     state: ServerState = app.state.server
-    config = listener.config(app)
-    if listener.unix_socket is None:
-        await _serve(state, Server(config), listener, None)
-        return
-    bound = listener.bind()  # uvicorn would take the path from a server that listens there, and leave its own behind
+    config = config_of(listener, app)
+    bound = listener.bind()
+    starting = anyio.CancelScope()
+
+    def tell_ready() -> None:
+        logger.info("running on %s", listener.place(bound))
+
+    server = Server(config, tell_ready, bound.unlink)
+
+    async def end() -> None:
+        if server.started:
+            await drain(state, server, listener.drain_timeout_s)
+        else:
+            starting.cancel()
+            server.end()
+
     try:
-        server = Server(config, partial(logger.info, "running on %s", listener.place()))
-        await _serve(state, server, listener, [bound])
+        async with anyio.create_task_group() as group:
+            group.start_soon(end_on_signal, end, partial(server.end, True))
+            try:
+                with starting:
+                    logger.info("the engine starts; then the server listens on %s", listener.place(bound))
+                    await warm_up(app)
+                    gc.collect()
+                    gc.freeze()  # what start-up made, which takes half a second to be looked through, lives as long as this
+                    bound.listen()
+                if not starting.cancel_called:
+                    group.start_soon(state.watch_lag)
+                    await server.serve(bound.sockets)
+            finally:
+                group.cancel_scope.cancel()
     finally:
+        gc.unfreeze()
         bound.close()
-        listener.unbind()
-
-
-async def _serve(state: ServerState, server: Server, listener: Listener, sockets: list[socket.socket] | None) -> None:
-    async def drain_and_end() -> None:
-        await drain(state, server, listener.drain_timeout_s)
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(end_on_signal, drain_and_end, partial(server.end, True))
-        group.start_soon(state.watch_lag)
-        try:
-            await server.serve(sockets)
-        except SystemExit:  # uvicorn's way to say that it could not listen, after it has logged why
-            raise ConfigError(f"cannot listen on {listener.place()}; the reason is in the log above") from None
-        finally:
-            group.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True):
+            await to_thread.run_sync(state.llm.shutdown)
 
 
 def innermost(error: BaseException) -> BaseException:
@@ -255,4 +211,4 @@ def _close_silent_connections(config: uvicorn.Config) -> None:
             self.headers_timer.cancel()
             super().connection_lost(error)
 
-    config.http_protocol_class = Protocol
+    config.http_protocol_class = bounded(Protocol)

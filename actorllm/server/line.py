@@ -89,7 +89,7 @@ class Line:
     async def _reply(self, frame: dict[str, Any], fds: tuple[int, ...]) -> None:
         try:
             told = {"value": await self._answer(frame["verb"], frame["arguments"], fds)}
-        except Exception as error:
+        except Exception as error:  # of one question: whoever asked is told
             if not isinstance(error, ActorLLMError):
                 logger.exception("%r cannot be answered", frame["verb"])
             told = {"type_name": type(error).__name__, "message": str(error)[:MAX_TEXT]}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from actorllm.actors.topology import ATTACHED
 from actorllm.scheduling.step_log import STEP_BOUNDS
 from actorllm.scheduling.tally import BOUNDS
 from actorllm.server.board import LAG_BOUNDS
@@ -102,13 +103,18 @@ def render(stats: Mapping[str, Any], model: str, max_model_len: int, lag: Mappin
     write("counter", "slo_attained_total", "Those that kept it, in both readings of a promise per token.", samples)
     busy = sum(worker.get("busy_s", 0.0) for worker in stats["workers"] or ())
     counter("worker_busy_seconds", "Time that workers spent in steps, all ranks together.", busy)
-    directions = {"sent": "fill", "received": "fill_received"}
-    fills = [
-        ("", {"peer": peer, "direction": direction}, link[key])
-        for peer, link in links.items()
-        for direction, key in directions.items()
-    ]
-    write("gauge", "link_fill_perc", "Share of the scheduler's rings in use, 0 to 1.", fills)
+    fullest: dict[tuple[str, str], float] = {}
+    for peer, link in links.items():
+        name = ATTACHED if peer.startswith(ATTACHED) else peer  # programs come and go: a label of each has no end
+        for direction, key in (("sent", "fill"), ("received", "fill_received")):
+            fullest[name, direction] = max(link[key], fullest.get((name, direction), 0.0))
+    fills = [("", {"peer": peer, "direction": direction}, fill) for (peer, direction), fill in fullest.items()]
+    write(
+        "gauge",
+        "link_fill_perc",
+        "Share of the scheduler's rings in use, 0 to 1; of attached programs, the fullest.",
+        fills,
+    )
     for name, histogram in stats["scheduler"]["steps"].items():
         write("histogram", name, STEPS[name], _buckets(STEP_BOUNDS[name], histogram))
     for name, histogram in requests["histograms"].items():

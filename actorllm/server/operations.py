@@ -10,13 +10,14 @@ from fastapi import APIRouter, Request, Response
 from pydantic import ValidationError
 
 from actorllm import __version__
+from actorllm.actors.engine_thread import HostLoop
 from actorllm.errors import ActorLLMError, EngineDrainingError, InvalidParameterError
 from actorllm.server import chat, metrics
-from actorllm.server.completions import check_length
 from actorllm.server.envelope import ApiError, error_of, error_of_validation
 from actorllm.server.protocol import AbortRequest, Body, DetokenizeRequest, TokenizeRequest
 from actorllm.server.sampling import extras_of
 from actorllm.server.state import ServerState
+from actorllm.text.chat import Conversation
 from actorllm.text.tokenizer import Tokenizer
 
 router = APIRouter()
@@ -38,13 +39,7 @@ def state_of(request: Request) -> ServerState:
 
 async def read_body(request: Request, model: type[B]) -> B:
     """The body, checked against the types of its fields. Raises ApiError."""
-    data = await request.body()
-    try:
-        tree = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from error
-    if not isinstance(tree, dict):
-        raise ApiError(400, f"the body must be a JSON object, not {type(tree).__name__}")
+    tree = await state_of(request).bodies.read(request, model.TOKEN_FIELDS)
     try:
         return model.model_validate(tree)
     except ValidationError as error:
@@ -148,19 +143,15 @@ async def tokenize(request: Request) -> Response:
         given = body.given()
         extras.warnings += [f"{name} has no effect on a prompt" for name in OF_MESSAGES if name in given]
 
-    def run() -> tuple[list[int], list[str] | None]:
-        tokenizer = _tokenizer(state)
-        if body.messages is not None:
-            text = state.engine.prompts.chat_template.render(chat.conversation_of(body, state.defaults))
-            adds = bool(body.add_special_tokens)
-        else:
-            text, adds = body.prompt or "", body.add_special_tokens is not False
-        check_length(text, state.defaults.max_prompt_characters)
-        ids: list[int] = tokenizer.encode(text, adds).tolist()
-        return ids, [tokenizer.decode([i]) for i in ids] if body.return_token_strs else None
-
     try:
-        ids, strings = await to_thread.run_sync(run)
+        prompt: str | Conversation = body.prompt or ""
+        adds = body.add_special_tokens is not False
+        if body.messages is not None:
+            prompt, adds = chat.conversation_of(body, state.defaults), bool(body.add_special_tokens)
+        ids = await HostLoop.current().result_of(state.engine.token_ids_of(prompt, adds))
+        strings = None
+        if body.return_token_strs:
+            strings = await to_thread.run_sync(lambda: [_tokenizer(state).decode([i]) for i in ids])
     except (ActorLLMError, ApiError, RecursionError) as error:  # any other is logged where nobody foresaw it
         prompt_field = "prompt" if body.messages is None else "messages"
         raise error_of(error, TokenizeRequest.model_fields, prompt_field) from error
@@ -176,7 +167,7 @@ async def detokenize(request: Request) -> Response:
     state.check_model(body.model)
     extras = extras_of(body, request.headers)
     vocab_size = state.engine.config.model.vocab_size
-    for i in body.tokens:
+    for i in (min(body.tokens, default=0), max(body.tokens, default=0)):
         if not 0 <= i < vocab_size:
             raise ApiError(400, f"tokens: {i!r:.40} is outside the vocabulary of {vocab_size} tokens", "tokens")
     text = await to_thread.run_sync(lambda: _tokenizer(state).decode(body.tokens))
@@ -217,7 +208,9 @@ async def reset_prefix_cache(request: Request) -> Response:
     return JSONResponse({"reset": done})
 
 
-async def _metrics(request: Request) -> Response:
+@router.get("/metrics")
+async def get_metrics(request: Request) -> Response:
+    """Counters, gauges and histograms in Prometheus' text format, over all programs that use the engine."""
     state = state_of(request)
     stats = await state.llm.stats()
     supervisor = await state.peers.supervisor()
@@ -226,14 +219,3 @@ async def _metrics(request: Request) -> Response:
     model = state.engine.config.model
     text = metrics.render(stats, state.model_names[0], model.max_model_len, state.board.lag())
     return Response(text, media_type=metrics.CONTENT_TYPE)
-
-
-@router.get("/metrics")
-async def get_metrics(request: Request) -> Response:
-    """Counters, gauges and histograms in Prometheus' text format, over all programs that use the engine."""
-    return await _metrics(request)
-
-
-@router.head("/metrics", include_in_schema=False)
-async def head_metrics(request: Request) -> Response:
-    return await _metrics(request)

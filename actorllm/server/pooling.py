@@ -24,6 +24,7 @@ from actorllm.pooling_stream import PoolingStream
 from actorllm.prompt_reader import Prompt
 from actorllm.request import MAX_N, PoolingParams, RequestOutput
 from actorllm.server.answer import JSON, Answer
+from actorllm.server.batch import collected, submitted, written
 from actorllm.server.completions import check_length, prompts_of
 from actorllm.server.envelope import ApiError, error_of
 from actorllm.server.operations import read_admitted, state_of, takes
@@ -76,6 +77,8 @@ class Pooled(Body):
 class EmbeddingRequest(Pooled):
     """`POST /v1/embeddings`."""
 
+    TOKEN_FIELDS = ("input",)
+
     input: Prompts
     encoding_format: str | None = None
     dimensions: int | None = None
@@ -120,7 +123,7 @@ async def embeddings(request: Request) -> Response:
         prompts = prompts_of(body.input, characters, body.truncate_prompt_tokens)
         return prompts, EmbeddingShape(body, "embd")
 
-    return _answer(request, body, ask, "input", dimensions=body.dimensions)
+    return await _answer(request, body, ask, "input", dimensions=body.dimensions)
 
 
 @router.post("/score", include_in_schema=False)
@@ -140,7 +143,7 @@ async def score(request: Request) -> Response:
             check_length(text, characters)
         return [*first, *second], ScoreShape(body, "score", len(first))
 
-    return _answer(request, body, ask, sides[0][0])
+    return await _answer(request, body, ask, sides[0][0])
 
 
 @router.post("/rerank", include_in_schema=False)
@@ -159,7 +162,7 @@ async def rerank(request: Request) -> Response:
             check_length(text, characters)
         return [body.query, *documents], RerankShape(body, "rerank", documents)
 
-    return _answer(request, body, ask, "documents")
+    return await _answer(request, body, ask, "documents")
 
 
 def _texts(value: str | list[str]) -> list[str]:
@@ -177,13 +180,12 @@ def _text_of(document: str | dict[str, Any]) -> str:
     return text
 
 
-def _answer(request: Request, body: Pooled, ask: Any, prompt_field: str, **params: Any) -> Response:
+async def _answer(request: Request, body: Pooled, ask: Any, prompt_field: str, **params: Any) -> Response:
     """ask: from the characters that a text may have to the prompts, and the shape of the answer."""
     state = state_of(request)
     model = state.check_model(body.model)
     name_request(body, request.headers)
     fields = type(body).model_fields
-    streams: list[PoolingStream] = []
     try:
         extras = _extras(body, request)
         wanted = {name: getattr(body, name) for name in ("use_activation", "normalize", "pooling_type")}
@@ -195,11 +197,8 @@ def _answer(request: Request, body: Pooled, ask: Any, prompt_field: str, **param
             )
         if body.cache_salt is not None:
             prompts = [_salted(prompt, body.cache_salt) for prompt in prompts]
-        for prompt in prompts:
-            streams.append(state.llm.encode(prompt, pooling, **extras.arguments))  # noqa: PERF401 - those before are ended
+        streams = await submitted(prompts, lambda prompt: state.llm.encode(prompt, pooling, **extras.arguments))
     except (ActorLLMError, RecursionError) as error:
-        for stream in streams:
-            stream.abort()
         raise error_of(error, fields, prompt_field) from error
     shape.model, shape.slo = model, extras.slo
     told = {"x-request-id": shape.id, **extras.headers()}
@@ -239,9 +238,9 @@ class PooledAnswer(Answer):
         self._pooled_streams = streams
 
     async def _respond(self, send: Send) -> None:
-        outputs = [await anext(stream) for stream in self._pooled_streams]
+        outputs = await collected(anext(stream) for stream in self._pooled_streams)
         self._last_outputs = [s.last_output for s in self._pooled_streams if s.last_output is not None]
-        body = self._pooled_shape.body_of(outputs)
+        body = await written(self._pooled_shape.body_of, outputs)
         await self._start(send, 200, JSON, [(b"content-length", b"%d" % len(body))])
         await send({"type": "http.response.body", "body": body, "more_body": False})
 

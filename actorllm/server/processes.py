@@ -28,8 +28,9 @@ from actorllm.async_llm import AsyncLLM
 from actorllm.clock import now
 from actorllm.errors import ActorLLMError, ConfigError, EngineError, PeerLostError
 from actorllm.server.board import Board
-from actorllm.server.launcher import GRACE_S, Listener, drain_engine, end_on_signal, innermost
+from actorllm.server.launcher import GRACE_S, config_of, drain_engine, end_on_signal, innermost
 from actorllm.server.line import Line
+from actorllm.server.listener import Listener
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ class ApiProcesses:
         self._otlp_traces_endpoint = otlp_traces_endpoint
         self._number = number
         self._processes: dict[int, ApiProcess] = {}
+        self._starting = anyio.CancelScope()
         self._is_ending = False
         self._ending = anyio.Event()
         self._settled = anyio.Event()
@@ -134,36 +136,43 @@ class ApiProcesses:
 
         Raises ConfigError when that cannot begin, and what kept the engine from starting.
         """
-        self._listener.config(_nobody)  # says what is wrong with it, and configures logging
-        self._socket = self._listener.bind()
+        config_of(self._listener, _nobody)  # says what is wrong with it, and configures logging
+        self._bound = self._listener.bind()
         self._board_fd = Board.share(self._number)
         self._board = Board(self._number, self._board_fd)
         try:
             async with anyio.create_task_group() as group:
+                group.start_soon(end_on_signal, self._drain, self._kill)
                 try:
-                    await self.llm.start()
-                    group.start_soon(end_on_signal, self._drain, self._kill)
-                    async with anyio.create_task_group() as lives:
-                        for row in range(self._number):
-                            lives.start_soon(self._keep, row)
-                        await self._settled.wait()
-                        if not self._is_ending:
-                            place = self._listener.place(self._socket)
-                            logger.info("%d API processes running on %s", self._number, place)
+                    with self._starting:
+                        logger.info(
+                            "the engine starts; then the server listens on %s", self._listener.place(self._bound)
+                        )
+                        await self.llm.start()
+                    if not self._is_ending:
+                        await self._serve()
                 finally:
                     group.cancel_scope.cancel()
         except BaseExceptionGroup as group_of_one:
             raise innermost(group_of_one) from None
         finally:
+            self._bound.close()
             self.llm.shutdown()
             os.close(self._board_fd)
-            self._socket.close()
-            self._listener.unbind()
+
+    async def _serve(self) -> None:
+        """Until the last of them has ended."""
+        async with anyio.create_task_group() as lives:
+            for row in range(self._number):
+                lives.start_soon(self._keep, row)
+            await self._settled.wait()
+            if not self._is_ending:
+                logger.info("%d API processes running on %s", self._number, self._listener.place(self._bound))
 
     def orders(self, row: int) -> dict[str, Any]:
         """What a process is told to serve."""
         return {
-            "fds": (self._socket.fileno(), self._board_fd),
+            "fds": (*(each.fileno() for each in self._bound.sockets), self._board_fd),
             "engine": self.llm.config.name,
             "row": row,
             "num_rows": self._number,
@@ -217,6 +226,7 @@ class ApiProcesses:
     def _begin_end(self) -> None:
         """Nobody who dies is started again from here on."""
         self._is_ending = True
+        self._starting.cancel()
         self._ending.set()
         self._settled.set()
 

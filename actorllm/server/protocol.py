@@ -7,9 +7,20 @@ given. Fields that are not known here are kept in `model_extra`, so that `sampli
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+import numpy as np
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+)
+
+from actorllm.server.bodies.limits import MAX_MESSAGES
 
 Prompts = Annotated[
     Any,
@@ -25,7 +36,7 @@ Prompts = Annotated[
         }
     ),
 ]
-"""Checked by hand: pydantic would try four types on every one of a hundred thousand ids."""
+"""Checked by hand: pydantic would try four types on every one of a hundred thousand ids. Long lists of ids are arrays."""
 
 Objective = Annotated[
     Any,
@@ -52,7 +63,14 @@ T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
 """The first wrong item is enough: else pydantic makes an error of each, and a body has room for millions."""
 
-MAX_MESSAGES = 1 << 14
+
+def _ids(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else check(value)
+
+
+TokenIds = Annotated[Many[int], WrapValidator(_ids)]
+"""Where they are many they come as an array (`Body.TOKEN_FIELDS`), of which there is nothing left to be checked."""
+
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
 MAX_FEW = 100
@@ -85,6 +103,9 @@ Numbers = Annotated[dict[str, float], BeforeValidator(_numbers)]
 class Body(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
+    TOKEN_FIELDS: ClassVar[tuple[str, ...]] = ()
+    """Fields that may be long lists of token ids, or lists of such lists: these come as arrays."""
+
     def given(self) -> dict[str, Any]:
         """The declared fields that were sent and are not null."""
         values = self.__dict__
@@ -104,6 +125,8 @@ class StreamOptions(BaseModel):
 
 class Generation(Body):
     """What all requests for text share."""
+
+    TOKEN_FIELDS: ClassVar[tuple[str, ...]] = ("allowed_token_ids",)
 
     model: str | None = None
     stream: bool | None = None
@@ -126,7 +149,7 @@ class Generation(Body):
     max_tokens: int | None = None
     min_tokens: int | None = None
     logit_bias: Numbers | None = None
-    allowed_token_ids: Many[int] | None = None
+    allowed_token_ids: TokenIds | None = None
     bad_words: Many[str] | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: Many[int] | None = None
@@ -153,6 +176,8 @@ class Generation(Body):
 
 class CompletionRequest(Generation):
     """`POST /v1/completions`."""
+
+    TOKEN_FIELDS = ("prompt", "allowed_token_ids")
 
     prompt: Prompts
     best_of: int | None = None
@@ -200,8 +225,10 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """`POST /detokenize`."""
 
+    TOKEN_FIELDS = ("tokens",)
+
     model: str | None = None
-    tokens: Many[int]
+    tokens: TokenIds
 
 
 class AbortRequest(Body):

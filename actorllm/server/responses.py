@@ -27,6 +27,7 @@ from actorllm.server.logprobs import LogprobsView
 from actorllm.server.protocol import Generation, Many, Messages
 from actorllm.server.sampling import Defaults, extras_of, sampling_params
 from actorllm.server.shape import PromptState, Shape, metrics_of
+from actorllm.server.tools import warnings_of
 from actorllm.structured_outputs import StructuredOutputsParams
 from actorllm.text.chat import Conversation
 
@@ -107,6 +108,7 @@ def ask(
     if limit is not None and limit < 1:
         raise ApiError(400, f"max_output_tokens={limit} must be at least 1", "max_output_tokens")
     params = sampling_params(body, defaults, kind, **decided)
+    extras.warnings += warnings_of(params.structured_outputs)
     logprobs = None if number is None else LogprobsView(number, bool(body.return_tokens_as_token_ids))
     shape = ResponsesShape(body, params, model, logprobs, extras.slo, decode)
     prompt: Prompt = conversation
@@ -194,7 +196,8 @@ def structured_outputs_of(text: Mapping[str, Any] | None) -> StructuredOutputsPa
         schema = wanted.get("schema")
         if not isinstance(schema, Mapping):
             raise ApiError(400, "text.format: a json_schema needs its 'schema', an object", "text")
-        return StructuredOutputsParams(json=dict(schema)).named("text.format")
+        asked = StructuredOutputsParams(json=dict(schema)).named("text.format")
+        return asked.as_hint() if wanted.get("strict") is False else asked
     raise ApiError(400, f"text.format={wanted!r:.80} must be of type 'text', 'json_object' or 'json_schema'", "text")
 
 

@@ -6,6 +6,7 @@ dropped in silence. Called by `completions` and `chat`.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -85,6 +86,7 @@ class Defaults:
     sampling: Mapping[str, Any]
     """What the model's author recommends."""
     max_prompt_characters: int
+    """The engine's."""
     trusts_chat_templates: bool = False
     tool_parser: type[ToolParser] = PARSERS[DEFAULT_PARSER]
     shows_tools: bool = True
@@ -108,15 +110,25 @@ class Extras:
 def name_request(body: Any, headers: Mapping[str, str]) -> None:
     """Call a request what its client calls it: in `request_id`, else in the header x-request-id.
 
-    That name is in every event, and at the head of every line of the log about the request. Raises ApiError for one that is too
-    long for that, or would end the line.
+    That name is in every event, and at the head of every line of the log about the request. It is short, and ends no line. Raises
+    ApiError for a `request_id` that is not so; a header, which proxies set as well, is made so.
     """
-    name, source = body.request_id, "request_id"
+    name = body.request_id
     if name is None:
-        name, source = headers.get("x-request-id"), "x-request-id"
-    if name is not None and (len(name) > MAX_NAME or not name.isprintable()):
-        raise ApiError(400, f"{source}={name[:MAX_NAME]!r:.80} must be at most {MAX_NAME} printable characters", source)
-    body.request_id = name
+        given = headers.get("x-request-id")
+        body.request_id = None if given is None else short_name(given)
+    elif len(name) > MAX_NAME or not name.isprintable():
+        told = f"request_id={name[:MAX_NAME]!r:.80} must be at most {MAX_NAME} printable characters"
+        raise ApiError(400, told, "request_id")
+
+
+def short_name(name: str) -> str:
+    """Printable, and of MAX_NAME characters at most. Names that differ stay different, and each stays what it is."""
+    printable = "".join([character if character.isprintable() else "?" for character in name[:MAX_NAME]])
+    if len(name) <= MAX_NAME:
+        return printable
+    digest = hashlib.blake2b(name.encode(errors="replace"), digest_size=8).hexdigest()
+    return f"{printable[: MAX_NAME - len(digest) - 1]}-{digest}"
 
 
 def sampling_params(body: Generation, defaults: Defaults, kind: RequestOutputKind, **decided: Any) -> SamplingParams:

@@ -34,6 +34,8 @@ class PromptState:
     metrics: RequestMetrics | None = None
     logprobs: list[Any] | None = None
     has_begun: bool = False
+    echoed: tuple[orjson.Fragment, int] | None = None
+    """The prompt's log-probabilities as JSON, and where the text behind them begins. Made once for all its sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +145,8 @@ class OpenAIShape(Shape):
             state.num_output = sum(len(one.token_ids) for one in output.outputs)
             state.metrics = output.metrics
         tree = self._head(self.WHOLE)
-        tree["choices"] = [
-            self._whole_choice(number * self._n + one.index, output, one)
+        tree["choices"] = [  # one by one: writing all of them in one call would keep other threads from running
+            orjson.Fragment(orjson.dumps(self._whole_choice(number * self._n + one.index, output, one)))
             for number, output in enumerate(outputs)
             for one in output.outputs
         ]
@@ -274,7 +276,8 @@ def metrics_of(state: PromptState, slo: SLO | None) -> dict[str, Any] | None:
         )
     return {
         "arrival_time": metrics.arrival_time,
-        "queue_s": metrics.time_in_queue,
+        "intake_s": metrics.intake_time,
+        "queue_s": metrics.queue_time,
         "ttft_s": metrics.time_to_first_token,
         "tpot_s": (last - first) / (num - 1) if started and num > 1 else None,
         "e2e_s": last - metrics.arrival_time if last else None,

@@ -17,6 +17,7 @@ from actorllm.clock import now
 from actorllm.engine import Engine
 from actorllm.errors import EngineDrainingError
 from actorllm.server.board import Board
+from actorllm.server.bodies.reader import BodyReader
 from actorllm.server.envelope import ApiError
 from actorllm.server.sampling import Defaults
 from actorllm.stream import RequestStream
@@ -60,6 +61,7 @@ class ServerState:
         self.tracing: Tracing | None = None
         self.peers = Peers()
         self.board = Board(1)
+        self.bodies = BodyReader()
         self._row = 0
         self._num_in_flight = 0
         self._busy = anyio.Event()
@@ -127,7 +129,8 @@ class ServerState:
         finally:
             for stream in streams:
                 stream.abort()
-                mine.remove(stream)
+            gone = set(map(id, streams))
+            mine[:] = [stream for stream in mine if id(stream) not in gone]
             if not mine:
                 self._streams.pop(name, None)
             self._count(-1)

@@ -6,6 +6,7 @@ its text is looked through for calls; else a grammar. Called by `sampling` and `
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,15 @@ from actorllm.errors import InvalidParameterError
 from actorllm.server.envelope import ApiError
 from actorllm.server.tool_parsers import Tool, ToolParser
 from actorllm.structured_outputs import StructuredOutputsParams, structured_outputs_of
+from actorllm.text.json_schema import MAX_TOLD, UnheldError, held
+from actorllm.text.structural_tag import schemas_of
 
 CHOICES = ("none", "auto", "required")
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+MAX_LOOKED_THROUGH = 32 << 10
+"""Characters of a schema that is looked through for what is to be warned of."""
+MAX_WARNED = 200
+"""Characters of one warning; all of them go into one header."""
 OPTIONS_OF_JSON = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
 
@@ -71,7 +78,32 @@ def _of_format(format: Any) -> StructuredOutputsParams | None:
     schema = holder.get("schema") if isinstance(holder, Mapping) else None
     if not isinstance(schema, Mapping):
         raise ApiError(400, "response_format: json_schema must be an object with a schema", "response_format")
-    return _params("response_format", json=_written(schema, "response_format"))
+    asked = _params("response_format", json=_written(schema, "response_format"))
+    return asked.as_hint() if holder.get("strict") is False else asked
+
+
+def warnings_of(structured: Any) -> list[str]:
+    """What is to be said of a schema that its grammar does not hold as a whole. Other failures are the scheduler's to tell."""
+    if structured is None:
+        return []
+    fields = structured.to_fields()
+    text = fields["text"]
+    is_hint = fields.get("strict") is False
+    if fields["kind"] not in ("json", "structural_tag") or not (is_hint or "uniqueItems" in text):
+        return []
+    if len(text) > MAX_LOOKED_THROUGH:
+        return []  # it takes the server's loop too long; the engine's log has it
+    tree = json.loads(text)
+    dropped: list[str] = []
+    with contextlib.suppress(UnheldError):
+        for schema in [tree] if fields["kind"] == "json" else schemas_of(tree):
+            dropped += held(schema, is_hint=is_hint)
+    return [_told(f"{fields['source']}: {name} is not held by the grammar") for name in dropped[:MAX_TOLD]]
+
+
+def _told(text: str) -> str:
+    """As it may be in a header: a schema's names are its author's."""
+    return "".join(one if one.isascii() and one.isprintable() else "?" for one in text[:MAX_WARNED])
 
 
 def tool_use_of(body: Any, parser: type[ToolParser]) -> ToolUse | None:

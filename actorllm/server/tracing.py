@@ -102,7 +102,8 @@ def _used(outputs: Sequence[RequestOutput], metrics: Sequence[RequestMetrics]) -
         ],
     }
     latencies: dict[str, list[float | None]] = {
-        "gen_ai.latency.time_in_queue": [one.time_in_queue for one in metrics],
+        "actorllm.latency.time_in_intake": [one.intake_time for one in metrics],
+        "gen_ai.latency.time_in_queue": [one.queue_time for one in metrics],
         "gen_ai.latency.time_to_first_token": [one.time_to_first_token for one in metrics],
         "gen_ai.latency.e2e": [one.last_token_ts - one.arrival_time for one in metrics if one.last_token_ts],
     }

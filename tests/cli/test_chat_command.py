@@ -11,7 +11,9 @@ import pytest
 
 from actorllm import cli
 from actorllm.config import BUNDLED_MODELS
+from actorllm.intake.lanes import Lane
 from actorllm.text.chat import ChatTemplate, Conversation
+from actorllm.text.tokenizer import Tokenizer
 
 STORYTELLER = BUNDLED_MODELS["storyteller"]
 QUICK = ("--topology", "inline", "--num-threads", "1", "--temperature", "0", "--dtype", "float32")
@@ -32,7 +34,13 @@ class Terminal:
             self.conversations.append(conversation)
             return render(template, conversation)
 
+        def note_brought(lane: Lane, tokenizer: Tokenizer, conversation: Conversation, most: int) -> str | None:
+            self.conversations.append(conversation)
+            return render_brought(lane, tokenizer, conversation, most)
+
+        render_brought = Lane.render
         monkeypatch.setattr(ChatTemplate, "render", note)
+        monkeypatch.setattr(Lane, "render", note_brought)
 
     def run(self, *arguments: str, typed: str = "") -> int:
         self._monkeypatch.setattr("sys.stdin", io.StringIO(typed))

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from actorllm import AsyncLLM
 from actorllm.server import create_app
+from actorllm.server.bodies.owned_process import OwnedProcess
 
 
 @pytest.fixture
@@ -68,3 +69,19 @@ async def is_idle(llm: AsyncLLM) -> bool:
         and scheduler["num_running"] == scheduler["num_waiting"] == 0
         and scheduler["kv"]["num_free"] == scheduler["kv"]["num_blocks"]
     )
+
+
+@pytest.fixture(autouse=True)
+def parse_processes_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Applications may outlive the test that made their parse process start."""
+    started: list[OwnedProcess] = []
+    begin = OwnedProcess.__init__
+
+    def note(process: OwnedProcess, module: str) -> None:
+        begin(process, module)
+        started.append(process)
+
+    monkeypatch.setattr(OwnedProcess, "__init__", note)
+    yield
+    for process in started:
+        process.wait()

@@ -207,9 +207,6 @@ async def test_the_name_of_a_request_is_short_and_ends_no_line(client: httpx.Asy
     for name in ("a" * 257, "a\nb", "a\r\nset-cookie: b", "\x1b[2J", "a\u2028b", "\x7f"):
         told = error_in(await client.post(path, json={**NAMED[path], "request_id": name}), 400, "request_id")
         assert len(told) < 200
-    for raw in (b"a" * 257, b"a\x85b", b"\x1b[2J"):
-        response = await client.post(path, json=NAMED[path], headers={b"x-request-id": raw})
-        error_in(response, 400, "x-request-id")
     if path in (TEXT, CHAT):
         response = await client.post(path, json={**NAMED[path], "request_id": "é" + 255 * "a"})
         assert response.json()["id"].endswith("-é" + 255 * "a")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import time
 from importlib import resources
 
 import httpx
 import orjson
 import pytest
 
-from actorllm import AsyncLLM
+from actorllm import AsyncLLM, SamplingParams
 from actorllm.server import create_app
 from actorllm.server.board import Board
 from actorllm.server.metrics import render
@@ -64,12 +65,31 @@ async def test_a_scrape_counts_what_was_done(client: httpx.AsyncClient) -> None:
     assert grown["request_generation_tokens_sum"] == 30
     assert grown["request_prompt_tokens_sum"] == 18
     assert 0 < grown["time_to_first_token_seconds_sum"] <= grown["e2e_request_latency_seconds_sum"]
+    parts = [grown[f"request_{part}_time_seconds_sum"] for part in ("intake", "queue", "prefill")]
+    assert sum(parts) == pytest.approx(grown["time_to_first_token_seconds_sum"])
+    assert min(parts) > 0
     assert after["num_requests_running"] == after["num_requests_waiting"] == 0
     assert after['num_requests_waiting_by_reason{reason="capacity"}'] == 0
     assert after['num_requests_waiting_by_reason{reason="deferred"}'] == 0
     assert grown['prompt_tokens_by_source_total{source="local_compute"}'] == grown["prompt_tokens_total"]
     assert after["kv_cache_usage_perc"] == 0
     assert "recoveries_total" in after
+
+
+async def test_what_comes_before_the_scheduler_is_no_queue_time(llm: AsyncLLM, client: httpx.AsyncClient) -> None:
+    before = await scrape(client)
+    params = SamplingParams(max_tokens=1)
+    output = await llm.complete("Once", params, arrival_time=time.time() - 1000)
+    after = await scrape(client)
+    metrics = output.metrics
+    assert metrics is not None
+    assert metrics.intake_time is not None
+    assert metrics.queue_time is not None
+    assert metrics.intake_time >= 1000 > metrics.queue_time >= 0
+    assert metrics.time_in_queue == pytest.approx(metrics.intake_time + metrics.queue_time)
+    names = [f"request_{part}_time_seconds_sum" for part in ("intake", "queue")]
+    intake, queue = [after[name] - before.get(name, 0) for name in names]
+    assert intake >= 1000 > queue
 
 
 async def test_it_answers_head_and_starts_nothing() -> None:

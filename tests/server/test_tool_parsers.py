@@ -223,7 +223,7 @@ def test_what_is_demanded_can_be_read(storyteller: Tokenizer, parser: type[ToolP
     }[parser]
     matcher = compiler.compile(grammar)
     matcher.push(storyteller.encode(call, add_special_tokens=False).tolist())
-    _, is_last = compiler.masks([(matcher, False)])
+    _, is_last = compiler.masks([matcher])
     is_list = parser in (PythonicParser, MistralParser)
     assert (matcher.is_over or is_last[0]) == (is_single or is_list)
     assert read(parser, call, 5) == ("", [("f", '{"a": 1}')])

@@ -50,7 +50,8 @@ async def test_a_request_is_a_span_of_its_callers_trace(llm: AsyncLLM, stream: b
     assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (3, 10)
     assert told["gen_ai.response.finish_reasons"] == ("length", "length")
     first, whole = told["gen_ai.latency.time_to_first_token"], told["gen_ai.latency.e2e"]
-    assert 0 < told["gen_ai.latency.time_in_queue"] <= first <= whole
+    assert 0 < told["actorllm.latency.time_in_intake"] <= first <= whole
+    assert 0 < told["gen_ai.latency.time_in_queue"] <= first
     assert [event.name for event in span.events] == ["queued", "scheduled", "first_token", "last_token"]
     times = [_start(span), *[event.timestamp for event in span.events], span.end_time or 0]
     assert times[1:] == sorted(times[1:])

@@ -1,0 +1,65 @@
+"""What a model or an installation does not have is left out of the warm-up, without an error and without a word."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from typing import Any
+
+import pytest
+
+from actorllm import AsyncLLM
+from actorllm.server import create_app, launcher, warm_up
+from actorllm.server.listener import Listener
+from actorllm.text import chat
+from tests.server.conftest import client_of
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"skip_tokenizer_init": True}, {"runner": "pooling"}, {}],
+    ids=["no tokenizer", "pooling", "no chat template, no llguidance"],
+)
+async def test_what_is_not_there_is_left_out(
+    arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(chat, "_read_templates", lambda path, config: {})
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    caplog.set_level(logging.INFO, "actorllm")
+    llm = AsyncLLM("storyteller", topology="inline", num_threads=1, **arguments)
+    app = create_app(llm)
+    async with llm, client_of(app) as client:
+        caplog.clear()
+        await warm_up(app)
+        assert not caplog.records
+        if not arguments:
+            body: dict[str, Any] = {"prompt": "Once", "max_tokens": 1}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+            refused = await client.post("/v1/completions", json={**body, "structured_outputs": {"regex": "a"}})
+            assert (refused.status_code, "actorllm[structured]" in refused.text) == (400, True)
+
+
+async def test_it_starts_the_engine_and_raises_what_a_start_raises() -> None:
+    llm = AsyncLLM("storyteller", topology="inline", num_threads=1)
+    llm.shutdown()
+    with pytest.raises(Exception, match="shut down"):
+        await warm_up(create_app(llm))
+
+
+async def test_a_server_does_not_look_through_what_its_start_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collection of all of it would hold the loop for half a second."""
+    counts = []
+
+    class Server(launcher.Server):
+        def __init__(self, *_: object) -> None: ...
+
+        async def serve(self, sockets: object = None) -> None:
+            counts.append(gc.get_freeze_count())
+
+    monkeypatch.setattr(launcher, "Server", Server)
+    monkeypatch.setattr(launcher, "config_of", lambda listener, app: None)
+    llm = AsyncLLM("storyteller", topology="inline", num_threads=1)
+    await launcher.serve(create_app(llm), Listener(port=0))
+    assert [count > 10_000 for count in counts] == [True]
+    assert gc.get_freeze_count() == 0
