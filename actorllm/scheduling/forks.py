@@ -53,6 +53,8 @@ class Forks:
         leader = roster.alive.get((sequence.key[0], submit.fork_of or 0))
         if leader is None or leader is sequence or not hasattr(self._policy, "may_fork"):
             return None
+        if submit.had_slot:
+            return None  # a pause waits for it: it follows nobody that may not start
         if roster.followers.has_any(sequence):
             return None  # it was blocked when they came
         if leader.state not in (State.BLOCKED, State.WAITING) and leader not in roster.prefilling:

@@ -200,7 +200,7 @@ class Gate:
         try:
             answer = getattr(self.admission, what)(*arguments)
             return answer if check is None else check(answer, view)
-        except Exception as error:
+        except Exception as error:  # of an admission policy of the user's own: anything
             if not self._open(what, error):
                 raise
         return getattr(self.admission, what)(*arguments)

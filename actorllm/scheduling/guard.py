@@ -52,7 +52,7 @@ class GuardedPolicy:
             if problem is None:
                 return decision
             raise TypeError(problem)
-        except Exception as error:
+        except Exception as error:  # of a policy of the user's own: anything
             if not self._replace("plan", error, view):
                 raise
         return self.policy.plan(view)
@@ -63,7 +63,7 @@ class GuardedPolicy:
             if victim is None or isinstance(victim, Sequence):
                 return victim
             raise TypeError(f"victim is {victim!r:.80}, which is no request")
-        except Exception as error:
+        except Exception as error:  # of a policy of the user's own: anything
             if not self._replace("victim", error, view):
                 raise
         return self.policy.victim(view)
@@ -71,7 +71,7 @@ class GuardedPolicy:
     def _may_fork(self, sequence: Sequence, view: View) -> bool:
         try:
             return bool(self.policy.may_fork(sequence, view))
-        except Exception as error:
+        except Exception as error:  # of a policy of the user's own: anything
             if not self._replace("may_fork", error, view):
                 raise
         return False  # it waits like any other, and is announced so
@@ -82,7 +82,7 @@ class GuardedPolicy:
             if all(isinstance(other, Sequence) for other in others):
                 return others
             raise TypeError(f"ahead_of gives {others!r:.80}")
-        except Exception as error:
+        except Exception as error:  # of a policy of the user's own: anything
             if not self._replace("ahead_of", error, view):
                 raise
         return list(self.policy.ahead_of(sequence, view))
@@ -108,7 +108,7 @@ class GuardedPolicy:
     def _tell(self, event: str, view: View, *arguments: Any) -> None:
         try:
             getattr(self.policy, event)(*arguments)
-        except Exception as error:
+        except Exception as error:  # of a policy of the user's own: anything
             if not self._replace(event, error, view):
                 raise
 

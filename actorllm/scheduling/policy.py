@@ -12,9 +12,8 @@ does not fit is left out and counted, never carried out.
 from __future__ import annotations
 
 import enum
-import heapq
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -25,6 +24,7 @@ from actorllm.errors import ConfigError
 from actorllm.messages import I32
 from actorllm.scheduling.registry import Registry
 from actorllm.scheduling.sequence import Sequence, State
+from actorllm.scheduling.waiting_order import NUM_STALE, WaitingOrder
 
 if TYPE_CHECKING:
     from actorllm.kvcache.manager import KVCacheManager
@@ -221,6 +221,9 @@ class KeyPolicy:
     ignores_decode_steps: bool | None = None
     """Whether steps in which nobody waits or prefills need neither ask this policy anything nor tell it anything. None: if
     it overrides none of `decode_mask`, `wake_at` and `on_step`. Simulations run such steps many at a time."""
+    keys_grow = False
+    """Whether the key of a waiting request never falls. Then it is made anew of a request that seems to be next, and of no
+    other; `key_horizon` is not asked for the order."""
 
     def key(self, sequence: Sequence, view: View) -> SortKey:
         """Lower is sooner, for waiting and for prefilling requests. Ties go to the earlier arrival."""
@@ -229,6 +232,14 @@ class KeyPolicy:
     def key_horizon(self, sequence: Sequence, view: View) -> float:
         """Until when `key` stays what it is; infinity: for ever."""
         return math.inf
+
+    def group(self, sequence: Sequence, view: View) -> tuple[Hashable, SortKey] | None:
+        """The group of a request, and its place there; None: it is in none.
+
+        The waiting requests of a group keep the order of their places, whatever becomes of their keys. Asked once, when a
+        request comes to wait. The order of the waiting then costs by the group and not by the request.
+        """
+        return None
 
     def budget(self, view: View) -> Budget:
         return Budget(view.limits.max_tokens, view.limits.prefill_chunk)
@@ -272,9 +283,6 @@ class KeyPolicy:
 
 MAX_PASSED = 16
 """How many long prompts that wait a step passes over to find a short one behind them."""
-
-NUM_STALE = 64
-"""Entries of ended requests that the waiting heap may hold before it is cleaned."""
 
 
 class Room:
@@ -406,19 +414,18 @@ class Gatekeeper(Protocol):
 class KeyPlanner:
     """Packs steps in the order of a KeyPolicy: decode rows first, then prompts, started ones and admissions (`Room`).
 
-    Waiting requests are in a heap by key. An entry is stale when its request no longer waits, and is skipped when it
-    comes up; when a key's horizon passes, the heap is rebuilt. While generation is paused, those that come up and must wait
-    for its end are put aside, so that no step looks at them twice.
+    The waiting requests are in a `WaitingOrder`. While generation is paused, those that come up and must wait for its end are
+    put aside, so that no step looks at them twice.
     """
 
     gatekeeper: Gatekeeper | None = None
 
     def __init__(self, policy: KeyPolicy) -> None:
         self.policy = policy
-        self._heap: list[tuple[SortKey, int, int, Sequence]] = []
+        self._order = WaitingOrder(policy)
         self._aside: list[Sequence] = []
-        self._pushes = 0
-        self._valid_until = math.inf
+        self._num_ended = 0
+        """Since those that wait no more were cleaned out."""
         self._can_displace = type(policy).preempt_for is not KeyPolicy.preempt_for
         self.ignores_decode_steps = type(self).plan is KeyPlanner.plan and (
             all(
@@ -487,13 +494,13 @@ class KeyPlanner:
             aside, self._aside = self._aside, []
             for sequence in aside:
                 if sequence.state is State.WAITING:
-                    self._push(sequence, view)
-        skipped: list[tuple[SortKey, int, int, Sequence]] = []
+                    self._order.push(sequence, view)
+        skipped: list[Sequence] = []
         num_passed = 0
         is_open = view.num_waiting > 0  # else nobody may start, however many are in the heap
         while True:
-            head = self._peek(view) if is_open else None
-            if started and (head is None or started[-1][0] <= self._heap[0][0]):
+            head = self._order.head(view) if is_open else None
+            if started and (head is None or started[-1][0] <= self._order.head_key):
                 sequence = started.pop()[-1]
                 if sequence not in decision.preempt:  # it may have given way meanwhile
                     room.serve(sequence, view.remaining(sequence))
@@ -505,17 +512,17 @@ class KeyPlanner:
             if verdict is Admit.WAIT:
                 is_open = False
                 continue
-            entry = heapq.heappop(self._heap)
+            self._order.pop(view)
             if verdict is not Admit.SKIP:
                 continue
             if view.is_paused and not head.has_started:
                 self._aside.append(head)
                 continue
-            skipped.append(entry)
+            skipped.append(head)
             num_passed += room.has_long
             is_open = num_passed < MAX_PASSED
-        for entry in skipped:
-            heapq.heappush(self._heap, entry)
+        for sequence in skipped:
+            self._order.push(sequence, view)
         decision.prefill = room.chunks()
 
     def _admit(self, sequence: Sequence, room: Room, decision: Decision, view: View) -> Admit:
@@ -576,29 +583,11 @@ class KeyPlanner:
             free += view.kv.num_exclusive(victim.slot, sequence.hits)
         return victims if tokens >= needed and slots > 0 and blocks <= free else []
 
-    def _peek(self, view: View) -> Sequence | None:
-        """The next waiting request; it stays in the heap."""
-        if view.now >= self._valid_until:
-            waiting = [entry[-1] for entry in self._heap if entry[-1].state is State.WAITING]
-            self._heap.clear()
-            self._valid_until = math.inf
-            for sequence in waiting:
-                self._push(sequence, view)
-        heap = self._heap
-        while heap and heap[0][-1].state is not State.WAITING:
-            heapq.heappop(heap)
-        return heap[0][-1] if heap else None
-
-    def _push(self, sequence: Sequence, view: View) -> None:
-        self._pushes += 1
-        heapq.heappush(self._heap, (self.policy.key(sequence, view), sequence.arrival_index, self._pushes, sequence))
-        self._valid_until = min(self._valid_until, self.policy.key_horizon(sequence, view))
-
     def victim(self, view: View) -> Sequence | None:
         return max(view.running(), key=lambda s: self.policy.victim_key(s, view), default=None)
 
     def on_arrival(self, sequence: Sequence, view: View) -> None:
-        self._push(sequence, view)
+        self._order.push(sequence, view)
         if sequence.num_preemptions:
             self.policy.on_preempt(sequence, view)
         else:
@@ -609,18 +598,12 @@ class KeyPlanner:
         self.policy.on_admit(sequence, view)
 
     def on_refusal(self, sequence: Sequence, view: View) -> None:
-        self._push(sequence, view)
+        self._order.push(sequence, view)
 
     def ahead_of(self, sequence: Sequence, view: View) -> Iterator[Sequence]:
-        order = (self.policy.key(sequence, view), sequence.arrival_index)
-        heap, places = self._heap, [0]
-        while places:  # what lies below a place in the heap comes after it
-            place = places.pop()
-            if place < len(heap) and heap[place][:2] < order:
-                other = heap[place][-1]
-                if other.state is State.WAITING and view.may_start(other):
-                    yield other
-                places += (2 * place + 1, 2 * place + 2)
+        for other in self._order.before((self.policy.key(sequence, view), sequence.arrival_index), view):
+            if view.may_start(other):
+                yield other
 
     def may_fork(self, sequence: Sequence, view: View) -> bool:
         return self.policy.admit(sequence, view) is Admit.ADMIT
@@ -632,10 +615,10 @@ class KeyPlanner:
         self.policy.on_admit(sequence, view)
 
     def on_end(self, sequence: Sequence, view: View) -> None:
-        num_entries = len(self._heap) + len(self._aside)
-        if num_entries > NUM_STALE and num_entries > 2 * view.num_waiting + NUM_STALE:  # of clients that gave up
-            self._heap = [entry for entry in self._heap if entry[-1].state is State.WAITING]
-            heapq.heapify(self._heap)
+        self._num_ended += 1
+        if self._num_ended > NUM_STALE + (len(self._order) + len(self._aside)) // 2:  # many of them may be still there
+            self._num_ended = 0
+            self._order.clean(view)
             self._aside = [sequence for sequence in self._aside if sequence.state is State.WAITING]
         self.policy.on_end(sequence, view)
 

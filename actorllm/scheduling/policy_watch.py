@@ -68,7 +68,7 @@ class PolicyWatch:
         """Called when nothing was planned though there was room. Why that is a stall; None: it is none, or none yet."""
         if scheduler.num_in_flight:
             return None
-        num = len(scheduler.running()) + sum(scheduler.may_start(s) for s in scheduler.waiting())
+        num = len(scheduler.running()) + scheduler.num_waiting
         if not num:
             return None
         if scheduler.wake_at == math.inf:

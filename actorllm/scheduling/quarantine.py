@@ -8,9 +8,12 @@ goes on, until the next death. A request that ran all alone and killed the worke
 while it was in flight beside it, was there. So one among n suspects costs about log2(n) deaths, and everybody else a few
 steps of waiting.
 
-Too many deaths in a row are the end of the engine (`actors.restart`), unless the search gets narrower (`is_narrowing`). The
-more there were, the fewer are tried at a time, and before it comes to the end the trial rests until somebody beside the
-suspects has had a token, as long as anybody else may run. If the workers die meanwhile, those that ran are suspects, too.
+Too many deaths in a row are the end of the engine (`actors.restart`), unless each makes the search narrower (`is_narrowing`):
+fewer suspects were tried together than ever before, or one ran alone. With n suspects there are log2(n) + MAX_ALONE such deaths of
+each, so any number of such requests is found, and a search that stands still ends. The more deaths there were in a row, the
+fewer suspects are tried at a time. From the third on, after every death on trial the trial rests until a request beside the
+suspects has had a token, if there is one that may run. If the workers die meanwhile, the requests that ran are suspects, too,
+and the trial goes on.
 
 Pure. Asked by the Scheduler; of no cost while there is no suspect.
 """
@@ -50,7 +53,7 @@ class Quarantine:
         self._num_in_a_row = 0
         self._is_resting = False
         self.is_narrowing = False
-        """Whether the last death brought the search further. With n suspects that is so for some n log2(n) deaths at most."""
+        """Whether the last death made the search narrower. With n suspects that is so for some n log2(n) deaths at most."""
 
     def __len__(self) -> int:
         return len(self._suspects)
@@ -88,24 +91,29 @@ class Quarantine:
             return []
         self._num_in_a_row = self._num_in_a_row + 1 if self._suspects else 1
         again = [sequence for sequence in present if sequence in self._suspects]
-        self.is_narrowing = bool(again) or (self._trial is None and self._num_in_a_row > 1)
+        begins = self._trial is None and (bool(again) or self._num_in_a_row > 1)
+        (alone, *others) = present
+        is_alone = not others and not num_gone
         if self._trial is None or not again:  # not again: they died without those that are tried
             self._suspect(present, first=again)
         else:  # those that were acquitted run beside the tried ones, and stay acquitted
+            self.is_narrowing = is_alone
             for sequence in again:
                 suspicion = self._suspects.pop(sequence)
+                self.is_narrowing |= suspicion.most_beside is None or suspicion.most_beside > max(1, len(again) // 2)
                 suspicion.most_beside = max(1, len(again) // 2)
                 self._suspects[sequence] = suspicion  # the last to be tried again
+        self.is_narrowing |= begins
         guilty: list[Sequence] = []
-        (alone, *others) = present
-        if not others and not num_gone and alone in self._suspects:
+        if is_alone and alone in self._suspects:
             self._suspects[alone].num_alone += 1
             if self._suspects[alone].num_alone >= MAX_ALONE:
                 del self._suspects[alone]
                 guilty.append(alone)
-        if self.is_narrowing:
+        if begins or again:
             self._next_trial()
-        if self._trial is not None and self._num_in_a_row >= MAX_IN_A_ROW:
+        self._is_resting = False
+        if self._trial is not None and again and self._num_in_a_row >= MAX_IN_A_ROW:
             self._is_resting = any(s not in self._suspects and s not in guilty for s in waiting)
         return guilty
 

@@ -96,7 +96,7 @@ class Roster:
         """From now on a request waits for a slot."""
         sequence.state = State.WAITING
         self.waiting.add(sequence)
-        if sequence.submit.output.size:
+        if sequence.submit.has_started:
             self.resuming.add(sequence)  # it had started under another scheduler
         self._policy.on_arrival(sequence, self._view)
 
@@ -266,7 +266,7 @@ class Roster:
             assert (sequence in self.blocked) == (sequence.state is State.BLOCKED), f"{sequence.key} is blocked or not"
             is_following = sequence in self.followers.leaders
             assert is_following == (sequence.state is State.FOLLOWING), f"{sequence.key} follows or not"
-            was_started = sequence.num_preemptions > 0 or sequence.submit.output.size > 0
+            was_started = sequence.num_preemptions > 0 or sequence.submit.has_started
             is_resuming = sequence.state is State.WAITING and was_started
             assert (sequence in self.resuming) == is_resuming, f"{sequence.key} comes back or not"
             assert (sequence in self.preempted) == (sequence.state is State.PREEMPTED), f"{sequence.key} preempted"

@@ -298,6 +298,11 @@ class Scheduler:
         return not self._roster.alive
 
     @property
+    def started(self) -> list[Key]:
+        """The requests that have had a slot, here or under another scheduler."""
+        return [sequence.key for sequence in self._roster.alive.values() if sequence.has_started]
+
+    @property
     def is_drained(self) -> bool:
         """Paused, and nothing is going on any more."""
         if self.pause_state is PauseState.RUNNING or len(self.ledger):
@@ -306,6 +311,7 @@ class Scheduler:
             self.batch.num_free_slots == self.limits.max_seqs
             and not self._roster.preempted
             and not self._roster.resuming
+            and not any(sequence.submit.has_started for sequence in self._roster.blocked)
         )
         return is_idle or self.pause_state is PauseState.NOTHING
 

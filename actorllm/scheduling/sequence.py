@@ -126,7 +126,7 @@ class Sequence:
     @property
     def has_started(self) -> bool:
         """Whether it has had a slot, perhaps of a scheduler that is gone."""
-        return self.num_preemptions > 0 or self.submit.output.size > 0 or self.slot >= 0
+        return self.num_preemptions > 0 or self.submit.has_started or self.slot >= 0
 
     @property
     def may_read_cache(self) -> bool:

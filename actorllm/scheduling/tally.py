@@ -21,17 +21,19 @@ FOLD = 256
 """Ends that are added up at a time."""
 
 _TIMES = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_SHORT_TIMES = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5),
+    *(10, 20, 40, 80, 160, 640, 2560),
+)
 _COUNTS = tuple(digit * 10**exponent for exponent in range(6) for digit in (1, 2, 5))
 
 BOUNDS: dict[str, tuple[float, ...]] = {
-    "time_to_first_token_seconds": (
-        *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5),
-        *(10, 20, 40, 80, 160, 640, 2560),
-    ),
+    "time_to_first_token_seconds": _SHORT_TIMES,
     "request_time_per_output_token_seconds": (
         *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80),
     ),
     "e2e_request_latency_seconds": _TIMES,
+    "request_intake_time_seconds": _SHORT_TIMES,
     "request_queue_time_seconds": _TIMES,
     "request_inference_time_seconds": _TIMES,
     "request_prefill_time_seconds": _TIMES,
@@ -42,7 +44,10 @@ BOUNDS: dict[str, tuple[float, ...]] = {
     "request_params_max_tokens": _COUNTS,
     "request_num_preemptions": (0, 1, 2, 5, 10, 20, 50),
 }
-"""Histograms under vLLM's names, with vLLM's upper bounds of their buckets; there is one bucket more, without a bound."""
+"""Histograms under vLLM's names, with vLLM's upper bounds of their buckets; there is one bucket more, without a bound.
+
+The time to the first token is intake (ours: until the scheduler has the request), queue and prefill.
+"""
 
 
 class Tally:
@@ -61,10 +66,12 @@ class Tally:
         scheduled, first = sequence.scheduled, sequence.first_token
         if scheduled is not None and first is not None and first < scheduled:
             scheduled = None  # it had its first slot from a scheduler that died; when, nobody knows
+        has_moved = submit.is_resumed or (first is not None and first < sequence.queued)  # from a scheduler that died
         self._reasons[end.reason] += 1
         self._ends.append(
             (
                 submit.arrival,
+                None if has_moved else sequence.queued,
                 scheduled,
                 first,
                 sequence.last_token,
@@ -102,12 +109,14 @@ class Tally:
     def _fold(self) -> None:
         ends, self._ends = self._ends, []
         columns = np.array(ends, np.float64).T
-        arrival, scheduled, first, last, num_prompt, num_output, num_preemptions, num_computed, max_tokens = columns
+        arrival, queued, scheduled, first, last, num_prompt, num_output, *others = columns
+        num_preemptions, num_computed, max_tokens = others
         with np.errstate(invalid="ignore", divide="ignore"):
             self._observe("time_to_first_token_seconds", first - arrival)
             self._observe("request_time_per_output_token_seconds", ((last - first) / (num_output - 1))[num_output > 1])
             self._observe("e2e_request_latency_seconds", last - arrival)
-            self._observe("request_queue_time_seconds", scheduled - arrival)
+            self._observe("request_intake_time_seconds", queued - arrival)
+            self._observe("request_queue_time_seconds", scheduled - queued)
             self._observe("request_inference_time_seconds", last - scheduled)
             self._observe("request_prefill_time_seconds", first - scheduled)
             self._observe("request_decode_time_seconds", last - first)

@@ -291,3 +291,16 @@ def test_who_promises_nothing_goes_on_all_the_same() -> None:
     engine.submit(2, [2, 2], max_tokens=3, ignore_eos=True)
     engine.run()
     assert list(engine.ends) == [2, 1] or len(engine.streams[2]) == 3
+
+
+def test_ttft_reject_keeps_nobody_who_has_gone() -> None:
+    """Their last chance to start would come in thirty years."""
+    admission = TtftReject(Fixed(0.0))
+    engine = engine_with(admission, max_num_seqs=1)
+    engine.submit(1, [1], max_tokens=30, ignore_eos=True)
+    engine.launch()
+    for rid in range(2, 400):
+        engine.submit(rid, [rid % 97], slo=[1e9, None, None, 0.0])
+        engine.abort(rid)
+    assert len(admission._heap) < 200
+    engine.run()

@@ -497,7 +497,7 @@ def test_requests_that_gave_up_do_not_pile_up(build_engine: Callable[..., Any]) 
     for rid in range(2, 1000):
         engine.submit(rid, [rid % 97])
         engine.abort(rid)
-    assert len(planner._heap) < 200
+    assert len(planner._order) < 200
     engine.run()
     assert engine.ends[1].reason == "length"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from actorllm.messages import pack
@@ -173,3 +174,26 @@ def test_pauses_and_resets_are_part_of_a_recording() -> None:
 def test_a_mode_that_does_not_exist(engine: Any) -> None:
     with pytest.raises(ValueError, match="'abort', 'wait', 'keep'"):
         engine.scheduler.pause("stop", 0.0)
+
+
+@pytest.mark.parametrize("columns", [{"had_slot": True}, {"output": [7, 8]}])
+def test_what_had_started_under_another_scheduler_is_waited_for_while_it_is_blocked(
+    build_engine: Callable[..., Any], columns: dict[str, Any]
+) -> None:
+    """Its grammar is being made, say: the pause is not over before it has finished."""
+    engine = build_engine(max_num_seqs=2)
+    engine.scheduler.pause("wait", engine.now)
+    if "output" in columns:
+        columns = {"output": np.array(columns["output"], np.int32)}
+    engine.submit(1, range(10), max_tokens=6, ignore_eos=True, blocked_on="grammar", is_resumed=True, **columns)
+    engine.submit(2, range(5), max_tokens=6, ignore_eos=True, blocked_on="grammar")
+    assert not engine.scheduler.is_drained
+    for rid in (1, 2):
+        engine.scheduler.unblock((0, rid), None, engine.now)
+    assert engine.scheduler.started == [(0, 1)]
+    engine.run()
+    assert engine.scheduler.is_drained
+    assert list(engine.ends) == [1]
+    engine.scheduler.resume(engine.now)
+    engine.run()
+    assert list(engine.ends) == [1, 2]

@@ -25,6 +25,7 @@ from actorllm.scheduling.policy_watch import (
     WakeTimer,
     patience,
 )
+from actorllm.scheduling.scheduler import Scheduler
 from tests.scheduling.conftest import Engine, reference_stream
 
 
@@ -74,6 +75,14 @@ def test_to_wait_for_a_time_is_none_unless_it_never_comes() -> None:
     engine.now = MAX_IDLE_S + 1
     engine.launch()
     assert "for 61 s it has planned nothing for 1 requests" in str(watch.stall(engine.scheduler))
+
+
+def test_a_pause_costs_nobody_a_look_at_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While paused, whoever comes has the watch look for a stall."""
+    engine, watch = with_one(load_policy("fcfs")), PolicyWatch()
+    engine.scheduler.pause("wait", 0.0)
+    monkeypatch.setattr(Scheduler, "waiting", None)
+    assert watch.stall(engine.scheduler) is None
 
 
 def test_nothing_to_do_a_step_in_flight_and_a_pause_are_none() -> None:

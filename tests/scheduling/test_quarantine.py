@@ -20,6 +20,7 @@ class Court:
         self.running: list[Any] = []
         self.num_deaths = 0
         self.most_in_a_row = 0
+        self.num_standing_still = self.most_standing_still = 0
         self.alone_deaths = dict.fromkeys(guilty, 0)
         self.num_steps_waited = dict.fromkeys(self.alive, 0)
 
@@ -37,9 +38,12 @@ class Court:
             for found in self.quarantine.died(running, self.alive):
                 self.failed.append(found)
                 self.alive.remove(found)
+            self.num_standing_still = 0 if self.quarantine.is_narrowing else self.num_standing_still + 1
+            self.most_standing_still = max(self.most_standing_still, self.num_standing_still)
             self.running = []
             return False
         self.quarantine.had_token(running)
+        self.num_standing_still = 0
         return True
 
     def run(self) -> None:
@@ -71,6 +75,48 @@ def test_several_guilty_among_many() -> None:
         assert sorted(court.failed) == sorted(guilty)
         assert set(court.alone_deaths.values()) == {2}
         assert court.most_in_a_row < 5
+
+
+@pytest.mark.parametrize("num_guilty", [1, 5, 8, 12, 64])
+def test_any_number_is_found_where_there_is_nobody_else(num_guilty: int) -> None:
+    """All but the first death make the search narrower: that is what the engine goes on for."""
+    court = Court(num_guilty, *range(num_guilty))
+    court.run()
+    assert sorted(court.failed) == list(range(num_guilty))
+    assert set(court.alone_deaths.values()) == {2}
+    assert court.num_deaths <= 2 + 2 * num_guilty + num_guilty.bit_length()
+    assert court.most_standing_still == 1
+
+
+def test_those_that_keep_coming_do_not_stop_the_search() -> None:
+    """After every death one more that kills: it is tried before the suspects are, and every other death is one of them."""
+    court = Court(4, *range(4))
+    for number in range(4, 40):
+        court.step()
+        court.alive.append(number)
+        court.guilty.add(number)
+        court.alone_deaths[number] = 0
+        court.num_steps_waited[number] = 0
+    court.run()
+    assert sorted(court.failed) == list(range(40))
+    assert court.most_standing_still <= 2
+
+
+def test_who_runs_beside_others_again_and_again_is_no_progress() -> None:
+    quarantine: Any = Quarantine()
+    quarantine.died(["a", "b"])
+    quarantine.died(["a", "b"])
+    assert quarantine.died(["a", "x"]) == []
+    assert quarantine.is_narrowing, "it was tried with one other, and now without a suspect"
+    quarantine.acquit(["b"])
+    for _ in range(3):
+        assert quarantine.died(["a", "x"]) == []
+        assert not quarantine.is_narrowing
+    assert quarantine.died(["a"], num_gone=1) == []
+    assert not quarantine.is_narrowing, "it may have been the one that is gone"
+    assert quarantine.died(["a"]) == []
+    assert quarantine.is_narrowing
+    assert quarantine.died(["a"]) == ["a"]
 
 
 def test_the_only_request_fails_after_two_deaths() -> None:

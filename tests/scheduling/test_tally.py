@@ -17,11 +17,12 @@ from tests.scheduling.conftest import Engine
 def sequence_of(
     slo: list[float | None] | None = None, first: float | None = 11.0, last: float | None = 12.0
 ) -> Sequence:
-    """It came at 10.0, began at 10.5, and had 5 prompt tokens."""
+    """It came at 10.0, the scheduler had it at 10.1, it began at 10.5, and had 5 prompt tokens."""
     prompt = np.arange(5, dtype=np.int32)
     submit = Submit(rid=1, arrival=10.0, prompt=prompt, max_tokens=9, seed=0, slo=slo)
     sequence = Sequence((0, 1), submit, 0, prompt, 14, frozenset(), frozenset())
-    sequence.scheduled, sequence.first_token, sequence.last_token = 10.5, first, last
+    sequence.queued, sequence.scheduled = 10.1, 10.5
+    sequence.first_token, sequence.last_token = first, last
     return sequence
 
 
@@ -36,7 +37,9 @@ def test_times_and_counts_are_those_of_the_requests() -> None:
     sums = {name: histogram["sum"] for name, histogram in told["histograms"].items()}
     counts = {name: sum(histogram["counts"]) for name, histogram in told["histograms"].items()}
     assert sums["time_to_first_token_seconds"] == pytest.approx(number)
-    assert sums["request_queue_time_seconds"] == pytest.approx(0.5 * (number + 1))
+    assert sums["request_intake_time_seconds"] == pytest.approx(0.1 * (number + 1))
+    assert sums["request_queue_time_seconds"] == pytest.approx(0.4 * (number + 1))
+    assert sums["request_prefill_time_seconds"] == pytest.approx(0.5 * number)
     assert sums["request_time_per_output_token_seconds"] == pytest.approx(0.5 * number)
     assert sums["e2e_request_latency_seconds"] == pytest.approx(2 * number)
     assert sums["request_generation_tokens"] == 3 * number
@@ -108,3 +111,4 @@ def test_who_goes_on_under_another_scheduler_had_its_first_token_when_it_came() 
     assert sums["request_time_per_output_token_seconds"] == pytest.approx(99.0 / 99)
     assert sums["request_decode_time_seconds"] == pytest.approx(99.0)
     assert counts["request_queue_time_seconds"] == counts["request_prefill_time_seconds"] == 0, "nobody knows"
+    assert counts["request_intake_time_seconds"] == 0

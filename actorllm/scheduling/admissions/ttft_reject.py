@@ -14,6 +14,7 @@ from actorllm.scheduling.gate import AdmissionPolicy
 from actorllm.scheduling.policy import Admit, StepDone, View
 from actorllm.scheduling.sequence import Sequence, State
 from actorllm.scheduling.step_time import Pace, Predicts
+from actorllm.scheduling.waiting_order import NUM_STALE
 
 
 class TtftReject(AdmissionPolicy):
@@ -26,6 +27,8 @@ class TtftReject(AdmissionPolicy):
         self._pace = Pace(step_time, self.safety)
         self._heap: list[tuple[float, int, Sequence]] = []
         """Waiting requests by their last chance to start, as it was when they were last looked at."""
+        self._num_ended = 0
+        """Since those that wait no more were cleaned out: the last chance of a request may be years away."""
 
     def _due(self, sequence: Sequence) -> float | None:
         """When the first token is due, of a request that promises it and may still be turned away."""
@@ -87,6 +90,13 @@ class TtftReject(AdmissionPolicy):
         due = self._due(sequence)
         if due is not None:
             self._push(sequence, due - self._needs(sequence, view))
+
+    def on_end(self, sequence: Sequence, view: View) -> None:
+        self._num_ended += 1
+        if self._num_ended > NUM_STALE + len(self._heap) // 2:
+            self._num_ended = 0
+            self._heap = [entry for entry in self._heap if entry[-1].state is State.WAITING]
+            heapq.heapify(self._heap)
 
     def on_step(self, done: StepDone, view: View) -> None:
         if done.num_prefill_tokens:

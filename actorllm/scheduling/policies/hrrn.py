@@ -6,12 +6,14 @@ starves: the ratio of whoever waits grows without bound.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from actorllm.scheduling.policy import KeyPolicy, SortKey, StepDone, View
 from actorllm.scheduling.sequence import Sequence
 
 
 class Hrrn(KeyPolicy):
-    """Ratios change all the time, so the order of the waiting is made anew every `refresh_s`."""
+    """Ratios change all the time, so they are made anew every `refresh_s`: of equal work, that of who came first."""
 
     name = "hrrn"
     ignores_decode_steps = True  # they tell nothing of the rate of prompts
@@ -26,6 +28,9 @@ class Hrrn(KeyPolicy):
 
     def key_horizon(self, sequence: Sequence, view: View) -> float:
         return view.now + self.refresh_s
+
+    def group(self, sequence: Sequence, view: View) -> tuple[Hashable, SortKey]:
+        return view.remaining(sequence), (sequence.arrival,)
 
     def victim_key(self, sequence: Sequence, view: View) -> SortKey:
         return (sequence.arrival_index,)
