@@ -412,7 +412,8 @@ class AsyncLLM:
             raise InvalidParameterError(
                 f"mode={mode!r} must be one of {', '.join(map(repr, PAUSE_MODES))}{nearest_name(str(mode), PAUSE_MODES)}"
             )
-        await self.start()  # behind every request of before, which the intake may still be working on
+        await self.start()
+        await HostLoop.current().result_of(self._engine.all_handed_over())
         asked = self._engine.ask_scheduler("pause_generation", timeout=math.inf, mode=mode, clear_cache=clear_cache)
         await HostLoop.current().result_of(asked)
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import orjson
 
 from actorllm import shapes
-from actorllm.device import DeviceName, choose
+from actorllm.device import choose
 from actorllm.errors import (
     ConfigError,
     CorruptModelError,
@@ -41,6 +41,9 @@ Topology = Literal["process", "inline"]
 HEARTBEAT_TIMEOUT_S = 10.0
 MIN_HEARTBEAT_TIMEOUT_S = 1.0
 """Loops beat every quarter of a second when they are idle."""
+INTAKE_TIMEOUT_S = 30.0
+MIN_INTAKE_TIMEOUT_S = 0.1
+MAX_PROMPT_CHARACTERS = 4 << 20
 MAX_SECONDS = 1e9
 """What infinity becomes, which JSON does not know."""
 
@@ -69,6 +72,8 @@ class ModelConfig:
     """auto: a fused forward where there is one, else transformers over our cache; vllm: only fused ones."""
     max_logprobs: int = 20
     """Most log-probabilities per token that a request may ask for; -1: as many as there are."""
+    max_prompt_characters: int = MAX_PROMPT_CHARACTERS
+    """Most characters that the text of a prompt may have, before anything reads it."""
     embedding_size: int | None = None
     """How many numbers an embedding has that is part of a prompt; None: prompts have none (enable_prompt_embeds)."""
     pooler: Pooler | None = None
@@ -133,7 +138,7 @@ class EngineConfig:
     scheduler: SchedulerConfig
     topology: Topology
     world_size: int
-    device: DeviceName
+    device: str
     num_threads: int | None
     """Threads of the worker's matrix products; None: chosen from the cores of the machine."""
     name: str | None
@@ -151,8 +156,9 @@ class EngineConfig:
     on_failure: Literal["restart", "raise"] = "restart"
     """When a process of the engine dies: start it again and go on, or end every request with EngineDeadError. Without
     effect where there is none (topology="inline")."""
-    standby_worker: bool = False
-    """Keep a process parked for every worker, with torch imported and no model: it takes the place of one that dies."""
+    standby_worker: bool | None = None
+    """Keep a process parked, with torch imported and no model: it takes the place of a worker that dies. None: one, where there
+    is one worker and memory is plentiful, when the engine has run for a while. True: one for every worker, at once."""
     step_timeout_s: float | None = None
     """A worker whose step takes longer is stuck and is killed; inline, the engine ends. None: learnt, at least half a minute
     (`actors.vigil`)."""
@@ -160,6 +166,8 @@ class EngineConfig:
     """So is a process that is stopped, or whose loop does not turn outside of a step, for so long."""
     restart_timeout_s: float | None = None
     """So is one that was started again and is not ready by then. None: ten times the first start, at least 5 minutes."""
+    intake_timeout_s: float = INTAKE_TIMEOUT_S
+    """How long reading one prompt (its chat template, its tokenization) may take; the request fails then (`intake`)."""
     enforce_eager: bool = False
     """On CUDA: launch every kernel of a decode step by itself, and record no graphs. The CPU has none."""
 
@@ -245,6 +253,7 @@ class EngineConfig:
                 ),
                 impl=_choice("model_impl", given["model_impl"], ("auto", "vllm", "transformers")),
                 max_logprobs=_max_logprobs(given["max_logprobs"]),
+                max_prompt_characters=_positive("max_prompt_characters", given["max_prompt_characters"]),
                 embedding_size=_embedding_size(path, text) if given["enable_prompt_embeds"] else None,
                 pooler=pooler,
             ),
@@ -286,6 +295,7 @@ class EngineConfig:
             step_timeout_s=None if given["step_timeout_s"] is None else _seconds("step_timeout_s", given, 0.05),
             heartbeat_timeout_s=_seconds("heartbeat_timeout_s", given, MIN_HEARTBEAT_TIMEOUT_S),
             restart_timeout_s=None if given["restart_timeout_s"] is None else _seconds("restart_timeout_s", given, 1.0),
+            intake_timeout_s=_seconds("intake_timeout_s", given, MIN_INTAKE_TIMEOUT_S),
             enforce_eager=given["enforce_eager"],
         )
 
@@ -329,9 +339,11 @@ ARGUMENTS: dict[str, Any] = {
     "step_timeout_s": None,
     "heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S,
     "restart_timeout_s": None,
+    "intake_timeout_s": INTAKE_TIMEOUT_S,
+    "max_prompt_characters": MAX_PROMPT_CHARACTERS,
     "record": None,
     "on_failure": "restart",
-    "standby_worker": False,
+    "standby_worker": None,
     "admission_policy": None,
     "max_waiting_requests": None,
     "max_waiting_tokens": None,
@@ -780,7 +792,7 @@ def _max_model_len(path: Path, given: Any, hf: dict[str, Any], advised: int | No
     return length
 
 
-def _device(given: dict[str, Any], pooler: Pooler | None) -> DeviceName:
+def _device(given: dict[str, Any], pooler: Pooler | None) -> str:
     """With "auto", what CUDA cannot do goes to the CPU. Raises ConfigError where CUDA was asked for."""
     device = choose(given["device"])
     reason = _why_not_on_cuda(given, pooler) if device == "cuda" else None
@@ -804,11 +816,11 @@ def _why_not_on_cuda(given: dict[str, Any], pooler: Pooler | None) -> str | None
     return None
 
 
-def _block_size(given: Any, device: DeviceName) -> int:
+def _block_size(given: Any, device: str) -> int:
     return _positive("block_size", given if given is not None else 64 if device == "cuda" else 32)
 
 
-def _dtype(given: Any, hf: dict[str, Any], device: DeviceName) -> Literal["float32", "bfloat16"]:
+def _dtype(given: Any, hf: dict[str, Any], device: str) -> Literal["float32", "bfloat16"]:
     name = str(given).removeprefix("torch.")
     if device == "cuda":
         return "bfloat16"  # `_device` let nothing else through; for weights of 32 bits as in vLLM, which takes 16
@@ -857,7 +869,7 @@ def _optional_positive(name: str, value: Any) -> int | None:
     return None if value is None else _positive(name, value)
 
 
-def _kv_cache_memory(value: Any, device: DeviceName) -> int | None:
+def _kv_cache_memory(value: Any, device: str) -> int | None:
     size = _optional_positive("kv_cache_memory_bytes", value)
     if device == "cuda":
         return size  # the worker knows the memory of the GPU

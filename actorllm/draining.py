@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 class Draining:
     """One call of `Engine.drain`: behind the requests of before, but not for longer than its time.
 
-    It begins on the loop when the intake thread gets to it. If that is too late, because the engine still starts, its timer
-    ends what is on the way.
+    It begins on the loop when the intake has handed over every request of before. If that is too late, because the engine
+    still starts, its timer ends what is on the way.
     """
 
     def __init__(self, engine: Engine, until: float, answer: Future[bool]) -> None:
@@ -48,13 +48,15 @@ class Draining:
 
     def _enqueue(self) -> None:
         try:
-            self._engine._enqueue(self._on_turn)
+            self._engine.all_handed_over().add_done_callback(self._on_turn)
         except EngineShutdownError:
             self._resolve(False)
 
-    def _on_turn(self) -> None:
-        """On the intake thread: every request of before has been handed to the loop, or has ended."""
-        if self._engine._num_on_the_way:  # let in a moment before, by another thread that is about to enqueue it
+    def _on_turn(self, handed_over: Future[None]) -> None:
+        """On a lane: every request of before has been handed to the loop, or has ended. Or the engine was shut down."""
+        if handed_over.exception() is not None:
+            self._resolve(False)
+        elif self._engine._num_on_the_way:  # let in a moment before, by another thread that is about to enqueue it
             self._enqueue()
         else:
             self._drain()

@@ -1,8 +1,8 @@
 """`Engine`: what both front doors share. Intake of requests, the engine thread, start and shutdown.
 
-A request goes from the caller's thread to the intake thread (starts the engine if need be, tokenizes, checks against the
-model), from there to the frontend actor on the engine thread, and from there to the scheduler. So the caller's loop never
-waits for a tokenizer, and a bad prompt fails its own request only.
+A request goes from the caller's thread to a lane of the intake (`actorllm.intake`: starts the engine if need be, tokenizes,
+checks against the model), from there to the frontend actor on the engine thread, and from there to the scheduler. So the
+caller's loop never waits for a tokenizer, and a bad prompt fails its own request only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import itertools
 import logging
 import math
 import os
-import queue
 import re
 import sys
 import threading
@@ -24,14 +23,18 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from actorllm.actors.death import ActorDeath
 from actorllm.actors.engine_thread import EngineThread, HostLoop, Service
 from actorllm.actors.frontend import FrontendActor
+from actorllm.actors.private_file import check_private
 from actorllm.actors.reception import Reception
 from actorllm.actors.renewal import MeetingPlace, without_endless_policies
 from actorllm.actors.restart import RestartLimits
+from actorllm.actors.standby import StandbyOptions
+from actorllm.actors.start_log import StartLog
 from actorllm.actors.stepper import Stepper
 from actorllm.actors.supervisor import Supervisor
 from actorllm.actors.topology import engine_topology
@@ -48,17 +51,30 @@ from actorllm.errors import (
     EngineShutdownError,
     ForkedProcessError,
     InvalidParameterError,
-    InvalidPromptError,
+    shown,
 )
 from actorllm.generation import sampling_params_of
 from actorllm.health import EngineHealth
+from actorllm.intake.job import Call, Job, Reading
+from actorllm.intake.job_queue import JobQueue
+from actorllm.intake.lanes import Lane, Lanes
+from actorllm.intake.request_job import RequestJob
 from actorllm.messages import Submit
 from actorllm.objective import SLO
 from actorllm.pooling_stream import PoolingStream, VectorStream
 from actorllm.prompt_reader import Prompt, PromptReader, checked_tokenization, prompt_text, snapshot
-from actorllm.request import PoolingParams, RequestOutputKind, SamplingParams, check_request_arguments, check_timeout
+from actorllm.request import (
+    MAX_LABEL,
+    PoolingParams,
+    RequestOutputKind,
+    SamplingParams,
+    check_request_arguments,
+    check_timeout,
+    is_text,
+)
 from actorllm.stream import Mailbox, RequestStream, Sibling
 from actorllm.submit_maker import SubmitMaker
+from actorllm.text.chat import Conversation
 
 if TYPE_CHECKING:
     from actorllm.actors.membership import Membership
@@ -91,7 +107,7 @@ class Engine:
 
     Its threads keep it alive, so it does not end by being dropped; whoever should end it that way keeps a `new_hold`.
 
-    is_synchronous: whoever submits tokenizes and checks, there is no intake thread; and with topology="inline" the
+    is_synchronous: whoever submits tokenizes and checks, there are no lanes; and with topology="inline" the
     engine computes in the calls of its `stepper`, on no thread of its own.
     """
 
@@ -119,8 +135,10 @@ class Engine:
         self._num_on_the_way = 0
         self._id_prefix = uuid.uuid4().hex[:8]
         self._request_numbers = itertools.count(1)
-        self._intake: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._intake_thread: threading.Thread | None = None
+        self._lanes: Lanes | None = None
+        if not is_synchronous:
+            max_characters = self.config.model.max_prompt_characters
+            self._lanes = Lanes(lambda: not self._has_started, self.config.intake_timeout_s, max_characters)
         self.prompts = PromptReader(self.config.model)
         self._submits = SubmitMaker(self.config, self.prompts)
 
@@ -131,7 +149,8 @@ class Engine:
         self._frontend = self._new_frontend()
         self._meeting_place = MeetingPlace()
         if self._is_synchronous and self.config.topology == "inline":
-            self.stepper = Stepper(self.config, self._frontend, _resolve, self._on_death)
+            log = StartLog(_resolve)
+            self.stepper = Stepper(self.config, self._frontend, log.resolve, self._on_death, log.around)
             self._supervisor = self._thread = self.stepper
         else:
             self._supervisor = self._new_supervisor()
@@ -142,19 +161,22 @@ class Engine:
 
     def _new_supervisor(self) -> Supervisor | Membership:
         self.config = self._meeting_place.renewed(self.config)
+        log = StartLog(_resolve)
         return Supervisor(
             engine_topology(self.config),
             self.config,
-            resolve=_resolve,
+            resolve=log.resolve,
             on_death=self._on_death,
             actors={"frontend": self._frontend},
+            check=partial(check_private, self.config.record, "record"),
             restarts=RestartLimits() if self.config.on_failure == "restart" else None,
             renew=self._meeting_place.renewed,
             amend=without_endless_policies,
-            standby="workers" if self.config.standby_worker else None,
+            standby=StandbyOptions.of(self.config),
             heartbeat_timeout_s=self.config.heartbeat_timeout_s,
             step_timeout_s=self.config.step_timeout_s,
             restart_timeout_s=self.config.restart_timeout_s,
+            around_start=log.around,
         )
 
     def _new_service(self) -> Service:
@@ -189,26 +211,35 @@ class Engine:
                 self._has_started = True
 
     def start_in_background(self) -> Future[None]:
-        """As `start`, on the intake thread. Who does not wait for it any more says so with `give_up_start`."""
-        future: Future[None] = Future()
-
-        def start() -> None:
-            if not future.set_running_or_notify_cancel():
-                return  # who asked has gone
-            try:
-                self._start()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-            finally:
-                with self._lock:
-                    self._wanting.discard(future)
-
+        """As `start`, on a lane. Who does not wait for it any more says so with `give_up_start`."""
+        call = Call(self._start, lambda: self._give_up_wanting(call.future))
         with self._lock:
-            self._wanting.add(future)
-        self._enqueue(start)
-        return future
+            self._wanting.add(call.future)
+        self._enqueue(call, JobQueue.put_control)
+        return call.future
+
+    def _give_up_wanting(self, future: Future[None]) -> None:
+        with self._lock:
+            self._wanting.discard(future)
+
+    def token_ids_of(self, prompt: str | Conversation, add_special_tokens: bool) -> Future[list[int]]:
+        """The token ids of a text, or of a conversation, however many. Read on a lane; the engine need not run.
+
+        Raises EngineShutdownError; the future raises what is wrong with the prompt.
+        """
+
+        def read(lane: Lane | None) -> list[int]:
+            return self.prompts.ids_of(prompt, add_special_tokens, lane)
+
+        reading = Reading(read, self.prompts.is_large(prompt))
+        self._enqueue(reading)
+        return reading.future
+
+    def all_handed_over(self) -> Future[None]:
+        """Resolved when every request of before has reached the frontend, or has ended."""
+        call = Call(lambda: None)
+        self._enqueue(call, JobQueue.put_barrier)
+        return call.future
 
     def give_up_start(self, future: Future[None]) -> None:
         """Who had asked for this start has gone. If nobody else wants it, what was begun is stopped, and can begin anew.
@@ -236,20 +267,18 @@ class Engine:
         """End every request with EngineShutdownError and stop all processes; returns when they are gone. Idempotent."""
         if os.getpid() != self._pid:
             return
-        with self._lock:  # with `_enqueue`: no job comes behind the sentinel
+        with self._lock:
             self._is_shut_down = True
-            intake, self._intake_thread = self._intake_thread, None
-            if intake is not None:
-                self._intake.put(None)
+        if self._lanes is not None:
+            self._lanes.close()
         with self._giving_up:
             thread, meeting_place = self._thread, self._meeting_place
         thread.stop(timeout)
         meeting_place.close()
-        if intake is not None and intake is not threading.current_thread():
-            intake.join(timeout)
-            if intake.is_alive():
-                self._end_jobs()
         error = self._death or EngineShutdownError("the engine was shut down")
+        if self._lanes is not None:
+            for job in self._lanes.join(timeout):
+                job.end(error)
         with self._lock:
             streams = list(self._streams.values())
         for stream in streams:
@@ -305,17 +334,6 @@ class Engine:
     async def _abort_all(self) -> None:
         await self._frontend.ask_scheduler("abort_all")
 
-    def _end_jobs(self) -> None:
-        """The intake thread is busy with one job: those behind it run here, and all they find is the shutdown."""
-        jobs = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                jobs.append(self._intake.get_nowait())
-        self._intake.put(None)
-        for job in jobs:
-            if job is not None:
-                job()
-
     def new_hold(self) -> Hold:
         """What a front door keeps; also every stream from now on, until it has ended."""
         hold = Hold()
@@ -342,11 +360,14 @@ class Engine:
         health = self._supervisor.health()
         if self._is_shut_down and health.state not in ("dead", "stopped"):
             health = replace(health, state="stopped")
-        return health
+        return health if self._lanes is None else replace(health, threads={"intake": self._lanes.health()})
 
     def check_health(self) -> None:
-        """Raise what a request would: EngineDeadError, EngineShutdownError or ForkedProcessError."""
+        """Raise what a request would: EngineDeadError, EngineShutdownError, ForkedProcessError, or EngineError where no
+        prompt can be read."""
         self._check()
+        if self._lanes is not None and self._lanes.failure is not None:
+            raise EngineError(self._lanes.failure)
 
     @property
     def pids(self) -> dict[str, int]:
@@ -403,7 +424,7 @@ class Engine:
         if params is None:
             params = self.default_sampling_params()
         elif isinstance(params, SamplingParams):
-            params = params.checked_copy()  # the caller may change his while the intake thread works
+            params = params.checked_copy()  # the caller may change its own while a lane works
         else:
             raise InvalidParameterError(f"sampling_params must be a SamplingParams, not {type(params).__name__}")
         if params.detokenize and self.config.model.tokenizer is None and params.stop:
@@ -487,7 +508,7 @@ class Engine:
     def _accept(
         self, prompt: Prompt, asked: Asked, request_id: str | None, *, host: HostLoop | None = None, **extras: Any
     ) -> RequestStream:
-        """What requests of both kinds share, from here on to the intake thread. extras: as in `SubmitMaker.carried`."""
+        """What requests of both kinds share, from here on to the intake. extras: as in `SubmitMaker.carried`."""
         prompt = snapshot(prompt)
         arrival, carried = self._submits.carried(**extras)
         mailbox = Mailbox(host, asked.output_kind is RequestOutputKind.FINAL_ONLY, asked.num_sequences)
@@ -502,9 +523,13 @@ class Engine:
             if request_id is None:
                 request_id = self.new_request_id()
             elif not isinstance(request_id, str):
-                raise InvalidParameterError(f"request_id={request_id!r} must be a string")
+                raise InvalidParameterError(f"request_id={shown(request_id)} must be a string")
+            elif not is_text(request_id) or len(request_id) > MAX_LABEL:
+                raise InvalidParameterError(
+                    f"request_id={shown(request_id)} must be valid Unicode with at most {MAX_LABEL} characters"
+                )
             if self.is_open(request_id):
-                raise DuplicateRequestError(f"request {request_id!r} is still running; choose another request_id")
+                raise DuplicateRequestError(f"request {shown(request_id)} is still running; choose another request_id")
             if self.config.record is not None:
                 carried["name"] = request_id
             text = prompt_text(prompt)
@@ -523,27 +548,24 @@ class Engine:
             self._streams[request_id] = stream
             self._num_on_the_way += asked.num_sequences
             self._wanting.add(mailbox)
-        stream_ref = weakref.ref(stream)
-
-        def take_in() -> None:
-            try:
-                self._take_in(prompt, asked, number, arrival, carried, mailbox, stream_ref)
-            finally:
-                self._arrived(mailbox, asked.num_sequences)
-
+        job = RequestJob(self, prompt, asked, number, arrival, carried, stream)
         try:
-            self._enqueue(take_in)
+            self._enqueue(job)
         except BaseException:
-            self._arrived(mailbox, asked.num_sequences)
+            self._settle(mailbox, asked.num_sequences)
             raise
         return stream
 
-    def _arrived(self, mailbox: Mailbox, num_sequences: int) -> None:
-        """A request is on its way no more."""
+    def _settle(self, mailbox: Mailbox, num_sequences: int, make_submit: Callable[[int], Submit] | None = None) -> bool:
+        """A request is on its way no more: it goes to the frontend, or ends here. False: it has done so already."""
         with self._lock:
-            if mailbox in self._wanting:
-                self._wanting.discard(mailbox)
-                self._num_on_the_way -= num_sequences
+            if mailbox not in self._wanting:
+                return False
+            if make_submit is not None:
+                self._thread.post(self._submit_on_loop, make_submit, mailbox, num_sequences)
+            self._wanting.discard(mailbox)
+            self._num_on_the_way -= num_sequences
+            return True
 
     def _check_room(self, num_sequences: int) -> None:
         """Of what has not reached the scheduler yet, no more is kept than it would take."""
@@ -580,11 +602,11 @@ class Engine:
         self._check()
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
         if isinstance(ids, bytes) or not isinstance(ids, Iterable):
-            raise InvalidParameterError(f"request_id={ids!r} must be a string, or several")
+            raise InvalidParameterError(f"request_id={shown(ids)} must be a string, or several")
         ids = list(ids)
         for request_id in ids:
             if not isinstance(request_id, str):
-                raise InvalidParameterError(f"request_id={request_id!r} must be a string")
+                raise InvalidParameterError(f"request_id={shown(request_id)} must be a string")
         for request_id in ids:
             stream = self._streams.get(request_id)
             if stream is not None:
@@ -593,68 +615,24 @@ class Engine:
     def _abort_mailbox(self, mailbox: Mailbox) -> None:
         """Also from `__del__`: only posts, and finds nothing wrong with an engine that is gone."""
         if os.getpid() != self._pid or not mailbox.rids:
-            return  # not submitted yet: the intake sees is_aborted
+            if self._lanes is not None and os.getpid() == self._pid:
+                self._lanes.look()  # not submitted yet
+            return
         try:
             self._thread.post(self._abort_on_loop, mailbox)
         except ActorLLMError:
             logger.debug("an abort came after the end of the engine")
 
-    def _enqueue(self, job: Callable[[], None]) -> None:
+    def _enqueue(self, job: Job, put: Callable[[JobQueue, Job], None] = JobQueue.put) -> None:
         with self._lock:
-            if self._is_shut_down:
-                raise EngineShutdownError("the engine was shut down; build a new one")
-            self._is_start_asked = True
-            if not self._is_synchronous:
-                self._start_intake()
-                self._intake.put(job)
-                return
-        job()
-
-    def _start_intake(self) -> None:
-        if self._intake_thread is None:
-            self._intake_thread = threading.Thread(target=self._run_intake, name="actorllm:intake", daemon=True)
-            self._intake_thread.start()
-
-    def _run_intake(self) -> None:
-        while (job := self._intake.get()) is not None:
-            try:
-                job()
-            except Exception:
-                logger.exception("a job of the intake failed")  # the jobs behind it must not wait for ever
-            del job  # else the last request would be kept alive while the thread waits
-
-    def _take_in(
-        self,
-        prompt: Prompt,
-        asked: Asked,
-        number: int,
-        arrival: float,
-        carried: dict[str, Any],
-        mailbox: Mailbox,
-        stream_ref: weakref.ref[RequestStream],
-    ) -> None:
-        """On the intake thread: start, tokenize, check, hand over."""
-        try:
-            self._start()
-        except Exception as error:
-            self._fail(mailbox, error)
-            return
-        try:
-            tokenized = self.prompts.tokenize(prompt, **asked.tokenization)
-            make_submit = asked.make_maker(tokenized, number=number, arrival=arrival, carried=carried)
-            stream = stream_ref()
-            if stream is not None:
-                stream.prompt = tokenized.text
-                shown = tokenized.shown_ids
-                stream.prompt_token_ids = tokenized.ids.tolist() if shown is None else shown
-            del stream
-            if mailbox.is_aborted and stream_ref() is None:
-                return
-            with self._lock:
-                if mailbox in self._wanting:  # else it was ended meanwhile (`drain`)
-                    self._thread.post(self._submit_on_loop, make_submit, mailbox, asked.num_sequences)
-        except Exception as error:
-            self._fail(mailbox, error if isinstance(error, ActorLLMError) else InvalidPromptError(str(error)))
+            is_taken = not self._is_shut_down
+            self._is_start_asked |= is_taken
+        if is_taken and self._lanes is not None:
+            is_taken = self._lanes.submit(job, put)
+        elif is_taken:
+            job.run(None)
+        if not is_taken:
+            raise EngineShutdownError("the engine was shut down; build a new one")
 
     def _submit_on_loop(self, make_submit: Callable[[int], Submit], mailbox: Mailbox, num_sequences: int) -> None:
         """All sequences of a request or none: nothing comes between them."""
@@ -665,6 +643,7 @@ class Engine:
             siblings = [Sibling(mailbox, index, self._abort_on_loop) for index in range(num_sequences)]
             self._frontend.submit_several(make_submit, siblings, rids.append)
         mailbox.rids = rids
+        mailbox.sent = now()
         if mailbox.is_aborted or mailbox.error is not None:
             self._abort_on_loop(mailbox)
 
@@ -729,6 +708,7 @@ class Engine:
         """What this side knows without asking anybody."""
         return {
             "num_requests": self._num_requests,
+            "intake": {} if self._lanes is None else self._lanes.statistics(),
             "frontend": self._frontend.statistics() if self.is_running and self._thread.is_alive else {},
             "supervisor": self._supervisor.statistics(),
         }

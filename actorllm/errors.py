@@ -185,6 +185,14 @@ class SharedMemoryError(TransportError, OSError):
     """Shared memory could not be created: /dev/shm is full, too small or not writable."""
 
 
+def is_failure(error: BaseException) -> bool:
+    """Whether an exception tells that a call failed, and not that a task, thread or process is to end.
+
+    A panic of a library in Rust is a failure, although its class is no `Exception`; pyo3 makes that class for each library.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 MAX_NEAR_NAME = 100
 
 

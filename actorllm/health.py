@@ -29,6 +29,17 @@ class ActorHealth:
 
 
 @dataclass(frozen=True, slots=True)
+class ThreadHealth:
+    """The threads of this process that do one thing for requests, such as reading their prompts."""
+
+    state: Literal["new", "running", "stuck", "dead"]
+    """stuck: one of them does not return, and another one has taken its place; dead: there is none left."""
+    num_restarts: int
+    """Of threads that died, or were stuck."""
+    last_failure: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineHealth:
     """An engine."""
 
@@ -40,3 +51,5 @@ class EngineHealth:
     """From the deaths until everything was linked and ran again, added up."""
     last_failure: str | None = None
     """The last death of any actor."""
+    threads: dict[str, ThreadHealth] = field(default_factory=dict)
+    """"intake": they read prompts. Of an engine that its caller steps there are none."""

@@ -85,6 +85,8 @@ class Submit:
     """Of the request that this is one sequence of (`sequences_of`): they are refused together."""
     is_resumed: bool = False
     """A scheduler had taken it before: it is never refused for want of room, and no policy turns it away."""
+    had_slot: bool = False
+    """A scheduler before this one said that it had started (`PauseChanged`), whether or not a token of it came."""
     first_token: float | None = None
     """When the first of `output` was sent, in monotonic seconds, if a scheduler before this one did that."""
     num_deaths: int = 0
@@ -133,6 +135,11 @@ class Submit:
     """Of every position of the prompt whose id is `embeds.EMBEDDED`, its row in the bytes of the model's dtype."""
     name: str | None = None
     """The caller's request_id, where the scheduler is recorded: for those who read the recording."""
+
+    @property
+    def has_started(self) -> bool:
+        """Under another scheduler, as far as is known: a pause that waits for what has started waits for it."""
+        return self.had_slot or self.output.size > 0
 
 
 def sequences_of(submit: Submit) -> list[Submit]:
@@ -425,9 +432,13 @@ class RequestEnd:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PauseChanged:
-    """Somebody paused generation (mode as in `scheduling.pause`) or resumed it (None): the next scheduler is to know it."""
+    """Generation was paused (mode as in `scheduling.pause`) or resumed (None): the next scheduler is to know it.
+
+    started: the requests of this frontend that the pause waits for.
+    """
 
     mode: str | None = None
+    started: I32 = field(default_factory=no_i32)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

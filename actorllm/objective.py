@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from actorllm.errors import InvalidParameterError, nearest_name
+from actorllm.errors import InvalidParameterError, nearest_name, shown
 
 Reading = Literal["tpot", "deadline"]
 READINGS: tuple[Reading, ...] = get_args(Reading)
@@ -39,10 +39,10 @@ class SLO:
         for name in ("ttft", "tpot", "e2e"):
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and value > 0):
-                raise InvalidParameterError(f"SLO {name}={value!r} must be a positive number of seconds, or None")
+                raise InvalidParameterError(f"SLO {name}={shown(value)} must be a positive number of seconds, or None")
         if not (_is_number(self.ttft_per_prompt_token) and self.ttft_per_prompt_token >= 0):
             raise InvalidParameterError(
-                f"SLO ttft_per_prompt_token={self.ttft_per_prompt_token!r} must be a number of seconds, 0 or more"
+                f"SLO ttft_per_prompt_token={shown(self.ttft_per_prompt_token)} must be a number of seconds, 0 or more"
             )
 
     @classmethod
@@ -51,7 +51,7 @@ class SLO:
         if value is None or isinstance(value, SLO):
             return value
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InvalidParameterError(f"slo={value!r} must be an SLO or a number of seconds per token")
+            raise InvalidParameterError(f"slo={shown(value)} must be an SLO or a number of seconds per token")
         return cls(tpot=value)
 
     @classmethod
@@ -60,7 +60,7 @@ class SLO:
         for name in given:
             if name not in cls.__slots__:
                 raise InvalidParameterError(
-                    f"SLO {name}={given[name]!r} is not known{nearest_name(name, cls.__slots__)}"
+                    f"SLO {name}={shown(given[name])} is not known{nearest_name(name, cls.__slots__)}"
                 )
         return cls(**given)  # type: ignore[arg-type]  # __post_init__ checks the values
 

@@ -631,13 +631,21 @@ def _repetition_detection(given: object) -> RepetitionDetectionParams | None:
     return RepetitionDetectionParams(**given)
 
 
+MAX_SECONDS = sys.float_info.max
+"""A larger integer is no float, and no time."""
+
+
 def check_timeout(timeout: object, *, can_be_zero: bool = False) -> float:
     """Seconds that something may take. InvalidParameterError unless it is a number above 0."""
-    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 <= timeout < math.inf
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 <= timeout <= MAX_SECONDS
     if not is_number or not (timeout or can_be_zero):
         least = "of at least" if can_be_zero else "above"
-        raise InvalidParameterError(f"timeout={timeout!r} must be a number of seconds {least} 0, or None")
+        raise InvalidParameterError(f"timeout={shown(timeout)} must be a number of seconds {least} 0, or None")
     return cast(float, timeout)
+
+
+MAX_LABEL = 1024
+"""Characters of what a request or its tenant is called: names are kept for as long as there is something to tell of them."""
 
 
 def is_text(value: object) -> bool:
@@ -718,8 +726,18 @@ class RequestMetrics:
         return self.last_token_ts or None
 
     @property
+    def intake_time(self) -> float | None:
+        """Seconds from arrival until the scheduler had it: the start of the engine, the chat template, the tokenizer."""
+        return self.queued_ts - self.arrival_time if self.queued_ts else None
+
+    @property
+    def queue_time(self) -> float | None:
+        """Seconds from there to the step that first took it in."""
+        return self.scheduled_ts - self.queued_ts if self.scheduled_ts and self.queued_ts else None
+
+    @property
     def time_in_queue(self) -> float | None:
-        """Seconds from arrival to the step that first took it in."""
+        """Seconds from arrival to the step that first took it in: intake_time and queue_time, as in vLLM's older releases."""
         return self.scheduled_ts - self.arrival_time if self.scheduled_ts else None
 
     @property

@@ -8,12 +8,13 @@ record per row that has any (`encode_rules`). Called by the engine's intake, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from numpy.typing import NDArray
 
 from actorllm.errors import InvalidParameterError
 from actorllm.messages import F32, I32
@@ -92,13 +93,18 @@ class SamplingRules:
     def check(self, vocab_size: int) -> None:
         """Raises ValueError or TypeError for what `rules_of` would not have made, and what would harm others."""
         for ids in (self.bias_ids, self.allowed_ids, self.logprob_ids, *self.bad_words):
-            array = np.array(ids)
-            if not isinstance(ids, tuple) or array.ndim != 1:
+            array = _flat(ids)
+            if not isinstance(ids, tuple) or array is None:
                 raise TypeError(f"{ids!r:.80} is no list of token ids")
             if array.size and (array.dtype.kind != "i" or array.min() < 0 or array.max() >= vocab_size):
                 raise ValueError(f"token ids outside the vocabulary of {vocab_size}, or no integers")
-        numbers = np.array((self.presence_penalty, self.frequency_penalty, self.repetition_penalty, *self.biases))
-        if numbers.dtype.kind not in "fi" or not (abs(numbers) <= MAX_F32).all() or self.repetition_penalty <= 0:
+        numbers = _flat((self.presence_penalty, self.frequency_penalty, self.repetition_penalty, *self.biases))
+        if (
+            numbers is None
+            or numbers.dtype.kind not in "fi"
+            or not (abs(numbers) <= MAX_F32).all()
+            or self.repetition_penalty <= 0
+        ):
             raise ValueError("penalties and biases must be finite 32-bit numbers, the repetition penalty more than 0")
         if len(self.biases) != len(self.bias_ids) or not all(self.bad_words) or len(self.bad_words) > MAX_BAD_WORDS:
             raise ValueError("biases do not fit their ids, or bad words are empty or too many")
@@ -111,6 +117,15 @@ class SamplingRules:
             largest, smallest, count = self.repetition
             if not 1 <= smallest <= largest <= MAX_PATTERN_SIZE or not 2 <= count <= MAX_COUNT:
                 raise ValueError(f"repetitions of {smallest!r:.80} to {largest!r:.80} tokens, {count!r:.80} times")
+
+
+def _flat(values: Sequence[object]) -> NDArray[Any] | None:
+    """None: they are no numbers, but hold others."""
+    try:
+        array = np.array(values)
+    except ValueError:  # lists of several lengths
+        return None
+    return array if array.ndim == 1 else None
 
 
 def rules_of(

@@ -48,6 +48,7 @@ class Mailbox:
         "num_cached",
         "num_open",
         "rids",
+        "sent",
         "stream",
         "waiter",
         "wakes_at_end",
@@ -72,9 +73,11 @@ class Mailbox:
         """Prompt tokens that were found in the prefix cache; of several sequences, by the first."""
         self.rids: list[int] = []
         """One per sequence, known once the frontend has submitted the request."""
+        self.sent: float | None = None
+        """When the frontend submitted it, in monotonic seconds: what came before is the intake's time."""
         self.is_aborted = False
 
-    # On the engine thread or the intake thread
+    # On the engine thread or a lane of the intake
 
     def note_cached(self, num_tokens: int) -> None:
         self.num_cached = num_tokens
@@ -95,10 +98,11 @@ class Mailbox:
         self.error = error
         self._release()
 
-    def end_unsent(self, now: float) -> None:
+    def end_unsent(self, now: float, stop_reason: str | None = None) -> None:
         """Abort a request that was never submitted: each sequence has its last output, with nothing in it."""
+        end = RequestEnd(0, "abort", stop_reason, None, now, None, None, None, 0, 0, 0)
         for index in range(self._num_sequences):
-            self.push(Delta([], "", RequestEnd(0, "abort", None, None, now, None, None, None, 0, 0, 0), now), index)
+            self.push(Delta([], "", end, now), index)
 
     def _join(self) -> None:
         """Make few of the deltas that nobody takes. The consumer, who may come meanwhile, finds them in order or gone."""

@@ -22,6 +22,7 @@ import logging
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import anyio
@@ -32,6 +33,7 @@ from actorllm import errors
 from actorllm.actors.engine_thread import HostLoop, Waiter
 from actorllm.actors.link import Link, LinkInfo
 from actorllm.actors.pulse import Pulse
+from actorllm.clock import now
 from actorllm.errors import (
     ActorLLMError,
     EngineError,
@@ -40,6 +42,7 @@ from actorllm.errors import (
     PeerRestartedError,
     TransportError,
     WouldBlock,
+    is_failure,
     nearest_name,
 )
 from actorllm.messages import Ask, Message, Reply
@@ -144,6 +147,10 @@ class Actor:
         """Let `wait` return. On the actor's own loop."""
         self._wakeup.set()
 
+    def waker(self) -> Callable[[], object] | None:
+        """What does as `wake`, from any thread; None: there is no loop, the actor is turned by calls."""
+        return self._runner.waker()
+
     async def wait(self, until: float | None = None) -> bool:
         """Wait for `wake` (True) or for the monotonic second `until` (False); at once if woken meanwhile."""
         return await self._wakeup.wait(until)
@@ -176,7 +183,9 @@ class Actor:
     def work_aside(self, function: Callable[[], Any], then: Callable[[Any], None]) -> None:
         """Run a function that takes long on a thread beside the loop, and then `then` with its result on the loop.
 
-        Its exception fails the actor. When the actor ends meanwhile, nobody waits for it and its result is dropped.
+        Its exception fails the actor, also one that is no `Exception` (a panic in a Rust library). Threads are started as
+        they are needed; `statistics` counts what they do. When the actor ends meanwhile, nobody waits for it and its result
+        is dropped.
         """
         self._runner.work_aside(function, then)
 
@@ -289,6 +298,10 @@ class Runner:
         self._num_refused = 0
         self._num_rechecks_useful = 0
         self._threads: anyio.CapacityLimiter | None = None
+        self._aside: dict[object, float] = {}
+        """Since when each function runs on a thread beside the loop."""
+        self._num_aside_done = 0
+        self._num_aside_failed = 0
         actor._runner = self
 
     async def live(self, on_alive: Callable[[], object] = bool) -> None:
@@ -395,7 +408,9 @@ class Runner:
                 self._take_ask(link, message)
             else:
                 self.actor.on_message(link, message)
-        except Exception as error:
+        except BaseException as error:  # of the actor; also a panic in Rust, which is no Exception
+            if not is_failure(error):
+                raise
             self.fail(error)
 
     def end_batch(self) -> None:
@@ -455,7 +470,7 @@ class Runner:
     def _take_ask(self, link: Link, ask: Ask) -> None:
         try:
             value = self.actor.answer(ask.verb, ask.arguments)
-        except Exception as error:
+        except Exception as error:  # whatever it is, it is the answer to this question
             self._reply(link, Reply(id=ask.id, error=_error_text(error)))
             return
         if inspect.isawaitable(value):
@@ -467,7 +482,7 @@ class Runner:
     async def _answer_later(self, link: Link, number: int, value: Awaitable[Any]) -> None:
         try:
             reply = Reply(id=number, value=await value)
-        except Exception as error:
+        except Exception as error:  # whatever it is, it is the answer to this question
             reply = Reply(id=number, error=_error_text(error))
         self._owed.discard((link, number))
         self._reply(link, reply)
@@ -510,7 +525,7 @@ class Runner:
                     await self.actor.on_stop()
                 if scope.cancelled_caught:
                     logger.error("%s: on_stop took more than %.0f s", self.actor.name, TEARDOWN_TIMEOUT_S)
-        except Exception as error:
+        except Exception as error:  # of the hooks: the actor has failed then, unless it had before
             if self.failure is None:
                 self.failure = error
                 self._on_end(error)
@@ -563,13 +578,32 @@ class Runner:
     def start_task(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         self._tasks.start_soon(self._guard, function, args)
 
+    def waker(self) -> Callable[[], object] | None:
+        return partial(HostLoop.current().call_soon_threadsafe, self.actor.wake)
+
     def work_aside(self, function: Callable[[], Any], then: Callable[[Any], None]) -> None:
         self.start_task(self._work_aside, function, then)
 
     async def _work_aside(self, function: Callable[[], Any], then: Callable[[Any], None]) -> None:
         if self._threads is None:
             self._threads = anyio.CapacityLimiter(MAX_THREADS)
-        then(await to_thread.run_sync(function, abandon_on_cancel=True, limiter=self._threads))
+        result = await to_thread.run_sync(self._run_aside, function, abandon_on_cancel=True, limiter=self._threads)
+        self._num_aside_done += 1
+        then(result)
+
+    def _run_aside(self, function: Callable[[], Any]) -> Any:
+        """On the thread. What is no `Exception` would end the loop without a word, and not the actor alone."""
+        key = object()
+        self._aside[key] = now()
+        try:
+            return function()
+        except BaseException as error:
+            self._num_aside_failed += 1
+            if isinstance(error, Exception):
+                raise
+            raise EngineError(f"work beside the loop failed: {type(error).__name__}: {error}") from error
+        finally:
+            del self._aside[key]
 
     async def _run(self) -> None:
         assert self._run_returned is not None
@@ -583,13 +617,17 @@ class Runner:
     async def _guard(self, function: Callable[..., Coroutine[Any, Any, None]], args: tuple[Any, ...]) -> None:
         try:
             await function(*args)
-        except Exception as error:
+        except BaseException as error:  # of the actor; also a panic in Rust, which is no Exception
+            if not is_failure(error):
+                raise
             self.fail(error)
 
     def _attempt(self, hook: Callable[..., None], *args: Any) -> None:
         try:
             hook(*args)
-        except Exception as error:
+        except BaseException as error:  # of the actor; also a panic in Rust, which is no Exception
+            if not is_failure(error):
+                raise
             self.fail(error)
 
     async def _recheck(self) -> None:
@@ -603,8 +641,13 @@ class Runner:
             for link, reply in unsent:
                 self._reply(link, reply)
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, float]:
+        running = list(self._aside.values())
         return {
+            "num_aside_running": len(running),
+            "num_aside_done": self._num_aside_done,
+            "num_aside_failed": self._num_aside_failed,
+            "longest_aside_s": max((now() - began for began in running), default=0.0),
             "num_asks_open": len(self._asks),
             "num_asks_owed": len(self._owed),
             "num_late_replies": self._num_late_replies,

@@ -10,7 +10,8 @@ The control socket is a SEQPACKET pair: one JSON object per packet, in order, de
                           start {actor, path, rank, config_path, config, sys_path} + the descriptor of its pulse
                           configure {config} · link {info, generation, num_spokes, index} + descriptors · run
                           lost {link, generation, type_name, error} · stop
-    child → supervisor    started {facts} · configured · ready · failed {type_name, message, traceback} · progress
+    child → supervisor    parked {memory_bytes}: everything is imported
+                          started {facts} · configured · ready · failed {type_name, message, traceback} · progress
                           broken {link, generation, error}: this link is corrupt, and the actor goes on without it
                           denounced {peer, link, generation, what}: this peer has a defect, and is to be ended
 
@@ -31,6 +32,8 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 import traceback
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -49,6 +52,11 @@ FOR_THE_OWNER = (signal.SIGINT, signal.SIGTERM)
 
 OWNER_GONE = 117
 """Exit code of a child whose owner went away; nobody is left to see it."""
+
+LOWEST_PRIORITY = 19
+NUM_TRIES = 20
+RETRY_S = 0.11
+"""As `nice` counts."""
 
 DUMP_SIGNAL = signal.SIGUSR2
 """Makes it write the stacks of its threads to stderr, whatever it is at."""
@@ -106,7 +114,7 @@ def main() -> None:
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     start, fds = receive_frame(control)
     if start is not None and start["op"] == "park":
-        park(start)
+        park(control, start)
         start, fds = receive_frame(control)
     if start is None:
         os._exit(OWNER_GONE)
@@ -125,12 +133,59 @@ def main() -> None:
     gc.unfreeze()  # what is never collected is reported as leaked, on standard error, by some libraries (nanobind)
 
 
-def park(frame: dict[str, Any]) -> None:
-    """Load what takes long, so that whoever needs a process gets one that is nearly ready."""
+def park(control: socket.socket, frame: dict[str, Any]) -> None:
+    """Load what takes long, so that an actor that needs a process gets one that is nearly ready; then say what it costs.
+
+    On a thread of the lowest priority, since streams go on meanwhile. The main thread keeps its own: a process without
+    privileges cannot raise a priority again.
+    """
     name_process("actor:parked")
     sys.path[:] = frame["sys_path"]
-    for module in frame["modules"]:
-        importlib.import_module(module)
+    errors: list[BaseException] = []
+
+    set_session_niceness(LOWEST_PRIORITY)
+
+    def load() -> None:
+        try:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+            for module in frame["modules"]:
+                importlib.import_module(module)
+        except BaseException as error:  # on a thread: it is raised again where the imports are awaited
+            errors.append(error)
+
+    loader = threading.Thread(target=load, name="actorllm:parked")
+    loader.start()
+    loader.join()
+    set_session_niceness(0)
+    if errors:
+        raise errors[0]
+    send_frame(control, "parked", memory_bytes=proportional_bytes())
+
+
+def set_session_niceness(niceness: int) -> None:
+    """Of the session of this process, against other sessions. From 0 to 19; needs no privileges in either direction.
+
+    Where the kernel groups processes by session (sched_autogroup_enabled), the niceness of a process counts within its
+    session only, and each process of an engine has a session of its own. Does nothing where there are no such groups.
+    """
+    for _ in range(NUM_TRIES):
+        try:
+            with open("/proc/self/autogroup", "w") as file:
+                file.write(str(niceness))
+            return
+        except BlockingIOError:  # the kernel takes ten changes a second, of all processes together
+            time.sleep(RETRY_S)
+        except OSError:
+            return
+
+
+def proportional_bytes() -> int:
+    """The memory of this process, what it shares with others counted by its share; 0: the kernel does not say."""
+    try:
+        with open("/proc/self/smaps_rollup") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:"))
+    except (OSError, StopIteration):
+        return 0
 
 
 def die_with_owner(owner: int) -> None:
@@ -238,7 +293,7 @@ class Child:
                     while self._frames:
                         await self._obey_frame(*self._frames.popleft())
                     await self._arrived.wait()
-            except Exception as error:
+            except Exception as error:  # the frame is a defect of either side, and this actor cannot go on
                 self._runner.fail(error)
 
     async def _obey_frame(self, frame: dict[str, Any], fds: tuple[int, ...]) -> None:
@@ -256,10 +311,11 @@ class Child:
                 info = LinkInfo.from_json(frame["info"])
                 try:
                     link = open_ring(info, end)
-                except (TransportError, OSError) as error:
-                    if not self._runner.actor.is_running or not info.peer.startswith(ATTACHED):
+                except (TransportError, OSError, ValueError) as error:
+                    if not info.peer.startswith(ATTACHED):
                         raise  # nothing goes on without this peer: another process, which has room, takes this place
-                    # A program that joins finds no room (descriptors, memory): those who are here go on.
+                    # No room for the link of a program that joined (descriptors, memory), or it is damaged. That program
+                    # alone is told, also while this process starts: all others have a scheduler.
                     send_frame(self._control, "broken", link=info.name, generation=info.generation, error=str(error))
                 else:
                     self._runner.install(link)

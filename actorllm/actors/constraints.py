@@ -1,61 +1,105 @@
 """`Constraints`: the requests whose output must match a grammar, and what the worker is told of it.
 
-A request with a grammar is blocked until its matcher is made, on a thread beside the loop (`take_jobs`, `Job.run`). From there
-on the plans flag its rows, and the worker computes their step and waits for its late inputs before it samples. They are due
-when the results of all earlier steps are applied: the matchers have seen their tokens then (`advance`), and the masks are
-filled while the step's forward runs (`late_inputs`).
+A request with a grammar is blocked until its matcher is made, on a thread beside the loop (`CompileJob.run`, run by a
+`FairExecutor`). From there on the plans flag its rows, and the worker computes their step and waits for its late inputs before
+it samples. They are due when the results of all earlier steps are applied: the matchers have seen their tokens then
+(`advance`), and the masks are filled while the step's forward runs (`late_inputs`).
+
+Where a grammar ends, its mask has nothing but the ends of text: one of them is sampled like any token, and ends the request; with
+`ignore_eos` it does not, and what follows is free. Where the request's own rules forbid every end of text, or the model has none,
+the request ends without one.
 
 Invariants: the matcher of a sequence (`Sequence.grammar`) has seen exactly the tokens that count as its output; a step has a mask
 for every constrained row that can still get a token from it, also for one that was preempted meanwhile. Requests without a
-grammar cost nothing here. Owned by SchedulerActor; everything but `Job.run` on its loop.
+grammar cost nothing here. Owned by SchedulerActor; everything but `CompileJob.run` and `CompileJob.is_wanted` on its loop.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from actorllm.actors.executor import FairExecutor, JobDropped
 from actorllm.clock import now
-from actorllm.messages import I32, INVALID, LateInputs, StepPlan, Submit
+from actorllm.messages import I32, INVALID, OVERLOADED, LateInputs, StepPlan, Submit
 from actorllm.scheduling.events import End, Events
 from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key, Sequence, State
-from actorllm.text.grammar import GrammarCompiler, GrammarError, Matcher, followed
+from actorllm.text.grammar import (
+    CompileDropped,
+    GrammarCompiler,
+    GrammarError,
+    Matcher,
+    NotInGrammarError,
+    followed,
+)
 
 logger = logging.getLogger(__name__)
 
 BLOCKED_ON = "grammar"
+COMPILE_TIMEOUT_S = 10.0
+"""What takes longer to compile is refused."""
+LONGEST_WAIT_S = 1.0
+"""At a time, where the caller waits for its matchers."""
+
+Made = list[tuple[Sequence, Matcher | GrammarError]]
 
 
-@dataclass(slots=True)
-class Job:
+@dataclass(slots=True, eq=False)
+class CompileJob:
     """The matchers of the sequences that ask for one grammar."""
 
     compiler: GrammarCompiler | None
-    sequences: list[Sequence]
+    key: str
+    sequences: list[Sequence] = field(default_factory=list)
+    """Grows while the job waits or runs."""
 
-    def run(self) -> list[Matcher | GrammarError]:
-        """On any thread. One answer per sequence."""
-        grammar = self.sequences[0].submit.grammar
+    @property
+    def owner(self) -> int:
+        """The frontend."""
+        return self.sequences[0].key[0]
+
+    @property
+    def tenant(self) -> str | None:
+        return self.sequences[0].submit.tenant
+
+    @property
+    def size(self) -> int:
+        return len(str((self.sequences[0].submit.grammar or {}).get("text", "")))
+
+    @property
+    def is_wanted(self) -> bool:
+        return any(sequence.state is State.BLOCKED for sequence in self.sequences)
+
+    @property
+    def is_timed(self) -> bool:
+        return self.compiler is None or self.compiler.is_ready
+
+    def run(self) -> Made:
+        """On any thread. One answer for each of the sequences that were there when it began."""
+        sequences = list(self.sequences)
+        grammar = sequences[0].submit.grammar
         assert grammar is not None
-        made: list[Matcher | GrammarError] = []
-        for sequence in self.sequences:
+        made: Made = []
+        for sequence in sequences:
             try:
                 if self.compiler is None:
                     raise GrammarError(
                         "the engine was built with skip_tokenizer_init=True, and a grammar needs a tokenizer"
                     )
-                made.append(followed(self.compiler.compile(grammar), sequence.submit.output))
+                matcher = self.compiler.compile(grammar, lambda: self.is_wanted)
+                made.append((sequence, followed(matcher, sequence.submit.output)))
             except GrammarError as error:
-                made.append(error)
+                made.append((sequence, error))
         return made
 
 
@@ -66,7 +110,10 @@ class Constraints:
         """compiler: None where there is no tokenizer, and so no grammar."""
         self._compiler = compiler
         self._scheduler = scheduler
-        self._new: dict[str, Job] = {}
+        self._new: list[CompileJob] = []
+        self._queue: FairExecutor[CompileJob] | None = None
+        self._jobs: dict[tuple[int, str], CompileJob] = {}
+        """Those that are not done, by frontend and grammar: who asks for the same waits for the same job."""
         self._unsent: deque[tuple[int, I32, NDArray[Any]]] = deque()
         """Steps whose late inputs are due: number, slots, and the sequences that had these when it was planned."""
         self._awaited: deque[int] = deque()
@@ -80,41 +127,112 @@ class Constraints:
 
     # Matchers
 
+    def warm_up(self) -> None:
+        """On any thread. Where there can be no grammars, a request for one is told why."""
+        if self._compiler is None:
+            return
+        try:
+            self._compiler.warm_up()
+        except BaseException as error:  # the first request with a grammar is told of it
+            logger.debug("no grammar is compiled before the first request: %s", error)
+
     def add(self, sequence: Sequence) -> None:
         """A blocked request wants its matcher."""
         key = json.dumps(sequence.submit.grammar, sort_keys=True)
-        job = self._new.get(key)
+        job = self._jobs.get((sequence.key[0], key))
         if job is None:
-            self._new[key] = Job(self._compiler, [sequence])
-        else:
-            job.sequences.append(sequence)
+            job = self._jobs[sequence.key[0], key] = CompileJob(self._compiler, key)
+            self._new.append(job)
+        job.sequences.append(sequence)
 
     @property
-    def has_jobs(self) -> bool:
-        return bool(self._new)
+    def is_making(self) -> bool:
+        """Whether matchers are to be made, or being made."""
+        return bool(self._jobs)
 
-    def take_jobs(self) -> list[Job]:
-        """What there is to run. The sequences of one request are in one job, so that they go on together."""
-        jobs = list(self._new.values())
-        self._new = {}
-        return jobs
+    @property
+    def expires_at(self) -> float:
+        """When `make` has to be called even if nothing else happens."""
+        return math.inf if not self._jobs or self._queue is None else self._queue.expires_at
 
-    def unblock(self, job: Job, made: list[Matcher | GrammarError]) -> list[End]:
-        """They are made: the requests go on, or fail with the reason."""
+    def make(self, wake: Callable[[], object] | None) -> list[End]:
+        """Have matchers made, and let the requests go on whose matchers are there.
+
+        wake: makes the loop call this again, from any thread; None: there is no loop, and the caller waits.
+        """
+        if self._queue is None:
+            compiler = self._compiler
+            self._queue = FairExecutor("grammars", wake or bool, timeout_s=COMPILE_TIMEOUT_S)
+            if compiler is not None:
+                self._queue.has_room = compiler.has_room
+        queue = self._queue
         ends: list[End] = []
-        for sequence, matcher in zip(job.sequences, made, strict=True):
-            if sequence.state is not State.BLOCKED:
-                continue  # it has ended meanwhile
-            if isinstance(matcher, GrammarError):
-                error = self.failure(sequence, matcher)
-                end = self._scheduler.unblock(sequence.key, error, now())
-                ends += [end._replace(details={"kind": INVALID})] if end is not None else []
-            elif matcher.is_over:  # what it had before the last crash was all
-                ends += self._scheduler.finish([(sequence, "stop", None)], now())
-            else:
-                sequence.grammar = matcher
-                self._scheduler.unblock(sequence.key, None, now())
+        while True:
+            ends += self._take_outcomes(queue)
+            new, self._new = self._new, []
+            for job in new:
+                if not queue.put(job):
+                    del self._jobs[job.owner, job.key]
+                    ends += self._refuse(job, queue)
+            if wake is not None or not queue.is_busy:
+                return ends
+            queue.wait(max(0.0, min(queue.expires_at - now(), LONGEST_WAIT_S)))
+
+    def _take_outcomes(self, queue: FairExecutor[CompileJob]) -> list[End]:
+        ends: list[End] = []
+        for job, outcome in queue.take_outcomes():
+            del self._jobs[job.owner, job.key]
+            ends += self._settle(job, outcome, queue.timeout_s)
         return ends
+
+    def _settle(self, job: CompileJob, outcome: Any, timeout_s: float) -> list[End]:
+        """The outcome of a job: its requests go on, or fail with the reason."""
+        made: Made
+        match outcome:
+            case list():
+                made = outcome
+            case JobDropped() | CompileDropped():
+                made = []
+            case TimeoutError():
+                slow = GrammarError(f"it takes longer than {timeout_s:g} s to compile; make it smaller or simpler")
+                made = [(sequence, slow) for sequence in job.sequences]
+            case _:
+                logger.error("compiling a grammar failed", exc_info=outcome)
+                told = f"it cannot be compiled: {type(outcome).__name__}: {outcome!s:.200}"
+                made = [(sequence, GrammarError(told)) for sequence in job.sequences]
+        ends = [end for sequence, matcher in made for end in self._go_on(sequence, matcher)]
+        answered = {sequence for sequence, _ in made}
+        for sequence in job.sequences:
+            if sequence not in answered and sequence.state is State.BLOCKED:  # it came while the job ran
+                self.add(sequence)
+        return ends
+
+    def _go_on(self, sequence: Sequence, matcher: Matcher | GrammarError) -> list[End]:
+        """A request has its matcher, or fails with the reason."""
+        if sequence.state is not State.BLOCKED:
+            return []  # it has ended meanwhile
+        if isinstance(matcher, GrammarError):
+            error = self.failure(sequence, matcher)
+            end = self._scheduler.unblock(sequence.key, error, now())
+            return [end._replace(details={"kind": INVALID})] if end is not None else []
+        if matcher.is_over and not sequence.submit.ignore_eos:  # what it had before the last crash was all
+            return self._scheduler.finish([(sequence, "stop", None)], now())
+        sequence.grammar = matcher
+        self._scheduler.unblock(sequence.key, None, now())
+        return []
+
+    def _refuse(self, job: CompileJob, queue: FairExecutor[CompileJob]) -> list[End]:
+        """Too many grammars wait already."""
+        num_waiting = queue.statistics().num_waiting
+        error = f"the engine is overloaded: {num_waiting} grammars wait to be compiled; try again later, or elsewhere"
+        details = {"kind": OVERLOADED, "num_waiting_requests": num_waiting, "max_waiting_requests": queue.max_jobs}
+        ends = [self._scheduler.unblock(sequence.key, error, now()) for sequence in job.sequences]
+        return [end._replace(details=details) for end in ends if end is not None]
+
+    def close(self) -> None:
+        """No matcher is made any more."""
+        if self._queue is not None:
+            self._queue.close()
 
     def is_making_matcher(self, key: Key) -> bool:
         """Whether a request waits for its matcher: nobody else can unblock it."""
@@ -139,26 +257,28 @@ class Constraints:
         return bool(self._unsent) and self._unsent[0][0] <= last_done + 1
 
     def late_inputs(self) -> tuple[LateInputs, list[Sequence], list[tuple[Sequence, str]]]:
-        """Those of the next step; the requests that nothing but their end can follow in, whose rows count for nothing; and those
+        """Those of the next step; the requests that end without an end of text, whose rows count for nothing; and those
         whose masks cannot be made, with the reasons."""
         step, slots, sequences = self._unsent.popleft()
         here = [
             (row, sequence)
             for row, sequence in enumerate(sequences.tolist())
-            if sequence.grammar is not None and sequence.state is not State.FINISHED
+            if sequence.grammar is not None and not sequence.grammar.is_over and sequence.state is not State.FINISHED
         ]
         if not here or self._compiler is None:
             return LateInputs(step=step), [], []
-        allowed, is_last = self._compiler.masks([(s.grammar, s.submit.ignore_eos) for _, s in here])
+        allowed, is_last = self._compiler.masks([s.grammar for _, s in here])
         over: list[Sequence] = []
         failed: list[tuple[Sequence, str]] = []
         has_any: list[bool] = (np.bitwise_or.reduce(allowed, axis=1) != 0).tolist()
         for row, (_, sequence) in enumerate(here):
-            if is_last[row] and has_any[row]:
-                sequence.grammar.end()
-                over.append(sequence)
+            matcher = sequence.grammar
+            if is_last[row]:
+                if not has_any[row] or not _may_end_text(sequence, matcher, self._compiler.eos_ids):
+                    matcher.end()
+                    over.append(sequence)
             elif not has_any[row]:
-                reason = self._compiler.failure_of(sequence.grammar) or "it leaves no token of the vocabulary"
+                reason = self._compiler.failure_of(matcher) or "it leaves no token of the vocabulary"
                 failed.append((sequence, f"the grammar cannot go on here: {reason}"))
         return LateInputs(step=step, slots=slots[[row for row, _ in here]], allowed=allowed.reshape(-1)), over, failed
 
@@ -175,18 +295,12 @@ class Constraints:
         self._awaited.clear()
 
     def advance(self, events: Events, at: float) -> Events:
-        """Let the matchers see what was sampled. Who is at the end of its grammar ends with the token that brought it there."""
-        over, failed = self._push(events)
-        if not over and not failed:
-            return events
-        ends = self.end(over, failed, at)
-        ended = {end.sequence for end in ends}
-        ends += [End(sequence, "stop") for sequence in over if sequence not in ended]  # the same token was its last one
-        return with_ends(events, ends)
+        """Let the matchers see what was sampled."""
+        failed = self._push(events)
+        return with_ends(events, self.end([], failed, at)) if failed else events
 
-    def _push(self, events: Events) -> tuple[list[Sequence], list[tuple[Sequence, str]]]:
-        """Returns who is at the end of its grammar, and who failed, with the reason."""
-        over: list[Sequence] = []
+    def _push(self, events: Events) -> list[tuple[Sequence, str]]:
+        """Returns who failed, with the reason."""
         failed: list[tuple[Sequence, str]] = []
         tokens = events.tokens.tolist()
         counts = events.counts.tolist() if events.counts.size else [1] * len(tokens)
@@ -200,28 +314,42 @@ class Constraints:
                 continue
             try:
                 matcher.push(new)
-            except GrammarError as error:
+            except NotInGrammarError as error:
                 failed.append((sequence, f"what was sampled is not in the grammar: {error}"))
-                continue
-            if matcher.is_over:
-                over.append(sequence)
-        return over, failed
+            except GrammarError as error:
+                failed.append((sequence, f"the grammar cannot go on here: {error}"))
+        return failed
 
     def end(self, over: list[Sequence], failed: list[tuple[Sequence, str]], at: float) -> list[End]:
         """End those who are at the end of their grammars, and those whose grammars failed, with the reasons."""
         ends: list[End] = []
         for sequence, reason in failed:
             logger.error("the grammar of request %s: %s", sequence.key, reason)
+            self.num_failed += 1
+            assert self._compiler is not None
+            self._compiler.forget(sequence.grammar)
+            # Before its first token it is the request that asks for what cannot be held; later it is the engine that fails.
+            details = {"kind": INVALID} if sequence.grammar.num_tokens == 0 else None
             found = self._scheduler.finish([(sequence, "error", None)], at)
-            ends += [end._replace(error=f"{source_of(sequence)}: {reason}") for end in found]
+            ends += [end._replace(error=f"{source_of(sequence)}: {reason}", details=details) for end in found]
         ends += self._scheduler.finish([(sequence, "stop", None) for sequence in over], at)
         return ends
 
     def statistics(self) -> dict[str, int]:
-        return {
-            "num_compiled": 0 if self._compiler is None else self._compiler.num_compiled,
-            "num_failed": self.num_failed,
-        }
+        counts = {} if self._compiler is None else self._compiler.statistics()
+        queue = asdict(
+            FairExecutor[CompileJob]("grammars", bool).statistics() if self._queue is None else self._queue.statistics()
+        )
+        return {"num_compiled": 0, **counts, "num_failed": self.num_failed, **queue}
+
+
+def _may_end_text(sequence: Sequence, matcher: Matcher, eos_ids: Iterable[int]) -> bool:
+    """Whether the request's other rules leave an end of text to be sampled next."""
+    submit = sequence.submit
+    if matcher.num_tokens < submit.min_tokens:
+        return False
+    allowed = (submit.rules or {}).get("allowed_ids")
+    return not allowed or not set(eos_ids).isdisjoint(allowed)
 
 
 def source_of(sequence: Sequence) -> str:

@@ -16,9 +16,12 @@ was there at `MAX_ALONE` deaths with nothing else in hand, fails. So one among n
 a few steps of waiting. Nobody can be tried alone while the journals of others are still on their way and would be taken on:
 from the second death on, a scheduler holds back everything until all of them are there (`Trial.begin`).
 
-*The end.* Deaths in a row without a token are the end of an engine (`actors.restart`), unless they bring the search further,
-as `scheduling.quarantine` has it with workers: a search is granted `MAX_LOSSES_OF_SEARCH` of them. After that those run first who
-are not suspected, as long as there are any: their tokens show that the engine works.
+*The end.* Deaths in a row without a token are the end of an engine (`actors.restart`), unless each makes the search narrower, as
+`scheduling.quarantine` has it with workers: a group is tried that is smaller than any that its members were tried in before, or
+one request alone (`Trial.is_narrower`). So any number of such requests is found, and a search that stands still ends. A scheduler
+that dies of everything is not the fault of requests: before a trial it shows that it can schedule one of its own (`self_check`).
+After `LOSSES_BEFORE_OTHERS` deaths in a row, in every second life the requests run first that are not suspected, if there are any:
+their callers do not wait for the end of a long search.
 
 Plain state, without a clock. `Record` is used by the frontend actor, `Trial` by the scheduler actor; of no cost while
 nothing dies.
@@ -39,10 +42,9 @@ MAX_UNHEARD = 3
 """Deaths of schedulers that had taken on a request and gave it no token, after which it is a suspect although it was in no
 step: a policy may die of who waits. It is tried before the others, and then it does not wait."""
 
-MAX_LOSSES_OF_SEARCH = 8
-"""Deaths of the workers, or of schedulers, in a row, without a token, up to which a search for the requests that they die of
-counts as progress when it gets narrower. Half a dozen such requests can be found so; where more are needed, it is not the
-requests."""
+LOSSES_BEFORE_OTHERS = 8
+"""Deaths of schedulers in a row, without a token, from which on the requests that are not suspected run first in every second
+life."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,8 +89,10 @@ def note_death(records: Mapping[int, Record], trial: OnTrial | None, is_second: 
     for record in accused:
         record.num_deaths += 1
         if trial is not None and is_trial and record in present:
-            record.most_beside = trial.num_tried
             record.num_alone += trial.is_alone
+    if trial is not None and is_trial:
+        for record in present:  # whoever is accused: no group of these may be tried again as large as it was
+            record.most_beside = trial.num_tried
     for record in records.values():
         record.is_begun = False
 
@@ -113,8 +117,8 @@ class Held:
 
     @property
     def has_started(self) -> bool:
-        """It has had a token of some scheduler."""
-        return any(submit.output.size for _, submit in self.sequences)
+        """It has had a token of some scheduler, or a slot."""
+        return any(submit.has_started for _, submit in self.sequences)
 
     @property
     def order(self) -> tuple[int, bool]:
@@ -143,6 +147,8 @@ class Trial:
         """What each frontend knows of schedulers lost in a row."""
         self._has_token = False
         self.num_tried = 0
+        self.is_narrower = False
+        """Those on trial are suspects, and fewer than whenever one of them was tried before."""
 
     def __bool__(self) -> bool:
         return self._is_on
@@ -164,7 +170,7 @@ class Trial:
     @property
     def has_started(self) -> bool:
         """Whether somebody is held that had started under another scheduler."""
-        return any(submit.output.size for submit in self._held.values())
+        return any(submit.has_started for submit in self._held.values())
 
     @property
     def untried(self) -> Iterable[Key]:
@@ -243,16 +249,19 @@ class Trial:
         self._untried = set(keys)
         self._has_stepped = False
         self.num_tried = len(group)
+        before = [held.most_beside for held in group]
+        self.is_narrower = group[0].num_deaths > 0 and not any(0 < most <= len(group) for most in before)
         return self.take(keys)
 
     def _choose(self, is_pausing: bool) -> list[Held]:
         families: dict[Family, Held] = {}
         for key, submit in self._held.items():
-            if submit.output.size or not is_pausing:
+            if submit.has_started or not is_pausing:
                 families.setdefault(family_of(key, submit), Held()).sequences.append((key, submit))
         suspects = sorted((held for held in families.values() if held.num_deaths), key=lambda held: held.order)
         others = [held for held in families.values() if not held.num_deaths]
-        if others and (not suspects or self.num_losses >= MAX_LOSSES_OF_SEARCH):
+        others_first = self.num_losses >= LOSSES_BEFORE_OTHERS and self.num_losses % 2 == 0
+        if others and (others_first or not suspects):
             return others
         most = max(1, len(suspects) >> max(1, self.num_losses))
         group: list[Held] = []

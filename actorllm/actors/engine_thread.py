@@ -36,6 +36,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import anyio
 from anyio.abc import TaskGroup
 
+from actorllm.actors.shortage import as_start_error
 from actorllm.errors import EngineShutdownError, ForkedProcessError
 
 logger = logging.getLogger(__name__)
@@ -349,6 +350,7 @@ class LoopThread:
         self._lock = threading.Lock()
         self._pending: set[Future[Any]] = set()
         self._is_over = False
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
@@ -361,11 +363,11 @@ class LoopThread:
         return self._thread.ident
 
     def start_thread(self) -> None:
-        """Returns when the loop turns."""
+        """Returns when the loop turns. Raises EngineStartError."""
         self._thread.start()
         self._started.wait()
-        if self.loop is None:
-            raise RuntimeError(f"the event loop of thread {self.name!r} could not be started")
+        if self._failure is not None:
+            raise as_start_error(self._failure)
 
     def post(self, function: Callable[..., object], *args: Any) -> None:
         """Run a function on the loop; nobody hears of its result. Raises EngineShutdownError when the loop is over."""
@@ -409,6 +411,10 @@ class LoopThread:
     def _run(self) -> None:
         try:
             run_loop(self._main)
+        except Exception as error:  # only that no loop can be made is told to the caller
+            if self.loop is not None:
+                raise
+            self._failure = error  # the loop could not be made: `start_thread` tells of it
         finally:
             with self._lock:
                 self._is_over = True
@@ -452,7 +458,7 @@ class LoopThread:
                 if inspect.isawaitable(result):
                     result = await result
                 _resolve(future, result)
-        except Exception as error:
+        except Exception as error:  # it is the outcome of this call, and the loop goes on
             _resolve(future, error=error)
         finally:
             self._finish(future)
@@ -515,6 +521,12 @@ class EngineThread(LoopThread):
             future.result(timeout)
         except concurrent.futures.CancelledError:
             raise EngineShutdownError("the engine was shut down while it started") from None
+        except Exception as error:
+            self.stop()
+            told = as_start_error(error)
+            if told is error:
+                raise
+            raise told from told.__cause__
         except BaseException:
             self.stop()
             raise
@@ -586,7 +598,7 @@ class EngineThread(LoopThread):
         async def run() -> None:
             try:
                 await self._service.run(decided.set)
-            except Exception as error:
+            except Exception as error:  # who started the service is told, or the log
                 if decided.is_set():
                     logger.exception("the engine's service failed")
                 errors.append(error)

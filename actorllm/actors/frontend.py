@@ -136,6 +136,8 @@ class JournalEntry:
     first_token: float | None = None
     """When the first token that came was sent."""
     is_aborted: bool = False
+    had_slot: bool = False
+    """A scheduler said so, when it was paused."""
     prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     """Those that have come and were not handed out; they are, with the first token or the end."""
     num_prompt_logprobs: int = 0
@@ -231,7 +233,7 @@ class FrontendActor(Actor):
         else:
             try:
                 submit = make()
-            except Exception as caught:
+            except Exception as caught:  # of one request: its callers are told, and the actor goes on
                 logger.exception("a request cannot be made")
                 known = isinstance(caught, ActorLLMError)
                 error = caught if known else RequestFailedError(f"the request cannot be made: {caught!r}")
@@ -365,6 +367,7 @@ class FrontendActor(Actor):
                     submit,
                     output=np.array(entry.emitted, np.int32),
                     is_resumed=True,
+                    had_slot=entry.had_slot,
                     first_token=entry.first_token,
                     num_deaths=entry.record.num_deaths,
                     most_beside=entry.record.most_beside,
@@ -430,6 +433,9 @@ class FrontendActor(Actor):
                 self._apply(message)
             case PauseChanged():
                 self._pause_mode = message.mode
+                for rid in message.started.tolist():
+                    if rid in self._journal:
+                        self._journal[rid].had_slot = True
             case OnTrial():
                 self._trial = message
             case Begun():

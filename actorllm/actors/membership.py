@@ -102,8 +102,8 @@ class Membership:
                 await self._child.run()
                 on_ready()
                 await self._until(lambda: False)
-            except Exception as error:
-                failure = error  # raised outside of the group, which would wrap it
+            except Exception as error:  # raised outside of the group, which would wrap it
+                failure = error
             finally:
                 with anyio.CancelScope(shield=True):
                     self._child.request_stop()

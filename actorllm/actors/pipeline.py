@@ -135,7 +135,7 @@ class Pipeline:
             self._show(flight)
         try:
             flight.handle = self._runner.execute(plan)
-        except Exception as error:
+        except Exception as error:  # of a step: blame for it is found like that of any step
             self._fail(flight, error)
         self._watch(flight)
 
@@ -160,7 +160,7 @@ class Pipeline:
             late = worker.late_inputs.pop((flight.link, flight.plan.step))
         try:
             self._runner.choose(handle, late)
-        except Exception as error:
+        except Exception as error:  # of a step: blame for it is found like that of any step
             self._fail(flight, error)
         self._watch(flight)
         return True
@@ -233,7 +233,7 @@ class Pipeline:
             pulse.begin(WITHOUT_NUMBER, NEW_BUDGET_S)
         try:
             self._runner.record_next()
-        except Exception:
+        except Exception:  # of a step that nobody asked for: it is done without
             if self._runner.is_torn:
                 raise
             logger.exception("a step for nobody failed; those of its size may fail as well")

@@ -28,7 +28,7 @@ from actorllm.actors import child as child_program
 from actorllm.actors.actor import Actor, Failure, Runner
 from actorllm.actors.child import receive_frame, send_frame
 from actorllm.actors.death import ActorDeath
-from actorllm.actors.engine_thread import AsyncioLoop, LoopThread
+from actorllm.actors.engine_thread import STOP_TIMEOUT_S, AsyncioLoop, LoopThread
 from actorllm.actors.link import Link, LinkInfo, open_ring
 from actorllm.actors.pulse import STARTING, Pulse, Sign, is_stopped
 from actorllm.actors.stderr_pipe import StderrPipe
@@ -254,8 +254,9 @@ class ThreadChild(LocalChild):
 
     def close(self) -> None:
         self._thread.request_stop()
-        if self.gone.is_set():
-            self._thread.join(1.0)
+        if self.gone.is_set():  # what is left is to close its loop: its descriptors must not outlive the engine
+            if not self._thread.join(STOP_TIMEOUT_S):
+                logger.error("thread %s does not end and is abandoned", self._thread.name)
         elif not self._is_stuck:
             logger.error("thread %s does not react and is abandoned", self._thread.name)
 
@@ -370,6 +371,12 @@ class ProcessChild(RemoteChild):
         """After `spawn`: let it load what it will need, and wait for `start`, which may never come."""
         self.phase = "parked"
         self._send("park", modules=self.spec.preload, sys_path=list(sys.path))
+
+    @property
+    def parked_bytes(self) -> int | None:
+        """What a parked process holds once it has loaded everything; None: it has not."""
+        report = self._reports.get("parked")
+        return None if report is None else int(report["memory_bytes"])
 
     def adopt(self, spec: ActorSpec, on_end: Callable[[Any, ActorDeath], None]) -> None:
         """A parked process is needed: as this actor, whose end is to be reported there."""

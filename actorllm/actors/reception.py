@@ -291,7 +291,7 @@ class Visitor:
                 return
             except ActorLLMError as error:
                 self.see_out(error)
-            except Exception as error:
+            except Exception as error:  # what another program sends may be anything; it is seen out alone
                 logger.warning("process %d sent nonsense to engine %r: %r", self.peer.pid, self._reception.name, error)
                 self.close()
 

@@ -2,16 +2,19 @@
 
 Length-prefixed frames, each of them one call: [call, now, kind (0: plain values), scalars or values], segments. The first one
 is no call but says how the scheduler was built, so that `fresh_scheduler` can build it again anywhere. A file whose writer was
-killed ends with half a frame, which is left out.
+killed, or found no room, ends with half a frame, which is left out. It holds prompts: its mode is 0600.
 """
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
+from actorllm.actors.private_file import open_private
 from actorllm.config import EngineConfig, SchedulerConfig
 from actorllm.errors import ConfigError
 from actorllm.messages import StepFailed, StepResult, Submit, pack, unpack
@@ -25,12 +28,21 @@ from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.step_time import CorrectedStepTime
 from actorllm.slo.cost_model import from_json
 
+if TYPE_CHECKING:
+    import io
+
+logger = logging.getLogger(__name__)
+
 BUILT = "built"
 """The first frame's call: [configuration as JSON, ids that end a text, the tokenizer's own, whether workers are replaced]."""
 
 
+KEPT_LIVES = 8
+"""Beside the recording of the first scheduler, those of so many are kept: the newest."""
+
+
 class RecordFile:
-    """Where entries are written. It is opened with the first of them, at a path that is known only then."""
+    """Where entries are written. What cannot be written ends the recording and nothing else; `stopped` says why."""
 
     def __init__(
         self,
@@ -41,16 +53,35 @@ class RecordFile:
         """What the scheduler is built with (`scheduler_arguments`)."""
         self._header = [config.to_json().decode(), list(eos_token_ids), primary_eos_token_id]
         self._file: IO[bytes] | None = None
+        self.path: Path | None = None
+        self.num_bytes = 0
+        self.stopped: str | None = None
+        """Why nothing more is written."""
+
+    def open_life(self, path: Path, life: int) -> None:
+        """Of the n-th scheduler of an engine. What the first one wrote stays; of the others, what the newest wrote."""
+        if life > KEPT_LIVES + 1:
+            with suppress(OSError):
+                _path_of(path, life - KEPT_LIVES).unlink()
+        self.open_at(_path_of(path, life))
 
     def open_at(self, path: Path) -> None:
-        self._file = path.open("wb")
-        self._write([BUILT, 0.0, 0, self._header], [])
+        self.path = path
+        try:
+            self._file = open_private(path)
+        except (OSError, ConfigError) as error:
+            self._stop(error)
+        else:
+            self._write([BUILT, 0.0, 0, self._header], [])
 
     @property
     def is_open(self) -> bool:
-        return self._file is not None
+        """It was opened; it may have stopped meanwhile."""
+        return self._file is not None or self.stopped is not None
 
     def write(self, entry: Entry) -> None:
+        if self._file is None:
+            return
         call, at, argument = entry
         if isinstance(argument, Submit | StepResult | StepFailed):
             kind, scalars, arrays = pack(argument)
@@ -61,11 +92,38 @@ class RecordFile:
     def _write(self, values: list[Any], arrays: list[Any]) -> None:
         assert self._file is not None
         frame = b"".join(encode(values, arrays))
-        self._file.write(struct.pack("<I", len(frame)) + frame)
+        try:
+            self._file.write(struct.pack("<I", len(frame)) + frame)
+        except OSError as error:
+            self._stop(error)
+        else:
+            self.num_bytes += 4 + len(frame)
 
     def close(self) -> None:
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             self._file.close()
+        except OSError as error:
+            self._stop(error)
+        self._file = None
+
+    def _stop(self, error: Exception) -> None:
+        self.stopped = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        if self._file is not None:
+            file, self._file = cast("io.BufferedWriter", self._file), None
+            with suppress(OSError):
+                file.raw.close()  # what is in the buffer found no room
+        told = "recording to %s stopped: %s; what was written can be read, and the engine goes on"
+        logger.error(told, self.path, self.stopped, extra={"event": "recording stopped"})
+
+    def statistics(self) -> dict[str, Any]:
+        path = None if self.path is None else str(self.path)
+        return {"path": path, "num_bytes": self.num_bytes, "stopped": self.stopped}
+
+
+def _path_of(path: Path, life: int) -> Path:
+    return path if life == 1 else path.with_name(f"{path.name}.{life}")
 
 
 def _frames(path: str | Path) -> Iterator[tuple[list[Any], Any]]:

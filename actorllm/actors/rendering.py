@@ -16,6 +16,7 @@ import numpy as np
 from actorllm.actors.pacing import Pacing
 from actorllm.clock import now
 from actorllm.embeds import ids_before_text
+from actorllm.errors import is_failure
 from actorllm.logprobs import LogprobSpan, columns_of
 from actorllm.messages import NO_I32, Outputs, Submit
 from actorllm.request import FinishReason
@@ -205,7 +206,9 @@ class Renderer:
                     if self._token_text is None:
                         self._token_text = TokenText(self._tokenizer)
                     text.logprobs = LogprobText(self._token_text, message.output)
-            except Exception as error:
+            except BaseException as error:  # of a tokenizer, also a panic in Rust: it fails its own request
+                if not is_failure(error):
+                    raise
                 return self._fail(sequence, error)
         return []
 
@@ -222,7 +225,7 @@ class Renderer:
             min_tokens=message.min_tokens,
         )
 
-    def _fail(self, sequence: Sequence, error: Exception) -> list[End]:
+    def _fail(self, sequence: Sequence, error: BaseException) -> list[End]:
         """A request whose text cannot be made ends with the error; every other one goes on."""
         logger.error("the text of request %s cannot be made", sequence.key, exc_info=error)
         sequence.attachment = None
@@ -263,7 +266,9 @@ class Renderer:
                         piece += sequence.attachment.finish()
                     if spans:
                         logprobs = _with_texts(sequence, spans.pop(sequence, ()), len(new))
-                except Exception as error:
+                except BaseException as error:  # of a tokenizer, also a panic in Rust: it fails its own request
+                    if not is_failure(error):
+                        raise
                     failed = self._fail(sequence, error)
                     end = failed[0] if failed else end
             elif spans:
@@ -311,7 +316,9 @@ class Renderer:
         for sequence, of_prompt in spans.items():
             try:
                 logprobs = _with_texts(sequence, of_prompt, 0)
-            except Exception as error:
+            except BaseException as error:  # of a tokenizer, also a panic in Rust: it fails its own request
+                if not is_failure(error):
+                    raise
                 ends |= {failed_end.sequence: failed_end for failed_end in self._fail(sequence, error)}
                 continue
             frontend, rid = sequence.key
@@ -347,7 +354,9 @@ class Renderer:
         """The text held back of a request that ends without a further token."""
         try:
             return sequence.attachment.finish() if sequence.attachment is not None else ""
-        except Exception:
+        except BaseException as error:  # of a tokenizer, also a panic in Rust: the request ends in any case
+            if not is_failure(error):
+                raise
             logger.exception("the last text of request %s cannot be made", sequence.key)
             return ""
 

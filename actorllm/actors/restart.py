@@ -44,8 +44,12 @@ class RestartCounter:
         return 0.0 if deaths == 1 else min(self.limits.first_delay_s * 2.0 ** (deaths - 2), self.limits.max_delay_s)
 
     def progressed(self) -> None:
-        """A token was emitted, or the last death told more about the request that they die of."""
+        """A token was emitted, or the last death told more about the request that they die of.
+
+        Either shows that what died had been ready, even if it died before this process had heard so.
+        """
         self._deaths.clear()
+        self._early.clear()
 
     def explain(self, group: str) -> str:
         """Why `died` has said never again."""

@@ -19,21 +19,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import numpy as np
 
 from actorllm.actors.actor import Actor
-from actorllm.actors.constraints import Constraints, Job, with_ends
-from actorllm.actors.custody import MAX_LOSSES_OF_SEARCH
+from actorllm.actors.constraints import Constraints, with_ends
 from actorllm.actors.foreign import check_foreign
 from actorllm.actors.link import Link
 from actorllm.actors.outlet import ForFrontend, Outlet
 from actorllm.actors.record_file import RecordFile, build_policy, is_of_user, scheduler_arguments
 from actorllm.actors.rendering import Outgoing, Renderer
+from actorllm.actors.self_check import check_policy
 from actorllm.actors.timeline import Timeline
 from actorllm.actors.topology import ATTACHED
 from actorllm.actors.trial import SchedulerTrial, end_of_unknown
 from actorllm.clock import now
 from actorllm.config import EngineConfig, SchedulerConfig
-from actorllm.errors import ConfigError, CorruptLinkError, PeerLostError, PeerRestartedError, TransportError
+from actorllm.errors import CorruptLinkError, PeerLostError, PeerRestartedError, TransportError
 from actorllm.messages import (
     DRAINING,
     NO_I32,
@@ -60,7 +61,7 @@ from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key
 from actorllm.scheduling.step_log import StepLog
 from actorllm.scheduling.tally import Tally
-from actorllm.text.grammar import GrammarCompiler, GrammarError, Matcher
+from actorllm.text.grammar import GrammarCompiler
 from actorllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class SchedulerActor(Actor):
         "start_profile",
         "stop_profile",
         "live",
+        "warm_up_grammars",
     )
 
     def __init__(self, name: str = "scheduler", rank: int = 0) -> None:
@@ -109,9 +111,9 @@ class SchedulerActor(Actor):
         self._has_workers = False
         self._is_unproven = True
         """Nobody has had a token since the last death that this actor knows of; its own included."""
-        self._num_losses_in_a_row = 0
         self._num_workers = 1
         self._constraints: Constraints
+        self._is_configured = False
         self._due: list[int] = []
         """The step that each rank has to answer next."""
         self._full: dict[int, Outlet] = {}
@@ -155,7 +157,9 @@ class SchedulerActor(Actor):
         if self._tokenizer is not None:
             compiler = GrammarCompiler(self._tokenizer, self._vocab_size, self._eos_token_ids(config))
         self._constraints = Constraints(compiler, self.scheduler)
-        self._trial = SchedulerTrial(self.scheduler, self._outlets, self._send_to, self.report_progress)
+        self._is_configured = True
+        check = partial(check_policy, config)
+        self._trial = SchedulerTrial(self.scheduler, self._outlets, self._send_to, self.report_progress, check)
         self._renderer = Renderer(self._tokenizer, self._tally, self.scheduler.finish)
 
     def _build(self, config: EngineConfig) -> Scheduler:
@@ -165,10 +169,6 @@ class SchedulerActor(Actor):
         arguments["policy"] = self._policy(config.scheduler)
         if config.record is None:
             return Scheduler(**arguments)
-        try:
-            Path(config.record).open("ab").close()  # so that it is known now; what is there belongs to whoever wrote it
-        except OSError as error:
-            raise ConfigError(f"record={config.record!r} cannot be written: {error.strerror}") from error
         self._record_path = Path(config.record)
         self._record = RecordFile(config, eos_token_ids, primary)
         if is_of_user(config.scheduler):  # who reads the recording may not have it
@@ -227,15 +227,20 @@ class SchedulerActor(Actor):
         assert self._record is not None
         if not self._record.is_open:
             life = self.links["frontend"].generation if "frontend" in self.links else 1
-            path = self._record_path if life == 1 else self._record_path.with_name(f"{self._record_path.name}.{life}")
-            self._record.open_at(path)
+            self._record.open_life(self._record_path, life)
         self._record.write(entry)
 
     async def on_stop(self) -> None:
+        self._close_constraints()
         self._close_record()
 
     def on_failure(self, error: BaseException) -> None:
+        self._close_constraints()
         self._close_record()  # a recording is wanted most when something went wrong
+
+    def _close_constraints(self) -> None:
+        if self._is_configured:
+            self._constraints.close()
 
     def _close_record(self) -> None:
         if self._record is not None:
@@ -291,8 +296,7 @@ class SchedulerActor(Actor):
         if self._timeline is not None:
             self._timeline.mark("workers lost", now(), reason=str(link.lost))
         self._send_ends(self.scheduler.lose_workers(str(link.lost), now()))
-        self._num_losses_in_a_row += 1
-        if self.scheduler.is_narrowing and self._num_losses_in_a_row <= MAX_LOSSES_OF_SEARCH:
+        if self.scheduler.is_narrowing:
             self.report_progress()
         self.wake()
 
@@ -370,8 +374,8 @@ class SchedulerActor(Actor):
         if scheduler.expires_at < math.inf or self._trial:
             self._expire()
         self._wake_at = math.inf  # with no room for a step there will be a result
-        if self._constraints.has_jobs:
-            self._make_matchers()
+        if self._constraints.is_making:
+            self._send_ends(self._constraints.make(self.waker()))
         while scheduler.has_room and self._has_workers:  # up to `depth` steps in flight
             plan = scheduler.schedule(now())
             if scheduler.has_rejected:
@@ -408,12 +412,11 @@ class SchedulerActor(Actor):
             self._trial.on_step(sequence.key for sequence in events.sequences)
         if self._is_unproven and (events.tokens.size or events.vectors):
             self._is_unproven = False
-            self._num_losses_in_a_row = 0
             self.report_progress()
 
     def next_deadline(self) -> float | None:
         """When the loop must turn even if nothing arrives: for a policy, a deadline, or what could not be sent."""
-        wake_at = min(self._wake_at, self.scheduler.expires_at)
+        wake_at = min(self._wake_at, self.scheduler.expires_at, self._constraints.expires_at)
         if self._trial:
             wake_at = min(wake_at, self._trial.wakes_at)
         if self._full:
@@ -547,15 +550,12 @@ class SchedulerActor(Actor):
             self._timeline.updated(result.step, result.started, result.ended, began, now())
         return events
 
-    def _make_matchers(self) -> None:
-        """Of the requests that wait for theirs, on a thread: a large schema takes a second."""
-        for job in self._constraints.take_jobs():
-            self.work_aside(job.run, partial(self._unblock, job))
-
-    def _unblock(self, job: Job, made: list[Matcher | GrammarError]) -> None:
-        """The matchers are made: the requests go on, or fail with the reason."""
-        self._send_ends(self._constraints.unblock(job, made))
-        self.wake()
+    async def _warm_up_grammars(self) -> bool:
+        """What the first request with a grammar would wait for."""
+        is_done = anyio.Event()
+        self.work_aside(self._constraints.warm_up, lambda _: is_done.set())
+        await is_done.wait()
+        return True
 
     # Outputs
 
@@ -647,6 +647,8 @@ class SchedulerActor(Actor):
                 return events
             case "live":
                 return self._live(arguments["after"], arguments["at_most"])
+            case "warm_up_grammars":
+                return self._warm_up_grammars()
             case "worker_statistics":
                 return self._ask_workers("statistics", timeout=math.inf)  # as long as a step is
             case "start_profile" | "stop_profile":
@@ -676,8 +678,12 @@ class SchedulerActor(Actor):
         """Every frontend can tell the next scheduler, whoever it was that paused or resumed."""
         self._has_heard_of_pauses = True
         self._pause_mode = mode
-        for outlet in list(self._outlets.values()):
-            self._send_to(outlet, PauseChanged(mode=mode))
+        started: dict[int, list[int]] = {number: [] for number in self._outlets}
+        if mode == "wait":
+            for number, rid in self.scheduler.started:
+                started.setdefault(number, []).append(rid)
+        for number, outlet in list(self._outlets.items()):
+            self._send_to(outlet, PauseChanged(mode=mode, started=np.array(started[number], np.int32)))
 
     async def _finish_pause(self, drained: anyio.Event, clear_cache: bool) -> bool:
         """Wait until nothing is going on. False: generation was resumed before that."""
@@ -736,6 +742,8 @@ class SchedulerActor(Actor):
             "requests": self._tally.statistics(),
             "grammars": self._constraints.statistics(),
             "steps": self._step_log.statistics(),
+            "recording": None if self._record is None else self._record.statistics(),
+            "timeline": None if self._timeline is None else self._timeline.statistics(),
         }
 
     def _live(self, after: int, at_most: int) -> dict[str, Any]:

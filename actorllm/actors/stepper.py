@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from inspect import isawaitable
@@ -35,6 +35,7 @@ from actorllm.actors.death import ActorDeath
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, Waiter
 from actorllm.actors.frontend import FrontendActor
 from actorllm.actors.link import Inbox, Link, LinkInfo, LinkStatistics
+from actorllm.actors.private_file import check_private
 from actorllm.actors.scheduler import SchedulerActor
 from actorllm.actors.supervisor import Resolve
 from actorllm.actors.worker import WorkerActor
@@ -58,8 +59,9 @@ class Stepper:
         frontend: FrontendActor,
         resolve: Resolve,
         on_death: Callable[[ActorDeath], None] = lambda death: None,
+        around_start: Callable[[EngineConfig], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """on_death: hears of the exception that ends the engine, and tells the requests."""
+        """on_death: hears of the exception that ends the engine, and tells the requests. around_start: as in Supervisor."""
         if config.world_size != 1:
             raise ConfigError(f"tensor_parallel_size={config.world_size} needs topology='process' here, not 'inline'")
         self.config = replace(config, scheduler=replace(config.scheduler, depth=1))
@@ -68,6 +70,7 @@ class Stepper:
         """Why the engine is dead."""
         self._resolve = resolve
         self._on_death = on_death
+        self._around_start = around_start
         self._is_over = False
         self._posted: deque[Callable[[], object]] = deque()
         self._is_running_posted = False
@@ -83,6 +86,13 @@ class Stepper:
             return
         if self._is_over:
             raise EngineShutdownError("the engine was shut down; build a new one")
+        check_private(self.config.record, "record")
+        with self._around_start(self.config):
+            self._start()
+        self.is_alive = True
+        self.run_pending()
+
+    def _start(self) -> None:
         actors: list[Actor] = [self._frontend, self._scheduler, self._worker]
         for actor in actors:
             actor._runner = CallRunner(actor)
@@ -95,8 +105,6 @@ class Stepper:
                 run_to_end(configured)  # type: ignore[arg-type]
         _connect(self._scheduler, self._frontend, "scheduler-frontend")
         _connect(self._scheduler, self._worker, "workers")
-        self.is_alive = True
-        self.run_pending()
 
     def stop(self, timeout: float = STOP_TIMEOUT_S) -> None:
         """End what is under way and forget the model. Idempotent."""
@@ -123,7 +131,7 @@ class Stepper:
         try:
             result = function(*args, **keywords)
             future.set_result(run_to_end(result) if isawaitable(result) else result)  # type: ignore[arg-type]
-        except Exception as error:
+        except Exception as error:  # it is the outcome of this call
             future.set_exception(error)
         return future
 
@@ -197,7 +205,7 @@ class Stepper:
             self._scheduler.turn()
         except DenouncedError as found:
             self._die(ActorDeath(self._worker.name, failure=Failure.of(found)))
-        except Exception as error:
+        except Exception as error:  # it is the death of that actor
             self._die(ActorDeath(actor.name, failure=Failure.of(error)))
         return True
 
@@ -295,8 +303,11 @@ class CallRunner(Runner):
         answer = link.target.answer(verb, arguments)
         return [await answer if isawaitable(answer) else answer]
 
+    def waker(self) -> None:
+        return None
+
     def work_aside(self, function: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        then(function())
+        then(self._run_aside(function))
 
 
 class NoWaiter(Waiter):

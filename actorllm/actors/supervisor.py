@@ -21,10 +21,10 @@ told, `on_death` hears, everything is stopped. Callers: the front doors, through
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import anyio
@@ -36,7 +36,8 @@ from actorllm.actors.engine_thread import STOP_TIMEOUT_S, AsyncioLoop, current_l
 from actorllm.actors.group import Group, groups_of
 from actorllm.actors.placements import Child, LocalChild, OwnerChild, ProcessChild, ThreadChild, new_actor
 from actorllm.actors.restart import RestartCounter, RestartLimits
-from actorllm.actors.standby import Standby
+from actorllm.actors.shortage import SHORTAGES, shortage_of
+from actorllm.actors.standby import Standby, StandbyOptions
 from actorllm.actors.topology import ActorSpec, LinkSpec, Topology
 from actorllm.actors.watch import Watch
 from actorllm.actors.wiring import Wiring
@@ -63,8 +64,6 @@ MIN_RESTART_TIMEOUT_S = 300.0
 RESTART_MULTIPLE = 10.0
 """So many times what the first start took."""
 
-SHORTAGES = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
-"""Why rings and processes cannot be made at the moment, and perhaps in the next."""
 FIRST_SHORTAGE_DELAY_S = 0.02
 MAX_SHORTAGE_DELAY_S = 1.0
 """How soon it is tried again, from the first delay to the longest."""
@@ -92,11 +91,12 @@ class Supervisor:
 
     config: given to every `on_start`. resolve: makes the final configuration from the facts (default: unchanged).
     on_death: hears of the death that ends the engine, before everything is stopped. actors: owner-placed actors that
-    exist already, by name. restarts: None: the first death is the end. renew: what the configuration is changed to before
+    exist already, by name. check: called before anything is started the first time; what it raises ends the start.
+    restarts: None: the first death is the end. renew: what the configuration is changed to before
     processes are started once more. amend: what it is changed to after a death. standby: the group for which as many
-    processes are kept parked as it has actors. heartbeat_timeout_s, step_timeout_s: when a process that does not go on is
+    processes are kept parked as it has actors, and when. heartbeat_timeout_s, step_timeout_s: when a process that does not go on is
     killed (`watch`). restart_timeout_s: when one that was started again and is not ready; None: after many times what the
-    first start took.
+    first start took. around_start: from the configuration, what surrounds the first start.
     """
 
     def __init__(
@@ -108,13 +108,15 @@ class Supervisor:
         on_death: Callable[[ActorDeath], None] | None = None,
         actors: Mapping[str, Actor] | None = None,
         start_timeout_s: float | None = None,
+        check: Callable[[], None] | None = None,
         restarts: RestartLimits | None = None,
         renew: Callable[[Any], Any] | None = None,
         amend: Callable[[Any, ActorDeath], Any] | None = None,
-        standby: str | None = None,
+        standby: StandbyOptions | None = None,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         step_timeout_s: float | None = None,
         restart_timeout_s: float | None = None,
+        around_start: Callable[[Any], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.topology = topology
         self.config = config
@@ -122,6 +124,7 @@ class Supervisor:
         self.failure: EngineDeadError | None = None
         """Why the engine is dead."""
         self._resolve = resolve
+        self._check = check
         self._renew = renew
         self._amend = amend
         self._on_death = on_death
@@ -131,11 +134,13 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._watch = Watch(self._children, heartbeat_timeout_s, step_timeout_s, self._all_parked)
         self._restart_timeout_s = restart_timeout_s
+        self._around_start = around_start
         self._wiring = Wiring(self._children, topology.links)
         self._counter = None if restarts is None else RestartCounter(restarts)
         self._groups = groups_of(topology) if restarts is not None else {}
         self._standby: Standby | None = None
-        self._standby_group = next((g for g in self._groups.values() if g.name == standby), None)
+        self._standby_options = standby
+        self._standby_group = next((g for g in self._groups.values() if standby and g.name == standby.group), None)
         self._recoveries_s: list[float] = []
         self._last_death: ActorDeath | None = None
         self._tasks: TaskGroup
@@ -166,17 +171,18 @@ class Supervisor:
             try:
                 self._tasks.start_soon(self._watch.run)
                 began = now()
-                await self._start()
+                with self._around_start(self.config):
+                    await self._start()
                 self._phase = "running"
                 learnt_s = max(MIN_RESTART_TIMEOUT_S, RESTART_MULTIPLE * (now() - began))
                 self._watch.start_budget_s = learnt_s if self._restart_timeout_s is None else self._restart_timeout_s
                 on_ready()
-                if self._standby_group is not None:
-                    self._standby = Standby(self._tasks, self.config)
+                if self._standby_group is not None and self._standby_options is not None:
+                    self._standby = Standby(self._tasks, self.config, self._standby_options)
                     self._standby.fill(self._standby_group.specs)
                 await over.wait()
-            except Exception as error:
-                failure = error  # raised outside of the group, which would wrap it
+            except Exception as error:  # raised outside of the group, which would wrap it
+                failure = error
             finally:
                 with anyio.CancelScope(shield=True):
                     await self._stop(is_started=self._phase == "running")
@@ -224,6 +230,7 @@ class Supervisor:
             "generations": self._wiring.generations,
             "num_restarts": {group.name: group.num_restarts for group in self._groups.values()},
             "num_parked": 0 if self._standby is None else self._standby.num_parked,
+            "parked_memory_bytes": 0 if self._standby is None else self._standby.memory_bytes,
             "num_recoveries": len(self._recoveries_s),
             "recovery_s": sum(self._recoveries_s),
             "max_recovery_s": max(self._recoveries_s, default=0.0),
@@ -285,7 +292,7 @@ class Supervisor:
             try:
                 with anyio.move_on_after(timeout_s) as in_time:
                     await self._start_phases()
-            except Exception as raised:
+            except Exception as raised:  # who waits for the start is told
                 error = raised
         self._start_scope = None
         death = self._start_death
@@ -316,6 +323,8 @@ class Supervisor:
         return True
 
     async def _start_phases(self) -> None:
+        if self._check is not None:
+            self._check()
         if any(spec.placement == "process" for spec in self.topology.actors):
             sweep_stale()
         new: list[Child] = []
@@ -378,6 +387,7 @@ class Supervisor:
             try:
                 results[child.spec.name] = await step(child)
             except Exception as error:
+                # Of one actor's start: the first of them ends the others and is raised behind the group.
                 failures.append(error)
                 group.cancel_scope.cancel()
 
@@ -517,13 +527,13 @@ class Supervisor:
                 await self._each(children, lambda child: child.configure(self.config))
                 await self._link(group)
                 await self._each(children, lambda child: child.run())
-            except Exception as error:
+            except Exception as error:  # whatever ends a start again is a death of the group
                 reported = [c for c in children if isinstance(c, ProcessChild) and c.failure is not None]
                 failure = ActorDeath(group.names[0], failure=Failure.of(error))
                 if reported:
                     failure = ActorDeath(reported[0].spec.name, failure=reported[0].failure)
                 else:
-                    shortage = _shortage(error)
+                    shortage = shortage_of(error)
         group.attempt = None
         if failure is None and group.death is None:
             return None, None
@@ -534,14 +544,18 @@ class Supervisor:
         """A shortage of memory or descriptors may pass, and the processes are good: they wait. A guest does not hold up
         all others for ever."""
         began, delay_s = now(), FIRST_SHORTAGE_DELAY_S
+        is_late = False
         while True:
             peers = self._wiring.peers_of(group.names)
             guests = [name for name in peers if self._children[name].spec.placement == "attached"]
-            is_late = now() - began > GUEST_PATIENCE_S
+            is_late |= now() - began > GUEST_PATIENCE_S
             try:
                 self._wiring.connect(*group.names, without=guests if is_late else ())
                 break
             except OSError as error:
+                if error.errno not in SHORTAGES and guests and not is_late:
+                    is_late = True  # it may be the link of a guest that cannot be made: they come after the others
+                    continue
                 if error.errno not in SHORTAGES or now() - began > SHORTAGE_PATIENCE_S:
                     raise
                 fields = group.log_fields("shortage", seconds=now() - began)
@@ -621,12 +635,3 @@ class Supervisor:
         for child in (*self._children.values(), *parked):
             child.close()
         self._phase = "stopped"
-
-
-def _shortage(error: BaseException | None) -> OSError | None:
-    """What is missing that something could not be made, if it may be there in the next moment."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in SHORTAGES:
-            return error
-        error = error.__cause__
-    return None

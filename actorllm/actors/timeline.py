@@ -13,8 +13,8 @@ from typing import Any
 
 SCHEDULER, WORKER = 1, 2
 
-MAX_EVENTS = 500_000
-"""What is kept if nobody takes it: some 100,000 steps, the newest."""
+MAX_EVENTS = 80_000
+"""What is kept if nobody takes it: some 20,000 steps, the newest. The answer to who takes them is one message."""
 
 Event = dict[str, Any]
 
@@ -25,9 +25,17 @@ class Timeline:
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._step = 0
+        self._num_ever = 0
+
+    def statistics(self) -> dict[str, int]:
+        return {"num_events": len(self._events), "num_dropped": self._num_ever - len(self._events)}
+
+    def _keep(self, event: Event) -> None:
+        self._num_ever += 1
+        self._events.append(event)
 
     def _span(self, pid: int, name: str, began: float, ended: float, **args: Any) -> None:
-        self._events.append(
+        self._keep(
             {
                 "ph": "X",
                 "pid": pid,
@@ -41,7 +49,7 @@ class Timeline:
 
     def mark(self, name: str, at: float, **args: Any) -> None:
         """Something that happened to the engine as a whole."""
-        self._events.append(
+        self._keep(
             {"ph": "i", "s": "g", "pid": SCHEDULER, "tid": SCHEDULER, "name": name, "ts": at * 1e6, "args": args}
         )
 

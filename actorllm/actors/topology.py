@@ -131,7 +131,7 @@ def engine_topology(config: EngineConfig) -> Topology:
             path="actorllm.actors.worker:WorkerActor",
             rank=rank,
             placement="thread" if is_inline else "process",
-            preload=("actorllm.actors.worker", "actorllm.model.runner"),
+            preload=("actorllm.actors.worker", "actorllm.model.cpu.runner"),
             group="workers",  # what they compute together, none can leave alone
             environment="actorllm.model.threads:worker_environment",
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from actorllm.actors.custody import MAX_LOSSES_OF_SEARCH, Trial
+from actorllm.actors.custody import Trial
 from actorllm.actors.outlet import ForFrontend, Outlet
 from actorllm.clock import now
 from actorllm.messages import DEADLINE_PASSED, Begun, OnTrial, Submit
@@ -39,13 +39,17 @@ class SchedulerTrial(Trial):
         outlets: Mapping[int, Outlet],
         send: Callable[[Outlet, ForFrontend], None],
         report_progress: Callable[[], None],
+        check_itself: Callable[[], None],
     ) -> None:
-        """outlets: all frontends there are, by number; send: to one of them, which may be lost by it."""
+        """outlets: all frontends there are, by number; send: to one of them, which may be lost by it. check_itself: dies if
+        this process dies of everything."""
         super().__init__(lambda key, message: scheduler.release(key[0], message))
         self._scheduler = scheduler
         self._outlets = outlets
         self._send = send
         self._report_progress = report_progress
+        self._check_itself = check_itself
+        self._is_checked = False
         self.resubmitting: set[int] = set()
         """Frontends of the scheduler before that have not said that they have submitted everything again."""
         self.begins_at = 0.0
@@ -122,11 +126,14 @@ class SchedulerTrial(Trial):
         """
         if not self or not self._may_try_next():
             return []
+        if not self._is_checked and self.has_suspects:
+            self._is_checked = True
+            self._check_itself()
         group = self.next_group(is_pausing=self._scheduler.pause_state is PauseState.NOTHING_NEW)
         if self:
             if not group:
                 return []
-            if self.num_losses <= MAX_LOSSES_OF_SEARCH:
+            if self.is_narrower or self._is_alone:
                 self._report_progress()
         self._tell([key for key, _ in group])
         return group or self.take_all()
@@ -161,7 +168,7 @@ class SchedulerTrial(Trial):
 
     def _tell(self, keys: Iterable[Key]) -> None:
         """Every frontend hears who is tried before anything is done with it."""
-        is_alone = self.num_tried == 1 and self._scheduler.is_idle
+        is_alone = self._is_alone
         by_frontend: dict[int, list[int]] = {number: [] for number in self._outlets}
         for number, rid in keys:
             by_frontend[number].append(rid)
@@ -170,6 +177,10 @@ class SchedulerTrial(Trial):
                 tried = np.array(rids, np.int32)
                 on_trial = OnTrial(rids=tried, num_tried=self._num_told, is_alone=is_alone)
                 self._send(self._outlets[number], on_trial)
+
+    @property
+    def _is_alone(self) -> bool:
+        return self.num_tried == 1 and self._scheduler.is_idle
 
     @property
     def _num_told(self) -> int:

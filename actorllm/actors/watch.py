@@ -81,7 +81,7 @@ class Watch:
         try:
             self._look()
             self._has_failed = False
-        except Exception:
+        except Exception:  # looking must not end the engine that it looks after
             if not self._has_failed:  # once, however often it fails in the same way
                 logger.exception("the processes of the engine could not be looked at; it goes on, and so do looks")
             self._has_failed = True

@@ -72,17 +72,15 @@ class WorkerActor(Actor):
         self._is_replacement = config.cache.num_blocks is not None
         if self._is_replacement:  # of an engine that runs already, and knows how many it needs
             return {"num_blocks": config.cache.num_blocks}
-        return {"num_blocks": self.runner.profile_num_blocks()}
+        sizes = {"weight_bytes": self.runner.weight_bytes}
+        if config.model.pooler is None or not config.model.pooler.is_encoder:
+            sizes["block_bytes"] = self.runner.block_bytes
+        return {"num_blocks": self.runner.profile_num_blocks(), **sizes}
 
-    def _load(self, config: EngineConfig) -> ModelRunner:
-        from actorllm.model.runner import ModelRunner  # imports torch: only where a worker runs
+    def _load(self, config: EngineConfig) -> ModelRunner[Any, Any]:
+        from actorllm.model import backends
 
-        kind = ModelRunner
-        if config.device == "cuda":
-            from actorllm.model.cuda.runner import CudaRunner  # and Triton
-
-            kind = CudaRunner
-        runner = kind(config, self.rank)
+        runner = backends.load(config.device)(config, self.rank)  # imports torch: only where a worker runs
         runner.load()
         return runner
 
@@ -210,7 +208,7 @@ class WorkerActor(Actor):
         except PeerLostError:  # what this step waits for will never come, here and at every other rank
             self.drop_plans_of(link)
             return
-        except Exception as error:
+        except Exception as error:  # of a step: the scheduler is told which, and finds the request at fault
             if self.runner.is_torn:
                 raise  # the other ranks wait in a collective that this one will not enter
             failure = self.failure_of(link, plan, error)
@@ -240,7 +238,7 @@ class WorkerActor(Actor):
         self._num_checks += 1
         try:
             self.runner.check_itself()
-        except Exception as error:
+        except Exception as error:  # of a step for nobody: it is the finding
             if self.runner.is_torn or not self.runner.is_memory_shortage(error):
                 return error
             logger.warning("there is no memory for the worker to find out whether it works: %s", error)

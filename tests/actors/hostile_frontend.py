@@ -7,7 +7,7 @@ and an honest frontend beside it gets its streams, token by token.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,20 +53,11 @@ class Anything:
                 argument.close()
 
 
-class Aside(Runner):
-    """What is to be done on a thread beside the loop waits until it is told to run."""
+class Called(Runner):
+    """There is no loop: what is done on threads is waited for."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.waiting: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
-
-    def work_aside(self, function: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        self.waiting.append((function, then))
-
-    def run_waiting(self) -> None:
-        waiting, self.waiting = self.waiting, []
-        for function, then in waiting:
-            then(function())
+    def waker(self) -> None:
+        return None
 
 
 class RecordingLink:
@@ -106,7 +97,7 @@ class Engine:
         assert self.config.model.embedding_bytes == EMBEDDING_BYTES
         self.actor = SchedulerActor()
         self.failures: list[BaseException | None] = []
-        self.runner = Aside(self.actor, self.failures.append)
+        self.runner = Called(self.actor, self.failures.append)
         self.runner._ended = Anything()  # type: ignore[assignment]
         self.runner._tasks = Anything()  # type: ignore[assignment]
         self.actor._wakeup = NoWaiter()
@@ -135,7 +126,6 @@ class Engine:
 
     def turn(self) -> None:
         """One step, if there is one."""
-        self.runner.run_waiting()
         self.actor.turn()
         sent, self.workers.sent = self.workers.sent, []
         plans = [message for message in sent if isinstance(message, StepPlan)]

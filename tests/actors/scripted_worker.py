@@ -37,6 +37,8 @@ class ScriptedRunner:
 
     is_torn = False
     launches_ahead = False
+    weight_bytes = 0
+    block_bytes = 0
 
     def __init__(self, config: EngineConfig, rank: int) -> None:
         self.block_size = config.cache.block_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -174,6 +175,32 @@ async def test_other_ways_to_fail(how: str) -> None:
     else:
         assert isinstance(end, ValueError)
         assert pair.b.life[-1] == "failure boom"
+
+
+async def test_work_beside_the_loop_is_counted_and_its_panic_is_a_failure() -> None:
+    """A panic in a Rust library is no `Exception`: it fails the actor as an error does, and does not end the loop."""
+
+    class Panic(BaseException):
+        pass
+
+    def panic() -> None:
+        raise Panic("retry-limit-in-match over")
+
+    async with running_pair() as pair:
+        go, done = threading.Event(), anyio.Event()
+        pair.a.work_aside(go.wait, lambda _: done.set())
+        await until(lambda: pair.a.statistics()["longest_aside_s"] > 0)
+        assert pair.a.statistics()["num_aside_running"] == 1
+        go.set()
+        await done.wait()
+        assert pair.a.statistics()["num_aside_running"] == 0
+        assert pair.a.statistics()["num_aside_done"] == 1
+        pair.a.work_aside(panic, lambda _: None)
+        await until(lambda: bool(pair.ends))
+        assert "Panic: retry-limit-in-match over" in str(pair.ends[0])
+        assert isinstance(pair.ends[0], EngineError)
+        assert pair.runners["a"].counters()["num_aside_failed"] == 1
+        assert pair.b.is_running
 
 
 async def test_run_that_returns_is_an_end_without_error() -> None:

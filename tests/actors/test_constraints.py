@@ -10,10 +10,12 @@ import anyio
 import numpy as np
 import pytest
 
-from actorllm.actors.constraints import Job
+from actorllm.actors.constraints import CompileJob
+from actorllm.actors.executor import FairExecutor
 from actorllm.errors import PeerLostError
-from actorllm.messages import Abort, LateInputs, StepPlan, StepResult, Unblock
-from tests.actors.test_scheduler_actor import Bench, FakeLink, running, submit
+from actorllm.messages import INVALID, OVERLOADED, Abort, LateInputs, StepPlan, StepResult, Unblock
+from actorllm.text.grammar import GrammarCompiler
+from tests.actors.test_scheduler_actor import VOCAB, Bench, FakeLink, running, submit
 
 pytestmark = pytest.mark.anyio
 
@@ -23,22 +25,32 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
     return "asyncio", {"use_uvloop": True}
 
 
+EOS = 0
 REGEX = {"kind": "regex", "text": "[0-9]{3}x", "source": "structured_outputs"}
 
 
 class Aside:
-    """Runs what is to be done beside the loop, when it is told to."""
+    """Makes matchers when it is told to."""
 
     def __init__(self, bench: Bench) -> None:
-        self.waiting: list[Any] = []
-        bench.actor._runner = SimpleNamespace(  # type: ignore[assignment]
-            report_progress=lambda: None, work_aside=lambda function, then: self.waiting.append((function, then))
-        )
+        self._bench = bench
+        self._is_open = False
+        self.queue: FairExecutor[CompileJob] = FairExecutor("grammars", bool, has_room=lambda _: self._is_open)
+        bench.actor._constraints._queue = self.queue
+        runner = SimpleNamespace(report_progress=lambda: None, waker=lambda: bool)
+        bench.actor._runner = runner  # type: ignore[assignment]
+
+    @property
+    def num_waiting(self) -> int:
+        return self.queue.statistics().num_waiting
 
     def finish(self) -> None:
-        waiting, self.waiting = self.waiting, []
-        for function, then in waiting:
-            then(function())
+        self._is_open = True
+        while self.queue.statistics().num_waiting or self.queue.statistics().num_running:
+            with self.queue._changed:
+                self.queue._changed.notify_all()
+        self._is_open = False
+        self._bench.actor.wake()
 
 
 def ids(bench: Bench, text: str) -> list[int]:
@@ -77,7 +89,7 @@ async def test_a_request_waits_for_its_grammar_and_nobody_else_does() -> None:
 async def test_masks_follow_the_tokens_with_two_steps_in_flight() -> None:
     async with running() as bench:
         aside = Aside(bench)
-        await bench.send(submit(1, grammar=REGEX))
+        await bench.send(submit(1, grammar=REGEX, ignore_eos=False))
         aside.finish()
         await bench.settle()
         assert len(bench.plans) == 2, "the second step is launched before the first token is known"
@@ -90,8 +102,12 @@ async def test_masks_follow_the_tokens_with_two_steps_in_flight() -> None:
             assert [m.step for m in late(bench)] == list(range(1, number + 3))
         assert allowed(late(bench)[-1]) == {x}
         await answer(bench, bench.plans[3], x)
+        assert allowed(late(bench)[-1]) == {EOS}
+        assert bench.ends() == []
+        await answer(bench, bench.plans[4], EOS)
         assert bench.ends() == [[1, "stop", None, None]]
         assert bench.text() == "777x"
+        assert bench.tokens()[-1] == EOS
         (end,) = [end for o in bench.outputs for end in o.ends]
         assert end[10] == 1, "one token was computed in vain"
         assert late(bench)[-1].slots.size == 0, "of a row whose request has ended there is nothing to say"
@@ -101,7 +117,7 @@ async def test_siblings_go_on_together_and_an_abort_ends_who_waits() -> None:
     async with running() as bench:
         aside = Aside(bench)
         await bench.send(submit(1, grammar=REGEX, siblings=np.array([2, 3], np.int32)))
-        assert len(aside.waiting) == 1
+        assert aside.num_waiting == 1
         await bench.send(submit(4, grammar=REGEX))
         await bench.send(Abort(rids=np.array([4], np.int32)))
         aside.finish()
@@ -116,7 +132,7 @@ async def test_output_so_far_counts_and_output_at_its_end_ends() -> None:
         aside = Aside(bench)
         two, x = ids(bench, "2x")
         await bench.send(submit(1, grammar=REGEX, output=np.array([two] * 3, np.int32)))
-        await bench.send(submit(2, grammar=REGEX, output=np.array([two] * 3 + [x], np.int32)))
+        await bench.send(submit(2, grammar=REGEX, output=np.array([two] * 3 + [x, EOS], np.int32), ignore_eos=False))
         await bench.send(submit(3, grammar=REGEX, output=np.array([x], np.int32)))
         aside.finish()
         await bench.settle()
@@ -161,12 +177,149 @@ async def test_what_the_mask_forbids_fails_the_request() -> None:
         assert "not in the grammar" in error
 
 
+async def test_after_its_end_what_ignores_it_is_free() -> None:
+    async with running() as bench:
+        aside = Aside(bench)
+        await bench.send(submit(1, grammar=REGEX))
+        aside.finish()
+        await bench.settle()
+        for number, token in enumerate([*ids(bench, "777x"), EOS]):
+            await answer(bench, bench.plans[number], token)
+        assert bench.ends() == []
+        assert late(bench)[-1].slots.size == 0, "no mask: whatever is sampled is right"
+        for number in range(5, 8):
+            await answer(bench, bench.plans[number], *ids(bench, "z"))
+        assert bench.ends() == [[1, "length", None, None]]
+
+
+async def test_where_no_end_of_text_may_come_it_ends_without_one() -> None:
+    async with running() as bench:
+        aside = Aside(bench)
+        await bench.send(submit(1, grammar=REGEX, ignore_eos=False, min_tokens=6))
+        aside.finish()
+        await bench.settle()
+        for number, token in enumerate(ids(bench, "777x")):
+            await answer(bench, bench.plans[number], token)
+        assert bench.ends() == [[1, "stop", None, None]]
+        assert bench.text() == "777x"
+
+
+async def test_limits_that_are_reached_before_the_first_token_are_the_request_s_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(GrammarCompiler, "failure_of", staticmethod(lambda matcher: "too many states"))
+    monkeypatch.setattr(
+        GrammarCompiler,
+        "masks",
+        lambda self, made: (np.zeros((len(made), VOCAB // 32), np.uint32), [False] * len(made)),
+    )
+    async with running() as bench:
+        aside = Aside(bench)
+        await bench.send(submit(1, grammar=REGEX))
+        await bench.send(submit(2, grammar=REGEX, output=np.array(ids(bench, "7"), np.int32)))
+        aside.finish()
+        await bench.settle()
+        ends = {end[0]: end for output in bench.outputs for end in output.ends}
+        told = {int(output.rids[e[0]]): e for output in bench.outputs for e in output.ends}
+        assert len(ends) >= 1
+        details = {rid: end[-1] for rid, end in told.items()}
+        assert all(
+            "structured_outputs: the grammar cannot go on here: too many states" in str(e) for e in told.values()
+        )
+        assert details[1] == {"kind": INVALID}
+        assert details[2] is None
+        compiler = bench.actor._constraints._compiler
+        assert compiler is not None
+        assert compiler.statistics()["num_cached"] == 0, "it is not used again"
+
+
+async def test_jobs_of_requests_that_have_gone_are_dropped_and_told() -> None:
+    async with running() as bench:
+        aside = Aside(bench)
+        await bench.send(submit(1, grammar=REGEX))
+        await bench.send(submit(2, grammar=REGEX | {"text": "b"}))
+        await bench.send(Abort(rids=np.array([1], np.int32)))
+        await bench.send(submit(3, grammar=REGEX))  # while the job of the first is not dropped yet
+        aside.finish()
+        await bench.settle()
+        aside.finish()
+        await bench.settle()
+        assert bench.actor.scheduler.statistics().num_blocked == 0
+        assert not bench.actor._constraints.is_making
+        before = bench.actor._constraints.statistics()["num_dropped"]
+        await bench.send(submit(4, grammar=REGEX | {"text": "c"}))
+        await bench.send(Abort(rids=np.array([4], np.int32)))
+        aside.finish()
+        await bench.settle()
+        assert bench.actor._constraints.statistics()["num_dropped"] == before + 1
+        assert not bench.actor._constraints.is_making
+
+
+async def test_more_than_may_wait_is_refused_as_overload() -> None:
+    async with running() as bench:
+        aside = Aside(bench)
+        aside.queue.max_jobs = 2
+        for rid in (1, 2, 3):
+            await bench.send(submit(rid, grammar=REGEX | {"text": f"{rid}"}))
+        ((rid, reason, _, error),) = bench.ends()
+        assert (rid, reason) == (3, "error")
+        assert "2 grammars wait to be compiled" in error
+        (told,) = [end for output in bench.outputs for end in output.ends]
+        assert told[-1]["kind"] == OVERLOADED
+        await bench.send(submit(4, grammar=REGEX | {"text": "1"}))
+        assert aside.num_waiting == 2, "the same grammar is one job"
+
+
+async def test_a_grammar_that_takes_too_long_fails_in_time_and_a_panic_fails_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    release = threading.Event()
+
+    class Panic(BaseException):
+        """As pyo3 raises it."""
+
+    compile = GrammarCompiler.compile
+
+    def slow(self: GrammarCompiler, grammar: Any, is_wanted: Any = bool) -> Any:
+        if grammar["text"] == "slow":
+            release.wait()
+        if grammar["text"] == "panic":
+            raise Panic("retry-limit-in-match over")
+        return compile(self, grammar, is_wanted)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", slow)
+    async with running() as bench:
+        aside = Aside(bench)
+        aside._is_open = True
+        await bench.send(submit(2, grammar=REGEX | {"text": "panic"}))
+        await bench.send(submit(3, grammar=REGEX))
+        with anyio.fail_after(30):
+            while not bench.ends() or not bench.plans:
+                bench.actor.wake()
+                await anyio.sleep(0.002)
+        aside.queue.timeout_s = 0.05
+        await bench.send(submit(1, grammar=REGEX | {"text": "slow"}))
+        with anyio.fail_after(30):
+            while len(bench.ends()) < 2:
+                bench.actor.wake()
+                await anyio.sleep(0.002)
+        errors = {end[0]: end[3] for end in bench.ends()}
+        assert errors[1] == "structured_outputs: it takes longer than 0.05 s to compile; make it smaller or simpler"
+        assert errors[2] == "structured_outputs: it cannot be compiled: Panic: retry-limit-in-match over"
+        grammars = bench.actor._constraints.statistics()
+        assert (grammars["num_timeouts"], grammars["num_abandoned"]) == (1, 1)
+        release.set()
+        with anyio.fail_after(30):
+            while bench.actor._constraints.statistics()["num_abandoned"]:
+                await anyio.sleep(0.002)
+
+
 async def test_a_grammar_is_made_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     from actorllm.actors.actor import Runner
 
     threads: list[int] = []
-    run = Job.run
-    monkeypatch.setattr(Job, "run", lambda job: threads.append(threading.get_ident()) or run(job))
+    run = CompileJob.run
+    monkeypatch.setattr(CompileJob, "run", lambda job: threads.append(threading.get_ident()) or run(job))
     async with running() as bench, anyio.create_task_group() as tasks:
         runner = Runner(bench.actor, lambda _: None)
         runner._tasks = tasks

@@ -196,7 +196,7 @@ def test_one_of_an_attached_program_is_found_beside_a_busy_owner(
 
 
 @pytest.mark.parametrize("moment", [COMES, STARTS, HAS_A_TOKEN])
-@pytest.mark.parametrize("num_deadly", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_deadly", [1, 2, 3, 5, 8, 12])
 def test_as_many_as_this_are_found_without_a_token_of_anybody(
     make_lives: Callable[..., Lives], moment: int, num_deadly: int
 ) -> None:
@@ -205,7 +205,7 @@ def test_as_many_as_this_are_found_without_a_token_of_anybody(
         lives.submit(0, prompt_of(lives, moment))
     lives.rest()
     check_ends(lives)
-    assert lives.num_deaths == 2 + 2 * num_deadly
+    assert lives.num_deaths <= 2 + 2 * num_deadly + np.log2(num_deadly)
 
 
 @pytest.mark.parametrize("moment", [COMES, STARTS, HAS_A_TOKEN])
@@ -228,8 +228,8 @@ def test_a_scheduler_that_dies_of_everything_is_not_the_fault_of_requests(make_l
         lives.submit(0, prompt_of(lives))
     lives.rest()
     assert lives.is_dead
-    assert lives.num_deaths == 13
-    assert sum(caller.is_over for caller in lives.callers) <= 2, "the others end with the engine"
+    assert lives.num_deaths == 5
+    assert not any(caller.is_over for caller in lives.callers), "they end with the engine, and none is accused"
 
 
 def test_who_kills_while_it_waits_is_let_in_first(make_lives: Callable[..., Lives]) -> None:
@@ -300,7 +300,7 @@ class Programs(RuleBasedStateMachine):
     def submit(self, choice: int, max_tokens: int, n: int) -> None:
         self.lives.submit(self._number(choice), prompt_of(self.lives), max_tokens, n)
 
-    @precondition(lambda self: self.num_deadly < (8 if self.is_busy else 4))
+    @precondition(lambda self: self.num_deadly < 8)
     @rule(choice=st.integers(0, 9), moment=st.sampled_from(MOMENTS), n=st.sampled_from([1, 1, 3]))
     def submit_deadly(self, choice: int, moment: int, n: int) -> None:
         self.num_deadly += 1

@@ -22,6 +22,7 @@ from actorllm.actors.echo import EchoConfig
 from actorllm.actors.placements import RemoteChild
 from actorllm.actors.pulse import is_stopped
 from actorllm.actors.restart import RestartLimits
+from actorllm.actors.standby import StandbyOptions
 from actorllm.actors.topology import ActorSpec, LinkSpec, Topology
 from actorllm.errors import (
     EngineDeadError,
@@ -497,7 +498,7 @@ def test_a_look_that_fails_is_logged_and_the_next_one_follows(
 
 
 def test_a_parked_process_that_is_stopped_is_not_taken(make_tree: Callable[..., Engine]) -> None:
-    tree = make_tree(standby="echoes", heartbeat_timeout_s=0.4)
+    tree = make_tree(standby=StandbyOptions("echoes"), heartbeat_timeout_s=0.4)
     tree.thread.start(30)
     assert wait_until(lambda: tree.supervisor.statistics()["num_parked"] == 2)
     health = tree.supervisor.health()
@@ -529,7 +530,7 @@ def test_a_parked_process_that_does_not_end_keeps_nobody_from_stopping(
     make_tree: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(supervisor, "KILL_TIMEOUT_S", 0.1)
-    tree = make_tree(standby="echoes")
+    tree = make_tree(standby=StandbyOptions("echoes"))
     tree.thread.start(30)
     assert wait_until(lambda: tree.supervisor.statistics()["num_parked"] == 2)
     parked = tree.supervisor._all_parked()

@@ -18,7 +18,7 @@ import pytest
 import trio
 import uvloop
 
-from actorllm.actors import echo, stderr_pipe
+from actorllm.actors import echo, engine_thread, stderr_pipe
 from actorllm.actors.death import ActorDeath
 from actorllm.actors.echo import EchoConfig
 from actorllm.actors.engine_thread import HostLoop, current_loop
@@ -313,6 +313,23 @@ def test_starting_and_stopping_leaves_nothing(run_engine: MakeEngine, placement:
         engine.thread.stop()
         counts.append(count())
     assert counts[1:] == [counts[0]] * 4
+
+
+def test_a_loop_that_takes_long_to_close_is_closed_when_the_engine_has_stopped(
+    run_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine: else its descriptors outlive the engine, for a moment."""
+    run_loop = engine_thread.run_loop
+
+    def run_slowly(*arguments: Any) -> None:
+        run_loop(*arguments)
+        if threading.current_thread().name == "actorllm:echo1":
+            time.sleep(1.2)
+
+    monkeypatch.setattr(engine_thread, "run_loop", run_slowly)
+    engine = run_engine("thread")
+    engine.thread.stop()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("actorllm:")]
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run, None])

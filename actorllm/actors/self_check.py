@@ -1,0 +1,56 @@
+"""What a scheduler shows before it tries requests for the death of the schedulers before it: that it can schedule one of its own.
+
+A policy that its process dies of whatever the request is would otherwise fail one request after the other. So a second, pure
+Scheduler with policies of its own takes a tiny request through every hook. If the process dies of that, no request is accused
+(nothing was on trial), and deaths like that in a row are the end of the engine. Called by `SchedulerTrial`, once a life.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from actorllm.actors.record_file import build_policy, scheduler_arguments
+from actorllm.config import EngineConfig
+from actorllm.messages import StepPlan, StepResult, Submit
+from actorllm.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+NUM_TOKENS = 3
+"""Of the request: its prompt is computed, it decodes, and it ends."""
+
+
+def check_policy(config: EngineConfig) -> None:
+    """Take a request of nobody from its arrival to its end. What the policies raise is for the real ones to tell of."""
+    try:
+        scheduler = Scheduler(policy=build_policy(config.scheduler), **scheduler_arguments(config, (), None))
+        _run(scheduler, is_pooled=config.model.pooler is not None)
+    except Exception:  # of a policy: anything; it is the finding
+        logger.exception("a scheduler could not schedule a request of its own")
+
+
+def _run(scheduler: Scheduler, is_pooled: bool) -> None:
+    submit = Submit(
+        rid=1,
+        arrival=0.0,
+        prompt=np.zeros(1, np.int32),
+        max_tokens=NUM_TOKENS,
+        ignore_eos=True,
+        detokenize=False,
+        pooling="last" if is_pooled else None,
+    )
+    scheduler.submit(0, submit, 0.0)
+    for number in range(NUM_TOKENS):
+        plan = scheduler.schedule(number + 0.5)
+        if plan is None:
+            return
+        scheduler.update(_result(plan, is_pooled), number + 1.0)
+
+
+def _result(plan: StepPlan, is_pooled: bool) -> StepResult:
+    """Of a step with one row."""
+    if is_pooled:
+        return StepResult(step=plan.step, vector_rows=np.zeros(1, np.int32), vectors=np.zeros(1, np.float32))
+    return StepResult(step=plan.step, tokens=np.zeros(1, np.int32))
