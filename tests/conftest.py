@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from actorllm.actors import standby
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # A shell starts its background jobs with Ctrl-C ignored, and what is ignored is inherited by every program that a test starts.
@@ -29,15 +31,40 @@ def _shared_memory_names() -> set[str]:
     return {p.name for p in folder.iterdir() if p.name.startswith(mine)} if folder.is_dir() else set()
 
 
+LANE_PROCESS = "actor:intake"
+"""Of an engine that many tests share: it may begin with any of them, and ends with the engine."""
+
+
 def _children() -> set[int]:
-    """Processes whose parent is this one."""
-    pids: set[int] = set()
+    """Processes whose parent is this one, lane processes left out."""
+    return {pid for pid, name in _named_children().items() if name != LANE_PROCESS}
+
+
+def _named_children() -> dict[int, str]:
+    """The names of the processes whose parent is this one."""
+    named: dict[int, str] = {}
     for task in Path("/proc/self/task").iterdir():
         try:
-            pids.update(int(pid) for pid in (task / "children").read_text().split())
-        except FileNotFoundError:
+            for pid in (task / "children").read_text().split():
+                named[int(pid)] = Path(f"/proc/{pid}/comm").read_text().strip()
+        except (FileNotFoundError, ProcessLookupError):
             continue
-    return pids
+    return named
+
+
+@pytest.fixture(autouse=True, scope="session")
+def nothing_is_parked_by_itself() -> Iterator[None]:
+    """An engine that many tests share would park a process in the middle of one; tests of that say when."""
+    before, standby.PARK_AFTER_S = standby.PARK_AFTER_S, 1e6
+    yield
+    standby.PARK_AFTER_S = before
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_lane_process_leaks() -> Iterator[None]:
+    """None outlives the engines of its module."""
+    yield
+    assert LANE_PROCESS not in _named_children().values(), "left a lane process"
 
 
 @pytest.fixture(autouse=True)

@@ -259,3 +259,40 @@ def test_examples_are_short() -> None:
     for file in examples:
         assert len(file.read_text().splitlines()) < 60, file.name
         assert ast.get_docstring(ast.parse(file.read_text())), file.name
+
+
+# What is caught -------------------------------------------------------------------------------------------------------
+
+
+def broad_handlers(source: str) -> Iterator[tuple[int, str]]:
+    """Handlers of any exception that do not raise it again: (number of the line, that line and the next one)."""
+    lines = source.split("\n")
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ExceptHandler) or isinstance(node.body[-1], ast.Raise):
+            continue
+        caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+        if any(one is None or getattr(one, "id", "") in ("Exception", "BaseException") for one in caught):
+            yield node.lineno, "\n".join(lines[node.lineno - 1 : node.lineno + 1])
+
+
+def test_whatever_catches_all_says_why() -> None:
+    """An exception that ends nothing and is told to nobody hides a defect; so each such handler has its reason beside it."""
+    files = [file for file in modules_of(PACKAGE) if file.name != "train.py"]
+    silent = [
+        f"{file.relative_to(ROOT)}:{number}"
+        for file in files
+        for number, text in broad_handlers(file.read_text())
+        if " # " not in text
+    ]
+    assert silent == []
+
+
+def test_the_search_for_handlers_sees_them() -> None:
+    parts = (
+        "except Exception:\n    g()\n",
+        "except:\n    g()\n",
+        "except BaseException:\n    raise\n",
+        "except OSError:\n    g()\n",
+    )
+    source = "".join(f"try:\n    f()\n{part}" for part in parts)
+    assert [number for number, _ in broad_handlers(source)] == [3, 7]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from actorllm import AsyncLLM, RequestOutput, RequestOutputKind, RequestStream, SamplingParams
-from actorllm.errors import DuplicateRequestError, EngineShutdownError, InvalidPromptError
+from actorllm.errors import DuplicateRequestError, EngineShutdownError
 
 PROMPT = "Once upon a time"
 BACKENDS = [
@@ -481,10 +481,9 @@ async def test_tokenizing_a_long_prompt_leaves_the_loop_free(llm: AsyncLLM) -> N
         await first_of(running)
         tasks.start_soon(consume, running)
         tasks.start_soon(turn)
-        long = llm.generate("once upon a time there was " * 40_000, short())
+        long = llm.generate("once upon a time there was " * 40_000, short(truncate_prompt_tokens=8))
         num_turns = num_outputs = 0
-        with pytest.raises(InvalidPromptError, match="shorten it"):
-            await first_of(long)
+        await first_of(long)
         is_over.set()
         assert num_turns >= 10
         assert num_outputs >= 3

@@ -81,8 +81,10 @@ def short(**arguments: Any) -> SamplingParams:
         ([1, 4096], ["token id 4096", "vocabulary of 4096"]),
         ([1, -1], ["token id -1", "vocabulary"]),
         ([2**40], ["token id 1099511627776"]),
-        ([2**70], ["flat list of integers"]),
-        ([1.0, 2.0], ["flat list of integers", "float64"]),
+        ([2**70], [f"token id {2**70} is outside the vocabulary"]),
+        ([1, 2**63, -1], [f"token id {2**63} is outside the vocabulary"]),
+        ([1.0, 2.0], ["flat list of integers", "item 0 is 1.0 (float)"]),
+        ([1, [2]], ["flat list of integers", "item 1 is [2] (list)"]),
         ([math.nan], ["flat list of integers"]),
         ([True, False], ["flat list of integers", "bool"]),
         ([True, 1], ["flat list of integers", "bool"]),
@@ -90,7 +92,7 @@ def short(**arguments: Any) -> SamplingParams:
         (np.array([True, False]), ["flat list of integers", "bool"]),
         (["1", "2"], ["flat list of integers"]),
         ([None], ["flat list of integers"]),
-        ([[1, 2], [3, 4]], ["flat list of integers", "2 dimensions"]),
+        ([[1, 2], [3, 4]], ["flat list of integers", "item 0 is [1, 2] (list)"]),
         ([[1], [2, 3]], ["flat list of integers"]),
         (b"bytes", ["text or token ids", "bytes"]),
         (7, ["text or token ids", "int"]),
@@ -113,6 +115,8 @@ async def test_prompts(llm: AsyncLLM, prompt: Any, words: list[str]) -> None:
         await llm.complete(prompt, short())
     for word in words:
         assert word in str(caught.value)
+    for word in ("inhomogeneous", "C long", "object in"):  # numpy's words
+        assert word not in str(caught.value)
     assert isinstance(caught.value, ValueError)
 
 

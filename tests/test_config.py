@@ -175,6 +175,9 @@ def test_paths_may_be_path_objects(tmp_path: Path) -> None:
         ("heartbeat_timeout_s", None, ["heartbeat_timeout_s=None"]),
         ("restart_timeout_s", 0.5, ["restart_timeout_s=0.5", "at least 1"]),
         ("heartbeat_timeout_s", float("nan"), ["heartbeat_timeout_s=nan"]),
+        ("intake_timeout_s", 0.01, ["intake_timeout_s=0.01", "at least 0.1"]),
+        ("max_prompt_characters", 0, ["max_prompt_characters=0", "positive"]),
+        ("max_prompt_characters", None, ["max_prompt_characters=None", "positive"]),
     ],
 )
 def test_a_bad_argument_is_named_with_the_fix(name: str, value: Any, words: list[str]) -> None:

@@ -102,10 +102,21 @@ async def test_the_earlier_of_deadline_and_timeout_counts(llm: AsyncLLM) -> None
     assert passed.outputs[0].token_ids == []
 
 
-@pytest.mark.parametrize("timeout", [0, -1, math.nan, math.inf, True, "1"])
+def type_name(value: object) -> str:
+    """An integer of so many digits has no text."""
+    return type(value).__name__
+
+
+@pytest.mark.parametrize("timeout", [0, -1, math.nan, math.inf, True, "1", 10**400, 10**5000], ids=type_name)
 async def test_timeouts_that_are_none(llm: AsyncLLM, timeout: Any) -> None:
     with pytest.raises(InvalidParameterError, match=r"timeout=.* must be a number of seconds above 0"):
         llm.generate(PROMPT, endless(), timeout=timeout)
+
+
+@pytest.mark.parametrize("deadline", [math.nan, math.inf, True, "1", 10**400, -(10**5000)], ids=type_name)
+async def test_deadlines_that_are_none(llm: AsyncLLM, deadline: Any) -> None:
+    with pytest.raises(InvalidParameterError, match=r"deadline=.* must be a time in monotonic seconds"):
+        llm.generate(PROMPT, endless(), deadline=deadline)
 
 
 def test_a_batch_has_one_timeout() -> None:

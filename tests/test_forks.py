@@ -112,7 +112,7 @@ def test_without_room_for_all_of_them(reference: list[list[list[int]]], depth: i
     outputs, statistics = run(
         async_scheduling=depth == 2,
         enable_prefix_caching=caching,
-        max_num_seqs=20,
+        max_num_seqs=12,
         kv_cache_memory_bytes=TOKEN_BYTES * 640,
         long_prefill_token_threshold=64,
     )

@@ -19,6 +19,7 @@ import torch
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.collectives import Collectives
 from actorllm.model.cuda.decoder import Activations, ResidualStream
+from actorllm.model.cuda.linear import DeviceDense
 from actorllm_kernels import reference
 from actorllm_kernels.configs import trying
 
@@ -281,17 +282,17 @@ def test_the_other_way_of_a_product_is_what_the_decoder_launches(bench: Bench) -
         hidden_size=shape.hidden, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=shape.intermediate
     )
     a: Any = Activations(rows, config, torch.bfloat16, torch.device("cpu"))
-    weight = {name: torch.zeros(*size, dtype=torch.bfloat16) for name, size in weights.items()}
+    weight = {name: DeviceDense(torch.zeros(*size, dtype=torch.bfloat16)) for name, size in weights.items()}
     norm = torch.ones(shape.hidden, dtype=torch.bfloat16)
     for max_rows, way in ((64, 0), (0, 1)):
         with trying("skinny_gemm", MAX_ROWS=max_rows):
-            stream = ResidualStream(a, 1e-6, False, torch.device("cpu"), Collectives())
-            stream.add_product(a.out.view(rows, -1), weight["o"], None)
+            stream = ResidualStream(a, 1e-6, False, Collectives())
+            stream.add_product(a.out.view(rows, -1), weight["o"])
 
             def launch(stream: ResidualStream = stream) -> None:
-                stream.normed_product(norm, weight["gate_up"], None, a.middle, activation="silu")
-                stream.add_product(a.middle, weight["down"], None)
-                stream.normed_product(norm, weight["qkv"], None, a.qkv)
+                stream.normed_product(norm, weight["gate_up"], a.middle, activation="silu")
+                stream.add_product(a.middle, weight["down"])
+                stream.normed_product(norm, weight["qkv"], a.qkv)
 
             theirs = names(launch)
         ours = [

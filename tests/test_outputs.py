@@ -42,6 +42,7 @@ def test_metrics_answer_to_both_names() -> None:
     assert (metrics.queued_time, metrics.first_scheduled_time) == (metrics.queued_ts, metrics.scheduled_ts)
     assert (metrics.first_token_time, metrics.last_token_time) == (metrics.first_token_ts, metrics.last_token_ts)
     assert metrics.time_in_queue == pytest.approx(1)
+    assert metrics.intake_time == metrics.queue_time == pytest.approx(0.5)
     assert metrics.first_token_latency == metrics.time_to_first_token == pytest.approx(2)
     assert (metrics.scheduler_time, metrics.model_forward_time, metrics.model_execute_time) == (None, None, None)
 
@@ -51,6 +52,7 @@ def test_what_has_not_happened_is_zero_or_none() -> None:
     assert metrics.queued_ts == metrics.scheduled_ts == metrics.first_token_ts == metrics.last_token_ts == 0.0
     assert metrics.first_token_latency == 0.0
     assert metrics.time_to_first_token is metrics.time_in_queue is metrics.first_scheduled_time is None
+    assert metrics.intake_time is metrics.queue_time is None
 
 
 def test_a_failed_request_has_metrics_as_well() -> None:

@@ -262,6 +262,8 @@ async def test_priorities_order_vectors_too() -> None:
     async with llm:
         await llm.pause_generation(mode="keep")
         streams = [llm.encode("a fox", request_id=str(i), priority=priority) for i, priority in enumerate((2, 0, 1))]
+        while (await llm.stats())["scheduler"]["scheduler"]["num_waiting"] < len(streams):
+            await anyio.sleep(0.001)
         await llm.resume_generation()
         outputs = [await anext(stream) for stream in streams]
     ended = sorted(outputs, key=lambda output: output.metrics.first_token_ts)  # type: ignore[union-attr]

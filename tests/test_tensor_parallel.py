@@ -23,9 +23,10 @@ from actorllm import LLM, AsyncLLM, EngineDeadError, SamplingParams
 from actorllm.actors.topology import Topology, engine_topology
 from actorllm.config import ARGUMENTS, EngineConfig, read_model_folder
 from actorllm.errors import ConfigError, RequestFailedError, UnsupportedModelError
-from actorllm.model.decoder import DecoderConfig
+from actorllm.model.cpu.runner import CpuRunner
+from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.parallel import HeadShare, Ranks
-from actorllm.model.registry import load_model, model_plan
+from actorllm.model.registry import check_shares, model_plan
 from actorllm.model.weights import DummyWeights
 from tests.torn_worker import BLINDS, HANGS, RAISES, RAISES_BEFORE
 
@@ -67,7 +68,18 @@ def streams(folder: Path, **changes: Any) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize(
     ("sizes", "changes"),
-    [((2, 4), {}), ((2,), {"architectures": ["LlamaForCausalLM"], "mlp_bias": True, "attention_bias": True})],
+    [
+        ((2, 4), {}),
+        ((2,), {"architectures": ["LlamaForCausalLM"], "mlp_bias": True, "attention_bias": True}),
+        ((4,), {"architectures": ["Olmo2ForCausalLM"], "attention_bias": True}),
+        pytest.param(
+            (2,),
+            {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 20, "sliding_window_pattern": 2},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param((2,), {"architectures": ["Phi3ForCausalLM"]}, marks=pytest.mark.slow),
+    ],
+    ids=["qwen3", "llama", "olmo2", "gemma3", "phi3"],
 )
 def test_several_ranks_give_the_streams_of_one(tmp_path: Path, sizes: tuple[int, ...], changes: dict[str, Any]) -> None:
     """More ranks than key heads, a vocabulary and an MLP that do not divide evenly, biases that must be added once."""
@@ -221,7 +233,7 @@ def test_what_runs_through_transformers_is_not_shared_out() -> None:
     _, hf = read_model_folder(config.model.path)
     words = "tensor_parallel_size=2: only models with a fused forward .* runs through transformers; set tensor_parallel_size=1"
     with pytest.raises(UnsupportedModelError, match=words):
-        load_model(model_plan(config.model, hf), config.model, torch.float32, False, Ranks(0, 2))
+        check_shares(model_plan(config.model, hf, CpuRunner), config.model, 2)
 
 
 @pytest.mark.parametrize("size", [0, -1, "2", 1.5])
@@ -241,7 +253,7 @@ def test_every_query_head_is_with_its_key_head(heads: int, kv_heads: int, size: 
     config = DecoderConfig.from_hugging_face(SHAPE | {"num_attention_heads": heads, "num_key_value_heads": kv_heads})
     seen = []
     for rank in range(size):
-        share = HeadShare(config, Ranks(rank, size))
+        share = HeadShare(config.num_heads, config.num_kv_heads, config.head_dim, Ranks(rank, size))
         fold = share.num_heads // share.num_kv_heads
         for i, head in enumerate(range(share.heads.start, share.heads.stop)):
             seen.append(head)
