@@ -1,5 +1,7 @@
 """Generate docs/benchmarks.md and docs/reliability.md from the JSON files of the benchmarks. No figure in them is typed by hand.
 
+The table of what clients can fill, in docs/reliability.md, is made of `bounds.py`.
+
 In docs/slo.md the parts between <!-- NAME --> and <!-- /NAME --> are generated from the results of that name, and in README.md
 the table between <!-- figures --> and <!-- /figures --> from several.
 
@@ -20,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import bounds
 from report import NOISE_FACTOR, cell
 
 HERE = Path(__file__).resolve().parent
@@ -29,7 +32,7 @@ ORDER = (
     *("scheduler", "ring", "model", "streaming", "serving", "models", "prefix", "urgent", "start", "idle"),
     *("parameters", "structured", "simulation"),
 )
-RELIABILITY = ("recovery", "soak", "fuzz_rings")
+RELIABILITY = ("recovery", "hostile", "soak", "fuzz_rings")
 """Those of the other page."""
 EMBEDDED = ("fidelity", "slo_science")
 """Those within docs/slo.md."""
@@ -72,11 +75,19 @@ were used up; the load of the machine stands beside it.
 A request fails because of a death only when two processes died while they had it alone. An engine ends when its scheduler, or
 its workers, died five times in a row without one token in between, or three times before they were ready, with the error of
 the last death. Deaths of an idle engine count as well, since nothing shows that it could still work: somebody who kills idle
-processes for the sake of it lets it make a token in between. The search for requests that processes die of is granted up to
-eight deaths in a row. One such request costs about half a dozen deaths of the scheduler (a dozen if it is one of a
-thousand), whichever program it is of and however many sequences it has, and each further one three or four; where nobody
-else has tokens, up to five at a time are found. With `topology="inline"` there is no process to lose: a step that hangs
+processes for the sake of it lets it make a token in between. Deaths that make the search for requests that processes die of
+narrower do not count: any number of such requests is found, whether or not others have tokens. One costs about half a dozen
+deaths of the scheduler (a dozen if it is one of a thousand), whichever program it is of and however many sequences it has,
+and each further one two to four. With `topology="inline"` there is no process to lose: a step that hangs
 ends the engine, and a policy that never returns hangs it.
+"""
+
+
+BOUNDS_HEAD = """## What a client can fill
+
+Every queue, cache and dictionary that grows with what clients send (`bench/bounds.py`; a test holds it against the source).
+"None" is the default of an argument that sets no limit: on a server that strangers reach, set `max_waiting_requests` and
+`max_waiting_tokens`.
 """
 
 
@@ -168,6 +179,7 @@ def generate(results: Path, root: Path = ROOT) -> dict[str, str]:
         page: "\n".join([head, *(section(name, results / f"{name}.json") for name in names)])
         for page, (head, names) in pages.items()
     }
+    generated["docs/reliability.md"] += "\n".join(["", BOUNDS_HEAD, *table(bounds.table()), ""])
     parts = {name: section(name, results / f"{name}.json").split("\n", 4)[4] for name in EMBEDDED}  # without heading
     for page, bodies in (("docs/slo.md", parts), ("README.md", {"figures": figures(results)})):
         generated[page] = embed((root / page).read_text(), bodies, page)

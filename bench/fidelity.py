@@ -56,6 +56,7 @@ ENGINE: dict[str, Any] = {
     "max_num_batched_tokens": 256,
     "kv_cache_memory_bytes": 200_000_000,
     "enable_prefix_caching": False,
+    "standby_worker": False,  # which would import torch meanwhile
 }
 MIX = "ls:0.5:ttft=0.15+p/2000,tpot=0.03 be:0.5:e2e=6"
 POLICIES = ("fcfs", "edf", "srpf", "hrrn", "qoserve", "cohost")

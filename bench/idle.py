@@ -149,6 +149,7 @@ def main() -> None:
     exit_on_sigterm()
     load_before = os.getloadavg()
     arguments = {**LIMITS, "kv_cache_memory_bytes": KV_CACHE_GIB << 30, "num_threads": options.threads}
+    arguments["standby_worker"] = False  # its import of torch is no idleness
     idle = measure_idle(arguments, options.seconds, options.rounds)
     peer: list[float] | None = None
     peer_configuration: dict[str, Any] | None = None

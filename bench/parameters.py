@@ -94,11 +94,11 @@ def head_seconds(num_prompt: int) -> float:
     """The LM head for all tokens of a batch of prompts whose logits plain requests do not need, in one product."""
     import torch
 
-    from actorllm.model.layers import Linear
+    from actorllm.model.cpu.layers import PackedLinear
 
     shape = SHAPES["135M"]
     with torch.inference_mode():
-        head = Linear(torch.randn(shape["vocab_size"], shape["hidden_size"]).bfloat16())
+        head = PackedLinear(torch.randn(shape["vocab_size"], shape["hidden_size"]).bfloat16())
         states = torch.randn(BATCH * (num_prompt - 1), shape["hidden_size"]).bfloat16()
         times = []
         for _ in range(7):

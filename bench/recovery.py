@@ -4,7 +4,7 @@
 
 The bundled storyteller, 16 streams and more. A recovery is the time from the SIGKILL to the first token that arrives after
 the engine runs again with other processes; `standby`: with a parked worker process that has torch imported
-(`standby_worker=True`). Kills of the scheduler, of the worker and of both take turns.
+(`standby_worker=True`; `no` is `standby_worker=False`). Kills of the scheduler, of the worker and of both take turns.
 """
 
 from __future__ import annotations

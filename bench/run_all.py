@@ -54,6 +54,7 @@ BENCHES = (
     Bench("parameters", ("--rounds", "1", "--tokens", "8")),
     Bench("structured", ("--schemas", "20", "--rounds", "1", "--tokens", "8")),
     Bench("recovery", ("--kills", "1")),
+    Bench("hostile", ("--rounds", "1", "--tokens", "100")),
     Bench("fuzz_rings", ("--trials", "5000")),
     Bench("start", ("--rounds", "2")),
     Bench("idle", ("--seconds", "2", "--rounds", "2", "--aborts", "5"), {"--peer-python": "vllm"}),

@@ -114,7 +114,8 @@ class Server:
 def start_actorllm(threads: int) -> Server:
     port = free_port()
     options = ["--port", str(port), "--num-threads", str(threads), "--disable-uvicorn-access-log", *LIMITS]
-    command = [sys.executable, "-m", "actorllm.cli", "serve", "storyteller", "--no-enable-prefix-caching", *options]
+    command = [sys.executable, "-m", "actorllm.cli", "serve", "storyteller"]
+    command += ["--no-enable-prefix-caching", "--no-standby-worker", *options]
     return Server("actorllm", command, port, "/health")
 
 

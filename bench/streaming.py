@@ -86,7 +86,7 @@ async def measure(generate: Generate, streams: int, tokens: int, seed: int) -> d
 async def start_actorllm(options: dict[str, Any]) -> tuple[Any, Callable[[dict[str, Any]], Awaitable[Any]]]:
     from actorllm import AsyncLLM, RequestOutputKind, SamplingParams
 
-    arguments = {**LIMITS, "num_threads": options["threads"], "topology": "process"}
+    arguments = {**LIMITS, "num_threads": options["threads"], "topology": "process", "standby_worker": False}
     engine = AsyncLLM("storyteller", kv_cache_memory_bytes=KV_CACHE_GIB << 30, **arguments)
     await engine.start()
 

@@ -263,7 +263,7 @@ async def replay(
                 await target.send(call, record)
                 if record.outcome == UNFINISHED:
                     record.outcome = FINISHED
-            except Exception as error:
+            except Exception as error:  # of one request, by whatever client: it is its outcome
                 record.outcome = FAILED
                 record.error = f"{type(error).__name__}: {error}"
         if scope.cancelled_caught:

@@ -128,7 +128,7 @@ class Pool:
             next_one = self._queue.popleft()
             try:
                 return next_one, record_of(next_one, next_one.run())
-            except Exception as error:
+            except Exception as error:  # of one point, which may have a policy of the user's own
                 return next_one, PointError(next_one, told(error))
         for key, _ in self._selector.select():
             process: _Process = key.data
