@@ -15,16 +15,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from actorllm.async_llm import AsyncLLM, AsyncLLMEngine
-    from actorllm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from actorllm.config import EngineConfig
-    from actorllm.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
+    from actorllm.api.async_llm import AsyncLLM, AsyncLLMEngine
+    from actorllm.api.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from actorllm.api.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
+    from actorllm.api.llm import LLM
+    from actorllm.api.llm_engine import LLMEngine
+    from actorllm.client.pooling_stream import PoolingStream
+    from actorllm.client.stream import RequestStream
     from actorllm.errors import ActorLLMError, EngineDeadError, EngineOverloaded
-    from actorllm.flat_logprobs import FlatLogprobs
-    from actorllm.llm import LLM
-    from actorllm.llm_engine import LLMEngine
-    from actorllm.objective import SLO
-    from actorllm.pooled import (
+    from actorllm.types.config import EngineConfig
+    from actorllm.types.flat_logprobs import FlatLogprobs
+    from actorllm.types.objective import SLO
+    from actorllm.types.pooling_outputs import (
         EmbeddingOutput,
         EmbeddingRequestOutput,
         PoolingOutput,
@@ -32,10 +34,9 @@ if TYPE_CHECKING:
         ScoringOutput,
         ScoringRequestOutput,
     )
-    from actorllm.pooling import PoolerConfig
-    from actorllm.pooling_stream import PoolingStream
-    from actorllm.prompt import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
-    from actorllm.request import (
+    from actorllm.types.pooling_params import PoolerConfig
+    from actorllm.types.prompts import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
+    from actorllm.types.request import (
         CompletionOutput,
         Logprob,
         PoolingParams,
@@ -45,8 +46,7 @@ if TYPE_CHECKING:
         RequestOutputKind,
         SamplingParams,
     )
-    from actorllm.stream import RequestStream
-    from actorllm.structured_outputs import StructuredOutputsParams
+    from actorllm.types.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -92,44 +92,44 @@ __all__ = (
 )
 
 _HOME = {
-    "LLM": "llm",
-    "SLO": "objective",
+    "LLM": "api.llm",
+    "SLO": "types.objective",
     "ActorLLMError": "errors",
-    "AsyncEngineArgs": "engine_args",
-    "AsyncLLM": "async_llm",
-    "AsyncLLMEngine": "async_llm",
-    "BeamSearchOutput": "beam_search",
-    "BeamSearchParams": "beam_search",
-    "BeamSearchSequence": "beam_search",
-    "CompletionOutput": "request",
-    "EmbeddingOutput": "pooled",
-    "EmbeddingRequestOutput": "pooled",
-    "EmbedsPrompt": "prompt",
-    "EngineArgs": "engine_args",
-    "EngineConfig": "config",
+    "AsyncEngineArgs": "api.engine_args",
+    "AsyncLLM": "api.async_llm",
+    "AsyncLLMEngine": "api.async_llm",
+    "BeamSearchOutput": "api.beam_search",
+    "BeamSearchParams": "api.beam_search",
+    "BeamSearchSequence": "api.beam_search",
+    "CompletionOutput": "types.request",
+    "EmbeddingOutput": "types.pooling_outputs",
+    "EmbeddingRequestOutput": "types.pooling_outputs",
+    "EmbedsPrompt": "types.prompts",
+    "EngineArgs": "api.engine_args",
+    "EngineConfig": "types.config",
     "EngineDeadError": "errors",
     "EngineOverloaded": "errors",
-    "FlatLogprobs": "flat_logprobs",
-    "FlexibleArgumentParser": "engine_args",
-    "LLMEngine": "llm_engine",
-    "Logprob": "request",
-    "PoolerConfig": "pooling",
-    "PoolingOutput": "pooled",
-    "PoolingParams": "request",
-    "PoolingRequestOutput": "pooled",
-    "PoolingStream": "pooling_stream",
-    "PromptType": "prompt",
-    "RepetitionDetectionParams": "request",
-    "RequestMetrics": "request",
-    "RequestOutput": "request",
-    "RequestOutputKind": "request",
-    "RequestStream": "stream",
-    "SamplingParams": "request",
-    "StructuredOutputsParams": "structured_outputs",
-    "ScoringOutput": "pooled",
-    "ScoringRequestOutput": "pooled",
-    "TextPrompt": "prompt",
-    "TokensPrompt": "prompt",
+    "FlatLogprobs": "types.flat_logprobs",
+    "FlexibleArgumentParser": "api.engine_args",
+    "LLMEngine": "api.llm_engine",
+    "Logprob": "types.request",
+    "PoolerConfig": "types.pooling_params",
+    "PoolingOutput": "types.pooling_outputs",
+    "PoolingParams": "types.request",
+    "PoolingRequestOutput": "types.pooling_outputs",
+    "PoolingStream": "client.pooling_stream",
+    "PromptType": "types.prompts",
+    "RepetitionDetectionParams": "types.request",
+    "RequestMetrics": "types.request",
+    "RequestOutput": "types.request",
+    "RequestOutputKind": "types.request",
+    "RequestStream": "client.stream",
+    "SamplingParams": "types.request",
+    "StructuredOutputsParams": "types.structured_outputs",
+    "ScoringOutput": "types.pooling_outputs",
+    "ScoringRequestOutput": "types.pooling_outputs",
+    "TextPrompt": "types.prompts",
+    "TokensPrompt": "types.prompts",
 }
 
 

@@ -70,8 +70,8 @@ def replay_aborts(config: Any, record: Path, calls: list[float]) -> list[dict[st
     """Look at the recorded run again: after which call of the scheduler were the aborted requests' blocks free?"""
     from actorllm.actors.record_file import read_recording
     from actorllm.scheduling.policy import load_policy
-    from actorllm.scheduling.recording import replay
     from actorllm.scheduling.scheduler import Scheduler
+    from actorllm.scheduling.telemetry.recording import replay
 
     scheduler = Scheduler(
         num_blocks=config.cache.num_blocks,

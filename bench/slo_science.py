@@ -33,12 +33,12 @@ from typing import Any
 
 from report import command, environment, print_table, versions, write_json
 
-from actorllm.objective import Reading
 from actorllm.slo.experiments import Band, Ladder, Point, Results, Scenario, Sweep, Variant, ratio_band
 from actorllm.slo.experiments.point import code_digest
 from actorllm.slo.fairness import fairness_of
 from actorllm.slo.simulator import EngineShape
 from actorllm.slo.traces import load_trace
+from actorllm.types.objective import Reading
 
 MIX = "ls:0.5:ttft=0.5+p/4000,tpot=0.05,priority=0 be:0.5:e2e=120,priority=1"
 SHAPE = EngineShape(num_blocks=25_000, block_size=16, max_model_len=16_384, enable_prefix_caching=False)

@@ -7,9 +7,9 @@ prompts get ahead of short ones in time, and not only when their deadline is nea
 import anyio
 
 from actorllm import SLO, AsyncLLM, SamplingParams
+from actorllm.scheduling.cost_model import preset
 from actorllm.scheduling.deadlines import first_due
 from actorllm.scheduling.policy import KeyPolicy, register_policy
-from actorllm.slo.cost_model import preset
 from actorllm.slo.simulator import EngineShape, simulate
 from actorllm.slo.traces import SAMPLE, load_trace
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from actorllm.actors import standby
+from actorllm.supervision import standby
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 
 from actorllm import SamplingParams
-from actorllm.config import BUNDLED_MODELS
+from actorllm.types.config import BUNDLED_MODELS
 
 MARGIN = 1e-4
 MAX_RATE = 1 / 50_000
@@ -101,7 +101,7 @@ def hangs_on_a_border(logits: Any, columns: Any, rows: np.ndarray, expected: np.
 @cache
 def _tokens_of(word: str) -> tuple[tuple[int, ...], ...]:
     """The sequences that a bad word is kept away by: as it is, and within a text."""
-    from actorllm.rules import SamplingRules, rules_of
+    from actorllm.messages.logit_rules import SamplingRules, rules_of
     from actorllm.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(BUNDLED_MODELS["storyteller"])

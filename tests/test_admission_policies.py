@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from actorllm import SLO, AsyncLLM, EngineOverloaded, SamplingParams
-from actorllm.scheduling.gate import AdmissionPolicy
+from actorllm.scheduling.admission_policy import AdmissionPolicy
 
 PROMPT = "Once upon a time"
 

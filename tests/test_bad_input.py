@@ -16,8 +16,7 @@ import numpy as np
 import orjson
 import pytest
 
-from actorllm import LLM, SLO, AsyncLLM, RequestOutput, SamplingParams, request
-from actorllm.config import BUNDLED_MODELS
+from actorllm import LLM, SLO, AsyncLLM, RequestOutput, SamplingParams
 from actorllm.errors import (
     ActorLLMError,
     ConfigError,
@@ -32,6 +31,8 @@ from actorllm.errors import (
     UnsupportedModelError,
 )
 from actorllm.ring import segment
+from actorllm.types import request
+from actorllm.types.config import BUNDLED_MODELS
 
 STORYTELLER = BUNDLED_MODELS["storyteller"]
 PROMPT = "Once upon a time"

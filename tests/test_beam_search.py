@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from actorllm import LLM, AsyncLLM, BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams, TokensPrompt
-from actorllm import beam_search as module
-from actorllm.beam_search import BeamSearch, BeamSearchSequence
+from actorllm.api import beam_search as module
+from actorllm.api.beam_search import BeamSearch, BeamSearchSequence
 from actorllm.errors import InvalidParameterError, InvalidPromptError, RequestFailedError
 
 EOS = 0
@@ -185,7 +185,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
     """The answers of every front door come from the scripted model, whatever the engine can do."""
     model = Scripted()
     params = SamplingParams(max_tokens=1, temperature=0)
-    for name in ("actorllm.llm.step_params", "actorllm.async_llm.step_params"):
+    for name in ("actorllm.api.llm.step_params", "actorllm.api.async_llm.step_params"):
         monkeypatch.setattr(name, lambda _: params)
 
     def generate(llm: LLM, prompts: list[TokensPrompt], *_: Any, **__: Any) -> list[RequestOutput]:

@@ -17,8 +17,8 @@ import pytest
 
 import actorllm
 from actorllm import AsyncLLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
-from actorllm.config import ARGUMENTS, VLLM_ARGUMENTS
-from actorllm.request import (
+from actorllm.types.config import ARGUMENTS, VLLM_ARGUMENTS
+from actorllm.types.request import (
     REQUEST_ARGUMENTS,
     VLLM_PARAMETERS,
     VLLM_POOLING_PARAMETERS,

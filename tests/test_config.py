@@ -14,7 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorllm import AsyncLLM
-from actorllm.config import (
+from actorllm.errors import (
+    ConfigError,
+    CorruptModelError,
+    ModelNotFoundError,
+    UnknownArgumentError,
+    UnsupportedModelError,
+)
+from actorllm.types.config import (
     ARGUMENTS,
     BUNDLED_MODELS,
     VLLM_ARGUMENTS,
@@ -22,13 +29,6 @@ from actorllm.config import (
     EngineConfig,
     ModelConfig,
     SchedulerConfig,
-)
-from actorllm.errors import (
-    ConfigError,
-    CorruptModelError,
-    ModelNotFoundError,
-    UnknownArgumentError,
-    UnsupportedModelError,
 )
 
 STORYTELLER = BUNDLED_MODELS["storyteller"]

@@ -165,7 +165,7 @@ async def test_a_death_ends_a_drain(make_llm: Callable[..., AsyncLLM]) -> None:
 async def test_a_scheduler_that_does_not_answer_holds_nobody_up(
     make_llm: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actorllm.draining.STOP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("actorllm.client.draining.STOP_TIMEOUT_S", 0.1)
     llm = make_llm(topology="process", heartbeat_timeout_s=120.0)
     stream = llm.generate(PROMPT, ENDLESS)
     await stream.__anext__()

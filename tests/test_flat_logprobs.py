@@ -11,7 +11,7 @@ import pytest
 
 from actorllm import LLM, AsyncLLM, RequestOutputKind, SamplingParams
 from actorllm.errors import InvalidParameterError
-from actorllm.logprobs import FlatLogprobs, Logprob
+from actorllm.messages.logprobs import FlatLogprobs, Logprob
 
 POSITIONS: list[dict[int, Logprob] | None] = [
     None,

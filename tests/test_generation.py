@@ -10,10 +10,10 @@ import orjson
 import pytest
 
 from actorllm import LLM
-from actorllm.config import BUNDLED_MODELS, EngineConfig
 from actorllm.errors import ConfigError, CorruptModelError, InvalidParameterError
-from actorllm.generation import sampling_params_of
-from actorllm.request import SamplingParams
+from actorllm.types.config import BUNDLED_MODELS, EngineConfig
+from actorllm.types.generation_config import sampling_params_of
+from actorllm.types.request import SamplingParams
 
 
 def model_folder(folder: Path, generation: Any = None) -> Path:

@@ -19,11 +19,11 @@ import anyio
 import anyio.to_thread
 import pytest
 
-import actorllm.engine
+import actorllm.client.engine
 from actorllm import AsyncLLM, SamplingParams
 from actorllm.actors.topology import Topology, engine_topology
 from actorllm.errors import ActorLLMError, EngineDeadError
-from actorllm.scheduling.gate import AdmissionPolicy
+from actorllm.scheduling.admission_policy import AdmissionPolicy
 from actorllm.scheduling.policy import KeyPolicy
 from tests.actors.scripted_worker import VOCAB, SlowRunner
 from tests.scheduling.conftest import reference_stream
@@ -49,7 +49,7 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AsyncLLM]]:
     llms: list[AsyncLLM] = []
-    monkeypatch.setattr(actorllm.engine, "engine_topology", lambda config: scripted(engine_topology(config)))
+    monkeypatch.setattr(actorllm.client.engine, "engine_topology", lambda config: scripted(engine_topology(config)))
 
     def make(**arguments: Any) -> AsyncLLM:
         given = {"heartbeat_timeout_s": 1.0, "skip_tokenizer_init": True, "on_failure": "raise"} | arguments
@@ -224,13 +224,13 @@ async def test_streams_go_on_without_a_policy_that_never_returns(
 OWNER = """
 import json
 import anyio
-import actorllm.engine
+import actorllm.client.engine
 from actorllm import AsyncLLM, SamplingParams
 from actorllm.actors.topology import engine_topology
 from tests.test_hangs import scripted
 
 async def main():
-    actorllm.engine.engine_topology = lambda config: scripted(engine_topology(config))
+    actorllm.client.engine.engine_topology = lambda config: scripted(engine_topology(config))
     params = SamplingParams(max_tokens=400, ignore_eos=True, detokenize=False)
     async with AsyncLLM("storyteller", heartbeat_timeout_s=1, step_timeout_s=1, skip_tokenizer_init=True) as llm:
         is_first = True

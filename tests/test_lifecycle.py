@@ -21,7 +21,7 @@ import anyio.to_thread
 import pytest
 
 from actorllm import LLM, AsyncLLM, EngineDeadError, RequestOutputKind, RequestStream, SamplingParams
-from actorllm.engine import Engine
+from actorllm.client.engine import Engine
 from actorllm.errors import EngineShutdownError
 from actorllm.intake.job import Call
 

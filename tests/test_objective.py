@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actorllm.errors import InvalidParameterError
-from actorllm.objective import SLO, RequestClass
+from actorllm.types.objective import SLO, RequestClass
 
 
 def test_a_bare_number_is_a_promise_per_token() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from actorllm.actors.frontend import Delta
+from actorllm.client.stream import Mailbox, RequestStream
 from actorllm.errors import RequestFailedError
 from actorllm.messages import RequestEnd
-from actorllm.request import CompletionOutput, RequestMetrics, RequestOutput, RequestOutputKind
-from actorllm.stream import Mailbox, RequestStream
+from actorllm.types.request import CompletionOutput, RequestMetrics, RequestOutput, RequestOutputKind
 
 
 def output_of(*completions: CompletionOutput, finished: bool = False) -> RequestOutput:

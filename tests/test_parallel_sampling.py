@@ -176,7 +176,7 @@ async def test_a_request_that_cannot_be_made_fails_and_nobody_waits(
         raise ValueError("too odd")
 
     with monkeypatch.context() as patch, anyio.fail_after(20):
-        patch.setattr("actorllm.submit_maker.Submit", cannot)
+        patch.setattr("actorllm.client.submit.Submit", cannot)
         with pytest.raises(RequestFailedError, match="cannot be made: ValueError"):
             await llm.complete(PROMPT, several(n))
     assert len((await llm.complete(PROMPT, several(n))).outputs) == n

@@ -30,9 +30,9 @@ from actorllm import (
     PoolingRequestOutput,
     SamplingParams,
 )
-from actorllm.config import BUNDLED_MODELS, EngineConfig
 from actorllm.errors import ConfigError, InvalidParameterError, InvalidPromptError, UnsupportedModelError
-from actorllm.pooled import PoolingOutput, cosine
+from actorllm.types.config import BUNDLED_MODELS, EngineConfig
+from actorllm.types.pooling_outputs import PoolingOutput, cosine
 
 STORYTELLER = BUNDLED_MODELS["storyteller"]
 ENGINE: dict[str, Any] = {"runner": "pooling", "dtype": "float32", "num_threads": 1, "max_num_seqs": 16}

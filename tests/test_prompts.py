@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actorllm import LLM, SamplingParams, TextPrompt, TokensPrompt
-from actorllm.engine import Engine
+from actorllm.client.engine import Engine
 
 PROMPT = "Once upon a time there was a king who had a daughter, and the daughter had a fox. "
 

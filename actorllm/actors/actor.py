@@ -31,8 +31,8 @@ from anyio.abc import TaskGroup
 
 from actorllm import errors
 from actorllm.actors.engine_thread import HostLoop, Waiter
+from actorllm.actors.heartbeat import Pulse
 from actorllm.actors.link import Link, LinkInfo
-from actorllm.actors.pulse import Pulse
 from actorllm.clock import now
 from actorllm.errors import (
     ActorLLMError,

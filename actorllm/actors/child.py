@@ -210,7 +210,7 @@ def live(control: socket.socket, start: dict[str, Any], fds: tuple[int, ...]) ->
     """The actor's whole life; True when it failed. fds: its pulse, if somebody watches over it."""
     from actorllm.actors.actor import Failure, Runner
     from actorllm.actors.engine_thread import run_loop
-    from actorllm.actors.pulse import Pulse
+    from actorllm.actors.heartbeat import Pulse
     from actorllm.actors.topology import load
 
     def report(error: BaseException | None) -> None:

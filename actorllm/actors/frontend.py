@@ -21,7 +21,6 @@ import anyio
 import numpy as np
 
 from actorllm.actors.actor import Actor
-from actorllm.actors.custody import Record, note_death
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.link import Link
 from actorllm.clock import now
@@ -38,7 +37,6 @@ from actorllm.errors import (
     RequestFailedError,
     WouldBlock,
 )
-from actorllm.logprobs import LogprobSpan, spans_of
 from actorllm.messages import (
     DRAINING,
     INVALID,
@@ -54,8 +52,10 @@ from actorllm.messages import (
     Submit,
     sequences_of,
 )
-from actorllm.request import Logprob
-from actorllm.scheduling.quarantine import MAX_ALONE
+from actorllm.messages.logprobs import LogprobSpan, spans_of
+from actorllm.supervision.blame.scheduler_deaths import Record, note_death
+from actorllm.supervision.blame.worker_deaths import MAX_ALONE
+from actorllm.types.request import Logprob
 
 logger = logging.getLogger(__name__)
 

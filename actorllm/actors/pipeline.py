@@ -20,11 +20,11 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from actorllm.actors.engine_thread import HostLoop
+from actorllm.actors.heartbeat import WITHOUT_NUMBER
 from actorllm.actors.link import Link
-from actorllm.actors.pulse import WITHOUT_NUMBER
-from actorllm.actors.vigil import NEW_BUDGET_S
 from actorllm.clock import now
 from actorllm.messages import StepFailed, StepPlan, StepResult
+from actorllm.supervision.hang_detector import NEW_BUDGET_S
 
 if TYPE_CHECKING:
     from actorllm.actors.worker import WorkerActor

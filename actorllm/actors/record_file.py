@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from actorllm.actors.private_file import open_private
-from actorllm.config import EngineConfig, SchedulerConfig
 from actorllm.errors import ConfigError
 from actorllm.messages import StepFailed, StepResult, Submit, pack, unpack
 from actorllm.ring.codec import decode, encode
-from actorllm.scheduling.decisions import DECIDE, ToldPolicy
-from actorllm.scheduling.gate import ADMISSIONS, Gate, load_admission
-from actorllm.scheduling.guard import FALLBACK, GuardedPolicy
+from actorllm.scheduling.admission_policy import ADMISSIONS, Gate, load_admission
+from actorllm.scheduling.cost_model import from_json
 from actorllm.scheduling.policy import POLICIES, PlanPolicy, load_policy
-from actorllm.scheduling.recording import Entry
+from actorllm.scheduling.policy_fallback import FALLBACK, GuardedPolicy
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.step_time import CorrectedStepTime
-from actorllm.slo.cost_model import from_json
+from actorllm.scheduling.telemetry.decisions import DECIDE, ToldPolicy
+from actorllm.scheduling.telemetry.recording import Entry
+from actorllm.types.config import EngineConfig, SchedulerConfig
 
 if TYPE_CHECKING:
     import io
@@ -144,7 +144,7 @@ def _frames(path: str | Path) -> Iterator[tuple[list[Any], Any]]:
 
 
 def read_recording(path: str | Path) -> Iterator[Entry]:
-    """The recorded calls, for `scheduling.recording.replay`. Raises ConfigError for what is no recording."""
+    """The recorded calls, for `scheduling.telemetry.recording.replay`. Raises ConfigError for what is no recording."""
     for (call, when, kind, scalars), arrays in _frames(path):
         if call != BUILT:
             yield call, when, unpack(kind, scalars, arrays) if kind else scalars

@@ -23,17 +23,15 @@ import numpy as np
 
 from actorllm.actors.actor import Actor
 from actorllm.actors.constraints import Constraints, with_ends
-from actorllm.actors.foreign import check_foreign
+from actorllm.actors.detokenization import Outgoing, Renderer
 from actorllm.actors.link import Link
 from actorllm.actors.outlet import ForFrontend, Outlet
 from actorllm.actors.record_file import RecordFile, build_policy, is_of_user, scheduler_arguments
-from actorllm.actors.rendering import Outgoing, Renderer
 from actorllm.actors.self_check import check_policy
 from actorllm.actors.timeline import Timeline
 from actorllm.actors.topology import ATTACHED
-from actorllm.actors.trial import SchedulerTrial, end_of_unknown
+from actorllm.attach.validation import check_foreign
 from actorllm.clock import now
-from actorllm.config import EngineConfig, SchedulerConfig
 from actorllm.errors import CorruptLinkError, PeerLostError, PeerRestartedError, TransportError
 from actorllm.messages import (
     DRAINING,
@@ -48,24 +46,26 @@ from actorllm.messages import (
     Unblock,
     sequences_of,
 )
-from actorllm.scheduling.decisions import TellingPolicy
 from actorllm.scheduling.events import NOTHING, End, Events
-from actorllm.scheduling.glance import glance
-from actorllm.scheduling.guard import FALLBACK
 from actorllm.scheduling.pause import PauseState
 from actorllm.scheduling.policy import PlanPolicy
-from actorllm.scheduling.policy_watch import SHORTEST_TIMER_S, PolicyWatch, WakeTimer
-from actorllm.scheduling.recording import Entry, RecordedScheduler
+from actorllm.scheduling.policy_fallback import FALLBACK
+from actorllm.scheduling.policy_monitor import SHORTEST_TIMER_S, PolicyWatch, WakeTimer
 from actorllm.scheduling.results import ContradictionError
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key
-from actorllm.scheduling.step_log import StepLog
-from actorllm.scheduling.tally import Tally
+from actorllm.scheduling.telemetry.decisions import TellingPolicy
+from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler
+from actorllm.scheduling.telemetry.request_counters import Tally
+from actorllm.scheduling.telemetry.snapshot import glance
+from actorllm.scheduling.telemetry.step_history import StepLog
+from actorllm.supervision.blame.scheduler_trial import SchedulerTrial, end_of_unknown
 from actorllm.text.grammar import GrammarCompiler
 from actorllm.text.tokenizer import Tokenizer
+from actorllm.types.config import EngineConfig, SchedulerConfig
 
 if TYPE_CHECKING:
-    from actorllm.actors.step_watch import StepWatch
+    from actorllm.actors.step_model_error import StepWatch
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ class SchedulerActor(Actor):
         """The scheduling policy behind the admission policy; whatever they raise replaces them, and nothing else."""
         self._policy_name = config.policy
         if config.step_model is not None:
-            from actorllm.actors.step_watch import StepWatch
+            from actorllm.actors.step_model_error import StepWatch
 
             self._step_watch = StepWatch(config.step_model)
 

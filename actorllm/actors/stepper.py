@@ -31,19 +31,19 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from actorllm.actors.actor import Actor, Failure, Runner
-from actorllm.actors.death import ActorDeath
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, Waiter
 from actorllm.actors.frontend import FrontendActor
 from actorllm.actors.link import Inbox, Link, LinkInfo, LinkStatistics
 from actorllm.actors.private_file import check_private
 from actorllm.actors.scheduler import SchedulerActor
-from actorllm.actors.supervisor import Resolve
 from actorllm.actors.worker import WorkerActor
 from actorllm.clock import now
-from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, EngineDeadError, EngineError, EngineShutdownError
-from actorllm.health import ActorHealth, EngineHealth, EngineState
 from actorllm.messages import Message
+from actorllm.supervision.death import ActorDeath
+from actorllm.supervision.health import ActorHealth, EngineHealth, EngineState
+from actorllm.supervision.supervisor import Resolve
+from actorllm.types.config import EngineConfig
 
 T = TypeVar("T")
 

@@ -82,14 +82,14 @@ def generate(
 
 
 def _delta() -> Any:
-    from actorllm.request import RequestOutputKind
+    from actorllm.types.request import RequestOutputKind
 
     return RequestOutputKind.DELTA
 
 
 def _check(prompt: str, timeline: Path | None) -> None:
     """What would else fail after the work was done, or half-way through the output."""
-    from actorllm.request import is_text
+    from actorllm.types.request import is_text
 
     if not is_text(prompt):
         raise InvalidPromptError("the prompt is not valid Unicode; this terminal may use another encoding")
@@ -109,9 +109,9 @@ def _write_timeline(path: Path, events: list[dict[str, Any]]) -> None:
 @app.command
 def info(model: str = "storyteller", /) -> None:
     """Say what MODEL is, whether this engine can serve it and in which way, without loading its weights."""
-    from actorllm.config import EngineConfig, read_model_folder
     from actorllm.model import backends
     from actorllm.model.registry import model_plan, way_of
+    from actorllm.types.config import EngineConfig, read_model_folder
 
     path, hf = read_model_folder(model)
     length: int | None = None
@@ -157,7 +157,7 @@ def ps(*, json: bool = False) -> None:
 
     import orjson
 
-    from actorllm.actors.rendezvous import running_engines
+    from actorllm.attach.rendezvous import running_engines
 
     engines = running_engines()
     if json:

@@ -18,6 +18,7 @@ from typing import Any
 
 import orjson
 
+from actorllm.client.tokenization import Prompt
 from actorllm.errors import (
     ActorLLMError,
     EngineOverloaded,
@@ -25,10 +26,9 @@ from actorllm.errors import (
     InvalidPromptError,
     RequestFailedError,
 )
-from actorllm.prompt_reader import Prompt
-from actorllm.request import CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.server.logprobs import LogprobsView, Position, of_prompt
 from actorllm.text.chat import Conversation
+from actorllm.types.request import CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -22,8 +22,8 @@ from actorllm.cli.options import EngineOptions, SeededEngineOptions
 from actorllm.errors import ConfigError, EngineStartError
 
 if TYPE_CHECKING:
-    from actorllm.llm import LLM
-    from actorllm.request import SamplingParams
+    from actorllm.api.llm import LLM
+    from actorllm.types.request import SamplingParams
 
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
 
@@ -184,7 +184,7 @@ def startup(
     output_json
         Write the results to this file.
     """
-    from actorllm.config import EngineConfig
+    from actorllm.types.config import EngineConfig
 
     _check(output_json, num_iters_cold=num_iters_cold, num_iters_warm=num_iters_warm)
     folder = Path(EngineConfig.from_arguments(engine_options.model, **engine_options.arguments()).model.path)
@@ -243,8 +243,8 @@ def _evict(folder: Path) -> None:
 
 
 def _llm(options: EngineOptions, num_tokens: int) -> LLM:
-    from actorllm.config import EngineConfig
-    from actorllm.llm import LLM
+    from actorllm.api.llm import LLM
+    from actorllm.types.config import EngineConfig
 
     arguments = {"enable_prefix_caching": False} | options.arguments()
     longest = EngineConfig.from_arguments(options.model, **arguments).model.max_model_len
@@ -254,7 +254,7 @@ def _llm(options: EngineOptions, num_tokens: int) -> LLM:
 
 
 def _params(output_len: int, disable_detokenize: bool, n: int) -> SamplingParams:
-    from actorllm.request import SamplingParams
+    from actorllm.types.request import SamplingParams
 
     return SamplingParams(n=n, max_tokens=output_len, ignore_eos=True, detokenize=not disable_detokenize)
 

@@ -39,8 +39,8 @@ def calibrate(
     seed
         Of the lengths of the requests.
     """
-    from actorllm.live.calibrate import calibrate_engine, calibrate_recording
-    from actorllm.slo.cost_model import to_json
+    from actorllm.scheduling.cost_model import to_json
+    from actorllm.slo.live.calibrate import calibrate_engine, calibrate_recording
     from actorllm.slo.parity import parity_svg, parity_text
 
     if plot is not None and plot.suffix not in (".svg", ".html"):

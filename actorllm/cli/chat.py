@@ -14,8 +14,8 @@ from actorllm.cli.options import Answer, EngineOptions, SamplingOptions
 from actorllm.errors import ConfigError, RequestError, RequestFailedError, nearest_name
 
 if TYPE_CHECKING:
-    from actorllm.engine import Engine
-    from actorllm.request import SamplingParams
+    from actorllm.client.engine import Engine
+    from actorllm.types.request import SamplingParams
 
 COMMANDS = {"/clear": "forget the conversation", "/exit": "end it, as does the end of the input", "/help": "this"}
 
@@ -45,7 +45,7 @@ def chat(
     stats
         Print time to first token and tokens per second to standard error after each answer.
     """
-    from actorllm.request import RequestOutputKind
+    from actorllm.types.request import RequestOutputKind
 
     engine = engine_options.make_engine()
     try:

@@ -22,9 +22,9 @@ from actorllm.cli.options import check_writable, see_own_folder
 from actorllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from actorllm.config import EngineConfig
     from actorllm.slo.experiments import Point, Results, Scenario
     from actorllm.slo.journal import RecordedRun
+    from actorllm.types.config import EngineConfig
 
 Many = Parameter(consume_multiple=True)
 
@@ -364,7 +364,7 @@ def explain(
 
 
 def _explain_recording(recording: Path, request_id: int | str, model: str) -> str:
-    from actorllm.slo.cost_model import load_model
+    from actorllm.scheduling.cost_model import load_model
     from actorllm.slo.explanation import chosen_request
     from actorllm.slo.explanation import explain as explained
 
@@ -479,7 +479,7 @@ def _check_apart(**paths: Path | None) -> None:
 
 
 def _model(point: Point) -> Any:
-    from actorllm.slo.cost_model import load_model
+    from actorllm.scheduling.cost_model import load_model
 
     return load_model(point.scenario.model)
 
@@ -525,7 +525,7 @@ def _print_run(point: Point, figures: dict[str, Any]) -> None:
 
 def _print_sweep(found: Results, searched: Sequence[float]) -> None:
     """The headline: the highest rates by policy, reading and target; without a search those that the rates show."""
-    from actorllm.objective import READINGS
+    from actorllm.types.objective import READINGS
 
     targets = sorted(searched, reverse=True) or [
         t for t in (0.99, 0.9) if any(found.max_rate(x, t, r) for x in found.labels() for r in READINGS)

@@ -20,9 +20,9 @@ from cyclopts import Parameter
 from actorllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from actorllm.engine import Engine
-    from actorllm.prompt_reader import Prompt
-    from actorllm.request import RequestOutput, SamplingParams
+    from actorllm.client.engine import Engine
+    from actorllm.client.tokenization import Prompt
+    from actorllm.types.request import RequestOutput, SamplingParams
 
 
 def see_own_folder() -> None:
@@ -98,8 +98,8 @@ class EngineOptions:
 
     def make_engine(self) -> Engine:
         """Not started yet. Raises ConfigError and ModelError."""
-        from actorllm.config import EngineConfig
-        from actorllm.engine import Engine
+        from actorllm.client.engine import Engine
+        from actorllm.types.config import EngineConfig
 
         return Engine(EngineConfig.from_arguments(self.model, **self.arguments()))
 

@@ -12,9 +12,9 @@ from actorllm.cli.options import EngineOptions, check_writable
 from actorllm.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
-    from actorllm.live.embedded import EmbeddedTarget
-    from actorllm.live.replay import LiveRun, Target
-    from actorllm.live.steps import RecordedSteps
+    from actorllm.slo.live.embedded import EmbeddedTarget
+    from actorllm.slo.live.replay import LiveRun, Target
+    from actorllm.slo.live.steps import RecordedSteps
     from actorllm.slo.metrics import RunMetrics
     from actorllm.slo.workload import Workload
 
@@ -105,13 +105,13 @@ def replay(
     async def run() -> LiveRun:
         nonlocal steps
         if url is not None:
-            from actorllm.live.openai import VOCAB_SIZE, OpenAITarget
+            from actorllm.slo.live.openai import VOCAB_SIZE, OpenAITarget
 
             key = os.environ.get("OPENAI_API_KEY")
             async with OpenAITarget(url, served_model_name, api_key=key, vocab_size=vocab_size or VOCAB_SIZE) as server:
                 return await _replayed(workload, server, length_scale is None, arguments)
-        from actorllm.async_llm import AsyncLLM
-        from actorllm.live.embedded import EmbeddedTarget
+        from actorllm.api.async_llm import AsyncLLM
+        from actorllm.slo.live.embedded import EmbeddedTarget
 
         with tempfile.TemporaryDirectory(prefix="actorllm-replay-") as folder:
             record = Path(folder) / "run.bin" if report is not None or timeline is not None else None
@@ -158,7 +158,7 @@ def replay(
 
 def _steps(record: Path, run: LiveRun, target: EmbeddedTarget) -> RecordedSteps | None:
     """What steps held; None where that is not known: no request got so far, or the scheduler died on the way."""
-    from actorllm.live.steps import recorded_steps
+    from actorllm.slo.live.steps import recorded_steps
 
     if len(list(record.parent.iterdir())) != 1:
         return None
@@ -180,8 +180,8 @@ def _workload(
     mix: str | None,
     seed: int,
 ) -> Workload:
-    from actorllm.live.catalogue import find_trace
-    from actorllm.live.prompts import with_lengths_scaled
+    from actorllm.slo.live.catalogue import find_trace
+    from actorllm.slo.live.prompts import with_lengths_scaled
     from actorllm.slo.traces import SAMPLE, load_trace
     from actorllm.slo.workload import assign_classes, parse_mix
 
@@ -209,7 +209,7 @@ def _workload(
 async def _replayed(workload: Workload, target: Target, is_fitted: bool, arguments: dict[str, Any]) -> LiveRun:
     from tqdm import tqdm
 
-    from actorllm.live.replay import replay as send_all
+    from actorllm.slo.live.replay import replay as send_all
 
     await target.prepare()
     longest = target.max_model_len
@@ -256,7 +256,7 @@ def _print_table(metrics: RunMetrics) -> None:
         "good: tpot",
         "deadline",
     )
-    from actorllm.objective import READINGS
+    from actorllm.types.objective import READINGS
 
     rows = [list(header)]
     for part in (*metrics.classes, *([metrics.overall] if len(metrics.classes) > 1 else [])):

@@ -20,9 +20,9 @@ from cyclopts import Parameter
 from actorllm.actors.engine_thread import ThreadHost
 from actorllm.cli.batch_format import BatchRequest, custom_id_of, error_line, parse_line, success_line
 from actorllm.cli.options import SeededEngineOptions
-from actorllm.engine import Engine
+from actorllm.client.engine import Engine
+from actorllm.client.stream import RequestStream
 from actorllm.errors import ActorLLMError, ConfigError, InvalidParameterError, RequestError
-from actorllm.stream import RequestStream
 
 SERVER_ERROR = 500
 """The status of a response from which on the line is not to blame."""

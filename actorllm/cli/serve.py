@@ -141,7 +141,7 @@ def serve(
         from actorllm.server.processes import ApiProcesses
     except ModuleNotFoundError as error:
         raise ConfigError(f"serving needs more packages ({error.name}): pip install 'actorllm[serve]'") from error
-    from actorllm.async_llm import AsyncLLM
+    from actorllm.api.async_llm import AsyncLLM
 
     keys = api_key or ([os.environ[KEY_VARIABLE]] if os.environ.get(KEY_VARIABLE) else None)
     arguments: dict[str, Any] = engine_options.arguments()

@@ -23,7 +23,7 @@ trace = App(name="trace", help="Traces to replay and to simulate: public ones, a
 @trace.command(name="list")
 def list_traces() -> None:
     """List the public traces that can be downloaded, with their licences."""
-    from actorllm.live.catalogue import TRACES, traces_folder
+    from actorllm.slo.live.catalogue import TRACES, traces_folder
 
     for entry in TRACES.values():
         path = traces_folder() / entry.file_name
@@ -47,7 +47,7 @@ def fetch(name: str, /, *, output: Path | None = None) -> None:
     """
     from tqdm import tqdm
 
-    from actorllm.live import catalogue
+    from actorllm.slo.live import catalogue
 
     wanted = catalogue.public_trace(name)
     path = output if output is not None else catalogue.traces_folder() / wanted.file_name
@@ -191,7 +191,7 @@ def sample(
 
 
 def _load(file: str, format: str | None, block_tokens: int | None) -> Trace:
-    from actorllm.live.catalogue import find_trace
+    from actorllm.slo.live.catalogue import find_trace
     from actorllm.slo.traces import load_trace
 
     return load_trace(find_trace(file), format, block_tokens=block_tokens)
@@ -200,7 +200,7 @@ def _load(file: str, format: str | None, block_tokens: int | None) -> Trace:
 def _statistics(workload: Workload) -> dict[str, str]:
     import numpy as np
 
-    from actorllm.objective import RequestClass
+    from actorllm.types.objective import RequestClass
 
     span = float(workload.arrival[-1] - workload.arrival[0])
     minutes = np.bincount(((workload.arrival - workload.arrival[0]) // 60).astype(int))

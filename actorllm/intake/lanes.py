@@ -29,10 +29,10 @@ import numpy as np
 
 from actorllm.clock import now
 from actorllm.errors import EngineError, InvalidPromptError, RequestFailedError
-from actorllm.health import ThreadHealth
 from actorllm.intake.job import Job
 from actorllm.intake.job_queue import JobQueue
 from actorllm.intake.lane_process import LaneProcess, ProcessEndedError, too_long
+from actorllm.supervision.health import ThreadHealth
 from actorllm.text.chat import Conversation
 from actorllm.text.tokenizer import I32, Tokenizer
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from actorllm.client.stream import Mailbox, RequestStream
 from actorllm.clock import now
 from actorllm.errors import ActorLLMError, InvalidPromptError
 from actorllm.intake.job import Job
 from actorllm.messages import DEADLINE_PASSED
-from actorllm.stream import Mailbox, RequestStream
 
 if TYPE_CHECKING:
-    from actorllm.engine import Asked, Engine
+    from actorllm.client.engine import Asked, Engine
+    from actorllm.client.tokenization import Prompt
     from actorllm.intake.lanes import Lane
-    from actorllm.prompt_reader import Prompt
 
 
 class RequestJob(Job):

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actorllm.embeds import EMBEDDED
 from actorllm.messages import I32, U8, StepPlan, no_u8
+from actorllm.messages.embeds import EMBEDDED
+from actorllm.messages.logit_rules import decode_rules
 from actorllm.model.logits import LogitRules
-from actorllm.rules import decode_rules
 
 I64 = NDArray[np.int64]
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.messages import F32, I32, U32
-from actorllm.rules import MAX_COUNT, SamplingRules
+from actorllm.messages.logit_rules import MAX_COUNT, SamplingRules
 
 I64 = NDArray[np.int64]
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from actorllm.logprobs import LogprobSpan
 from actorllm.messages import I32
+from actorllm.messages.logprobs import LogprobSpan
 
 TILE = 64
 """Ids of which only the largest logit is looked at, unless that is one of the largest maxima. They lie as far apart as there are

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from actorllm.logprobs import LogprobSpan
 from actorllm.messages import I32, NO_I32, no_i32
-from actorllm.request import FinishReason
+from actorllm.messages.logprobs import LogprobSpan
 from actorllm.scheduling.sequence import Sequence
+from actorllm.types.request import FinishReason
 
 
 class End(NamedTuple):

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from actorllm.scheduling.payload import Payload
+from actorllm.scheduling.message_budget import Payload
 from actorllm.scheduling.plan import PlanBuilder
 from actorllm.scheduling.policy import PlanPolicy, View
-from actorllm.scheduling.roster import Roster
+from actorllm.scheduling.request_table import Roster
 from actorllm.scheduling.sequence import Sequence, State
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from actorllm.messages import I32, POOLING_CODES, NewRow, StepPlan, pack_rows
-from actorllm.rules import encode_rules
+from actorllm.messages.logit_rules import encode_rules
 from actorllm.scheduling.batch import Rows
 from actorllm.scheduling.sequence import Sequence
 

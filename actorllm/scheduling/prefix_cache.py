@@ -25,7 +25,7 @@ from actorllm.messages import I32, NO_I32
 from actorllm.scheduling.batch import Batch
 from actorllm.scheduling.ledger import Ledger
 from actorllm.scheduling.sequence import Sequence
-from actorllm.scheduling.statistics import PrefixCacheStatistics
+from actorllm.scheduling.telemetry.statistics import PrefixCacheStatistics
 
 
 class PrefixCache:

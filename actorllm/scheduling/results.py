@@ -18,15 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.kvcache.manager import KVCacheManager
-from actorllm.logprobs import LogprobSpan, spans_of
 from actorllm.messages import I32, INVALID, NO_I32, StepResult
-from actorllm.rules import SamplingRules
+from actorllm.messages.logit_rules import SamplingRules
+from actorllm.messages.logprobs import LogprobSpan, spans_of
 from actorllm.scheduling.batch import ONE, Batch
 from actorllm.scheduling.events import End, Events
 from actorllm.scheduling.ledger import Ledger, StepRecord
 from actorllm.scheduling.policy import View
 from actorllm.scheduling.prefix_cache import PrefixCache
-from actorllm.scheduling.roster import Roster
+from actorllm.scheduling.request_table import Roster
 from actorllm.scheduling.sequence import Sequence, State
 from actorllm.scheduling.stopping import Stopping
 

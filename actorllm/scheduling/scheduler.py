@@ -37,27 +37,27 @@ from numpy.typing import NDArray
 
 from actorllm.kvcache.manager import KVCacheManager, KVCacheManagerWithoutIds
 from actorllm.messages import DEADLINE_PASSED, I32, NO_I32, OVERLOADED, StepFailed, StepPlan, StepResult, Submit
-from actorllm.request import FinishReason
 from actorllm.scheduling.admission import Admission, Refusal
 from actorllm.scheduling.batch import ONE, Batch
 from actorllm.scheduling.decode_rows import DecodeRows
 from actorllm.scheduling.events import NOTHING, End, Events
 from actorllm.scheduling.expiry import Expiry
-from actorllm.scheduling.faults import KILLED, Faults
 from actorllm.scheduling.forks import Forks
-from actorllm.scheduling.guard import StalledPolicyError
-from actorllm.scheduling.intake import Intake
 from actorllm.scheduling.ledger import Ledger, StepRecord
+from actorllm.scheduling.message_budget import Payload
 from actorllm.scheduling.pause import PAUSE_MODES, PauseState
-from actorllm.scheduling.payload import Payload
 from actorllm.scheduling.plan import NoPlanBuilder, PlanBuilder
 from actorllm.scheduling.policy import Limits, PlanPolicy, StepDone
+from actorllm.scheduling.policy_fallback import StalledPolicyError
 from actorllm.scheduling.prefix_cache import PrefixCache
+from actorllm.scheduling.request_table import Roster
 from actorllm.scheduling.results import Results
-from actorllm.scheduling.roster import Roster
 from actorllm.scheduling.sequence import Key, Sequence, State
-from actorllm.scheduling.statistics import SchedulerStatistics
 from actorllm.scheduling.stopping import Stopping
+from actorllm.scheduling.telemetry.statistics import SchedulerStatistics
+from actorllm.scheduling.validation import Intake
+from actorllm.supervision.blame.step_failures import KILLED, Faults
+from actorllm.types.request import FinishReason
 
 
 class Scheduler:

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 
 from actorllm.kvcache.prefix_index import Run
 from actorllm.messages import I32, Submit, no_i32
-from actorllm.request import FinishReason
-from actorllm.rules import SamplingRules
+from actorllm.messages.logit_rules import SamplingRules
 from actorllm.scheduling.repetition import RepetitionWatch
+from actorllm.types.request import FinishReason
 
 Key = tuple[int, int]
 """(frontend, rid): unique among the requests alive."""

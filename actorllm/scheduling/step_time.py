@@ -1,6 +1,6 @@
 """What policies know of the duration of steps: `StepTime`, learned while the engine runs, and how large a step may be.
 
-A policy may be given a fitted model instead (`actorllm.slo.cost_model`): whatever has its `seconds`. `CorrectedStepTime` lets
+A policy may be given a fitted model instead (`scheduling.cost_model`): whatever has its `seconds`. `CorrectedStepTime` lets
 such a model follow the engine that it was not fitted to. Pure.
 """
 
@@ -30,7 +30,7 @@ class Predicts(Protocol):
 
 
 def features_of(record: StepRecord, scheduler: Scheduler) -> tuple[int, int, int, int, int]:
-    """p, d, decode_context, prefill_context and prefill_pairs (`slo.cost_model`) of the step that was planned last."""
+    """p, d, decode_context, prefill_context and prefill_pairs (`scheduling.cost_model`) of the step that was planned last."""
     computed, d = scheduler.batch.num_computed, record.num_decode
     context = int(computed[record.rows.index[:d]].sum()) if d else 0
     left = record.num_tokens - d

@@ -21,15 +21,15 @@ import anyio.lowlevel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from actorllm.client.stream import RequestStream
 from actorllm.errors import ActorLLMError, RequestError
-from actorllm.request import CompletionOutput, RequestOutput, SamplingParams
 from actorllm.server.batch import PORTION, collected, written
 from actorllm.server.envelope import NOTHING_RENAMED, ApiError, error_of
 from actorllm.server.guards import SEND
 from actorllm.server.request_log import log_request, request_id
 from actorllm.server.shape import Shape
 from actorllm.server.state import ServerState
-from actorllm.stream import RequestStream
+from actorllm.types.request import CompletionOutput, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from actorllm.actors.child import FOR_THE_OWNER, OWNER_GONE, die_with_owner, name_process
-from actorllm.async_llm import AsyncLLM
+from actorllm.api.async_llm import AsyncLLM
 from actorllm.errors import ActorLLMError, EngineError
 from actorllm.server.app import create_app
 from actorllm.server.board import Board

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from actorllm import __version__
-from actorllm.async_llm import AsyncLLM
+from actorllm.api.async_llm import AsyncLLM
 from actorllm.errors import ActorLLMError, ConfigError
 from actorllm.server import chat, completions, demo, live, pooling, responses
 from actorllm.server.answer import Answer, StreamedAnswer, WholeAnswer

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from actorllm.prompt_reader import Prompt
-from actorllm.request import CompletionOutput, RequestOutput, RequestOutputKind
+from actorllm.client.tokenization import Prompt
 from actorllm.server.completions import Asked, check_length, check_stream, view_of_logprobs
 from actorllm.server.copies import check_copies
 from actorllm.server.envelope import ApiError
@@ -17,6 +16,7 @@ from actorllm.server.shape import OpenAIShape, PromptState, View
 from actorllm.server.tool_answer import ToolAnswer
 from actorllm.server.tools import ToolUse, tool_use_of, warnings_of
 from actorllm.text.chat import Conversation
+from actorllm.types.request import CompletionOutput, RequestOutput, RequestOutputKind
 
 ROLE = "assistant"
 

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import orjson
 
+from actorllm.client.tokenization import Prompt, too_many_characters
 from actorllm.errors import InvalidParameterError, InvalidPromptError
-from actorllm.prompt_reader import Prompt, too_many_characters
-from actorllm.request import MAX_N, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.server.copies import check_copies
 from actorllm.server.envelope import ApiError, shown
 from actorllm.server.logprobs import LogprobsView, Position, of_prompt
@@ -19,6 +18,7 @@ from actorllm.server.protocol import CompletionRequest
 from actorllm.server.sampling import Defaults, Extras, extras_of, sampling_params
 from actorllm.server.shape import OpenAIShape, PromptState, Shape, View
 from actorllm.server.tools import warnings_of
+from actorllm.types.request import MAX_N, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
 

@@ -24,7 +24,7 @@ import uvicorn.config
 from anyio import to_thread
 from fastapi import FastAPI
 
-from actorllm.async_llm import AsyncLLM
+from actorllm.api.async_llm import AsyncLLM
 from actorllm.errors import EngineError
 from actorllm.server.header_bytes import bounded
 from actorllm.server.listener import BACKLOG, Listener

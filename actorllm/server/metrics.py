@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from actorllm.actors.topology import ATTACHED
-from actorllm.scheduling.step_log import STEP_BOUNDS
-from actorllm.scheduling.tally import BOUNDS
+from actorllm.scheduling.telemetry.request_counters import BOUNDS
+from actorllm.scheduling.telemetry.step_history import STEP_BOUNDS
 from actorllm.server.board import LAG_BOUNDS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -17,12 +17,9 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from starlette.types import Send
 
+from actorllm.client.pooling_stream import PoolingStream
+from actorllm.client.tokenization import Prompt
 from actorllm.errors import ActorLLMError, InvalidParameterError
-from actorllm.objective import SLO
-from actorllm.pooled import PoolingOutput, PoolingRequestOutput, paired, scored
-from actorllm.pooling_stream import PoolingStream
-from actorllm.prompt_reader import Prompt
-from actorllm.request import MAX_N, PoolingParams, RequestOutput
 from actorllm.server.answer import JSON, Answer
 from actorllm.server.batch import collected, submitted, written
 from actorllm.server.completions import check_length, prompts_of
@@ -32,6 +29,9 @@ from actorllm.server.protocol import Body, Many, Objective, Prompts
 from actorllm.server.sampling import Extras, extras_of, name_request
 from actorllm.server.shape import PromptState, Shape, metrics_of
 from actorllm.server.state import ServerState
+from actorllm.types.objective import SLO
+from actorllm.types.pooling_outputs import PoolingOutput, PoolingRequestOutput, paired, scored
+from actorllm.types.request import MAX_N, PoolingParams, RequestOutput
 
 router = APIRouter()
 

@@ -24,7 +24,7 @@ import anyio
 from anyio import to_thread
 
 from actorllm.actors.child import FOR_THE_OWNER
-from actorllm.async_llm import AsyncLLM
+from actorllm.api.async_llm import AsyncLLM
 from actorllm.clock import now
 from actorllm.errors import ActorLLMError, ConfigError, EngineError, PeerLostError
 from actorllm.server.board import Board

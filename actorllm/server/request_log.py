@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from contextvars import ContextVar
 
-from actorllm.request import RequestOutput
+from actorllm.types.request import RequestOutput
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,8 @@ from typing import Any
 import orjson
 
 from actorllm.actors.frontend import Delta
+from actorllm.client.tokenization import Prompt
 from actorllm.errors import InvalidPromptError
-from actorllm.objective import SLO
-from actorllm.prompt_reader import Prompt
-from actorllm.request import CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.server.completions import Asked, check_length
 from actorllm.server.envelope import ApiError
 from actorllm.server.logprobs import LogprobsView
@@ -28,8 +26,10 @@ from actorllm.server.protocol import Generation, Many, Messages
 from actorllm.server.sampling import Defaults, extras_of, sampling_params
 from actorllm.server.shape import PromptState, Shape, metrics_of
 from actorllm.server.tools import warnings_of
-from actorllm.structured_outputs import StructuredOutputsParams
 from actorllm.text.chat import Conversation
+from actorllm.types.objective import SLO
+from actorllm.types.request import CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
+from actorllm.types.structured_outputs import StructuredOutputsParams
 
 WITH_LOGPROBS = "message.output_text.logprobs"
 WITHOUT_EFFECT_INCLUDED = ("reasoning.encrypted_content",)

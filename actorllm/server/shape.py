@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 import orjson
 
 from actorllm.actors.frontend import Delta
-from actorllm.objective import SLO
-from actorllm.request import CompletionOutput, RequestMetrics, RequestOutput
 from actorllm.server.logprobs import LogprobsView, Position
 from actorllm.server.protocol import Generation
+from actorllm.types.objective import SLO
+from actorllm.types.request import CompletionOutput, RequestMetrics, RequestOutput
 
 DONE = b"data: [DONE]\n\n"
 

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from actorllm.async_llm import AsyncLLM
+from actorllm.api.async_llm import AsyncLLM
+from actorllm.client.engine import Engine
+from actorllm.client.stream import RequestStream
 from actorllm.clock import now
-from actorllm.engine import Engine
 from actorllm.errors import EngineDrainingError
 from actorllm.server.board import Board
 from actorllm.server.bodies.reader import BodyReader
 from actorllm.server.envelope import ApiError
 from actorllm.server.sampling import Defaults
-from actorllm.stream import RequestStream
 
 if TYPE_CHECKING:
     from actorllm.server.tracing import Tracing

@@ -15,9 +15,9 @@ from typing import Any
 from actorllm.errors import InvalidParameterError
 from actorllm.server.envelope import ApiError
 from actorllm.server.tool_parsers import Tool, ToolParser
-from actorllm.structured_outputs import StructuredOutputsParams, structured_outputs_of
 from actorllm.text.json_schema import MAX_TOLD, UnheldError, held
 from actorllm.text.structural_tag import schemas_of
+from actorllm.types.structured_outputs import StructuredOutputsParams, structured_outputs_of
 
 CHOICES = ("none", "auto", "required")
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")

@@ -15,7 +15,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from actorllm import __version__
 from actorllm.errors import ConfigError
-from actorllm.request import RequestMetrics, RequestOutput, SamplingParams
+from actorllm.types.request import RequestMetrics, RequestOutput, SamplingParams
 
 OPERATIONS = {
     "chatcmpl": "chat",

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from actorllm.errors import ConfigError
 from actorllm.messages import F64
-from actorllm.scheduling.recording import Entry, replay
+from actorllm.scheduling.cost_model import FEATURES, LinearModel, Regime, StepLog
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.step_time import features_of
-from actorllm.slo.cost_model import FEATURES, LinearModel, Regime, StepLog
+from actorllm.scheduling.telemetry.recording import Entry, replay
 from actorllm.slo.simulator import EngineShape, simulate
 from actorllm.slo.timeline import FINISHED, RunTimeline
 from actorllm.slo.workload import Workload

@@ -23,14 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.errors import ConfigError, nearest_name
-from actorllm.objective import SLO, RequestClass
+from actorllm.scheduling.cost_model import StepModel
 from actorllm.scheduling.sequence import Key
-from actorllm.slo.cost_model import StepModel
 from actorllm.slo.journal import Journal, StepEntry, Wait
 from actorllm.slo.metrics import overrun
-from actorllm.slo.promises import Promises
+from actorllm.slo.objectives import Promises
 from actorllm.slo.timeline import FINISHED, OUTCOMES, UNFINISHED, RunTimeline
 from actorllm.slo.workload import Workload
+from actorllm.types.objective import SLO, RequestClass
 
 CAUSES = {
     "step under way": "steps that were under way had to end first",

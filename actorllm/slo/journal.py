@@ -21,19 +21,19 @@ from numpy.typing import NDArray
 
 from actorllm.errors import ConfigError
 from actorllm.messages import F64, I64, StepFailed, StepPlan, StepResult, Submit
-from actorllm.objective import SLO
 from actorllm.scheduling.batch import Rows
+from actorllm.scheduling.cost_model import StepLog, StepModel, fit
 from actorllm.scheduling.events import End, Events
 from actorllm.scheduling.policy import Decision, PlanPolicy, View
-from actorllm.scheduling.recording import Entry, replay
 from actorllm.scheduling.results import ContradictionError
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key, Sequence, State
 from actorllm.scheduling.step_time import features_of
-from actorllm.slo.cost_model import StepLog, StepModel, fit
+from actorllm.scheduling.telemetry.recording import Entry, replay
 from actorllm.slo.simulator import EngineShape
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline, timeline_of_streams
 from actorllm.slo.workload import Workload, classes_of
+from actorllm.types.objective import SLO
 
 EventKind = Literal["arrive", "start", "preempt", "end"]
 Hold = Literal["slots", "blocks", "prompts", "policy"]

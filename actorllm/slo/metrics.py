@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.messages import F64, I64
-from actorllm.objective import READINGS, SLO, Reading, RequestClass
-from actorllm.slo.promises import Promises
+from actorllm.slo.objectives import Promises
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline
+from actorllm.types.objective import READINGS, SLO, Reading, RequestClass
 
 PERCENTILES = (50, 90, 95, 99)
 OUTPUT_WEIGHT = 2.0

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.messages import F64
-from actorllm.slo.cost_model import Fit
+from actorllm.scheduling.cost_model import Fit
 
 MAX_POINTS = 2000
 SHADES = " ·░▒▓█"

@@ -11,8 +11,8 @@ and everything after them are the same to the last bit as step by step (`skip=Fa
 Replicas do not know of each other. Requests reach them in the order of arrival, by a `Router` that sees views of them. The
 same arguments give the same run: residuals of the step-time model and routers draw from streams of the seed.
 
-`rerun` is the other way round: a recording of a live scheduler (`scheduling.recording`) gives the times of everything, and
-the replica's own loop must come to the same plans.
+`rerun` is the other way round: a recording of a live scheduler (`scheduling.telemetry.recording`) gives the times of
+everything, and the replica's own loop must come to the same plans.
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.messages import F64, I32, I64, NO_I32, NO_U8, StepFailed, StepPlan, StepResult, Submit
-from actorllm.objective import SLO
+from actorllm.scheduling.admission_policy import AdmissionPolicy, Gate, load_admission
 from actorllm.scheduling.batch import Rows
+from actorllm.scheduling.cost_model import StepModel
 from actorllm.scheduling.events import End
-from actorllm.scheduling.gate import AdmissionPolicy, Gate, load_admission
 from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.policy import PlanPolicy, load_policy
-from actorllm.scheduling.policy_watch import STARVED_S, WakeTimer, patience
-from actorllm.scheduling.recording import Entry
+from actorllm.scheduling.policy_monitor import STARVED_S, WakeTimer, patience
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key
 from actorllm.scheduling.sequence import Sequence as Request
-from actorllm.scheduling.statistics import SchedulerStatistics
 from actorllm.scheduling.step_time import features_of
-from actorllm.slo.cost_model import StepModel, unattainable
+from actorllm.scheduling.telemetry.recording import Entry
+from actorllm.scheduling.telemetry.statistics import SchedulerStatistics
 from actorllm.slo.metrics import RunMetrics, evaluate, told_of_cut
 from actorllm.slo.routing import ReplicaView, Router, make_router
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline, Spans
+from actorllm.slo.unattainable import unattainable
 from actorllm.slo.workload import Workload, seed_stream
+from actorllm.types.config import EngineConfig
+from actorllm.types.objective import SLO
 
 VOCAB_SIZE = 1 << 16
 END_OF_TEXT = VOCAB_SIZE - 1

@@ -30,8 +30,8 @@ import numpy as np
 
 from actorllm.errors import ConfigError, nearest_name
 from actorllm.messages import F64
-from actorllm.objective import SLO, RequestClass
 from actorllm.slo.workload import Prefixes, Workload, classes_of, make_workload, seed_stream
+from actorllm.types.objective import SLO, RequestClass
 
 MAX_PROBLEMS = 20
 """Malformed rows that are told in full; the others are counted."""

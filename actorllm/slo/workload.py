@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from actorllm.errors import InvalidParameterError, nearest_name
 from actorllm.messages import F64, I32, I64, NO_U8, U8
-from actorllm.objective import SLO, RequestClass
-from actorllm.slo.promises import Promises
+from actorllm.slo.objectives import Promises
+from actorllm.types.objective import SLO, RequestClass
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

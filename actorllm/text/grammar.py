@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 
 from actorllm.messages import U32
-from actorllm.structured_outputs import MAX_CHARACTERS
 from actorllm.text.json_schema import close_objects, held
 from actorllm.text.structural_tag import lark_of, schemas_of
 from actorllm.text.tokenizer import I32, Tokenizer
+from actorllm.types.structured_outputs import MAX_CHARACTERS
 
 logger = logging.getLogger(__name__)
 

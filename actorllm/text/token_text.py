@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import cast
 
-from actorllm.logprobs import LogprobSpan
+from actorllm.messages.logprobs import LogprobSpan
 from actorllm.text.detokenizer import REPLACEMENT
 from actorllm.text.tokenizer import I32, Tokenizer
 

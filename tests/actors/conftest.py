@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from actorllm.actors.actor import Actor
-from actorllm.actors.death import ActorDeath
-from actorllm.actors.echo import EchoConfig
 from actorllm.actors.engine_thread import EngineThread
 from actorllm.actors.link import Link
-from actorllm.actors.supervisor import Supervisor
 from actorllm.actors.topology import ActorSpec, LinkSpec, Placement, Topology
 from actorllm.messages import Message
+from actorllm.supervision.death import ActorDeath
+from actorllm.supervision.supervisor import Supervisor
+from tests.actors.echo import EchoConfig
 
-ECHO = "actorllm.actors.echo:EchoActor"
-ENVIRONMENT = "actorllm.actors.echo:environment"
+ECHO = "tests.actors.echo:EchoActor"
+ENVIRONMENT = "tests.actors.echo:environment"
 
 
 @pytest.fixture

@@ -16,8 +16,6 @@ import numpy as np
 from actorllm.actors.actor import Runner
 from actorllm.actors.scheduler import SchedulerActor
 from actorllm.actors.stepper import NoWaiter, run_to_end
-from actorllm.config import EngineConfig
-from actorllm.embeds import EMBEDDED
 from actorllm.errors import PeerLostError
 from actorllm.messages import (
     Abort,
@@ -35,6 +33,8 @@ from actorllm.messages import (
     Submit,
     Unblock,
 )
+from actorllm.messages.embeds import EMBEDDED
+from actorllm.types.config import EngineConfig
 from tests.ring.hostile import EMBEDDING_BYTES, Report, strange_messages, through_the_wire
 from tests.scheduling.conftest import ScriptedWorker, reference_stream
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from actorllm.actors import pacing, rendering
+from actorllm.actors import detokenization, output_buffer
 from actorllm.actors.scheduler import SchedulerActor
 from actorllm.actors.worker import WorkerActor
 from actorllm.ring import channel
@@ -42,8 +42,8 @@ class NarrowWorkerActor(WorkerActor):
 class NarrowSchedulerActor(SchedulerActor):
     def __init__(self, *args: Any) -> None:
         lower(max_message_bytes=MAX_MESSAGE_BYTES)
-        rendering.MAX_OUTPUT_BYTES = MAX_OUTPUT_BYTES
-        pacing.MAX_HELD_LOGPROBS = MAX_HELD_LOGPROBS
+        detokenization.MAX_OUTPUT_BYTES = MAX_OUTPUT_BYTES
+        output_buffer.MAX_HELD_LOGPROBS = MAX_HELD_LOGPROBS
         super().__init__(*args)
 
 

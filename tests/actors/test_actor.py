@@ -14,12 +14,12 @@ from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
 from actorllm.actors.actor import Actor, Failure, Runner
-from actorllm.actors.echo import EchoActor, EchoConfig
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.link import Link, connect_in_memory
 from actorllm.actors.topology import LinkSpec
 from actorllm.errors import CorruptLinkError, EngineError, PeerLostError, UnsupportedModelError
 from actorllm.messages import Message, Reply, StepPlan
+from tests.actors.echo import EchoActor, EchoConfig
 
 
 class Recorder(EchoActor):

@@ -23,18 +23,20 @@ import anyio
 import numpy as np
 import pytest
 
-import actorllm.engine
+import actorllm.client.engine
 from actorllm import LLM, AsyncLLM, EngineDeadError, SamplingParams, __version__
 from actorllm.actors import link as link_module
-from actorllm.actors import membership, reception, rendezvous
 from actorllm.actors.child import receive_frame, send_frame
 from actorllm.actors.topology import LinkSpec, Topology, attached_frontend, engine_topology
+from actorllm.attach import client as attach_client
+from actorllm.attach import rendezvous
+from actorllm.attach import server as attach_server
 from actorllm.cli import main
-from actorllm.config import EngineConfig
+from actorllm.client.stream import RequestStream
 from actorllm.errors import AttachError, ConfigError, EngineNotFoundError, EngineShutdownError
 from actorllm.messages import StepResult, Submit
 from actorllm.ring.layout import SLEEP, STATE, TAIL_WORD, reader_word
-from actorllm.stream import RequestStream
+from actorllm.types.config import EngineConfig
 from tests.actors.scripted_worker import VOCAB
 from tests.scheduling.conftest import reference_stream
 
@@ -62,7 +64,7 @@ def scripted(topology: Topology) -> Topology:
 @pytest.fixture
 def make_owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AsyncLLM]]:
     """Engines over a scripted model that are named, started, and shut down when the test is over."""
-    monkeypatch.setattr(actorllm.engine, "engine_topology", lambda config: scripted(engine_topology(config)))
+    monkeypatch.setattr(actorllm.client.engine, "engine_topology", lambda config: scripted(engine_topology(config)))
     llms: list[AsyncLLM] = []
 
     def make(name: str = "tale", *, is_started: bool = True, **arguments: Any) -> AsyncLLM:
@@ -382,7 +384,7 @@ def test_a_program_that_is_stopped_stalls_nobody(
 ) -> None:
     """With a ring and an outbox that hold a few steps only."""
 
-    monkeypatch.setattr(reception, "attached_frontend", small_link)
+    monkeypatch.setattr(attach_server, "attached_frontend", small_link)
     monkeypatch.setattr(link_module, "open_hub", partial(link_module.open_hub, max_outbox_bytes=512))
     owner = make_owner(topology="inline")
     guest = make_guest()
@@ -434,7 +436,9 @@ def test_whoever_writes_nonsense_is_dropped_and_nobody_else(
     monkeypatch: pytest.MonkeyPatch,
     topology: str,
 ) -> None:
-    monkeypatch.setattr(reception, "attached_frontend", small_link)  # soon full: then the writer looks at every word
+    monkeypatch.setattr(
+        attach_server, "attached_frontend", small_link
+    )  # soon full: then the writer looks at every word
     owner = make_owner(topology=topology)
     stays = attach()
     streams = []
@@ -492,7 +496,7 @@ def test_no_room_for_another_frontend(
         spec, _ = attached_frontend(number)
         return spec, LinkSpec.pair("scheduler", spec.name, capacity_down=1 << 40)
 
-    monkeypatch.setattr(reception, "attached_frontend", huge_link)
+    monkeypatch.setattr(attach_server, "attached_frontend", huge_link)
     error = error_of(attach().generate(PROMPT))
     assert isinstance(error, AttachError)
     assert "cannot take another frontend" in str(error)
@@ -569,7 +573,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_another_version(owner: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "__version__", "0.0.9")
+    monkeypatch.setattr(attach_client, "__version__", "0.0.9")
     with pytest.raises(AttachError, match=rf"runs actorllm {__version__} and the process .* has 0\.0\.9"):
         AsyncLLM.attach("tale")
     assert rendezvous.running_engines()[0].version == __version__

@@ -12,12 +12,12 @@ from typing import Any
 import anyio
 import pytest
 
-import actorllm.engine
+import actorllm.client.engine
 from actorllm import AsyncLLM, LLMEngine, SamplingParams
-from actorllm.actors.restart import RestartLimits
 from actorllm.actors.topology import Topology, engine_topology
 from actorllm.errors import EngineDeadError, EngineStartError, RequestFailedError
-from actorllm.scheduling.quarantine import MAX_ALONE
+from actorllm.supervision.blame.worker_deaths import MAX_ALONE
+from actorllm.supervision.restart import RestartLimits
 from tests.actors.scripted_worker import BLINDING, BREAKING, VOCAB
 from tests.scheduling.conftest import reference_stream
 
@@ -44,8 +44,8 @@ def make_llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AsyncLLM
             return dataclasses.replace(topology, actors=actors)
 
         quick = RestartLimits(first_delay_s=0.01)
-        monkeypatch.setattr(actorllm.engine, "engine_topology", lambda config: changed(engine_topology(config)))
-        monkeypatch.setattr(actorllm.engine, "RestartLimits", lambda: quick)
+        monkeypatch.setattr(actorllm.client.engine, "engine_topology", lambda config: changed(engine_topology(config)))
+        monkeypatch.setattr(actorllm.client.engine, "RestartLimits", lambda: quick)
         llms.append(AsyncLLM("storyteller", max_num_seqs=16, **arguments))
         return llms[-1]
 

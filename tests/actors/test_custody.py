@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from actorllm.actors import constraints, frontend, rendering, scheduler, trial
-from actorllm.actors.custody import Record, Trial, note_death
+from actorllm.actors import constraints, detokenization, frontend, scheduler
 from actorllm.errors import RequestFailedError
 from actorllm.messages import OnTrial, Submit
+from actorllm.supervision.blame import scheduler_trial
+from actorllm.supervision.blame.scheduler_deaths import Record, Trial, note_death
 from tests.actors import deadly_policies
 from tests.actors.deadly_policies import COMES, HAS_A_TOKEN, MOMENTS, STARTS, WAITS
 from tests.actors.lives import Caller, Killed, Lives
@@ -148,7 +149,7 @@ def make_lives(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lives]:
 
     def make(*arguments: Any, **more: Any) -> Lives:
         lives = Lives(*arguments, **more)
-        for module in (constraints, frontend, rendering, scheduler, trial):
+        for module in (constraints, frontend, detokenization, scheduler, scheduler_trial):
             monkeypatch.setattr(module, "now", lives.clock)
         return lives
 

@@ -12,20 +12,20 @@ import anyio
 import numpy as np
 import pytest
 
-import actorllm.engine
+import actorllm.client.engine
 from actorllm import LLM, SamplingParams
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.record_file import fresh_scheduler, read_recording, recorded_configuration, told_scheduler
 from actorllm.actors.topology import Topology, engine_topology
-from actorllm.config import EngineConfig
 from actorllm.errors import RequestFailedError
 from actorllm.messages import LateInputs, StepFailed, StepPlan, StepResult, Submit, pack
-from actorllm.scheduling.decisions import DECIDE
-from actorllm.scheduling.gate import AdmissionPolicy
+from actorllm.scheduling.admission_policy import AdmissionPolicy
 from actorllm.scheduling.policy import Admit, KeyPolicy, load_policy
-from actorllm.scheduling.recording import RecordedScheduler, replay
 from actorllm.scheduling.scheduler import Scheduler
+from actorllm.scheduling.telemetry.decisions import DECIDE
+from actorllm.scheduling.telemetry.recording import RecordedScheduler, replay
 from actorllm.slo.simulator import rerun
+from actorllm.types.config import EngineConfig
 from tests.actors.scripted_worker import VOCAB, ScriptedRunner, ScriptedWorkerActor
 from tests.scheduling.conftest import reference_stream
 
@@ -55,7 +55,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
     def with_ranks(model: Any, **arguments: Any) -> EngineConfig:
         return dataclasses.replace(right(model, **arguments), world_size=num_ranks["n"])
 
-    monkeypatch.setattr(actorllm.engine, "engine_topology", lambda config: scripted(engine_topology(config)))
+    monkeypatch.setattr(actorllm.client.engine, "engine_topology", lambda config: scripted(engine_topology(config)))
     monkeypatch.setattr(EngineConfig, "from_arguments", with_ranks)
 
     def make(world_size: int = 1, **arguments: Any) -> LLM:

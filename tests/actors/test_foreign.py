@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 import pytest
 
-from actorllm.actors.foreign import check_foreign
+from actorllm.attach.validation import check_foreign
 from actorllm.messages import Abort, Ask, Message, Outputs, Reply, StepResult, Submit, Unblock
 from tests.actors.hostile_frontend import Engine
 

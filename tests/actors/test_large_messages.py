@@ -10,13 +10,13 @@ import anyio
 import numpy as np
 import pytest
 
-import actorllm.engine
+import actorllm.client.engine
 from actorllm import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
-from actorllm.actors import reception
 from actorllm.actors.engine_thread import HostLoop
-from actorllm.actors.pulse import Pulse
+from actorllm.actors.heartbeat import Pulse
 from actorllm.actors.topology import ActorSpec, LinkSpec, Topology, attached_frontend, engine_topology
 from actorllm.actors.worker import WorkerActor
+from actorllm.attach import server as attach_server
 from actorllm.errors import PeerLostError, RequestFailedError, WouldBlock
 from actorllm.messages import StepFailed, StepPlan, StepResult
 from tests.actors.narrow import OUTPUT_CAPACITY, RESULT_CAPACITY
@@ -211,8 +211,8 @@ def replace_actor(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]
 
     def replace(name: str, kind: str) -> None:
         made = lambda config: changed(engine_topology(config), name, kind)  # noqa: E731
-        monkeypatch.setattr(actorllm.engine, "engine_topology", made)
-        monkeypatch.setattr(reception, "attached_frontend", joined)
+        monkeypatch.setattr(actorllm.client.engine, "engine_topology", made)
+        monkeypatch.setattr(attach_server, "attached_frontend", joined)
 
     return replace
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from actorllm.actors import pipeline
+from actorllm.actors.heartbeat import Pulse
 from actorllm.actors.pipeline import IDLE_S, Pipeline
-from actorllm.actors.pulse import Pulse
 from actorllm.actors.worker import WorkerActor
 from actorllm.errors import EngineError
 from actorllm.messages import LateInputs, StepFailed, StepPlan, StepResult

@@ -16,18 +16,18 @@ from typing import IO
 import pytest
 
 from actorllm.actors import child
-from actorllm.actors.echo import EchoConfig
+from tests.actors.echo import EchoConfig
 
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 import os, sys, time
-from actorllm.actors.echo import EchoConfig
+from tests.actors.echo import EchoConfig
 from actorllm.actors.engine_thread import EngineThread
-from actorllm.actors.supervisor import Supervisor
+from actorllm.supervision.supervisor import Supervisor
 from actorllm.actors.topology import ActorSpec, LinkSpec, Topology
 print("main runs", flush=True)
-ECHO = "actorllm.actors.echo:EchoActor"
+ECHO = "tests.actors.echo:EchoActor"
 topology = Topology(
     (ActorSpec("front", ECHO, 8, "owner"), ActorSpec("echo0", ECHO, 0, PLACEMENT), ActorSpec("echo1", ECHO, 1, PLACEMENT)),
     (LinkSpec.broadcast("echoes", "front", ["echo0", "echo1"]),),
@@ -130,9 +130,7 @@ def test_children_have_the_import_path_of_the_owner(tmp_path: Path) -> None:
     """A class in a module beside the script, or in a folder that the script added."""
     (tmp_path / "more").mkdir()
     for folder, module in ((tmp_path, "beside"), (tmp_path / "more", "added")):
-        (folder / f"{module}.py").write_text(
-            "from actorllm.actors.echo import EchoActor\nclass Mine(EchoActor): pass\n"
-        )
+        (folder / f"{module}.py").write_text("from tests.actors.echo import EchoActor\nclass Mine(EchoActor): pass\n")
     (tmp_path / "supervisor.py").write_text("raise RuntimeError('not this one')\n")
     source = program("print(type(front).__module__, flush=True)")
     source = source.replace("ECHO, 8", "'beside:Mine', 8").replace("ECHO, 0", "'beside:Mine', 0")
@@ -161,8 +159,8 @@ def bare_child(owner: int) -> Iterator[tuple[subprocess.Popen[bytes], socket.soc
 
 
 def start_frame(control: socket.socket, **fields: str) -> None:
-    start = {"actor": "bare", "path": "actorllm.actors.echo:EchoActor", "rank": 0, "sys_path": [str(ROOT), *sys.path]}
-    config = {"config_path": "actorllm.actors.echo:EchoConfig", "config": EchoConfig().to_json().decode()}
+    start = {"actor": "bare", "path": "tests.actors.echo:EchoActor", "rank": 0, "sys_path": [str(ROOT), *sys.path]}
+    config = {"config_path": "tests.actors.echo:EchoConfig", "config": EchoConfig().to_json().decode()}
     child.send_frame(control, "start", **start | config | fields)
 
 
@@ -189,7 +187,7 @@ def test_a_child_whose_owner_died_before_it_lived() -> None:
     ("fields", "op", "type_name"),
     [
         ({}, "juggle", "ValueError"),
-        ({"path": "actorllm.actors.echo:Parrot"}, "configure", "AttributeError"),
+        ({"path": "tests.actors.echo:Parrot"}, "configure", "AttributeError"),
         ({"config": "{"}, "configure", "JSONDecodeError"),
     ],
 )
@@ -309,7 +307,7 @@ print(thread.call(front.ask_all, front.links["echoes"], "ping").result(10), flus
 
 def test_a_child_imports_no_more_than_its_actor_needs() -> None:
     source = (
-        "import sys; import actorllm.actors.supervisor, actorllm.actors.echo;"
+        "import sys; import actorllm.supervision.supervisor, tests.actors.echo;"
         "print(sorted({'torch', 'transformers', 'triton'} & set(sys.modules)))"
     )
     with running("-c", source) as process:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actorllm.actors.restart import RestartCounter, RestartLimits
+from actorllm.supervision.restart import RestartCounter, RestartLimits
 
 LIMITS = RestartLimits(max_deaths=5, max_early_deaths=3, first_delay_s=0.1, max_delay_s=0.3)
 

@@ -16,13 +16,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from actorllm.actors import supervisor, wiring
-from actorllm.actors.death import ActorDeath
-from actorllm.actors.echo import EchoConfig
-from actorllm.actors.placements import RemoteChild
-from actorllm.actors.pulse import is_stopped
-from actorllm.actors.restart import RestartLimits
-from actorllm.actors.standby import StandbyOptions
+from actorllm.actors.heartbeat import is_stopped
 from actorllm.actors.topology import ActorSpec, LinkSpec, Topology
 from actorllm.errors import (
     EngineDeadError,
@@ -34,7 +28,13 @@ from actorllm.errors import (
 )
 from actorllm.messages import StepPlan
 from actorllm.ring.channel import create_link
+from actorllm.supervision import supervisor, wiring
+from actorllm.supervision.children import RemoteChild
+from actorllm.supervision.death import ActorDeath
+from actorllm.supervision.restart import RestartLimits
+from actorllm.supervision.standby import StandbyOptions
 from tests.actors.conftest import Engine, echo_topology
+from tests.actors.echo import EchoConfig
 
 QUICK = RestartLimits(first_delay_s=0.01)
 

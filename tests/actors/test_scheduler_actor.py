@@ -17,13 +17,13 @@ from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.frontend import Delta, FrontendActor
 from actorllm.actors.scheduler import SchedulerActor
 from actorllm.clock import now
-from actorllm.config import EngineConfig
 from actorllm.errors import PeerLostError, PeerRestartedError, RequestFailedError, WouldBlock
 from actorllm.messages import NO_I32, Abort, LateInputs, Outputs, StepFailed, StepPlan, StepResult, Submit, Unblock
-from actorllm.scheduling.gate import AdmissionPolicy, Gate
-from actorllm.scheduling.guard import GuardedPolicy
+from actorllm.scheduling.admission_policy import AdmissionPolicy, Gate
 from actorllm.scheduling.policy import Admit, KeyPolicy
-from actorllm.scheduling.policy_watch import LONGEST_TIMER_S
+from actorllm.scheduling.policy_fallback import GuardedPolicy
+from actorllm.scheduling.policy_monitor import LONGEST_TIMER_S
+from actorllm.types.config import EngineConfig
 from tests.scheduling.conftest import ScriptedWorker, reference_stream
 
 VOCAB = 4096
@@ -857,8 +857,8 @@ class LastComeFirst(KeyPolicy):
 async def test_who_starves_is_told_of_with_the_name_of_the_policy(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actorllm.scheduling.policy_watch.STARVED_S", 0.0)
-    monkeypatch.setattr("actorllm.scheduling.policy_watch.LOOK_S", 0.0)
+    monkeypatch.setattr("actorllm.scheduling.policy_monitor.STARVED_S", 0.0)
+    monkeypatch.setattr("actorllm.scheduling.policy_monitor.LOOK_S", 0.0)
     name = "tests.actors.test_scheduler_actor:LastComeFirst"
     async with running(scheduling_policy=name) as bench:
         for rid in range(1, 10):  # four of them run
@@ -877,7 +877,7 @@ async def test_who_starves_is_told_of_with_the_name_of_the_policy(
 async def test_an_objective_beyond_any_step_is_told_of(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actorllm.scheduling.policy_watch.NUM_STEPS", 5)
+    monkeypatch.setattr("actorllm.scheduling.policy_monitor.NUM_STEPS", 5)
     async with running() as bench:
         await bench.send(submit(slo=[None, 0.001, None, 0.0]))
         for done in range(8):

@@ -18,14 +18,9 @@ import pytest
 import trio
 import uvloop
 
-from actorllm.actors import echo, engine_thread, stderr_pipe
-from actorllm.actors.death import ActorDeath
-from actorllm.actors.echo import EchoConfig
+from actorllm.actors import engine_thread
 from actorllm.actors.engine_thread import HostLoop, current_loop
-from actorllm.actors.placements import ProcessChild
-from actorllm.actors.stderr_pipe import StderrPipe
 from actorllm.actors.topology import ActorSpec, LinkSpec, Topology, engine_topology
-from actorllm.config import EngineConfig
 from actorllm.errors import (
     ConfigError,
     EngineDeadError,
@@ -35,8 +30,15 @@ from actorllm.errors import (
     UnsupportedModelError,
 )
 from actorllm.messages import StepPlan
+from actorllm.supervision import stderr_pipe
+from actorllm.supervision.children import ProcessChild
+from actorllm.supervision.death import ActorDeath
+from actorllm.supervision.stderr_pipe import StderrPipe
+from actorllm.types.config import EngineConfig
+from tests.actors import echo
+from tests.actors.echo import EchoConfig
 
-ECHO = "actorllm.actors.echo:EchoActor"
+ECHO = "tests.actors.echo:EchoActor"
 
 placements = pytest.mark.parametrize("placement", ["process", "thread"])
 MakeEngine = Callable[..., Any]

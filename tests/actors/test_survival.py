@@ -13,17 +13,14 @@ import anyio
 import numpy as np
 import pytest
 
-import actorllm.engine
+import actorllm.client.engine
 from actorllm import AsyncLLM, RequestOutputKind, SamplingParams
 from actorllm.actors import frontend as frontend_module
-from actorllm.actors.death import OUT_OF_MEMORY_HINT
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.executor import FairExecutor
 from actorllm.actors.frontend import Delta, FrontendActor
 from actorllm.actors.record_file import read_recording
-from actorllm.actors.restart import RestartLimits
 from actorllm.actors.topology import Topology, engine_topology
-from actorllm.config import EngineConfig
 from actorllm.errors import (
     EngineDeadError,
     EngineShutdownError,
@@ -33,6 +30,9 @@ from actorllm.errors import (
     WouldBlock,
 )
 from actorllm.messages import NO_I32, Abort, LateInputs, OnTrial, Outputs, StepResult, Submit
+from actorllm.supervision.death import OUT_OF_MEMORY_HINT
+from actorllm.supervision.restart import RestartLimits
+from actorllm.types.config import EngineConfig
 from tests.actors import deadly_policies
 from tests.actors.scripted_worker import DEADLY, VOCAB
 from tests.actors.test_engine_actors import make_worker, plan_for
@@ -61,8 +61,8 @@ def deadly(topology: Topology) -> Topology:
 @pytest.fixture
 def make_llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AsyncLLM]]:
     quick = RestartLimits(first_delay_s=0.01)
-    monkeypatch.setattr(actorllm.engine, "engine_topology", lambda config: deadly(engine_topology(config)))
-    monkeypatch.setattr(actorllm.engine, "RestartLimits", lambda: quick)
+    monkeypatch.setattr(actorllm.client.engine, "engine_topology", lambda config: deadly(engine_topology(config)))
+    monkeypatch.setattr(actorllm.client.engine, "RestartLimits", lambda: quick)
     llms: list[AsyncLLM] = []
 
     def make(**arguments: Any) -> AsyncLLM:
@@ -113,7 +113,7 @@ async def scheduler_of(llm: AsyncLLM) -> dict[str, Any]:
 async def test_whoever_comes_after_the_end_hears_all_of_it(
     make_llm: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actorllm.engine, "RestartLimits", lambda: RestartLimits(max_deaths=1))
+    monkeypatch.setattr(actorllm.client.engine, "RestartLimits", lambda: RestartLimits(max_deaths=1))
     llm = make_llm()
     await llm.start()
     os.kill(llm._engine.pids["scheduler"], signal.SIGKILL)

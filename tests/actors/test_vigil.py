@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from actorllm.actors.pulse import WITHOUT_NUMBER, Pulse, Sign, is_stopped
-from actorllm.actors.vigil import MIN_BUDGET_S, MULTIPLE, NEW_BUDGET_S, StepBudget, Vigil
+from actorllm.actors.heartbeat import WITHOUT_NUMBER, Pulse, Sign, is_stopped
+from actorllm.supervision.hang_detector import MIN_BUDGET_S, MULTIPLE, NEW_BUDGET_S, StepBudget, Vigil
 
 Story = Callable[[float], Sign]
 """What a process shows at a time."""

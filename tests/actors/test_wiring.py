@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from actorllm.actors import wiring
-from actorllm.actors.placements import Child
 from actorllm.actors.topology import ActorSpec, LinkSpec
-from actorllm.actors.wiring import Wiring
 from actorllm.errors import PeerRestartedError, SharedMemoryError
 from actorllm.ring.channel import create_link
+from actorllm.supervision import wiring
+from actorllm.supervision.children import Child
+from actorllm.supervision.wiring import Wiring
 
 
 @dataclass

@@ -13,12 +13,12 @@ import pytest
 
 from actorllm import AsyncLLM, cli
 from actorllm.actors.record_file import read_recording
+from actorllm.api.llm import LLM
 from actorllm.cli.laboratory import ScenarioOptions
-from actorllm.llm import LLM
-from actorllm.request import SamplingParams
 from actorllm.scheduling.policies.srpf import Srpf
 from actorllm.scheduling.policy import Admit
 from actorllm.slo.experiments import point as point_module
+from actorllm.types.request import SamplingParams
 
 SMALL = ("--workload", "synthetic", "--num-requests", "60")
 

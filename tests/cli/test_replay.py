@@ -131,7 +131,7 @@ def test_a_policy_of_this_folder_reaches_the_scheduler_s_process(tmp_path: Path)
 
 
 ADMISSION = """
-from actorllm.scheduling.gate import AdmissionPolicy
+from actorllm.scheduling.admission_policy import AdmissionPolicy
 
 
 class Broken(AdmissionPolicy):

@@ -11,11 +11,11 @@ import pytest
 from actorllm import LLM, SamplingParams, cli
 from actorllm.cli.batch_format import parse_line
 from actorllm.errors import InvalidParameterError, InvalidPromptError, RequestError
-from actorllm.request import RequestOutputKind
-from actorllm.scheduling.gate import AdmissionPolicy
+from actorllm.scheduling.admission_policy import AdmissionPolicy
 from actorllm.scheduling.policy import View
 from actorllm.scheduling.sequence import Sequence
 from actorllm.text.chat import Conversation
+from actorllm.types.request import RequestOutputKind
 
 QUICK = ("--topology", "inline", "--num-threads", "1", "--dtype", "float32")
 MESSAGES = [{"role": "user", "content": "Once upon a time"}]

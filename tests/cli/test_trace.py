@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from actorllm import cli
-from actorllm.live.catalogue import TRACES
+from actorllm.slo.live.catalogue import TRACES
 from actorllm.slo.traces import SAMPLE, load_trace
 
 

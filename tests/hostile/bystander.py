@@ -17,7 +17,7 @@ import anyio
 from actorllm import AsyncLLM, RequestOutputKind, SamplingParams
 from actorllm.actors.record_file import read_recording, told_scheduler
 from actorllm.scheduling.events import Events
-from actorllm.scheduling.recording import replay
+from actorllm.scheduling.telemetry.recording import replay
 
 PROMPT = "Once upon a time there was a little girl who lived near the forest."
 NAME = "bystander"

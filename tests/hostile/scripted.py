@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-import actorllm.engine
+import actorllm.client.engine
 from actorllm import AsyncLLM, SamplingParams
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.topology import Topology, engine_topology
-from actorllm.config import EngineConfig
 from actorllm.errors import RequestFailedError
+from actorllm.types.config import EngineConfig
 from tests.actors import deadly_policies
 from tests.actors.scripted_worker import DEADLY, VOCAB
 from tests.scheduling.conftest import reference_stream
@@ -39,7 +39,7 @@ def scripted_engine(**arguments: Any) -> Iterator[AsyncLLM]:
     """Of processes, with a policy that kills its scheduler when a deadly request is admitted."""
     policy = "tests.actors.deadly_policies:WhenItStarts"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(actorllm.engine, "engine_topology", _topology)
+        patch.setattr(actorllm.client.engine, "engine_topology", _topology)
         llm = AsyncLLM("storyteller", **({"max_num_seqs": 16, "scheduling_policy": policy} | arguments))
     try:
         yield llm

@@ -18,7 +18,7 @@ import pytest
 from actorllm import AsyncLLM, LLMEngine, SamplingParams
 from actorllm.actors.record_file import fresh_scheduler, read_recording
 from actorllm.errors import ConfigError, EngineError
-from actorllm.scheduling.recording import replay
+from actorllm.scheduling.telemetry.recording import replay
 from tests.hostile.bystander import bystander
 
 FULL_BYTES = 20_000

@@ -11,8 +11,8 @@ import pytest
 
 from actorllm import AsyncLLM, EngineDeadError, RequestOutputKind
 from actorllm.actors.topology import LinkSpec
-from actorllm.actors.wiring import Wiring
 from actorllm.ring.channel import LinkEnds
+from actorllm.supervision.wiring import Wiring
 from tests.hostile.scripted import counts_of, harmless, scripted_engine
 
 NUM_TOKENS = 300

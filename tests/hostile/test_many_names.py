@@ -22,8 +22,8 @@ async def metrics(llm: AsyncLLM) -> str:
 
 
 async def test_a_flood_of_names_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actorllm.scheduling.policy_watch.MAX_OBJECTIVES", 30)
-    monkeypatch.setattr("actorllm.submit_maker.MAX_OBJECTIVES", 30)
+    monkeypatch.setattr("actorllm.scheduling.policy_monitor.MAX_OBJECTIVES", 30)
+    monkeypatch.setattr("actorllm.client.submit.MAX_OBJECTIVES", 30)
     async with (
         AsyncLLM("storyteller", topology="inline", num_threads=1, max_num_seqs=8) as llm,
         bystander(llm, max_tokens=60) as steady,

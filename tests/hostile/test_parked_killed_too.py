@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from actorllm import AsyncLLM
-from actorllm.actors.standby import Standby, StandbyOptions
+from actorllm.supervision.standby import Standby, StandbyOptions
 from tests.hostile.bystander import bystander
 from tests.hostile.scripted import scripted_engine
 
@@ -26,7 +26,7 @@ async def parked_pid(llm: AsyncLLM) -> int:
 @pytest.mark.parametrize("standby_worker", [True, None])
 async def test_both_at_once(standby_worker: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parked at once or, by default, after a while, of which the test does not wait for the end."""
-    monkeypatch.setattr("actorllm.actors.standby.PARK_AFTER_S", 0.0)
+    monkeypatch.setattr("actorllm.supervision.standby.PARK_AFTER_S", 0.0)
     with scripted_engine(standby_worker=standby_worker) as llm:
         async with bystander(llm, max_tokens=60) as steady:
             first = llm._engine.pids["worker0"]
@@ -64,7 +64,7 @@ async def test_none_is_parked_without_memory_to_spare(monkeypatch: pytest.Monkey
         has_looked.set()
         return 1 << 30
 
-    monkeypatch.setattr("actorllm.actors.standby.available_bytes", available_bytes)
+    monkeypatch.setattr("actorllm.supervision.standby.available_bytes", available_bytes)
     monkeypatch.setattr(StandbyOptions, "of", lambda config: StandbyOptions("workers", 0.01, 2 << 30))
     with scripted_engine() as llm:
         await llm.start()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from actorllm import AsyncLLM, SamplingParams
+from actorllm.api.llm_engine import LLMEngine
 from actorllm.errors import InvalidPromptError
-from actorllm.llm_engine import LLMEngine
 from tests.hostile.bystander import bystander
 from tests.hostile.prompts import PANIC, careless_model
 

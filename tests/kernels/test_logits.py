@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from actorllm.messages.logit_rules import SamplingRules
 from actorllm.model.logits import LogitRules
-from actorllm.rules import SamplingRules
 from actorllm_kernels import reference
 from actorllm_kernels.edit_logits import Edits, Penalties, edit_logits
 from actorllm_kernels.sample_topk_topp import FilterScratch, tile_maxima

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from actorllm.errors import ConfigError, DownloadError
-from actorllm.live import catalogue
-from actorllm.live.catalogue import TRACES, PublicTrace, fetch, find_trace, public_trace
+from actorllm.slo.live import catalogue
+from actorllm.slo.live.catalogue import TRACES, PublicTrace, fetch, find_trace, public_trace
 
 DOWNLOADED = Path(os.environ.get("ACTORLLM_TRACES", Path(__file__).parents[3] / "shared" / "traces"))
 """Large downloads may lie beside the checkout, too."""

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from actorllm.errors import ConfigError
-from actorllm.live.openai import OpenAITarget, slo_headers
-from actorllm.live.replay import replay
-from actorllm.objective import SLO, RequestClass
+from actorllm.slo.live.openai import OpenAITarget, slo_headers
+from actorllm.slo.live.replay import replay
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED
 from actorllm.slo.workload import Workload, assign_classes, fixed_lengths, make_workload
+from actorllm.types.objective import SLO, RequestClass
 
 
 class Server:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from actorllm.live.prompts import Prompts, with_lengths_scaled
+from actorllm.slo.live.prompts import Prompts, with_lengths_scaled
 from actorllm.slo.traces import SAMPLE, load_trace
 from actorllm.slo.workload import Prefixes, fixed_lengths, make_workload, poisson_arrivals, share_prefixes, synthetic
 

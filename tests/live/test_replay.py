@@ -13,10 +13,9 @@ import pytest
 
 from actorllm import AsyncLLM
 from actorllm.errors import ConfigError, RequestFailedError
-from actorllm.live.embedded import EmbeddedTarget
-from actorllm.live.replay import Call, LiveRun, Record, replay
-from actorllm.objective import SLO, RequestClass
-from actorllm.slo.cost_model import preset
+from actorllm.scheduling.cost_model import preset
+from actorllm.slo.live.embedded import EmbeddedTarget
+from actorllm.slo.live.replay import Call, LiveRun, Record, replay
 from actorllm.slo.metrics import evaluate
 from actorllm.slo.simulator import EngineShape, simulate
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED
@@ -28,6 +27,7 @@ from actorllm.slo.workload import (
     make_workload,
     share_prefixes,
 )
+from actorllm.types.objective import SLO, RequestClass
 from tests.slo.report.test_formats import BENCH_KEYS
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from actorllm.embeds import EMBEDDED, encode_rows
+from actorllm.messages.embeds import EMBEDDED, encode_rows
 from tests.model.driver import Driver
 
 PROMPT = [5, 17, 33, 2, 90, 41, 8, 8, 60, 11]

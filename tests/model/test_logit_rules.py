@@ -15,8 +15,8 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
+from actorllm.messages.logit_rules import SamplingRules
 from actorllm.model.logits import LARGEST, LogitRules, apply_masks
-from actorllm.rules import SamplingRules
 
 VOCAB = 61
 NONE = np.zeros(0, np.int32)

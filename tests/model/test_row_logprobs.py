@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from actorllm.logprobs import spans_of
+from actorllm.messages.logit_rules import SamplingRules, encode_rules
+from actorllm.messages.logprobs import spans_of
 from actorllm.model import logprobs
-from actorllm.rules import SamplingRules, encode_rules
 from tests.model.driver import Driver
 
 PROMPT = [5, 17, 33, 2, 90, 41, 8, 8, 60, 11]

@@ -26,7 +26,6 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from actorllm.embeds import EMBEDDED
 from actorllm.errors import CorruptLinkError, PeerLostError, TransportError, WouldBlock
 from actorllm.messages import (
     KINDS,
@@ -47,13 +46,14 @@ from actorllm.messages import (
     pack,
     unpack,
 )
+from actorllm.messages.embeds import EMBEDDED
+from actorllm.messages.logit_rules import SamplingRules
 from actorllm.ring import codec, layout
 from actorllm.ring.channel import Receiver, Sender
 from actorllm.ring.codec import encode
 from actorllm.ring.doorbell import Doorbell
 from actorllm.ring.ring import RingReader, RingWriter
 from actorllm.ring.segment import Segment, create_segment
-from actorllm.rules import SamplingRules
 
 EMBEDDING_BYTES = 1024
 """Of one position of a prompt, for the storyteller in float32."""

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actorllm.scheduling.admission_policy import AdmissionPolicy, Gate
 from actorllm.scheduling.admissions.credit import Credit
 from actorllm.scheduling.admissions.past_future import MIN_PAST, PastFuture, peak
 from actorllm.scheduling.admissions.ttft_reject import TtftReject
 from actorllm.scheduling.admissions.worst_case import WorstCase
-from actorllm.scheduling.gate import AdmissionPolicy, Gate
 from actorllm.scheduling.policy import load_policy
 from tests.scheduling.conftest import EOS, VOCAB, Engine, reference_stream
 

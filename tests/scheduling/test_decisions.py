@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from actorllm.messages import pack
-from actorllm.scheduling.decisions import DECIDE, TellingPolicy, ToldPolicy
-from actorllm.scheduling.guard import GuardedPolicy
 from actorllm.scheduling.policy import Admit, Decision, KeyPlanner, KeyPolicy
-from actorllm.scheduling.recording import Entry, RecordedScheduler, replay
+from actorllm.scheduling.policy_fallback import GuardedPolicy
+from actorllm.scheduling.telemetry.decisions import DECIDE, TellingPolicy, ToldPolicy
+from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler, replay
 from tests.scheduling.conftest import Engine, make_scheduler
 
 

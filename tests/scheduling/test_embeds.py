@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actorllm.embeds import EMBEDDED
 from actorllm.messages import StepFailed, StepPlan, StepResult
-from actorllm.rules import SamplingRules
-from actorllm.scheduling import payload
+from actorllm.messages.embeds import EMBEDDED
+from actorllm.messages.logit_rules import SamplingRules
+from actorllm.scheduling import message_budget
 from tests.scheduling.conftest import Engine, make_scheduler, make_submit, reference_stream
 
 ROW = 4
@@ -85,7 +85,7 @@ def test_rows_come_with_their_chunks(depth: int, num_blocks: int) -> None:
 
 
 def test_a_plan_carries_only_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload, "MAX_STEP_BYTES", 5 * ROW)
+    monkeypatch.setattr(message_budget, "MAX_STEP_BYTES", 5 * ROW)
     checking = Checking(max_num_batched_tokens=16)
     for rid, prompt in PROMPTS.items():
         checking.submit(rid, prompt, ignore_eos=True, block_hashes=np.zeros(0, np.uint8))
@@ -105,7 +105,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("wrong", "message"), BAD, ids=[message for _, message in BAD])
 def test_what_no_frontend_would_send_fails_alone(wrong: dict[str, Any], message: str) -> None:
-    """A frontend in somebody else's program may: see actors.foreign."""
+    """A frontend in somebody else's program may: see attach.validation."""
     prompt = [EMBEDDED, 5, EMBEDDED]
     good = make_submit(1, prompt, prompt_embeds=rows_of(1, prompt))
     taking = make_scheduler(embedding_bytes=ROW)

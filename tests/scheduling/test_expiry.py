@@ -11,8 +11,8 @@ import pytest
 from actorllm.messages import pack
 from actorllm.scheduling.expiry import MIN_ENTRIES
 from actorllm.scheduling.policy import load_policy
-from actorllm.scheduling.recording import RecordedScheduler, replay
 from actorllm.scheduling.scheduler import Scheduler
+from actorllm.scheduling.telemetry.recording import RecordedScheduler, replay
 
 
 def expire(engine: Any, now: float) -> list[int]:

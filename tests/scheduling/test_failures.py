@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from actorllm.messages import INVALID, StepFailed, StepPlan, StepResult
-from actorllm.scheduling.memory_backoff import STEPS_BEFORE_MORE, MemoryBackoff
 from actorllm.scheduling.policy import Admit, KeyPlanner, KeyPolicy
-from actorllm.scheduling.suspects import MAX_FAILURES
+from actorllm.supervision.blame.bisection import MAX_FAILURES
+from actorllm.supervision.blame.memory_backoff import STEPS_BEFORE_MORE, MemoryBackoff
 from tests.scheduling.conftest import Engine, ScriptedWorker, reference_stream
 
 Fault = Callable[[list[tuple[list[int], int]], int], str | None]

@@ -11,8 +11,8 @@ import pytest
 
 from actorllm.messages import StepFailed, StepResult, Submit, sequences_of
 from actorllm.scheduling.policy import Admit, KeyPlanner, KeyPolicy, load_policy
-from actorllm.scheduling.recording import Entry, RecordedScheduler, replay
 from actorllm.scheduling.sequence import State
+from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler, replay
 from tests.scheduling.conftest import SIBLING, Engine, make_scheduler, make_submit, reference_stream
 
 PROMPT = range(20, 30)  # two full blocks and two tokens

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.messages import OVERLOADED
-from actorllm.scheduling.gate import ADMISSIONS, AdmissionPolicy, Gate, load_admission, register_admission
-from actorllm.scheduling.guard import GuardedPolicy
+from actorllm.scheduling.admission_policy import ADMISSIONS, AdmissionPolicy, Gate, load_admission, register_admission
 from actorllm.scheduling.policy import Admit, Decision, KeyPlanner, KeyPolicy, load_policy
+from actorllm.scheduling.policy_fallback import GuardedPolicy
 from actorllm.scheduling.sequence import Sequence, State
+from actorllm.types.config import EngineConfig
 from tests.scheduling.conftest import SIBLING, Engine, reference_stream
 
 

@@ -12,9 +12,9 @@ from actorllm.errors import ConfigError
 from actorllm.kvcache.prefix_index import HASH_BYTES, hash_blocks
 from actorllm.messages import StepResult, pack
 from actorllm.scheduling.policy import Admit, Decision, KeyPlanner, KeyPolicy, StepDone, load_policy
-from actorllm.scheduling.recording import RecordedScheduler, replay
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import State
+from actorllm.scheduling.telemetry.recording import RecordedScheduler, replay
 from tests.scheduling.conftest import Engine
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from actorllm.messages import StepFailed
-from actorllm.scheduling.recording import RecordedScheduler, replay
+from actorllm.scheduling.telemetry.recording import RecordedScheduler, replay
 from tests.scheduling.conftest import EOS, Engine, make_scheduler, reference_stream
 
 BuildEngine = Callable[..., Engine]
@@ -117,7 +117,7 @@ def test_whoever_the_workers_die_of_fails_alone(build_engine: BuildEngine) -> No
 
 
 MAX_IN_A_ROW = 5
-"""Deaths without a token or a narrower search that end an engine (`actors.restart`)."""
+"""Deaths without a token or a narrower search that end an engine (`supervision.restart`)."""
 
 
 @pytest.mark.parametrize("num_requests", [3, 4, 6, 10])

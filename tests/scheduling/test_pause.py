@@ -10,8 +10,8 @@ import pytest
 
 from actorllm.messages import pack
 from actorllm.scheduling.policy import Decision, KeyPlanner, KeyPolicy, load_policy
-from actorllm.scheduling.recording import RecordedScheduler, replay
 from actorllm.scheduling.scheduler import Scheduler
+from actorllm.scheduling.telemetry.recording import RecordedScheduler, replay
 from tests.scheduling.conftest import Engine
 
 

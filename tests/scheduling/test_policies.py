@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.scheduling.deadlines import Deadlines, first_due, last_due
 from actorllm.scheduling.policies.cohost import Cohost
@@ -18,6 +17,7 @@ from actorllm.scheduling.policies.qoserve import QoServe
 from actorllm.scheduling.policies.vtc import Vtc
 from actorllm.scheduling.policy import POLICIES, KeyPlanner, KeyPolicy, PlanPolicy, load_policy, register_policy
 from actorllm.scheduling.step_time import CorrectedStepTime, StepTime
+from actorllm.types.config import EngineConfig
 
 BuildEngine = Callable[..., Any]
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from actorllm.messages import StepResult
-from actorllm.scheduling.gate import AdmissionPolicy, Gate
-from actorllm.scheduling.guard import GuardedPolicy, StalledPolicyError
+from actorllm.scheduling.admission_policy import AdmissionPolicy, Gate
 from actorllm.scheduling.policies.fcfs import Fcfs
 from actorllm.scheduling.policies.srpf import Srpf
 from actorllm.scheduling.policy import Admit, KeyPlanner, KeyPolicy, load_policy
-from actorllm.scheduling.policy_watch import (
+from actorllm.scheduling.policy_fallback import GuardedPolicy, StalledPolicyError
+from actorllm.scheduling.policy_monitor import (
     LONGEST_TIMER_S,
     MANY_IN_VAIN,
     MAX_IDLE_S,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from actorllm.messages import StepFailed, StepResult
-from actorllm.rules import SamplingRules
+from actorllm.messages.logit_rules import SamplingRules
 from actorllm.scheduling.policy import Decision, KeyPlanner, KeyPolicy, load_policy
 from actorllm.scheduling.sequence import State
 from tests.scheduling.conftest import Engine, reference_stream

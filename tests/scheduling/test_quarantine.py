@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from actorllm.scheduling.quarantine import Quarantine
+from actorllm.supervision.blame.worker_deaths import Quarantine
 
 
 class Court:

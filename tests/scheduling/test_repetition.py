@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actorllm.rules import SamplingRules
+from actorllm.messages.logit_rules import SamplingRules
 from actorllm.scheduling.repetition import RepetitionWatch
 from tests.scheduling.conftest import Engine, reference_stream
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actorllm.logprobs import LogprobSpan, columns_of, spans_of
 from actorllm.messages import StepFailed, StepPlan, StepResult
-from actorllm.rules import SamplingRules, decode_rules
-from actorllm.scheduling import payload
+from actorllm.messages.logit_rules import SamplingRules, decode_rules
+from actorllm.messages.logprobs import LogprobSpan, columns_of, spans_of
+from actorllm.scheduling import message_budget
 from actorllm.scheduling.results import ContradictionError
 from tests.scheduling.conftest import Engine, reference_stream
 
@@ -118,7 +118,7 @@ def test_a_failed_step_gives_its_part_again() -> None:
 
 
 def test_large_parts_of_a_prompt_come_in_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload, "MAX_CHUNK_LOGPROBS", 12)
+    monkeypatch.setattr(message_budget, "MAX_CHUNK_LOGPROBS", 12)
     reporting = Reporting()
     engine = reporting.engine
     engine.submit(1, PROMPT, rules=RULES, ignore_eos=True)
@@ -134,7 +134,7 @@ def test_large_parts_of_a_prompt_come_in_small_chunks(monkeypatch: pytest.Monkey
 
 def test_prompts_share_what_a_step_may_tell_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three values a token: the sixth token is the last that a step begins."""
-    monkeypatch.setattr(payload, "MAX_PROMPT_LOGPROBS", 16)
+    monkeypatch.setattr(message_budget, "MAX_PROMPT_LOGPROBS", 16)
     reporting = Reporting()
     engine = reporting.engine
     for rid in (1, 2, 3):
@@ -147,7 +147,7 @@ def test_prompts_share_what_a_step_may_tell_of_them(monkeypatch: pytest.MonkeyPa
 
 
 def test_too_many_log_probabilities_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload, "MAX_ROW_LOGPROBS", 50)
+    monkeypatch.setattr(message_budget, "MAX_ROW_LOGPROBS", 50)
     engine = Engine()
     rules = SamplingRules(num_logprobs=40).to_fields()
     for rid in (1, 2):
@@ -166,7 +166,7 @@ def test_too_many_log_probabilities_wait_for_one_another(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_plan_carries_only_so_much_of_new_rows(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     """Tokens and rules count; who alone is too much is let in alone, and siblings that find no room wait for the next plan."""
-    monkeypatch.setattr(payload, "MAX_NEW_BYTES", 4 * 40)
+    monkeypatch.setattr(message_budget, "MAX_NEW_BYTES", 4 * 40)
     engine = Engine(max_num_seqs=12, num_blocks=80, max_num_batched_tokens=64)
     lists: dict[str, Any] = {
         "bias_ids": (1, 2),

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 from actorllm.kvcache.block_pool import BlockPool
 from actorllm.kvcache.manager import KVCacheManager
 from actorllm.messages import I32, StepFailed, StepPlan
-from actorllm.rules import SamplingRules
+from actorllm.messages.logit_rules import SamplingRules
 from actorllm.scheduling.batch import Batch
 from actorllm.scheduling.followers import Followers
 from actorllm.scheduling.forks import Forks

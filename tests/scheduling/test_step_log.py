@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from actorllm.scheduling.batch import Batch
 from actorllm.scheduling.ledger import StepRecord
-from actorllm.scheduling.step_log import FOLD, KEPT, STEP_BOUNDS, StepLog
+from actorllm.scheduling.telemetry.step_history import FOLD, KEPT, STEP_BOUNDS, StepLog
 
 ROWS = Batch(1).select([])
 

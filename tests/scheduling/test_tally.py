@@ -10,7 +10,7 @@ import pytest
 from actorllm.messages import DEADLINE_PASSED, Submit
 from actorllm.scheduling.events import End
 from actorllm.scheduling.sequence import Sequence
-from actorllm.scheduling.tally import BOUNDS, FOLD, Tally
+from actorllm.scheduling.telemetry.request_counters import BOUNDS, FOLD, Tally
 from tests.scheduling.conftest import Engine
 
 

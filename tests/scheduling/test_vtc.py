@@ -12,8 +12,8 @@ import numpy as np
 from actorllm.messages import pack
 from actorllm.scheduling.policies.vtc import Vtc
 from actorllm.scheduling.policy import KeyPlanner, StepDone
-from actorllm.scheduling.recording import RecordedScheduler, replay
 from actorllm.scheduling.scheduler import Scheduler
+from actorllm.scheduling.telemetry.recording import RecordedScheduler, replay
 
 BuildEngine = Callable[..., Any]
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from actorllm.errors import ConfigError
+from actorllm.scheduling.cost_model import LinearModel, Regime, fit
 from actorllm.scheduling.policy import PlanPolicy, load_policy
-from actorllm.scheduling.recording import Entry, RecordedScheduler
 from actorllm.scheduling.scheduler import Scheduler
+from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler
 from actorllm.slo.calibration import fit_to_run, nelder_mead, steps_of
-from actorllm.slo.cost_model import LinearModel, Regime, fit
 from actorllm.slo.simulator import EngineShape, simulate
 from actorllm.slo.timeline import timeline_of_streams
 from actorllm.slo.workload import gamma_arrivals, lognormal_lengths, make_workload

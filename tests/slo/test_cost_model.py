@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from actorllm.errors import ConfigError
-from actorllm.objective import SLO, RequestClass
-from actorllm.slo.cost_model import (
+from actorllm.scheduling.cost_model import (
     Fit,
     LinearModel,
     Regime,
@@ -20,10 +19,11 @@ from actorllm.slo.cost_model import (
     nonnegative_least_squares,
     preset,
     to_json,
-    unattainable,
 )
 from actorllm.slo.parity import parity_text
+from actorllm.slo.unattainable import unattainable
 from actorllm.slo.workload import assign_classes, fixed_lengths, make_workload
+from actorllm.types.objective import SLO, RequestClass
 
 
 def test_the_published_coefficients_are_what_was_published() -> None:

@@ -13,15 +13,15 @@ import pytest
 
 from actorllm.errors import ConfigError
 from actorllm.messages import Submit
-from actorllm.objective import SLO, RequestClass
+from actorllm.scheduling.cost_model import LinearModel, Regime, preset
 from actorllm.scheduling.policy import Admit, KeyPlanner, KeyPolicy, PlanPolicy, View, load_policy
-from actorllm.scheduling.recording import Entry, RecordedScheduler
 from actorllm.scheduling.sequence import Sequence
-from actorllm.slo.cost_model import LinearModel, Regime, preset
+from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler
 from actorllm.slo.explanation import Explanation, chosen_request, explain, worst_request
 from actorllm.slo.journal import Journal, run_of_recording
 from actorllm.slo.simulator import EngineShape, Run, simulate
 from actorllm.slo.workload import Workload, assign_classes, make_workload, synthetic
+from actorllm.types.objective import SLO, RequestClass
 
 SHAPE = EngineShape(
     num_blocks=128, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=2048, depth=1, enable_prefix_caching=False

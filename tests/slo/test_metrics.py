@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 
-from actorllm.objective import SLO, RequestClass
 from actorllm.slo.metrics import (
     evaluate,
     fluidity,
@@ -18,8 +17,9 @@ from actorllm.slo.metrics import (
     overrun,
     percentiles,
 )
-from actorllm.slo.promises import Promises
+from actorllm.slo.objectives import Promises
 from actorllm.slo.timeline import ABORTED, FINISHED, UNFINISHED, RunTimeline, timeline_of_streams
+from actorllm.types.objective import SLO, RequestClass
 
 
 def make_timeline() -> RunTimeline:

@@ -12,16 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.messages import StepPlan, StepResult, Submit, pack
-from actorllm.objective import SLO, RequestClass
+from actorllm.scheduling.cost_model import LinearModel, Regime, preset
 from actorllm.scheduling.policy import Admit, KeyPlanner, KeyPolicy, PlanPolicy, load_policy
-from actorllm.scheduling.recording import Entry, RecordedScheduler, replay
 from actorllm.scheduling.scheduler import Scheduler
-from actorllm.slo.cost_model import LinearModel, Regime, preset
+from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler, replay
 from actorllm.slo.explanation import worst_request
-from actorllm.slo.promises import Promises
+from actorllm.slo.objectives import Promises
 from actorllm.slo.routing import ROUTERS, LeastLoad, ReplicaView, RoundRobin, make_router
 from actorllm.slo.simulator import EngineShape, Run, rerun, simulate
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline
@@ -36,6 +34,8 @@ from actorllm.slo.workload import (
     sample,
     share_prefixes,
 )
+from actorllm.types.config import EngineConfig
+from actorllm.types.objective import SLO, RequestClass
 
 SHAPE = EngineShape(num_blocks=400, max_num_seqs=32, max_num_batched_tokens=256, max_model_len=2048)
 

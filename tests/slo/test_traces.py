@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from actorllm.errors import ConfigError, InvalidParameterError
-from actorllm.objective import SLO, RequestClass
 from actorllm.slo.traces import SAMPLE, load_trace, write_trace
 from actorllm.slo.workload import Workload, assign_classes, parse_mix, sample
+from actorllm.types.objective import SLO, RequestClass
 
 
 def write(folder: Path, text: str) -> Path:

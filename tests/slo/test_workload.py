@@ -11,7 +11,6 @@ import pytest
 
 from actorllm.errors import InvalidParameterError
 from actorllm.kvcache.prefix_index import HASH_BYTES
-from actorllm.objective import SLO, RequestClass
 from actorllm.slo.workload import (
     Workload,
     assign_classes,
@@ -28,6 +27,7 @@ from actorllm.slo.workload import (
     share_prefixes,
     synthetic,
 )
+from actorllm.types.objective import SLO, RequestClass
 
 
 def of(arrivals: Any) -> Workload:

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from actorllm.logprobs import LogprobSpan
 from actorllm.messages import I32, U32
+from actorllm.messages.logprobs import LogprobSpan
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.collectives import Collectives
 from actorllm.model.cuda.device import ALIGNMENT, Device

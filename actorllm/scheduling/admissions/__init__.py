@@ -1,1 +1,1 @@
-"""Built-in admission policies, one file each; `scheduling.gate` has their names."""
+"""Built-in admission policies, one file each; `scheduling.admission_policy` has their names."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from actorllm.scheduling.gate import AdmissionPolicy
+from actorllm.scheduling.admission_policy import AdmissionPolicy
 from actorllm.scheduling.policy import Admit, StepDone, View
 from actorllm.scheduling.sequence import Sequence
 from actorllm.scheduling.step_time import Pace, Predicts

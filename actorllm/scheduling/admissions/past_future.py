@@ -17,7 +17,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from actorllm.scheduling.gate import AdmissionPolicy
+from actorllm.scheduling.admission_policy import AdmissionPolicy
 from actorllm.scheduling.policy import Admit, View
 from actorllm.scheduling.sequence import Sequence
 

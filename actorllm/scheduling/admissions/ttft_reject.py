@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 
-from actorllm.scheduling.gate import AdmissionPolicy
+from actorllm.scheduling.admission_policy import AdmissionPolicy
 from actorllm.scheduling.policy import Admit, StepDone, View
 from actorllm.scheduling.sequence import Sequence, State
 from actorllm.scheduling.step_time import Pace, Predicts

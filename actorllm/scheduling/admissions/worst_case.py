@@ -6,7 +6,7 @@ shorter than `max_tokens` would have needed stays empty.
 
 from __future__ import annotations
 
-from actorllm.scheduling.gate import AdmissionPolicy
+from actorllm.scheduling.admission_policy import AdmissionPolicy
 from actorllm.scheduling.policy import Admit, View
 from actorllm.scheduling.sequence import Sequence
 

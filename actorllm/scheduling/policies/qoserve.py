@@ -6,7 +6,7 @@
     relegation  who cannot keep the promise any more, and holds no KV, goes behind everybody who can
 
 Knobs are class attributes, to be changed in a subclass; each of the three can be switched off. The published policy has
-anchor "slo", which is right for readers and wrong for the mean gap (`actorllm.objective`): with "first" it serves both.
+anchor "slo", which is right for readers and wrong for the mean gap (`actorllm.types.objective`): with "first" it serves both.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.messages import F64
-from actorllm.objective import Reading
 from actorllm.slo.workload import seed_stream
+from actorllm.types.objective import Reading
 
 Who = Literal["worst", "overall"]
 WHO: tuple[Who, ...] = ("worst", "overall")

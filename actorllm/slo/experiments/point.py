@@ -24,11 +24,10 @@ from typing import Any
 import numpy as np
 
 from actorllm.errors import ConfigError, nearest_name
-from actorllm.objective import RequestClass
-from actorllm.scheduling.gate import ADMISSIONS, Gate, load_admission
+from actorllm.scheduling.admission_policy import ADMISSIONS, Gate, load_admission
+from actorllm.scheduling.cost_model import PRESETS, StepModel, load_model
 from actorllm.scheduling.policy import KeyPlanner, KeyPolicy, PlanPolicy, load_policy, policy_path
 from actorllm.scheduling.scheduler import Scheduler
-from actorllm.slo.cost_model import PRESETS, StepModel, load_model
 from actorllm.slo.journal import Journal
 from actorllm.slo.routing import ROUTERS
 from actorllm.slo.simulator import EngineShape, Run, simulate
@@ -45,6 +44,7 @@ from actorllm.slo.workload import (
     seed_stream,
     synthetic,
 )
+from actorllm.types.objective import RequestClass
 
 FORMAT = 2
 """Of a point's key: changes when the same values come to mean something else."""

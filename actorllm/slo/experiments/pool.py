@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from actorllm.errors import ActorLLMError, ConfigError
-from actorllm.scheduling.gate import ADMISSIONS
+from actorllm.scheduling.admission_policy import ADMISSIONS
 from actorllm.scheduling.policy import POLICIES, policy_path
 from actorllm.slo.experiments.point import Point
 from actorllm.slo.experiments.record import record_of

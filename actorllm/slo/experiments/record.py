@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actorllm.objective import READINGS
 from actorllm.slo.experiments.point import Point, code_digest
 from actorllm.slo.experiments.stationarity import judge
 from actorllm.slo.metrics import evaluate, good
 from actorllm.slo.simulator import Run
 from actorllm.slo.timeline import RunTimeline
 from actorllm.slo.workload import Workload
+from actorllm.types.objective import READINGS
 
 NUM_BLOCKS = 20
 """Of consecutive requests, in which good ones are counted."""

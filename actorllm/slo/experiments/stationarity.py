@@ -21,9 +21,9 @@ from typing import Any, Literal
 import numpy as np
 
 from actorllm.messages import F64
-from actorllm.objective import RequestClass
-from actorllm.slo.promises import Promises
+from actorllm.slo.objectives import Promises
 from actorllm.slo.timeline import RunTimeline
+from actorllm.types.objective import RequestClass
 
 Verdict = Literal["stationary", "growing", "short"]
 NUM_BATCHES = 25

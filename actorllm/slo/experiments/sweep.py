@@ -22,7 +22,6 @@ import numpy as np
 
 from actorllm.errors import ConfigError
 from actorllm.messages import F64
-from actorllm.objective import READINGS, Reading
 from actorllm.slo.experiments.bands import (
     WHO,
     Band,
@@ -39,6 +38,7 @@ from actorllm.slo.experiments.pool import PointError, Pool
 from actorllm.slo.experiments.search import FIRST_STRIDE, Ladder, search
 from actorllm.slo.experiments.stamp import stamp
 from actorllm.slo.experiments.store import Store
+from actorllm.types.objective import READINGS, Reading
 
 Record = dict[str, Any]
 TARGETS = (0.99, 0.9, 0.5)

@@ -11,7 +11,7 @@ import signal
 import sys
 from typing import Any
 
-from actorllm.scheduling.gate import register_admission
+from actorllm.scheduling.admission_policy import register_admission
 from actorllm.scheduling.policy import register_policy
 from actorllm.slo.experiments.point import Point
 from actorllm.slo.experiments.pool import told

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from actorllm.messages import F64
-from actorllm.objective import READINGS, SLO
 from actorllm.scheduling.sequence import Key
 from actorllm.slo.experiments.sweep import Results
 from actorllm.slo.journal import Journal, StepTable
 from actorllm.slo.metrics import bench_setting, good, max_concurrent, max_tokens_per_second
 from actorllm.slo.timeline import OUTCOMES, RunTimeline
 from actorllm.slo.workload import Workload
+from actorllm.types.objective import READINGS, SLO
 
 MAX_TRACED = 5000
 """Requests in a trace: more than that no viewer shows in a way that helps."""

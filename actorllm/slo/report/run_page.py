@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.messages import F64
-from actorllm.objective import READINGS, SLO, Reading, RequestClass
-from actorllm.slo.cost_model import StepModel
+from actorllm.scheduling.cost_model import StepModel
 from actorllm.slo.experiments.record import OUTPUT_EDGES, PROMPT_EDGES, figures_of
 from actorllm.slo.experiments.stationarity import backlog
 from actorllm.slo.fairness import Fairness, fairness_of
@@ -22,6 +21,7 @@ from actorllm.slo.report.charts import Series, heat, legend, lines, number, over
 from actorllm.slo.report.page import Section, figure, grid, page, table
 from actorllm.slo.timeline import RunTimeline
 from actorllm.slo.workload import Workload
+from actorllm.types.objective import READINGS, SLO, Reading, RequestClass
 
 NUM_BINS = 220
 READS = {"tpot": "mean gap", "deadline": "due dates"}

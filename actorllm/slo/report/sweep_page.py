@@ -11,8 +11,7 @@ import numpy as np
 from markupsafe import Markup
 
 from actorllm.errors import ConfigError
-from actorllm.objective import READINGS, Reading
-from actorllm.slo.cost_model import load_model
+from actorllm.scheduling.cost_model import load_model
 from actorllm.slo.experiments.bands import WHO, Band, Who
 from actorllm.slo.experiments.point import Point, watched_run
 from actorllm.slo.experiments.sweep import TARGETS, MaxRate, Results, ratio_band
@@ -32,6 +31,7 @@ from actorllm.slo.report.run_page import (
     timelines,
 )
 from actorllm.slo.workload import parse_mix
+from actorllm.types.objective import READINGS, Reading
 
 MARKS = {"stationary": "●", "growing": "▲", "short": "○"}
 MAX_RUN = 20_000

@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 import pytest
 
-import actorllm.engine
+import actorllm.client.engine
 from actorllm import AsyncLLM, SamplingParams
 from actorllm.actors.topology import Topology, engine_topology
 from tests.model.cuda.test_pipeline import ARGUMENTS
@@ -74,7 +74,7 @@ async def tell(llm: AsyncLLM, victims: tuple[str, ...] = ()) -> list[list[int]]:
 async def test_streams_go_on_over_deaths(make_llm: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the scheduler, whose steps the worker still computes, and of the worker, which learns everything again."""
     expected = await tell(make_llm())
-    monkeypatch.setattr(actorllm.engine, "engine_topology", lambda config: on_the_host(engine_topology(config)))
+    monkeypatch.setattr(actorllm.client.engine, "engine_topology", lambda config: on_the_host(engine_topology(config)))
     llm = make_llm(topology="process")
     await llm.start()
     assert await tell(llm, ("scheduler",)) == expected

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-import actorllm.engine
+import actorllm.client.engine
 from actorllm import LLM, AsyncLLM, SamplingParams
 from actorllm.actors.topology import engine_topology
 from actorllm.actors.worker import WorkerActor
-from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, UnsupportedModelError
 from actorllm.model.cuda import collectives
 from actorllm.model.cuda.device import HostDevice
 from actorllm.model.cuda.runner import CudaRunner
+from actorllm.types.config import EngineConfig
 from tests.model.cuda.conftest import config_of
 from tests.model.cuda.test_pipeline import ARGUMENTS, generate, load
 from tests.model.cuda.test_processes import on_the_host, tell
@@ -96,7 +96,7 @@ def test_streams_are_those_of_one_rank_and_of_the_cpu(
     with monkeypatch.context() as patch:
         patch.setattr(WorkerActor, "_load", load)
         assert both(LLM(path, **(ARGUMENTS | few))) == expected
-    monkeypatch.setattr(actorllm.engine, "engine_topology", lambda config: on_the_host(engine_topology(config)))
+    monkeypatch.setattr(actorllm.client.engine, "engine_topology", lambda config: on_the_host(engine_topology(config)))
     few = {"kv_cache_memory_bytes": 5 * BLOCK // 2}
     assert both(LLM(path, **(ARGUMENTS | few | {"topology": "process", "tensor_parallel_size": 2}))) == expected
 
@@ -110,7 +110,7 @@ async def test_streams_of_two_ranks_go_on_over_deaths(
     alone = AsyncLLM(path, **ARGUMENTS)
     expected = await tell(alone)
     alone.shutdown()
-    monkeypatch.setattr(actorllm.engine, "engine_topology", lambda config: on_the_host(engine_topology(config)))
+    monkeypatch.setattr(actorllm.client.engine, "engine_topology", lambda config: on_the_host(engine_topology(config)))
     llm = AsyncLLM(path, **(ARGUMENTS | {"topology": "process", "tensor_parallel_size": 2}))
     try:
         await llm.start()

@@ -13,13 +13,13 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
+from actorllm.messages.logit_rules import SamplingRules, encode_rules
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.collectives import Collectives
 from actorllm.model.cuda.device import ALIGNMENT, Download, HostDownload
 from actorllm.model.cuda.rehearsal import MetaDevice
 from actorllm.model.cuda.runner import CudaRunner
 from actorllm.model.parallel import Ranks
-from actorllm.rules import SamplingRules, encode_rules
 from actorllm_kernels import configs, resources
 from actorllm_kernels.resources import Launch, recording
 from tests.model.cuda.conftest import config_of

@@ -14,10 +14,10 @@ import torch
 
 from actorllm.errors import ConfigError, EngineError
 from actorllm.messages import POOLING_CODES, LateInputs, StepPlan
+from actorllm.messages.logit_rules import SamplingRules, encode_rules
 from actorllm.model.cuda.device import HostDevice
 from actorllm.model.cuda.graphs import MAX_MISSES, Part
 from actorllm.model.cuda.runner import GRAPH_BYTES, CudaRunner
-from actorllm.rules import SamplingRules, encode_rules
 from tests.model.cuda.twins import Twins, prompt
 from tests.model.driver import int32
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from actorllm.logprobs import spans_of
 from actorllm.messages import LateInputs, StepResult
+from actorllm.messages.logprobs import spans_of
 from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.cuda.runner import CudaRunner
 from tests.model.driver import Driver

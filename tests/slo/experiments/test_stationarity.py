@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from actorllm.objective import SLO, RequestClass
 from actorllm.slo.experiments.stationarity import backlog, judge
-from actorllm.slo.promises import Promises
+from actorllm.slo.objectives import Promises
 from actorllm.slo.timeline import RunTimeline, timeline_of_streams
+from actorllm.types.objective import SLO, RequestClass
 
 
 def one_server(utilization: float, num: int, seed: int, *, cv: float = 1.0) -> RunTimeline:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from actorllm.errors import ConfigError
-from actorllm.scheduling.gate import ADMISSIONS, AdmissionPolicy, Gate, register_admission
+from actorllm.scheduling.admission_policy import ADMISSIONS, AdmissionPolicy, Gate, register_admission
 from actorllm.scheduling.policies.edf import Edf
 from actorllm.scheduling.policy import Admit, KeyPlanner, KeyPolicy, View
 from actorllm.scheduling.sequence import Sequence

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actorllm.objective import SLO, RequestClass
-from actorllm.slo.cost_model import LinearModel, Regime
+from actorllm.scheduling.cost_model import LinearModel, Regime
 from actorllm.slo.experiments import Scenario, Sweep, Variant
 from actorllm.slo.experiments.record import figures_of
 from actorllm.slo.fairness import fairness_of
@@ -22,6 +21,7 @@ from actorllm.slo.report.formats import late_tokens
 from actorllm.slo.simulator import EngineShape, Run, simulate
 from actorllm.slo.timeline import timeline_of_streams
 from actorllm.slo.workload import assign_classes, make_workload
+from actorllm.types.objective import SLO, RequestClass
 
 BENCH_KEYS = {
     "duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput",

@@ -10,8 +10,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from actorllm.objective import SLO, RequestClass
-from actorllm.slo.cost_model import preset
+from actorllm.scheduling.cost_model import preset
 from actorllm.slo.experiments import Point, Results, Scenario, Sweep, Variant
 from actorllm.slo.experiments.point import watched_run
 from actorllm.slo.experiments.stamp import stamp
@@ -19,6 +18,7 @@ from actorllm.slo.report import run_page, sweep_page
 from actorllm.slo.report.charts import Series, lines, ticks
 from actorllm.slo.timeline import timeline_of_streams
 from actorllm.slo.workload import assign_classes, fixed_lengths, make_workload
+from actorllm.types.objective import SLO, RequestClass
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
 

@@ -1,0 +1,1 @@
+"""What applications import: the front doors and the searches above them."""

@@ -1,0 +1,550 @@
+"""`AsyncLLM`: the engine for async applications, and `AsyncLLMEngine`, its older name."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Self
+
+from actorllm.actors.engine_thread import STOP_TIMEOUT_S, HostLoop
+from actorllm.api.beam_search import BeamSearch, BeamSearchParams, end_ids, step_params
+from actorllm.api.engine_args import EngineArgs, check_idle_arguments
+from actorllm.attach.engine import AttachedEngine
+from actorllm.client.engine import Engine
+from actorllm.client.pooling_stream import PoolingStream
+from actorllm.client.stream import RequestStream, TextStream
+from actorllm.client.tokenization import Prompt, as_batch
+from actorllm.errors import EngineDeadError, EngineError, InvalidParameterError, RequestError, nearest_name
+from actorllm.scheduling.pause import PAUSE_MODES, PauseMode
+from actorllm.supervision.health import EngineHealth
+from actorllm.text.chat import ContentFormat, Conversation, Message
+from actorllm.types.config import EngineConfig, ModelConfig
+from actorllm.types.objective import SLO
+from actorllm.types.pooling_outputs import (
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+    paired,
+    scored,
+)
+from actorllm.types.request import PoolingParams, RequestOutput, RequestOutputKind, SamplingParams
+
+
+class AsyncLLM:
+    """An engine to stream from with `async for`.
+
+    The constructor checks the arguments and the model's configuration; processes are started by the first request, by
+    `start`, or by `async with`. `shutdown` is synchronous; without it the engine stops when this object is dropped and no
+    stream of it is open, at the latest at interpreter exit. Usable from several event loops (asyncio, uvloop, trio), one
+    after the other or at once.
+
+    Arguments: see `actorllm.types.config.ARGUMENTS`; named and defaulted as in vLLM where both have them.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], **arguments: Any) -> None:
+        self._adopt(Engine(EngineConfig.from_arguments(model, **arguments)))
+
+    def _adopt(self, engine: Engine) -> None:
+        self._engine = engine
+        self._hold = engine.new_hold()
+
+    @classmethod
+    def attach(cls, name: str) -> AsyncLLM:
+        """Join the engine that another process of this user has given this name.
+
+        It behaves as one of this process: requests, aborts, statistics. `shutdown`, or the end of this process, ends the
+        requests of this process and leaves the engine running; the end of the engine ends the open streams with
+        EngineDeadError (EngineShutdownError if it was orderly). Waits for one short answer of the engine; joins with the
+        first request, with `start` or with `async with`. Raises EngineNotFoundError (which lists the running ones),
+        AttachError (another version or user), EngineShutdownError or EngineDeadError.
+        """
+        llm = cls.__new__(cls)
+        llm._adopt(AttachedEngine(name))
+        return llm
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: object = None,
+        stat_loggers: object = None,
+    ) -> Self:
+        """As in vLLM, but lazy as the constructor. The last two are not looked at: nothing is reported or logged."""
+        return cls.from_vllm_config(engine_args.create_engine_config())
+
+    @classmethod
+    def from_vllm_config(
+        cls,
+        vllm_config: EngineConfig,
+        start_engine_loop: bool = True,
+        usage_context: object = None,
+        stat_loggers: object = None,
+        enable_log_requests: bool = False,
+        aggregate_engine_logging: bool = False,
+        disable_log_stats: bool = False,
+        client_addresses: None = None,
+        client_count: int = 1,
+        client_index: int = 0,
+    ) -> Self:
+        """From what `EngineArgs.create_engine_config` returned. The others are taken where they ask for nothing."""
+        check_idle_arguments(
+            enable_log_requests=enable_log_requests,
+            aggregate_engine_logging=aggregate_engine_logging,
+            disable_log_stats=disable_log_stats,
+            client_addresses=client_addresses,
+            client_count=client_count,
+            client_index=client_index,
+        )
+        engine = cls.__new__(cls)
+        engine._adopt(Engine(vllm_config))
+        return engine
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration; complete (number of KV blocks) once the engine has started."""
+        return self._engine.config
+
+    async def start(self) -> None:
+        """Start the engine now instead of at the first request. Raises what made the start fail.
+
+        Cancelled, it stops what it has begun, unless somebody else waits for it; the engine can be started again.
+        """
+        started = self._engine.start_in_background()
+        try:
+            await HostLoop.current().result_of(started)
+        except BaseException:
+            if started.cancelled() or not started.done():
+                await _in_thread(partial(self._engine.give_up_start, started))
+            raise
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        slo: SLO | float | None = None,
+        is_latency_sensitive: bool = False,
+        type_info: str | None = None,
+        tenant: str | None = None,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        **vllm_arguments: Any,
+    ) -> RequestStream:
+        """Stream the outputs of a prompt: text, token ids, or a mapping as in vLLM.
+
+        Without sampling_params it gets `get_default_sampling_params`. What each output repeats is
+        `sampling_params.output_kind`. slo, is_latency_sensitive, type_info and tenant are carried for scheduling policies.
+        timeout (seconds from now) or deadline (monotonic seconds): a request that has not ended by then is ended within a
+        step, wherever it is; its last output has what there is, with finish_reason "abort" and stop_reason "deadline".
+        tokenization_kwargs: truncate_prompt_tokens and add_special_tokens. Raises at once
+        what can be told at once (parameters, a duplicate id, an engine that is gone); an impossible prompt is raised by the
+        stream. Further arguments of vLLM (lora_request, trace_headers ...) are accepted at their defaults.
+        """
+        return self._engine.submit(
+            prompt,
+            sampling_params,
+            request_id,
+            priority=priority,
+            slo=slo,
+            is_latency_sensitive=is_latency_sensitive,
+            type_info=type_info,
+            tenant=tenant,
+            deadline=deadline,
+            timeout=timeout,
+            tokenization_kwargs=tokenization_kwargs,
+            **vllm_arguments,
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        chat_template: str | None = None,
+        chat_template_content_format: ContentFormat = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **extras: Any,
+    ) -> RequestStream:
+        """Stream the answer to a conversation, a list of mappings with 'role' and 'content'.
+
+        The model's chat template makes the prompt of it, off this loop; the arguments about it are vLLM's, and described
+        as the fields of `actorllm.text.chat.Conversation`. extras, and everything else: as in `generate`.
+        """
+        conversation = Conversation.of(
+            messages,
+            chat_template=chat_template,
+            chat_template_content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self.generate(conversation, sampling_params, request_id, **extras)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without sampling_params get: what the model's generation_config.json recommends."""
+        return self._engine.default_sampling_params()
+
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        arrival_time: float | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: None = None,
+        priority: int = 0,
+        data_parallel_rank: None = None,
+        session_id: None = None,
+        prompt_text: None = None,
+        reasoning_ended: None = None,
+        reasoning_parser_kwargs: None = None,
+        kv_hints: None = None,
+        **extras: Any,
+    ) -> RequestStream | PoolingStream:
+        """As `generate`, or with PoolingParams as `encode`, with the arguments of vLLM's in their order.
+
+        arrival_time: epoch seconds; None: now. extras: as in `generate`.
+        """
+        if isinstance(params, PoolingParams):
+            idle = {"session_id": session_id, "prompt_text": prompt_text, "kv_hints": kv_hints}
+            return self._engine.encode(
+                prompt,
+                params,
+                request_id,
+                arrival_time=arrival_time,
+                priority=priority,
+                tokenization_kwargs=tokenization_kwargs,
+                vllm_arguments={
+                    **idle,
+                    "lora_request": lora_request,
+                    "trace_headers": trace_headers,
+                    "data_parallel_rank": data_parallel_rank,
+                    "reasoning_ended": reasoning_ended,
+                    "reasoning_parser_kwargs": reasoning_parser_kwargs,
+                },
+                **extras,
+            )
+        return self.generate(
+            prompt,
+            params,
+            request_id,
+            arrival_time=arrival_time,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            trace_headers=trace_headers,
+            priority=priority,
+            data_parallel_rank=data_parallel_rank,
+            session_id=session_id,
+            prompt_text=prompt_text,
+            reasoning_ended=reasoning_ended,
+            reasoning_parser_kwargs=reasoning_parser_kwargs,
+            kv_hints=kv_hints,
+            **extras,
+        )
+
+    def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        lora_request: None = None,
+        trace_headers: None = None,
+        priority: int = 0,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        reasoning_ended: None = None,
+        **extras: Any,
+    ) -> PoolingStream:
+        """A vector of a prompt, as the one output of a stream. The engine must pool (runner="pooling").
+
+        tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens. extras: as in `generate`; a
+        request that has been aborted, or whose deadline has passed, has an output without a vector, with its `error`.
+        """
+        idle = {"lora_request": lora_request, "trace_headers": trace_headers, "reasoning_ended": reasoning_ended}
+        return self._engine.encode(
+            prompt,
+            pooling_params,
+            request_id,
+            priority=priority,
+            tokenization_kwargs=tokenization_kwargs,
+            vllm_arguments=idle,
+            **extras,
+        )
+
+    async def embed(
+        self, prompt: Prompt, pooling_params: PoolingParams | None = None, **extras: Any
+    ) -> EmbeddingRequestOutput:
+        """The vector of a prompt as a list of floats. extras: as in `encode`."""
+        (output,) = await self._pool([prompt], pooling_params, extras)
+        return EmbeddingRequestOutput.from_base(output)
+
+    async def score(
+        self,
+        data_1: Prompt | Sequence[Prompt],
+        data_2: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        **extras: Any,
+    ) -> list[ScoringRequestOutput]:
+        """How alike texts are, by the cosine of their vectors: one text and all of data_2, or each of data_1 with its own.
+
+        extras: as in `encode`, for all of the texts.
+        """
+        first, second = as_batch(data_1), as_batch(data_2)
+        paired(len(first), len(second))
+        outputs = await self._pool([*first, *second], pooling_params, extras)
+        return scored(outputs[: len(first)], outputs[len(first) :], self._engine.prompts.pad_token_id)
+
+    async def _pool(
+        self, prompts: Sequence[Prompt], pooling_params: PoolingParams | None, extras: dict[str, Any]
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        streams: list[PoolingStream] = []
+        try:
+            for prompt in prompts:
+                streams.append(self.encode(prompt, pooling_params, **extras))  # noqa: PERF401 - those before one that is refused
+            return [await anext(stream) for stream in streams]
+        finally:
+            for stream in streams:
+                stream.abort()
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **extras: Any) -> TextStream:
+        """Just the new text, piece by piece. extras: as in `generate`. Raises InvalidParameterError when n > 1."""
+        if isinstance(sampling_params, SamplingParams) and sampling_params.n != 1:
+            raise InvalidParameterError(
+                f"stream() gives the text of one sequence; use generate() for n={sampling_params.n}"
+            )
+        return TextStream(self.generate(prompt, self._with_kind(sampling_params, RequestOutputKind.DELTA), **extras))
+
+    async def complete(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **extras: Any
+    ) -> RequestOutput:
+        """Just the end: one output with everything. extras: as in `generate`."""
+        params = self._with_kind(sampling_params, RequestOutputKind.FINAL_ONLY)
+        final: RequestOutput | None = None
+        async with self.generate(prompt, params, **extras) as outputs:
+            async for output in outputs:
+                final = output
+        if final is None:
+            raise RequestError("the request ended without an output")
+        return final
+
+    def _with_kind(self, params: SamplingParams | None, kind: RequestOutputKind) -> SamplingParams:
+        params = self.get_default_sampling_params() if params is None else copy.copy(params)
+        if isinstance(params, SamplingParams):  # what is none is refused when it is submitted
+            params.output_kind = kind
+        return params
+
+    async def beam_search(
+        self, prompt: Prompt, request_id: str | None = None, params: BeamSearchParams | None = None, **extras: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """The `beam_width` most likely continuations, best first, as the completions of one output.
+
+        It ends at the tokenizer's end-of-text only, as in vLLM. extras: as in `generate`, for the requests that it is made
+        of. Leaving it ends them.
+        """
+        from anyio import to_thread
+
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidParameterError(f"params must be BeamSearchParams, not {type(params).__name__}")
+        one_token = self._with_kind(step_params(params), RequestOutputKind.FINAL_ONLY)
+        engine, model = self._engine, self._engine.config.model
+        tokenized = await to_thread.run_sync(engine.prompts.tokenize, prompt)
+        search = BeamSearch(tokenized.ids.tolist(), params, end_ids(engine), model.max_model_len)
+        while not search.is_over:
+            streams = [self.generate(tokenized.continued(beam.tokens), one_token, **extras) for beam in search.beams]
+            search.advance([await anext(stream) for stream in streams])
+        decode = engine.prompts.tokenizer.decode if model.tokenizer is not None else (lambda _, **__: "")
+        yield search.output(request_id or engine.new_request_id(), tokenized.text, decode)
+
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """End requests by id; each delivers a final output with finish_reason 'abort'. Unknown ids are ignored.
+
+        internal: whether the ids are the engine's own, in vLLM; a request has only one here.
+        """
+        self._engine.abort(request_id)
+
+    async def stats(self) -> dict[str, Any]:
+        """What every part of the engine counts: requests, steps, tokens, KV cache, links, workers.
+
+        Starts nothing: of an engine that nobody has started yet, "scheduler" and "workers" are None. Workers answer
+        between two steps, so this waits for the one in flight.
+        """
+        host = HostLoop.current()
+        if self._engine.is_new:
+            return {**self._engine.statistics(), "scheduler": None, "workers": None}
+        await self.start()
+        scheduler = await host.result_of(self._engine.ask_scheduler("statistics"))
+        workers = await host.result_of(self._engine.ask_scheduler("worker_statistics", timeout=math.inf))
+        return {**self._engine.statistics(), "scheduler": scheduler, "workers": workers}
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget all cached KV, for instance because the weights have changed. Starts nothing.
+
+        Requests that run keep their own KV and leave none behind; reset_running_requests computes theirs again, too.
+        reset_connector: refused unless False; there is no KV outside of the engine.
+        """
+        check_idle_arguments(reset_connector=reset_connector)
+        if self._engine.is_new:
+            return True
+        asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
+        return bool(await HostLoop.current().result_of(asked))
+
+    async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        """Start no request until `resume_generation`; returns when nothing is going on any more (to change weights).
+
+        Requests are taken meanwhile, and wait. Those from before: "abort" ends them, each with a final output; "wait"
+        lets those that have started finish; "keep" leaves them where they are. clear_cache: all KV is forgotten, and
+        what "keep" left is computed again from its tokens.
+        """
+        if mode not in PAUSE_MODES:
+            raise InvalidParameterError(
+                f"mode={mode!r} must be one of {', '.join(map(repr, PAUSE_MODES))}{nearest_name(str(mode), PAUSE_MODES)}"
+            )
+        await self.start()
+        await HostLoop.current().result_of(self._engine.all_handed_over())
+        asked = self._engine.ask_scheduler("pause_generation", timeout=math.inf, mode=mode, clear_cache=clear_cache)
+        await HostLoop.current().result_of(asked)
+
+    async def resume_generation(self) -> None:
+        """Go on after `pause_generation`; nothing happens where there was none."""
+        if not self._engine.is_new:
+            await HostLoop.current().result_of(self._engine.ask_scheduler("resume_generation"))
+
+    async def is_paused(self) -> bool:
+        if self._engine.is_new:
+            return False
+        return bool(await HostLoop.current().result_of(self._engine.ask_scheduler("is_paused")))
+
+    def health(self) -> EngineHealth:
+        """The state of the engine and of each of its actors, and what has failed. Waits for nobody, starts nothing."""
+        return self._engine.health()
+
+    async def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        """As `LLM.start_profile`; starts the engine."""
+        await self.start()
+        await HostLoop.current().result_of(self._engine.start_profile(profile_prefix, delay_iterations, max_iterations))
+
+    async def stop_profile(self) -> None:
+        """As `LLM.stop_profile`."""
+        await HostLoop.current().result_of(self._engine.stop_profile())
+
+    # What programs for vLLM ask of an engine
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError or EngineShutdownError if it cannot serve; an engine that is yet to start is healthy."""
+        self._engine.check_health()
+
+    @property
+    def is_running(self) -> bool:
+        """It has started, and neither died nor was shut down."""
+        return self._engine.is_running
+
+    @property
+    def is_stopped(self) -> bool:
+        """It died, or was shut down."""
+        return not self._engine.is_running and not self._engine.is_new
+
+    @property
+    def errored(self) -> bool:
+        """A process of it died."""
+        return self._engine.death is not None
+
+    @property
+    def dead_error(self) -> EngineError:
+        """What every request raises, once `errored`."""
+        return self._engine.death or EngineDeadError("the engine is not dead")
+
+    @property
+    def vllm_config(self) -> EngineConfig:
+        return self._engine.config
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self._engine.config.model
+
+    async def get_vllm_config(self) -> EngineConfig:
+        return self._engine.config
+
+    async def get_model_config(self) -> ModelConfig:
+        return self._engine.config.model
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer as transformers has it. Raises InvalidPromptError with skip_tokenizer_init.
+
+        The first call reads it from its files, which may take a second.
+        """
+        return self._engine.prompts.transformers_tokenizer
+
+    @property
+    def tokenizer(self) -> Any:
+        """As `get_tokenizer`; None with skip_tokenizer_init."""
+        return None if self._engine.config.model.tokenizer is None else self.get_tokenizer()
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    async def do_log_stats(self) -> None:
+        """Nothing: see `stats`."""
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Take no new request (EngineDrainingError) and wait until those there are have ended; there is no way back.
+
+        What is left after `timeout` seconds is aborted, each with its final output. Returns whether everything ended by
+        itself; the time counts while the engine starts, too. `shutdown` comes next; cancelling the wait leaves the requests
+        going on. The requests of attached programs are waited for, too; of an attached engine only those of this program.
+        """
+        return await HostLoop.current().result_of(self._engine.drain(timeout))
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop everything and wait for it; open streams end with EngineShutdownError. Idempotent, from any thread.
+
+        timeout: seconds after which processes that do not stop by themselves are killed; None: 5.
+        """
+        self._engine.shutdown(STOP_TIMEOUT_S if timeout is None else timeout)
+
+    async def __aenter__(self) -> AsyncLLM:
+        try:
+            await self.start()
+        except BaseException:  # cancelled on the way in: there will be no __aexit__
+            await _in_thread(self.shutdown)
+            raise
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await _in_thread(self.shutdown)
+
+
+class AsyncLLMEngine(AsyncLLM):
+    """`AsyncLLM` under its older name, with what was left of its background loop."""
+
+    def start_background_loop(self) -> None:
+        """Nothing: the engine starts with the first request, and its thread is its own."""
+
+    def shutdown_background_loop(self) -> None:
+        """As `shutdown`."""
+        self.shutdown()
+
+
+async def _in_thread(function: Any) -> None:
+    from anyio import CancelScope, to_thread
+
+    with CancelScope(shield=True):  # the processes must go even if the task that owned them was cancelled
+        await to_thread.run_sync(function)

@@ -1,0 +1,143 @@
+"""`EngineArgs` and `AsyncEngineArgs`: the arguments of an engine as one object, and as options of a command line.
+
+Dataclasses whose fields are the arguments of `actorllm.types.config`, so that an argument is written down in one place. The
+front doors take them by `from_engine_args`; `LLM(**dataclasses.asdict(args))` works too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import field, fields, make_dataclass
+from typing import Any, TypeVar
+
+import orjson
+
+from actorllm.errors import InvalidParameterError, UnknownArgumentError, nearest_name
+from actorllm.types.config import ARGUMENTS, VLLM_ARGUMENTS, EngineConfig
+
+DEFAULT_MODEL = "storyteller"
+
+DEFAULTS: dict[str, Any] = (
+    {"model": DEFAULT_MODEL} | {name: accepted[0] for name, accepted in VLLM_ARGUMENTS.items()} | ARGUMENTS
+)
+"""Every argument and what it is when not given."""
+
+IDLE_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "enable_log_requests": VLLM_ARGUMENTS["enable_log_requests"],
+    "aggregate_engine_logging": VLLM_ARGUMENTS["aggregate_engine_logging"],
+    "disable_log_stats": VLLM_ARGUMENTS["disable_log_stats"],
+    "client_addresses": (None,),
+    "client_count": (1,),
+    "client_index": (0,),
+    "reset_connector": (False,),
+    "chat_template": (None,),
+}
+"""Arguments of vLLM's methods, and the values at which they ask for what is done anyway."""
+
+
+def check_idle_arguments(**arguments: Any) -> None:
+    """Raises InvalidParameterError for an argument of a method (IDLE_ARGUMENTS) that asks for what there is not."""
+    for name, value in arguments.items():
+        if value not in IDLE_ARGUMENTS[name]:
+            accepted = " or ".join(repr(one) for one in IDLE_ARGUMENTS[name])
+            raise InvalidParameterError(f"{name}={value!r} is not supported; leave it at {accepted}")
+
+
+T = TypeVar("T", bound=type)
+
+
+def _with_arguments_as_fields(cls: T) -> T:
+    return make_dataclass(  # type: ignore[return-value]
+        cls.__name__,
+        [(name, Any, field(default=None)) for name in DEFAULTS],
+        bases=(cls,),
+        init=False,
+        namespace={"__doc__": cls.__doc__, "__module__": cls.__module__},
+    )
+
+
+@_with_arguments_as_fields
+class EngineArgs:
+    """The arguments of an engine (`actorllm.types.config.ARGUMENTS`), and those of vLLM that are accepted at their defaults.
+
+    An unknown name raises UnknownArgumentError here; values are checked by `create_engine_config`.
+    """
+
+    model: str | os.PathLike[str]
+
+    def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **arguments: Any) -> None:
+        for name in arguments:
+            if name not in DEFAULTS:
+                raise UnknownArgumentError(f"there is no engine argument {name!r}{nearest_name(name, DEFAULTS)}")
+        for name, default in DEFAULTS.items():
+            setattr(self, name, arguments[name] if name in arguments else copy.copy(default))
+        self.model = model
+
+    def create_engine_config(self, usage_context: object = None) -> EngineConfig:
+        """The checked configuration. Raises ConfigError (naming the argument, its value and the fix) or ModelError."""
+        arguments = {name: getattr(self, name) for name in DEFAULTS if name != "model"}
+        return EngineConfig.from_arguments(self.model, **arguments)
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add an option for every argument: `--max-model-len 512`, also `--max_model_len`; `--no-...` for switches."""
+        group = parser.add_argument_group("engine")
+        for name, default in DEFAULTS.items():
+            options = list(dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")))
+            group.add_argument(*options, dest=name, default=copy.copy(default), **_option_of(name, default))
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
+        """From what a parser with `add_cli_args` returned; other options in it are left alone."""
+        return cls(**{f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)})  # type: ignore[arg-type]
+
+
+class AsyncEngineArgs(EngineArgs):
+    """The same, under the name that programs with an AsyncLLMEngine import."""
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """An `argparse.ArgumentParser` whose options may be spelled with underscores in the place of dashes, as vLLM's."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
+        """As argparse's."""
+        return super().parse_known_args([*map(self._spelled, sys.argv[1:] if args is None else args)], namespace)
+
+    def _spelled(self, argument: str) -> str:
+        name, sign, value = argument.partition("=")
+        is_known = not name.startswith("--") or name in self._option_string_actions
+        return argument if is_known else name.replace("_", "-") + sign + value
+
+
+STRINGS = ("tokenizer", "name", "record", "admission_policy")
+"""Arguments that are text and may look like a number."""
+
+
+def _option_of(name: str, default: Any) -> dict[str, Any]:
+    if isinstance(default, bool) or any(isinstance(value, bool) for value in VLLM_ARGUMENTS.get(name, ())):
+        return {"action": argparse.BooleanOptionalAction}
+    if default is None and name in ("enable_prefix_caching", "async_scheduling"):
+        return {"action": argparse.BooleanOptionalAction}
+    convert: Callable[[str], Any] = _literal
+    if isinstance(default, str) or name in STRINGS:
+        convert = str
+    elif isinstance(default, int | float):
+        convert = type(default)
+    return {"type": convert, "metavar": name.upper()}
+
+
+def _literal(text: str) -> Any:
+    """A number, an object or a list as in JSON, or None; everything else is text."""
+    if text in ("None", "null"):
+        return None
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text

@@ -1,0 +1,571 @@
+"""`LLM`: the engine for scripts, one call for a list of prompts."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Protocol, Self, TypeVar
+
+from actorllm.actors.engine_thread import ThreadHost
+from actorllm.api.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, end_ids, step_params
+from actorllm.api.engine_args import EngineArgs, check_idle_arguments
+from actorllm.api.llm_engine import LLMEngine
+from actorllm.attach.engine import AttachedEngine
+from actorllm.client.engine import Engine
+from actorllm.client.pooling_stream import PoolingStream
+from actorllm.client.stream import RequestStream
+from actorllm.client.tokenization import Prompt, as_batch
+from actorllm.clock import now
+from actorllm.errors import InvalidParameterError
+from actorllm.supervision.health import EngineHealth
+from actorllm.text.chat import ContentFormat, Conversation, Message, is_batch, load_template
+from actorllm.types.config import EngineConfig, ModelConfig
+from actorllm.types.pooling_outputs import (
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+    paired,
+    scored,
+)
+from actorllm.types.request import (
+    PoolingParams,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    _integer,
+    check_timeout,
+)
+
+O = TypeVar("O")  # noqa: E741
+O_co = TypeVar("O_co", covariant=True)
+
+
+class TakenAtEnd(Protocol[O_co]):
+    """A stream of one output."""
+
+    @property
+    def has_ended(self) -> bool: ...
+
+    def take(self) -> O_co | None: ...
+
+
+class LLM:
+    """A synchronous engine: starts in the constructor, works from any thread, also inside a running event loop. Stops with
+    `shutdown`, when it is dropped, or at interpreter exit.
+
+    chat_template: what `chat` uses instead of the model's own: a Jinja template, or the file of one. Other arguments: see
+    `actorllm.types.config.ARGUMENTS`; named and defaulted as in vLLM where both have them. Requests have the ids "0", "1" and so
+    on.
+    """
+
+    _chat_template: str | None = None
+
+    def __init__(
+        self, model: str | os.PathLike[str], *, chat_template: Path | str | None = None, **arguments: Any
+    ) -> None:
+        self._chat_template = load_template(chat_template)
+        self._adopt(Engine(EngineConfig.from_arguments(model, **arguments)))
+
+    def _adopt(self, engine: Engine) -> None:
+        self._engine = engine
+        self._request_numbers = itertools.count()
+        self._hold = engine.new_hold()
+        self._host: ThreadHost | None = None
+        self._enqueued: list[RequestStream] = []
+        self._stepped: LLMEngine | None = None
+        engine.start()
+
+    @classmethod
+    def attach(cls, name: str) -> LLM:
+        """Join the engine that another process of this user has given this name; see `AsyncLLM.attach`."""
+        llm = cls.__new__(cls)
+        llm._adopt(AttachedEngine(name))
+        return llm
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """The same from one object."""
+        arguments = {f.name: getattr(engine_args, f.name) for f in fields(engine_args)}  # type: ignore[arg-type]
+        return cls(**arguments)
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._engine.config
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self._engine.config.model
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The same engine, to be stepped by hand: its requests and those of `generate` do not see each other."""
+        if self._stepped is None:
+            self._stepped = LLMEngine._over(self._engine, self._hold)
+        return self._stepped
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """How many ranks compute a step. include_dp changes nothing: there are no data-parallel ranks."""
+        return self._engine.config.world_size
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        **vllm_arguments: Any,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; the outputs come in the order of the prompts.
+
+        sampling_params: one for all, or one per prompt; None: `get_default_sampling_params`. use_tqdm: whether to show a
+        progress bar, or what makes one. tokenization_kwargs: truncate_prompt_tokens and add_special_tokens, for all
+        prompts. timeout: seconds for the whole call; what has not ended by then comes as it is, with finish_reason "abort"
+        and stop_reason "deadline". Further arguments of vLLM (lora_request ...) are accepted at their defaults. Raises the
+        error of the first prompt that failed, after the others of this call were aborted.
+        """
+        extras = {"tokenization_kwargs": tokenization_kwargs, "deadline": _deadline(timeout), **vllm_arguments}
+        return self._complete(as_batch(prompts), sampling_params, use_tqdm, priority, extras)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: ContentFormat = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: None = None,
+        timeout: float | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of a list of them. Arguments as in `generate` and in vLLM's `LLM.chat`; those
+        about the template are the fields of `actorllm.text.chat.Conversation`.
+        """
+        extras = {
+            "tokenization_kwargs": tokenization_kwargs,
+            "deadline": _deadline(timeout),
+            "lora_request": lora_request,
+            "mm_processor_kwargs": mm_processor_kwargs,
+        }
+        batch = _conversations(
+            messages,
+            chat_template=self._chat_template if chat_template is None else chat_template,
+            chat_template_content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self._complete(batch, sampling_params, use_tqdm, priority, extras)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        pooling_task: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        priority: Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """A vector of every prompt, as a tensor, in the order of the prompts. The engine must pool (runner="pooling").
+
+        pooling_params: one for all, or one per prompt. pooling_task: "embed", which is the only one. tokenization_kwargs:
+        truncate_prompt_tokens, truncation_side and add_special_tokens, for all prompts. priority, timeout, and what is raised:
+        as in `generate`; a prompt that has no vector by then has an `error`.
+        """
+        batch = as_batch(prompts)
+        params = _params_per_prompt(pooling_params, len(batch))
+        if pooling_task not in (None, "embed"):
+            raise InvalidParameterError(f"pooling_task={pooling_task!r:.80} is not supported; only 'embed' is")
+        extras: dict[str, Any] = {
+            "tokenization_kwargs": tokenization_kwargs,
+            "deadline": _deadline(timeout),
+            "vllm_arguments": {"lora_request": lora_request},
+        }
+        _check_priority(priority, len(batch))
+        host = ThreadHost()
+        streams: list[PoolingStream] = []
+        try:
+            for i, (prompt, one) in enumerate(zip(batch, params, strict=True)):
+                stream = self._engine.encode(prompt, one, host=host, priority=priority[i] if priority else 0, **extras)
+                streams.append(stream)
+            return self._collect(host, streams, use_tqdm)
+        finally:
+            for stream in streams:
+                stream.abort()
+            host.close()
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        priority: Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector of every prompt, as a list of floats. Arguments as in `encode`."""
+        outputs = self.encode(
+            prompts,
+            pooling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            priority=priority,
+            timeout=timeout,
+        )
+        return [EmbeddingRequestOutput.from_base(output) for output in outputs]
+
+    def score(
+        self,
+        data_1: Prompt | Sequence[Prompt],
+        data_2: Prompt | Sequence[Prompt],
+        /,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        chat_template: None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How alike texts are, by the cosine of their vectors: one text and all of data_2, or each of data_1 with its own.
+
+        Arguments as in `encode`; chat_template must be None.
+        """
+        check_idle_arguments(chat_template=chat_template)
+        first, second = as_batch(data_1), as_batch(data_2)
+        paired(len(first), len(second))
+        outputs = self.encode(
+            [*first, *second],
+            pooling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        return scored(outputs[: len(first)], outputs[len(first) :], self._engine.prompts.pad_token_id)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without sampling_params get: what the model's generation_config.json recommends."""
+        return self._engine.default_sampling_params()
+
+    def _complete(
+        self,
+        batch: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool | Callable[..., Any],
+        priority: int | Sequence[int] | None,
+        extras: Mapping[str, Any],
+    ) -> list[RequestOutput]:
+        host = ThreadHost()
+        streams: list[RequestStream] = []
+        try:
+            for stream in self._submit(host, batch, sampling_params, priority, extras):
+                streams.append(stream)  # noqa: PERF402 - those before one that is refused are to be aborted
+            return self._collect(host, streams, use_tqdm)
+        finally:
+            for stream in streams:
+                stream.abort()
+            host.close()
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: None = None,
+        **vllm_arguments: Any,
+    ) -> list[str]:
+        """As `generate`, without waiting: returns the ids of the requests, whose outputs `wait_for_completion` returns."""
+        extras = {
+            "lora_request": lora_request,
+            "tokenization_kwargs": tokenization_kwargs,
+            "mm_processor_kwargs": mm_processor_kwargs,
+        }
+        return self._enqueue(as_batch(prompts), sampling_params, priority, vllm_arguments | extras)
+
+    def enqueue_chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: ContentFormat = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: None = None,
+    ) -> list[str]:
+        """As `chat`, without waiting: see `enqueue`."""
+        batch = _conversations(
+            messages,
+            chat_template=self._chat_template if chat_template is None else chat_template,
+            chat_template_content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        extras = {
+            "tokenization_kwargs": tokenization_kwargs,
+            "lora_request": lora_request,
+            "mm_processor_kwargs": mm_processor_kwargs,
+        }
+        return self._enqueue(batch, sampling_params, priority, extras)
+
+    def _enqueue(
+        self,
+        batch: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None,
+        extras: Mapping[str, Any],
+    ) -> list[str]:
+        if self._host is None:
+            self._host = ThreadHost()
+        streams: list[RequestStream] = []
+        try:
+            for stream in self._submit(self._host, batch, sampling_params, priority, extras):
+                streams.append(stream)  # noqa: PERF402
+        except BaseException:
+            for stream in streams:
+                stream.abort()
+            raise
+        self._enqueued += streams
+        return [stream.request_id for stream in streams]
+
+    def wait_for_completion(
+        self, output_type: type[RequestOutput] | None = None, *, use_tqdm: bool | Callable[..., Any] = True
+    ) -> list[RequestOutput]:
+        """The outputs of everything enqueued, in that order. Raises as `generate`; nothing is enqueued afterwards."""
+        streams, self._enqueued = self._enqueued, []
+        if self._host is None:
+            return []
+        try:
+            return self._collect(self._host, streams, use_tqdm)
+        finally:
+            for stream in streams:
+                stream.abort()
+
+    def _submit(
+        self,
+        host: ThreadHost,
+        batch: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None,
+        extras: Mapping[str, Any],
+    ) -> Iterator[RequestStream]:
+        """Submit one prompt after the other."""
+        self._engine.check_generates(sampling_params)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = _per_prompt(sampling_params, len(batch))
+        priorities = _per_prompt_priority(priority, len(batch))
+        for prompt, one, urgency in zip(batch, params, priorities, strict=True):
+            yield self._engine.submit(prompt, one, self._new_request_id(), host=host, priority=urgency, **extras)
+
+    def _new_request_id(self) -> str:
+        """The next number, as in vLLM; not one that a request of `llm_engine` has, whose ids the caller chooses."""
+        return next(i for i in map(str, self._request_numbers) if not self._engine.is_open(i))
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool | Callable[..., Any] = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` most likely continuations of every prompt, best first; tokens and text hold the prompt too.
+
+        concurrency_limit: how many prompts are searched from at once; None: all. Raises as `generate`.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidParameterError(f"params must be BeamSearchParams, not {type(params).__name__}")
+        one_token = step_params(params)
+        model = self.config.model
+        tokenized = [self._engine.prompts.tokenize(prompt) for prompt in as_batch(prompts)]
+        ends = end_ids(self._engine)
+        searches = [BeamSearch(one.ids.tolist(), params, ends, model.max_model_len) for one in tokenized]
+        limit = len(searches) if concurrency_limit is None else _integer("concurrency_limit", concurrency_limit, low=1)
+        progress = _progress(len(searches), use_tqdm)
+        for first in range(0, len(searches), max(1, limit)):
+            some = searches[first : first + limit]
+            while under_way := [search for search in some if not search.is_over]:
+                beams = [
+                    prompt.continued(beam.tokens)
+                    for prompt, search in zip(tokenized[first : first + limit], some, strict=True)
+                    if search in under_way
+                    for beam in search.beams
+                ]
+                outputs = iter(self.generate(beams, one_token, use_tqdm=False, lora_request=lora_request))
+                for search in under_way:
+                    search.advance([next(outputs) for _ in search.beams])
+            progress.update(len(some))
+        progress.close()
+        found = [search.best() for search in searches]
+        if model.tokenizer is not None:
+            for sequence in (sequence for sequences in found for sequence in sequences):
+                sequence.text = self._engine.prompts.tokenizer.decode(
+                    sequence.tokens, skip_special_tokens=params.skip_special_tokens
+                )
+        return [BeamSearchOutput(sequences) for sequences in found]
+
+    def _collect(self, host: ThreadHost, streams: Sequence[TakenAtEnd[O]], use_tqdm: Any) -> list[O]:
+        outputs: list[O | None] = [None] * len(streams)
+        open_streams = dict(enumerate(streams))
+        progress = _progress(len(streams), use_tqdm)
+        try:
+            while open_streams:
+                ended = [i for i, stream in open_streams.items() if stream.has_ended]
+                for i in ended:
+                    outputs[i] = open_streams.pop(i).take()
+                    progress.update(1)
+                if not ended:
+                    host.run_pending(None)
+        finally:
+            progress.close()
+        return [output for output in outputs if output is not None]
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer as transformers has it. Raises InvalidPromptError with skip_tokenizer_init."""
+        return self._engine.prompts.transformers_tokenizer
+
+    def health(self) -> EngineHealth:
+        """The state of the engine and of each of its actors, and what has failed. Waits for nobody, starts nothing."""
+        return self._engine.health()
+
+    def check_health(self) -> None:
+        """Raises EngineDeadError or EngineShutdownError if it cannot serve."""
+        self._engine.check_health()
+
+    def stats(self) -> dict[str, Any]:
+        """What every part of the engine counts. Workers answer between two steps: this waits for the one in flight."""
+        scheduler = self._engine.ask_scheduler("statistics").result()
+        workers = self._engine.ask_scheduler("worker_statistics", timeout=math.inf).result()
+        return {**self._engine.statistics(), "scheduler": scheduler, "workers": workers}
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """As `AsyncLLM.reset_prefix_cache`."""
+        check_idle_arguments(reset_connector=reset_connector)
+        asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
+        return bool(asked.result())
+
+    def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        """Trace every torch operation of the workers, until `stop_profile`.
+
+        The engine must have profiler_config={'profiler': 'torch', 'torch_profiler_dir': FOLDER}. profile_prefix: what the
+        names of the files begin with; None: the time. The others are accepted where they ask for nothing. Raises
+        ConfigError, InvalidParameterError, or EngineError when a profile is under way.
+        """
+        self._engine.start_profile(profile_prefix, delay_iterations, max_iterations).result()
+
+    def stop_profile(self) -> None:
+        """Write the traces, one file per rank in the format of chrome://tracing. Raises EngineError when there is none."""
+        self._engine.stop_profile().result()
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no new request and wait for those of other threads; see `AsyncLLM.drain`."""
+        return self._engine.wait_drained(timeout)
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """Stop everything and wait for it. Idempotent."""
+        self._engine.shutdown(timeout)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+
+def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]], **template: Any) -> list[Prompt]:
+    """One conversation, or each of a list of them, as prompts."""
+    return [Conversation.of(one, **template) for one in (messages if is_batch(messages) else [messages])]
+
+
+def _deadline(timeout: float | None) -> float | None:
+    """In monotonic seconds, of everything that one call submits."""
+    return None if timeout is None else now() + check_timeout(timeout)
+
+
+def _check_priority(priority: Sequence[int] | None, count: int) -> None:
+    if priority is not None and not isinstance(priority, Sequence):
+        raise InvalidParameterError(f"priority={priority!r} must be a list with one number per prompt")
+    if priority is not None and len(priority) != count:
+        raise InvalidParameterError(f"{len(priority)} priorities for {count} prompts")
+
+
+def _params_per_prompt(
+    params: PoolingParams | Sequence[PoolingParams] | None, count: int
+) -> Sequence[PoolingParams | None]:
+    if params is None or isinstance(params, PoolingParams):
+        return [params] * count
+    if not isinstance(params, Sequence):
+        raise InvalidParameterError(f"pooling_params must be PoolingParams, not {type(params).__name__}")
+    if len(params) != count:
+        raise InvalidParameterError(f"{len(params)} pooling_params for {count} prompts; give one, or one per prompt")
+    return params
+
+
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        each = [params] * count
+    else:
+        each = list(params)
+        if len(each) != count:
+            raise InvalidParameterError(f"{len(each)} sampling_params for {count} prompts; give one, or one per prompt")
+    final = []
+    for one in each:
+        if not isinstance(one, SamplingParams):
+            raise InvalidParameterError(f"sampling_params must be SamplingParams, not {type(one).__name__}")
+        one = copy.copy(one)  # submitting checks it again
+        one.output_kind = RequestOutputKind.FINAL_ONLY
+        final.append(one)
+    return final
+
+
+def _per_prompt_priority(priority: int | Sequence[int] | None, count: int) -> list[int]:
+    """One number for all, or one per prompt; submitting looks at each."""
+    if not isinstance(priority, Sequence):
+        return [0 if priority is None else priority] * count
+    if isinstance(priority, str) or len(priority) != count:
+        raise InvalidParameterError(f"{len(priority)} priorities for {count} prompts; give one, or one per prompt")
+    return list(priority)
+
+
+def _progress(total: int, use_tqdm: bool | Callable[..., Any]) -> Any:
+    from tqdm import tqdm
+
+    make = use_tqdm if callable(use_tqdm) else tqdm
+    return make(total=total, desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True)

@@ -1,0 +1,300 @@
+"""`LLMEngine`: requests in, outputs out, one `step` at a time, for programs that own their loop.
+
+With topology="inline" a step is computed by the call, on the caller's thread; with topology="process" the engine's own
+processes compute, and `step` waits for what they bring next. Not for several threads at once.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+from actorllm.actors.engine_thread import ThreadHost, Waiter
+from actorllm.api.engine_args import EngineArgs, check_idle_arguments
+from actorllm.client.engine import Engine, Hold
+from actorllm.client.pooling_stream import PoolingStream
+from actorllm.client.stream import RequestStream
+from actorllm.client.tokenization import Prompt
+from actorllm.errors import EngineError, InvalidParameterError, RequestError
+from actorllm.supervision.health import EngineHealth
+from actorllm.types.config import EngineConfig, ModelConfig
+from actorllm.types.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from actorllm.types.request import CompletionOutput, PoolingParams, RequestOutput, SamplingParams
+
+
+class LLMEngine:
+    """An engine to step through by hand. Starts in the constructor; stops with `shutdown`, at the end of `with`, or when it
+    is dropped.
+
+    Arguments: see `actorllm.types.config.ARGUMENTS`; named and defaulted as in vLLM where both have them.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], **arguments: Any) -> None:
+        self._open(EngineConfig.from_arguments(model, **arguments))
+
+    def _open(self, config: EngineConfig) -> None:
+        engine = Engine(config, is_synchronous=True)
+        self._adopt(engine, engine.new_hold())
+        engine.start()
+
+    @classmethod
+    def _over(cls, engine: Engine, hold: Hold) -> Self:
+        """Steps through an engine that another front door has started, and that lives as long as this `hold` of it."""
+        self = cls.__new__(cls)
+        self._adopt(engine, hold)
+        return self
+
+    def _adopt(self, engine: Engine, hold: Hold) -> None:
+        self._engine = engine
+        self._hold = hold
+        self._host = ThreadHost()
+        self._streams: dict[str, RequestStream | PoolingStream] = {}
+        self._ready: dict[str, None] = {}
+        self._death: EngineError | None = None
+        """What the next step raises, after outputs that came before it."""
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        usage_context: object = None,
+        stat_loggers: object = None,
+        enable_multiprocessing: bool = False,
+    ) -> Self:
+        """As in vLLM. The last three are not looked at: nothing is reported or logged, and `topology` says where it runs."""
+        return cls.from_vllm_config(engine_args.create_engine_config())
+
+    @classmethod
+    def from_vllm_config(
+        cls,
+        vllm_config: EngineConfig,
+        usage_context: object = None,
+        stat_loggers: object = None,
+        disable_log_stats: bool = False,
+    ) -> Self:
+        """From what `EngineArgs.create_engine_config` returned. The others are not looked at, as in `from_engine_args`."""
+        check_idle_arguments(disable_log_stats=disable_log_stats)
+        engine = cls.__new__(cls)
+        engine._open(vllm_config)
+        return engine
+
+    @property
+    def vllm_config(self) -> EngineConfig:
+        return self._engine.config
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self._engine.config.model
+
+    # Requests
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        arrival_time: float | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: None = None,
+        priority: int = 0,
+        session_id: None = None,
+        prompt_text: None = None,
+        kv_hints: None = None,
+        **extras: Any,
+    ) -> str:
+        """Take a request; its outputs come out of `step`. Returns its id.
+
+        arrival_time: epoch seconds; None: now. extras: as in `AsyncLLM.generate`. Raises what is wrong with it
+        (InvalidParameterError, InvalidPromptError, DuplicateRequestError): nothing else is affected.
+        """
+        if not isinstance(request_id, str):
+            raise InvalidParameterError(f"request_id={request_id!r} must be a string")
+        idle: dict[str, Any] = {
+            "lora_request": lora_request,
+            "trace_headers": trace_headers,
+            "session_id": session_id,
+            "prompt_text": prompt_text,
+            "kv_hints": kv_hints,
+        }
+        carried: dict[str, Any] = {
+            "host": self._host,
+            "priority": priority,
+            "arrival_time": arrival_time,
+            "tokenization_kwargs": tokenization_kwargs,
+            **extras,
+        }
+        stream: RequestStream | PoolingStream
+        if isinstance(params, PoolingParams):
+            stream = self._engine.encode(prompt, params, request_id, vllm_arguments=idle, **carried)
+        else:
+            stream = self._engine.submit(prompt, params, request_id, **idle, **carried)
+        mailbox = stream.mailbox
+        if mailbox.error is not None:
+            stream.take()  # raises it
+        mailbox.waiter = Note(request_id, self._ready)
+        self._streams[request_id] = stream
+        return request_id
+
+    def abort_request(self, request_ids: str | Iterable[str], internal: bool = False) -> None:
+        """Forget requests: no output of them comes any more. Unknown ids have ended already.
+
+        internal: whether the ids are the engine's own, in vLLM; a request has only one here.
+        """
+        for one in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            stream = self._streams.pop(one, None)
+            self._ready.pop(one, None)
+            if stream is not None:
+                stream.abort()
+        if self._engine.stepper is not None:
+            self._engine.stepper.run_pending()
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._streams)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Their sequences: a request with n of them counts n times, as in vLLM."""
+        return sum(stream.num_open for stream in self._streams.values())
+
+    def step(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
+        """What is new, one output per request that has something new; nothing if there is no unfinished request.
+
+        A request that the engine could not finish comes as finished, with finish_reason "error" and the message as
+        stop_reason. Raises EngineDeadError when the engine is gone, and every request with it.
+        """
+        stepper = self._engine.stepper
+        if stepper is not None:
+            if self._streams:
+                stepper.step()
+            self._host.run_pending()
+            return self._take()
+        outputs: list[RequestOutput | PoolingRequestOutput[PoolingOutput]] = []
+        while self._streams and not outputs:
+            self._host.run_until(lambda: bool(self._ready) or self._death is not None)
+            outputs = self._take()
+        return outputs
+
+    def _take(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
+        ready = list(self._ready)
+        self._ready.clear()
+        outputs: list[RequestOutput | PoolingRequestOutput[PoolingOutput]] = []
+        for request_id in ready:
+            stream = self._streams.get(request_id)
+            if stream is None:
+                continue
+            output: RequestOutput | PoolingRequestOutput[PoolingOutput] | None
+            try:
+                output = stream.take()
+            except RequestError as error:
+                output = _failed(stream, error)
+            except EngineError as error:
+                self._death = error  # of all of them; those that have outputs left give these first
+                continue
+            if output is None:
+                continue  # it was in an earlier output
+            if output.finished:
+                del self._streams[request_id]
+            outputs.append(output)
+        if self._death is not None and not outputs:
+            self._streams.clear()
+            death, self._death = self._death, None
+            raise death
+        return outputs
+
+    # The rest of vLLM's
+
+    def get_model_config(self) -> ModelConfig:
+        return self.model_config
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer as transformers has it. Raises InvalidPromptError with skip_tokenizer_init."""
+        return self._engine.prompts.transformers_tokenizer
+
+    @property
+    def tokenizer(self) -> Any:
+        """As `get_tokenizer`; None with skip_tokenizer_init."""
+        return None if self._engine.config.model.tokenizer is None else self.get_tokenizer()
+
+    def check_health(self) -> None:
+        """Raises EngineDeadError or EngineShutdownError if it cannot serve."""
+        self._engine.check_health()
+
+    def health(self) -> EngineHealth:
+        """The state of the engine and of each of its actors, and what has failed. Waits for nobody."""
+        return self._engine.health()
+
+    def do_log_stats(self) -> None:
+        """Nothing: see `stats`."""
+
+    def stats(self) -> dict[str, Any]:
+        """What every part of the engine counts."""
+        scheduler = self._engine.ask_scheduler("statistics").result()
+        workers = self._engine.ask_scheduler("worker_statistics", timeout=math.inf).result()
+        return {**self._engine.statistics(), "scheduler": scheduler, "workers": workers}
+
+    def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        """As `LLM.start_profile`."""
+        self._engine.start_profile(profile_prefix, delay_iterations, max_iterations).result()
+
+    def stop_profile(self) -> None:
+        """As `LLM.stop_profile`."""
+        self._engine.stop_profile().result()
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """As `AsyncLLM.reset_prefix_cache`."""
+        check_idle_arguments(reset_connector=reset_connector)
+        asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
+        return bool(asked.result())
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no new request and compute those there are to their end; their outputs come out of `step`, as always.
+
+        What is left after `timeout` seconds is aborted, each with its final output; see `AsyncLLM.drain`.
+        """
+        return self._engine.wait_drained(timeout)
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """Stop everything and wait for it. Idempotent."""
+        self._engine.shutdown(timeout)
+        self._streams.clear()
+        self._ready.clear()
+        self._host.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+
+class Note(Waiter):
+    """Notes that a request has something to take."""
+
+    __slots__ = ("_ready", "_request_id")
+
+    def __init__(self, request_id: str, ready: dict[str, None]) -> None:
+        self._request_id = request_id
+        self._ready = ready
+
+    def set(self) -> None:
+        self._ready[self._request_id] = None
+
+    async def wait(self, until: float | None = None) -> bool:
+        raise RuntimeError("the stream of an LLMEngine is taken by step(), not awaited")
+
+
+def _failed(
+    stream: RequestStream | PoolingStream, error: RequestError
+) -> RequestOutput | PoolingRequestOutput[PoolingOutput]:
+    if isinstance(stream, PoolingStream):
+        return stream.failed(error)
+    completion = CompletionOutput(0, "", [], finish_reason="error", stop_reason=str(error))
+    return RequestOutput(stream.request_id, stream.prompt, stream.prompt_token_ids, outputs=[completion], finished=True)

@@ -1,0 +1,225 @@
+"""What a program that joined somebody else's engine has instead of a supervisor.
+
+Owns the connection to the engine's `Reception` and the frontend actor of this process: joins, installs the ring pair
+whose descriptors come over the connection, another one whenever the scheduler was started again, and watches the owner.
+Everything else goes through the rings.
+
+Invariants: the constructor leaves nothing open when it raises; the end of the owner, however it comes, ends every stream
+of this process with an error, after what was in the ring has been delivered; leaving touches nothing but the own
+requests. A Service (see `engine_thread`), made by AttachedEngine.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+
+from actorllm import __version__
+from actorllm.actors.child import error_of_loss, receive_frame, send_frame
+from actorllm.actors.engine_thread import STOP_TIMEOUT_S, AsyncioLoop, current_loop
+from actorllm.actors.frontend import FrontendActor
+from actorllm.actors.link import LinkInfo
+from actorllm.actors.topology import ActorSpec
+from actorllm.attach.rendezvous import connect, error_of, exchange, peer_of
+from actorllm.errors import (
+    ActorLLMError,
+    CorruptLinkError,
+    EngineDeadError,
+    EngineError,
+    EngineShutdownError,
+    PeerRestartedError,
+)
+from actorllm.ring.channel import LinkEnd
+from actorllm.supervision.children import OwnerChild
+from actorllm.supervision.death import ActorDeath
+from actorllm.supervision.health import ActorHealth, EngineHealth, EngineState
+from actorllm.types.config import EngineConfig
+
+
+class Membership:
+    """One frontend of an engine that another process owns."""
+
+    def __init__(self, name: str) -> None:
+        """Meet the engine and learn what it is; join it later, with `run`. Waits for one short answer.
+
+        Raises EngineNotFoundError, AttachError, EngineShutdownError or EngineDeadError.
+        """
+        self.name = name
+        self._control: socket.socket | None = connect(name)
+        try:
+            welcome = exchange(self._control, name, "hello", version=__version__)
+            self.config = EngineConfig.from_json(welcome["config"])
+            self._watched_pid = peer_of(self._control).pid
+            self.owner_pid: int = self._watched_pid or welcome["pid"]
+        except BaseException:
+            self._control.close()
+            raise
+        self.frontend = FrontendActor()
+        self.on_loss: Callable[[EngineError], None] = lambda error: None
+        """Hears, on the loop, why the engine is gone, before any stream does."""
+        self._loop: AsyncioLoop
+        self._child: OwnerChild
+        self._pidfd = -1
+        self._is_joined = False
+        self._changed: anyio.Event | None = None  # made on the loop: the constructor may run under another library
+        self._error: ActorLLMError | None = None
+        self._is_stop_requested = False
+        self._stop_timeout_s = STOP_TIMEOUT_S
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """None: the processes are the owner's."""
+        return {}
+
+    def health(self) -> EngineHealth:
+        """Of what this process sees of it: its own frontend, and whether there is a scheduler."""
+        state: EngineState = "new"
+        if self._error is not None:
+            state = "dead" if isinstance(self._error, EngineDeadError) else "stopped"
+        elif self._is_joined:
+            state = "running" if self.frontend.is_linked else "recovering"
+        counts = self.frontend.num_recoveries, self.frontend.max_recovery_s
+        last_failure = None if self._error is None else str(self._error)
+        return EngineHealth(state, {"frontend": ActorHealth(state, None, 1, None)}, *counts, last_failure)
+
+    def statistics(self) -> dict[str, Any]:
+        return {"phase": "attached" if self._is_joined else "met", "engine": self.name, "owner_pid": self.owner_pid}
+
+    async def run(self, on_ready: Callable[[], object]) -> None:
+        self._loop = current_loop()
+        self._changed = anyio.Event()
+        failure: Exception | None = None
+        self._child = OwnerChild(ActorSpec("frontend", "", placement="owner"), self._on_frontend_end, self.frontend)
+        async with anyio.create_task_group() as tasks:
+            try:
+                await self._child.spawn(tasks, self.config)
+                await self._child.start(self.config)
+                await self._join()
+                await self._child.run()
+                on_ready()
+                await self._until(lambda: False)
+            except Exception as error:  # raised outside of the group, which would wrap it
+                failure = error
+            finally:
+                with anyio.CancelScope(shield=True):
+                    self._child.request_stop()
+                    with anyio.move_on_after(self._stop_timeout_s):
+                        await self._child.gone.wait()
+                    self._leave()
+                tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+    async def _join(self) -> None:
+        if self._control is None:
+            raise EngineShutdownError("the engine was left before it was joined")
+        self._control.setblocking(False)
+        self._loop.watch(self._control.fileno(), self._on_readable)
+        try:
+            if self._watched_pid:
+                self._pidfd = os.pidfd_open(self._watched_pid)
+                self._loop.watch(self._pidfd, self._on_owner_end)
+            send_frame(self._control, "join")
+        except (ProcessLookupError, BrokenPipeError, ConnectionResetError):
+            self._on_readable()
+            self._on_owner_end()
+        await self._until(lambda: self._is_joined)  # an engine that still starts answers when it is ready
+        if not self._is_joined:
+            raise self._error or EngineShutdownError("the engine was left while it was being joined")
+
+    async def _until(self, is_true: Callable[[], bool]) -> None:
+        """Wait until it is so, or the engine is gone, or it is to be left."""
+        while not (is_true() or self._error is not None or self._is_stop_requested):
+            assert self._changed is not None
+            await self._changed.wait()
+            self._changed = anyio.Event()
+
+    def _wake(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
+
+    def request_stop(self, timeout: float = STOP_TIMEOUT_S) -> None:
+        self._stop_timeout_s = timeout
+        self._is_stop_requested = True
+        self._wake()
+
+    def kill(self) -> None:
+        """There is no process of ours."""
+
+    def close(self) -> None:
+        """For a membership that never ran. Idempotent."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+    # What the owner says
+
+    def _on_readable(self) -> None:
+        while self._control is not None and self._error is None:
+            try:
+                frame, fds = receive_frame(self._control)
+            except BlockingIOError:
+                return
+            if frame is None:
+                self._end(self._owner_died())
+                return
+            try:
+                self._obey(frame, fds)
+            except (ActorLLMError, OSError) as error:  # no memory or descriptor left for the rings
+                self._end(EngineDeadError(f"engine {self.name!r} cannot be joined: {error}"))
+
+    def _obey(self, frame: dict[str, Any], fds: tuple[int, ...]) -> None:
+        match frame["op"]:
+            case "link":
+                end = LinkEnd(frame["generation"], frame["num_spokes"], frame["index"], fds)
+                self._child.install_ring(LinkInfo.from_json(frame["info"]), end)
+            case "joined":
+                self.config = EngineConfig.from_json(frame["config"])
+                self._is_joined = True
+                self._wake()
+            case "lost":
+                loss = error_of_loss(frame)
+                if isinstance(loss, PeerRestartedError):
+                    self._child.lose(frame["link"], frame["generation"], loss)
+                else:
+                    self._end(EngineDeadError(str(loss)))
+            case "bye" | "refused":
+                error = error_of(frame)
+                self._end(error if isinstance(error, EngineError) else EngineDeadError(str(error)))
+            case op:
+                raise CorruptLinkError(f"the control frame {op!r} is unknown")
+
+    def _owner_died(self) -> EngineDeadError:
+        return EngineDeadError(f"the process that owns engine {self.name!r} (pid {self.owner_pid}) died")
+
+    def _on_owner_end(self) -> None:
+        self._on_readable()  # a farewell, if there is one
+        self._end(self._owner_died())
+
+    def _on_frontend_end(self, child: Any, death: ActorDeath) -> None:
+        self._end(death.to_error())
+
+    def _end(self, error: EngineError) -> None:
+        """The engine is gone. What it had sent is delivered first."""
+        if self._error is not None:
+            return
+        self._error = error
+        self.on_loss(error)
+        for link in list(self.frontend.links.values()):
+            self._child.runner.lose(link.name, link.generation, error)
+        self.frontend.fail_all(error)
+        self._wake()
+
+    def _leave(self) -> None:
+        """The owner sees the end of the socket, and forgets the requests of this process."""
+        if self._control is not None:
+            self._loop.unwatch(self._control.fileno())
+        if self._pidfd >= 0:
+            self._loop.unwatch(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        self.close()

@@ -1,0 +1,52 @@
+"""`AttachedEngine`: an engine of another process, as the front doors of this one use it."""
+
+from __future__ import annotations
+
+import os
+
+from actorllm.actors.engine_thread import Service
+from actorllm.actors.frontend import FrontendActor
+from actorllm.attach.client import Membership
+from actorllm.client.engine import Engine
+from actorllm.errors import EngineError
+
+
+class AttachedEngine(Engine):
+    """An engine that another process owns and gave a name, joined by this process. `shutdown` leaves it running.
+
+    The constructor waits for one short answer of the engine; it is joined by `start`, as any engine is started. Raises
+    EngineNotFoundError, AttachError, EngineShutdownError or EngineDeadError.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._membership = Membership(name)
+        self._membership.on_loss = self._on_loss
+        super().__init__(self._membership.config)
+
+    def _new_frontend(self) -> FrontendActor:
+        return self._membership.frontend
+
+    def _new_supervisor(self) -> Membership:
+        return self._membership
+
+    def _new_service(self) -> Service:
+        return self._membership
+
+    def _on_loss(self, error: EngineError) -> None:
+        self._death = error
+
+    def _remake(self) -> bool:
+        """There is nothing of ours to be stopped: who joined goes on joining."""
+        return False
+
+    async def _wait_until_idle(self) -> None:
+        """The requests of others are none of our business."""
+
+    async def _abort_all(self) -> None:
+        self._frontend.abort_all()
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """End the requests of this process with EngineShutdownError and leave the engine. Idempotent."""
+        super().shutdown(timeout)
+        if os.getpid() == self._pid and not self._thread.is_alive:
+            self._membership.close()

@@ -1,0 +1,336 @@
+"""The door of a named engine: who asks gets an answer, who may join becomes a frontend, who is gone is seen out.
+
+Owns the engine's name, the socket under it and every connection from outside. It runs on the engine thread, around the
+supervisor: an engine without a name has none of this, and one that nobody joins pays nothing. A program that joins is a
+child of the supervisor like any other, except that nobody started it: it has a link of its own to the scheduler, hears
+of the deaths that concern it, and its own end is no death of the engine but the loss of one link.
+
+Invariants: only processes of the same user and the same version join; a joined process is watched by its pidfd (an
+inherited duplicate can keep its socket open) and by its socket; nothing that comes over a socket raises into the loop;
+nothing here waits for a process outside. Made by Engine; see `rendezvous` for the frames.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import anyio
+from anyio.abc import TaskGroup
+
+from actorllm import __version__
+from actorllm.actors.child import receive_frame, send_frame
+from actorllm.actors.engine_thread import STOP_TIMEOUT_S, AsyncioLoop, current_loop
+from actorllm.actors.frontend import FrontendActor
+from actorllm.actors.topology import ActorSpec, attached_frontend
+from actorllm.attach.rendezvous import Claim, Peer, claim, peer_of
+from actorllm.clock import now
+from actorllm.errors import (
+    ActorLLMError,
+    AttachError,
+    EngineDeadError,
+    EngineError,
+    EngineShutdownError,
+    PeerLostError,
+)
+from actorllm.supervision.children import RemoteChild
+from actorllm.supervision.supervisor import Supervisor
+from actorllm.types.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+ACCEPT_PAUSE_S = 1.0
+"""How long nobody is let in when this process has no descriptor left."""
+
+COUNTS_TIMEOUT_S = 2.0
+"""How long a description waits for the scheduler's counts."""
+
+
+class Reception:
+    """A Service (see `engine_thread`): the supervisor's life, and beside it the answers to those who come by name."""
+
+    def __init__(self, name: str, supervisor: Supervisor, frontend: FrontendActor) -> None:
+        self.name = name
+        self._supervisor = supervisor
+        self._frontend = frontend
+        self._loop: AsyncioLoop
+        self._claim: Claim | None = None
+        self._state = "starting"
+        self._began = now()
+        self._visitors: set[Visitor] = set()
+        self._waiting: list[Visitor] = []
+        self._num_joined = 0
+
+    async def run(self, on_ready: Callable[[], object]) -> None:
+        self._loop = current_loop()
+        self._began = now()
+        self._claim = claim(self.name)
+        reason: ActorLLMError = EngineShutdownError(f"engine {self.name!r} was shut down")
+        try:
+            self._loop.watch(self._claim.listener.fileno(), self._on_visit)
+            await self._supervisor.run(partial(self._open, on_ready))
+        except ActorLLMError as error:
+            reason = EngineDeadError(f"engine {self.name!r} did not start: {error}")
+            raise
+        finally:
+            self._state = "stopping"
+            self._loop.unwatch(self._claim.listener.fileno())
+            for visitor in list(self._visitors):
+                visitor.see_out(reason)
+            self._claim.release()
+
+    def request_stop(self, timeout: float = STOP_TIMEOUT_S) -> None:
+        self._state = "stopping"
+        self._supervisor.request_stop(timeout)
+
+    def kill(self) -> None:
+        self._supervisor.kill()
+
+    def _open(self, on_ready: Callable[[], object]) -> None:
+        if self._state == "starting":
+            self._state = "running"
+        on_ready()
+        waiting, self._waiting = self._waiting, []
+        for visitor in waiting:
+            self._join(visitor)
+
+    # Visitors
+
+    def _on_visit(self) -> None:
+        assert self._claim is not None
+        listener = self._claim.listener
+        while True:
+            try:
+                control, _ = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                logger.error("engine %r lets nobody in: %s", self.name, error)
+                self._loop.unwatch(listener.fileno())
+                self._loop.call_later(ACCEPT_PAUSE_S, self._reopen)
+                return
+            self._visitors.add(Visitor(self, control, self._loop))
+
+    def _reopen(self) -> None:
+        if self._claim is not None and self._state != "stopping":
+            self._loop.watch(self._claim.listener.fileno(), self._on_visit)
+
+    def forget(self, visitor: Visitor) -> None:
+        """It is gone, or was seen out."""
+        self._visitors.discard(visitor)
+        if visitor in self._waiting:
+            self._waiting.remove(visitor)
+        if visitor.child is not None:
+            self._supervisor.dismiss(
+                visitor.child.spec.name, PeerLostError(f"the attached process {visitor.peer.pid} is gone")
+            )
+
+    def on_frame(self, visitor: Visitor, frame: dict[str, Any]) -> None:
+        """What a visitor wants. An ActorLLMError is what he is refused with; anything else is his own nonsense."""
+        match frame["op"]:
+            case "hello":
+                self._greet(visitor, str(frame["version"]))
+            case "join" if visitor.is_welcome and visitor.child is None and visitor not in self._waiting:
+                self._check_open()
+                if self._state == "starting":
+                    self._waiting.append(visitor)
+                else:
+                    self._join(visitor)
+            case "describe":
+                self._describe(visitor)
+            case "leave":
+                visitor.close()
+            case op:
+                raise AttachError(f"engine {self.name!r} does not expect {op!r} now")
+
+    def _greet(self, visitor: Visitor, version: str) -> None:
+        if version != __version__:
+            raise AttachError(
+                f"engine {self.name!r} (process {os.getpid()}) runs actorllm {__version__} and the process that wants to "
+                f"join has {version}; use the same version in both"
+            )
+        self._check_open()
+        visitor.is_welcome = True
+        visitor.send("welcome", pid=os.getpid(), config=self._config().to_json().decode())
+
+    def _check_open(self) -> None:
+        if self._state == "stopping":
+            raise EngineShutdownError(f"engine {self.name!r} is shutting down")
+
+    def _config(self) -> EngineConfig:
+        """As another process needs it: without paths that depend on where this one runs."""
+        config = cast(EngineConfig, self._supervisor.config)
+        tokenizer = config.model.tokenizer
+        if tokenizer is not None and Path(tokenizer).exists():
+            tokenizer = os.path.abspath(tokenizer)
+        return replace(config, model=replace(config.model, tokenizer=tokenizer))
+
+    def _join(self, visitor: Visitor) -> None:
+        self._num_joined += 1
+        spec, link = attached_frontend(self._num_joined)
+        child = AttachedChild(spec, visitor, self._farewell)
+        try:
+            visitor.watch_process()
+            visitor.child = child
+            self._supervisor.admit(child, link)
+        except ProcessLookupError:
+            visitor.close()
+        except (ActorLLMError, OSError) as error:
+            visitor.child = None
+            visitor.see_out(AttachError(f"engine {self.name!r} cannot take another frontend: {error}"))
+        else:
+            visitor.send("joined", config=self._config().to_json().decode())
+            logger.info("process %d joined engine %r as %s", visitor.peer.pid, self.name, spec.name)
+
+    def _farewell(self) -> EngineError:
+        """Why the engine leaves its attached frontends."""
+        failure = self._supervisor.failure
+        if failure is not None:
+            return EngineDeadError(str(failure))
+        return EngineShutdownError(f"engine {self.name!r} was shut down by its owner (process {os.getpid()})")
+
+    def _describe(self, visitor: Visitor) -> None:
+        description: dict[str, Any] = {
+            "model": self._config().model.name,
+            "version": __version__,
+            "state": self._state,
+            "uptime_s": round(now() - self._began, 3),
+            "num_frontends": 1 + sum(visitor.child is not None for visitor in self._visitors),
+            "num_running": None,
+            "num_waiting": None,
+        }
+        if self._state == "running":
+            self._frontend.start_soon(self._describe_later, visitor, description)
+        else:
+            visitor.send("description", **description)
+
+    async def _describe_later(self, visitor: Visitor, description: dict[str, Any]) -> None:
+        # It is ending, busy, or started again just now: what is known is sent.
+        with contextlib.suppress(ActorLLMError), anyio.move_on_after(COUNTS_TIMEOUT_S):
+            counts = (await self._frontend.ask_scheduler("statistics"))["scheduler"]
+            description |= {name: counts[name] for name in ("num_running", "num_waiting")}
+        visitor.send("description", **description)
+
+
+class Visitor:
+    """One connection from outside."""
+
+    def __init__(self, reception: Reception, control: socket.socket, loop: AsyncioLoop) -> None:
+        self.peer: Peer = peer_of(control)
+        self.is_welcome = False
+        """He has shown that he fits."""
+        self.child: AttachedChild | None = None
+        """What he is to the supervisor, once he has joined."""
+        self._reception = reception
+        self._control: socket.socket | None = control
+        self._loop = loop
+        self._pidfd = -1
+        control.setblocking(False)
+        loop.watch(control.fileno(), self._on_readable)
+
+    def send(self, op: str, fds: tuple[int, ...] = (), **fields: Any) -> None:
+        """Nothing is sent to who is gone; who does not read his socket is not waited for, and is seen out."""
+        if self._control is None:
+            return
+        try:
+            send_frame(self._control, op, fds, **fields)
+        except (BrokenPipeError, ConnectionResetError):
+            return  # the end of the socket says so next
+        except OSError as error:
+            logger.warning("process %d does not read its control socket and is dropped: %s", self.peer.pid, error)
+            self._loop.call_soon(self.close)
+
+    def watch_process(self) -> None:
+        """From now on its death is seen whoever else holds its socket. ProcessLookupError: it is dead."""
+        if self.peer.pid:
+            self._pidfd = os.pidfd_open(self.peer.pid)
+            self._loop.watch(self._pidfd, self.close)
+
+    def see_out(self, error: ActorLLMError) -> None:
+        """Say why, and close."""
+        self.send("refused", type_name=type(error).__name__, message=str(error))
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._control is None:
+            return
+        self._loop.unwatch(self._control.fileno())
+        self._control.close()
+        self._control = None
+        if self._pidfd >= 0:
+            self._loop.unwatch(self._pidfd)
+            os.close(self._pidfd)
+        if self.child is not None:
+            self.child.gone.set()
+        self._reception.forget(self)
+
+    def _on_readable(self) -> None:
+        while self._control is not None:
+            try:
+                frame, fds = receive_frame(self._control)
+                for fd in fds:
+                    os.close(fd)
+                if frame is None:
+                    self.close()
+                    return
+                if self.peer.uid != os.geteuid():
+                    raise AttachError(
+                        f"engine {self._reception.name!r} is run by uid {os.geteuid()} and this process by uid "
+                        f"{self.peer.uid}; only processes of the same user can join"
+                    )
+                self._reception.on_frame(self, frame)
+            except BlockingIOError:
+                return
+            except ActorLLMError as error:
+                self.see_out(error)
+            except Exception as error:  # what another program sends may be anything; it is seen out alone
+                logger.warning("process %d sent nonsense to engine %r: %r", self.peer.pid, self._reception.name, error)
+                self.close()
+
+
+class AttachedChild(RemoteChild):
+    """A frontend in another program, as the supervisor sees it. Nobody started it, so it has no start here."""
+
+    def __init__(self, spec: ActorSpec, visitor: Visitor, farewell: Callable[[], EngineError]) -> None:
+        super().__init__(spec, lambda *_: None)
+        self.phase = "running"
+        self._visitor = visitor
+        self._farewell = farewell
+
+    def _send(self, op: str, fds: tuple[int, ...] = (), **fields: Any) -> None:
+        self._visitor.send(op, fds, **fields)
+
+    async def spawn(self, tasks: TaskGroup, config: Any) -> None:
+        # Supervisor.admit takes it in where others have been started already.
+        raise NotImplementedError(f"{self.spec.name} was started by somebody else")
+
+    async def start(self, config: Any) -> dict[str, Any]:
+        return {}
+
+    async def configure(self, config: Any) -> None:
+        """It was told with the welcome."""
+
+    async def run(self) -> None:
+        """It does."""
+
+    def request_stop(self) -> None:
+        error = self._farewell()
+        self._visitor.send("bye", type_name=type(error).__name__, message=str(error))
+        self._visitor.close()
+
+    def kill(self) -> None:
+        """It is not ours to kill."""
+
+    def close(self) -> None:
+        self._visitor.close()
+
+    def statistics(self) -> dict[str, Any]:
+        return super().statistics() | {"pid": self._visitor.peer.pid}

@@ -1,0 +1,732 @@
+"""`Engine`: what both front doors share. Intake of requests, the engine thread, start and shutdown.
+
+A request goes from the caller's thread to a lane of the intake (`actorllm.intake`: starts the engine if need be, tokenizes,
+checks against the model), from there to the frontend actor on the engine thread, and from there to the scheduler. So the
+caller's loop never waits for a tokenizer, and a bad prompt fails its own request only.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import functools
+import itertools
+import logging
+import math
+import os
+import re
+import sys
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from actorllm.actors.engine_thread import EngineThread, HostLoop, Service
+from actorllm.actors.frontend import FrontendActor
+from actorllm.actors.private_file import check_private
+from actorllm.actors.stepper import Stepper
+from actorllm.actors.topology import engine_topology
+from actorllm.attach.server import Reception
+from actorllm.client.draining import Draining
+from actorllm.client.pooling_stream import PoolingStream, VectorStream
+from actorllm.client.stream import Mailbox, RequestStream, Sibling
+from actorllm.client.submit import SubmitMaker
+from actorllm.client.tokenization import Prompt, PromptReader, checked_tokenization, prompt_text, snapshot
+from actorllm.clock import now
+from actorllm.errors import (
+    ActorLLMError,
+    ConfigError,
+    DuplicateRequestError,
+    EngineDrainingError,
+    EngineError,
+    EngineOverloaded,
+    EngineShutdownError,
+    ForkedProcessError,
+    InvalidParameterError,
+    shown,
+)
+from actorllm.intake.job import Call, Job, Reading
+from actorllm.intake.job_queue import JobQueue
+from actorllm.intake.lanes import Lane, Lanes
+from actorllm.intake.request_job import RequestJob
+from actorllm.messages import Submit
+from actorllm.supervision.death import ActorDeath
+from actorllm.supervision.health import EngineHealth
+from actorllm.supervision.renewal import MeetingPlace, without_endless_policies
+from actorllm.supervision.restart import RestartLimits
+from actorllm.supervision.standby import StandbyOptions
+from actorllm.supervision.start_log import StartLog
+from actorllm.supervision.supervisor import Supervisor
+from actorllm.text.chat import Conversation
+from actorllm.types.config import EngineConfig
+from actorllm.types.generation_config import sampling_params_of
+from actorllm.types.objective import SLO
+from actorllm.types.request import (
+    MAX_LABEL,
+    PoolingParams,
+    RequestOutputKind,
+    SamplingParams,
+    check_request_arguments,
+    check_timeout,
+    is_text,
+)
+
+if TYPE_CHECKING:
+    from actorllm.attach.client import Membership
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the engine is to do for one request, as far as its kind makes a difference."""
+
+    num_sequences: int
+    output_kind: RequestOutputKind
+    tokenization: dict[str, Any]
+    """The keyword arguments of `PromptReader.tokenize`."""
+    new_stream: Callable[..., RequestStream]
+    """Of the constructor's arguments that do not depend on the kind."""
+    make_maker: Callable[..., Callable[[int], Submit]]
+    """From the tokenized prompt and (number, arrival, carried) to what makes the message."""
+
+
+class Hold:
+    """What a front door and its open streams keep: the engine is shut down when the last of them lets go."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Engine:
+    """One engine, owned by the process that builds it. All methods may be called from any thread.
+
+    Its threads keep it alive, so it does not end by being dropped; whoever should end it that way keeps a `new_hold`.
+
+    is_synchronous: whoever submits tokenizes and checks, there are no lanes; and with topology="inline" the
+    engine computes in the calls of its `stepper`, on no thread of its own.
+    """
+
+    def __init__(self, config: EngineConfig, *, is_synchronous: bool = False) -> None:
+        self.config = config
+        self._pid = os.getpid()
+        self._is_synchronous = is_synchronous
+        self.stepper: Stepper | None = None
+        self._supervisor: Supervisor | Membership | Stepper
+        self._thread: EngineThread | Stepper
+        self._make()
+        self._death: EngineError | None = None
+        self._is_shut_down = False
+        self._is_start_asked = False
+        self._is_draining = False
+        self._hold: weakref.ref[Hold] | None = None
+        self._lock = threading.Lock()
+        self._giving_up = threading.Lock()
+        """Held while a start is taken back; before the next one, and before the end, that must be through."""
+        self._wanting: set[object] = set()
+        """Who waits for the start."""
+        self._has_started = False
+        self._streams: weakref.WeakValueDictionary[str, RequestStream] = weakref.WeakValueDictionary()
+        self._num_requests = 0
+        self._num_on_the_way = 0
+        self._id_prefix = uuid.uuid4().hex[:8]
+        self._request_numbers = itertools.count(1)
+        self._lanes: Lanes | None = None
+        if not is_synchronous:
+            max_characters = self.config.model.max_prompt_characters
+            self._lanes = Lanes(lambda: not self._has_started, self.config.intake_timeout_s, max_characters)
+        self.prompts = PromptReader(self.config.model)
+        self._submits = SubmitMaker(self.config, self.prompts)
+
+    # What it is made of; an AttachedEngine is made of something else
+
+    def _make(self) -> None:
+        """Everything that lives but once, from the start to the end."""
+        self._frontend = self._new_frontend()
+        self._meeting_place = MeetingPlace()
+        if self._is_synchronous and self.config.topology == "inline":
+            log = StartLog(_resolve)
+            self.stepper = Stepper(self.config, self._frontend, log.resolve, self._on_death, log.around)
+            self._supervisor = self._thread = self.stepper
+        else:
+            self._supervisor = self._new_supervisor()
+            self._thread = EngineThread(self._new_service())
+
+    def _new_frontend(self) -> FrontendActor:
+        return FrontendActor()
+
+    def _new_supervisor(self) -> Supervisor | Membership:
+        self.config = self._meeting_place.renewed(self.config)
+        log = StartLog(_resolve)
+        return Supervisor(
+            engine_topology(self.config),
+            self.config,
+            resolve=log.resolve,
+            on_death=self._on_death,
+            actors={"frontend": self._frontend},
+            check=partial(check_private, self.config.record, "record"),
+            restarts=RestartLimits() if self.config.on_failure == "restart" else None,
+            renew=self._meeting_place.renewed,
+            amend=without_endless_policies,
+            standby=StandbyOptions.of(self.config),
+            heartbeat_timeout_s=self.config.heartbeat_timeout_s,
+            step_timeout_s=self.config.step_timeout_s,
+            restart_timeout_s=self.config.restart_timeout_s,
+            around_start=log.around,
+        )
+
+    def _new_service(self) -> Service:
+        """The supervisor, behind a door for others if the engine has a name. Attaching needs Linux, as rings do."""
+        assert isinstance(self._supervisor, Supervisor)
+        if self.config.name is None or sys.platform != "linux":
+            return self._supervisor
+        return Reception(self.config.name, self._supervisor, self._frontend)
+
+    # Life
+
+    def start(self) -> None:
+        """Start the engine unless it runs; returns when it is ready. Raises what made the start fail."""
+        wanting = object()
+        with self._lock:
+            self._wanting.add(wanting)
+        try:
+            self._start()
+        finally:
+            with self._lock:
+                self._wanting.discard(wanting)
+
+    def _start(self) -> None:
+        self._check()
+        with self._giving_up:
+            thread, supervisor = self._thread, self._supervisor
+            self._is_start_asked = True
+        thread.start()
+        with self._lock:
+            if thread is self._thread and not self._has_started:
+                self.config = cast(EngineConfig, supervisor.config)
+                self._has_started = True
+
+    def start_in_background(self) -> Future[None]:
+        """As `start`, on a lane. Who does not wait for it any more says so with `give_up_start`."""
+        call = Call(self._start, lambda: self._give_up_wanting(call.future))
+        with self._lock:
+            self._wanting.add(call.future)
+        self._enqueue(call, JobQueue.put_control)
+        return call.future
+
+    def _give_up_wanting(self, future: Future[None]) -> None:
+        with self._lock:
+            self._wanting.discard(future)
+
+    def token_ids_of(self, prompt: str | Conversation, add_special_tokens: bool) -> Future[list[int]]:
+        """The token ids of a text, or of a conversation, however many. Read on a lane; the engine need not run.
+
+        Raises EngineShutdownError; the future raises what is wrong with the prompt.
+        """
+
+        def read(lane: Lane | None) -> list[int]:
+            return self.prompts.ids_of(prompt, add_special_tokens, lane)
+
+        reading = Reading(read, self.prompts.is_large(prompt))
+        self._enqueue(reading)
+        return reading.future
+
+    def all_handed_over(self) -> Future[None]:
+        """Resolved when every request of before has reached the frontend, or has ended."""
+        call = Call(lambda: None)
+        self._enqueue(call, JobQueue.put_barrier)
+        return call.future
+
+    def give_up_start(self, future: Future[None]) -> None:
+        """Who had asked for this start has gone. If nobody else wants it, what was begun is stopped, and can begin anew.
+
+        Waits until it is stopped.
+        """
+        with self._giving_up:
+            with self._lock:
+                self._wanting.discard(future)
+                if self._wanting or self._has_started or self._is_shut_down or self._death is not None:
+                    return
+                thread, meeting_place = self._thread, self._meeting_place
+                if not self._remake():
+                    return
+            thread.stop()
+            meeting_place.close()
+
+    def _remake(self) -> bool:
+        """Whether everything that lives but once was made again."""
+        self._is_start_asked = False
+        self._make()
+        return True
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """End every request with EngineShutdownError and stop all processes; returns when they are gone. Idempotent."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._is_shut_down = True
+        if self._lanes is not None:
+            self._lanes.close()
+        with self._giving_up:
+            thread, meeting_place = self._thread, self._meeting_place
+        thread.stop(timeout)
+        meeting_place.close()
+        error = self._death or EngineShutdownError("the engine was shut down")
+        if self._lanes is not None:
+            for job in self._lanes.join(timeout):
+                job.end(error)
+        with self._lock:
+            streams = list(self._streams.values())
+        for stream in streams:
+            if not stream.has_ended:
+                self._fail(stream._mailbox, error)
+
+    def drain(self, timeout: float | None = None) -> Future[bool]:
+        """Take no new request, let those finish that there are, and abort what is left after `timeout` seconds.
+
+        Resolved when all have ended: True if none had to be aborted. `shutdown` is the caller's. What has not reached the
+        frontend by then, because the engine still starts, ends here. A scheduler that does not say that it has aborted the
+        others keeps nobody for more than STOP_TIMEOUT_S; if it comes back, or another one does, they end then. Cancelling
+        the future leaves the requests going on.
+        """
+        self._check()
+        until = math.inf if timeout is None else now() + check_timeout(timeout, can_be_zero=True)
+        future: Future[bool] = Future()
+        with self._lock:
+            self._is_draining = True
+            is_idle = self.is_new or not (self._has_started or self._num_on_the_way)
+        if is_idle:
+            future.set_result(True)
+        elif self.stepper is not None:
+            future.set_result(self.stepper.drain(until))
+        else:
+            Draining(self, until, future).begin()
+        return future
+
+    def wait_drained(self, timeout: float | None = None) -> bool:
+        """As `drain`, for a caller that waits; who is interrupted leaves the requests going on."""
+        future = self.drain(timeout)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _end_on_the_way(self) -> int:
+        """Abort every request that the frontend does not know yet, each with its last output. Returns how many."""
+        with self._lock:
+            given_up = [mailbox for mailbox in self._wanting if isinstance(mailbox, Mailbox)]
+            self._wanting.difference_update(given_up)
+            self._num_on_the_way = 0
+        for mailbox in given_up:
+            mailbox.end_unsent(now())
+            self._wake(mailbox)
+        return len(given_up)
+
+    async def _wait_until_idle(self) -> None:
+        """Those of attached frontends have ended as well, which may submit no more."""
+        await self._frontend.ask_scheduler("drain", timeout=math.inf)
+
+    async def _abort_all(self) -> None:
+        await self._frontend.ask_scheduler("abort_all")
+
+    def new_hold(self) -> Hold:
+        """What a front door keeps; also every stream from now on, until it has ended."""
+        hold = Hold()
+        self._hold = weakref.ref(hold)
+        weakref.finalize(hold, _drop, self).atexit = False  # there the engine thread stops by itself
+        return hold
+
+    @property
+    def is_new(self) -> bool:
+        """Nobody has asked it to start yet, nor to end."""
+        return not self._is_start_asked and not self._is_shut_down and os.getpid() == self._pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive and self._death is None and not self._is_shut_down
+
+    @property
+    def death(self) -> EngineError | None:
+        """Why it is dead, once a process of it died."""
+        return self._death
+
+    def health(self) -> EngineHealth:
+        """The state of every actor."""
+        health = self._supervisor.health()
+        if self._is_shut_down and health.state not in ("dead", "stopped"):
+            health = replace(health, state="stopped")
+        return health if self._lanes is None else replace(health, threads={"intake": self._lanes.health()})
+
+    def check_health(self) -> None:
+        """Raise what a request would: EngineDeadError, EngineShutdownError, ForkedProcessError, or EngineError where no
+        prompt can be read."""
+        self._check()
+        if self._lanes is not None and self._lanes.failure is not None:
+            raise EngineError(self._lanes.failure)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The processes of the engine, by actor."""
+        return self._supervisor.pids
+
+    def _check(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedProcessError(
+                f"this engine belongs to process {self._pid}; build one in this process ({os.getpid()}) instead"
+            )
+        if self._death is not None:
+            error = type(self._death)(
+                str(self._death)
+            )  # not the one itself, which would collect everybody's tracebacks
+            for note in getattr(self._death, "__notes__", ()):
+                error.add_note(note)
+            raise error
+        if self._is_shut_down:
+            raise EngineShutdownError("the engine was shut down; build a new one")
+
+    def _on_death(self, death: ActorDeath) -> None:
+        failure = self._supervisor.failure if isinstance(self._supervisor, Supervisor) else None
+        self._death = failure or death.to_error()
+        self._frontend.fail_all(self._death)
+
+    # Requests
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None = None,
+        *,
+        host: HostLoop | None = None,
+        priority: int = 0,
+        slo: SLO | float | None = None,
+        is_latency_sensitive: bool = False,
+        type_info: str | None = None,
+        tenant: str | None = None,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        arrival_time: float | None = None,
+        **vllm_arguments: Any,
+    ) -> RequestStream:
+        """Take a request. Raises what can be told at once; everything else comes out of the stream.
+
+        arrival_time: in epoch seconds; None: now. vllm_arguments: VLLM_REQUEST_ARGUMENTS at their defaults.
+        """
+        self._check()
+        check_request_arguments(vllm_arguments)
+        self.check_generates(params)
+        if params is None:
+            params = self.default_sampling_params()
+        elif isinstance(params, SamplingParams):
+            params = params.checked_copy()  # the caller may change its own while a lane works
+        else:
+            raise InvalidParameterError(f"sampling_params must be a SamplingParams, not {type(params).__name__}")
+        if params.detokenize and self.config.model.tokenizer is None and params.stop:
+            raise InvalidParameterError("stop strings need a tokenizer, and skip_tokenizer_init=True left it out")
+        if params.structured_outputs is not None and self.config.model.tokenizer is None:
+            raise InvalidParameterError("structured_outputs need a tokenizer, and skip_tokenizer_init=True left it out")
+        sampling = params
+
+        def new_stream(*arguments: Any, **more: Any) -> RequestStream:
+            return RequestStream(
+                *arguments,
+                has_logprobs=sampling.num_logprobs is not None,
+                has_prompt_logprobs=sampling.prompt_logprobs is not None,
+                is_flat=sampling.flat_logprobs,
+                **more,
+            )
+
+        maker = functools.partial(self._submits.generating, params=sampling)
+        return self._accept(
+            prompt,
+            Asked(params.n, params.output_kind, checked_tokenization(tokenization_kwargs, params), new_stream, maker),
+            request_id,
+            host=host,
+            priority=priority,
+            slo=slo,
+            is_latency_sensitive=is_latency_sensitive,
+            type_info=type_info,
+            tenant=tenant,
+            deadline=deadline,
+            timeout=timeout,
+            arrival_time=arrival_time,
+        )
+
+    def encode(
+        self,
+        prompt: Prompt,
+        params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        vllm_arguments: Mapping[str, Any] | None = None,
+        **extras: Any,
+    ) -> PoolingStream:
+        """Take a request for a vector. extras, and what is raised: as in `submit`."""
+        self._check()
+        check_request_arguments(dict(vllm_arguments or {}))
+        pooler, model = self.config.model.pooler, self.config.model
+        if pooler is None:
+            raise InvalidParameterError(
+                "this engine generates text and makes no vectors; build one with runner='pooling' for that"
+            )
+        if params is None:
+            params = PoolingParams()
+        elif not isinstance(params, PoolingParams):
+            raise InvalidParameterError(f"pooling_params must be PoolingParams, not {type(params).__name__}")
+        params = params.checked_copy()
+        pooling = pooler.resolved(params, model.name)
+        skips_cache = pooling.needs_all_states or bool(params.skip_reading_prefix_cache)
+        maker = functools.partial(self._submits.pooling, pooling=pooling, skips_cache=skips_cache)
+        kind, tokenization = RequestOutputKind.FINAL_ONLY, checked_tokenization(tokenization_kwargs, params)
+        asked = Asked(1, kind, tokenization, VectorStream, maker)
+        return PoolingStream(cast(VectorStream, self._accept(prompt, asked, request_id, **extras)), pooling)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the model's author recommends (generation_config.json), on top of the defaults of SamplingParams."""
+        return sampling_params_of(self.config.model.sampling_defaults)
+
+    def check_generates(self, params: object) -> None:
+        """Raises InvalidParameterError where that is asked of an engine which it is not made for, or with such parameters."""
+        if self.config.model.pooler is not None:
+            raise InvalidParameterError(
+                "this engine makes vectors (runner='pooling') and does not generate; use embed() or /v1/embeddings, or build "
+                "one with runner='generate'"
+            )
+        if isinstance(params, PoolingParams):
+            raise InvalidParameterError(
+                "PoolingParams: this engine generates text and makes no vectors; use SamplingParams, or build one with "
+                "runner='pooling'"
+            )
+
+    def _accept(
+        self, prompt: Prompt, asked: Asked, request_id: str | None, *, host: HostLoop | None = None, **extras: Any
+    ) -> RequestStream:
+        """What requests of both kinds share, from here on to the intake. extras: as in `SubmitMaker.carried`."""
+        prompt = snapshot(prompt)
+        arrival, carried = self._submits.carried(**extras)
+        mailbox = Mailbox(host, asked.output_kind is RequestOutputKind.FINAL_ONLY, asked.num_sequences)
+        with self._lock:
+            if self._is_draining:
+                raise EngineDrainingError(
+                    "the engine is draining: it finishes what it has and takes no new requests; send this one elsewhere"
+                )
+            self._check_room(asked.num_sequences)
+            self._num_requests += 1
+            number = self._num_requests
+            if request_id is None:
+                request_id = self.new_request_id()
+            elif not isinstance(request_id, str):
+                raise InvalidParameterError(f"request_id={shown(request_id)} must be a string")
+            elif not is_text(request_id) or len(request_id) > MAX_LABEL:
+                raise InvalidParameterError(
+                    f"request_id={shown(request_id)} must be valid Unicode with at most {MAX_LABEL} characters"
+                )
+            if self.is_open(request_id):
+                raise DuplicateRequestError(f"request {shown(request_id)} is still running; choose another request_id")
+            if self.config.record is not None:
+                carried["name"] = request_id
+            text = prompt_text(prompt)
+            hold = None if self._hold is None else self._hold()
+            stream = asked.new_stream(
+                request_id,
+                text,
+                asked.output_kind,
+                arrival,
+                mailbox,
+                self._abort_mailbox,
+                hold,
+                asked.num_sequences,
+                deadline=carried["deadline"],
+            )
+            self._streams[request_id] = stream
+            self._num_on_the_way += asked.num_sequences
+            self._wanting.add(mailbox)
+        job = RequestJob(self, prompt, asked, number, arrival, carried, stream)
+        try:
+            self._enqueue(job)
+        except BaseException:
+            self._settle(mailbox, asked.num_sequences)
+            raise
+        return stream
+
+    def _settle(self, mailbox: Mailbox, num_sequences: int, make_submit: Callable[[int], Submit] | None = None) -> bool:
+        """A request is on its way no more: it goes to the frontend, or ends here. False: it has done so already."""
+        with self._lock:
+            if mailbox not in self._wanting:
+                return False
+            if make_submit is not None:
+                self._thread.post(self._submit_on_loop, make_submit, mailbox, num_sequences)
+            self._wanting.discard(mailbox)
+            self._num_on_the_way -= num_sequences
+            return True
+
+    def _check_room(self, num_sequences: int) -> None:
+        """Of what has not reached the scheduler yet, no more is kept than it would take."""
+        limits = self.config.scheduler
+        if limits.max_waiting_requests is None:
+            return
+        room, num_waiting = limits.max_waiting_requests + limits.max_num_seqs, self._num_on_the_way
+        if num_sequences > room:
+            raise InvalidParameterError(
+                f"n={num_sequences} sequences are more than this engine ever takes at once: max_num_seqs="
+                f"{limits.max_num_seqs} that run and max_waiting_requests={limits.max_waiting_requests} that wait; "
+                f"ask for fewer, or build it with more"
+            )
+        if num_waiting + num_sequences > room:
+            raise EngineOverloaded(
+                f"the engine is overloaded: {num_waiting} requests of at most {room} are on their way to the scheduler; "
+                f"try again later, or elsewhere",
+                num_waiting_requests=num_waiting,
+                max_waiting_requests=limits.max_waiting_requests,
+                max_waiting_tokens=limits.max_waiting_tokens,
+            )
+
+    def new_request_id(self) -> str:
+        """One that no request has unless a caller chose the same."""
+        return f"{self._id_prefix}-{next(self._request_numbers)}"
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether a request that has not ended has this id."""
+        known = self._streams.get(request_id)
+        return known is not None and not known.has_ended
+
+    def abort(self, request_ids: str | Iterable[str]) -> None:
+        """End requests; each delivers a final output with finish_reason 'abort'. Unknown ids have ended already."""
+        self._check()
+        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        if isinstance(ids, bytes) or not isinstance(ids, Iterable):
+            raise InvalidParameterError(f"request_id={shown(ids)} must be a string, or several")
+        ids = list(ids)
+        for request_id in ids:
+            if not isinstance(request_id, str):
+                raise InvalidParameterError(f"request_id={shown(request_id)} must be a string")
+        for request_id in ids:
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                stream.abort()
+
+    def _abort_mailbox(self, mailbox: Mailbox) -> None:
+        """Also from `__del__`: only posts, and finds nothing wrong with an engine that is gone."""
+        if os.getpid() != self._pid or not mailbox.rids:
+            if self._lanes is not None and os.getpid() == self._pid:
+                self._lanes.look()  # not submitted yet
+            return
+        try:
+            self._thread.post(self._abort_on_loop, mailbox)
+        except ActorLLMError:
+            logger.debug("an abort came after the end of the engine")
+
+    def _enqueue(self, job: Job, put: Callable[[JobQueue, Job], None] = JobQueue.put) -> None:
+        with self._lock:
+            is_taken = not self._is_shut_down
+            self._is_start_asked |= is_taken
+        if is_taken and self._lanes is not None:
+            is_taken = self._lanes.submit(job, put)
+        elif is_taken:
+            job.run(None)
+        if not is_taken:
+            raise EngineShutdownError("the engine was shut down; build a new one")
+
+    def _submit_on_loop(self, make_submit: Callable[[int], Submit], mailbox: Mailbox, num_sequences: int) -> None:
+        """All sequences of a request or none: nothing comes between them."""
+        rids: list[int] = []
+        if num_sequences == 1:
+            self._frontend.submit(make_submit, mailbox, rids.append)
+        else:
+            siblings = [Sibling(mailbox, index, self._abort_on_loop) for index in range(num_sequences)]
+            self._frontend.submit_several(make_submit, siblings, rids.append)
+        mailbox.rids = rids
+        mailbox.sent = now()
+        if mailbox.is_aborted or mailbox.error is not None:
+            self._abort_on_loop(mailbox)
+
+    def _abort_on_loop(self, mailbox: Mailbox) -> None:
+        for rid in mailbox.rids:
+            self._frontend.abort(rid)
+
+    def _fail(self, mailbox: Mailbox, error: BaseException) -> None:
+        if not mailbox.has_ended:
+            mailbox.fail(error)
+            self._wake(mailbox)
+
+    @staticmethod
+    def _wake(mailbox: Mailbox) -> None:
+        if mailbox.host is not None:
+            mailbox.host.call_soon_threadsafe(mailbox.wake)
+
+    # Controls
+
+    def ask_scheduler(self, verb: str, **arguments: Any) -> Future[Any]:
+        """Ask the scheduler actor something (see SchedulerActor.VERBS). Raises when the engine does not run."""
+        self._check()
+        return self._thread.call(self._frontend.ask_scheduler, verb, **arguments)
+
+    def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> Future[Any]:
+        """Trace every torch operation of the workers, until `stop_profile`. The answer, or its error, is in the future.
+
+        profile_prefix: what the names of the files begin with. The other two of vLLM's arguments are accepted where they
+        ask for nothing. Raises ConfigError or InvalidParameterError.
+        """
+        if self.config.profile_folder is None:
+            raise ConfigError(
+                "a profile needs an engine that is built with "
+                "profiler_config={'profiler': 'torch', 'torch_profiler_dir': FOLDER}"
+            )
+        if profile_prefix is not None and not (
+            isinstance(profile_prefix, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", profile_prefix)
+        ):
+            raise InvalidParameterError(
+                f"profile_prefix={profile_prefix!r:.200} must be up to 128 letters, digits, '.', '_' and '-', the first of "
+                f"them a letter or a digit"
+            )
+        for name, value in (("delay_iterations", delay_iterations), ("max_iterations", max_iterations)):
+            if value not in (None, 0):
+                raise InvalidParameterError(f"{name}={value!r} is not supported yet; leave it at None or 0")
+        prefix = f"{profile_prefix or time.time_ns() // 1_000_000}_"
+        return self.ask_scheduler("start_profile", timeout=math.inf, prefix=prefix)
+
+    def stop_profile(self) -> Future[Any]:
+        """Write one trace per rank into the folder of profiler_config; the paths are in the future. Raises ConfigError."""
+        folder = self.config.profile_folder
+        if folder is None:
+            raise ConfigError("no profile is under way: the engine was built without profiler_config")
+        return self.ask_scheduler("stop_profile", timeout=math.inf, folder=folder)
+
+    def statistics(self) -> dict[str, Any]:
+        """What this side knows without asking anybody."""
+        return {
+            "num_requests": self._num_requests,
+            "intake": {} if self._lanes is None else self._lanes.statistics(),
+            "frontend": self._frontend.statistics() if self.is_running and self._thread.is_alive else {},
+            "supervisor": self._supervisor.statistics(),
+        }
+
+
+def _drop(engine: Engine) -> None:
+    """The last who held the engine let go, on any thread, perhaps in the middle of a collection: no lock, no waiting."""
+    if os.getpid() != engine._pid or engine._is_shut_down:
+        return
+    with contextlib.suppress(RuntimeError):  # the interpreter ends, and the engine with it
+        _thread.start_new_thread(_shut_down_in_thread, (engine,))
+
+
+def _shut_down_in_thread(engine: Engine) -> None:
+    with contextlib.suppress(RuntimeError):
+        threading.Thread(target=engine.shutdown, name="actorllm:dropped", daemon=True).start()
+
+
+def _resolve(config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
+    """The KV cache has as many blocks as the rank with the least room can hold."""
+    return config.resolved(min(fact["num_blocks"] for fact in facts.values() if "num_blocks" in fact))

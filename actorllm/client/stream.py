@@ -1,0 +1,525 @@
+"""`RequestStream`: one request as its caller sees it, from `async for` to the final output.
+
+The engine thread pushes what is new; the consumer takes everything that has accumulated in one output, so a slow consumer
+gets fewer and larger outputs instead of a growing queue, and what waits for it costs no more than its tokens. No cancel scope
+is held across a yield: leaving the loop, cancelling the task or dropping the last reference posts the abort, and the blocks
+are free within one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from actorllm.actors.engine_thread import HostLoop, Waiter
+from actorllm.actors.frontend import Delta
+from actorllm.clock import to_epoch
+from actorllm.errors import RequestFailedError
+from actorllm.messages import DEADLINE_PASSED, RequestEnd
+from actorllm.types.flat_logprobs import FlatLogprobs
+from actorllm.types.request import CompletionOutput, RequestMetrics, RequestOutput, RequestOutputKind
+
+MAX_SEPARATE = 16
+"""So many deltas per sequence wait as they came; more are joined."""
+MAX_JOINED_TOKENS = 256
+"""A delta of so many tokens is joined with no further one: the work per token stays the same however many wait."""
+
+DEADLINE_GRACE_S = 0.5
+"""How long after its deadline a stream waits for the engine to end it, before it ends by itself."""
+
+_NOTHING: deque[tuple[int, Delta]] = deque()
+
+
+class Mailbox:
+    """Where the engine puts what belongs to one request. It outlives the stream, which must be free to be dropped."""
+
+    __slots__ = (
+        "_max_deltas",
+        "_num_sequences",
+        "deltas",
+        "error",
+        "has_end",
+        "host",
+        "is_aborted",
+        "num_cached",
+        "num_open",
+        "rids",
+        "sent",
+        "stream",
+        "waiter",
+        "wakes_at_end",
+    )
+
+    def __init__(self, host: HostLoop | None = None, wakes_at_end: bool = False, num_sequences: int = 1) -> None:
+        self.host = host
+        self.wakes_at_end = wakes_at_end
+        """The consumer can do nothing with less than everything."""
+        self.waiter: Waiter | None = None
+        self.deltas: deque[tuple[int, Delta]] = deque()
+        """What came, with the index of its sequence. The consumer takes from the left; the rest is the engine thread's."""
+        self.stream: weakref.ref[RequestStream] | None = None
+        self._num_sequences = num_sequences
+        self._max_deltas = MAX_SEPARATE * num_sequences
+        self.num_open = num_sequences
+        """Sequences whose end has not come yet."""
+        self.has_end = False
+        """The last delta there will ever be has been pushed."""
+        self.error: BaseException | None = None
+        self.num_cached = 0
+        """Prompt tokens that were found in the prefix cache; of several sequences, by the first."""
+        self.rids: list[int] = []
+        """One per sequence, known once the frontend has submitted the request."""
+        self.sent: float | None = None
+        """When the frontend submitted it, in monotonic seconds: what came before is the intake's time."""
+        self.is_aborted = False
+
+    # On the engine thread or a lane of the intake
+
+    def note_cached(self, num_tokens: int) -> None:
+        self.num_cached = num_tokens
+
+    def push(self, delta: Delta, index: int = 0) -> None:
+        self.deltas.append((index, delta))
+        if len(self.deltas) > self._max_deltas:
+            self._join()
+        if delta.end is not None:
+            if not index:
+                self.num_cached = delta.end.num_cached_tokens
+            self.num_open -= 1
+            if not self.num_open:
+                self.has_end = True
+                self._release()
+
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+        self._release()
+
+    def end_unsent(self, now: float, stop_reason: str | None = None) -> None:
+        """Abort a request that was never submitted: each sequence has its last output, with nothing in it."""
+        end = RequestEnd(0, "abort", stop_reason, None, now, None, None, None, 0, 0, 0)
+        for index in range(self._num_sequences):
+            self.push(Delta([], "", end, now), index)
+
+    def _join(self) -> None:
+        """Make few of the deltas that nobody takes. The consumer, who may come meanwhile, finds them in order or gone."""
+        taken: list[tuple[int, Delta]] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                taken.append(self.deltas.pop())
+        groups: list[tuple[int, list[Delta]]] = []
+        open_groups: dict[int, tuple[list[Delta], int]] = {}
+        for index, delta in reversed(taken):
+            group, num_tokens = open_groups.get(index, (None, 0))
+            if group is None or num_tokens + len(delta.tokens) > MAX_JOINED_TOKENS or delta.vector is not None:
+                group, num_tokens = [], 0
+                groups.append((index, group))
+            group.append(delta)
+            open_groups[index] = group, num_tokens + len(delta.tokens)
+        self.deltas.extend([(index, Delta.joined(group)) for index, group in groups])
+        self._max_deltas = max(MAX_SEPARATE * self._num_sequences, 2 * len(groups))
+
+    def _release(self) -> None:
+        """Nothing more comes: the stream may be read whenever, and the engine need not run for it."""
+        stream = self.stream() if self.stream is not None else None
+        if stream is not None:
+            stream._hold = None
+
+    # On the host's loop
+
+    def wake(self) -> None:
+        if self.waiter is not None and (self.has_ended or not self.wakes_at_end):
+            self.waiter.set()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more will come."""
+        return self.has_end or self.error is not None
+
+
+class Sibling:
+    """The consumer of one of several sequences of a request: it fills the mailbox that they share."""
+
+    __slots__ = ("_index", "_mailbox", "_on_failure")
+
+    def __init__(self, mailbox: Mailbox, index: int, on_failure: Callable[[Mailbox], None]) -> None:
+        self._mailbox = mailbox
+        self._index = index
+        self._on_failure = on_failure
+
+    @property
+    def host(self) -> HostLoop | None:
+        return self._mailbox.host
+
+    def note_cached(self, num_tokens: int) -> None:
+        if not self._index:
+            self._mailbox.num_cached = num_tokens
+
+    @property
+    def is_aborted(self) -> bool:
+        return self._mailbox.is_aborted
+
+    @property
+    def wakes_at_end(self) -> bool:
+        return self._mailbox.wakes_at_end
+
+    def push(self, delta: Delta) -> None:
+        self._mailbox.push(delta, self._index)
+
+    def fail(self, error: BaseException) -> None:
+        """The request fails as a whole: `on_failure` ends the other sequences."""
+        self._mailbox.fail(error)
+        self._on_failure(self._mailbox)
+
+    def wake(self) -> None:
+        self._mailbox.wake()
+
+
+class Completion:
+    """One sequence of a request as its stream has taken it so far."""
+
+    __slots__ = (
+        "_cumulative_logprob",
+        "_is_delta",
+        "_logprobs",
+        "_new_list",
+        "_new_logprobs",
+        "_new_text",
+        "_new_token_ids",
+        "_text",
+        "_token_ids",
+        "end",
+        "index",
+        "num_tokens",
+    )
+
+    def __init__(self, index: int, kind: RequestOutputKind, has_logprobs: bool = False, is_flat: bool = False) -> None:
+        self.index = index
+        self.end: RequestEnd | None = None
+        self.num_tokens = 0
+        self._is_delta = kind is RequestOutputKind.DELTA
+        self._text = ""
+        self._token_ids: list[int] = []
+        self._new_text: list[str] = []
+        self._new_token_ids: list[int] = []
+        self._new_list: type[Any] = FlatLogprobs if is_flat else list
+        self._logprobs: Any = self._new_list()
+        self._new_logprobs: Any = self._new_list() if has_logprobs else None
+        self._cumulative_logprob = 0.0
+
+    def add(self, delta: Delta) -> None:
+        self._new_token_ids += delta.tokens
+        self._new_text.append(delta.text)
+        self.num_tokens += len(delta.tokens)
+        if self._new_logprobs is not None and delta.logprobs is not None:
+            self._new_logprobs += delta.logprobs
+            # the chosen token comes first
+            self._cumulative_logprob += sum(next(iter(entries.values())).logprob for entries in delta.logprobs)
+        if delta.end is not None:
+            self.end = delta.end
+
+    def output(self) -> CompletionOutput:
+        """What was added since the last output, or everything, as the kind of the request says."""
+        token_ids, text, end = self._new_token_ids, "".join(self._new_text), self.end
+        self._new_token_ids, self._new_text = [], []
+        if not self._is_delta:
+            self._token_ids += token_ids
+            self._text += text
+            token_ids, text = self._token_ids.copy(), self._text
+        output = CompletionOutput(self.index, text, token_ids)
+        if self._new_logprobs is not None:
+            output.logprobs, self._new_logprobs = self._new_logprobs, self._new_list()
+            if not self._is_delta:
+                self._logprobs += output.logprobs
+                output.logprobs = self._logprobs[:]
+            output.cumulative_logprob = self._cumulative_logprob
+        if end is not None:
+            output.finish_reason = end.reason  # type: ignore[assignment]
+            output.stop_reason = end.stop_reason
+        return output
+
+
+class RequestStream:
+    """Asynchronous iterator over the `RequestOutput`s of one request.
+
+    May be created outside of a loop; it belongs to the loop that first waits for it. `await stream.aclose()` or
+    `async with` end it early.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        output_kind: RequestOutputKind,
+        arrival: float,
+        mailbox: Mailbox,
+        on_abort: Callable[[Mailbox], None],
+        hold: object = None,
+        num_sequences: int = 1,
+        *,
+        has_logprobs: bool = False,
+        has_prompt_logprobs: bool = False,
+        is_flat: bool = False,
+        deadline: float | None = None,
+    ) -> None:
+        """is_flat: log-probabilities come as FlatLogprobs."""
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids: list[int] = []
+        self._kind = output_kind
+        self._arrival = arrival
+        self._mailbox = mailbox
+        self._on_abort = on_abort
+        self._prompt_logprobs: Any = None
+        if has_prompt_logprobs:
+            self._prompt_logprobs = FlatLogprobs() if is_flat else []
+            self._prompt_logprobs.append(None)
+        self._completions = [Completion(index, output_kind, has_logprobs, is_flat) for index in range(num_sequences)]
+        self._num_open = num_sequences
+        self._ahead: list[tuple[int, Delta]] = []
+        """What was taken from the mailbox and is no part of an output yet (`take_deltas`)."""
+        self._first_emitted: float | None = None
+        self._last_emitted: float | None = None
+        self._is_over = False
+        self._ends_at = None if deadline is None else deadline + DEADLINE_GRACE_S
+        self._is_late = False
+        """The engine has not ended it in time: it still starts, or does not answer."""
+        self._hold = hold
+        """Keeps the engine running, until there is nothing more to come."""
+        mailbox.stream = weakref.ref(self)
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """For who takes its outputs otherwise than by waiting for them."""
+        return self._mailbox
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its last output, or its error, is there to be taken or was taken."""
+        return self._is_over or self._mailbox.has_ended
+
+    @property
+    def num_open(self) -> int:
+        """Sequences whose last output has not been taken."""
+        return self._num_open
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while True:
+            output = self.take()
+            if output is not None:
+                return output
+            if self._is_over:
+                raise StopAsyncIteration
+            if self._is_late:
+                return self._expire()
+            await self.wait()
+
+    async def wait(self) -> None:
+        """Until there may be something to `take`. Cancelled, it aborts the request."""
+        mailbox = self._mailbox
+        if mailbox.waiter is None:
+            host = HostLoop.current()
+            mailbox.waiter = host.waiter()
+            mailbox.host = host  # after the waiter: who finds the host may wake
+            return
+        try:
+            self._is_late = not await mailbox.waiter.wait(self._ends_at)
+        except BaseException:
+            self.abort()
+            raise
+
+    def take_deltas(self) -> list[tuple[int, Delta]] | None:
+        """As `take` with RequestOutputKind.DELTA, for those who make something else of it than an output.
+
+        (index of the sequence, what is new of it), none of which is the end of a sequence. None: an end comes next, or an
+        error, and `take` has it.
+        """
+        found: list[tuple[int, Delta]] = []
+        mailbox = self._mailbox
+        has_failed = mailbox.error is not None or self._is_late  # asked before: what came before it is there
+        pending = mailbox.deltas
+        while pending and not self._ahead:
+            try:
+                entry = pending.popleft()
+            except IndexError:
+                break  # the engine thread is joining them, and wakes us when it is done
+            index, delta = entry
+            if delta.end is not None:
+                self._ahead.append(entry)
+                break
+            self._completions[index].num_tokens += len(delta.tokens)
+            if self._first_emitted is None and delta.tokens:
+                self._first_emitted = delta.first_emitted or delta.emitted
+            self._last_emitted = delta.emitted
+            found.append(entry)
+        return None if not found and (has_failed or self._ahead or self._is_over) else found
+
+    def take(self) -> RequestOutput | None:
+        """Everything new as one output; None when there is nothing (yet, or any more). Raises the request's error."""
+        if self._is_over:
+            return None
+        pending, error = self._mailbox.deltas, self._mailbox.error
+        if self._kind is RequestOutputKind.FINAL_ONLY and not self._mailbox.has_end:
+            pending = _NOTHING  # half an output is none
+        if not pending and not self._ahead:
+            if error is not None:
+                self._end_here()
+                own = copy.copy(error)  # one error may end many streams: each has its traceback
+                if isinstance(own, RequestFailedError) and own.end is not None:
+                    self._completions[0].end = own.end
+                    own.metrics = self._metrics(is_finished=True)
+                raise own from error.__cause__
+            return None
+        changed = self._add_pending(pending)
+        return self._output(changed) if changed else None
+
+    def _add_pending(self, pending: deque[tuple[int, Delta]]) -> dict[int, Completion]:
+        """Add what has come to its sequences; returns those."""
+        changed: dict[int, Completion] = {}
+        while pending or self._ahead:
+            try:
+                index, delta = self._ahead.pop() if self._ahead else pending.popleft()
+            except IndexError:
+                break  # the engine thread is joining them, and wakes us when it is done
+            completion = changed[index] = self._completions[index]
+            completion.add(delta)
+            if self._prompt_logprobs is not None and delta.prompt_logprobs is not None and index == 0:
+                # not in place: outputs that were taken hold what there was
+                self._prompt_logprobs = self._prompt_logprobs[:]
+                self._prompt_logprobs.extend(delta.prompt_logprobs)
+            if self._first_emitted is None and delta.tokens:
+                self._first_emitted = delta.first_emitted or delta.emitted
+            self._last_emitted = max(delta.emitted, self._last_emitted or 0.0)
+            if delta.end is not None:
+                self._num_open -= 1
+        return changed
+
+    def _expire(self) -> RequestOutput:
+        """Its last output, with what has come, where the engine does not say that its deadline has passed."""
+        self.abort()
+        changed = self._add_pending(self._mailbox.deltas)
+        for completion in self._completions:
+            if completion.end is None:
+                times = (self._arrival, None, self._first_emitted, self._last_emitted)
+                completion.end = RequestEnd(0, "abort", DEADLINE_PASSED, None, *times, 0, 0, 0)
+                changed[completion.index] = completion
+        self._num_open = 0
+        return self._output(changed)
+
+    def _output(self, changed: dict[int, Completion]) -> RequestOutput:
+        is_finished = not self._num_open
+        prompt_logprobs = self._prompt_logprobs
+        if self._kind is RequestOutputKind.DELTA and prompt_logprobs is not None:
+            self._prompt_logprobs = type(prompt_logprobs)()  # flat ones stay flat
+        if is_finished:
+            self._end_here()
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[changed[index].output() for index in (sorted(changed) if len(changed) > 1 else changed)],
+            finished=is_finished,
+            metrics=self._metrics(is_finished),
+            num_cached_tokens=self._mailbox.num_cached,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _metrics(self, is_finished: bool) -> RequestMetrics:
+        arrival = to_epoch(self._arrival)
+        num_tokens = sum([completion.num_tokens for completion in self._completions])
+        if not is_finished:
+            return RequestMetrics(
+                arrival,
+                first_token_ts=_epoch([self._first_emitted], min),
+                last_token_ts=_epoch([self._last_emitted], max),
+                num_generation_tokens=num_tokens,
+                num_cached_tokens=self._mailbox.num_cached,
+            )
+        ends = [completion.end for completion in self._completions if completion.end is not None]
+        num_recoveries = sum([end.num_recoveries for end in ends])
+        # A scheduler that took over knows of no earlier token than its own first one.
+        first = [self._first_emitted] if num_recoveries else []
+        return RequestMetrics(
+            arrival,
+            queued_ts=_epoch([*first, *[end.queued for end in ends]], min),
+            scheduled_ts=_epoch([*first, *[end.scheduled for end in ends]], min),
+            first_token_ts=_epoch([*first, *[end.first_token for end in ends]], min),
+            last_token_ts=_epoch([end.last_token for end in ends], max),
+            finished_time=_epoch([self._last_emitted], max),
+            num_generation_tokens=num_tokens,
+            num_preemptions=sum([end.num_preemptions for end in ends]),
+            num_cached_tokens=ends[0].num_cached_tokens,
+            num_wasted_tokens=sum([end.num_wasted_tokens for end in ends]),
+            is_corrupted=any(end.num_nonfinite for end in ends),
+            num_nonfinite=sum([end.num_nonfinite for end in ends]),
+            num_recoveries=num_recoveries,
+            recovery_time=max([end.recovery_s for end in ends]),
+        )
+
+    def abort(self) -> None:
+        """End the request where it is. Idempotent, from any thread; what was produced until then can still be taken."""
+        if not self._mailbox.is_aborted and not self.has_ended:
+            self._mailbox.is_aborted = True
+            self._on_abort(self._mailbox)
+
+    async def aclose(self) -> None:
+        """End the request; nothing more comes out of this stream."""
+        self.abort()
+        self._end_here()
+
+    def _end_here(self) -> None:
+        self._is_over = True
+        self._hold = None
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        # Runs wherever the last reference goes, perhaps in the middle of anything: `abort` only posts.
+        if hasattr(self, "_is_over"):
+            self.abort()
+
+
+class TextStream:
+    """Asynchronous iterator over the new text of one request; as RequestStream in everything else."""
+
+    def __init__(self, outputs: RequestStream) -> None:
+        self._outputs = outputs
+
+    @property
+    def request_id(self) -> str:
+        return self._outputs.request_id
+
+    def __aiter__(self) -> TextStream:
+        return self
+
+    async def __anext__(self) -> str:
+        while True:
+            output = await self._outputs.__anext__()
+            if output.outputs[0].text:
+                return output.outputs[0].text
+
+    async def aclose(self) -> None:
+        """End the request; nothing more comes out of this stream."""
+        await self._outputs.aclose()
+
+    async def __aenter__(self) -> TextStream:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()
+
+
+def _epoch(monotonic_s: list[float | None], choose: Callable[[list[float]], float]) -> float:
+    """One of the times that are known, in epoch seconds; 0.0 when none is."""
+    known = [time_s for time_s in monotonic_s if time_s is not None]
+    return to_epoch(choose(known)) if known else 0.0

@@ -1,0 +1,207 @@
+"""`SubmitMaker`: what a caller asks for, checked, as the message `Submit` that the scheduler gets.
+
+What can be told without the prompt is told in the call (`carried`); what depends on its length, on the intake thread
+(`generating`, `pooling`). A maker of messages is what the frontend is given, as only it knows the number of a request.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any, cast
+
+import numpy as np
+
+from actorllm.client.tokenization import PromptReader, TokenizedPrompt
+from actorllm.clock import from_epoch, now
+from actorllm.errors import InvalidParameterError, shown
+from actorllm.kvcache.prefix_index import extra_key, hash_blocks
+from actorllm.messages import NO_U8, Submit
+from actorllm.messages.logit_rules import rules_of
+from actorllm.types.config import EngineConfig
+from actorllm.types.objective import SLO
+from actorllm.types.pooling_params import Pooling
+from actorllm.types.request import MAX_LABEL, MAX_SECONDS, RequestOutputKind, SamplingParams, check_timeout, is_text
+from actorllm.types.structured_outputs import StructuredOutputsParams
+
+logger = logging.getLogger(__name__)
+
+MAX_OBJECTIVES = 1000
+"""So many different ones are remembered."""
+
+JOURNAL_INTERVAL = 64
+"""New tokens per row of a request that is told everything at its end: what the journal has is not computed again when the
+scheduler dies."""
+
+
+class SubmitMaker:
+    """Makes the messages of one engine's requests."""
+
+    def __init__(self, config: EngineConfig, prompts: PromptReader) -> None:
+        self._config = config
+        self._prompts = prompts
+        self._objectives: set[SLO] = set()  # that were looked at
+
+    def carried(
+        self,
+        *,
+        priority: int = 0,
+        slo: SLO | float | None = None,
+        is_latency_sensitive: bool = False,
+        type_info: str | None = None,
+        tenant: str | None = None,
+        deadline: float | None = None,
+        timeout: float | None = None,
+        arrival_time: float | None = None,
+    ) -> tuple[float, dict[str, Any]]:
+        """When a request arrived, and the fields of its message that any request may have.
+
+        Arguments as in `Engine.submit`. Raises InvalidParameterError.
+        """
+        if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
+            raise InvalidParameterError(f"priority={shown(priority)} must be a 64-bit integer; lower is sooner")
+        _check_seconds("deadline", deadline, "monotonic")
+        if timeout is not None:
+            deadline = min(now() + check_timeout(timeout), math.inf if deadline is None else deadline)
+        _check_seconds("arrival_time", arrival_time, "epoch")
+        for name, label in (("type_info", type_info), ("tenant", tenant)):
+            if label is not None and (not is_text(label) or len(label) > MAX_LABEL):
+                raise InvalidParameterError(
+                    f"{name}={shown(label)} must be a string of valid Unicode with at most {MAX_LABEL} characters, or None"
+                )
+        if not isinstance(is_latency_sensitive, bool | int | np.bool_ | None):
+            raise InvalidParameterError(f"is_latency_sensitive={shown(is_latency_sensitive)} must be True or False")
+        objective = SLO.from_value(slo)
+        if objective is not None and objective not in self._objectives:
+            self._note_objective(objective)
+        arrival = now() if arrival_time is None else from_epoch(arrival_time)
+        return arrival, {
+            "priority": priority,
+            "slo": None if objective is None else list(_slo_fields(objective)),
+            "is_latency_sensitive": bool(is_latency_sensitive),
+            "type_info": type_info,
+            "tenant": tenant,
+            "deadline": deadline,
+        }
+
+    def _note_objective(self, objective: SLO) -> None:
+        """Warn of one that no engine can keep, once."""
+        if len(self._objectives) >= MAX_OBJECTIVES:
+            self._objectives.clear()
+        self._objectives.add(objective)
+        if (reason := objective.contradiction()) is not None:
+            logger.warning("%s can never be kept: %s", objective, reason)
+
+    def generating(
+        self, prompt: TokenizedPrompt, params: SamplingParams, number: int, arrival: float, carried: dict[str, Any]
+    ) -> Callable[[int], Submit]:
+        """For a request for text. Raises InvalidParameterError for what this prompt leaves no room for."""
+        model, ids = self._config.model, prompt.ids
+        room = model.max_model_len - ids.size
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        if params.max_tokens is None and params.min_tokens > room:
+            raise InvalidParameterError(
+                f"min_tokens={params.min_tokens} is more than the {room} tokens that max_model_len={model.max_model_len} "
+                f"leaves room for behind this prompt"
+            )
+        stop_ids = cast("list[int]", params.stop_token_ids)
+        if stop_ids and max(stop_ids) >= model.vocab_size:
+            raise InvalidParameterError(
+                f"stop_token_ids: {max(stop_ids)} is outside the vocabulary of {model.vocab_size} tokens"
+            )
+        if prompt.embeds.size and params.prompt_logprobs is not None:
+            raise InvalidParameterError(
+                f"prompt_logprobs={params.prompt_logprobs}: there are none where the prompt has embeddings and no token ids"
+            )
+        rules = rules_of(params, model.vocab_size, model.max_logprobs, lambda: self._prompts.tokenizer)
+        structured = cast("StructuredOutputsParams | None", params.structured_outputs)
+        seed = params.seed if params.seed is not None else self._new_seed(number)
+        hashes = NO_U8
+        if self._config.cache.enable_prefix_caching:
+            hashes = hash_blocks(ids, self._config.cache.block_size, extra_key(prompt.cache_salt))
+        interval = max(params.stream_interval or 1, self._config.stream_interval)
+        is_final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
+
+        def make_submit(rid: int) -> Submit:
+            return Submit(
+                rid=rid,
+                arrival=arrival,
+                prompt=ids,
+                prompt_embeds=prompt.embeds,
+                max_tokens=max_tokens,
+                min_tokens=min(params.min_tokens, max_tokens),
+                temperature=params.temperature,
+                top_k=params.top_k if 0 < params.top_k < model.vocab_size else 0,
+                top_p=params.top_p,
+                min_p=params.min_p,
+                seed=seed,
+                ignore_eos=params.ignore_eos,
+                stop_token_ids=stop_ids,
+                stop=cast("list[str]", params.stop),
+                include_stop=params.include_stop_str_in_output,
+                detokenize=params.detokenize and model.tokenizer is not None,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+                stream_interval=JOURNAL_INTERVAL if is_final_only else interval,
+                rules=None if rules is None else rules.to_fields(),
+                grammar=None if structured is None else structured.to_fields(),
+                block_hashes=hashes,
+                cache_salt=prompt.cache_salt,
+                skip_reading_prefix_cache=bool(params.skip_reading_prefix_cache),
+                **carried,
+            )
+
+        return make_submit
+
+    def pooling(
+        self,
+        prompt: TokenizedPrompt,
+        pooling: Pooling,
+        skips_cache: bool,
+        number: int,
+        arrival: float,
+        carried: dict[str, Any],
+    ) -> Callable[[int], Submit]:
+        """For a request for a vector."""
+        hashes, pooler = NO_U8, self._config.model.pooler
+        assert pooler is not None
+        if self._config.cache.enable_prefix_caching:
+            hashes = hash_blocks(prompt.ids, self._config.cache.block_size, extra_key(prompt.cache_salt))
+
+        def make_submit(rid: int) -> Submit:
+            return Submit(
+                rid=rid,
+                arrival=arrival,
+                prompt=prompt.ids,
+                prompt_embeds=prompt.embeds,
+                max_tokens=1,
+                pooling=pooling.kind,
+                is_chunkable=not pooler.is_encoder,
+                detokenize=False,
+                block_hashes=hashes,
+                cache_salt=prompt.cache_salt,
+                skip_reading_prefix_cache=skips_cache,
+                **carried,
+            )
+
+        return make_submit
+
+    def _new_seed(self, number: int) -> int:
+        """Of a request that brings none: drawn, or the engine's own seed and the number of the request make it."""
+        if self._config.seed is None:
+            return int.from_bytes(os.urandom(8), "little")
+        return int.from_bytes(blake2b(b"%d:%d" % (self._config.seed, number), digest_size=8).digest(), "little")
+
+
+def _check_seconds(name: str, value: object, base: str) -> None:
+    if value is not None and (
+        isinstance(value, bool) or not isinstance(value, int | float) or not -MAX_SECONDS <= value <= MAX_SECONDS
+    ):
+        raise InvalidParameterError(f"{name}={shown(value)} must be a time in {base} seconds, or None")
+
+
+def _slo_fields(slo: SLO) -> tuple[float | None, ...]:
+    return slo.ttft, slo.tpot, slo.e2e, slo.ttft_per_prompt_token

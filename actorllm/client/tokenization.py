@@ -1,0 +1,436 @@
+"""`PromptReader`: a prompt as its user writes it, as token ids that are checked against the model.
+
+Text, token ids, vLLM's mappings (`prompt`) and conversations all become a `TokenizedPrompt`. Works on any thread. The
+engine's lanes (`actorllm.intake`) hand in a `Workplace` for what may take long; without one, everything is done here.
+Texts are bounded before they are tokenized, by `max_prompt_characters` and by what the model has room for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actorllm.errors import InvalidParameterError, InvalidPromptError, nearest_name, shown
+from actorllm.messages import I32, U8, no_u8
+from actorllm.messages.embeds import EMBEDDED, MAX_PROMPT_BYTES, encode_rows, read_rows, salt_of
+from actorllm.text.chat import ChatTemplate, Conversation
+from actorllm.text.tokenizer import Side, Tokenizer, transformers_tokenizer
+from actorllm.types.config import ModelConfig
+from actorllm.types.request import PoolingParams, SamplingParams, check_truncation, is_text
+
+Prompt: TypeAlias = str | Mapping[str, Any] | Iterable[int] | Conversation
+"""Text, token ids, a mapping as in vLLM (PROMPT_KEYS), or a conversation for the model's chat template."""
+
+PROMPT_KEYS = ("prompt_token_ids", "prompt")
+"""Where a prompt mapping holds the prompt; of both, the ids count. Beside it there may be a 'cache_salt'."""
+
+EMBEDS_KEYS = ("prompt_embeds", "prompt_is_token_ids")
+"""Of a prompt that is given as embeddings, as a whole or in part; the second says where 'prompt_token_ids' count."""
+
+VLLM_PROMPT_KEYS = (
+    "multi_modal_data",
+    "multi_modal_uuids",
+    "mm_processor_kwargs",
+    "encoder_prompt",
+    "decoder_prompt",
+)
+"""What vLLM's prompts may hold beside that; accepted as None."""
+
+TOKENIZATION_KEYS = ("truncate_prompt_tokens", "add_special_tokens", "truncation_side")
+"""What tokenization_kwargs may hold."""
+
+
+LARGE_TEXT = 1 << 18
+"""Texts of more characters take long: they are read in a process that can be ended."""
+
+
+class Workplace(Protocol):
+    """Where texts are read that may take long. Both raise as `ChatTemplate.render` and `Tokenizer.encode`."""
+
+    @property
+    def takes_all(self) -> bool:
+        """Also what is short."""
+
+    def render(self, tokenizer: Tokenizer, conversation: Conversation, most: int) -> str | None:
+        """The text of a conversation, with `most` characters at most. None: only this process can render it."""
+
+    def encode(self, tokenizer: Tokenizer, method: Literal["encode", "encode_within"], *arguments: Any) -> I32:
+        """What this method of the tokenizer returns."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenizedPrompt:
+    """A prompt as the engine takes it."""
+
+    ids: I32
+    text: str | None
+    cache_salt: str | None = None
+    """Requests share cached blocks only with those of the same salt."""
+    embeds: U8 = field(default_factory=no_u8)
+    """The rows of the positions whose id is EMBEDDED."""
+    shown_ids: list[int] | None = None
+    """What outputs show of a prompt with embeddings: the ids beside them, or as many zeros."""
+
+    def continued(self, token_ids: list[int]) -> Prompt:
+        """The prompt of a request that goes on from this one."""
+        if self.embeds.size:
+            raise InvalidPromptError("beam search goes on from token ids; prompt_embeds have none")
+        return {"prompt_token_ids": token_ids, "cache_salt": self.cache_salt}
+
+
+class PromptReader:
+    """Reads prompts for one model. Tokenizer and chat template are loaded when first needed."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._model = model
+        self._tokenizer: Tokenizer | None = None
+        self._chat_template: ChatTemplate | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Loaded when first needed. Raises ModelError, or InvalidPromptError when the engine was built without one."""
+        if self._tokenizer is None:
+            if self._model.tokenizer is None:
+                raise InvalidPromptError("the engine was built with skip_tokenizer_init=True; give token ids")
+            self._tokenizer = Tokenizer(self._model.tokenizer)
+        return self._tokenizer
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The tokenizer's, if there is one."""
+        return None if self._model.tokenizer is None else self.tokenizer.pad_token_id
+
+    @functools.cached_property
+    def transformers_tokenizer(self) -> Any:
+        """The same as transformers has it, for programs that do more with one. Raises as `tokenizer`."""
+        return transformers_tokenizer(self.tokenizer.path)
+
+    def tokenize(
+        self,
+        prompt: Prompt,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        add_special_tokens: bool | None = None,
+        truncation_side: Side | None = None,
+        workplace: Workplace | None = None,
+    ) -> TokenizedPrompt:
+        """The token ids of a prompt, checked against the model. Raises InvalidPromptError.
+
+        truncate_prompt_tokens: keep so many; -1: what the model's length has room for. truncation_side: which end of the
+        prompt is left out; None: the beginning ("left"), or in an engine that pools what the tokenizer says. Of a text, the
+        special tokens around it stay then. add_special_tokens: None: those of the model, except around a conversation, whose
+        template writes them itself.
+        """
+        num_kept = self._kept_tokens(truncate_prompt_tokens)
+        salt: str | None = None
+        pooler = self._model.pooler
+        text = prompt_text(prompt)
+        embeds: NDArray[np.float32] | None = None
+        shown_ids: list[int] | None = None
+        if isinstance(prompt, Mapping):
+            salt = prompt.get("cache_salt")
+            if prompt.get("prompt_embeds") is not None:
+                embeds, ids, shown_ids = self._embedded(prompt)
+            else:
+                prompt = _unwrap(prompt)
+        if isinstance(prompt, Conversation):
+            prompt = text = self._render(prompt, workplace)
+            add_special_tokens = bool(add_special_tokens)
+        if embeds is not None:
+            pass
+        elif isinstance(prompt, str):
+            self._check_length(prompt, is_truncated=num_kept is not None)
+            ids = self._encode(prompt, add_special_tokens is not False, num_kept, truncation_side, workplace)
+        else:
+            ids = _checked_ids(prompt, self._model.vocab_size)
+        if not ids.size:
+            raise InvalidPromptError("the prompt is empty")
+        if num_kept is not None and ids.size > num_kept:
+            keeps_first = truncation_side == "right" if pooler is None else self._truncates_end(truncation_side)
+            kept = slice(num_kept) if keeps_first else slice(ids.size - num_kept, None)
+            ids = ids[kept]
+            if embeds is not None and shown_ids is not None:
+                embeds, shown_ids = embeds[kept], shown_ids[kept]
+        limit = self._model.max_model_len
+        most = limit - (pooler is None)  # a token is to come
+        if ids.size > most:
+            instead = "" if pooler is None else ", or set truncate_prompt_tokens (-1: to what there is room for)"
+            raise InvalidPromptError(
+                f"the prompt has {ids.size} tokens and max_model_len is {limit}: shorten it to {most} or fewer{instead}"
+            )
+        if embeds is None:
+            return TokenizedPrompt(ids, text, salt)
+        rows = encode_rows(embeds[ids == EMBEDDED], self._model.dtype)
+        if rows.size > MAX_PROMPT_BYTES:
+            most = MAX_PROMPT_BYTES // self._model.embedding_bytes
+            raise InvalidPromptError(
+                f"prompt_embeds of {rows.size} bytes are more than a request may carry ({MAX_PROMPT_BYTES}): shorten "
+                f"them to {most} tokens or fewer"
+            )
+        return TokenizedPrompt(ids, text, salt_of(rows, salt), rows, shown_ids)
+
+    def ids_of(self, prompt: str | Conversation, adds_special: bool, workplace: Workplace | None = None) -> list[int]:
+        """The token ids of a text, or of a conversation, however many the model has room for. Raises as `tokenize`."""
+        text = self._render(prompt, workplace) if isinstance(prompt, Conversation) else prompt
+        self.check_characters(len(text))
+        if workplace is not None and (workplace.takes_all or len(text) > LARGE_TEXT):
+            ids = workplace.encode(self.tokenizer, "encode", text, adds_special)
+        else:
+            ids = self.tokenizer.encode(text, adds_special)
+        listed: list[int] = ids.tolist()
+        return listed
+
+    def is_large(self, prompt: Prompt) -> bool:
+        """Whether reading a prompt may take long, or what its own template pleases, as far as that is seen at once."""
+        if isinstance(prompt, Mapping):
+            prompt = next((prompt[key] for key in PROMPT_KEYS if prompt.get(key) is not None), "")
+        if isinstance(prompt, Conversation):
+            return prompt.has_own_template or prompt.num_characters > LARGE_TEXT
+        return isinstance(prompt, str) and LARGE_TEXT < len(prompt) <= self._model.max_prompt_characters
+
+    def check_characters(self, num_characters: int) -> None:
+        """Raises InvalidPromptError for a text that is longer than this engine takes."""
+        most = self._model.max_prompt_characters
+        if num_characters > most:
+            raise InvalidPromptError(too_many_characters(num_characters, most))
+
+    def _check_length(self, text: str, is_truncated: bool) -> None:
+        """Before a text is tokenized. Raises InvalidPromptError for one that cannot fit, whatever its tokens are."""
+        self.check_characters(len(text))
+        room = self._model.max_model_len - (self._model.pooler is None)
+        if is_truncated or len(text) <= room or self._model.tokenizer is None:
+            return
+        longest = self.tokenizer.max_token_characters
+        if longest is not None and len(text) > longest * room:
+            raise InvalidPromptError(
+                f"the prompt has {len(text)} characters and max_model_len is {self._model.max_model_len}: so many tokens "
+                f"have at most {longest * room} characters; shorten it"
+            )
+
+    def _render(self, conversation: Conversation, workplace: Workplace | None) -> str:
+        """What a request brings of its own (a template, a long conversation) is rendered at the workplace."""
+        self.check_characters(conversation.num_characters)
+        if workplace is not None and (workplace.takes_all or self.is_large(conversation)):
+            text = workplace.render(self.tokenizer, conversation, self._model.max_prompt_characters)
+            if text is not None:
+                return text
+        return self.chat_template.render(conversation)
+
+    def _encode(
+        self, text: str, adds_special: bool, most: int | None, side: Side | None, workplace: Workplace | None
+    ) -> I32:
+        pooler, tokenizer = self._model.pooler, self.tokenizer
+        method: Literal["encode", "encode_within"] = "encode"
+        arguments: tuple[Any, ...] = (text, adds_special, most if side is None else None)
+        if pooler is not None:
+            if not text:
+                raise InvalidPromptError("the prompt is empty")
+            method = "encode_within"
+            arguments = (text.lower() if pooler.lowercases else text, adds_special, most, side)
+        if workplace is not None and (workplace.takes_all or len(text) > LARGE_TEXT):
+            return workplace.encode(tokenizer, method, *arguments)
+        ids: I32 = getattr(tokenizer, method)(*arguments)
+        return ids
+
+    def _kept_tokens(self, truncate_prompt_tokens: int | None) -> int | None:
+        """How many tokens of a prompt are left at most; None: all of them."""
+        if truncate_prompt_tokens is None:
+            return None
+        limit = self._model.max_model_len
+        if truncate_prompt_tokens > limit:
+            raise InvalidParameterError(
+                f"truncate_prompt_tokens={truncate_prompt_tokens} is more than max_model_len={limit}; use -1 to keep "
+                f"what there is room for"
+            )
+        if truncate_prompt_tokens > 0:
+            return truncate_prompt_tokens
+        return limit - (self._model.pooler is None)
+
+    def _truncates_end(self, side: Side | None) -> bool:
+        """Of a prompt to be pooled."""
+        if side is None and self._model.tokenizer is not None:
+            side = self.tokenizer.truncation_side
+        return side != "left"
+
+    def _embedded(self, prompt: Mapping[str, Any]) -> tuple[NDArray[np.float32], I32, list[int]]:
+        """Of a prompt with embeddings: the rows, the ids (EMBEDDED where the row counts), and the ids to be shown."""
+        model = self._model
+        if model.embedding_size is None:
+            raise InvalidPromptError("prompt_embeds need an engine that is built with enable_prompt_embeds=True")
+        _check_prompt_keys(prompt)
+        rows = read_rows(prompt["prompt_embeds"], model.embedding_size)
+        ids, is_id = prompt.get("prompt_token_ids"), prompt.get("prompt_is_token_ids")
+        if (ids is None) != (is_id is None):
+            there, missing = ("prompt_token_ids", "prompt_is_token_ids")[:: 1 if is_id is None else -1]
+            raise InvalidPromptError(f"prompt_embeds with {there} need {missing}, too: it says where the ids count")
+        if ids is None or is_id is None:
+            return rows, np.full(len(rows), EMBEDDED, np.int32), [0] * len(rows)
+        if not isinstance(ids, Iterable) or isinstance(ids, str | bytes):
+            raise InvalidPromptError(f"prompt_token_ids={shown(ids)} must be a list of token ids")
+        all_ids = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+        mask = _mask(is_id)
+        if len(all_ids) != len(rows) or mask.shape != (len(rows),):
+            raise InvalidPromptError(
+                f"prompt_embeds of {len(rows)} tokens need as many prompt_token_ids and prompt_is_token_ids (booleans), "
+                f"not {len(all_ids)} and {mask.size}"
+            )
+        mixed = np.full(len(rows), EMBEDDED, np.int32)
+        mixed[mask] = _checked_ids(
+            [i for i, counts in zip(all_ids, mask.tolist(), strict=True) if counts], model.vocab_size
+        )
+        return rows, mixed, all_ids
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """Read when first needed; raises as `tokenizer` does, and CorruptModelError."""
+        if self._chat_template is None:
+            self._chat_template = ChatTemplate(self.tokenizer)
+        return self._chat_template
+
+
+def too_many_characters(num_characters: int, most: int) -> str:
+    """What is told of a text that is longer than an engine takes."""
+    return (
+        f"the prompt has {num_characters} characters, and at most {most} are taken (max_prompt_characters); shorten it"
+    )
+
+
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of token ids is one prompt, a list of anything else is many."""
+    if isinstance(prompts, str | Mapping | Conversation):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise InvalidPromptError(f"prompts must be text, token ids or a list of prompts, not {type(prompts).__name__}")
+    items: list[Any] = list(prompts)
+    return [items] if items and all(isinstance(item, Integral) for item in items) else items
+
+
+def prompt_text(prompt: Prompt) -> str | None:
+    """What a prompt says in text, if it does."""
+    if isinstance(prompt, Mapping):
+        text = prompt.get("prompt")
+        return text if isinstance(text, str) else None
+    return prompt if isinstance(prompt, str) else None
+
+
+def checked_tokenization(given: Mapping[str, Any] | None, params: SamplingParams | PoolingParams) -> dict[str, Any]:
+    """The keyword arguments of `PromptReader.tokenize`: tokenization_kwargs go before the parameter."""
+    if given is not None and not isinstance(given, Mapping):
+        raise InvalidParameterError(f"tokenization_kwargs={shown(given)} must be a mapping")
+    checked = {} if params.truncate_prompt_tokens is None else {"truncate_prompt_tokens": params.truncate_prompt_tokens}
+    for name, value in (given or {}).items():
+        if name not in TOKENIZATION_KEYS:
+            raise InvalidParameterError(
+                f"tokenization_kwargs: {name!r} is not one of {', '.join(map(repr, TOKENIZATION_KEYS))}"
+                f"{nearest_name(str(name), TOKENIZATION_KEYS)}"
+            )
+        if name == "truncate_prompt_tokens" and value is not None:
+            checked[name] = check_truncation(value)
+        elif name == "truncation_side":
+            if value not in (None, "left", "right"):
+                raise InvalidParameterError(
+                    f"tokenization_kwargs: truncation_side={value!r:.80} must be 'left' or 'right'"
+                )
+            checked[name] = value
+        elif isinstance(value, bool):
+            checked[name] = value
+        elif value is not None:
+            raise InvalidParameterError(f"tokenization_kwargs: {name}={value!r} must be True or False")
+    return checked
+
+
+def snapshot(prompt: Prompt) -> Prompt:
+    """What the caller changes after the call is none of this request's business."""
+    if isinstance(prompt, Mapping):
+        return {k: _copied(v) for k, v in prompt.items()}
+    return prompt.copy() if isinstance(prompt, list | np.ndarray) else prompt
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, list | np.ndarray):
+        return value.copy()
+    return value.detach().clone() if hasattr(value, "detach") else value  # a tensor
+
+
+def _check_prompt_keys(prompt: Mapping[str, Any]) -> None:
+    for key, value in prompt.items():
+        if key in VLLM_PROMPT_KEYS and value is not None:
+            raise InvalidPromptError(f"prompts with {key!r} are not supported; give text or token ids")
+        if key not in (*PROMPT_KEYS, *EMBEDS_KEYS) and key != "cache_salt" and value is not None:
+            raise InvalidPromptError(
+                f"a prompt mapping has {' and '.join(map(repr, PROMPT_KEYS))}, not {key!r}"
+                f"{nearest_name(str(key), (*PROMPT_KEYS, *EMBEDS_KEYS, 'cache_salt'))}"
+            )
+    salt = prompt.get("cache_salt")
+    if salt is not None and (not is_text(salt) or not salt):
+        raise InvalidPromptError(f"cache_salt={salt!r:.80} must be a string with at least one character")
+
+
+def _unwrap(prompt: Mapping[str, Any]) -> Prompt:
+    _check_prompt_keys(prompt)
+    if prompt.get("prompt_is_token_ids") is not None:
+        raise InvalidPromptError("prompt_is_token_ids belong to a prompt with prompt_embeds, which is missing")
+    for key in PROMPT_KEYS:
+        if prompt.get(key) is not None:
+            inner: Prompt = prompt[key]
+            return inner
+    raise InvalidPromptError(f"a prompt mapping needs 'prompt' or 'prompt_token_ids'; it has {list(prompt)}")
+
+
+def _mask(is_id: object) -> NDArray[np.bool_]:
+    if hasattr(is_id, "tolist"):
+        is_id = is_id.tolist()
+    values = list(is_id) if isinstance(is_id, Iterable) else None
+    if values is None or isinstance(is_id, str | bytes | Mapping):
+        raise InvalidPromptError(f"prompt_is_token_ids={shown(is_id)} must be a list of booleans, one for each token")
+    for place, value in enumerate(values):
+        if not isinstance(getattr(value, "tolist", lambda value=value: value)(), bool):
+            raise InvalidPromptError(f"prompt_is_token_ids must be booleans, and item {place} is {shown(value)}")
+    return np.array(values, np.bool_)
+
+
+_BOOLEANS = frozenset((bool, np.bool_))
+"""Among integers numpy takes them for integers."""
+
+
+def _checked_ids(prompt: object, vocab_size: int) -> I32:
+    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+        raise InvalidPromptError(f"a prompt must be text or token ids, not {type(prompt).__name__}")
+    items = prompt if isinstance(prompt, np.ndarray) else list(prompt)
+    if isinstance(items, list) and not _BOOLEANS.isdisjoint(map(type, items)):
+        raise InvalidPromptError("token ids must be a flat list of integers, and a bool is among them")
+    try:
+        ids = np.array(items)
+    except (ValueError, TypeError, OverflowError):  # what numpy says of it names no value and no fix
+        raise InvalidPromptError(_wrong_id(items, vocab_size)) from None
+    if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
+        if isinstance(items, list):
+            raise InvalidPromptError(_wrong_id(items, vocab_size))
+        raise InvalidPromptError(f"token ids must be a flat list of integers, not {ids.dtype} in {ids.ndim} dimensions")
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
+        bad = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise InvalidPromptError(_outside(int(bad), vocab_size))
+    checked: I32 = ids.astype(np.int32)
+    return checked
+
+
+def _wrong_id(items: Iterable[object], vocab_size: int) -> str:
+    """About the first of the items that is no token id."""
+    for place, item in enumerate(items):
+        if not isinstance(item, Integral):
+            return (
+                f"token ids must be a flat list of integers, and item {place} is {shown(item)} ({type(item).__name__})"
+            )
+        if not 0 <= int(item) < vocab_size:
+            return _outside(int(item), vocab_size)
+    return "token ids must be a flat list of integers"
+
+
+def _outside(token_id: int, vocab_size: int) -> str:
+    return f"token id {shown(token_id)} is outside the vocabulary of {vocab_size} tokens"

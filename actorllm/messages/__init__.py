@@ -1,0 +1,580 @@
+"""Every message of the engine, grouped by who receives it. One closed set of types per inbox.
+
+A message is columns: scalars, and one-dimensional numpy arrays that travel as binary segments. `pack` and `unpack` turn
+a message into `(kind, scalars, arrays)` and back; what carries that over a ring is `actorllm.ring.codec`, and in the
+inline topology the object itself is handed over. Whoever sends a message never changes its arrays afterwards.
+
+Commands are imperatives to their receiver (Submit, Abort, StepPlan), facts are reports from their sender (StepResult,
+Outputs). Rows name requests by small integers: `rid` between a frontend and the scheduler (unique per frontend), `slot`
+between the scheduler and the workers. Times are CLOCK_MONOTONIC seconds.
+"""
+
+from __future__ import annotations
+
+import reprlib
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+I32: TypeAlias = NDArray[np.int32]
+I64: TypeAlias = NDArray[np.int64]
+U8: TypeAlias = NDArray[np.uint8]
+U32: TypeAlias = NDArray[np.uint32]
+F32: TypeAlias = NDArray[np.float32]
+F64: TypeAlias = NDArray[np.float64]
+
+ARRAY_DTYPES = {"I32": "i4", "I64": "i8", "U8": "u1", "U32": "u4", "F32": "f4", "F64": "f8"}
+
+NO_I32: I32 = np.zeros(0, np.int32)
+NO_I64: I64 = np.zeros(0, np.int64)
+NO_U8: U8 = np.zeros(0, np.uint8)
+NO_U32: U32 = np.zeros(0, np.uint32)
+NO_F32: F32 = np.zeros(0, np.float32)
+for _empty in (NO_I32, NO_I64, NO_U8, NO_U32, NO_F32):
+    _empty.flags.writeable = False
+
+
+def no_i32() -> I32:
+    return NO_I32
+
+
+def no_u8() -> U8:
+    return NO_U8
+
+
+def no_u32() -> U32:
+    return NO_U32
+
+
+def no_f32() -> F32:
+    return NO_F32
+
+
+# To the scheduler, from a frontend ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Submit:
+    """Start a request, or go on with one: `output` holds what was already emitted (empty at first).
+
+    The prompt and the emitted prefix travel apart because limits, penalties, stop text and metrics need the border.
+    Sampling continues at token index len(output), so the same message serves first start, hand-back and crash.
+    """
+
+    rid: int
+    arrival: float
+    prompt: I32
+    output: I32 = field(default_factory=no_i32)
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    sample_index: int = 0
+    siblings: I32 = field(default_factory=no_i32)
+    """The rids of the other sequences of this request, which come with this message (`sequences_of`)."""
+    fork_of: int | None = None
+    """The rid of a sibling with the same prompt: it computes the prompt, and this request takes that over."""
+    num_sequences: int = 1
+    """Of the request that this is one sequence of (`sequences_of`): they are refused together."""
+    is_resumed: bool = False
+    """A scheduler had taken it before: it is never refused for want of room, and no policy turns it away."""
+    had_slot: bool = False
+    """A scheduler before this one said that it had started (`PauseChanged`), whether or not a token of it came."""
+    first_token: float | None = None
+    """When the first of `output` was sent, in monotonic seconds, if a scheduler before this one did that."""
+    num_deaths: int = 0
+    """Schedulers in a row that may have died of it (`supervision.blame.scheduler_deaths`)."""
+    most_beside: int = 0
+    """With how many it was tried, itself included, when the last of them died; 0: it was not tried."""
+    num_losses: int = 0
+    """Schedulers in a row that died before its frontend had a token of anybody."""
+    ignore_eos: bool = False
+    stop_token_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()
+    include_stop: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    stream_interval: int = 1
+    """New tokens per row of Outputs; the first one comes at once. 0: everything comes with the end."""
+    priority: int = 0
+    slo: Sequence[float | None] | None = None
+    is_latency_sensitive: bool = False
+    type_info: str | None = None
+    tenant: str | None = None
+    deadline: float | None = None
+    blocked_on: str | None = None
+    """Not admitted before an `Unblock`; the reason (grammar compiling, remote KV, encoder) is shown in statistics."""
+    pooling: str | None = None
+    """Ends at prefill: the worker returns a vector instead of a token, made of its states in this way (`POOLING_CODES`)."""
+    is_chunkable: bool = True
+    """False: the whole prompt goes through in one step or not at all."""
+    rules: dict[str, Any] | None = None
+    """What is to be done to its logits and told of its probabilities (`rules.SamplingRules.to_fields`); None: nothing."""
+    grammar: dict[str, Any] | None = None
+    """What its output must match (`structured_outputs.StructuredOutputsParams.to_fields`); None: nothing."""
+    needs_late_inputs: bool = False
+    """The worker runs this row's forward, then waits for `LateInputs` before it samples."""
+    adapter_id: int = 0
+    block_hashes: U8 = field(default_factory=no_u8)
+    """32 bytes for every full block of the prompt, made by the frontend (kvcache.prefix_index). Without them the request
+    neither finds anything in the prefix cache nor leaves anything there."""
+    cache_salt: str | None = None
+    """Part of what the block hashes cover: only requests with the same salt share KV."""
+    skip_reading_prefix_cache: bool = False
+    """The whole prompt is computed, whatever is cached; what it leaves behind can be found. So it is anyway while
+    log-probabilities of the prompt are to come."""
+    prompt_embeds: U8 = field(default_factory=no_u8)
+    """Of every position of the prompt whose id is `embeds.EMBEDDED`, its row in the bytes of the model's dtype."""
+    name: str | None = None
+    """The caller's request_id, where the scheduler is recorded: for those who read the recording."""
+
+    @property
+    def has_started(self) -> bool:
+        """Under another scheduler, as far as is known: a pause that waits for what has started waits for it."""
+        return self.had_slot or self.output.size > 0
+
+
+def sequences_of(submit: Submit) -> list[Submit]:
+    """Every sequence of a request as a request of its own: the first, and its siblings as forks of it.
+
+    They differ in their sample index, and only the first one tells of its prompt.
+    """
+    if not submit.siblings.size:
+        return [submit]
+    first = replace(submit, siblings=NO_I32, num_sequences=1 + submit.siblings.size)
+    rules = submit.rules
+    if rules is not None and "num_prompt_logprobs" in rules:
+        rules = {name: value for name, value in rules.items() if name != "num_prompt_logprobs"} or None
+    forks = [
+        replace(first, rid=rid, sample_index=submit.sample_index + 1 + i, fork_of=submit.rid, rules=rules)
+        for i, rid in enumerate(submit.siblings.tolist())
+    ]
+    return [first, *forks]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Abort:
+    """Forget these requests and free their blocks. Unknown rids are ignored: they ended meanwhile.
+
+    Of none: over a link that is not the first, all requests of before have been submitted again.
+    """
+
+    rids: I32
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Unblock:
+    """What the request waited for is there (error is None), or will never be (the request fails with it)."""
+
+    rid: int
+    error: str | None = None
+
+
+# To the scheduler, from a worker --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class StepResult:
+    """What one step sampled. Only rank 0 reports tokens; the other ranks acknowledge with empty columns.
+
+    Rows are in the order of the plan: decode rows, then the prefill rows that reached the end of their known tokens, then the
+    forks, which have one token each.
+    counts is empty when every row carries exactly one token; else it says how many (0 and more) of `tokens` each has.
+    vector_rows and vectors: pooled rows and their vectors, concatenated. nonfinite_rows: rows whose logits held NaN or
+    infinity (nonfinite_counts says how many; none: one each), or whose parameters left nothing to choose (0); their token
+    is void. nonfinite_prefills: those of the plan's prefill rows whose states are not finite, be they through or not; what
+    they had written is cleared.
+    logprob_*: for rows that asked (see `actorllm.messages.logprobs`). The row of a span is that of the result, of a prompt's span
+    that of the plan's prefill rows.
+    """
+
+    step: int
+    tokens: I32 = field(default_factory=no_i32)
+    counts: I32 = field(default_factory=no_i32)
+    vector_rows: I32 = field(default_factory=no_i32)
+    vectors: F32 = field(default_factory=no_f32)
+    nonfinite_rows: I32 = field(default_factory=no_i32)
+    nonfinite_counts: I32 = field(default_factory=no_i32)
+    nonfinite_prefills: I32 = field(default_factory=no_i32)
+    logprob_spans: I32 = field(default_factory=no_i32)
+    logprob_ids: I32 = field(default_factory=no_i32)
+    logprobs: F32 = field(default_factory=no_f32)
+    logprob_ranks: I32 = field(default_factory=no_i32)
+    started: float = 0.0
+    ended: float = 0.0
+
+    @property
+    def came_to_nothing(self) -> bool:
+        """Values were not finite, and no row shows that any are."""
+        if self.nonfinite_rows is NO_I32 and self.nonfinite_prefills is NO_I32:
+            return False
+        num_rows = self.counts.size or self.tokens.size
+        if not num_rows:
+            return self.nonfinite_prefills.size > 0
+        is_of_rules = self.nonfinite_counts.size > 0 and not self.nonfinite_counts.any()
+        return self.nonfinite_rows.size == num_rows and not is_of_rules
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class StepFailed:
+    """The step raised: nothing of it or of later steps in flight counts. rows: whose fault it is (empty: not known)."""
+
+    step: int
+    error: str
+    rows: I32 = field(default_factory=no_i32)
+    is_out_of_memory: bool = False
+
+
+# To a worker, from the scheduler --------------------------------------------------------------------------------------
+
+
+POOLING_CODES: dict[str | None, int] = {None: 0, "last": 1, "mean": 2, "cls": 3}
+"""How a plan says what becomes of the final states of a prompt: a token is sampled from the last one, or they are made a
+vector, which is the last one, their mean, or the first one. Part of the wire format."""
+
+
+class NewRow(NamedTuple):
+    """What a slot of the worker's batch is filled with, beside its tokens and blocks. A record of 64 bytes (`NEW_ROW`)."""
+
+    slot: int
+    num_tokens: int
+    """Known tokens."""
+    seed: int = 0
+    num_outputs: int = 0
+    """How many of the known tokens are output: the token index of the first token to be sampled."""
+    num_computed: int = 0
+    """How many of the known tokens have their KV in the blocks already (prefix hits)."""
+    sample_index: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
+    min_tokens: int = 0
+    num_stop_ids: int = 0
+    adapter_id: int = 0
+    pooling: int = 0
+    """0: it samples; else it gives a vector (`POOLING_CODES`)."""
+    source: int = -1
+    """Of a fork: the slot of the prefill row, ending in this step, whose prompt it shares."""
+
+
+NEW_ROW = np.dtype(
+    [
+        ("slot", "<i4"),
+        ("num_tokens", "<i4"),
+        ("seed", "<u8"),
+        ("num_outputs", "<i4"),
+        ("num_computed", "<i4"),
+        ("sample_index", "<i4"),
+        ("temperature", "<f4"),
+        ("top_p", "<f4"),
+        ("min_p", "<f4"),
+        ("top_k", "<i4"),
+        ("min_tokens", "<i4"),
+        ("num_stop_ids", "<i4"),
+        ("adapter_id", "<i4"),
+        ("pooling", "<u4"),
+        ("source", "<i4"),
+    ]
+)
+_NEW_ROW = struct.Struct("<2iQ3i3f4iIi")
+
+
+def pack_rows(rows: Iterable[NewRow]) -> U8:
+    """Records, because a plan with one new row should not carry a dozen arrays of one element."""
+    return np.frombuffer(b"".join([_NEW_ROW.pack(*row) for row in rows]), np.uint8)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class StepPlan:
+    """One step, as the difference to the persistent batch that the worker keeps.
+
+    Applied in this order: `freed` slots are dropped; `new` slots are filled; `extended` blocks are appended to block
+    tables; KV blocks are copied, all at once, and then zeroed; then the forward runs over the decode rows (one token each,
+    the last one sampled) followed by the prefill rows (`prefill_counts` tokens each, from where the slot stands). A prefill
+    row that reaches the end of its known tokens samples, and is a decode row from then on.
+
+    A new slot may be a fork of such a prefill row (`NewRow.source`), which has the same known tokens: it samples from the
+    same logits, in the same step, and is a decode row from then on. The full blocks of its tokens are those of the source;
+    the block that begins with them ends is a copy, which the next plan asks for.
+
+    decode_slots None: the same rows as in the step before plus nothing, minus nothing. Block tables and extended blocks
+    carry a KV group (there is one group today).
+    """
+
+    step: int
+    freed: I32 = field(default_factory=no_i32)
+
+    new_rows: U8 = field(default_factory=no_u8)
+    """One `NewRow` after the other (`pack_rows`); `new` reads them."""
+    new_tokens: I32 = field(default_factory=no_i32)
+    """The known tokens (prompt and emitted output) of the new rows, concatenated."""
+    new_num_blocks: I32 = field(default_factory=no_i32)
+    """One per new row and KV group, row-major; the ids are concatenated in new_blocks."""
+    new_blocks: I32 = field(default_factory=no_i32)
+    new_stop_ids: I32 = field(default_factory=no_i32)
+    """Ids that must not be sampled before min_tokens; listed only for slots with min_tokens > 0."""
+    new_rules: I32 = field(default_factory=no_i32)
+    """Of the slots that have any (`actorllm.messages.logit_rules.encode_rules`), with new_rule_numbers."""
+    new_rule_numbers: F32 = field(default_factory=no_f32)
+
+    extended_slots: I32 = field(default_factory=no_i32)
+    extended_blocks: I32 = field(default_factory=no_i32)
+    extended_groups: U8 = field(default_factory=no_u8)
+    """Empty: all of group 0."""
+
+    zero_blocks: I32 = field(default_factory=no_i32)
+    copy_sources: I32 = field(default_factory=no_i32)
+    copy_targets: I32 = field(default_factory=no_i32)
+
+    decode_slots: I32 | None = None
+    prefill_slots: I32 = field(default_factory=no_i32)
+    prefill_counts: I32 = field(default_factory=no_i32)
+    late_slots: I32 = field(default_factory=no_i32)
+    """Rows that must not be sampled before `LateInputs(step)` arrived."""
+    embeds: U8 = field(default_factory=no_u8)
+    """The rows of those prefill tokens, in their order, that have an embedding instead of an id (`actorllm.messages.embeds`)."""
+
+    @property
+    def new(self) -> NDArray[np.void]:
+        """The new rows as records with the fields of `NewRow`. ValueError when the bytes are not whole rows."""
+        return self.new_rows.view(NEW_ROW)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LateInputs:
+    """What sampling of a step's late rows needs and was not known at launch.
+
+    allowed: for every slot in `slots`, ceil(vocab_size / 32) words; bit i of word j allows id 32 * j + i. A late slot
+    that is not listed samples freely.
+    """
+
+    step: int
+    slots: I32 = field(default_factory=no_i32)
+    allowed: U32 = field(default_factory=no_u32)
+
+
+# To a frontend, from the scheduler ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Outputs:
+    """New tokens and ends of one frontend's requests, one row per request.
+
+    index: the output index of the row's first token; an output applies only if that is the next one. counts is empty
+    when every row carries one token. text_ends[i] is where row i's new text ends in `text` (characters).
+    ends: for every row that finished: [row, reason, stop_reason, error, times and counters (see RequestEnd)].
+    logprob_*: of the rows that asked (see `actorllm.messages.logprobs`), and in logprob_text the text of every one of logprob_ids,
+    the i-th up to character logprob_text_ends[i]; no text where none is made.
+    """
+
+    rids: I32
+    index: I32
+    tokens: I32
+    counts: I32 = field(default_factory=no_i32)
+    text: str = ""
+    text_ends: I32 = field(default_factory=no_i32)
+    ends: Sequence[Sequence[Any]] = ()
+    vector_rows: I32 = field(default_factory=no_i32)
+    vectors: F32 = field(default_factory=no_f32)
+    logprob_spans: I32 = field(default_factory=no_i32)
+    logprob_ids: I32 = field(default_factory=no_i32)
+    logprobs: F32 = field(default_factory=no_f32)
+    logprob_ranks: I32 = field(default_factory=no_i32)
+    logprob_text: str = ""
+    logprob_text_ends: I32 = field(default_factory=no_i32)
+    cached: I32 = field(default_factory=no_i32)
+    """Pairs (rid, tokens) of requests whose first token is here: how much of the prompt was found in the prefix cache."""
+    emitted: float = 0.0
+
+
+DEADLINE_PASSED = "deadline"
+"""The stop_reason beside reason "abort" of a request whose deadline has passed."""
+OVERLOADED = "overloaded"
+DRAINING = "draining"
+"""The kinds of details of a request that was not taken."""
+INVALID = "invalid"
+"""Of one that asks for what cannot be done, as only the scheduler's process can tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnd:
+    """The typed form of one entry of `Outputs.ends`."""
+
+    row: int
+    reason: str
+    stop_reason: int | str | None
+    error: str | None
+    queued: float
+    scheduled: float | None
+    first_token: float | None
+    last_token: float | None
+    num_preemptions: int
+    num_cached_tokens: int
+    num_wasted_tokens: int
+    num_nonfinite: int = 0
+    """Values of its states and logits that were NaN or infinite; it has failed if there were any."""
+    num_recoveries: int = 0
+    """How often the workers died with it in a step."""
+    recovery_s: float = 0.0
+    """What it waited for its next token after that, in all."""
+    details: dict[str, Any] | None = None
+    """Of an error that is more than its message: its "kind", and what goes with that."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PauseChanged:
+    """Generation was paused (mode as in `scheduling.pause`) or resumed (None): the next scheduler is to know it.
+
+    started: the requests of this frontend that the pause waits for.
+    """
+
+    mode: str | None = None
+    started: I32 = field(default_factory=no_i32)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class OnTrial:
+    """Of what this frontend has submitted again, the scheduler is about to take these on, and nothing else for now.
+
+    num_tried: with those of other frontends; 0: the trial is over, and everything is taken on again. is_alone: nothing else
+    runs, not even what was acquitted.
+    """
+
+    rids: I32 = field(default_factory=no_i32)
+    num_tried: int = 0
+    is_alone: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Begun:
+    """Requests that were submitted again and are in a step from now on."""
+
+    rids: I32
+
+
+# Between any two actors -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Ask:
+    """A typed control that is carried out between steps and always answered (statistics, profile, timeline ...)."""
+
+    id: int
+    verb: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Reply:
+    """The answer to an Ask: a value, or the error that it ended with."""
+
+    id: int
+    value: Any = None
+    error: str | None = None
+
+
+ToScheduler: TypeAlias = Submit | Abort | Unblock | StepResult | StepFailed | Ask | Reply
+ToWorker: TypeAlias = StepPlan | LateInputs | Ask
+ToFrontend: TypeAlias = Outputs | PauseChanged | OnTrial | Begun | Ask | Reply
+Message: TypeAlias = ToScheduler | ToWorker | ToFrontend
+
+KINDS: dict[int, type[Any]] = {
+    1: Submit,
+    2: Abort,
+    3: Unblock,
+    4: StepPlan,
+    5: LateInputs,
+    6: StepResult,
+    7: StepFailed,
+    8: Outputs,
+    9: Ask,
+    10: Reply,
+    11: PauseChanged,
+    12: OnTrial,
+    13: Begun,
+}
+"""The numbers are part of the wire format: a number is never used again for something else."""
+
+KIND_OF: dict[type[Any], int] = {cls: kind for kind, cls in KINDS.items()}
+
+
+def _columns(cls: type[Any]) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """The scalar fields and the (array field, dtype) pairs of a message type, in order."""
+    scalars: list[str] = []
+    arrays: list[tuple[str, str]] = []
+    for f in fields(cls):
+        name = str(f.type).split(" ")[0]
+        if name in ARRAY_DTYPES:
+            arrays.append((f.name, ARRAY_DTYPES[name]))
+        else:
+            scalars.append(f.name)
+    return tuple(scalars), tuple(arrays)
+
+
+_COLUMNS = {cls: _columns(cls) for cls in KIND_OF}
+
+
+def pack(message: Message) -> tuple[int, list[Any], list[NDArray[Any]]]:
+    """`(kind, scalars, arrays)`: element 0 of the scalars is a bit mask of the array fields that are not empty.
+
+    An array field that is None sets its bit in element 1, so that None and empty stay apart; empty and None arrays do
+    not travel.
+    """
+    cls = type(message)
+    scalar_names, array_names = _COLUMNS[cls]
+    present = absent = 0
+    arrays = []
+    for bit, (name, _) in enumerate(array_names):
+        value = getattr(message, name)
+        if value is None:
+            absent |= 1 << bit
+        elif value.size:
+            present |= 1 << bit
+            arrays.append(value)
+    return KIND_OF[cls], [present, absent, *[getattr(message, name) for name in scalar_names]], arrays
+
+
+def unpack(kind: int, scalars: Any, arrays: Sequence[NDArray[Any]]) -> Message:
+    """The message again; ValueError when anything about it is not as `pack` would have made it."""
+    cls = KINDS.get(kind)
+    if cls is None:
+        raise ValueError(f"message kind {kind} is unknown")
+    scalar_names, array_names = _COLUMNS[cls]
+    if not isinstance(scalars, list) or len(scalars) != len(scalar_names) + 2:
+        raise ValueError(f"{cls.__name__}: {len(scalar_names) + 2} scalars expected, got {reprlib.repr(scalars)}")
+    present, absent = scalars[0], scalars[1]
+    if not isinstance(present, int) or not isinstance(absent, int):
+        raise ValueError(f"{cls.__name__}: masks {reprlib.repr(present)} and {reprlib.repr(absent)} must be integers")
+    values = dict(zip(scalar_names, scalars[2:], strict=True))
+    incoming = iter(arrays)
+    for bit, (name, dtype) in enumerate(array_names):
+        if present >> bit & 1:
+            array = next(incoming, None)
+            if array is None or array.dtype != dtype:
+                raise ValueError(f"{cls.__name__}.{name}: an array of {dtype} expected, got {array!r:.80}")
+            values[name] = array
+        else:
+            values[name] = None if absent >> bit & 1 else _EMPTY[dtype]
+    if next(incoming, None) is not None:
+        raise ValueError(f"{cls.__name__}: more arrays than the mask {present:#x} announces")
+    message: Message = cls(**values)
+    return message
+
+
+_EMPTY: dict[str, NDArray[Any]] = {
+    "i4": NO_I32,
+    "i8": NO_I64,
+    "u1": NO_U8,
+    "u4": NO_U32,
+    "f4": NO_F32,
+    "f8": np.zeros(0, np.float64),
+}

@@ -1,0 +1,151 @@
+"""`Tally`: how requests ended and how long they took, added up for who asks (a metrics endpoint). Pure.
+
+Kept where all frontends' requests are, so that whoever asks hears of all of them; it begins anew with the scheduler. An end
+costs one tuple: the sums are made many at a time. Called by the scheduler actor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actorllm.messages import DEADLINE_PASSED
+from actorllm.scheduling.events import End
+from actorllm.types.objective import READINGS, SLO
+
+FOLD = 256
+"""Ends that are added up at a time."""
+
+_TIMES = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_SHORT_TIMES = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5),
+    *(10, 20, 40, 80, 160, 640, 2560),
+)
+_COUNTS = tuple(digit * 10**exponent for exponent in range(6) for digit in (1, 2, 5))
+
+BOUNDS: dict[str, tuple[float, ...]] = {
+    "time_to_first_token_seconds": _SHORT_TIMES,
+    "request_time_per_output_token_seconds": (
+        *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80),
+    ),
+    "e2e_request_latency_seconds": _TIMES,
+    "request_intake_time_seconds": _SHORT_TIMES,
+    "request_queue_time_seconds": _TIMES,
+    "request_inference_time_seconds": _TIMES,
+    "request_prefill_time_seconds": _TIMES,
+    "request_decode_time_seconds": _TIMES,
+    "request_prompt_tokens": _COUNTS,
+    "request_generation_tokens": _COUNTS,
+    "request_prefill_kv_computed_tokens": _COUNTS,
+    "request_params_max_tokens": _COUNTS,
+    "request_num_preemptions": (0, 1, 2, 5, 10, 20, 50),
+}
+"""Histograms under vLLM's names, with vLLM's upper bounds of their buckets; there is one bucket more, without a bound.
+
+The time to the first token is intake (ours: until the scheduler has the request), queue and prefill.
+"""
+
+
+class Tally:
+    def __init__(self) -> None:
+        self._reasons: Counter[str] = Counter()
+        self._num_promised = 0
+        self._num_kept = dict.fromkeys(READINGS, 0)
+        self._ends: list[tuple[float | None, ...]] = []
+        self._counts = {name: np.zeros(len(bounds) + 1, np.int64) for name, bounds in BOUNDS.items()}
+        self._sums = dict.fromkeys(BOUNDS, 0.0)
+
+    def add(self, end: End, num_output: int) -> None:
+        """num_output: tokens of its output; negative when that is not known, because it was cut short."""
+        sequence = end.sequence
+        submit = sequence.submit
+        scheduled, first = sequence.scheduled, sequence.first_token
+        if scheduled is not None and first is not None and first < scheduled:
+            scheduled = None  # it had its first slot from a scheduler that died; when, nobody knows
+        has_moved = submit.is_resumed or (first is not None and first < sequence.queued)  # from a scheduler that died
+        self._reasons[end.reason] += 1
+        self._ends.append(
+            (
+                submit.arrival,
+                None if has_moved else sequence.queued,
+                scheduled,
+                first,
+                sequence.last_token,
+                submit.prompt.size,
+                num_output if num_output >= 0 else None,
+                sequence.num_preemptions,
+                submit.prompt.size - sequence.num_cached_tokens if sequence.scheduled is not None else None,
+                submit.max_tokens,
+            )
+        )
+        if submit.slo is not None:
+            self._judge(end, SLO.from_fields(submit.slo), num_output)
+        if len(self._ends) >= FOLD:
+            self._fold()
+
+    def _judge(self, end: End, slo: SLO | None, num_output: int) -> None:
+        """Whether a promise was kept; of requests that somebody aborted nobody knows."""
+        if slo is None or (end.reason == "abort" and end.stop_reason != DEADLINE_PASSED):
+            return
+        self._num_promised += 1
+        sequence = end.sequence
+        first, last = sequence.first_token, sequence.last_token
+        if end.reason in ("abort", "error") or first is None or last is None:
+            return
+        for reading in READINGS:
+            self._num_kept[reading] += slo.is_met(
+                arrival=sequence.arrival,
+                first_token=first,
+                last_token=last,
+                num_prompt=sequence.num_prompt,
+                num_output=num_output,
+                reading=reading,
+            )
+
+    def _fold(self) -> None:
+        ends, self._ends = self._ends, []
+        columns = np.array(ends, np.float64).T
+        arrival, queued, scheduled, first, last, num_prompt, num_output, *others = columns
+        num_preemptions, num_computed, max_tokens = others
+        with np.errstate(invalid="ignore", divide="ignore"):
+            self._observe("time_to_first_token_seconds", first - arrival)
+            self._observe("request_time_per_output_token_seconds", ((last - first) / (num_output - 1))[num_output > 1])
+            self._observe("e2e_request_latency_seconds", last - arrival)
+            self._observe("request_intake_time_seconds", queued - arrival)
+            self._observe("request_queue_time_seconds", scheduled - queued)
+            self._observe("request_inference_time_seconds", last - scheduled)
+            self._observe("request_prefill_time_seconds", first - scheduled)
+            self._observe("request_decode_time_seconds", last - first)
+        self._observe("request_prompt_tokens", num_prompt)
+        self._observe("request_generation_tokens", num_output)
+        self._observe("request_prefill_kv_computed_tokens", num_computed)
+        self._observe("request_params_max_tokens", max_tokens)
+        self._observe("request_num_preemptions", num_preemptions)
+
+    def _observe(self, name: str, values: NDArray[np.float64]) -> None:
+        """What is not a number did not happen."""
+        values = values[~np.isnan(values)]
+        bounds = BOUNDS[name]
+        self._counts[name] += np.bincount(np.searchsorted(bounds, values), minlength=len(bounds) + 1)
+        self._sums[name] += math.fsum(values)
+
+    def promises(self) -> dict[str, Any]:
+        """How many sequences with an objective have ended, and how many of them kept it, by reading."""
+        return {"num_promised": self._num_promised, "num_kept": dict(self._num_kept)}
+
+    def statistics(self) -> dict[str, Any]:
+        """Counters since the start; histograms as the counts of BOUNDS' buckets, and sums."""
+        if self._ends:
+            self._fold()
+        return {
+            "finished": dict(self._reasons),
+            "slo_promised": self._num_promised,
+            "slo_kept": dict(self._num_kept),
+            "histograms": {
+                name: {"counts": counts.tolist(), "sum": self._sums[name]} for name, counts in self._counts.items()
+            },
+        }

@@ -1,0 +1,339 @@
+"""Open-loop replay: the requests of a workload at their times, whatever becomes of those before, against a live engine.
+
+    run = await replay(workload, EmbeddedTarget(llm))
+    print(run.evaluate().worst("deadline"), run.warnings)
+
+The schedule says when a request arrives, not the client: who cannot send in time waits in the client's queue, and latencies
+count from the schedule, so that an overloaded client makes nothing look better (no coordinated omission). How late requests
+were sent is told apart (`LiveRun.lag`). A request that fails is a row with its error; the others go on.
+
+The result is a `RunTimeline` like that of a simulation, so `metrics.evaluate` gives the same report.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import anyio
+import numpy as np
+from numpy.typing import NDArray
+
+from actorllm.clock import now
+from actorllm.errors import ConfigError
+from actorllm.messages import F64
+from actorllm.slo.live.prompts import Prompts
+from actorllm.slo.metrics import (
+    RunMetrics,
+    bench_setting,
+    evaluate,
+    latency_figures,
+    max_concurrent,
+    max_tokens_per_second,
+    told_of_cut,
+)
+from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline, timeline_of_streams
+from actorllm.slo.workload import Workload
+from actorllm.types.objective import RequestClass
+
+LEAD_S = 0.2
+"""From the call to the first arrival: what is to be made before it must not make it late."""
+
+LATE_S = 0.01
+"""A client whose 99th percentile of lag is larger is told of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request to be sent."""
+
+    row: int
+    prompt: list[int]
+    max_tokens: int
+    kind: RequestClass
+    tenant: str | None
+    due: float
+    """When it should be sent, in monotonic seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delays:
+    """What lies between a client and the scheduler; medians, in seconds."""
+
+    submit_s: float = 0.0
+    deliver_s: float = 0.0
+
+    @staticmethod
+    def of(there: Sequence[float], back: Sequence[float]) -> Delays:
+        """Of single ones; 0 of none."""
+        return Delays(*(max(0.0, float(np.median(values))) if len(values) else 0.0 for values in (there, back)))
+
+
+@dataclass(slots=True)
+class Record:
+    """What the client saw of one request. Times in monotonic seconds."""
+
+    sent: float = math.nan
+    times: list[float] = field(default_factory=list)
+    """Of every token."""
+    end: float = math.nan
+    outcome: int = UNFINISHED
+    error: str | None = None
+    scheduled: float = math.nan
+    num_preemptions: int = 0
+    num_cached: int = 0
+    num_wasted: int = 0
+    submitted: float = math.nan
+    """When the scheduler had it, and when it had its last token: where the engine tells."""
+    reported: float = math.nan
+
+    def got(self, num_tokens: int) -> None:
+        """So many tokens have come just now."""
+        self.times += [now()] * num_tokens
+
+
+class Target(Protocol):
+    """What requests are sent to."""
+
+    backend: str
+    """As `vllm bench serve` calls it."""
+    model: str
+
+    async def prepare(self) -> None:
+        """Be ready to take requests. Raises what makes that impossible."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of a prompt and its output; None: not known. After `prepare`."""
+        ...
+
+    async def send(self, call: Call, record: Record) -> None:
+        """Send it and take its tokens to the end; cancelled: it is given up. Raises what it failed of."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveRun:
+    """What `replay` returns."""
+
+    workload: Workload
+    timeline: RunTimeline
+    lag: F64
+    """Seconds from when a request was due until it was sent; NaN: it never was."""
+    errors: tuple[str, ...]
+    """Of every request; empty for those that did not fail."""
+    backend: str
+    model: str
+    delays: Delays = Delays()
+    """Of requests that the engine told of; 0 otherwise."""
+    start: float = 0.0
+    """Zero of the timeline, in monotonic seconds."""
+    until: float = math.inf
+    """When it was cut off, on the clock of the timeline."""
+    num_left_out: int = 0
+    """Requests that were not due by then; they are in no row."""
+
+    def evaluate(self, **arguments: Any) -> RunMetrics:
+        """The figures of the run; arguments as in `metrics.evaluate`."""
+        workload = self.workload
+        arguments |= {"promises": workload.own_promises, "tenants": workload.tenant_ids, "wanted": workload.num_output}
+        return evaluate(self.timeline, workload.classes, workload.class_ids, **arguments)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What one has to know before one believes the figures."""
+        timeline, found = self.timeline, list(self.workload.warnings())
+        found += told_of_cut(timeline, self.workload.promises, self.num_left_out, self.until)
+        failed = [error for error in self.errors if error]
+        if failed:
+            found.append(f"{len(failed)} of {len(timeline)} requests failed, the first with: {failed[0]}")
+        late = float(np.nanpercentile(self.lag, 99)) if np.isfinite(self.lag).any() else 0.0
+        if late > LATE_S:
+            found.append(
+                f"the client was late: 1 % of the requests were sent {late * 1e3:.0f} ms or more after they were due; the "
+                f"latencies count from then, and are the client's as much as the engine's"
+            )
+        short = (timeline.outcome == FINISHED) & (timeline.num_output < self.workload.num_output)
+        if short.any():
+            found.append(f"{int(short.sum())} requests ended with fewer tokens than they were to have")
+        return found
+
+    def as_sent(self) -> Workload:
+        """The workload that the engine saw: requests arrive when they were sent. To be simulated in its place."""
+        order = np.argsort(self.workload.arrival + np.nan_to_num(self.lag), kind="stable")
+        arrival = (self.workload.arrival + np.nan_to_num(self.lag))[order]
+        return replace(self.workload.select(order), arrival=arrival)
+
+    def to_dict(self, *, is_detailed: bool = False) -> dict[str, Any]:
+        """With the keys of `vllm bench serve --save-result`, and ours; is_detailed: with those of every request, too.
+
+        Latencies count from the schedule, so `e2el` and `e2el_including_client_queue` are the same here.
+        """
+        timeline, workload = self.timeline, self.workload
+        metrics = self.evaluate(with_fluidity=True, with_gaps=True).to_dict()
+        result: dict[str, Any] = {
+            **bench_setting(self.backend, self.model, len(workload), workload.rate),
+            **metrics,
+            "rtfx": 0.0,  # of audio
+            "max_output_tokens_per_s": max_tokens_per_second(timeline),
+            "max_concurrent_requests": max_concurrent(timeline),
+            **_finite(latency_figures("client_queue_time", self.lag[np.isfinite(self.lag)])),
+            **{
+                key.replace("_e2el_", "_e2el_including_client_queue_"): value
+                for key, value in metrics.items()
+                if "_e2el_ms" in key
+            },
+            "actorllm_warnings": self.warnings,
+        }
+        if is_detailed:
+            streams = [timeline.token_times(row) for row in range(len(timeline))]
+            result |= {
+                "input_lens": timeline.num_prompt.tolist(),
+                "output_lens": timeline.num_output.tolist(),
+                "ttfts": _zeros(timeline.ttft),
+                "itls": [np.diff(stream).tolist() for stream in streams],
+                "latencies": _zeros(timeline.e2e),
+                "start_times": _zeros(timeline.arrival + self.lag),
+                "queue_times": _zeros(self.lag),
+                "generated_texts": [""] * len(timeline),  # random tokens, of which nobody made a text
+                "errors": list(self.errors),
+                "actorllm_itl_p99s": _nulls(timeline.pauses),
+            }
+        return result
+
+
+def _zeros(values: F64) -> list[float]:
+    """Without NaN, as vLLM writes what did not happen."""
+    found: list[float] = np.nan_to_num(values).tolist()
+    return found
+
+
+def _nulls(values: F64) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in values.tolist()]
+
+
+def _finite(figures: dict[str, float]) -> dict[str, float | None]:
+    return {key: value if math.isfinite(value) else None for key, value in figures.items()}
+
+
+async def replay(
+    workload: Workload,
+    target: Target,
+    *,
+    seed: int = 0,
+    until: float = math.inf,
+    num_warmups: int = 1,
+    on_end: Callable[[int], object] | None = None,
+) -> LiveRun:
+    """Send every request when it is due, and wait for all of them.
+
+    until: seconds after the first arrival at which the run is cut off; who is still there then is unfinished, and who was not
+    due by then is left out. num_warmups: requests before that, one after the other, that are not part of it. on_end(row)
+    hears of every request that ends.
+    Raises what makes the target as a whole impossible, ConfigError for a workload that does not fit.
+    """
+    if not len(workload):
+        raise ConfigError("there are no requests to replay")
+    await target.prepare()
+    _check(workload, target.max_model_len)
+    prompts = Prompts(workload, target.vocab_size, seed)
+    for number in range(min(num_warmups, len(workload))):
+        # ids of their own: what is measured must not find the KV of what was not
+        warm = Prompts(workload.head(number + 1), target.vocab_size, seed + 1).ids(number).tolist()
+        kind = RequestClass("warm-up")
+        await target.send(Call(-1, warm, min(8, int(workload.num_output[number])), kind, None, now()), Record())
+    records = [Record() for _ in range(len(workload))]
+    first = float(workload.arrival[0])
+    start = now() + LEAD_S - first
+    patience = [math.inf if kind.patience is None else kind.patience for kind in workload.classes]
+
+    async def run_one(call: Call, record: Record) -> None:
+        limit = patience[workload.class_ids[call.row]]
+        with anyio.CancelScope() as scope:
+            if limit < math.inf:
+                scope.deadline = anyio.current_time() + max(0.0, call.due + limit - now())
+            try:
+                record.sent = now()
+                await target.send(call, record)
+                if record.outcome == UNFINISHED:
+                    record.outcome = FINISHED
+            except Exception as error:  # of one request, by whatever client: it is its outcome
+                record.outcome = FAILED
+                record.error = f"{type(error).__name__}: {error}"
+        if scope.cancelled_caught:
+            record.outcome = ABORTED
+        record.end = now()
+        if on_end is not None:
+            on_end(call.row)
+
+    with anyio.CancelScope() as cut:
+        if until < math.inf:
+            cut.deadline = anyio.current_time() + LEAD_S + until
+        async with anyio.create_task_group() as group:
+            for row, at in enumerate(workload.arrival.tolist()):
+                call = Call(
+                    row,
+                    prompts.ids(row).tolist(),
+                    int(workload.num_output[row]),
+                    workload.kind(row),
+                    None if workload.tenant_ids is None else workload.tenants[workload.tenant_ids[row]],
+                    start + at,
+                )
+                await anyio.sleep(max(0.0, call.due - now()))
+                group.start_soon(run_one, call, records[row])
+    return _collect(workload, records, start, target, first + until)
+
+
+def _check(workload: Workload, longest: int | None) -> None:
+    total = workload.num_prompt.astype(np.int64) + workload.num_output
+    if longest is not None and int(total.max()) > longest:
+        raise ConfigError(
+            f"{int((total > longest).sum())} of {len(workload)} requests are longer than the {longest} tokens that the model "
+            f"takes (the longest has {int(total.max())}); leave them out (`Workload.fitting`), or scale the lengths"
+        )
+
+
+def _collect(workload: Workload, records: list[Record], start: float, target: Target, until: float) -> LiveRun:
+    num = len(workload)
+    workload = workload.before(until)
+    records = records[: len(workload)]
+
+    def column(name: str, dtype: Any = np.float64) -> NDArray[Any]:
+        return np.array([getattr(record, name) for record in records], dtype)
+
+    timeline = timeline_of_streams(
+        workload.arrival,
+        workload.num_prompt,
+        [np.array(record.times) - start for record in records],
+        scheduled=column("scheduled") - start,
+        end=column("end") - start,
+        outcome=column("outcome", np.int8),
+        num_preemptions=column("num_preemptions", np.int32),
+        num_cached=column("num_cached", np.int32),
+        num_wasted=column("num_wasted", np.int32),
+    )
+    return LiveRun(
+        workload,
+        timeline,
+        column("sent") - start - workload.arrival,
+        tuple(record.error or "" for record in records),
+        target.backend,
+        target.model,
+        Delays.of(
+            [record.submitted - record.sent for record in records if math.isfinite(record.submitted)],
+            [
+                record.times[-1] - record.reported
+                for record in records
+                if math.isfinite(record.reported) and record.times
+            ],
+        ),
+        start,
+        until,
+        num - len(workload),
+    )

@@ -1,0 +1,1 @@
+"""Which processes an engine has: who starts, watches, restarts and stops them."""

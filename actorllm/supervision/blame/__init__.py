@@ -1,0 +1,1 @@
+"""Which request ends a step, a worker or a scheduler: the search for it by halves."""

@@ -1,0 +1,212 @@
+"""`SchedulerTrial`: the trial of `scheduler_deaths`, as a scheduler actor conducts it with its clock and its frontends.
+
+Decides when a trial begins and when the next ones are taken on, ends those who are held and need not wait any more, and tells
+every frontend who is tried before anything is done with it. Owned by SchedulerActor, which takes on whom it is given
+(`next_requests`); of no cost while nothing dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from actorllm.actors.outlet import ForFrontend, Outlet
+from actorllm.clock import now
+from actorllm.messages import DEADLINE_PASSED, Begun, OnTrial, Submit
+from actorllm.scheduling.events import End
+from actorllm.scheduling.ledger import StepRecord
+from actorllm.scheduling.pause import PauseState
+from actorllm.scheduling.scheduler import Scheduler
+from actorllm.scheduling.sequence import Key, Sequence, State
+from actorllm.supervision.blame.scheduler_deaths import Trial
+from actorllm.types.request import FinishReason
+
+JOURNAL_PATIENCE_S = 1.0
+"""How long a trial waits for the journals of all frontends before it begins with what is there."""
+SHORT_PATIENCE_S = 0.25
+"""As long as nobody is suspected: how long a program that is stopped may hold up the others after a death."""
+
+
+class SchedulerTrial(Trial):
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        outlets: Mapping[int, Outlet],
+        send: Callable[[Outlet, ForFrontend], None],
+        report_progress: Callable[[], None],
+        check_itself: Callable[[], None],
+    ) -> None:
+        """outlets: all frontends there are, by number; send: to one of them, which may be lost by it. check_itself: dies if
+        this process dies of everything."""
+        super().__init__(lambda key, message: scheduler.release(key[0], message))
+        self._scheduler = scheduler
+        self._outlets = outlets
+        self._send = send
+        self._report_progress = report_progress
+        self._check_itself = check_itself
+        self._is_checked = False
+        self.resubmitting: set[int] = set()
+        """Frontends of the scheduler before that have not said that they have submitted everything again."""
+        self.begins_at = 0.0
+        """When a trial begins even if some frontends have not submitted everything again."""
+        self.not_begun: set[Key] = set()
+        """Requests that were submitted again and have not been in a step of this scheduler."""
+
+    # Frontends
+
+    def on_frontend(self, number: int, generation: int) -> None:
+        """A frontend is linked to its generation-th scheduler."""
+        if generation > 1:
+            self.resubmitting.add(number)
+        if self:
+            self._send(self._outlets[number], OnTrial(num_tried=self._num_told))
+        elif generation > 2 and self._scheduler.is_idle:
+            self._begin_within(SHORT_PATIENCE_S)  # the second death: there may be suspects, and they are tried alone
+
+    def drop_frontend(self, frontend: int) -> None:
+        self.resubmitting.discard(frontend)
+        super().drop_frontend(frontend)
+        self.not_begun = {key for key in self.not_begun if key[0] != frontend}
+
+    # Requests
+
+    def weigh(self, frontend: int, message: Submit) -> Submit:
+        """A request with deaths on its record, as it counts here; of the first suspect a trial begins."""
+        if frontend not in self.resubmitting:  # it is nobody's word but its own
+            return replace(message, num_deaths=0)
+        if not self.has_suspects:
+            self._begin_within(JOURNAL_PATIENCE_S)
+        return message
+
+    def hold_back(self, key: Key, message: Submit) -> list[End]:
+        """A request that has to wait for the end of the trial, or for its turn in it; or its end: too many wait."""
+        if key in self:
+            return []
+        refusal = self._scheduler.hold(key[0], message)
+        if refusal is not None:
+            return [end_of_unknown(key, message, "error", refusal.message, refusal.details)]
+        self.hold(key, message)
+        return []
+
+    def abort(self, keys: Iterable[Key]) -> list[End]:
+        """Of those of these requests that are held."""
+        return [end_of_unknown(*held, "abort") for held in self.take(keys)]
+
+    def abort_all(self) -> list[End]:
+        return [end_of_unknown(key, message, "abort") for key, message in self.take_all()]
+
+    def expire(self, at: float) -> list[End]:
+        return [end_of_unknown(*held, "abort", stop_reason=DEADLINE_PASSED) for held in self.take_due(at)]
+
+    @property
+    def wakes_at(self) -> float:
+        """When there is something to do even if nothing arrives."""
+        is_waiting = self.resubmitting and now() < self.begins_at
+        return min(self.expires_at, self.begins_at) if is_waiting else self.expires_at
+
+    # The trial
+
+    def _begin_within(self, patience_s: float) -> None:
+        """Hold back everything that comes, until all journals are there or patience is over."""
+        was_on = bool(self)
+        self.begin()
+        self.begins_at = now() + patience_s
+        if not was_on:
+            self._tell(())
+
+    def next_requests(self) -> list[tuple[Key, Submit]]:
+        """Whom to take on now: the next group of suspects when nothing is to be expected of the last one, at the end the others.
+
+        To be asked again until there is nobody.
+        """
+        if not self or not self._may_try_next():
+            return []
+        if not self._is_checked and self.has_suspects:
+            self._is_checked = True
+            self._check_itself()
+        group = self.next_group(is_pausing=self._scheduler.pause_state is PauseState.NOTHING_NEW)
+        if self:
+            if not group:
+                return []
+            if self.is_narrower or self._is_alone:
+                self._report_progress()
+        self._tell([key for key, _ in group])
+        return group or self.take_all()
+
+    def _may_try_next(self) -> bool:
+        if self._scheduler.pause_state is PauseState.NOTHING:
+            return False
+        if self.resubmitting and now() < self.begins_at:
+            return False
+        if self._is_preparing_suspect():
+            self.on_delay()
+            return False
+        for key in self.untried:
+            sequence = self._scheduler.sequence(key)
+            if sequence is None or sequence.state is State.BLOCKED:
+                continue  # it waits for somebody else
+            if sequence.slot >= 0 or not self.has_stepped:
+                return False
+        return True
+
+    def is_stuck(self, has_workers: bool) -> bool:
+        """Whether nobody of those on trial can run now."""
+        is_waiting = has_workers and not self._scheduler.num_in_flight and not self.has_stepped
+        return is_waiting and not self._is_preparing_suspect()
+
+    def _is_preparing_suspect(self) -> bool:
+        """Whether the grammar of somebody on trial is being made, which a process may die of as well."""
+        tried = (self._scheduler.sequence(key) for key in self.untried)
+        return any(s is not None and s.state is State.BLOCKED and s.submit.grammar is not None for s in tried)
+
+    # What frontends are told
+
+    def _tell(self, keys: Iterable[Key]) -> None:
+        """Every frontend hears who is tried before anything is done with it."""
+        is_alone = self._is_alone
+        by_frontend: dict[int, list[int]] = {number: [] for number in self._outlets}
+        for number, rid in keys:
+            by_frontend[number].append(rid)
+        for number, rids in by_frontend.items():
+            if number in self._outlets:
+                tried = np.array(rids, np.int32)
+                on_trial = OnTrial(rids=tried, num_tried=self._num_told, is_alone=is_alone)
+                self._send(self._outlets[number], on_trial)
+
+    @property
+    def _is_alone(self) -> bool:
+        return self.num_tried == 1 and self._scheduler.is_idle
+
+    @property
+    def _num_told(self) -> int:
+        """As frontends are told: 0 when there is no trial; before it begins nobody runs, and it is 1."""
+        return max(1, self.num_tried) if self else 0
+
+    def tell_begun(self, record: StepRecord) -> None:
+        """Requests that were submitted again are in a step for the first time: should this scheduler die, they were there."""
+        by_frontend: dict[int, list[int]] = {}
+        for sequence, _ in record.prefills:
+            if sequence.key in self.not_begun:
+                self.not_begun.discard(sequence.key)
+                by_frontend.setdefault(sequence.key[0], []).append(sequence.key[1])
+        for number, rids in by_frontend.items():
+            if number in self._outlets:
+                self._send(self._outlets[number], Begun(rids=np.array(rids, np.int32)))
+
+
+def end_of_unknown(
+    key: Key,
+    message: Submit,
+    reason: FinishReason,
+    error: str | None = None,
+    details: dict[str, Any] | None = None,
+    stop_reason: str | None = None,
+) -> End:
+    """Of a request that the scheduler has not taken on."""
+    sequence = Sequence(key, message, 0, message.prompt, 0, frozenset(), frozenset(), queued=now())
+    return End(sequence, reason, stop_reason, error, details)

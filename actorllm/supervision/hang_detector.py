@@ -1,0 +1,136 @@
+"""When is a process stuck, and when is it only busy? The decision: signs of life in, verdicts out.
+
+`StepBudget` says before a step how long it may take, from what steps of its size took so far. `Vigil` watches over
+processes by looking at their signs of life (`pulse`) now and then:
+
+    a process is stopped                 for heartbeat_timeout_s, whatever it is at
+    a step takes longer than its budget  its loop cannot turn meanwhile, so nothing else can be asked of it
+    so does its start                    after a restart; how long the first may take is for the one who waits for it
+    outside of a step, the loop stands   for heartbeat_timeout_s: a policy that never returns, a deadlock
+
+Time counts as it was *observed*: between two looks that are far apart, because the one who looks was himself stopped (or
+the machine was asleep, or starved), only as much passes as between two regular ones. So nobody is condemned for the time
+in which nobody could work, whatever the clocks say. Pure; the watching itself is in `watch`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from actorllm.actors.heartbeat import STARTING, WITHOUT_NUMBER, Sign
+
+MIN_BUDGET_S = 30.0
+"""No step is stuck before, however fast others were: the machine may have something better to do for a while."""
+NEW_BUDGET_S = 300.0
+"""Of a step larger than any before: memory is touched and kernels are made for the first time."""
+MULTIPLE = 20.0
+"""So many times what steps of this size have taken."""
+CAUGHT = "its loop has not turned for"
+"""How the reason begins when a process neither steps nor is stopped: it is caught in something that does not return."""
+FADING = 0.98
+"""What is left of a slow step with each faster one after it."""
+
+
+class StepBudget:
+    """How long the steps of a worker may take. Steps are of one size when their tokens have as many binary digits."""
+
+    def __init__(self, fixed_s: float | None = None) -> None:
+        """fixed_s: for every step; None: learnt."""
+        self._fixed_s = fixed_s
+        self._seconds: list[float] = []  # by size: the slowest step, fading; 0: none yet
+
+    def of(self, num_tokens: int) -> float:
+        """For a step that is about to begin, in seconds."""
+        if self._fixed_s is not None:
+            return self._fixed_s
+        size = num_tokens.bit_length()
+        seconds = self._seconds[size] if size < len(self._seconds) else 0.0
+        if seconds:
+            return max(MIN_BUDGET_S, MULTIPLE * seconds)
+        largest = len(self._seconds) - 1
+        if size > largest >= 0:
+            seconds = self._seconds[largest] * 2.0 ** (size - largest)
+        return max(NEW_BUDGET_S, MULTIPLE * seconds)
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A step is through."""
+        size = num_tokens.bit_length()
+        known = self._seconds
+        if size >= len(known):
+            known += [0.0] * (size + 1 - len(known))
+        if seconds < self.of(num_tokens):  # else it was not computing: this process was stopped meanwhile
+            known[size] = max(seconds, FADING * known[size])
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A process is stuck."""
+
+    actor: str
+    reason: str
+    """What follows "stuck: "."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    """One process, and for how long it has been seen like this."""
+
+    sign: Sign
+    still_s: float = 0.0
+    step_s: float = 0.0
+    stopped_s: float = 0.0
+
+
+class Vigil:
+    """Whoever is looked at regularly, from the first look on until `forget`."""
+
+    def __init__(self, heartbeat_timeout_s: float, interval_s: float) -> None:
+        """interval_s: how far apart looks are when nothing keeps the one who looks."""
+        self._timeout_s = heartbeat_timeout_s
+        self._most_s = 2 * interval_s
+        self._last: float | None = None
+        self._watched: dict[str, _Watched] = {}
+
+    def look(self, now: float, signs: dict[str, Sign]) -> list[Verdict]:
+        """The signs of all processes at this time (any monotonic seconds). Those that are stuck are told once.
+
+        A process that is not in `signs` is forgotten; under its name another one may come.
+        """
+        passed = 0.0 if self._last is None else min(max(0.0, now - self._last), self._most_s)
+        self._last = now
+        verdicts: list[Verdict] = []
+        seen: dict[str, _Watched] = {}
+        for actor, sign in signs.items():
+            watched = self._watched.get(actor)
+            if watched is None:
+                seen[actor] = _Watched(sign)
+                continue
+            reason = self._reason(watched, sign, passed)
+            if reason is None:
+                seen[actor] = watched
+            else:
+                verdicts.append(Verdict(actor, reason))
+        self._watched = seen
+        return verdicts
+
+    def _reason(self, watched: _Watched, sign: Sign, passed: float) -> str | None:
+        last, watched.sign = watched.sign, sign
+        is_same_step = sign.step and sign.num_steps == last.num_steps
+        watched.step_s = watched.step_s + passed if is_same_step else 0.0
+        has_moved = sign.beats != last.beats or sign.num_steps != last.num_steps
+        watched.still_s = 0.0 if has_moved or sign.step else watched.still_s + passed
+        watched.stopped_s = watched.stopped_s + passed if sign.is_stopped and last.is_stopped else 0.0
+        what = {WITHOUT_NUMBER: "a control", STARTING: "its start"}.get(sign.step, f"step {sign.step}")
+        if watched.stopped_s > self._timeout_s:
+            during = f" during {what}" if sign.step else ""
+            return f"the process was stopped for {watched.stopped_s:.1f} s{during}, limit {self._timeout_s:g} s"
+        if sign.step and watched.step_s > sign.budget_s:
+            return f"{what} ran for {watched.step_s:.1f} s, deadline {sign.budget_s:.3g} s"
+        if watched.still_s > self._timeout_s and not sign.is_stopped:
+            return f"{CAUGHT} {watched.still_s:.1f} s, limit {self._timeout_s:g} s"
+        return None
+
+    def forget(self) -> None:
+        """Nobody looks any more, for now."""
+        self._watched.clear()
+        self._last = None

@@ -1,0 +1,69 @@
+"""What is changed in an engine's configuration before its processes are started, again or for the first time."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from dataclasses import replace
+
+from actorllm.scheduling.policy_fallback import FALLBACK
+from actorllm.supervision.death import ActorDeath
+from actorllm.supervision.hang_detector import CAUGHT
+from actorllm.types.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+
+class MeetingPlace:
+    """Where the ranks of one start find each other: a file in memory, which they open by the number that it has in this process.
+
+    It has no name of its own, so whoever is killed, and whenever, it goes with this process. Of one rank nothing is made.
+    """
+
+    def __init__(self) -> None:
+        self._fd = -1
+
+    def renewed(self, config: EngineConfig) -> EngineConfig:
+        """Before workers are started: several meet at a place where nobody was before. Raises OSError."""
+        if config.world_size == 1:
+            return config
+        self.close()
+        self._fd = os.memfd_create("actorllm-rendezvous", os.MFD_CLOEXEC)
+        return replace(config, rendezvous=f"/proc/{os.getpid()}/fd/{self._fd}")
+
+    def close(self) -> None:
+        """Nobody meets there any more. Idempotent; not while processes are started."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def without_endless_policies(config: EngineConfig, death: ActorDeath) -> EngineConfig:
+    """The next scheduler has no policy of the user's own in which this one was caught: it would be caught there, too."""
+    if death.actor != "scheduler" or CAUGHT not in (death.reason or ""):
+        return config
+    words = "\n".join(death.last_words)
+
+    def is_in(path: str | None) -> bool:
+        if path is None or ":" not in path:
+            return False
+        try:
+            module = importlib.util.find_spec(path.partition(":")[0])
+        except (ImportError, ValueError):
+            return False
+        return module is not None and module.origin is not None and f'File "{module.origin}"' in words
+
+    scheduler = config.scheduler
+    if is_in(scheduler.policy):
+        logger.error(
+            "scheduling policy %r did not return; the next scheduler goes on with %r", scheduler.policy, FALLBACK
+        )
+        scheduler = replace(scheduler, policy=FALLBACK)
+    if is_in(scheduler.admission):
+        logger.error("admission policy %r did not return; the next scheduler goes on without", scheduler.admission)
+        scheduler = replace(scheduler, admission=None)
+    return replace(config, scheduler=scheduler)

@@ -1,0 +1,933 @@
+"""What an engine is configured with: frozen, checked at construction, sent as JSON to the children.
+
+`EngineConfig.from_arguments` takes the keyword arguments of the front doors (named and defaulted as in vLLM), finds the
+model's folder and reads its config.json. What only a running worker can know (how many KV blocks fit) is added by
+`resolved`, which returns a new object. Nothing here imports torch or transformers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import warnings
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from actorllm import shapes
+from actorllm.device import choose
+from actorllm.errors import (
+    ConfigError,
+    CorruptModelError,
+    ModelNotFoundError,
+    UnknownArgumentError,
+    UnsupportedModelError,
+    nearest_name,
+)
+from actorllm.scheduling.admission_policy import ADMISSIONS
+from actorllm.scheduling.policy import policy_path
+from actorllm.types.generation_config import read_generation_config, sampling_defaults
+from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
+
+logger = logging.getLogger(__name__)
+
+BUNDLED_MODELS = {"storyteller": Path(__file__).parents[1] / "storyteller"}
+
+Topology = Literal["process", "inline"]
+
+HEARTBEAT_TIMEOUT_S = 10.0
+MIN_HEARTBEAT_TIMEOUT_S = 1.0
+"""Loops beat every quarter of a second when they are idle."""
+INTAKE_TIMEOUT_S = 30.0
+MIN_INTAKE_TIMEOUT_S = 0.1
+MAX_PROMPT_CHARACTERS = 4 << 20
+MAX_SECONDS = 1e9
+"""What infinity becomes, which JSON does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The model and what its config.json says about it."""
+
+    name: str
+    """What the user wrote."""
+    path: str
+    """The folder that holds config.json and the weights."""
+    tokenizer: str | None
+    """The folder of the tokenizer; None: token ids only (skip_tokenizer_init)."""
+    architecture: str
+    dtype: Literal["float32", "bfloat16"]
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    load_format: Literal["auto", "safetensors", "dummy"]
+    seed: int
+    """Of dummy weights."""
+    sampling_defaults: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Sampling parameters of requests that bring none (actorllm.types.generation_config)."""
+    impl: Literal["auto", "vllm", "transformers"] = "auto"
+    """auto: a fused forward where there is one, else transformers over our cache; vllm: only fused ones."""
+    max_logprobs: int = 20
+    """Most log-probabilities per token that a request may ask for; -1: as many as there are."""
+    max_prompt_characters: int = MAX_PROMPT_CHARACTERS
+    """Most characters that the text of a prompt may have, before anything reads it."""
+    embedding_size: int | None = None
+    """How many numbers an embedding has that is part of a prompt; None: prompts have none (enable_prompt_embeds)."""
+    pooler: Pooler | None = None
+    """How prompts become vectors (runner="pooling"); None: the engine generates text."""
+
+    @property
+    def embedding_bytes(self) -> int:
+        """Of one embedding of a prompt; 0: prompts have none."""
+        return (self.embedding_size or 0) * (4 if self.dtype == "float32" else 2)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int
+    """Tokens per block."""
+    num_blocks: int | None
+    """None until a worker has measured what fits (`EngineConfig.resolved`)."""
+    kv_cache_memory_bytes: int | None
+    """Given explicitly: no profiling run."""
+    memory_utilization: float | None
+    """Share of the available memory for weights, activations and cache; None: a moderate default."""
+    enable_prefix_caching: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of a step, and who decides its contents."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    depth: Literal[1, 2]
+    """Steps in flight: 2 plans step N+1 while step N runs."""
+    policy: str
+    admission: str | None = None
+    """Who may start when, besides (`scheduling.admission_policy`); None: whoever finds a slot and blocks."""
+    long_prefill_token_threshold: int = 0
+    """At most this many tokens of one prompt per step; 0: as many as the step has room for."""
+    max_num_partial_prefills: int = 1
+    """At most this many prompts at a time that are too long for what is left of a step."""
+    watermark: float = 0.01
+    """Share of the KV blocks that admissions leave free for the growth of those who run."""
+    max_waiting_requests: int | None = None
+    """Sequences that may wait for their first slot, beyond those for which there is one; None: any number."""
+    max_waiting_tokens: int | None = None
+    """Of the prompts that may wait; None: any number."""
+    max_waiting_attached: int | None = 4096
+    """As max_waiting_requests, for each attached frontend by itself."""
+    num_lookahead_tokens: int = 0
+    """Extra KV room per decode row, for results of more than one token."""
+    step_model: str | None = None
+    """What steps take, for policies that ask (`scheduling.cost_model.to_json`); None: they learn it while they run."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything an engine is built from."""
+
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    topology: Topology
+    world_size: int
+    device: str
+    num_threads: int | None
+    """Threads of the worker's matrix products; None: chosen from the cores of the machine."""
+    name: str | None
+    record: str | None = None
+    """A file to which the scheduler's inputs are recorded, for exact replay. One that is started again takes another: what
+    the first one wrote stays, and beside "file" there is "file.2" (its second life), and so on."""
+    rendezvous: str | None = None
+    """Where the ranks of this start of the engine meet: the path of an empty file. None: there is one rank."""
+    seed: int | None = None
+    """Requests that bring no seed get one made of this and of their number; None: a random one."""
+    stream_interval: int = 1
+    """New tokens per output; a request may ask for more."""
+    profile_folder: str | None = None
+    """Where the workers write their traces (`start_profile`); None: profiling is off."""
+    on_failure: Literal["restart", "raise"] = "restart"
+    """When a process of the engine dies: start it again and go on, or end every request with EngineDeadError. Without
+    effect where there is none (topology="inline")."""
+    standby_worker: bool | None = None
+    """Keep a process parked, with torch imported and no model: it takes the place of a worker that dies. None: one, where there
+    is one worker and memory is plentiful, when the engine has run for a while. True: one for every worker, at once."""
+    step_timeout_s: float | None = None
+    """A worker whose step takes longer is stuck and is killed; inline, the engine ends. None: learnt, at least half a minute
+    (`supervision.hang_detector`)."""
+    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
+    """So is a process that is stopped, or whose loop does not turn outside of a step, for so long."""
+    restart_timeout_s: float | None = None
+    """So is one that was started again and is not ready by then. None: ten times the first start, at least 5 minutes."""
+    intake_timeout_s: float = INTAKE_TIMEOUT_S
+    """How long reading one prompt (its chat template, its tokenization) may take; the request fails then (`intake`)."""
+    enforce_eager: bool = False
+    """On CUDA: launch every kernel of a decode step by itself, and record no graphs. The CPU has none."""
+
+    def resolved(self, num_blocks: int) -> EngineConfig:
+        """The same engine with the number of KV blocks that every rank can hold.
+
+        Raises ConfigError when not even one sequence of max_model_len would fit.
+        """
+        capacity = num_blocks * self.cache.block_size
+        if capacity < self.model.max_model_len:
+            raise ConfigError(
+                f"the KV cache holds {capacity} tokens ({num_blocks} blocks of {self.cache.block_size}), less than one "
+                f"sequence of max_model_len={self.model.max_model_len}; give more memory (kv_cache_memory_bytes, "
+                f"gpu_memory_utilization)" + (f" or set max_model_len={capacity} or less" if capacity else "")
+            )
+        return replace(self, cache=replace(self.cache, num_blocks=num_blocks))
+
+    def to_json(self) -> bytes:
+        return orjson.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, data: bytes | str) -> EngineConfig:
+        tree = orjson.loads(data)
+        model = tree.pop("model")
+        model["eos_token_ids"] = tuple(model["eos_token_ids"])
+        model["pooler"] = Pooler.from_tree(model["pooler"])
+        return cls(
+            model=ModelConfig(**model),
+            cache=CacheConfig(**tree.pop("cache")),
+            scheduler=SchedulerConfig(**tree.pop("scheduler")),
+            **tree,
+        )
+
+    @classmethod
+    def from_arguments(cls, model: str | os.PathLike[str], **arguments: Any) -> EngineConfig:
+        """From the keyword arguments of `AsyncLLM` and `LLM` (see ARGUMENTS for the names and defaults).
+
+        Raises ConfigError (naming the argument, its value and the fix) or ModelError.
+        """
+        given = _checked_arguments(arguments)
+        load_format = _choice("load_format", given["load_format"], ("auto", "safetensors", "dummy"))
+        path, hf = read_model_folder(model, load_format)
+        text = hf.get("text_config") or hf
+        if not isinstance(text, dict):
+            raise CorruptModelError(f"{path}/config.json: text_config is {text!r}, an object is needed")
+        pooler = read_pooler(
+            path, hf | text, **{name: given[name] for name in ("runner", "convert", "pooler_config", "hf_overrides")}
+        )
+        max_model_len = _max_model_len(
+            path, given["max_model_len"], text, None if pooler is None else pooler.max_length
+        )
+        device = _device(given, pooler)
+        block_size = _block_size(given["block_size"], device)
+        max_num_seqs = _positive("max_num_seqs", given["max_num_seqs"])
+        max_num_batched_tokens = _positive("max_num_batched_tokens", given["max_num_batched_tokens"])
+        if pooler is not None and pooler.is_encoder and max_num_batched_tokens == ARGUMENTS["max_num_batched_tokens"]:
+            max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)  # a prompt goes through in one step
+        if max_num_batched_tokens < max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={max_num_batched_tokens} is less than max_num_seqs={max_num_seqs}: a step "
+                f"could not hold one token of every running sequence; raise the one or lower the other"
+            )
+        if pooler is not None:
+            _check_pooling(pooler, given, max_model_len, max_num_seqs, max_num_batched_tokens)
+        generation = read_generation_config(path, given["generation_config"])
+        tokenizer = given["tokenizer"]
+        if tokenizer is None and path.parent != shapes.FOLDER:  # those have none
+            tokenizer = str(path)
+        return cls(
+            model=ModelConfig(
+                name=os.fspath(model),
+                path=str(path),
+                tokenizer=None if tokenizer is None or given["skip_tokenizer_init"] else str(tokenizer),
+                architecture=_architecture(path, hf),
+                dtype=_dtype(given["dtype"], hf, device),
+                max_model_len=max_model_len,
+                vocab_size=_config_int(path, text, "vocab_size"),
+                eos_token_ids=_eos_token_ids(text, generation),
+                load_format=load_format,
+                seed=given["seed"] or 0,
+                sampling_defaults=sampling_defaults(
+                    generation or {}, given["generation_config"], given["override_generation_config"]
+                ),
+                impl=_choice("model_impl", given["model_impl"], ("auto", "vllm", "transformers")),
+                max_logprobs=_max_logprobs(given["max_logprobs"]),
+                max_prompt_characters=_positive("max_prompt_characters", given["max_prompt_characters"]),
+                embedding_size=_embedding_size(path, text) if given["enable_prompt_embeds"] else None,
+                pooler=pooler,
+            ),
+            cache=CacheConfig(
+                block_size=block_size,
+                num_blocks=None,
+                kv_cache_memory_bytes=_kv_cache_memory(given["kv_cache_memory_bytes"], device),
+                memory_utilization=_fraction("gpu_memory_utilization", given["gpu_memory_utilization"]),
+                enable_prefix_caching=given["enable_prefix_caching"] is not False  # None, too, as in vLLM
+                and (pooler is None or not pooler.is_encoder),
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                depth=2 if given["async_scheduling"] in (None, True) else 1,
+                policy=policy_path(given["scheduling_policy"]),
+                admission=None if given["admission_policy"] is None else ADMISSIONS.path(given["admission_policy"]),
+                long_prefill_token_threshold=_not_negative(
+                    "long_prefill_token_threshold", given["long_prefill_token_threshold"]
+                ),
+                max_num_partial_prefills=_positive("max_num_partial_prefills", given["max_num_partial_prefills"]),
+                watermark=_watermark(given["watermark"]),
+                max_waiting_requests=_optional_count("max_waiting_requests", given["max_waiting_requests"]),
+                max_waiting_tokens=_optional_count("max_waiting_tokens", given["max_waiting_tokens"]),
+                max_waiting_attached=_optional_count("max_waiting_attached", given["max_waiting_attached"]),
+                step_model=_step_model(given["step_model"]),
+            ),
+            topology=_choice("topology", given["topology"], ("process", "inline")),
+            world_size=_world_size(given["tensor_parallel_size"], text),
+            device=device,
+            num_threads=_optional_positive("num_threads", given["num_threads"]),
+            name=given["name"],
+            record=None if given["record"] is None else os.fspath(given["record"]),
+            seed=given["seed"],
+            stream_interval=_positive("stream_interval", given["stream_interval"]),
+            profile_folder=_profile_folder(given["profiler_config"]),
+            standby_worker=given["standby_worker"],
+            on_failure=_choice("on_failure", given["on_failure"], ("restart", "raise")),
+            step_timeout_s=None if given["step_timeout_s"] is None else _seconds("step_timeout_s", given, 0.05),
+            heartbeat_timeout_s=_seconds("heartbeat_timeout_s", given, MIN_HEARTBEAT_TIMEOUT_S),
+            restart_timeout_s=None if given["restart_timeout_s"] is None else _seconds("restart_timeout_s", given, 1.0),
+            intake_timeout_s=_seconds("intake_timeout_s", given, MIN_INTAKE_TIMEOUT_S),
+            enforce_eager=given["enforce_eager"],
+        )
+
+
+ARGUMENTS: dict[str, Any] = {
+    "tokenizer": None,
+    "skip_tokenizer_init": False,
+    "dtype": "auto",
+    "seed": None,
+    "max_model_len": None,
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": 2048,
+    "block_size": None,
+    "enable_prefix_caching": None,
+    "kv_cache_memory_bytes": None,
+    "gpu_memory_utilization": None,
+    "enforce_eager": False,
+    "load_format": "auto",
+    "model_impl": "auto",
+    "runner": "auto",
+    "convert": "auto",
+    "pooler_config": None,
+    "hf_overrides": None,
+    "max_logprobs": 20,
+    "enable_prompt_embeds": False,
+    "async_scheduling": None,
+    "scheduling_policy": "fcfs",
+    "long_prefill_token_threshold": 0,
+    "max_num_partial_prefills": 1,
+    "watermark": 0.01,
+    "tensor_parallel_size": 1,
+    "trust_remote_code": False,
+    "generation_config": "auto",
+    "override_generation_config": None,
+    "stream_interval": 1,
+    "profiler_config": None,
+    "topology": "process",
+    "name": None,
+    "device": "auto",
+    "num_threads": None,
+    "step_timeout_s": None,
+    "heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S,
+    "restart_timeout_s": None,
+    "intake_timeout_s": INTAKE_TIMEOUT_S,
+    "max_prompt_characters": MAX_PROMPT_CHARACTERS,
+    "record": None,
+    "on_failure": "restart",
+    "standby_worker": None,
+    "admission_policy": None,
+    "max_waiting_requests": None,
+    "max_waiting_tokens": None,
+    "max_waiting_attached": 4096,
+    "step_model": None,
+}
+"""What the front doors understand, with the defaults. Those before `topology` are vLLM's names."""
+
+VLLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "tokenizer_mode": ("auto",),
+    "revision": (None,),
+    "tokenizer_revision": (None,),
+    "quantization": (None,),
+    "served_model_name": (None,),
+    "config_format": ("auto",),
+    "download_dir": (None,),
+    "swap_space": (None, 0, 4),
+    "cpu_offload_gb": (0,),
+    "kv_cache_dtype": ("auto",),
+    "disable_log_stats": (True, False),
+    "disable_log_requests": (True, False),
+    "enable_log_requests": (False,),
+    "enable_chunked_prefill": (None, True),
+    "max_long_partial_prefills": (1,),
+    "enable_lora": (False, None),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "distributed_executor_backend": (None, "mp", "uni"),
+    "disable_custom_all_reduce": (False, True),
+    "task": (None, "auto", "generate"),
+    "speculative_config": (None,),
+    "compilation_config": (None, {}, 0),
+    "limit_mm_per_prompt": (None, {}),
+    "mm_processor_kwargs": (None,),
+    "disable_sliding_window": (False,),
+    "disable_cascade_attn": (None, False, True),
+    "logits_processors": (None,),
+    "scheduler_cls": (None,),
+    "max_seq_len_to_capture": (None, 8192),
+    "calculate_kv_scales": (False, None),
+    "num_gpu_blocks_override": (None,),
+    "preemption_mode": (None, "recompute"),
+    "use_v2_block_manager": (True,),
+    "worker_use_ray": (False,),
+    "kv_transfer_config": (None,),
+    "additional_config": (None, {}),
+    "attention_backend": (None,),
+    "hf_config_path": (None,),
+    "hf_token": (None, False),
+    "code_revision": (None,),
+    "allowed_local_media_path": ("", None),
+    "allowed_media_domains": (None,),
+    "rope_scaling": (None, {}),
+    "rope_theta": (None,),
+    "enable_sleep_mode": (False,),
+    "logprobs_mode": ("raw_logprobs",),
+    "override_attention_dtype": (None,),
+    "io_processor_plugin": (None,),
+    "skip_mm_profiling": (False, True),
+    "use_tqdm_on_load": (True, False),
+    "pt_load_map_location": ("cpu",),
+    "model_loader_extra_config": ({}, None),
+    "ignore_patterns": (None, "original/**/*", ["original/**/*"]),
+    "max_parallel_loading_workers": (None,),
+    "prefix_caching_hash_algo": ("sha256",),
+    "kv_offloading_size": (None,),
+    "kv_sharing_fast_prefill": (False,),
+    "mamba_cache_dtype": ("auto",),
+    "mamba_ssm_cache_dtype": ("auto",),
+    "mamba_block_size": (None,),
+    "disable_hybrid_kv_cache_manager": (None, False, True),
+    "disable_chunked_mm_input": (False,),
+    "num_scheduler_steps": (1,),
+    "scheduler_delay_factor": (0.0,),
+    "num_lookahead_slots": (0,),
+    "prefill_context_parallel_size": (1,),
+    "decode_context_parallel_size": (1,),
+    "data_parallel_rank": (None,),
+    "data_parallel_start_rank": (None,),
+    "data_parallel_size_local": (None, 1),
+    "data_parallel_address": (None,),
+    "data_parallel_rpc_port": (None,),
+    "data_parallel_backend": ("mp",),
+    "data_parallel_hybrid_lb": (False,),
+    "data_parallel_external_lb": (False,),
+    "enable_expert_parallel": (False,),
+    "enable_eplb": (False,),
+    "eplb_config": (None, {}),
+    "enable_dbo": (False,),
+    "all2all_backend": (None, "allgather_reducescatter"),
+    "nnodes": (1,),
+    "node_rank": (0,),
+    "worker_cls": ("auto",),
+    "worker_extension_cls": ("",),
+    "ray_workers_use_nsight": (False,),
+    "cuda_graph_sizes": (None, []),
+    "max_loras": (1,),
+    "max_lora_rank": (16,),
+    "max_cpu_loras": (None,),
+    "lora_dtype": ("auto",),
+    "fully_sharded_loras": (False,),
+    "default_mm_loras": (None,),
+    "guided_decoding_backend": ("auto", "guidance"),
+    "structured_outputs_config": (None, {}, {"backend": "auto"}, {"backend": "guidance"}),
+    "reasoning_parser": ("", None),
+    "reasoning_parser_plugin": ("", None),
+    "interleave_mm_strings": (False,),
+    "media_io_kwargs": ({}, None),
+    "mm_processor_cache_gb": (4,),
+    "mm_encoder_only": (False,),
+    "mm_encoder_tp_mode": ("weights",),
+    "video_pruning_rate": (None,),
+    "otlp_traces_endpoint": (None,),
+    "collect_detailed_traces": (None,),
+    "show_hidden_metrics_for_version": (None,),
+    "kv_cache_metrics": (False,),
+    "kv_events_config": (None,),
+    "ec_transfer_config": (None,),
+    "aggregate_engine_logging": (False,),
+    "enable_fault_tolerance": (False,),
+    "max_num_queued_reqs": (None,),
+    "max_num_queued_tokens": (None,),
+    "enable_return_routed_experts": (False,),
+    "return_sampling_mask": (False,),
+    "model_weights": ("",),
+    "safetensors_load_strategy": (None,),
+    "safetensors_prefetch_num_threads": (8,),
+    "safetensors_prefetch_block_size": (16777216,),
+    "cudagraph_capture_sizes": (None,),
+    "max_cudagraph_capture_size": (None,),
+    "ir_op_priority": (None, {}),
+    "master_addr": ("127.0.0.1",),
+    "master_port": (29501,),
+    "distributed_timeout_seconds": (None,),
+    "cpu_distributed_timeout_seconds": (None,),
+    "numa_bind": (False,),
+    "numa_bind_nodes": (None,),
+    "numa_bind_cpus": (None,),
+    "device_ids": (None,),
+    "dcp_comm_backend": (None,),
+    "dcp_q_replicate": (None,),
+    "dcp_kv_cache_interleave_size": (1,),
+    "cp_kv_cache_interleave_size": (None,),
+    "data_parallel_multi_port_external_lb": (False,),
+    "enable_hc_sp": (False,),
+    "enable_batch_sharded_sampling": (None, False),
+    "enable_ep_weight_filter": (False,),
+    "moe_backend": ("auto",),
+    "linear_backend": ("auto",),
+    "sparse_indexer_topk_backend": ("auto",),
+    "enable_elastic_ep": (False,),
+    "elastic_ep_max_dp_size": (None,),
+    "ubatch_size": (0,),
+    "dbo_decode_token_threshold": (32,),
+    "dp_sync_interval": (16,),
+    "dbo_prefill_token_threshold": (512,),
+    "disable_nccl_for_dp_synchronization": (None, True, False),
+    "expert_placement_strategy": ("linear",),
+    "prefix_cache_retention_interval": (0,),
+    "offload_backend": ("auto",),
+    "cpu_offload_params": ((), [], set()),
+    "offload_group_size": (0,),
+    "offload_num_in_group": (1,),
+    "offload_prefetch_step": (1,),
+    "offload_params": ((), [], set()),
+    "max_num_scheduled_tokens": (None,),
+    "long_prefill_token_threshold_adaptive": (False,),
+    "max_num_active_seqs": (None,),
+    "use_fp64_gumbel": (False,),
+    "enable_trace_replay": (False,),
+    "model_class_overrides": ({}, None),
+    "quantization_config": (None,),
+    "allow_deprecated_quantization": (False,),
+    "enable_shm_tensor_arena": (False,),
+    "language_model_only": (False,),
+    "enable_mm_embeds": (False,),
+    "mm_processor_cache_type": ("lru",),
+    "mm_hasher_algorithm": ("blake3",),
+    "mm_shm_cache_max_object_size_mb": (128,),
+    "mm_encoder_attn_backend": (None,),
+    "mm_encoder_attn_dtype": (None,),
+    "mm_encoder_fp8_scale_path": (None,),
+    "mm_encoder_fp8_scale_save_path": (None,),
+    "mm_encoder_fp8_scale_save_margin": (1.5,),
+    "renderer_num_workers": (1,),
+    "video_pruning_method": ("evs",),
+    "mm_tensor_ipc": ("direct_rpc",),
+    "mm_processor_device": ("auto",),
+    "mm_ipc_gpu_memory_gb": (0,),
+    "mm_device_do_normalize": (True,),
+    "lora_target_modules": (None,),
+    "enable_tower_connector_lora": (False,),
+    "specialize_active_lora": (False,),
+    "enable_mixed_moe_lora_format": (False,),
+    "enable_moe_shared_loras": (False,),
+    "max_lora_cls_labels": (None,),
+    "scheduler_reserve_full_isl": (True,),
+    "prefill_schedule_interval": (1,),
+    "aux_output_config": (None, {}),
+    "spec_method": (None,),
+    "spec_model": (None,),
+    "spec_tokens": (None,),
+    "watermark_config": (None,),
+    "diffusion_config": (None,),
+    "per_request_spec_decode_metrics": ("none",),
+    "kv_cache_metrics_sample": (0.01,),
+    "custom_histogram_buckets": (None,),
+    "cudagraph_metrics": (False,),
+    "enable_layerwise_nvtx_tracing": (False,),
+    "enable_mfu_metrics": (False,),
+    "enable_logging_iteration_details": (False,),
+    "jit_monitor_mode": ("warn",),
+    "jit_monitor_verbose": (False,),
+    "enable_mm_processor_stats": (False,),
+    "attention_config": (None, {}),
+    "engram_config": (None,),
+    "mamba_config": (None, {}),
+    "kernel_config": (None, {}),
+    "enable_flashinfer_autotune": (None, True, False),
+    "logging_config": (None,),
+    "log_level": (None,),
+    "log_config_file": (None,),
+    "ec_manager_config": (None, {}),
+    "reasoning_config": (None,),
+    "sleep_mode_offload_cudagraph": (False,),
+    "sleep_preserve_parameter_names": ([], None),
+    "enable_cumem_allocator": (False,),
+    "enable_nccl_comm_suspend": (False,),
+    "kv_cache_dtype_skip_layers": ([], None),
+    "prefix_match_unit": (None,),
+    "mamba_cache_mode": ("none",),
+    "enable_mamba_shared_prefix_checkpoint": (False,),
+    "replayssm_buffer_len": (16,),
+    "use_replayssm": (False,),
+    "mamba_backend": ("triton", "TRITON"),
+    "mamba_ssu_algorithm": (None,),
+    "enable_mamba_cache_stochastic_rounding": (False,),
+    "mamba_cache_philox_rounds": (0,),
+    "swa_bounded_replay": (True,),
+    "optimization_level": (2,),
+    "performance_mode": ("balanced",),
+    "fault_tolerance_config": (None, {}),
+    "kv_offloading_backend": ("native",),
+    "tokens_only": (False,),
+    "shutdown_timeout": (0,),
+    "weight_transfer_config": (None,),
+    "fail_on_environ_validation": (False,),
+    "gdn_prefill_backend": (None,),
+    "kda_prefill_backend": (None,),
+    "kda_decode_backend": (None,),
+}
+"""Arguments of vLLM that we accept at these values, where they ask for what we do anyway, and refuse otherwise.
+
+All of 0.32's, and some of older releases; whose default is an object of vLLM's own are accepted at None and {}.
+"""
+
+
+NEAREST_OF_OURS = {"max_num_queued_reqs": "max_waiting_requests", "max_num_queued_tokens": "max_waiting_tokens"}
+"""What to use where vLLM's argument means something else than ours."""
+
+
+def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    for name, value in arguments.items():
+        if name in ARGUMENTS:
+            continue
+        if name not in VLLM_ARGUMENTS:
+            known = [*ARGUMENTS, *VLLM_ARGUMENTS, "model"]
+            raise UnknownArgumentError(f"there is no engine argument {name!r}{nearest_name(name, known)}")
+        if value not in VLLM_ARGUMENTS[name]:
+            accepted = " or ".join(repr(v) for v in VLLM_ARGUMENTS[name])
+            instead = f", and use {NEAREST_OF_OURS[name]}" if name in NEAREST_OF_OURS else ""
+            raise ConfigError(f"{name}={value!r} is not supported; leave it at {accepted}{instead}")
+    given = ARGUMENTS | {k: v for k, v in arguments.items() if k in ARGUMENTS}
+    if _positive("tensor_parallel_size", given["tensor_parallel_size"]) > 1 and given["topology"] == "inline":
+        raise ConfigError(
+            f"tensor_parallel_size={given['tensor_parallel_size']} needs a process per rank; use topology='process'"
+        )
+    if given["async_scheduling"] not in (None, True, False):
+        raise ConfigError(f"async_scheduling={given['async_scheduling']!r} must be True, False or None")
+    for name in (
+        *("skip_tokenizer_init", "enforce_eager", "trust_remote_code"),
+        *("enable_prefix_caching", "enable_prompt_embeds", "standby_worker"),
+    ):
+        if not isinstance(given[name], bool) and (given[name] is not None or ARGUMENTS[name] is not None):
+            raise ConfigError(f"{name}={given[name]!r} must be True or False")
+    for name in ("name", "scheduling_policy", "admission_policy"):
+        if not isinstance(given[name], str) and (given[name] is not None or ARGUMENTS[name] is not None):
+            raise ConfigError(f"{name}={given[name]!r} must be a string")
+    if given["name"] is not None:
+        check_engine_name(given["name"])
+    for name in ("tokenizer", "record", "step_model"):
+        if given[name] is not None and not isinstance(given[name], str | os.PathLike):
+            raise ConfigError(f"{name}={given[name]!r} must be a path")
+    seed = given["seed"]
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
+        raise ConfigError(f"seed={seed!r} must be a 64-bit integer")
+    if given["trust_remote_code"]:
+        warnings.warn("trust_remote_code is accepted and never acted on: no code of a model is run", stacklevel=4)
+    return given
+
+
+def check_engine_name(name: Any) -> None:
+    """ConfigError unless it can be the name of an engine, under which other processes find it."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+        raise ConfigError(
+            f"name={name!r} cannot name an engine; use up to 64 letters, digits, '.', '_' and '-', the first of them a "
+            f"letter or a digit"
+        )
+
+
+def read_model_folder(model: str | os.PathLike[str], load_format: str = "auto") -> tuple[Path, dict[str, Any]]:
+    """The folder of a model and its config.json: a bundled name, a path, or a Hugging Face id in the local cache.
+
+    load_format "dummy" needs no weights, so that a model of `actorllm.shapes` needs no download either.
+    """
+    name = os.fspath(model) if isinstance(model, str | os.PathLike) else None
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"model={model!r} must be the name or the folder of a model")
+    path = BUNDLED_MODELS.get(name)
+    if path is None and load_format == "dummy" and not Path(name).expanduser().is_dir():
+        path = shapes.shape_folder(name)
+    if path is None:
+        path = _local_folder(name)
+    config = path / "config.json"
+    if not config.is_file():
+        raise ModelNotFoundError(
+            f"model folder {str(path)!r} has no config.json; give the folder of a Hugging Face model"
+        )
+    try:
+        tree = orjson.loads(config.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise CorruptModelError(f"{config} cannot be read: {error}") from error
+    if not isinstance(tree, dict):
+        raise CorruptModelError(f"{config} must hold a JSON object, not {type(tree).__name__}")
+    return path, tree
+
+
+def _local_folder(name: str) -> Path:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+        try:
+            patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+            return Path(snapshot_download(name, allow_patterns=patterns))
+        except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError) as error:
+            raise ModelNotFoundError(
+                f"model {name!r} is neither a folder, nor in the local Hugging Face cache, nor can it be downloaded "
+                f"({type(error).__name__}); bundled models: {', '.join(BUNDLED_MODELS)}"
+            ) from error
+    raise ModelNotFoundError(
+        f"there is no model {name!r}: not a folder, not a bundled model ({', '.join(BUNDLED_MODELS)})"
+        f"{nearest_name(name, BUNDLED_MODELS)}"
+    )
+
+
+def _architecture(path: Path, hf: dict[str, Any]) -> str:
+    names = hf.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise UnsupportedModelError(f"{path}/config.json names no architecture (`architectures` is {names!r})")
+    return names[0]
+
+
+def _config_int(path: Path, hf: dict[str, Any], key: str) -> int:
+    value = hf.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise CorruptModelError(f"{path}/config.json: {key} is {value!r}, a positive integer is needed")
+    return value
+
+
+def _embedding_size(path: Path, hf: dict[str, Any]) -> int:
+    """Of the model's input embeddings, which OPT projects; the worker holds it against the loaded model."""
+    for key in ("word_embed_proj_dim", "hidden_size", "n_embd", "d_model"):
+        if hf.get(key) is not None:
+            return _config_int(path, hf, key)
+    raise ConfigError("enable_prompt_embeds=True: the model's config.json does not say its hidden_size")
+
+
+def _eos_token_ids(hf: dict[str, Any], generation: dict[str, Any] | None) -> tuple[int, ...]:
+    """What generation_config.json calls end of text; config.json counts only where there is no such file, as in vLLM."""
+    value = (hf if generation is None else generation).get("eos_token_id")
+    values = value if isinstance(value, list) else [value]
+    return tuple(sorted({v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0}))
+
+
+def parallel_sizes(num_heads: int, num_kv_heads: int) -> list[int]:
+    """Among how many ranks the heads can be shared out evenly; with more ranks than key heads, some hold the same one."""
+    return [n for n in range(1, num_heads + 1) if not num_heads % n and (not num_kv_heads % n or not n % num_kv_heads)]
+
+
+def _world_size(size: int, hf: dict[str, Any]) -> int:
+    heads, kv_heads = hf.get("num_attention_heads"), hf.get("num_key_value_heads") or hf.get("num_attention_heads")
+    if isinstance(heads, int) and isinstance(kv_heads, int) and size not in (sizes := parallel_sizes(heads, kv_heads)):
+        raise ConfigError(
+            f"tensor_parallel_size={size}: {heads} attention heads over {kv_heads} key heads cannot be shared out "
+            f"evenly; possible are {', '.join(map(str, sizes))}"
+        )
+    return size
+
+
+MAX_VECTOR_BYTES = 16 << 20
+"""Of the vectors of one step, which are one message."""
+
+
+def _check_pooling(
+    pooler: Pooler, given: dict[str, Any], max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int
+) -> None:
+    """What does not go together with pooling. Raises ConfigError."""
+    if pooler.is_encoder:
+        if given["enable_prefix_caching"]:
+            raise ConfigError(
+                "enable_prefix_caching=True: in an encoder every token sees all others, so that nothing of a prompt can be "
+                "used for another; leave it out"
+            )
+        if given["enable_prompt_embeds"]:
+            raise ConfigError("enable_prompt_embeds=True is not supported for encoders; leave it out")
+        if max_num_batched_tokens < max_model_len:
+            raise ConfigError(
+                f"max_num_batched_tokens={max_num_batched_tokens} is less than max_model_len={max_model_len}: a prompt goes "
+                f"through an encoder in one step; raise the one or lower the other"
+            )
+    most = MAX_VECTOR_BYTES // (4 * pooler.embedding_size)
+    if max_num_seqs > most:
+        raise ConfigError(
+            f"max_num_seqs={max_num_seqs} vectors of {pooler.embedding_size} numbers are more than one step may return; use "
+            f"max_num_seqs={most} or fewer"
+        )
+
+
+def _max_model_len(path: Path, given: Any, hf: dict[str, Any], advised: int | None = None) -> int:
+    """advised: by the model's author, where nothing is given."""
+    keys = [key for key in ("max_position_embeddings", "n_positions") if hf.get(key) is not None]
+    derived = max_positions(hf, _config_int(path, hf, keys[0])) if keys else None
+    if given is None and advised is not None:
+        return advised if derived is None else min(advised, derived)
+    if given is None:
+        if derived is None:
+            raise ConfigError("the model's config.json does not say how long it may get; set max_model_len")
+        return derived
+    length = _positive("max_model_len", given)
+    if derived is not None and length > derived:
+        raise ConfigError(f"max_model_len={length} is more than the model's {derived} positions; use {derived} or less")
+    return length
+
+
+def _device(given: dict[str, Any], pooler: Pooler | None) -> str:
+    """With "auto", what CUDA cannot do goes to the CPU. Raises ConfigError where CUDA was asked for."""
+    device = choose(given["device"])
+    reason = _why_not_on_cuda(given, pooler) if device == "cuda" else None
+    if reason is None:
+        return device
+    if given["device"] == "cuda":
+        raise ConfigError(f"{reason}, or device='cpu'")
+    logger.warning("the model runs on the CPU although there is a GPU: %s", reason)
+    return "cpu"
+
+
+def _why_not_on_cuda(given: dict[str, Any], pooler: Pooler | None) -> str | None:
+    """Which argument CUDA cannot do, and what it could; None: none that the driver need not be asked for."""
+    dtype, block_size = given["dtype"], given["block_size"]
+    if pooler is not None:
+        return f"runner={given['runner']!r}: vectors of prompts are not made on CUDA yet; use a model that generates"
+    if str(dtype).removeprefix("torch.") not in ("auto", "bfloat16"):
+        return f"dtype={dtype!r} is not supported on CUDA; use 'auto' or 'bfloat16'"
+    if isinstance(block_size, int) and block_size % 64:
+        return f"block_size={block_size}: on CUDA it must be a multiple of 64, which is the default there; use that"
+    return None
+
+
+def _block_size(given: Any, device: str) -> int:
+    return _positive("block_size", given if given is not None else 64 if device == "cuda" else 32)
+
+
+def _dtype(given: Any, hf: dict[str, Any], device: str) -> Literal["float32", "bfloat16"]:
+    name = str(given).removeprefix("torch.")
+    if device == "cuda":
+        return "bfloat16"  # `_device` let nothing else through; for weights of 32 bits as in vLLM, which takes 16
+    if name == "auto":
+        stored = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+        return "float32" if stored == "float32" else "bfloat16"
+    if name in ("float32", "float"):
+        return "float32"
+    if name == "bfloat16":
+        return "bfloat16"
+    raise ConfigError(f"dtype={given!r} is not supported; use 'auto', 'float32' or 'bfloat16'")
+
+
+def _positive(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ConfigError(f"{name}={value!r} must be a positive integer")
+    return value
+
+
+def _not_negative(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"{name}={value!r} must be an integer of at least 0")
+    return value
+
+
+def _seconds(name: str, given: dict[str, Any], least: float) -> float:
+    value = given[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value:
+        raise ConfigError(f"{name}={value!r} must be a number of seconds, at least {least:g}; a very large one: never")
+    return min(float(value), MAX_SECONDS)
+
+
+def _optional_count(name: str, value: Any) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise ConfigError(f"{name}={value!r} must be an integer of at least 0, or None for no limit")
+    return value
+
+
+def _max_logprobs(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < -1:
+        raise ConfigError(f"max_logprobs={value!r} must be an integer of at least 0, or -1 for no limit")
+    return value
+
+
+def _optional_positive(name: str, value: Any) -> int | None:
+    return None if value is None else _positive(name, value)
+
+
+def _kv_cache_memory(value: Any, device: str) -> int | None:
+    size = _optional_positive("kv_cache_memory_bytes", value)
+    if device == "cuda":
+        return size  # the worker knows the memory of the GPU
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size is not None and size > memory:
+        raise ConfigError(f"kv_cache_memory_bytes={size} is more than the machine's memory of {memory} bytes")
+    return size
+
+
+def _profile_folder(given: Any) -> str | None:
+    """Of vLLM's profiler_config: {"profiler": "torch", "torch_profiler_dir": folder}."""
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise ConfigError(f"profiler_config={given!r} must be a mapping, or None")
+    for key, value in given.items():
+        if key not in ("profiler", "torch_profiler_dir"):
+            known = ("profiler", "torch_profiler_dir")
+            raise ConfigError(f"profiler_config: {key!r} is not supported{nearest_name(str(key), known)}")
+        if key == "profiler" and value not in (None, "torch"):
+            raise ConfigError(
+                f"profiler_config: profiler={value!r} is not supported; use 'torch', or None for no profiles"
+            )
+    if given.get("profiler") is None:
+        return None
+    folder = given.get("torch_profiler_dir")
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        raise ConfigError(f"profiler_config: torch_profiler_dir={folder!r} must be the folder for the traces")
+    return str(Path(folder).expanduser().absolute())
+
+
+def _fraction(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ConfigError(f"{name}={value!r} must be more than 0 and at most 1")
+    return float(value)
+
+
+def _step_model(value: Any) -> str | None:
+    """The model as JSON: the scheduler's process need not find the file."""
+    if value is None:
+        return None
+    from actorllm.scheduling.cost_model import load_model, to_json
+
+    try:
+        return to_json(load_model(os.fspath(value)))
+    except (ConfigError, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"step_model={os.fspath(value)!r}: {error}") from error
+
+
+def _watermark(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ConfigError(f"watermark={value!r} must be at least 0 and less than 1")
+    return float(value)
+
+
+def _choice(name: str, value: Any, choices: tuple[str, ...]) -> Any:
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
+    return value

@@ -1,0 +1,407 @@
+"""How prompts become vectors: which models are run for that, how their states are pooled, and what a request may change.
+
+`read_pooler` says it of a model's folder, as vLLM's `runner`, `convert` and `pooler_config` do and, where these leave it open,
+the files of sentence-transformers in the folder: modules.json (a Pooling module, perhaps a Normalize one), the Pooling module's
+config.json, sentence_bert_config.json. `Pooler.resolved` holds one request's `PoolingParams` against it. Pure, but for reading
+those files. Called by `config` and by the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from actorllm.errors import ConfigError, CorruptModelError, InvalidParameterError, UnsupportedModelError, nearest_name
+from actorllm.types.request import PoolingParams, PoolingType, check_pooling_type, names_unknown_parameters
+
+RUNNERS = ("auto", "generate", "pooling")
+CONVERTS = ("auto", "none", "embed")
+
+POSITIONS_FROM_PADDING = frozenset(
+    ("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text")
+)
+"""Model types whose first position is the one behind that of the padding token."""
+
+ENCODERS = POSITIONS_FROM_PADDING | {
+    "bert",
+    "distilbert",
+    "electra",
+    "ernie",
+    "mobilebert",
+    "albert",
+    "mpnet",
+    "modernbert",
+}
+"""Model types in which every token sees all others, and which therefore write no text."""
+
+POOLING_ARCHITECTURES = ("Model", "ForTextEncoding")
+"""What the names of architectures without a head for text end with."""
+WRITING_ARCHITECTURES = ("LMHeadModel", "ChatModel", "ForCausalLM")
+"""Of those that have one."""
+CLASSIFIERS = (
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ClassificationModel",
+    "RewardModel",
+    "ForRewardModeling",
+)
+
+SENTENCE_CONFIGS = (
+    *("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json"),
+    *("sentence_camembert_config.json", "sentence_albert_config.json", "sentence_xlm-roberta_config.json"),
+)
+
+OVERRIDES = ("is_matryoshka", "matryoshka_dimensions")
+"""What hf_overrides may say of a model's config.json."""
+
+IDLE_POOLER_CONFIG: dict[str, tuple[Any, ...]] = {
+    "tok_pooling_type": (None,),
+    "enable_flash_late_interaction": (True, False),
+    "enable_chunked_processing": (False,),
+    "max_embed_len": (None,),
+    "logit_mean": (None,),
+    "logit_sigma": (None,),
+    "step_tag_id": (None,),
+    "returned_token_ids": (None,),
+}
+"""Fields of vLLM's PoolerConfig that are accepted where they ask for what is done anyway."""
+
+
+@names_unknown_parameters(IDLE_POOLER_CONFIG)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolerConfig:
+    """vLLM's: how an engine with runner="pooling" makes vectors, where the model's folder should not decide.
+
+    pooling_type, or seq_pooling_type: "LAST", "MEAN" or "CLS". use_activation: vectors have length 1; normalize is its older name.
+    dimensions: the first so many numbers, of models trained for that. task: "embed".
+    """
+
+    task: str | None = None
+    pooling_type: str | None = None
+    seq_pooling_type: str | None = None
+    use_activation: bool | None = None
+    normalize: bool | None = None
+    dimensions: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pooler:
+    """How the vectors of an engine are made, unless a request says otherwise."""
+
+    pooling_type: PoolingType
+    use_activation: bool
+    """They are scaled to length 1."""
+    embedding_size: int
+    """Numbers of a vector that nobody shortens."""
+    dimensions: int | None = None
+    """Only the first so many; None: all."""
+    matryoshka: tuple[int, ...] | None = None
+    """The lengths to which vectors may be shortened; (): any; None: none."""
+    is_encoder: bool = False
+    """Every token sees all others: a prompt goes through in one step, and nothing of it can be used again."""
+    lowercases: bool = False
+    """Texts are, before they become tokens."""
+    max_length: int | None = None
+    """Tokens of a prompt that the model's author allows."""
+
+    @classmethod
+    def from_tree(cls, tree: dict[str, Any] | None) -> Pooler | None:
+        """From what `dataclasses.asdict` and JSON make of one."""
+        if tree is None:
+            return None
+        lengths = tree.pop("matryoshka")
+        return cls(**tree, matryoshka=None if lengths is None else tuple(lengths))
+
+    def resolved(self, params: PoolingParams, model: str) -> Pooling:
+        """What is to be done for one request. model: for messages. Raises InvalidParameterError."""
+        if params.task not in (None, "embed"):
+            raise InvalidParameterError(f"task={params.task!r:.80} is not supported; this engine's task is 'embed'")
+        kind = self.pooling_type if params.pooling_type is None else params.pooling_type
+        dimensions = self.dimensions if params.dimensions is None else params.dimensions
+        if dimensions is not None:
+            self.check_dimensions(dimensions, model)
+        scaled = self.use_activation if params.use_activation is None else params.use_activation
+        return Pooling(kind.lower(), scaled, dimensions)
+
+    def check_dimensions(self, dimensions: int, model: str) -> None:
+        if self.matryoshka is None:
+            raise InvalidParameterError(
+                f"dimensions={dimensions}: model {model!r} does not support Matryoshka embeddings, so that its vectors have "
+                f"{self.embedding_size} numbers; leave dimensions out (or say hf_overrides={{'is_matryoshka': True}} when "
+                f"the engine is built)"
+            )
+        if dimensions > self.embedding_size:
+            raise InvalidParameterError(
+                f"dimensions={dimensions}: the vectors of model {model!r} have {self.embedding_size} numbers; use as many "
+                f"or fewer"
+            )
+        if self.matryoshka and dimensions not in self.matryoshka:
+            raise InvalidParameterError(
+                f"dimensions={dimensions}: model {model!r} was trained for {', '.join(map(str, self.matryoshka))}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """How the vector of one request is made."""
+
+    kind: str
+    """One of `messages.POOLING_CODES`."""
+    is_scaled: bool
+    """To length 1."""
+    dimensions: int | None
+    """Only the first so many numbers."""
+
+    @property
+    def needs_all_states(self) -> bool:
+        """Of tokens found in the prefix cache there are no final states."""
+        return self.kind != "last"
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceFiles:
+    """What the files of sentence-transformers say."""
+
+    pooling_type: PoolingType | None
+    unsupported: str | None
+    """Why the folder's own way of pooling cannot be used."""
+    normalizes: bool
+
+
+def read_pooler(
+    path: Path,
+    hf: Mapping[str, Any],
+    *,
+    runner: Any = "auto",
+    convert: Any = "auto",
+    pooler_config: Any = None,
+    hf_overrides: Any = None,
+) -> Pooler | None:
+    """How the model of this folder makes vectors; None: it generates text. hf: its config.json.
+
+    Raises ConfigError for the arguments, UnsupportedModelError for what the folder asks for and there is not.
+    """
+    for name, value, choices in (("runner", runner, RUNNERS), ("convert", convert, CONVERTS)):
+        if value not in choices:
+            raise ConfigError(
+                f"{name}={value!r} is not supported; use {', '.join(map(repr, choices))}{nearest_name(str(value), choices)}"
+            )
+    given = _pooler_config(pooler_config)
+    hf = {**hf, **_overrides(hf_overrides)}
+    kind = str(hf.get("model_type"))
+    names = hf.get("architectures")
+    architecture = str(names[0]) if isinstance(names, list) and names else "?"  # its own error comes later
+    writes = architecture.endswith(WRITING_ARCHITECTURES)
+    is_encoder = kind in ENCODERS and not hf.get("is_decoder") and not writes
+    files = None if runner == "generate" else _read_sentence_files(path)
+    has_no_head = architecture.endswith(POOLING_ARCHITECTURES) and not writes
+    is_made_for_it = is_encoder or files is not None or has_no_head
+    if runner == "generate" and is_encoder:
+        raise ConfigError(f"runner='generate': {architecture} is an encoder and writes no text; leave runner at 'auto'")
+    pools = runner == "pooling" or (runner == "auto" and (convert == "embed" or is_made_for_it))
+    if not pools:
+        for name, value in (("convert", convert if convert == "embed" else None), ("pooler_config", pooler_config)):
+            if value is not None:
+                raise ConfigError(f"{name}={value!r:.200} needs runner='pooling'; this engine generates text")
+        return None
+    if architecture.endswith(CLASSIFIERS):
+        raise UnsupportedModelError(
+            f"architecture {architecture!r} is not supported: it classifies (a cross-encoder, a reward model), and engines "
+            f"pool embeddings only"
+        )
+    if convert == "none" and not is_made_for_it:
+        raise ConfigError(
+            f"convert='none': {architecture} generates text; use convert='embed' or 'auto' to pool its states"
+        )
+    size = _hidden_size(hf)
+    matryoshka = _matryoshka(path, hf)
+    pooler = Pooler(
+        pooling_type=_pooling_type(path, given, files, is_encoder),
+        use_activation=_first(given.use_activation, given.normalize, None if files is None else files.normalizes, True),
+        embedding_size=size,
+        dimensions=given.dimensions,
+        matryoshka=matryoshka,
+        is_encoder=is_encoder,
+        **_read_sentence_config(path),
+    )
+    if given.dimensions is not None:
+        try:
+            pooler.check_dimensions(given.dimensions, path.name)
+        except InvalidParameterError as error:
+            raise ConfigError(f"pooler_config: {error}") from error
+    return pooler
+
+
+def max_positions(hf: Mapping[str, Any], positions: int) -> int:
+    """How many tokens a sequence may have in a model with so many positions."""
+    if hf.get("model_type") in POSITIONS_FROM_PADDING:
+        return positions - position_offset(hf)
+    return positions
+
+
+def position_offset(hf: Mapping[str, Any]) -> int:
+    """The position of a sequence's first token."""
+    padding = hf.get("pad_token_id")
+    return (1 if padding is None else int(padding)) + 1 if hf.get("model_type") in POSITIONS_FROM_PADDING else 0
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)
+
+
+def _from_text(name: str, given: Any) -> Any:
+    """What a command line says as JSON."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return orjson.loads(given)
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"{name}={given!r:.200} is not valid JSON: {error}") from error
+
+
+def _pooler_config(given: Any) -> PoolerConfig:
+    given = _from_text("pooler_config", given)
+    if given is None:
+        return PoolerConfig()
+    if isinstance(given, Mapping):
+        try:
+            given = PoolerConfig(**given)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"pooler_config: {error}") from error
+    if not isinstance(given, PoolerConfig):
+        raise ConfigError(f"pooler_config={given!r:.200} must be a PoolerConfig or a mapping of its fields")
+    for name in ("use_activation", "normalize"):
+        if not isinstance(getattr(given, name), bool | None):
+            raise ConfigError(f"pooler_config: {name}={getattr(given, name)!r:.80} must be True, False or None")
+    if None not in (given.use_activation, given.normalize) and given.use_activation != given.normalize:
+        raise ConfigError("pooler_config: use_activation and normalize contradict each other; leave one out")
+    number = given.dimensions
+    if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+        raise ConfigError(f"pooler_config: dimensions={number!r:.80} must be a positive integer, or None")
+    if given.task not in (None, "embed"):
+        raise ConfigError(f"pooler_config: task={given.task!r:.80} is not supported; only 'embed' is")
+    if given.pooling_type is not None and given.seq_pooling_type is not None:
+        raise ConfigError("pooler_config: pooling_type and seq_pooling_type say the same; leave one out")
+    return given
+
+
+def _overrides(given: Any) -> dict[str, Any]:
+    given = _from_text("hf_overrides", given)
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"hf_overrides={given!r:.200} must be a mapping")
+    for name in given:
+        if name not in OVERRIDES:
+            raise ConfigError(
+                f"hf_overrides: {name!r:.80} cannot be overridden; only {' and '.join(map(repr, OVERRIDES))} can"
+            )
+    return dict(given)
+
+
+def _pooling_type(path: Path, given: PoolerConfig, files: SentenceFiles | None, is_encoder: bool) -> PoolingType:
+    chosen = given.pooling_type if given.seq_pooling_type is None else given.seq_pooling_type
+    if chosen is not None:
+        try:
+            return check_pooling_type(chosen, "pooler_config: ")
+        except InvalidParameterError as error:
+            raise ConfigError(str(error)) from error
+    if files is not None and files.unsupported is not None:
+        raise UnsupportedModelError(
+            f"{path}: {files.unsupported}; or choose with pooler_config={{'pooling_type': 'MEAN'}}"
+        )
+    if files is not None and files.pooling_type is not None:
+        return files.pooling_type
+    return "CLS" if is_encoder else "LAST"
+
+
+def _hidden_size(hf: Mapping[str, Any]) -> int:
+    for key in ("hidden_size", "n_embd", "d_model", "dim"):
+        size = hf.get(key)
+        if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+            return size
+    raise ConfigError("runner='pooling': the model's config.json does not say its hidden_size")
+
+
+def _matryoshka(path: Path, hf: Mapping[str, Any]) -> tuple[int, ...] | None:
+    lengths = hf.get("matryoshka_dimensions")
+    if lengths:
+        if not isinstance(lengths, list | tuple) or not all(type(n) is int and n > 0 for n in lengths):
+            raise CorruptModelError(
+                f"{path}/config.json: matryoshka_dimensions is {lengths!r:.80}, a list of sizes is needed"
+            )
+        return tuple(lengths)
+    return () if hf.get("is_matryoshka") else None
+
+
+# The files of sentence-transformers
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return orjson.loads(file.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise CorruptModelError(f"{file} cannot be read: {error}") from error
+
+
+def _read_sentence_files(path: Path) -> SentenceFiles | None:
+    """What modules.json lists; None: there is none, or it has no Pooling module."""
+    file = path / "modules.json"
+    if not file.is_file():
+        return None
+    modules = _read_json(file)
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise CorruptModelError(f"{file} must hold a list of objects")
+    kinds = [str(module.get("type")).rsplit(".", 1)[-1] for module in modules]
+    if "Pooling" not in kinds:
+        return None
+    other = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
+    if other:
+        raise UnsupportedModelError(
+            f"{file}: a module of type {other[0]!r} is not supported; Pooling and Normalize are"
+        )
+    folder = str(modules[kinds.index("Pooling")].get("path", ""))
+    if Path(folder).is_absolute() or ".." in Path(folder).parts:
+        raise CorruptModelError(f"{file} names {folder!r}, which is not in this folder")
+    config = _read_json(path / folder / "config.json")
+    if not isinstance(config, dict):
+        raise CorruptModelError(f"{path / folder / 'config.json'} must hold a JSON object")
+    modes = [str(key).removeprefix("pooling_mode_") for key, value in config.items() if value is True]
+    modes = [mode for mode in modes if mode != "include_prompt"]
+    if isinstance(config.get("pooling_mode"), str):
+        modes = [config["pooling_mode"]]
+    known: dict[str, PoolingType] = {
+        "cls": "CLS",
+        "cls_token": "CLS",
+        "mean": "MEAN",
+        "mean_tokens": "MEAN",
+        "lasttoken": "LAST",
+        "last": "LAST",
+        "last_token": "LAST",
+    }
+    unsupported = None
+    if len(modes) > 1:
+        unsupported = f"{folder}/config.json joins the vectors of {' and '.join(modes)}, which is not supported"
+    elif modes and modes[0] not in known:
+        unsupported = f"{folder}/config.json pools by {modes[0]!r}, which is not supported"
+    kind = known.get(modes[0]) if len(modes) == 1 else None
+    return SentenceFiles(kind, unsupported, "Normalize" in kinds)
+
+
+def _read_sentence_config(path: Path) -> dict[str, Any]:
+    """Fields of `Pooler`."""
+    for name in SENTENCE_CONFIGS:
+        file = path / name
+        if file.is_file():
+            tree = _read_json(file)
+            if not isinstance(tree, dict):
+                raise CorruptModelError(f"{file} must hold a JSON object")
+            length = tree.get("max_seq_length")
+            if length is not None and (type(length) is not int or length < 1):
+                raise CorruptModelError(f"{file}: max_seq_length is {length!r:.80}, a positive integer is needed")
+            return {"lowercases": bool(tree.get("do_lower_case")), "max_length": length}
+    return {}

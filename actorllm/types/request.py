@@ -1,0 +1,861 @@
+"""The types users touch: what goes into a request and what comes out. No I/O, no torch.
+
+Names, defaults and meanings are vLLM's wherever both have a field.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import functools
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
+
+from actorllm.errors import InvalidParameterError, UnknownParameterError, nearest_name, shown
+from actorllm.types.structured_outputs import StructuredOutputsParams, structured_outputs_of
+
+if TYPE_CHECKING:
+    from actorllm.types.flat_logprobs import FlatLogprobs
+
+FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
+
+MAX_SEED = 2**64 - 1
+"""Seeds are 64-bit and unsigned; a negative seed is taken modulo 2**64."""
+NO_SEED = -1
+"""The same as None, as in vLLM."""
+
+MAX_TEMPERATURE = 2.0
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_LENGTH = 1024
+MAX_STOP_CHARACTERS = 4096
+"""Of all stop strings of a request together: what the scheduler's loop makes an automaton of in a few milliseconds."""
+MAX_STOP_TOKEN_IDS = 1024
+
+FLAGS = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "flat_logprobs",
+)
+"""Sampling parameters that are True or False."""
+MAX_BAD_WORDS = 128
+"""As in vLLM; it counts what the words become as tokens (with and without a leading space), and so do we."""
+MAX_BAD_WORD_LENGTH = 1024
+MAX_PATTERN_SIZE = 1 << 16
+MAX_ALLOWED_TOKEN_IDS = 1 << 22
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_N = 16_384
+"""Sequences of one request."""
+
+MAX_FLOAT = sys.float_info.max
+MAX_FLOAT32 = 2.0**128 - 2.0**104
+
+T = TypeVar("T")
+
+
+class RequestOutputKind(enum.Enum):
+    """How much each output repeats."""
+
+    CUMULATIVE = 0
+    """Every output holds everything so far."""
+    DELTA = 1
+    """Every output holds only what is new."""
+    FINAL_ONLY = 2
+    """One output, at the end."""
+
+
+VLLM_PARAMETERS: dict[str, tuple[Any, ...]] = {
+    "length_penalty": (1.0,),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "prompt_logprob_token_ids": (None,),
+    "prompt_logprob_start": (None,),
+    "logits_processors": (None, []),
+    "guided_decoding": (None,),
+    "extra_args": (None, {}),
+    "skip_clone": (False, True),
+    "thinking_token_budget": (None,),
+    "watermarking": (None, False),
+    "routed_experts_prompt_start": (None, 0),
+    "trace_decode_token_ids": (None, False),
+}
+"""Sampling parameters of vLLM that are accepted at these values, where they ask for what is done anyway."""
+
+VLLM_POSITIONS = (
+    *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "watermarking"),
+    *("top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens"),
+    *("logprobs", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids"),
+    *("flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
+    *("include_stop_str_in_output", "output_kind", "stream_interval", "skip_clone"),
+)
+"""What vLLM's `SamplingParams` takes by position, up to what is inside its engine."""
+
+MAX_OPTIONAL_BIAS = 100.0
+"""What `SamplingParams.from_optional` makes of a larger bias, as vLLM and OpenAI's API do."""
+
+
+VLLM_REQUEST_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "lora_request": (None,),
+    "prompt_adapter_request": (None,),
+    "trace_headers": (None,),
+    "data_parallel_rank": (None,),
+    "prompt_text": (None,),
+    "reasoning_ended": (None,),
+    "session_id": (None,),
+    "kv_hints": (None,),
+    "reasoning_parser_kwargs": (None, {}),
+    "mm_processor_kwargs": (None, {}),
+    "guided_options_request": (None,),
+}
+"""What vLLM's `generate` and `add_request` take beside prompt and parameters, and where it asks for what is done anyway."""
+
+REQUEST_ARGUMENTS = (
+    *("request_id", "priority", "slo", "is_latency_sensitive", "type_info", "tenant", "deadline", "timeout"),
+    *("arrival_time", "tokenization_kwargs"),
+    *VLLM_REQUEST_ARGUMENTS,
+)
+"""What a request may bring beside prompt and parameters, for the error about what it may not."""
+
+
+def check_request_arguments(arguments: dict[str, Any]) -> None:
+    """Raises UnknownParameterError or InvalidParameterError for what asks for more than is done."""
+    for name, value in arguments.items():
+        if name not in VLLM_REQUEST_ARGUMENTS:
+            raise UnknownParameterError(f"a request has no argument {name!r}{nearest_name(name, REQUEST_ARGUMENTS)}")
+        _refuse_unless_idle(name, value, VLLM_REQUEST_ARGUMENTS)
+
+
+def _refuse_unless_idle(name: str, value: object, known: dict[str, tuple[Any, ...]] = VLLM_PARAMETERS) -> None:
+    for accepted in known[name]:
+        try:
+            if isinstance(value, bool) == isinstance(accepted, bool) and bool(value == accepted):
+                return
+        except Exception:  # an array, or an object's own failure: not one of these values in any case
+            continue
+    left_at = " or ".join(repr(accepted) for accepted in known[name])
+    instead = ", and use structured_outputs" if name == "guided_decoding" else ""
+    raise InvalidParameterError(f"{name}={shown(value)} is not supported yet; leave it at {left_at}{instead}")
+
+
+def names_unknown_parameters(
+    idle: dict[str, tuple[Any, ...]], positions: tuple[str, ...] = ()
+) -> Callable[[type[T]], type[T]]:
+    """Make a dataclass answer an unknown keyword with the nearest known one.
+
+    idle: further names that it takes, and the values at which they ask for nothing. positions: what arguments without a
+    name are, where the fields of the dataclass are to be named.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        generated: Callable[..., None] = cls.__init__
+        names = [f.name for f in fields(cls) if f.init]  # type: ignore[arg-type]
+
+        @functools.wraps(generated)
+        def __init__(self: T, *args: Any, **kwargs: Any) -> None:
+            if args and positions:
+                args = _name(cls, args, positions, kwargs)
+            for name in [name for name in kwargs if name not in names]:
+                if name not in idle:
+                    nearest = nearest_name(name, [*names, *idle])
+                    raise UnknownParameterError(f"{cls.__name__} has no parameter {name!r}{nearest}")
+                _refuse_unless_idle(name, kwargs.pop(name), idle)
+            generated(self, *args, **kwargs)
+
+        cls.__init__ = __init__  # type: ignore[assignment]
+        return cls
+
+    return decorate
+
+
+def _name(cls: type[Any], args: tuple[Any, ...], positions: tuple[str, ...], kwargs: dict[str, Any]) -> tuple[()]:
+    """Move arguments without a name into kwargs."""
+    if len(args) > len(positions):
+        raise InvalidParameterError(
+            f"{cls.__name__} takes {len(positions)} arguments without a name, not {len(args)}; name the others"
+        )
+    for name, value in zip(positions, args, strict=False):
+        if name in kwargs:
+            raise InvalidParameterError(f"{cls.__name__} got {name} twice: {shown(value)}, and {shown(kwargs[name])}")
+        kwargs[name] = value
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class RepetitionDetectionParams:
+    """End a request whose output has become a loop: finish_reason "repetition".
+
+    It is one when the output ends with some min_count copies in a row of the same tokens, as many of them as
+    min_pattern_size (0 means 1) to max_pattern_size (0: off).
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_pattern_size", "min_pattern_size", "min_count"):
+            _integer(f"repetition_detection.{name}", getattr(self, name), low=0)
+        if self.max_pattern_size > MAX_PATTERN_SIZE:
+            raise InvalidParameterError(
+                f"repetition_detection.max_pattern_size={shown(self.max_pattern_size)} must be <= {MAX_PATTERN_SIZE}"
+            )
+        if self.min_pattern_size > self.max_pattern_size:
+            raise InvalidParameterError(
+                f"repetition_detection.min_pattern_size={shown(self.min_pattern_size)} is more than "
+                f"max_pattern_size={self.max_pattern_size}"
+            )
+        if self.max_pattern_size and self.min_count < 2:
+            raise InvalidParameterError(
+                f"repetition_detection.min_count={self.min_count} must be >= 2 to tell a repetition; "
+                f"max_pattern_size=0 turns the detection off"
+            )
+
+
+@names_unknown_parameters(VLLM_PARAMETERS, VLLM_POSITIONS)
+@dataclass(slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose the tokens of one request, and when to stop.
+
+    temperature: 0 is greedy, 2 the most. top_k: 0 or -1 keeps all. top_p in (0, 1]. min_p in [0, 1], relative to the most likely
+    token. They apply in this order: temperature, min_p, top_k, top_p. seed: any integer (modulo 2**64); None or -1 draws one.
+    stop: strings that end the text and are not part of it, MAX_STOP_STRINGS at most. stop_token_ids: ids that end it,
+    MAX_STOP_TOKEN_IDS at most. ignore_eos: the model's own
+    end-of-text ids do not end it. min_tokens: before that many tokens no eos and no stop token is chosen. max_tokens:
+    None means: up to the model's length. n: sequences per request, MAX_N at most; they share the seed and differ by their
+    sample index. best_of: only n. detokenize: False makes no text at all, and needs no tokenizer.
+    skip_special_tokens: special tokens have no text; if they do have it, spaces_between_special_tokens=False leaves out
+    what a decoder puts between two of them. include_stop_str_in_output: the stop string, or the text of the token that
+    ended it, is part of the text. stream_interval: new tokens per output; the first and the last output come at once
+    all the same. truncate_prompt_tokens: only so many tokens at the end of the prompt count; -1: as many as the model's
+    length leaves room for. Other parameters of vLLM are accepted at their defaults (VLLM_PARAMETERS).
+
+    What changes the logits applies before the temperature, in this order: allowed_token_ids (nothing else is chosen),
+    bad_words (the token that would complete one is not chosen), min_tokens, logit_bias (added, by token id),
+    repetition_penalty (> 0; divides or multiplies, tokens of prompt and output), frequency_penalty (-2 to 2, times how
+    often the output has the token) and presence_penalty (-2 to 2, once if it has it).
+
+    logprobs: log-probabilities of the chosen token and of so many of the most likely ones, for every token; -1: of all.
+    They are those of the model, before anything above. prompt_logprobs: the same for the prompt's tokens; such a request
+    never reads the prefix cache, whatever skip_reading_prefix_cache says. The engine's max_logprobs is the limit of both.
+    logprob_token_ids: in the place of the most likely tokens, these, MAX_LOGPROB_TOKEN_IDS at most; their ranks number
+    them. flat_logprobs: outputs hold FlatLogprobs, which read like the lists that they stand for.
+
+    structured_outputs: what the output must match (StructuredOutputsParams, or a mapping of its fields). It ends, with
+    finish_reason "stop", where nothing can come any more; where it may end or go on, the model's end of text decides. With
+    ignore_eos it goes on as long as it can. min_tokens does not keep it from its end.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
+    flat_logprobs: bool = False
+    skip_reading_prefix_cache: bool | None = None
+    repetition_detection: RepetitionDetectionParams | Mapping[str, int] | None = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    n: int = 1
+    best_of: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int | None = None
+    truncate_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self.temperature = _number("temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE)
+        self.top_p = _number("top_p", self.top_p, above=0.0, high=1.0)
+        self.min_p = _number("min_p", self.min_p, low=0.0, high=1.0)
+        self.top_k = _integer("top_k", self.top_k, low=-1)
+        self.presence_penalty = _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        self.frequency_penalty = _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        self.repetition_penalty = _number("repetition_penalty", self.repetition_penalty, above=0.0, high=MAX_FLOAT32)
+        self.logit_bias = _logit_bias(self.logit_bias)
+        self.allowed_token_ids = _allowed_token_ids(self.allowed_token_ids)
+        self.bad_words = _bad_words(self.bad_words)
+        self.logprobs = _num_logprobs("logprobs", self.logprobs)
+        self.prompt_logprobs = _num_logprobs("prompt_logprobs", self.prompt_logprobs)
+        self.logprob_token_ids = _logprob_token_ids(self.logprob_token_ids, self.logprobs)
+        self.repetition_detection = _repetition_detection(self.repetition_detection)
+        if self.structured_outputs is not None:
+            self.structured_outputs = structured_outputs_of(self.structured_outputs)
+        if self.skip_reading_prefix_cache is not None and not isinstance(self.skip_reading_prefix_cache, bool):
+            raise InvalidParameterError(
+                f"skip_reading_prefix_cache={shown(self.skip_reading_prefix_cache)} must be True, False or None"
+            )
+        if self.seed is not None:
+            seed = _integer("seed", self.seed)
+            self.seed = None if seed == NO_SEED else seed & MAX_SEED
+        if self.max_tokens is not None:
+            self.max_tokens = _integer("max_tokens", self.max_tokens, low=1)
+        self.min_tokens = _integer("min_tokens", self.min_tokens, low=0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParameterError(
+                f"min_tokens={shown(self.min_tokens)} is more than max_tokens={shown(self.max_tokens)}"
+            )
+        self._check_n()
+        for name in FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidParameterError(f"{name}={shown(getattr(self, name))} must be True or False")
+        self.stop = _stop_strings(self.stop)
+        if self.stop and not self.detokenize:
+            raise InvalidParameterError("stop strings need the text: leave detokenize=True, or use stop_token_ids")
+        self.stop_token_ids = _token_ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids)
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise InvalidParameterError(f"output_kind={shown(self.output_kind)} must be a RequestOutputKind")
+        if self.stream_interval is not None:
+            self.stream_interval = _integer("stream_interval", self.stream_interval, low=1)
+        if self.truncate_prompt_tokens is not None:
+            check_truncation(self.truncate_prompt_tokens)
+
+    def _check_n(self) -> None:
+        if _integer("n", self.n, low=1) > MAX_N:
+            raise InvalidParameterError(f"n={shown(self.n)} is more than the limit of {MAX_N}")
+        if self.n > 1 and self.temperature == 0:
+            raise InvalidParameterError(
+                f"n={self.n} with temperature=0 would give the same text {self.n} times; set n=1 or a temperature"
+            )
+        if self.best_of is not None and _integer("best_of", self.best_of) != self.n:
+            raise InvalidParameterError(
+                f"best_of={shown(self.best_of)} must equal n={self.n}: every sequence is returned; choose among them"
+            )
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Log-probabilities per token of the output, beside its own: `logprobs`, or one for each of logprob_token_ids."""
+        if self.logprobs is not None:
+            return self.logprobs
+        return len(self.logprob_token_ids) if self.logprob_token_ids else None
+
+    @staticmethod
+    def from_optional(**parameters: Any) -> SamplingParams:
+        """As the constructor, by name only, of what comes from a request in JSON.
+
+        None is the default of n, temperature, top_p and the penalties, too; biases are brought within -100 and 100.
+        """
+        for name in ("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p"):
+            if name in parameters and parameters[name] is None:
+                del parameters[name]
+        params = SamplingParams(**parameters)
+        params.logit_bias = params.logit_bias and {
+            token: min(MAX_OPTIONAL_BIAS, max(-MAX_OPTIONAL_BIAS, bias)) for token, bias in params.logit_bias.items()
+        }
+        return params
+
+    def clone(self) -> SamplingParams:
+        """A copy that shares nothing with this one."""
+        return copy.deepcopy(self)
+
+    def checked_copy(self) -> SamplingParams:
+        """The same parameters as they are now, checked again: fields may have been assigned since."""
+        checked = copy.copy(self)
+        checked.__post_init__()
+        return checked
+
+
+VLLM_POOLING_PARAMETERS: dict[str, tuple[Any, ...]] = {
+    "step_tag_id": (None,),
+    "returned_token_ids": (None,),
+    "requires_token_ids": (False,),
+    "late_interaction_params": (None,),
+    "extra_kwargs": (None, {}),
+}
+"""Pooling parameters of vLLM that are accepted at these values, where they ask for what is done anyway."""
+
+PoolingType: TypeAlias = Literal["LAST", "MEAN", "CLS"]
+POOLING_TYPES: tuple[PoolingType, ...] = ("LAST", "MEAN", "CLS")
+"""Of the final states of a prompt: the last one, their mean, the first one."""
+
+POOLING_TASKS = ("embed",)
+VLLM_POOLING_TASKS = (
+    "classify",
+    "token_embed",
+    "token_classify",
+    "plugin",
+    "embed&token_classify",
+    "score",
+    "encode",
+    "reward",
+)
+"""What vLLM has, or had, and there is not."""
+
+
+@names_unknown_parameters(VLLM_POOLING_PARAMETERS)
+@dataclass(slots=True, kw_only=True)
+class PoolingParams:
+    """How to make a vector of one prompt, where it is not to be the engine's own way (`PoolerConfig`).
+
+    use_activation: scale it to length 1; normalize is its older name. dimensions: only the first so many numbers, of models
+    that are trained for that (Matryoshka); then scaled. pooling_type: "LAST", "MEAN" or "CLS", the last final state, their mean, or
+    the first. task: "embed". skip_reading_prefix_cache: compute all of the prompt; those of "MEAN" and "CLS" do so anyway.
+    truncate_prompt_tokens: only so many tokens of the prompt count; -1: as many as the model takes. Other parameters of vLLM are
+    accepted at their defaults (VLLM_POOLING_PARAMETERS).
+    """
+
+    use_activation: bool | None = None
+    normalize: bool | None = None
+    dimensions: int | None = None
+    pooling_type: str | None = None
+    task: str | None = None
+    skip_reading_prefix_cache: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
+
+    def __post_init__(self) -> None:
+        for name in ("use_activation", "normalize", "skip_reading_prefix_cache"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise InvalidParameterError(f"{name}={shown(getattr(self, name))} must be True, False or None")
+        if self.normalize is not None:
+            if self.use_activation not in (None, self.normalize):
+                raise InvalidParameterError(
+                    f"use_activation={self.use_activation} and normalize={self.normalize} contradict each other; leave one out"
+                )
+            self.use_activation = self.normalize
+        if self.dimensions is not None:
+            self.dimensions = _integer("dimensions", self.dimensions, low=1)
+        if self.pooling_type is not None:
+            self.pooling_type = check_pooling_type(self.pooling_type)
+        if self.task is not None and self.task not in POOLING_TASKS:
+            instead = "" if self.task in VLLM_POOLING_TASKS else nearest_name(str(self.task), POOLING_TASKS)
+            raise InvalidParameterError(f"task={shown(self.task)} is not supported; only 'embed' is{instead}")
+        if self.truncate_prompt_tokens is not None:
+            check_truncation(self.truncate_prompt_tokens)
+        if self.output_kind is not RequestOutputKind.FINAL_ONLY:
+            raise InvalidParameterError(
+                f"output_kind={shown(self.output_kind)} must be FINAL_ONLY: a vector comes as a whole"
+            )
+
+    def clone(self) -> PoolingParams:
+        """A copy that shares nothing with this one."""
+        return copy.deepcopy(self)
+
+    def checked_copy(self) -> PoolingParams:
+        """The same parameters as they are now, checked again: fields may have been assigned since."""
+        checked = copy.copy(self)
+        checked.__post_init__()
+        return checked
+
+
+def check_pooling_type(value: Any, where: str = "") -> PoolingType:
+    """As vLLM spells it, in capitals or not. Raises InvalidParameterError."""
+    name = value.upper() if isinstance(value, str) else value
+    for known in POOLING_TYPES:
+        if name == known:
+            return known
+    nearest = nearest_name(name, POOLING_TYPES) if isinstance(name, str) else ""
+    raise InvalidParameterError(
+        f"{where}pooling_type={shown(value)} is not supported; use {', '.join(map(repr, POOLING_TYPES))}{nearest}"
+    )
+
+
+def _number(
+    name: str, value: object, *, low: float = -math.inf, high: float = math.inf, above: float | None = None
+) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_FLOAT:
+        raise InvalidParameterError(f"{name}={shown(value)} must be a finite number")
+    if not low <= value <= high or (above is not None and value <= above):
+        bound = f"> {above:g}" if above is not None else f">= {low:g}" if low > -math.inf else ""
+        limit = f"<= {high:g}" if high < math.inf else ""
+        raise InvalidParameterError(f"{name}={shown(value)} must be {' and '.join(b for b in (bound, limit) if b)}")
+    return float(value)
+
+
+def _integer(name: str, value: object, *, low: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidParameterError(f"{name}={shown(value)} must be an integer")
+    if low is not None and value < low:
+        raise InvalidParameterError(f"{name}={shown(value)} must be >= {low}")
+    return value
+
+
+def check_truncation(value: object) -> int:
+    """How many tokens to keep of a prompt: a positive integer, or -1 for as many as the model takes."""
+    count = _integer("truncate_prompt_tokens", value)
+    if count < 1 and count != -1:
+        raise InvalidParameterError(f"truncate_prompt_tokens={shown(value)} must be >= 1, or -1 for the model's length")
+    return count
+
+
+def _stop_strings(stop: object) -> list[str]:
+    if stop is None:
+        return []
+    strings: list[Any] = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, Sequence) else [stop]
+    for string in strings:
+        if not isinstance(string, str):
+            raise InvalidParameterError(f"stop={shown(string)} must be a string or a list of strings")
+        if not is_text(string):
+            raise InvalidParameterError(f"stop={shown(string)} holds characters that are not valid Unicode")
+        if not string:
+            raise InvalidParameterError("an empty stop string would stop before the first token; remove it")
+        if len(string) > MAX_STOP_STRING_LENGTH:
+            raise InvalidParameterError(
+                f"a stop string has {len(string)} characters, and the limit is {MAX_STOP_STRING_LENGTH}"
+            )
+    strings = list(dict.fromkeys(strings))
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidParameterError(f"stop has {len(strings)} strings, and the limit is {MAX_STOP_STRINGS}")
+    total = sum(map(len, strings))
+    if total > MAX_STOP_CHARACTERS:
+        raise InvalidParameterError(
+            f"the stop strings have {total} characters together, and the limit is {MAX_STOP_CHARACTERS}"
+        )
+    return strings
+
+
+def _num_logprobs(name: str, value: object) -> int | None:
+    if value is None:
+        return None
+    number = 1 if value is True else _integer(name, value)
+    if number < -1:
+        raise InvalidParameterError(f"{name}={shown(value)} must be >= 0, or -1 for those of all tokens")
+    return number
+
+
+def _logprob_token_ids(ids: object, num_logprobs: int | None) -> list[int] | None:
+    if ids is None:
+        return None
+    if isinstance(ids, str) or not isinstance(ids, Sequence):
+        raise InvalidParameterError(f"logprob_token_ids={shown(ids)} must be a list of token ids")
+    if len(ids) > MAX_LOGPROB_TOKEN_IDS:
+        raise InvalidParameterError(f"logprob_token_ids has {len(ids)} ids, and the limit is {MAX_LOGPROB_TOKEN_IDS}")
+    checked = [_integer("logprob_token_ids", i, low=0) for i in ids]
+    if checked and num_logprobs not in (None, len(checked)):
+        raise InvalidParameterError(
+            f"logprobs={num_logprobs} beside {len(checked)} logprob_token_ids must be their number, or None"
+        )
+    return checked
+
+
+def _logit_bias(bias: object) -> dict[int, float] | None:
+    """A fresh dictionary; ids may be spelled as text, as JSON has them."""
+    if bias is None:
+        return None
+    if not isinstance(bias, Mapping):
+        raise InvalidParameterError(f"logit_bias={shown(bias)} must map token ids to numbers")
+    if all(type(key) is int and key >= 0 and _is_bias(value) for key, value in bias.items()):
+        return {key: float(value) for key, value in bias.items()}
+    checked: dict[int, float] = {}
+    for key, value in bias.items():
+        if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20:
+            key = int(key)
+        if isinstance(key, bool) or not isinstance(key, int) or key < 0:
+            raise InvalidParameterError(f"logit_bias: {shown(key)} is no token id")
+        checked[key] = _number(f"logit_bias[{shown(key)}]", value, low=-MAX_FLOAT32, high=MAX_FLOAT32)
+    return checked
+
+
+def _is_bias(value: object) -> bool:
+    return type(value) in (float, int) and -MAX_FLOAT32 <= value <= MAX_FLOAT32  # type: ignore[operator]
+
+
+def _allowed_token_ids(ids: object) -> list[int] | None:
+    if ids is None:
+        return None
+    if isinstance(ids, str) or not isinstance(ids, Sequence):
+        raise InvalidParameterError(f"allowed_token_ids={shown(ids)} must be a list of token ids")
+    if not len(ids):
+        raise InvalidParameterError("allowed_token_ids is empty: no token could be chosen; None allows all")
+    if len(ids) > MAX_ALLOWED_TOKEN_IDS:
+        raise InvalidParameterError(f"allowed_token_ids has {len(ids)} ids, more than any vocabulary")
+    global _known_ids
+    known = _known_ids
+    are_integers = set(map(type, ids)) <= {int}  # a whole vocabulary is checked without a loop in Python
+    if are_integers and ids == known:
+        return known.copy()
+    distinct = ids
+    if not are_integers or min(ids) < 0:
+        distinct = [_integer("allowed_token_ids", i, low=0) for i in ids]
+    _known_ids = checked = list(dict.fromkeys(distinct))
+    return checked.copy()
+
+
+_known_ids: list[int] = []
+"""The allowed_token_ids that were checked last: mostly every request of a program has the same, and they are many."""
+
+
+def _bad_words(words: object) -> list[str]:
+    if words is None:
+        return []
+    if isinstance(words, str) or not isinstance(words, Sequence):
+        raise InvalidParameterError(f"bad_words={shown(words)} must be a list of strings")
+    for word in words:
+        if not is_text(word):
+            raise InvalidParameterError(f"bad_words={shown(word)} must be a list of strings of valid Unicode")
+        if not word:
+            raise InvalidParameterError("bad_words holds an empty string, which forbids nothing; remove it")
+        if len(word) > MAX_BAD_WORD_LENGTH:
+            raise InvalidParameterError(
+                f"one of the bad_words has {len(word)} characters, and the limit is {MAX_BAD_WORD_LENGTH}"
+            )
+    distinct = list(dict.fromkeys(words))
+    if len(distinct) > MAX_BAD_WORDS:
+        raise InvalidParameterError(f"bad_words has {len(distinct)} words, and the limit is {MAX_BAD_WORDS}")
+    return distinct
+
+
+def _repetition_detection(given: object) -> RepetitionDetectionParams | None:
+    if given is None or isinstance(given, RepetitionDetectionParams):
+        return given
+    names = [f.name for f in fields(RepetitionDetectionParams)]
+    if not isinstance(given, Mapping):
+        raise InvalidParameterError(
+            f"repetition_detection={shown(given)} must be a RepetitionDetectionParams, or a mapping of {names}"
+        )
+    for name in given:
+        if name not in names:
+            raise UnknownParameterError(
+                f"repetition_detection has no parameter {shown(name)}{nearest_name(str(name), names)}"
+            )
+    return RepetitionDetectionParams(**given)
+
+
+MAX_SECONDS = sys.float_info.max
+"""A larger integer is no float, and no time."""
+
+
+def check_timeout(timeout: object, *, can_be_zero: bool = False) -> float:
+    """Seconds that something may take. InvalidParameterError unless it is a number above 0."""
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 <= timeout <= MAX_SECONDS
+    if not is_number or not (timeout or can_be_zero):
+        least = "of at least" if can_be_zero else "above"
+        raise InvalidParameterError(f"timeout={shown(timeout)} must be a number of seconds {least} 0, or None")
+    return cast(float, timeout)
+
+
+MAX_LABEL = 1024
+"""Characters of what a request or its tenant is called: names are kept for as long as there is something to tell of them."""
+
+
+def is_text(value: object) -> bool:
+    """A string without lone surrogates, which have no encoding and are in no text."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
+def _token_ids(name: str, ids: object) -> list[int]:
+    if isinstance(ids, str) or not isinstance(ids, Sequence):
+        raise InvalidParameterError(f"{name}={shown(ids)} must be a list of token ids")
+    distinct: dict[int, None] = {}
+    for i in ids:
+        distinct[_integer(name, i, low=0)] = None
+        if len(distinct) > MAX_STOP_TOKEN_IDS:
+            raise InvalidParameterError(
+                f"{name} has {len(ids)} ids, and the limit is {MAX_STOP_TOKEN_IDS} different ones"
+            )
+    return list(distinct)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """When what happened to a request: vLLM's `RequestStateStats`, and its older `RequestMetrics` as properties.
+
+    Times are epoch seconds, all from one monotonic base, so that differences are exact; a `_ts` is 0.0, and a `_time`
+    None, for what has not happened (yet). While a request runs only arrival, first and last token are known. With n > 1
+    the times span all sequences and the counts add them up, but for num_cached_tokens, which is that of the first one.
+    num_wasted_tokens counts tokens computed in vain: sampled after the sequence had ended. num_recoveries counts the deaths
+    of processes that worked on it, and recovery_time the seconds it waited for its next tokens after them; then queued and
+    scheduled, and the counts, are those since the last death of the scheduler.
+    """
+
+    arrival_time: float
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    finished_time: float | None = None
+    num_generation_tokens: int = 0
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    num_wasted_tokens: int = 0
+    num_recoveries: int = 0
+    recovery_time: float = 0.0
+    is_corrupted: bool = False
+    """Its logits were not finite. Such a request fails; these are the metrics of its `RequestFailedError`."""
+    num_nonfinite: int = 0
+    """Values of its states and logits that were NaN or infinite."""
+
+    @property
+    def first_token_latency(self) -> float:
+        """Seconds from arrival to the first token, queueing included; 0.0 before it."""
+        return self.first_token_ts - self.arrival_time if self.first_token_ts else 0.0
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """As first_token_latency; None before the first token."""
+        return self.first_token_latency if self.first_token_ts else None
+
+    @property
+    def queued_time(self) -> float | None:
+        """When the scheduler heard of it."""
+        return self.queued_ts or None
+
+    @property
+    def first_scheduled_time(self) -> float | None:
+        return self.scheduled_ts or None
+
+    @property
+    def first_token_time(self) -> float | None:
+        return self.first_token_ts or None
+
+    @property
+    def last_token_time(self) -> float | None:
+        return self.last_token_ts or None
+
+    @property
+    def intake_time(self) -> float | None:
+        """Seconds from arrival until the scheduler had it: the start of the engine, the chat template, the tokenizer."""
+        return self.queued_ts - self.arrival_time if self.queued_ts else None
+
+    @property
+    def queue_time(self) -> float | None:
+        """Seconds from there to the step that first took it in."""
+        return self.scheduled_ts - self.queued_ts if self.scheduled_ts and self.queued_ts else None
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds from arrival to the step that first took it in: intake_time and queue_time, as in vLLM's older releases."""
+        return self.scheduled_ts - self.arrival_time if self.scheduled_ts else None
+
+    @property
+    def is_watermarked(self) -> bool:
+        """False: there are no watermarks."""
+        return False
+
+    @property
+    def is_watermark_skipped(self) -> bool:
+        """False, as is_watermarked."""
+        return False
+
+    @property
+    def scheduler_time(self) -> float | None:
+        """None: the scheduler's work is not counted per request."""
+        return None
+
+    @property
+    def model_forward_time(self) -> float | None:
+        """None: steps serve many requests; their times are in the timeline."""
+        return None
+
+    @property
+    def model_execute_time(self) -> float | None:
+        """None, as model_forward_time."""
+        return None
+
+
+@dataclass(slots=True)
+class Logprob:
+    """The log-probability of one token at one position."""
+
+    logprob: float
+    rank: int | None = None
+    """1 for the most likely; of equally likely ones the chosen token counts as the last."""
+    decoded_token: str | None = None
+    """Its text; None without detokenizing."""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One generated sequence of a request, so far or at its end (see RequestOutputKind)."""
+
+    index: int
+    """Which of the n sequences."""
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    """Of all tokens so far, when logprobs were asked for."""
+    logprobs: list[dict[int, Logprob]] | FlatLogprobs | None = None
+    """By token id, for each of token_ids: the chosen token first, then the most likely ones in order."""
+    routed_experts: None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token id or the stop string that ended it; None for the model's own end-of-text."""
+    lora_request: None = None
+    sampling_mask: None = None
+    spec_decode_metrics: None = None
+    weight_versions: None = None
+    kv_transfer_params: None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What a request has produced.
+
+    outputs: its sequences by index. While n > 1 sequences are streamed, an output holds those that have something new.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None
+    """By token id, for each of prompt_token_ids, when asked for; the first has None: nothing came before it."""
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    """Whether every sequence has ended."""
+    metrics: RequestMetrics | None = None
+    lora_request: None = None
+    encoder_prompt: None = None
+    encoder_prompt_token_ids: None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV was in the cache."""
+    num_cache_creation_tokens: None = None
+    prompt_token_id_logprobs: None = None
+    multi_modal_placeholders: dict[str, Any] = field(default_factory=dict)
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+
+    def add(self, next_output: RequestOutput, aggregate: bool) -> None:
+        """Merge a later output of the same request into this one.
+
+        aggregate: append its text and tokens (DELTA); else its sequences replace those here (CUMULATIVE).
+        """
+        self.finished |= next_output.finished
+        self.metrics = next_output.metrics
+        self.num_cached_tokens = next_output.num_cached_tokens
+        at = {completion.index: i for i, completion in enumerate(self.outputs)}
+        for new in next_output.outputs:
+            i = at.get(new.index)
+            if i is None:
+                self.outputs.append(new)
+            elif aggregate:
+                _append(self.outputs[i], new)
+            else:
+                self.outputs[i] = new
+
+
+def _append(completion: CompletionOutput, new: CompletionOutput) -> None:
+    completion.text += new.text
+    completion.token_ids = [*completion.token_ids, *new.token_ids]
+    if new.logprobs:
+        merged: Any = completion.logprobs[:] if completion.logprobs is not None else type(new.logprobs)()
+        merged.extend(new.logprobs)
+        completion.logprobs = merged
+    completion.cumulative_logprob = new.cumulative_logprob
+    completion.finish_reason = new.finish_reason
+    completion.stop_reason = new.stop_reason
