@@ -63,7 +63,7 @@ BOUNDS = (
             "scheduling.request_table: Roster.blocked",
             "scheduling.request_table: Roster.resuming",
             "scheduling.request_table: Roster.preempted",
-            "scheduling.policy: KeyPlanner._aside",
+            "scheduling.packing: KeyPlanner._aside",
             "scheduling.waiting_order: WaitingOrder._heap",
             "scheduling.waiting_order: WaitingOrder._newest",
             "scheduling.waiting_order: WaitingOrder._groups",

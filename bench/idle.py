@@ -69,7 +69,7 @@ async def measure_abort(arguments: dict[str, Any], rounds: int, record: Path) ->
 def replay_aborts(config: Any, record: Path, calls: list[float]) -> list[dict[str, float]]:
     """Look at the recorded run again: after which call of the scheduler were the aborted requests' blocks free?"""
     from actorllm.actors.record_file import read_recording
-    from actorllm.scheduling.policy import load_policy
+    from actorllm.scheduling.loading import load_policy
     from actorllm.scheduling.scheduler import Scheduler
     from actorllm.scheduling.telemetry.recording import replay
 

@@ -22,7 +22,7 @@ from report import NOISE_FACTOR, environment, print_table, spread, versions, wri
 from actorllm.kvcache.prefix_index import HASH_BYTES, hash_blocks
 from actorllm.messages import NO_I32, StepResult, Submit, pack
 from actorllm.ring.codec import encode
-from actorllm.scheduling.policy import load_policy
+from actorllm.scheduling.loading import load_policy
 from actorllm.scheduling.scheduler import Scheduler
 
 SIZES = (64, 256, 1024)

@@ -28,7 +28,8 @@ from typing import Any
 from report import command, environment, print_table, versions, write_json
 
 from actorllm.scheduling.cost_model import preset
-from actorllm.scheduling.policy import PlanPolicy, load_policy
+from actorllm.scheduling.loading import load_policy
+from actorllm.scheduling.policy import PlanPolicy
 from actorllm.slo.simulator import EngineShape, Run, simulate
 from actorllm.slo.traces import load_trace
 from actorllm.slo.workload import Workload, assign_classes, parse_mix, synthetic

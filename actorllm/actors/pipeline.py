@@ -17,17 +17,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from actorllm.actors.engine_thread import HostLoop
-from actorllm.actors.heartbeat import WITHOUT_NUMBER
+from actorllm.actors.heartbeat import WITHOUT_NUMBER, Pulse
 from actorllm.actors.link import Link
 from actorllm.clock import now
-from actorllm.messages import StepFailed, StepPlan, StepResult
+from actorllm.messages import LateInputs, StepFailed, StepPlan, StepResult
 from actorllm.supervision.hang_detector import NEW_BUDGET_S
-
-if TYPE_CHECKING:
-    from actorllm.actors.worker import WorkerActor
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +33,34 @@ IDLE_S = 0.05
 
 MAX_FLIGHTS = 2
 """The scheduler plans no further ahead."""
+
+
+class PipelinedWorker(Protocol):
+    """What a pipeline asks of its worker, a `WorkerActor`."""
+
+    name: str
+    rank: int
+    runner: Any
+    is_running: bool
+    is_alone: bool
+    pulse: Pulse | None
+    plans: deque[tuple[Link, StepPlan]]
+    late_inputs: dict[tuple[Link, int], LateInputs]
+    owner: Link | None
+    unsent: tuple[Link, StepResult | StepFailed] | None
+
+    def wake(self) -> None: ...
+    async def wait(self, until: float | None = None) -> bool: ...
+    def take_over(self, link: Link) -> None: ...
+    def drop_plans_of(self, link: Link) -> None: ...
+    def count_tokens(self, plan: StepPlan) -> int: ...
+    def count_step(self, num_tokens: int, seconds: float) -> None: ...
+    def count_orphan(self) -> None: ...
+    def budget_of(self, num_tokens: int) -> float: ...
+    def failure_of(self, link: Link, plan: StepPlan, error: Exception) -> StepFailed: ...
+    def check_itself(self, step: int, error: str) -> None: ...
+    def report(self, link: Link, message: StepResult | StepFailed) -> None: ...
+    async def send_unsent(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -61,7 +86,7 @@ class Flight:
 class Pipeline:
     """See the module docstring."""
 
-    def __init__(self, worker: WorkerActor) -> None:
+    def __init__(self, worker: PipelinedWorker) -> None:
         self._worker = worker
         self._runner: Any = worker.runner
         self._flights: deque[Flight] = deque()

@@ -20,7 +20,8 @@ from actorllm.messages import StepFailed, StepResult, Submit, pack, unpack
 from actorllm.ring.codec import decode, encode
 from actorllm.scheduling.admission_policy import ADMISSIONS, Gate, load_admission
 from actorllm.scheduling.cost_model import from_json
-from actorllm.scheduling.policy import POLICIES, PlanPolicy, load_policy
+from actorllm.scheduling.loading import load_policy
+from actorllm.scheduling.policy import POLICIES, PlanPolicy
 from actorllm.scheduling.policy_fallback import FALLBACK, GuardedPolicy
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.step_time import CorrectedStepTime

@@ -7,18 +7,33 @@ import logging
 import math
 import threading
 from concurrent.futures import Future, InvalidStateError
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import anyio
 
-from actorllm.actors.engine_thread import STOP_TIMEOUT_S
+from actorllm.actors.engine_thread import STOP_TIMEOUT_S, EngineThread
+from actorllm.actors.frontend import FrontendActor
+from actorllm.actors.stepper import Stepper
 from actorllm.clock import now
 from actorllm.errors import EngineError, EngineShutdownError
 
-if TYPE_CHECKING:
-    from actorllm.client.engine import Engine
-
 logger = logging.getLogger(__name__)
+
+
+class DrainedEngine(Protocol):
+    """What a drain asks of its engine, an `Engine`."""
+
+    _num_on_the_way: int
+    _has_started: bool
+
+    @property
+    def _thread(self) -> EngineThread | Stepper: ...
+    @property
+    def _frontend(self) -> FrontendActor: ...
+    def all_handed_over(self) -> Future[None]: ...
+    def _end_on_the_way(self) -> int: ...
+    async def _wait_until_idle(self) -> None: ...
+    async def _abort_all(self) -> None: ...
 
 
 class Draining:
@@ -28,7 +43,7 @@ class Draining:
     still starts, its timer ends what is on the way.
     """
 
-    def __init__(self, engine: Engine, until: float, answer: Future[bool]) -> None:
+    def __init__(self, engine: DrainedEngine, until: float, answer: Future[bool]) -> None:
         self._engine = engine
         self._until = until
         self._answer = answer

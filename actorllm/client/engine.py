@@ -22,7 +22,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -50,10 +50,10 @@ from actorllm.errors import (
     InvalidParameterError,
     shown,
 )
-from actorllm.intake.job import Call, Job, Reading
+from actorllm.intake.job import Call, Job, JobLane, Reading
 from actorllm.intake.job_queue import JobQueue
-from actorllm.intake.lanes import Lane, Lanes
-from actorllm.intake.request_job import RequestJob
+from actorllm.intake.lanes import Lanes
+from actorllm.intake.request_job import RequestJob, RequestSpec
 from actorllm.messages import Submit
 from actorllm.supervision.death import ActorDeath
 from actorllm.supervision.health import EngineHealth
@@ -80,20 +80,6 @@ if TYPE_CHECKING:
     from actorllm.attach.client import Membership
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What the engine is to do for one request, as far as its kind makes a difference."""
-
-    num_sequences: int
-    output_kind: RequestOutputKind
-    tokenization: dict[str, Any]
-    """The keyword arguments of `PromptReader.tokenize`."""
-    new_stream: Callable[..., RequestStream]
-    """Of the constructor's arguments that do not depend on the kind."""
-    make_maker: Callable[..., Callable[[int], Submit]]
-    """From the tokenized prompt and (number, arrival, carried) to what makes the message."""
 
 
 class Hold:
@@ -228,7 +214,7 @@ class Engine:
         Raises EngineShutdownError; the future raises what is wrong with the prompt.
         """
 
-        def read(lane: Lane | None) -> list[int]:
+        def read(lane: JobLane | None) -> list[int]:
             return self.prompts.ids_of(prompt, add_special_tokens, lane)
 
         reading = Reading(read, self.prompts.is_large(prompt))
@@ -445,7 +431,9 @@ class Engine:
         maker = functools.partial(self._submits.generating, params=sampling)
         return self._accept(
             prompt,
-            Asked(params.n, params.output_kind, checked_tokenization(tokenization_kwargs, params), new_stream, maker),
+            RequestSpec(
+                params.n, params.output_kind, checked_tokenization(tokenization_kwargs, params), new_stream, maker
+            ),
             request_id,
             host=host,
             priority=priority,
@@ -485,7 +473,7 @@ class Engine:
         skips_cache = pooling.needs_all_states or bool(params.skip_reading_prefix_cache)
         maker = functools.partial(self._submits.pooling, pooling=pooling, skips_cache=skips_cache)
         kind, tokenization = RequestOutputKind.FINAL_ONLY, checked_tokenization(tokenization_kwargs, params)
-        asked = Asked(1, kind, tokenization, VectorStream, maker)
+        asked = RequestSpec(1, kind, tokenization, VectorStream, maker)
         return PoolingStream(cast(VectorStream, self._accept(prompt, asked, request_id, **extras)), pooling)
 
     def default_sampling_params(self) -> SamplingParams:
@@ -506,7 +494,7 @@ class Engine:
             )
 
     def _accept(
-        self, prompt: Prompt, asked: Asked, request_id: str | None, *, host: HostLoop | None = None, **extras: Any
+        self, prompt: Prompt, asked: RequestSpec, request_id: str | None, *, host: HostLoop | None = None, **extras: Any
     ) -> RequestStream:
         """What requests of both kinds share, from here on to the intake. extras: as in `SubmitMaker.carried`."""
         prompt = snapshot(prompt)

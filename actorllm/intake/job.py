@@ -6,12 +6,18 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from actorllm.intake.lanes import Lane
+from actorllm.client.tokenization import Workplace
 
 T = TypeVar("T")
+
+
+class JobLane(Workplace, Protocol):
+    """Where a job is done, and where its texts are read: a `lanes.Lane`."""
+
+    def begin(self) -> None:
+        """The work of its job begins: from now on its time counts."""
 
 
 class Job(ABC):
@@ -25,7 +31,7 @@ class Job(ABC):
     """When its work began, in monotonic seconds; None: it waits, also for the start of the engine."""
 
     @abstractmethod
-    def run(self, lane: Lane | None) -> None:
+    def run(self, lane: JobLane | None) -> None:
         """Do it, on a lane; without one on the caller's thread."""
 
     @abstractmethod
@@ -48,7 +54,7 @@ class Call(Job):
         self._turns = iter((True,))
         """Who takes the one turn runs it, or ends it."""
 
-    def run(self, lane: Lane | None) -> None:
+    def run(self, lane: JobLane | None) -> None:
         if not next(self._turns, False):
             return
         if not self.future.set_running_or_notify_cancel():
@@ -73,7 +79,7 @@ class Call(Job):
 class Reading(Job, Generic[T]):
     """A prompt that somebody only wants to know something of. Who does not wait any more cancels the future."""
 
-    def __init__(self, function: Callable[[Lane | None], T], is_heavy: bool) -> None:
+    def __init__(self, function: Callable[[JobLane | None], T], is_heavy: bool) -> None:
         self.future: Future[T] = Future()
         self.is_heavy = is_heavy
         self._function = function
@@ -81,7 +87,7 @@ class Reading(Job, Generic[T]):
     def is_gone(self, now: float) -> bool:
         return self.future.cancelled()
 
-    def run(self, lane: Lane | None) -> None:
+    def run(self, lane: JobLane | None) -> None:
         if lane is not None:
             lane.begin()
         result = self._function(lane)

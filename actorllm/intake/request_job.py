@@ -3,18 +3,48 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from actorllm.client.stream import Mailbox, RequestStream
 from actorllm.clock import now
 from actorllm.errors import ActorLLMError, InvalidPromptError
-from actorllm.intake.job import Job
-from actorllm.messages import DEADLINE_PASSED
+from actorllm.intake.job import Job, JobLane
+from actorllm.messages import DEADLINE_PASSED, Submit
+from actorllm.types.request import RequestOutputKind
 
 if TYPE_CHECKING:
-    from actorllm.client.engine import Asked, Engine
-    from actorllm.client.tokenization import Prompt
-    from actorllm.intake.lanes import Lane
+    from actorllm.client.tokenization import Prompt, PromptReader
+    from actorllm.intake.lanes import Lanes
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """What the engine is to do for one request, as far as its kind makes a difference."""
+
+    num_sequences: int
+    output_kind: RequestOutputKind
+    tokenization: dict[str, Any]
+    """The keyword arguments of `PromptReader.tokenize`."""
+    new_stream: Callable[..., RequestStream]
+    """Of the constructor's arguments that do not depend on the kind."""
+    make_maker: Callable[..., Callable[[int], Submit]]
+    """From the tokenized prompt and (number, arrival, carried) to what makes the message."""
+
+
+class RequestEngine(Protocol):
+    """What the job of a request asks of its engine, an `Engine`."""
+
+    prompts: PromptReader
+    _lanes: Lanes | None
+
+    def _start(self) -> None: ...
+    def _settle(
+        self, mailbox: Mailbox, num_sequences: int, make_submit: Callable[[int], Submit] | None = None
+    ) -> bool: ...
+    def _wake(self, mailbox: Mailbox) -> None: ...
+    def _fail(self, mailbox: Mailbox, error: BaseException) -> None: ...
 
 
 class RequestJob(Job):
@@ -22,9 +52,9 @@ class RequestJob(Job):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: RequestEngine,
         prompt: Prompt,
-        asked: Asked,
+        asked: RequestSpec,
         number: int,
         arrival: float,
         carried: dict[str, Any],
@@ -46,7 +76,7 @@ class RequestJob(Job):
         deadline = self._carried["deadline"]
         return self._mailbox.is_aborted or (deadline is not None and deadline <= now)
 
-    def run(self, lane: Lane | None) -> None:
+    def run(self, lane: JobLane | None) -> None:
         has_started = False
         try:
             self._engine._start()
@@ -62,7 +92,7 @@ class RequestJob(Job):
             if lane is None and isinstance(error, KeyboardInterrupt | SystemExit):
                 raise  # on the caller's thread
 
-    def _read(self, lane: Lane | None) -> None:
+    def _read(self, lane: JobLane | None) -> None:
         """Tokenize, check, hand over."""
         began = now()
         asked, engine = self._asked, self._engine

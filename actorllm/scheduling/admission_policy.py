@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.errors import ConfigError
-from actorllm.scheduling.policy import Admit, Decision, KeyPlanner, PlanPolicy, StepDone, View
+from actorllm.scheduling.packing import KeyPlanner
+from actorllm.scheduling.policy import Admit, Decision, PlanPolicy, StepDone, View
 from actorllm.scheduling.registry import Registry
 from actorllm.scheduling.sequence import Sequence, State
 

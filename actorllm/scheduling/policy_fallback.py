@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from actorllm.scheduling.policy import Decision, PlanPolicy, StepDone, View, load_policy
+from actorllm.scheduling.loading import load_policy
+from actorllm.scheduling.policy import Decision, PlanPolicy, StepDone, View
 from actorllm.scheduling.sequence import Sequence
 
 FALLBACK = "fcfs"

@@ -44,10 +44,11 @@ from actorllm.scheduling.events import NOTHING, End, Events
 from actorllm.scheduling.expiry import Expiry
 from actorllm.scheduling.forks import Forks
 from actorllm.scheduling.ledger import Ledger, StepRecord
+from actorllm.scheduling.limits import Limits
 from actorllm.scheduling.message_budget import Payload
 from actorllm.scheduling.pause import PAUSE_MODES, PauseState
 from actorllm.scheduling.plan import NoPlanBuilder, PlanBuilder
-from actorllm.scheduling.policy import Limits, PlanPolicy, StepDone
+from actorllm.scheduling.policy import PlanPolicy, StepDone
 from actorllm.scheduling.policy_fallback import StalledPolicyError
 from actorllm.scheduling.prefix_cache import PrefixCache
 from actorllm.scheduling.request_table import Roster

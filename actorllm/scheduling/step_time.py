@@ -14,8 +14,8 @@ import numpy as np
 from actorllm.scheduling.policy import StepDone, View
 
 if TYPE_CHECKING:
+    from actorllm.scheduling.batch import Batch
     from actorllm.scheduling.ledger import StepRecord
-    from actorllm.scheduling.scheduler import Scheduler
 
 CHUNKS = (2552, 2048, 1792, 1536, 1280, 1024, 768, 512, 256, 128)
 """Tokens of a step to choose from, as in the artifact of QoServe. Fewer would waste the machine."""
@@ -29,7 +29,14 @@ class Predicts(Protocol):
         ...
 
 
-def features_of(record: StepRecord, scheduler: Scheduler) -> tuple[int, int, int, int, int]:
+class HasBatch(Protocol):
+    """A scheduler, as far as `features_of` asks it."""
+
+    @property
+    def batch(self) -> Batch: ...
+
+
+def features_of(record: StepRecord, scheduler: HasBatch) -> tuple[int, int, int, int, int]:
     """p, d, decode_context, prefill_context and prefill_pairs (`scheduling.cost_model`) of the step that was planned last."""
     computed, d = scheduler.batch.num_computed, record.num_decode
     context = int(computed[record.rows.index[:d]].sum()) if d else 0

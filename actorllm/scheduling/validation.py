@@ -14,7 +14,7 @@ from actorllm.kvcache.prefix_index import HASH_BYTES
 from actorllm.messages import POOLING_CODES, Submit
 from actorllm.messages.embeds import EMBEDDED, wrong_rows
 from actorllm.messages.logit_rules import SamplingRules
-from actorllm.scheduling.policy import Limits
+from actorllm.scheduling.limits import Limits
 from actorllm.scheduling.repetition import RepetitionWatch
 from actorllm.scheduling.sequence import Sequence
 

@@ -36,7 +36,8 @@ from actorllm.scheduling.batch import Rows
 from actorllm.scheduling.cost_model import StepModel
 from actorllm.scheduling.events import End
 from actorllm.scheduling.ledger import StepRecord
-from actorllm.scheduling.policy import PlanPolicy, load_policy
+from actorllm.scheduling.loading import load_policy
+from actorllm.scheduling.policy import PlanPolicy
 from actorllm.scheduling.policy_monitor import STARVED_S, WakeTimer, patience
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key

@@ -20,7 +20,8 @@ from actorllm.actors.topology import Topology, engine_topology
 from actorllm.errors import RequestFailedError
 from actorllm.messages import LateInputs, StepFailed, StepPlan, StepResult, Submit, pack
 from actorllm.scheduling.admission_policy import AdmissionPolicy
-from actorllm.scheduling.policy import Admit, KeyPolicy, load_policy
+from actorllm.scheduling.loading import load_policy
+from actorllm.scheduling.policy import Admit, KeyPolicy
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.telemetry.decisions import DECIDE
 from actorllm.scheduling.telemetry.recording import RecordedScheduler, replay

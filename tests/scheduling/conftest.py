@@ -17,7 +17,7 @@ import pytest
 
 from actorllm.kvcache.prefix_index import extra_key, hash_blocks
 from actorllm.messages import LateInputs, StepPlan, StepResult, Submit, pack, sequences_of, unpack
-from actorllm.scheduling.policy import load_policy
+from actorllm.scheduling.loading import load_policy
 from actorllm.scheduling.scheduler import Scheduler
 
 VOCAB = 97

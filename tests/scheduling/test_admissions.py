@@ -15,7 +15,7 @@ from actorllm.scheduling.admissions.credit import Credit
 from actorllm.scheduling.admissions.past_future import MIN_PAST, PastFuture, peak
 from actorllm.scheduling.admissions.ttft_reject import TtftReject
 from actorllm.scheduling.admissions.worst_case import WorstCase
-from actorllm.scheduling.policy import load_policy
+from actorllm.scheduling.loading import load_policy
 from tests.scheduling.conftest import EOS, VOCAB, Engine, reference_stream
 
 

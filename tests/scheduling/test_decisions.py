@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from actorllm.messages import pack
-from actorllm.scheduling.policy import Admit, Decision, KeyPlanner, KeyPolicy
+from actorllm.scheduling.packing import KeyPlanner
+from actorllm.scheduling.policy import Admit, Decision, KeyPolicy
 from actorllm.scheduling.policy_fallback import GuardedPolicy
 from actorllm.scheduling.telemetry.decisions import DECIDE, TellingPolicy, ToldPolicy
 from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler, replay

@@ -10,7 +10,7 @@ import pytest
 
 from actorllm.messages import pack
 from actorllm.scheduling.expiry import MIN_ENTRIES
-from actorllm.scheduling.policy import load_policy
+from actorllm.scheduling.loading import load_policy
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.telemetry.recording import RecordedScheduler, replay
 

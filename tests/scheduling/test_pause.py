@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from actorllm.messages import pack
-from actorllm.scheduling.policy import Decision, KeyPlanner, KeyPolicy, load_policy
+from actorllm.scheduling.loading import load_policy
+from actorllm.scheduling.packing import KeyPlanner
+from actorllm.scheduling.policy import Decision, KeyPolicy
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.telemetry.recording import RecordedScheduler, replay
 from tests.scheduling.conftest import Engine

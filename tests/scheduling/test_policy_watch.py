@@ -10,9 +10,11 @@ import pytest
 
 from actorllm.messages import StepResult
 from actorllm.scheduling.admission_policy import AdmissionPolicy, Gate
+from actorllm.scheduling.loading import load_policy
+from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.policies.fcfs import Fcfs
 from actorllm.scheduling.policies.srpf import Srpf
-from actorllm.scheduling.policy import Admit, KeyPlanner, KeyPolicy, load_policy
+from actorllm.scheduling.policy import Admit, KeyPolicy
 from actorllm.scheduling.policy_fallback import GuardedPolicy, StalledPolicyError
 from actorllm.scheduling.policy_monitor import (
     LONGEST_TIMER_S,

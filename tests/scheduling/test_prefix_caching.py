@@ -10,7 +10,9 @@ import pytest
 
 from actorllm.messages import StepFailed, StepResult
 from actorllm.messages.logit_rules import SamplingRules
-from actorllm.scheduling.policy import Decision, KeyPlanner, KeyPolicy, load_policy
+from actorllm.scheduling.loading import load_policy
+from actorllm.scheduling.packing import KeyPlanner
+from actorllm.scheduling.policy import Decision, KeyPolicy
 from actorllm.scheduling.sequence import State
 from tests.scheduling.conftest import Engine, reference_stream
 

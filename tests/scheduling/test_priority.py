@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from actorllm.scheduling.loading import load_policy
+from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.policies.priority import Priority
-from actorllm.scheduling.policy import KeyPlanner, load_policy
 from tests.scheduling.conftest import Engine, reference_stream
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from actorllm.messages import StepFailed, StepResult
-from actorllm.scheduling.policy import Budget, KeyPlanner, KeyPolicy
+from actorllm.scheduling.packing import KeyPlanner
+from actorllm.scheduling.policy import Budget, KeyPolicy
 from actorllm.scheduling.results import ContradictionError
 from actorllm.scheduling.sequence import State
 

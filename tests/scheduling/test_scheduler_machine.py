@@ -30,8 +30,9 @@ from actorllm.scheduling.batch import Batch
 from actorllm.scheduling.followers import Followers
 from actorllm.scheduling.forks import Forks
 from actorllm.scheduling.ledger import Ledger
+from actorllm.scheduling.loading import load_policy
+from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.plan import PlanBuilder
-from actorllm.scheduling.policy import KeyPlanner, load_policy
 from actorllm.scheduling.prefix_cache import PrefixCache
 from actorllm.scheduling.results import Results
 from actorllm.scheduling.scheduler import Scheduler

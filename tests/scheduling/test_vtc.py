@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from actorllm.messages import pack
+from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.policies.vtc import Vtc
-from actorllm.scheduling.policy import KeyPlanner, StepDone
+from actorllm.scheduling.policy import StepDone
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.telemetry.recording import RecordedScheduler, replay
 

@@ -12,7 +12,8 @@ import pytest
 
 from actorllm.errors import ConfigError
 from actorllm.scheduling.cost_model import LinearModel, Regime, fit
-from actorllm.scheduling.policy import PlanPolicy, load_policy
+from actorllm.scheduling.loading import load_policy
+from actorllm.scheduling.policy import PlanPolicy
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler
 from actorllm.slo.calibration import fit_to_run, nelder_mead, steps_of

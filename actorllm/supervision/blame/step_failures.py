@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from actorllm.messages import I32
 from actorllm.scheduling.batch import Batch
 from actorllm.scheduling.ledger import StepRecord
-from actorllm.scheduling.policy import Limits
+from actorllm.scheduling.limits import Limits
 from actorllm.scheduling.sequence import Sequence, State
 from actorllm.supervision.blame.bisection import MAX_FAILURES, Suspects
 from actorllm.supervision.blame.memory_backoff import SMALL_CHUNK, MemoryBackoff

@@ -1,0 +1,361 @@
+"""`KeyPlanner`: packs steps in the order of a `KeyPolicy`; `Room`: what is left of one step while it is packed.
+
+Owns the waiting requests in their order. Called by the scheduler as its `PlanPolicy`. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actorllm.scheduling.policy import Admit, Decision, KeyPolicy, SortKey, StepDone, View
+from actorllm.scheduling.sequence import Sequence, State
+from actorllm.scheduling.waiting_order import NUM_STALE, WaitingOrder
+
+MAX_PASSED = 16
+"""How many long prompts that wait a step passes over to find a short one behind them."""
+
+
+class Room:
+    """What is left of one step while it is packed.
+
+    A prompt that cannot be finished in this step is long. It does not keep the short ones behind it waiting: up to half of
+    the tokens that it finds go to those that can be finished, and it gets the other half and what they leave over. At most
+    `max_partial` long prompts are worked on in a step; the others wait their turn, as first come, first served wants it.
+    """
+
+    __slots__ = (
+        "_chunk",
+        "_long",
+        "_max_partial",
+        "_others",
+        "_sizes",
+        "admitted",
+        "blocks",
+        "paused",
+        "slots",
+        "tokens",
+    )
+
+    def __init__(self, tokens: int, chunk: int, max_partial: int) -> None:
+        self.tokens = tokens
+        self.slots = 0
+        self.blocks = 0
+        self.admitted: list[Sequence] = []
+        """Those of the waiting who get a slot in this step."""
+        self.paused: frozenset[int] = frozenset()
+        """Slots of decode rows that this step leaves out: they take no token of it, and have none to give."""
+        self._chunk = chunk
+        self._max_partial = max_partial
+        self._others = tokens
+        """What those behind a long prompt may have; no limit before there is one."""
+        self._sizes: dict[Sequence, int] = {}
+        self._long: dict[Sequence, int] = {}
+
+    @property
+    def left(self) -> int:
+        """Tokens for the next one in line."""
+        return self.tokens if self.tokens < self._others else self._others
+
+    @property
+    def has_long(self) -> bool:
+        return bool(self._long)
+
+    def has(self, sequence: Sequence) -> bool:
+        return sequence in self._sizes
+
+    def tokens_of(self, running: Sequence, view: View) -> int:
+        """How many tokens of this step a running request has as a decode row."""
+        return int(view.batch.is_decoding[running.slot]) if running.slot not in self.paused else 0
+
+    def take_from(self, victim: Sequence, sequence: Sequence, view: View) -> None:
+        """A running request gives up its place in the step for another one."""
+        given = self.tokens_of(victim, view)
+        self.tokens += given
+        self._others += given
+        self.slots += 1
+        self.blocks += view.kv.num_exclusive(victim.slot, sequence.hits)
+
+    def keep(self, slots: int, blocks: int) -> None:
+        """So much is for somebody who comes before all that are still to be served, as far as there is as much."""
+        if slots:
+            self.slots = max(0, self.slots - slots)
+            self.blocks = max(0, self.blocks - blocks)
+
+    def fits(self, sequence: Sequence, remaining: int, num_more: int = 0) -> bool:
+        """Whether `serve` would give a prompt tokens, if there were so many more of them."""
+        left = self.left + num_more
+        if left <= 0:
+            return False
+        if sequence.is_whole:
+            return remaining <= left
+        return not self._is_long(remaining, left) or len(self._long) < self._max_partial
+
+    def _is_long(self, remaining: int, left: int) -> bool:
+        wanted = min(remaining, self._chunk)
+        return wanted > left or (wanted < remaining and 2 * wanted > left)
+
+    def serve(self, sequence: Sequence, remaining: int) -> bool:
+        """Whether a prompt gets tokens in this step. How many a long one gets is settled by `chunks`."""
+        left = self.left
+        if left <= 0:
+            return False
+        wanted = remaining
+        if wanted > left or wanted > self._chunk:
+            if sequence.is_whole:
+                if wanted > left:
+                    return False
+            else:
+                wanted = min(wanted, self._chunk)
+                if self._is_long(remaining, left):
+                    if len(self._long) >= self._max_partial:
+                        return False
+                    self._long[sequence] = wanted
+                    self._sizes[sequence] = 0
+                    self._others = left // 2
+                    return True
+        self._sizes[sequence] = wanted
+        self.tokens -= wanted
+        self._others -= wanted
+        return True
+
+    def chunks(self) -> list[tuple[Sequence, int]]:
+        """(request, tokens) in the order in which they were served."""
+        num_left = len(self._long)
+        for sequence, wanted in self._long.items():
+            size = min(wanted, -(-self.tokens // num_left))
+            num_left -= 1
+            self._sizes[sequence] = size
+            self.tokens -= size
+        return list(self._sizes.items())
+
+
+class Gatekeeper(Protocol):
+    """What a KeyPlanner asks besides its policy, if there is one (`gate.Gate`)."""
+
+    def decode_mask(self, mask: NDArray[np.bool_] | None, view: View) -> NDArray[np.bool_] | None:
+        """Which decode rows run, of those that the policy wants (None: all)."""
+        ...
+
+    def admit(self, sequence: Sequence, joining: list[Sequence], leaving: list[Sequence], view: View) -> Admit:
+        """Whether the next one in line gets a slot, in a step in which others get one, or lose it."""
+        ...
+
+
+class KeyPlanner:
+    """Packs steps in the order of a KeyPolicy: decode rows first, then prompts, started ones and admissions (`Room`).
+
+    The waiting requests are in a `WaitingOrder`. While generation is paused, those that come up and must wait for its end are
+    put aside, so that no step looks at them twice.
+    """
+
+    gatekeeper: Gatekeeper | None = None
+
+    def __init__(self, policy: KeyPolicy) -> None:
+        self.policy = policy
+        self._order = WaitingOrder(policy)
+        self._aside: list[Sequence] = []
+        self._num_ended = 0
+        """Since those that wait no more were cleaned out."""
+        self._can_displace = type(policy).preempt_for is not KeyPolicy.preempt_for
+        self.ignores_decode_steps = type(self).plan is KeyPlanner.plan and (
+            all(
+                getattr(type(policy), hook) is getattr(KeyPolicy, hook)
+                for hook in ("decode_mask", "wake_at", "on_step")
+            )
+            if policy.ignores_decode_steps is None
+            else policy.ignores_decode_steps
+        )
+        self._hopeless: Sequence | None = None
+        """Nobody who runs would give way to this one; true until somebody else is admitted."""
+
+    def plan(self, view: View) -> Decision:
+        policy = self.policy
+        mask = policy.decode_mask(view)
+        if self.gatekeeper is not None:
+            mask = self.gatekeeper.decode_mask(mask, view)
+        wake_at = policy.wake_at(view)
+        if not view.prefilling and not view.num_waiting and view.num_growing <= view.kv.num_free:
+            return Decision(decode=mask, wake_at=wake_at)  # the caller's own: a planner built on this one may change it
+        decision = Decision(decode=mask, wake_at=wake_at)
+        num_growing, num_decode = self._make_room(decision, view)
+        budget = policy.budget(view)
+        tokens = min(budget.tokens, view.limits.max_tokens) - num_decode
+        room = Room(tokens, budget.prefill_chunk or tokens, view.limits.max_partial_prefills)
+        room.slots = view.batch.num_free_slots
+        room.blocks = view.kv.num_free - num_growing
+        if decision.decode is not None and self._can_displace:
+            room.paused = frozenset(view.decode_slots[~decision.decode].tolist())
+        self._fill(room, decision, view)
+        return decision
+
+    def _make_room(self, decision: Decision, view: View) -> tuple[int, int]:
+        """Preempt until the decode rows find their blocks. Returns the blocks they need and how many rows there are."""
+        wanted = view.decode_slots if decision.decode is None else view.decode_slots[decision.decode]
+        growing = view.growing_slots
+        if decision.decode is not None:
+            growing = growing[np.isin(growing, wanted)]
+        num_decode, num_growing = wanted.size, growing.size
+        if num_growing <= view.kv.num_free:
+            return num_growing, num_decode
+        free = view.kv.num_free
+        candidates = sorted(view.running(), key=lambda s: self.policy.victim_key(s, view))
+        while num_growing > free and len(candidates) > 1:
+            victim = candidates.pop()
+            decision.preempt.append(victim)
+            free += view.kv.num_exclusive(victim.slot)
+            num_decode -= int((wanted == victim.slot).any())
+            num_growing -= int((growing == victim.slot).any())
+        return num_growing, num_decode
+
+    def _fill(self, room: Room, decision: Decision, view: View) -> None:
+        """Started prompts and waiting requests in the order of their keys; of equal keys, the started ones first."""
+        if not view.num_waiting and len(view.prefilling) == 1:
+            (sequence,) = view.prefilling
+            if sequence not in decision.preempt:
+                room.serve(sequence, view.remaining(sequence))
+            decision.prefill = room.chunks()
+            return
+        started: list[tuple[SortKey, int, Sequence]] = []
+        if view.prefilling:
+            ready = [s for s in view.prefilling if s not in decision.preempt]
+            started = [(self.policy.key(s, view), s.arrival_index, s) for s in ready]
+            started.sort(key=lambda entry: entry[:2], reverse=True)
+        if self._aside and not view.is_paused:
+            aside, self._aside = self._aside, []
+            for sequence in aside:
+                if sequence.state is State.WAITING:
+                    self._order.push(sequence, view)
+        skipped: list[Sequence] = []
+        num_passed = 0
+        is_open = view.num_waiting > 0  # else nobody may start, however many are in the heap
+        while True:
+            head = self._order.head(view) if is_open else None
+            if started and (head is None or started[-1][0] <= self._order.head_key):
+                sequence = started.pop()[-1]
+                if sequence not in decision.preempt:  # it may have given way meanwhile
+                    room.serve(sequence, view.remaining(sequence))
+                    room.keep(*view.fork_room(sequence))
+                continue
+            if head is None:
+                break
+            verdict = self._admit(head, room, decision, view)
+            if verdict is Admit.WAIT:
+                is_open = False
+                continue
+            self._order.pop(view)
+            if verdict is not Admit.SKIP:
+                continue
+            if view.is_paused and not head.has_started:
+                self._aside.append(head)
+                continue
+            skipped.append(head)
+            num_passed += room.has_long
+            is_open = num_passed < MAX_PASSED
+        for sequence in skipped:
+            self._order.push(sequence, view)
+        decision.prefill = room.chunks()
+
+    def _admit(self, sequence: Sequence, room: Room, decision: Decision, view: View) -> Admit:
+        """Whether a waiting request gets a slot, all blocks of its known tokens and a first chunk in this step."""
+        if not view.may_start(sequence):
+            return Admit.SKIP
+        if decision.preempt and not any(self.policy.preempt_for(sequence, victim, view) for victim in decision.preempt):
+            return Admit.WAIT  # who was admitted right after somebody of its rank had to go would only thrash
+        is_full = room.left <= 0 or room.slots <= 0
+        if is_full and not self._can_displace:
+            return Admit.WAIT
+        blocks = view.admission_blocks(sequence)
+        headroom = view.limits.headroom_blocks if room.slots < view.limits.max_seqs else 0
+        victims: list[Sequence] = []
+        if is_full or blocks + headroom > room.blocks:
+            victims = self._who_gives_way(sequence, blocks, headroom, room, decision, view)
+            if not victims:
+                return Admit.WAIT
+        verdict = self.policy.admit(sequence, view)
+        if verdict is Admit.ADMIT and self.gatekeeper is not None:
+            verdict = self.gatekeeper.admit(sequence, room.admitted, [*decision.preempt, *victims], view)
+            if verdict is not Admit.ADMIT:
+                self.policy.on_held_back(sequence, view)
+        if verdict is not Admit.ADMIT:
+            return verdict
+        remaining = view.remaining(sequence)
+        if victims and room.fits(sequence, remaining, sum(room.tokens_of(v, view) for v in victims)):
+            for victim in victims:
+                room.take_from(victim, sequence, view)
+                decision.preempt.append(victim)
+        if not room.serve(sequence, remaining):
+            return Admit.SKIP if room.has_long and not sequence.is_whole else Admit.WAIT
+        room.slots -= 1
+        room.blocks -= blocks
+        room.admitted.append(sequence)
+        room.keep(*view.fork_room(sequence))
+        return Admit.ADMIT
+
+    def _who_gives_way(
+        self, sequence: Sequence, blocks: int, headroom: int, room: Room, decision: Decision, view: View
+    ) -> list[Sequence]:
+        """The running requests that make room for a waiting one, the highest victim key first; none if not enough."""
+        if not self._can_displace or self._hopeless is sequence:
+            return []
+        less_urgent = [s for s in view.running() if self.policy.preempt_for(sequence, s, view)]
+        if not less_urgent and self.policy.key_horizon(sequence, view) == math.inf:
+            self._hopeless = sequence
+        allowed = [s for s in less_urgent if s not in decision.preempt and not room.has(s)]
+        allowed.sort(key=lambda s: self.policy.victim_key(s, view))
+        victims: list[Sequence] = []
+        tokens, slots, free = room.left, room.slots, room.blocks
+        needed = view.remaining(sequence) if sequence.is_whole else 1
+        while allowed and (tokens < needed or slots <= 0 or blocks + headroom > free):
+            victim = allowed.pop()
+            victims.append(victim)
+            tokens += room.tokens_of(victim, view)
+            slots += 1
+            free += view.kv.num_exclusive(victim.slot, sequence.hits)
+        return victims if tokens >= needed and slots > 0 and blocks <= free else []
+
+    def victim(self, view: View) -> Sequence | None:
+        return max(view.running(), key=lambda s: self.policy.victim_key(s, view), default=None)
+
+    def on_arrival(self, sequence: Sequence, view: View) -> None:
+        self._order.push(sequence, view)
+        if sequence.num_preemptions:
+            self.policy.on_preempt(sequence, view)
+        else:
+            self.policy.on_arrival(sequence, view)
+
+    def on_admit(self, sequence: Sequence, view: View) -> None:
+        self._hopeless = None
+        self.policy.on_admit(sequence, view)
+
+    def on_refusal(self, sequence: Sequence, view: View) -> None:
+        self._order.push(sequence, view)
+
+    def ahead_of(self, sequence: Sequence, view: View) -> Iterator[Sequence]:
+        for other in self._order.before((self.policy.key(sequence, view), sequence.arrival_index), view):
+            if view.may_start(other):
+                yield other
+
+    def may_fork(self, sequence: Sequence, view: View) -> bool:
+        return self.policy.admit(sequence, view) is Admit.ADMIT
+
+    def on_fork(self, sequence: Sequence, view: View) -> None:
+        """For the order it is as if it had arrived now."""
+        self._hopeless = None
+        self.policy.on_arrival(sequence, view)
+        self.policy.on_admit(sequence, view)
+
+    def on_end(self, sequence: Sequence, view: View) -> None:
+        self._num_ended += 1
+        if self._num_ended > NUM_STALE + (len(self._order) + len(self._aside)) // 2:  # many of them may be still there
+            self._num_ended = 0
+            self._order.clean(view)
+            self._aside = [sequence for sequence in self._aside if sequence.state is State.WAITING]
+        self.policy.on_end(sequence, view)
+
+    def on_step(self, done: StepDone, view: View) -> None:
+        self.policy.on_step(done, view)
