@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from actorllm.errors import ActorLLMError, EngineDeadError, EngineOverloaded
     from actorllm.types.config import EngineConfig
     from actorllm.types.flat_logprobs import FlatLogprobs
+    from actorllm.types.logprob import Logprob
     from actorllm.types.objective import SLO
+    from actorllm.types.outputs import CompletionOutput, RequestOutput
+    from actorllm.types.params import PoolingParams, RepetitionDetectionParams, RequestOutputKind, SamplingParams
     from actorllm.types.pooling_outputs import (
         EmbeddingOutput,
         EmbeddingRequestOutput,
@@ -36,16 +39,7 @@ if TYPE_CHECKING:
     )
     from actorllm.types.pooling_params import PoolerConfig
     from actorllm.types.prompts import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
-    from actorllm.types.request import (
-        CompletionOutput,
-        Logprob,
-        PoolingParams,
-        RepetitionDetectionParams,
-        RequestMetrics,
-        RequestOutput,
-        RequestOutputKind,
-        SamplingParams,
-    )
+    from actorllm.types.request_metrics import RequestMetrics
     from actorllm.types.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
@@ -101,7 +95,7 @@ _HOME = {
     "BeamSearchOutput": "api.beam_search",
     "BeamSearchParams": "api.beam_search",
     "BeamSearchSequence": "api.beam_search",
-    "CompletionOutput": "types.request",
+    "CompletionOutput": "types.outputs",
     "EmbeddingOutput": "types.pooling_outputs",
     "EmbeddingRequestOutput": "types.pooling_outputs",
     "EmbedsPrompt": "types.prompts",
@@ -112,19 +106,19 @@ _HOME = {
     "FlatLogprobs": "types.flat_logprobs",
     "FlexibleArgumentParser": "api.engine_args",
     "LLMEngine": "api.llm_engine",
-    "Logprob": "types.request",
+    "Logprob": "types.logprob",
     "PoolerConfig": "types.pooling_params",
     "PoolingOutput": "types.pooling_outputs",
-    "PoolingParams": "types.request",
+    "PoolingParams": "types.params",
     "PoolingRequestOutput": "types.pooling_outputs",
     "PoolingStream": "client.pooling_stream",
     "PromptType": "types.prompts",
-    "RepetitionDetectionParams": "types.request",
-    "RequestMetrics": "types.request",
-    "RequestOutput": "types.request",
-    "RequestOutputKind": "types.request",
+    "RepetitionDetectionParams": "types.params",
+    "RequestMetrics": "types.request_metrics",
+    "RequestOutput": "types.outputs",
+    "RequestOutputKind": "types.params",
     "RequestStream": "client.stream",
-    "SamplingParams": "types.request",
+    "SamplingParams": "types.params",
     "StructuredOutputsParams": "types.structured_outputs",
     "ScoringOutput": "types.pooling_outputs",
     "ScoringRequestOutput": "types.pooling_outputs",

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from actorllm.messages import RequestEnd
-    from actorllm.types.request import RequestMetrics
+    from actorllm.types.request_metrics import RequestMetrics
 
 
 class ActorLLMError(Exception):

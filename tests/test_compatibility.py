@@ -18,7 +18,7 @@ import pytest
 import actorllm
 from actorllm import AsyncLLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
 from actorllm.types.config import ARGUMENTS, VLLM_ARGUMENTS
-from actorllm.types.request import (
+from actorllm.types.params import (
     REQUEST_ARGUMENTS,
     VLLM_PARAMETERS,
     VLLM_POOLING_PARAMETERS,

@@ -13,7 +13,7 @@ from actorllm import LLM
 from actorllm.errors import ConfigError, CorruptModelError, InvalidParameterError
 from actorllm.types.config import BUNDLED_MODELS, EngineConfig
 from actorllm.types.generation_config import sampling_params_of
-from actorllm.types.request import SamplingParams
+from actorllm.types.params import SamplingParams
 
 
 def model_folder(folder: Path, generation: Any = None) -> Path:

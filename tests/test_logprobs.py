@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from actorllm.messages.logprobs import LogprobSpan, columns_of, spans_of
-from actorllm.types.request import Logprob
+from actorllm.types.logprob import Logprob
 
 
 def span(row: int, position: int, count: int, size: int, seed: int = 0) -> LogprobSpan:

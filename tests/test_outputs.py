@@ -8,7 +8,9 @@ from actorllm.actors.frontend import Delta
 from actorllm.client.stream import Mailbox, RequestStream
 from actorllm.errors import RequestFailedError
 from actorllm.messages import RequestEnd
-from actorllm.types.request import CompletionOutput, RequestMetrics, RequestOutput, RequestOutputKind
+from actorllm.types.outputs import CompletionOutput, RequestOutput
+from actorllm.types.params import RequestOutputKind
+from actorllm.types.request_metrics import RequestMetrics
 
 
 def output_of(*completions: CompletionOutput, finished: bool = False) -> RequestOutput:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from actorllm import AsyncLLM, CompletionOutput, RequestOutputKind, SamplingParams
 from actorllm.errors import InvalidParameterError, UnknownParameterError
 from actorllm.types.config import BUNDLED_MODELS
-from actorllm.types.request import VLLM_PARAMETERS, RepetitionDetectionParams
+from actorllm.types.params import VLLM_PARAMETERS, RepetitionDetectionParams
 
 PROMPT = "Once upon a time"
 

@@ -25,7 +25,7 @@ from actorllm.scheduling.telemetry.request_counters import Tally
 from actorllm.text.request_text import RequestText
 from actorllm.text.token_text import LogprobText, TokenText
 from actorllm.text.tokenizer import Tokenizer
-from actorllm.types.request import FinishReason
+from actorllm.types.outputs import FinishReason
 
 logger = logging.getLogger(__name__)
 

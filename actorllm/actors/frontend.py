@@ -55,7 +55,7 @@ from actorllm.messages import (
 from actorllm.messages.logprobs import LogprobSpan, spans_of
 from actorllm.supervision.blame.scheduler_deaths import Record, note_death
 from actorllm.supervision.blame.worker_deaths import MAX_ALONE
-from actorllm.types.request import Logprob
+from actorllm.types.logprob import Logprob
 
 logger = logging.getLogger(__name__)
 

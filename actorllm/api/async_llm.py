@@ -23,6 +23,8 @@ from actorllm.supervision.health import EngineHealth
 from actorllm.text.chat import ContentFormat, Conversation, Message
 from actorllm.types.config import EngineConfig, ModelConfig
 from actorllm.types.objective import SLO
+from actorllm.types.outputs import RequestOutput
+from actorllm.types.params import PoolingParams, RequestOutputKind, SamplingParams
 from actorllm.types.pooling_outputs import (
     EmbeddingRequestOutput,
     PoolingOutput,
@@ -31,7 +33,6 @@ from actorllm.types.pooling_outputs import (
     paired,
     scored,
 )
-from actorllm.types.request import PoolingParams, RequestOutput, RequestOutputKind, SamplingParams
 
 
 class AsyncLLM:

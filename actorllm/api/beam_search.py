@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from actorllm.errors import InvalidParameterError, RequestFailedError
-from actorllm.types.request import (
+from actorllm.types.logprob import Logprob
+from actorllm.types.outputs import CompletionOutput, RequestOutput
+from actorllm.types.params import (
     MAX_TEMPERATURE,
-    CompletionOutput,
-    Logprob,
-    RequestOutput,
     SamplingParams,
     _integer,
     _number,

@@ -25,6 +25,8 @@ from actorllm.errors import InvalidParameterError
 from actorllm.supervision.health import EngineHealth
 from actorllm.text.chat import ContentFormat, Conversation, Message, is_batch, load_template
 from actorllm.types.config import EngineConfig, ModelConfig
+from actorllm.types.outputs import RequestOutput
+from actorllm.types.params import PoolingParams, RequestOutputKind, SamplingParams, _integer, check_timeout
 from actorllm.types.pooling_outputs import (
     EmbeddingRequestOutput,
     PoolingOutput,
@@ -32,14 +34,6 @@ from actorllm.types.pooling_outputs import (
     ScoringRequestOutput,
     paired,
     scored,
-)
-from actorllm.types.request import (
-    PoolingParams,
-    RequestOutput,
-    RequestOutputKind,
-    SamplingParams,
-    _integer,
-    check_timeout,
 )
 
 O = TypeVar("O")  # noqa: E741

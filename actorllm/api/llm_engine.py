@@ -20,8 +20,9 @@ from actorllm.client.tokenization import Prompt
 from actorllm.errors import EngineError, InvalidParameterError, RequestError
 from actorllm.supervision.health import EngineHealth
 from actorllm.types.config import EngineConfig, ModelConfig
+from actorllm.types.outputs import CompletionOutput, RequestOutput
+from actorllm.types.params import PoolingParams, SamplingParams
 from actorllm.types.pooling_outputs import PoolingOutput, PoolingRequestOutput
-from actorllm.types.request import CompletionOutput, PoolingParams, RequestOutput, SamplingParams
 
 
 class LLMEngine:

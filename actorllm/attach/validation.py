@@ -17,7 +17,7 @@ from typing import Any
 
 from actorllm.messages import Abort, Ask, Message, Reply, Submit, Unblock
 from actorllm.types.objective import SLO
-from actorllm.types.request import MAX_N
+from actorllm.types.params import MAX_N
 
 Check = Callable[[Any], bool]
 

@@ -82,14 +82,14 @@ def generate(
 
 
 def _delta() -> Any:
-    from actorllm.types.request import RequestOutputKind
+    from actorllm.types.params import RequestOutputKind
 
     return RequestOutputKind.DELTA
 
 
 def _check(prompt: str, timeline: Path | None) -> None:
     """What would else fail after the work was done, or half-way through the output."""
-    from actorllm.types.request import is_text
+    from actorllm.types.params import is_text
 
     if not is_text(prompt):
         raise InvalidPromptError("the prompt is not valid Unicode; this terminal may use another encoding")

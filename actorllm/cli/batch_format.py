@@ -28,7 +28,8 @@ from actorllm.errors import (
 )
 from actorllm.server.logprobs import LogprobsView, Position, of_prompt
 from actorllm.text.chat import Conversation
-from actorllm.types.request import CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
+from actorllm.types.outputs import CompletionOutput, RequestOutput
+from actorllm.types.params import RequestOutputKind, SamplingParams
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

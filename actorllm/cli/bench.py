@@ -23,7 +23,7 @@ from actorllm.errors import ConfigError, EngineStartError
 
 if TYPE_CHECKING:
     from actorllm.api.llm import LLM
-    from actorllm.types.request import SamplingParams
+    from actorllm.types.params import SamplingParams
 
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
 
@@ -254,7 +254,7 @@ def _llm(options: EngineOptions, num_tokens: int) -> LLM:
 
 
 def _params(output_len: int, disable_detokenize: bool, n: int) -> SamplingParams:
-    from actorllm.types.request import SamplingParams
+    from actorllm.types.params import SamplingParams
 
     return SamplingParams(n=n, max_tokens=output_len, ignore_eos=True, detokenize=not disable_detokenize)
 

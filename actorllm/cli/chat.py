@@ -15,7 +15,7 @@ from actorllm.errors import ConfigError, RequestError, RequestFailedError, neare
 
 if TYPE_CHECKING:
     from actorllm.client.engine import Engine
-    from actorllm.types.request import SamplingParams
+    from actorllm.types.params import SamplingParams
 
 COMMANDS = {"/clear": "forget the conversation", "/exit": "end it, as does the end of the input", "/help": "this"}
 
@@ -45,7 +45,7 @@ def chat(
     stats
         Print time to first token and tokens per second to standard error after each answer.
     """
-    from actorllm.types.request import RequestOutputKind
+    from actorllm.types.params import RequestOutputKind
 
     engine = engine_options.make_engine()
     try:

@@ -22,7 +22,8 @@ from actorllm.errors import ConfigError
 if TYPE_CHECKING:
     from actorllm.client.engine import Engine
     from actorllm.client.tokenization import Prompt
-    from actorllm.types.request import RequestOutput, SamplingParams
+    from actorllm.types.outputs import RequestOutput
+    from actorllm.types.params import SamplingParams
 
 
 def see_own_folder() -> None:

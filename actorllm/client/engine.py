@@ -66,7 +66,7 @@ from actorllm.text.chat import Conversation
 from actorllm.types.config import EngineConfig
 from actorllm.types.generation_config import sampling_params_of
 from actorllm.types.objective import SLO
-from actorllm.types.request import (
+from actorllm.types.params import (
     MAX_LABEL,
     PoolingParams,
     RequestOutputKind,

@@ -11,9 +11,9 @@ import numpy as np
 from actorllm.actors.frontend import Delta
 from actorllm.client.stream import Completion, Mailbox, RequestStream
 from actorllm.errors import RequestFailedError
+from actorllm.types.outputs import RequestOutput
 from actorllm.types.pooling_outputs import PoolingOutput, PoolingRequestOutput, RequestError, Vector, shaped
 from actorllm.types.pooling_params import Pooling
-from actorllm.types.request import RequestOutput
 
 NO_VECTOR: Vector = np.zeros(0, np.float32)
 NO_VECTOR.flags.writeable = False

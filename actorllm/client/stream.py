@@ -21,7 +21,9 @@ from actorllm.clock import to_epoch
 from actorllm.errors import RequestFailedError
 from actorllm.messages import DEADLINE_PASSED, RequestEnd
 from actorllm.types.flat_logprobs import FlatLogprobs
-from actorllm.types.request import CompletionOutput, RequestMetrics, RequestOutput, RequestOutputKind
+from actorllm.types.outputs import CompletionOutput, RequestOutput
+from actorllm.types.params import RequestOutputKind
+from actorllm.types.request_metrics import RequestMetrics
 
 MAX_SEPARATE = 16
 """So many deltas per sequence wait as they came; more are joined."""

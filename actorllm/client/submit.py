@@ -23,8 +23,8 @@ from actorllm.messages import NO_U8, Submit
 from actorllm.messages.logit_rules import rules_of
 from actorllm.types.config import EngineConfig
 from actorllm.types.objective import SLO
+from actorllm.types.params import MAX_LABEL, MAX_SECONDS, RequestOutputKind, SamplingParams, check_timeout, is_text
 from actorllm.types.pooling_params import Pooling
-from actorllm.types.request import MAX_LABEL, MAX_SECONDS, RequestOutputKind, SamplingParams, check_timeout, is_text
 from actorllm.types.structured_outputs import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)

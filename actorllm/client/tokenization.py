@@ -22,7 +22,7 @@ from actorllm.messages.embeds import EMBEDDED, MAX_PROMPT_BYTES, encode_rows, re
 from actorllm.text.chat import ChatTemplate, Conversation
 from actorllm.text.tokenizer import Side, Tokenizer, transformers_tokenizer
 from actorllm.types.config import ModelConfig
-from actorllm.types.request import PoolingParams, SamplingParams, check_truncation, is_text
+from actorllm.types.params import PoolingParams, SamplingParams, check_truncation, is_text
 
 Prompt: TypeAlias = str | Mapping[str, Any] | Iterable[int] | Conversation
 """Text, token ids, a mapping as in vLLM (PROMPT_KEYS), or a conversation for the model's chat template."""

@@ -12,7 +12,7 @@ from actorllm.clock import now
 from actorllm.errors import ActorLLMError, InvalidPromptError
 from actorllm.intake.job import Job, JobLane
 from actorllm.messages import DEADLINE_PASSED, Submit
-from actorllm.types.request import RequestOutputKind
+from actorllm.types.params import RequestOutputKind
 
 if TYPE_CHECKING:
     from actorllm.client.tokenization import Prompt, PromptReader

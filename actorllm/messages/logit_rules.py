@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from actorllm.errors import InvalidParameterError
 from actorllm.messages import F32, I32
-from actorllm.types.request import MAX_BAD_WORDS, MAX_PATTERN_SIZE, RepetitionDetectionParams, SamplingParams
+from actorllm.types.params import MAX_BAD_WORDS, MAX_PATTERN_SIZE, RepetitionDetectionParams, SamplingParams
 
 _HEADER = 9
 """Integers before the ids of a record: slot, integers in it, logprobs, prompt logprobs, first position, four counts."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from actorllm.messages import I32
 from actorllm.types.flat_logprobs import FlatLogprobs
-from actorllm.types.request import Logprob
+from actorllm.types.logprob import Logprob
 
 __all__ = ("FlatLogprobs", "Logprob", "LogprobSpan", "columns_of", "spans_of")
 

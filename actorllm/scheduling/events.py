@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from actorllm.messages import I32, NO_I32, no_i32
 from actorllm.messages.logprobs import LogprobSpan
 from actorllm.scheduling.sequence import Sequence
-from actorllm.types.request import FinishReason
+from actorllm.types.outputs import FinishReason
 
 
 class End(NamedTuple):

@@ -27,7 +27,7 @@ from actorllm.scheduling.prefix_cache import PrefixCache
 from actorllm.scheduling.sequence import Key, Sequence, State
 from actorllm.scheduling.stopping import Stopping
 from actorllm.supervision.blame.step_failures import Faults
-from actorllm.types.request import FinishReason
+from actorllm.types.outputs import FinishReason
 
 
 class Roster:

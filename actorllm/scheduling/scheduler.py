@@ -58,7 +58,7 @@ from actorllm.scheduling.stopping import Stopping
 from actorllm.scheduling.telemetry.statistics import SchedulerStatistics
 from actorllm.scheduling.validation import Intake
 from actorllm.supervision.blame.step_failures import KILLED, Faults
-from actorllm.types.request import FinishReason
+from actorllm.types.outputs import FinishReason
 
 
 class Scheduler:

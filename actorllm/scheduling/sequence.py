@@ -21,7 +21,7 @@ from actorllm.kvcache.prefix_index import Run
 from actorllm.messages import I32, Submit, no_i32
 from actorllm.messages.logit_rules import SamplingRules
 from actorllm.scheduling.repetition import RepetitionWatch
-from actorllm.types.request import FinishReason
+from actorllm.types.outputs import FinishReason
 
 Key = tuple[int, int]
 """(frontend, rid): unique among the requests alive."""

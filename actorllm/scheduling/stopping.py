@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from actorllm.messages import I32
 from actorllm.scheduling.batch import Rows
 from actorllm.scheduling.sequence import Sequence
-from actorllm.types.request import FinishReason
+from actorllm.types.outputs import FinishReason
 
 REPETITION_DETECTED = "repetition_detected"
 """The stop_reason beside finish_reason "repetition", as in vLLM."""

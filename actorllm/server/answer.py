@@ -29,7 +29,8 @@ from actorllm.server.guards import SEND
 from actorllm.server.request_log import log_request, request_id
 from actorllm.server.shape import Shape
 from actorllm.server.state import ServerState
-from actorllm.types.request import CompletionOutput, RequestOutput, SamplingParams
+from actorllm.types.outputs import CompletionOutput, RequestOutput
+from actorllm.types.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

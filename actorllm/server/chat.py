@@ -16,7 +16,8 @@ from actorllm.server.shape import OpenAIShape, PromptState, View
 from actorllm.server.tool_answer import ToolAnswer
 from actorllm.server.tools import ToolUse, tool_use_of, warnings_of
 from actorllm.text.chat import Conversation
-from actorllm.types.request import CompletionOutput, RequestOutput, RequestOutputKind
+from actorllm.types.outputs import CompletionOutput, RequestOutput
+from actorllm.types.params import RequestOutputKind
 
 ROLE = "assistant"
 

@@ -18,7 +18,8 @@ from actorllm.server.protocol import CompletionRequest
 from actorllm.server.sampling import Defaults, Extras, extras_of, sampling_params
 from actorllm.server.shape import OpenAIShape, PromptState, Shape, View
 from actorllm.server.tools import warnings_of
-from actorllm.types.request import MAX_N, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
+from actorllm.types.outputs import CompletionOutput, RequestOutput
+from actorllm.types.params import MAX_N, RequestOutputKind, SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
 

@@ -17,7 +17,8 @@ from actorllm.server.copies import check_copies
 from actorllm.server.protocol import Body
 from actorllm.server.sampling import Defaults, Extras, contradictions_of, objective_of
 from actorllm.server.shape import Shape
-from actorllm.types.request import RequestOutput, RequestOutputKind, SamplingParams
+from actorllm.types.outputs import RequestOutput
+from actorllm.types.params import RequestOutputKind, SamplingParams
 
 MAX_TOKENS = 1 << 14
 """Each event of a stream has all of the text so far; a request counts as no longer than this."""

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actorllm.types.request import Logprob, RequestOutput
+from actorllm.types.logprob import Logprob
+from actorllm.types.outputs import RequestOutput
 
 Position = tuple[int, Mapping[int, Logprob] | None]
 """A token's id, and the log-probabilities at its place: its own and those of the most likely ones, by token id."""

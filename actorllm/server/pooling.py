@@ -30,8 +30,9 @@ from actorllm.server.sampling import Extras, extras_of, name_request
 from actorllm.server.shape import PromptState, Shape, metrics_of
 from actorllm.server.state import ServerState
 from actorllm.types.objective import SLO
+from actorllm.types.outputs import RequestOutput
+from actorllm.types.params import MAX_N, PoolingParams
 from actorllm.types.pooling_outputs import PoolingOutput, PoolingRequestOutput, paired, scored
-from actorllm.types.request import MAX_N, PoolingParams, RequestOutput
 
 router = APIRouter()
 

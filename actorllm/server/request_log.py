@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from contextvars import ContextVar
 
-from actorllm.types.request import RequestOutput
+from actorllm.types.outputs import RequestOutput
 
 logger = logging.getLogger(__name__)
 

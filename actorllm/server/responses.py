@@ -28,7 +28,8 @@ from actorllm.server.shape import PromptState, Shape, metrics_of
 from actorllm.server.tools import warnings_of
 from actorllm.text.chat import Conversation
 from actorllm.types.objective import SLO
-from actorllm.types.request import CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
+from actorllm.types.outputs import CompletionOutput, RequestOutput
+from actorllm.types.params import RequestOutputKind, SamplingParams
 from actorllm.types.structured_outputs import StructuredOutputsParams
 
 WITH_LOGPROBS = "message.output_text.logprobs"

@@ -18,7 +18,7 @@ from actorllm.server.protocol import Body, Generation
 from actorllm.server.tool_parsers import DEFAULT_PARSER, PARSERS, ToolParser
 from actorllm.server.tools import response_format_of
 from actorllm.types.objective import SLO
-from actorllm.types.request import VLLM_PARAMETERS, RequestOutputKind, SamplingParams
+from actorllm.types.params import VLLM_PARAMETERS, RequestOutputKind, SamplingParams
 
 SAMPLING_FIELDS = (
     *("n", "best_of", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos"),

@@ -19,7 +19,8 @@ from actorllm.actors.frontend import Delta
 from actorllm.server.logprobs import LogprobsView, Position
 from actorllm.server.protocol import Generation
 from actorllm.types.objective import SLO
-from actorllm.types.request import CompletionOutput, RequestMetrics, RequestOutput
+from actorllm.types.outputs import CompletionOutput, RequestOutput
+from actorllm.types.request_metrics import RequestMetrics
 
 DONE = b"data: [DONE]\n\n"
 

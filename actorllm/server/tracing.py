@@ -15,7 +15,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from actorllm import __version__
 from actorllm.errors import ConfigError
-from actorllm.types.request import RequestMetrics, RequestOutput, SamplingParams
+from actorllm.types.outputs import RequestOutput
+from actorllm.types.params import SamplingParams
+from actorllm.types.request_metrics import RequestMetrics
 
 OPERATIONS = {
     "chatcmpl": "chat",

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, MutableSequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, overload
 
-from actorllm.types.request import Logprob
+from actorllm.types.logprob import Logprob
 
 FIELDS = frozenset(("start_indices", "end_indices", "token_ids", "logprobs", "ranks", "decoded_tokens"))
 

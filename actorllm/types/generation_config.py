@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from actorllm.errors import ConfigError, CorruptModelError, InvalidParameterError
-from actorllm.types.request import SamplingParams
+from actorllm.types.params import SamplingParams
 
 RECOMMENDED = (
     "repetition_penalty",

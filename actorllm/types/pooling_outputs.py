@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.errors import InvalidParameterError
-from actorllm.types.request import RequestMetrics
+from actorllm.types.request_metrics import RequestMetrics
 
 if TYPE_CHECKING:
     import torch

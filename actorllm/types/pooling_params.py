@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from actorllm.errors import ConfigError, CorruptModelError, InvalidParameterError, UnsupportedModelError, nearest_name
-from actorllm.types.request import PoolingParams, PoolingType, check_pooling_type, names_unknown_parameters
+from actorllm.types.params import PoolingParams, PoolingType, check_pooling_type, names_unknown_parameters
 
 RUNNERS = ("auto", "generate", "pooling")
 CONVERTS = ("auto", "none", "embed")

@@ -18,7 +18,7 @@ from actorllm.cli.laboratory import ScenarioOptions
 from actorllm.scheduling.policies.srpf import Srpf
 from actorllm.scheduling.policy import Admit
 from actorllm.slo.experiments import point as point_module
-from actorllm.types.request import SamplingParams
+from actorllm.types.params import SamplingParams
 
 SMALL = ("--workload", "synthetic", "--num-requests", "60")
 

@@ -15,7 +15,7 @@ from actorllm.scheduling.admission_policy import AdmissionPolicy
 from actorllm.scheduling.policy import View
 from actorllm.scheduling.sequence import Sequence
 from actorllm.text.chat import Conversation
-from actorllm.types.request import RequestOutputKind
+from actorllm.types.params import RequestOutputKind
 
 QUICK = ("--topology", "inline", "--num-threads", "1", "--dtype", "float32")
 MESSAGES = [{"role": "user", "content": "Once upon a time"}]

@@ -25,7 +25,7 @@ from actorllm.server.bodies.packing import pack, question, unpack
 from actorllm.server.bodies.parse_process import MAX_RESIDENT_KIB, NICENESS
 from actorllm.server.bodies.reader import BodyReader, is_small
 from actorllm.server.envelope import ApiError
-from actorllm.types.request import MAX_N
+from actorllm.types.params import MAX_N
 
 pytestmark = pytest.mark.anyio
 

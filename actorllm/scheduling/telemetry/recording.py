@@ -16,7 +16,7 @@ from actorllm.scheduling.events import End, Events
 from actorllm.scheduling.results import ContradictionError
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key, Sequence
-from actorllm.types.request import FinishReason
+from actorllm.types.outputs import FinishReason
 
 Entry: TypeAlias = tuple[str, float, Any]
 """(call, now, argument): the argument is a message or a list of plain values."""

@@ -87,7 +87,7 @@ def _first(error: BaseException) -> BaseException:
 
 def _request(llm: AsyncLLM, rng: np.random.Generator) -> tuple[list[int], Any]:
     """Random ids: short prompts are as frequent as long ones, and nothing is found in the prefix cache."""
-    from actorllm.types.request import SamplingParams
+    from actorllm.types.params import SamplingParams
 
     longest = llm.config.model.max_model_len
     num_output = int(rng.integers(1, min(MAX_OUTPUT, longest // 2) + 1))

@@ -10,7 +10,8 @@ from actorllm.clock import from_epoch, to_epoch
 from actorllm.errors import RequestFailedError
 from actorllm.slo.live.replay import Call, Record
 from actorllm.slo.timeline import ABORTED
-from actorllm.types.request import RequestMetrics, RequestOutputKind, SamplingParams
+from actorllm.types.params import RequestOutputKind, SamplingParams
+from actorllm.types.request_metrics import RequestMetrics
 
 if TYPE_CHECKING:
     from actorllm.api.async_llm import AsyncLLM

@@ -22,7 +22,7 @@ from actorllm.scheduling.pause import PauseState
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key, Sequence, State
 from actorllm.supervision.blame.scheduler_deaths import Trial
-from actorllm.types.request import FinishReason
+from actorllm.types.outputs import FinishReason
 
 JOURNAL_PATIENCE_S = 1.0
 """How long a trial waits for the journals of all frontends before it begins with what is there."""

@@ -1,0 +1,96 @@
+"""What comes out of a request that generates: `RequestOutput` and its `CompletionOutput`s. Names are vLLM's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from actorllm.types.flat_logprobs import FlatLogprobs
+from actorllm.types.logprob import Logprob
+from actorllm.types.request_metrics import RequestMetrics
+
+FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One generated sequence of a request, so far or at its end (see RequestOutputKind)."""
+
+    index: int
+    """Which of the n sequences."""
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    """Of all tokens so far, when logprobs were asked for."""
+    logprobs: list[dict[int, Logprob]] | FlatLogprobs | None = None
+    """By token id, for each of token_ids: the chosen token first, then the most likely ones in order."""
+    routed_experts: None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token id or the stop string that ended it; None for the model's own end-of-text."""
+    lora_request: None = None
+    sampling_mask: None = None
+    spec_decode_metrics: None = None
+    weight_versions: None = None
+    kv_transfer_params: None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What a request has produced.
+
+    outputs: its sequences by index. While n > 1 sequences are streamed, an output holds those that have something new.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | FlatLogprobs | None = None
+    """By token id, for each of prompt_token_ids, when asked for; the first has None: nothing came before it."""
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    """Whether every sequence has ended."""
+    metrics: RequestMetrics | None = None
+    lora_request: None = None
+    encoder_prompt: None = None
+    encoder_prompt_token_ids: None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV was in the cache."""
+    num_cache_creation_tokens: None = None
+    prompt_token_id_logprobs: None = None
+    multi_modal_placeholders: dict[str, Any] = field(default_factory=dict)
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+
+    def add(self, next_output: RequestOutput, aggregate: bool) -> None:
+        """Merge a later output of the same request into this one.
+
+        aggregate: append its text and tokens (DELTA); else its sequences replace those here (CUMULATIVE).
+        """
+        self.finished |= next_output.finished
+        self.metrics = next_output.metrics
+        self.num_cached_tokens = next_output.num_cached_tokens
+        at = {completion.index: i for i, completion in enumerate(self.outputs)}
+        for new in next_output.outputs:
+            i = at.get(new.index)
+            if i is None:
+                self.outputs.append(new)
+            elif aggregate:
+                _append(self.outputs[i], new)
+            else:
+                self.outputs[i] = new
+
+
+def _append(completion: CompletionOutput, new: CompletionOutput) -> None:
+    completion.text += new.text
+    completion.token_ids = [*completion.token_ids, *new.token_ids]
+    if new.logprobs:
+        merged: Any = completion.logprobs[:] if completion.logprobs is not None else type(new.logprobs)()
+        merged.extend(new.logprobs)
+        completion.logprobs = merged
+    completion.cumulative_logprob = new.cumulative_logprob
+    completion.finish_reason = new.finish_reason
+    completion.stop_reason = new.stop_reason
