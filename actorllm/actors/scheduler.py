@@ -13,19 +13,21 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
-import numpy as np
 
 from actorllm.actors.actor import Actor
 from actorllm.actors.constraints import Constraints, with_ends
 from actorllm.actors.detokenization import Outgoing, Renderer
 from actorllm.actors.link import Link
+from actorllm.actors.loop_parts import Expiry, Grammars, PoisonIsolation, hooks
 from actorllm.actors.outlet import ForFrontend, Outlet
+from actorllm.actors.pausing import Pausing
 from actorllm.actors.record_file import RecordFile, build_policy, is_of_user, scheduler_arguments
 from actorllm.actors.self_check import check_policy
 from actorllm.actors.timeline import Timeline
@@ -38,7 +40,6 @@ from actorllm.messages import (
     NO_I32,
     Abort,
     Message,
-    PauseChanged,
     StepFailed,
     StepPlan,
     StepResult,
@@ -108,7 +109,7 @@ class SchedulerActor(Actor):
         self._vocab_size = 0
         self._num_frontends = 0
         self._workers: Link
-        self._has_workers = False
+        self.has_workers = False
         self._is_unproven = True
         """Nobody has had a token since the last death that this actor knows of; its own included."""
         self._num_workers = 1
@@ -120,12 +121,8 @@ class SchedulerActor(Actor):
         self._tally = Tally()
         self._step_log = StepLog()
         self._retry_s = RETRY_S
-        self._drained: anyio.Event | None = None
-        self._idle: anyio.Event | None = None
-        self._is_draining = False
-        self._pause_mode: str | None = None
-        self._has_heard_of_pauses = False
         self._trial: SchedulerTrial
+        self._pausing: Pausing
         self._timeline: Timeline | None = None
         self._policy_name = "fcfs"
         self._policy_failure: str | None = None
@@ -159,7 +156,18 @@ class SchedulerActor(Actor):
         self._constraints = Constraints(compiler, self.scheduler)
         self._is_configured = True
         check = partial(check_policy, config)
-        self._trial = SchedulerTrial(self.scheduler, self._outlets, self._send_to, self.report_progress, check)
+        self._trial = SchedulerTrial(self.scheduler, self._outlets, self.send_to, self.report_progress, check)
+        self._pausing = Pausing(self, self._trial, self._outlets, self._full)
+        parts = (
+            PoisonIsolation(self, self._trial),
+            Expiry(self, self._trial),
+            Grammars(self, self._constraints),
+            self._pausing,
+        )
+        self._before_plan = hooks(parts, "before_plan")
+        self._after_plan = hooks(parts, "after_plan")
+        self._after_result = hooks(parts, "after_result")
+        self._deadlines: tuple[Callable[[], float], ...] = hooks(parts, "next_deadline")
         self._renderer = Renderer(self._tokenizer, self._tally, self.scheduler.finish)
 
     def _build(self, config: EngineConfig) -> Scheduler:
@@ -249,7 +257,7 @@ class SchedulerActor(Actor):
     def on_link(self, link: Link) -> None:
         if link.name == "workers":
             self._workers = link
-            self._has_workers = True
+            self.has_workers = True
             self._due = [self.scheduler.ledger.next_step] * self._num_workers
             if self._timeline is not None:
                 self._timeline.mark("workers linked", now(), generation=link.generation)
@@ -259,8 +267,7 @@ class SchedulerActor(Actor):
             self._num_frontends += 1
             self._outlets[number] = Outlet(number, link)
             self._frontend_of[link] = number
-            if self.scheduler.pause_state is not PauseState.RUNNING:
-                self._send_to(self._outlets[number], PauseChanged(mode=self._pause_mode))
+            self._pausing.on_frontend(self._outlets[number])
             self._trial.on_frontend(number, link.generation)
             if link.peer.startswith(ATTACHED):
                 self._foreign.add(link)
@@ -284,7 +291,7 @@ class SchedulerActor(Actor):
 
     def _lose_workers(self, link: Link) -> None:
         """What they had reported counts. All else goes on from its known tokens, with the next ones."""
-        self._has_workers = False
+        self.has_workers = False
         while self._results:
             self._take_result()
         self._is_unproven = True
@@ -295,7 +302,7 @@ class SchedulerActor(Actor):
         logger.info("the workers are lost (%s); %d steps in flight", link.lost, self.scheduler.num_in_flight)
         if self._timeline is not None:
             self._timeline.mark("workers lost", now(), reason=str(link.lost))
-        self._send_ends(self.scheduler.lose_workers(str(link.lost), now()))
+        self.send_ends(self.scheduler.lose_workers(str(link.lost), now()))
         if self.scheduler.is_narrowing:
             self.report_progress()
         self.wake()
@@ -303,7 +310,7 @@ class SchedulerActor(Actor):
     def _part_with_workers(self, link: Link, contradiction: str) -> None:
         """What one of them says cannot be: nothing more of them is believed, and others take their place."""
         logger.error("%s contradicts its plans: %s", link.peer, contradiction, extra={"event": "contradiction"})
-        self._has_workers = False
+        self.has_workers = False
         self._results.clear()
         self.denounce(link, f"contradicting its plans: {contradiction}")
 
@@ -336,7 +343,7 @@ class SchedulerActor(Actor):
 
         Every rank answers every plan once, in their order.
         """
-        if not self._has_workers:
+        if not self.has_workers:
             return  # they are not believed any more
         rank = link.rank
         due = self._due[rank]
@@ -367,35 +374,30 @@ class SchedulerActor(Actor):
 
     def turn(self) -> bool:
         """One turn of the loop: plan what there is room for, work off one result. False: there is no result yet."""
-        scheduler = self.scheduler
         self.take_inbox()
-        if self._trial:
-            self._go_on_with_trial()
-        if scheduler.expires_at < math.inf or self._trial:
-            self._expire()
-        self._wake_at = math.inf  # with no room for a step there will be a result
-        if self._constraints.is_making:
-            self._send_ends(self._constraints.make(self.waker()))
-        while scheduler.has_room and self._has_workers:  # up to `depth` steps in flight
-            plan = scheduler.schedule(now())
-            if scheduler.has_rejected:
-                self._send_ends(scheduler.take_rejected())
-            if plan is None:
-                if scheduler.num_in_flight or not self._ends_stall():
-                    self._set_timer()
-                    break
-                continue
-            self._launch(plan)
-        if self._trial and self._trial.is_stuck(self._has_workers):
-            self._trial.on_step(())  # there is nothing to wait for
-            self.wake()
-        self._tell_if_drained()
-        if self._idle is not None:
-            self._tell_if_idle()
+        for part in self._before_plan:
+            part()
+        self._plan_steps()
+        for part in self._after_plan:
+            part()
         if not self._results:
             return False
         self._take_result()
         return True
+
+    def _plan_steps(self) -> None:
+        """Up to `depth` steps are in flight."""
+        scheduler = self.scheduler
+        self._wake_at = math.inf  # with no room for a step there will be a result
+        while scheduler.has_room and self.has_workers:
+            plan = scheduler.schedule(now())
+            if scheduler.has_rejected:
+                self.send_ends(scheduler.take_rejected())
+            if plan is not None:
+                self._launch(plan)
+            elif scheduler.num_in_flight or not self._ends_stall():
+                self._set_timer()
+                break
 
     def _take_result(self) -> None:
         """Apply the oldest result and send what it brought."""
@@ -408,17 +410,15 @@ class SchedulerActor(Actor):
             events = with_ends(events, ends)
         # While the next step runs; whoever is at a stop string ends before it is planned.
         self._send(*self._renderer.render(events))
-        if self._trial:
-            self._trial.on_step(sequence.key for sequence in events.sequences)
+        for part in self._after_result:
+            part(events)
         if self._is_unproven and (events.tokens.size or events.vectors):
             self._is_unproven = False
             self.report_progress()
 
     def next_deadline(self) -> float | None:
         """When the loop must turn even if nothing arrives: for a policy, a deadline, or what could not be sent."""
-        wake_at = min(self._wake_at, self.scheduler.expires_at, self._constraints.expires_at)
-        if self._trial:
-            wake_at = min(wake_at, self._trial.wakes_at)
+        wake_at = min(self._wake_at, *(deadline() for deadline in self._deadlines))
         if self._full:
             return max(min(wake_at, now() + self._retry_s), now() + SHORTEST_TIMER_S)
         return max(wake_at, now() + SHORTEST_TIMER_S) if wake_at < math.inf else None
@@ -447,9 +447,9 @@ class SchedulerActor(Actor):
                 case Unblock():
                     end = self.scheduler.unblock((frontend, message.rid), message.error, now())
                     ends += [end] if end is not None else []
-        self._send_ends(ends)
+        self.send_ends(ends)
 
-    def _send_ends(self, ends: list[End]) -> None:
+    def send_ends(self, ends: list[End]) -> None:
         """Of requests that end without a step."""
         if ends:
             if self._trial.not_begun:
@@ -463,26 +463,18 @@ class SchedulerActor(Actor):
             error = f"{outlet.link.peer} takes no outputs and has submitted more than {limit} requests meanwhile"
             self.drop_link(outlet.link, PeerLostError(error))
 
-    def _expire(self) -> None:
-        """End what is due, at once and not only when the step in flight is done."""
-        at = now()
-        if self.scheduler.expires_at <= at:
-            self._send_ends(self.scheduler.expire(at))
-        if self._trial:
-            self._send_ends(self._trial.expire(at))
-
     def _submit(self, frontend: int, message: Submit) -> list[End]:
         key: Key = (frontend, message.rid)
         is_known = message.is_resumed or message.output.size  # to the scheduler before
-        if self._is_draining and not is_known and self._outlets[frontend].link in self._foreign:
+        if self._pausing.is_draining and not is_known and self._outlets[frontend].link in self._foreign:
             return [_refusal_to_drain(key, message)]
         if message.num_deaths:
             message = self._trial.weigh(frontend, message)
         if self._trial and self.scheduler.sequence(key) is None:  # else it is said again
             return self._trial.hold_back(key, message)
-        return self._take_on(key, message)
+        return self.take_on(key, message)
 
-    def _take_on(self, key: Key, message: Submit, is_let_in: bool = False) -> list[End]:
+    def take_on(self, key: Key, message: Submit, is_let_in: bool = False) -> list[End]:
         """Give a request to the scheduler. is_let_in: it has been counted as waiting, and there is room for it."""
         is_new = self.scheduler.sequence(key) is None
         self._watch.see(message.slo)
@@ -500,14 +492,6 @@ class SchedulerActor(Actor):
             self._constraints.add(sequence)
         return self._renderer.add(key, message, sequence) if is_new else []
 
-    def _go_on_with_trial(self) -> None:
-        """Take on whom it is the turn of."""
-        ends: list[End] = []
-        while requests := self._trial.next_requests():
-            for key, message in requests:
-                ends += self._take_on(key, message, is_let_in=True)
-        self._send_ends(ends)
-
     def _launch(self, plan: StepPlan) -> None:
         if self._trial.not_begun:
             self._trial.tell_begun(self.scheduler.ledger.newest)
@@ -517,7 +501,7 @@ class SchedulerActor(Actor):
             self._step_watch.launched(self.scheduler.ledger.newest, self.scheduler)
         if plan.late_slots.size:
             self._constraints.launched(plan, self.scheduler.ledger.newest)
-            self._send_ends(self._send_late_inputs())
+            self.send_ends(self._send_late_inputs())
         if self._timeline is not None:
             record = max(self.scheduler.ledger, key=lambda r: r.step)
             self._timeline.launched(plan.step, record.launched, now(), record.num_decode, record.num_tokens)
@@ -526,7 +510,7 @@ class SchedulerActor(Actor):
         """A step's late inputs are due when the results of all steps before it are known. Returns whom that ends."""
         ends: list[End] = []
         constraints = self._constraints
-        while constraints.is_due(self.scheduler.ledger.last_done) and self._has_workers:
+        while constraints.is_due(self.scheduler.ledger.last_done) and self.has_workers:
             message, over, failed = constraints.late_inputs()
             self._workers.send_nowait(message)
             ends += constraints.end(over, failed, now())
@@ -564,13 +548,13 @@ class SchedulerActor(Actor):
         for frontend, rows in outgoing.all:
             outlet = self._outlets.get(frontend)
             if outlet is not None:
-                self._send_to(outlet, rows.message(rendered))
+                self.send_to(outlet, rows.message(rendered))
         if self._full:
             self._flush()
         if self._timeline is not None and (outgoing.all or self._renderer.pacing):
             self._timeline.rendered(began, rendered, now(), sum(len(rows.rids) for _, rows in outgoing.all))
 
-    def _send_to(self, outlet: Outlet, outputs: ForFrontend) -> None:
+    def send_to(self, outlet: Outlet, outputs: ForFrontend) -> None:
         try:
             if not outlet.send(outputs) and outlet.number not in self._full:
                 logger.warning("%s does not take its outputs; they are held", outlet.link.peer)
@@ -616,23 +600,19 @@ class SchedulerActor(Actor):
                 return True
             case "pause_generation":
                 if not arguments.get("is_restored"):
-                    return self._finish_pause(self._pause(arguments["mode"]), bool(arguments["clear_cache"]))
-                if not self._has_heard_of_pauses:  # else from somebody who knows it better
-                    self._pause(arguments["mode"])
+                    return self._pausing.pause(arguments["mode"], bool(arguments["clear_cache"]))
+                self._pausing.restore(arguments["mode"])
                 return True  # who tells of it has yet to submit what a pause might wait for
             case "resume_generation":
-                self.scheduler.resume(now())
-                self._tell_pause(None)
-                self._tell_if_drained()
-                self.wake()
+                self._pausing.resume()
                 return True
             case "is_paused":
                 return self.scheduler.pause_state is not PauseState.RUNNING
             case "drain":
-                return self._drain()
+                return self._pausing.drain()
             case "abort_all":
                 self.take_inbox()
-                self._send_ends([*self.scheduler.abort_all(now()), *self._abort_held()])
+                self.send_ends([*self.scheduler.abort_all(now()), *self.abort_held()])
                 self.wake()
                 return True
             case "start_timeline":
@@ -655,17 +635,7 @@ class SchedulerActor(Actor):
                 return self._ask_workers(verb, timeout=math.inf, **arguments)  # a long trace is long in writing
         return super().answer(verb, arguments)
 
-    def _pause(self, mode: str) -> anyio.Event:
-        """Returns what is set when nothing is going on any more."""
-        self.take_inbox()  # what was sent before is from before
-        self._send_ends([*self.scheduler.pause(mode, now()), *(self._abort_held() if mode == "abort" else ())])
-        self._tell_pause(mode)
-        if self._drained is None:
-            self._drained = anyio.Event()
-        self.wake()
-        return self._drained
-
-    def _abort_held(self) -> list[End]:
+    def abort_held(self) -> list[End]:
         """End what was submitted and is not the scheduler's yet: held for a trial, or put off while outputs wait."""
         ends = self._trial.abort_all()
         for number, outlet in self._full.items():
@@ -674,55 +644,9 @@ class SchedulerActor(Actor):
                     ends += [end_of_unknown((number, one.rid), one, "abort") for one in sequences_of(message)]
         return ends
 
-    def _tell_pause(self, mode: str | None) -> None:
-        """Every frontend can tell the next scheduler, whoever it was that paused or resumed."""
-        self._has_heard_of_pauses = True
-        self._pause_mode = mode
-        started: dict[int, list[int]] = {number: [] for number in self._outlets}
-        if mode == "wait":
-            for number, rid in self.scheduler.started:
-                started.setdefault(number, []).append(rid)
-        for number, outlet in list(self._outlets.items()):
-            self._send_to(outlet, PauseChanged(mode=mode, started=np.array(started[number], np.int32)))
-
-    async def _finish_pause(self, drained: anyio.Event, clear_cache: bool) -> bool:
-        """Wait until nothing is going on. False: generation was resumed before that."""
-        await drained.wait()
-        if self.scheduler.pause_state is PauseState.RUNNING:
-            return False
-        if clear_cache:
-            self.scheduler.reset_prefix_cache(now(), reset_running_requests=True)
-        return True
-
-    def _tell_if_drained(self) -> None:
-        if self._drained is None:
-            return
-        is_over = self.scheduler.is_drained
-        if self.scheduler.pause_state is PauseState.NOTHING_NEW:  # who had started finishes, wherever it is now
-            is_over = is_over and not self._trial.resubmitting and not self._trial.has_started
-        if is_over or self.scheduler.pause_state is PauseState.RUNNING:
-            self._drained.set()
-            self._drained = None
-
-    async def _drain(self) -> bool:
-        """Refuse what attached frontends submit from now on, and wait until every request has ended."""
-        self._is_draining = True
-        if self._idle is None:
-            self._idle = anyio.Event()
-        self.wake()
-        await self._idle.wait()
-        return True
-
-    def _tell_if_idle(self) -> None:
-        if self._idle is None or not self.scheduler.is_idle or self._trial.resubmitting or self._trial.has_held:
-            return
-        if not any(outlet.deferred for outlet in self._full.values()):
-            self._idle.set()
-            self._idle = None
-
     async def _ask_workers(self, verb: str, **arguments: Any) -> list[Any]:
         """The answers of all ranks; none while they are started again."""
-        if not self._has_workers:
+        if not self.has_workers:
             return []
         try:
             return await self.ask_all(self._workers, verb, **arguments)
