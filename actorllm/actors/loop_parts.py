@@ -65,7 +65,7 @@ class PoisonIsolation(LoopPart):
         self._trial = trial
 
     def before_plan(self) -> None:
-        if not self._trial:
+        if not self._trial.is_on:
             return
         ends: list[End] = []
         while requests := self._trial.next_requests():
@@ -74,16 +74,16 @@ class PoisonIsolation(LoopPart):
         self._host.send_ends(ends)
 
     def after_plan(self) -> None:
-        if self._trial and self._trial.is_stuck(self._host.has_workers):
+        if self._trial.is_on and self._trial.is_stuck(self._host.has_workers):
             self._trial.on_step(())  # there is nothing to wait for
             self._host.wake()
 
     def after_result(self, events: Events) -> None:
-        if self._trial:
+        if self._trial.is_on:
             self._trial.on_step(sequence.key for sequence in events.sequences)
 
     def next_deadline(self) -> float:
-        return self._trial.wakes_at if self._trial else math.inf
+        return self._trial.wakes_at if self._trial.is_on else math.inf
 
 
 class Expiry(LoopPart):
@@ -95,12 +95,12 @@ class Expiry(LoopPart):
 
     def before_plan(self) -> None:
         scheduler = self._host.scheduler
-        if scheduler.expires_at == math.inf and not self._trial:
+        if scheduler.expires_at == math.inf and not self._trial.is_on:
             return
         at = now()
         if scheduler.expires_at <= at:
             self._host.send_ends(scheduler.expire(at))
-        if self._trial:
+        if self._trial.is_on:
             self._host.send_ends(self._trial.expire(at))
 
     def next_deadline(self) -> float:

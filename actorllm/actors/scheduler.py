@@ -418,7 +418,9 @@ class SchedulerActor(Actor):
 
     def next_deadline(self) -> float | None:
         """When the loop must turn even if nothing arrives: for a policy, a deadline, or what could not be sent."""
-        wake_at = min(self._wake_at, *(deadline() for deadline in self._deadlines))
+        wake_at = self._wake_at
+        for deadline in self._deadlines:
+            wake_at = min(wake_at, deadline())
         if self._full:
             return max(min(wake_at, now() + self._retry_s), now() + SHORTEST_TIMER_S)
         return max(wake_at, now() + SHORTEST_TIMER_S) if wake_at < math.inf else None
@@ -440,7 +442,7 @@ class SchedulerActor(Actor):
                 case Abort():
                     keys = [(frontend, rid) for rid in message.rids.tolist()]
                     ends += self.scheduler.abort(keys, now())
-                    if self._trial:
+                    if self._trial.is_on:
                         ends += self._trial.abort(keys)
                 case Unblock() if self._constraints.is_making_matcher((frontend, message.rid)):
                     pass  # nobody but this actor can make it
@@ -470,7 +472,7 @@ class SchedulerActor(Actor):
             return [_refusal_to_drain(key, message)]
         if message.num_deaths:
             message = self._trial.weigh(frontend, message)
-        if self._trial and self.scheduler.sequence(key) is None:  # else it is said again
+        if self._trial.is_on and self.scheduler.sequence(key) is None:  # else it is said again
             return self._trial.hold_back(key, message)
         return self.take_on(key, message)
 

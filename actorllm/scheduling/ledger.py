@@ -40,6 +40,8 @@ class Ledger:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
+        self.has_room = True
+        """Another step may be launched."""
         self._in_flight: deque[StepRecord] = deque()
         self._last_step = 0
 
@@ -48,10 +50,6 @@ class Ledger:
 
     def __iter__(self) -> Iterator[StepRecord]:
         return iter(self._in_flight)
-
-    @property
-    def has_room(self) -> bool:
-        return len(self._in_flight) < self.depth
 
     @property
     def next_step(self) -> int:
@@ -68,10 +66,11 @@ class Ledger:
         return self._in_flight[-1]
 
     def launch(self, record: StepRecord) -> None:
-        if record.step != self.next_step or not self.has_room:
+        if record.step != self._last_step + 1 or not self.has_room:
             raise ValueError(f"step {record.step} cannot be launched now ({len(self)} in flight)")
         self._last_step = record.step
         self._in_flight.append(record)
+        self.has_room = len(self._in_flight) < self.depth
 
     def oldest(self, step: int) -> StepRecord | None:
         """The record of the oldest step in flight if it is this one; else None."""
@@ -81,6 +80,7 @@ class Ledger:
         """The oldest step is done, and no longer in flight."""
         assert record is self._in_flight[0]
         self._in_flight.popleft()
+        self.has_room = True
 
     def void(self, step: int) -> list[StepRecord]:
         """This step failed: it and all later ones are void. They are returned and their results will not be applied."""
@@ -89,6 +89,7 @@ class Ledger:
         voided: list[StepRecord] = []
         while self._in_flight and self._in_flight[-1].step >= step:
             voided.append(self._in_flight.pop())
+        self.has_room = True
         return voided[::-1]
 
     def skip(self, steps: int) -> None:

@@ -138,7 +138,7 @@ class Trial:
 
     def __init__(self, on_release: Callable[[Key, Submit], object] | None = None) -> None:
         self._on_release = on_release
-        self._is_on = False
+        self.is_on = False
         self._held: dict[Key, Submit] = {}
         self._untried: set[Key] = set()
         """On trial, and neither acquitted nor known to have ended."""
@@ -151,7 +151,7 @@ class Trial:
         """Those on trial are suspects, and fewer than whenever one of them was tried before."""
 
     def __bool__(self) -> bool:
-        return self._is_on
+        return self.is_on
 
     def __len__(self) -> int:
         return len(self._held)
@@ -188,7 +188,7 @@ class Trial:
 
     def begin(self) -> None:
         """Hold back everything from now on."""
-        self._is_on = True
+        self.is_on = True
 
     def hold(self, key: Key, submit: Submit) -> None:
         self._held[key] = submit
@@ -237,7 +237,7 @@ class Trial:
         is_pausing: only those may run who had started; if it is nobody, the trial is not over as long as it is true.
         """
         if not self.has_suspects:
-            self._is_on = self._has_token = False
+            self.is_on = self._has_token = False
             self._untried.clear()
             self._losses.clear()
             self.num_tried = 0

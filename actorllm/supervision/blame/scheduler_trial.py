@@ -63,7 +63,7 @@ class SchedulerTrial(Trial):
         """A frontend is linked to its generation-th scheduler."""
         if generation > 1:
             self.resubmitting.add(number)
-        if self:
+        if self.is_on:
             self._send(self._outlets[number], OnTrial(num_tried=self._num_told))
         elif generation > 2 and self._scheduler.is_idle:
             self._begin_within(SHORT_PATIENCE_S)  # the second death: there may be suspects, and they are tried alone
@@ -113,7 +113,7 @@ class SchedulerTrial(Trial):
 
     def _begin_within(self, patience_s: float) -> None:
         """Hold back everything that comes, until all journals are there or patience is over."""
-        was_on = bool(self)
+        was_on = self.is_on
         self.begin()
         self.begins_at = now() + patience_s
         if not was_on:
@@ -124,13 +124,13 @@ class SchedulerTrial(Trial):
 
         To be asked again until there is nobody.
         """
-        if not self or not self._may_try_next():
+        if not self.is_on or not self._may_try_next():
             return []
         if not self._is_checked and self.has_suspects:
             self._is_checked = True
             self._check_itself()
         group = self.next_group(is_pausing=self._scheduler.pause_state is PauseState.NOTHING_NEW)
-        if self:
+        if self.is_on:
             if not group:
                 return []
             if self.is_narrower or self._is_alone:
@@ -185,7 +185,7 @@ class SchedulerTrial(Trial):
     @property
     def _num_told(self) -> int:
         """As frontends are told: 0 when there is no trial; before it begins nobody runs, and it is 1."""
-        return max(1, self.num_tried) if self else 0
+        return max(1, self.num_tried) if self.is_on else 0
 
     def tell_begun(self, record: StepRecord) -> None:
         """Requests that were submitted again are in a step for the first time: should this scheduler die, they were there."""
