@@ -31,7 +31,7 @@ from actorllm.errors import (
     UnsupportedModelError,
 )
 from actorllm.ring import segment
-from actorllm.types import request
+from actorllm.types import params as request_params
 from actorllm.types.config import BUNDLED_MODELS
 
 STORYTELLER = BUNDLED_MODELS["storyteller"]
@@ -204,7 +204,7 @@ async def test_a_request_id_that_runs_already(llm: AsyncLLM) -> None:
 @pytest.mark.usefixtures("beside")
 async def test_parameters_that_leave_no_token(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        request, "MAX_STOP_TOKEN_IDS", 4096
+        request_params, "MAX_STOP_TOKEN_IDS", 4096
     )  # this vocabulary is small enough to be ruled out as a whole
     with pytest.raises(InvalidParameterError, match="min_tokens leaves no token to choose"):
         await llm.complete(PROMPT, short(stop_token_ids=list(range(4096)), min_tokens=2))
