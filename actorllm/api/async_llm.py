@@ -20,7 +20,7 @@ from actorllm.client.tokenization import Prompt, as_batch
 from actorllm.errors import EngineDeadError, EngineError, InvalidParameterError, RequestError, nearest_name
 from actorllm.scheduling.pause import PAUSE_MODES, PauseMode
 from actorllm.supervision.health import EngineHealth
-from actorllm.text.chat import ContentFormat, Conversation, Message
+from actorllm.text.chat_template import ContentFormat, Conversation, Message
 from actorllm.types.config import EngineConfig, ModelConfig
 from actorllm.types.objective import SLO
 from actorllm.types.outputs import RequestOutput
@@ -181,7 +181,7 @@ class AsyncLLM:
         """Stream the answer to a conversation, a list of mappings with 'role' and 'content'.
 
         The model's chat template makes the prompt of it, off this loop; the arguments about it are vLLM's, and described
-        as the fields of `actorllm.text.chat.Conversation`. extras, and everything else: as in `generate`.
+        as the fields of `actorllm.text.chat_template.Conversation`. extras, and everything else: as in `generate`.
         """
         conversation = Conversation.of(
             messages,

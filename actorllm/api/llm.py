@@ -23,7 +23,7 @@ from actorllm.client.tokenization import Prompt, as_batch
 from actorllm.clock import now
 from actorllm.errors import InvalidParameterError
 from actorllm.supervision.health import EngineHealth
-from actorllm.text.chat import ContentFormat, Conversation, Message, is_batch, load_template
+from actorllm.text.chat_template import ContentFormat, Conversation, Message, is_batch, load_template
 from actorllm.types.config import EngineConfig, ModelConfig
 from actorllm.types.outputs import RequestOutput
 from actorllm.types.params import PoolingParams, RequestOutputKind, SamplingParams, _integer, check_timeout
@@ -147,7 +147,7 @@ class LLM:
         timeout: float | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of them. Arguments as in `generate` and in vLLM's `LLM.chat`; those
-        about the template are the fields of `actorllm.text.chat.Conversation`.
+        about the template are the fields of `actorllm.text.chat_template.Conversation`.
         """
         extras = {
             "tokenization_kwargs": tokenization_kwargs,

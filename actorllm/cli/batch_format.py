@@ -26,8 +26,8 @@ from actorllm.errors import (
     InvalidPromptError,
     RequestFailedError,
 )
-from actorllm.server.logprobs import LogprobsView, Position, of_prompt
-from actorllm.text.chat import Conversation
+from actorllm.server.logprob_format import LogprobsView, Position, of_prompt
+from actorllm.text.chat_template import Conversation
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 from actorllm.types.params import RequestOutputKind, SamplingParams
 

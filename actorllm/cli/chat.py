@@ -78,7 +78,7 @@ class Talk:
 
     def say(self, message: str) -> None:
         """Print the answer as it comes; Ctrl-C ends it, and what there is of it counts. Raises RequestError."""
-        from actorllm.text.chat import Conversation
+        from actorllm.text.chat_template import Conversation
 
         asked = [*self.messages, {"role": "user", "content": message}]
         answer = Answer(self._engine, Conversation.of(asked, chat_template=self._template), self._params)

@@ -62,7 +62,7 @@ from actorllm.supervision.restart import RestartLimits
 from actorllm.supervision.standby import StandbyOptions
 from actorllm.supervision.start_log import StartLog
 from actorllm.supervision.supervisor import Supervisor
-from actorllm.text.chat import Conversation
+from actorllm.text.chat_template import Conversation
 from actorllm.types.config import EngineConfig
 from actorllm.types.generation_config import sampling_params_of
 from actorllm.types.objective import SLO

@@ -25,7 +25,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from actorllm.text.chat import ChatTemplate
+    from actorllm.text.chat_template import ChatTemplate
     from actorllm.text.tokenizer import Tokenizer
 
 HEAD = struct.Struct("<BQ")
@@ -87,7 +87,7 @@ def render(control: socket.socket, folder: str, most: int, fields: dict[str, Any
     import transformers.utils.chat_template_utils  # noqa: F401 - takes long, and is none of the request's time
 
     from actorllm.errors import InvalidPromptError
-    from actorllm.text.chat import Conversation
+    from actorllm.text.chat_template import Conversation
 
     template = template_of(folder)
     send(control, BEGUN, b"")
@@ -111,7 +111,7 @@ def tokenizer_of(folder: str) -> Tokenizer:
 
 @lru_cache(maxsize=1)
 def template_of(folder: str) -> ChatTemplate:
-    from actorllm.text.chat import ChatTemplate
+    from actorllm.text.chat_template import ChatTemplate
 
     return ChatTemplate(tokenizer_of(folder))
 

@@ -33,7 +33,7 @@ from actorllm.intake.job import Job
 from actorllm.intake.job_queue import JobQueue
 from actorllm.intake.lane_process import LaneProcess, ProcessEndedError, too_long
 from actorllm.supervision.health import ThreadHealth
-from actorllm.text.chat import Conversation
+from actorllm.text.chat_template import Conversation
 from actorllm.text.tokenizer import I32, Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.errors import ConfigError
-from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.policy import Admit, Decision, PlanPolicy, StepDone, View
 from actorllm.scheduling.registry import Registry
 from actorllm.scheduling.sequence import Sequence, State
+from actorllm.scheduling.step_packing import KeyPlanner
 
 if TYPE_CHECKING:
     from actorllm.scheduling.step_time import Predicts

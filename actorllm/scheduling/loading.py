@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from actorllm.errors import ConfigError
-from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.policy import REGISTRY, KeyPolicy, PlanPolicy
+from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.step_time import Predicts
 
 

@@ -38,7 +38,7 @@ from actorllm.server.protocol import (
 from actorllm.server.sampling import Defaults, name_request
 from actorllm.server.state import ServerState
 from actorllm.server.tool_parsers import parser_named
-from actorllm.text.chat import chat_templates
+from actorllm.text.chat_template import chat_templates
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider

@@ -9,13 +9,13 @@ from actorllm.client.tokenization import Prompt
 from actorllm.server.completions import Asked, check_length, check_stream, view_of_logprobs
 from actorllm.server.copies import check_copies
 from actorllm.server.envelope import ApiError
-from actorllm.server.logprobs import of_prompt
+from actorllm.server.logprob_format import of_prompt
 from actorllm.server.protocol import ChatCompletionRequest, TokenizeRequest
 from actorllm.server.sampling import Defaults, extras_of, sampling_params
 from actorllm.server.shape import OpenAIShape, PromptState, View
 from actorllm.server.tool_answer import ToolAnswer
 from actorllm.server.tools import ToolUse, tool_use_of, warnings_of
-from actorllm.text.chat import Conversation
+from actorllm.text.chat_template import Conversation
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 from actorllm.types.params import RequestOutputKind
 

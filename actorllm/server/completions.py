@@ -13,7 +13,7 @@ from actorllm.client.tokenization import Prompt, too_many_characters
 from actorllm.errors import InvalidParameterError, InvalidPromptError
 from actorllm.server.copies import check_copies
 from actorllm.server.envelope import ApiError, shown
-from actorllm.server.logprobs import LogprobsView, Position, of_prompt
+from actorllm.server.logprob_format import LogprobsView, Position, of_prompt
 from actorllm.server.protocol import CompletionRequest
 from actorllm.server.sampling import Defaults, Extras, extras_of, sampling_params
 from actorllm.server.shape import OpenAIShape, PromptState, Shape, View

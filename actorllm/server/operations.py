@@ -17,7 +17,7 @@ from actorllm.server.envelope import ApiError, error_of, error_of_validation
 from actorllm.server.protocol import AbortRequest, Body, DetokenizeRequest, TokenizeRequest
 from actorllm.server.sampling import extras_of
 from actorllm.server.state import ServerState
-from actorllm.text.chat import Conversation
+from actorllm.text.chat_template import Conversation
 from actorllm.text.tokenizer import Tokenizer
 
 router = APIRouter()

@@ -21,12 +21,12 @@ from actorllm.client.tokenization import Prompt
 from actorllm.errors import InvalidPromptError
 from actorllm.server.completions import Asked, check_length
 from actorllm.server.envelope import ApiError
-from actorllm.server.logprobs import LogprobsView
+from actorllm.server.logprob_format import LogprobsView
 from actorllm.server.protocol import Generation, Many, Messages
 from actorllm.server.sampling import Defaults, extras_of, sampling_params
 from actorllm.server.shape import PromptState, Shape, metrics_of
 from actorllm.server.tools import warnings_of
-from actorllm.text.chat import Conversation
+from actorllm.text.chat_template import Conversation
 from actorllm.types.objective import SLO
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 from actorllm.types.params import RequestOutputKind, SamplingParams

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import orjson
 
 from actorllm.actors.frontend import Delta
-from actorllm.server.logprobs import LogprobsView, Position
+from actorllm.server.logprob_format import LogprobsView, Position
 from actorllm.server.protocol import Generation
 from actorllm.types.objective import SLO
 from actorllm.types.outputs import CompletionOutput, RequestOutput

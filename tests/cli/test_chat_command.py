@@ -11,7 +11,7 @@ import pytest
 
 from actorllm import cli
 from actorllm.intake.lanes import Lane
-from actorllm.text.chat import ChatTemplate, Conversation
+from actorllm.text.chat_template import ChatTemplate, Conversation
 from actorllm.text.tokenizer import Tokenizer
 from actorllm.types.config import BUNDLED_MODELS
 

@@ -14,7 +14,7 @@ from actorllm.errors import InvalidParameterError, InvalidPromptError, RequestEr
 from actorllm.scheduling.admission_policy import AdmissionPolicy
 from actorllm.scheduling.policy import View
 from actorllm.scheduling.sequence import Sequence
-from actorllm.text.chat import Conversation
+from actorllm.text.chat_template import Conversation
 from actorllm.types.params import RequestOutputKind
 
 QUICK = ("--topology", "inline", "--num-threads", "1", "--dtype", "float32")

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from actorllm import SLO, AsyncLLM, RequestOutputKind, SamplingParams
 from actorllm.errors import ActorLLMError, EngineDeadError
-from actorllm.text.chat import Conversation
+from actorllm.text.chat_template import Conversation
 from tests.hostile.bystander import NAME, PROMPT, longest_pause
 
 VOCABULARY = 4096

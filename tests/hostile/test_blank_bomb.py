@@ -8,7 +8,7 @@ import pytest
 
 from actorllm import AsyncLLM, SamplingParams
 from actorllm.errors import InvalidPromptError
-from actorllm.text.chat import Conversation
+from actorllm.text.chat_template import Conversation
 from actorllm.text.tokenizer import Tokenizer
 from tests.hostile.bystander import bystander
 

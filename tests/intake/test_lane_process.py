@@ -14,7 +14,7 @@ import pytest
 from actorllm import AsyncLLM, SamplingParams
 from actorllm.client.tokenization import LARGE_TEXT
 from actorllm.errors import InvalidPromptError
-from actorllm.text.chat import Conversation
+from actorllm.text.chat_template import Conversation
 
 TEXT = "Once upon a time, in the 1st village — déjà vu 🙂 —  there was\n\n a fox. " * (LARGE_TEXT // 60)
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ x }}{% endfor %}{{ tools | tojson }}"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from actorllm.messages import pack
-from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.policy import Admit, Decision, KeyPolicy
 from actorllm.scheduling.policy_fallback import GuardedPolicy
+from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.telemetry.decisions import DECIDE, TellingPolicy, ToldPolicy
 from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler, replay
 from tests.scheduling.conftest import Engine, make_scheduler

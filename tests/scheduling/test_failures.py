@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from actorllm.messages import INVALID, StepFailed, StepPlan, StepResult
-from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.policy import Admit, KeyPolicy
+from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.supervision.blame.bisection import MAX_FAILURES
 from actorllm.supervision.blame.memory_backoff import STEPS_BEFORE_MORE, MemoryBackoff
 from tests.scheduling.conftest import Engine, ScriptedWorker, reference_stream

@@ -11,9 +11,9 @@ import pytest
 
 from actorllm.messages import StepFailed, StepResult, Submit, sequences_of
 from actorllm.scheduling.loading import load_policy
-from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.policy import Admit, KeyPolicy
 from actorllm.scheduling.sequence import State
+from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler, replay
 from tests.scheduling.conftest import SIBLING, Engine, make_scheduler, make_submit, reference_stream
 

@@ -13,10 +13,10 @@ from actorllm.errors import ConfigError
 from actorllm.messages import OVERLOADED
 from actorllm.scheduling.admission_policy import ADMISSIONS, AdmissionPolicy, Gate, load_admission, register_admission
 from actorllm.scheduling.loading import load_policy
-from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.policy import Admit, Decision, KeyPolicy
 from actorllm.scheduling.policy_fallback import GuardedPolicy
 from actorllm.scheduling.sequence import Sequence, State
+from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.types.config import EngineConfig
 from tests.scheduling.conftest import SIBLING, Engine, reference_stream
 

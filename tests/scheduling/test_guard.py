@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.policies.fcfs import Fcfs
 from actorllm.scheduling.policy import Decision, KeyPolicy
 from actorllm.scheduling.policy_fallback import GuardedPolicy
+from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.waiting_order import WaitingOrder
 from tests.scheduling.conftest import Engine, reference_stream
 

@@ -12,10 +12,10 @@ from actorllm.errors import ConfigError
 from actorllm.kvcache.prefix_index import HASH_BYTES, hash_blocks
 from actorllm.messages import StepResult, pack
 from actorllm.scheduling.loading import load_policy
-from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.policy import Admit, Decision, KeyPolicy, StepDone
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import State
+from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.telemetry.recording import RecordedScheduler, replay
 from tests.scheduling.conftest import Engine
 

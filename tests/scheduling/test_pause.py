@@ -10,9 +10,9 @@ import pytest
 
 from actorllm.messages import pack
 from actorllm.scheduling.loading import load_policy
-from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.policy import Decision, KeyPolicy
 from actorllm.scheduling.scheduler import Scheduler
+from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.telemetry.recording import RecordedScheduler, replay
 from tests.scheduling.conftest import Engine
 

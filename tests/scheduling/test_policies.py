@@ -11,13 +11,13 @@ import pytest
 from actorllm.errors import ConfigError
 from actorllm.scheduling.deadlines import Deadlines, first_due, last_due
 from actorllm.scheduling.loading import load_policy
-from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.policies.cohost import Cohost
 from actorllm.scheduling.policies.fairbatch import FairBatch
 from actorllm.scheduling.policies.fcfs import Fcfs
 from actorllm.scheduling.policies.qoserve import QoServe
 from actorllm.scheduling.policies.vtc import Vtc
 from actorllm.scheduling.policy import POLICIES, KeyPolicy, PlanPolicy, register_policy
+from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.step_time import CorrectedStepTime, StepTime
 from actorllm.types.config import EngineConfig
 

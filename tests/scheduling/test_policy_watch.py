@@ -11,7 +11,6 @@ import pytest
 from actorllm.messages import StepResult
 from actorllm.scheduling.admission_policy import AdmissionPolicy, Gate
 from actorllm.scheduling.loading import load_policy
-from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.policies.fcfs import Fcfs
 from actorllm.scheduling.policies.srpf import Srpf
 from actorllm.scheduling.policy import Admit, KeyPolicy
@@ -28,6 +27,7 @@ from actorllm.scheduling.policy_monitor import (
     patience,
 )
 from actorllm.scheduling.scheduler import Scheduler
+from actorllm.scheduling.step_packing import KeyPlanner
 from tests.scheduling.conftest import Engine, reference_stream
 
 

@@ -11,9 +11,9 @@ import pytest
 from actorllm.messages import StepFailed, StepResult
 from actorllm.messages.logit_rules import SamplingRules
 from actorllm.scheduling.loading import load_policy
-from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.policy import Decision, KeyPolicy
 from actorllm.scheduling.sequence import State
+from actorllm.scheduling.step_packing import KeyPlanner
 from tests.scheduling.conftest import Engine, reference_stream
 
 PROMPT = range(20, 33)  # three full blocks and one token

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from actorllm.scheduling.loading import load_policy
-from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.policies.priority import Priority
+from actorllm.scheduling.step_packing import KeyPlanner
 from tests.scheduling.conftest import Engine, reference_stream
 
 

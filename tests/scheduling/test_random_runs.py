@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from actorllm.messages import StepFailed
-from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.policy import Admit, Budget, KeyPolicy
+from actorllm.scheduling.step_packing import KeyPlanner
 from tests.scheduling.conftest import EOS, SIBLING, Engine, reference_stream
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from actorllm.messages import StepFailed, StepResult
-from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.policy import Budget, KeyPolicy
 from actorllm.scheduling.results import ContradictionError
 from actorllm.scheduling.sequence import State
+from actorllm.scheduling.step_packing import KeyPlanner
 
 EOS = 5
 

@@ -31,12 +31,12 @@ from actorllm.scheduling.followers import Followers
 from actorllm.scheduling.forks import Forks
 from actorllm.scheduling.ledger import Ledger
 from actorllm.scheduling.loading import load_policy
-from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.plan import PlanBuilder
 from actorllm.scheduling.prefix_cache import PrefixCache
 from actorllm.scheduling.results import Results
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import State
+from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.stopping import Stopping
 from tests.scheduling.conftest import EOS, SIBLING, Engine, reference_stream
 from tests.scheduling.test_rules import Reporting

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from actorllm.messages import pack
-from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.policies.vtc import Vtc
 from actorllm.scheduling.policy import StepDone
 from actorllm.scheduling.scheduler import Scheduler
+from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.telemetry.recording import RecordedScheduler, replay
 
 BuildEngine = Callable[..., Any]

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from actorllm.server.bodies import limits, reader
+from actorllm.server.bodies.body_codec import pack, question, unpack
 from actorllm.server.bodies.limits import Refusal
-from actorllm.server.bodies.packing import pack, question, unpack
 from actorllm.server.bodies.parse_process import MAX_RESIDENT_KIB, NICENESS
 from actorllm.server.bodies.reader import BodyReader, is_small
 from actorllm.server.envelope import ApiError

@@ -12,7 +12,7 @@ import pytest
 from actorllm import AsyncLLM
 from actorllm.server import create_app, launcher, warm_up
 from actorllm.server.listener import Listener
-from actorllm.text import chat
+from actorllm.text import chat_template as chat
 from tests.server.conftest import client_of
 
 

@@ -11,8 +11,8 @@ import pytest
 from actorllm.errors import ConfigError, InvalidParameterError
 from actorllm.scheduling.admission_policy import AdmissionPolicy
 from actorllm.scheduling.cost_model import LinearModel, Regime, preset
-from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.policies.cohost import Cohost
+from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.slo.journal import Journal
 from actorllm.slo.simulator import EngineShape, Run, simulate
 from actorllm.slo.timeline import FAILED, FINISHED

@@ -15,9 +15,9 @@ from actorllm.errors import ConfigError
 from actorllm.messages import Submit
 from actorllm.scheduling.cost_model import LinearModel, Regime, preset
 from actorllm.scheduling.loading import load_policy
-from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.policy import Admit, KeyPolicy, PlanPolicy, View
 from actorllm.scheduling.sequence import Sequence
+from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler
 from actorllm.slo.explanation import Explanation, chosen_request, explain, worst_request
 from actorllm.slo.journal import Journal, run_of_recording

@@ -16,9 +16,9 @@ from actorllm.errors import ConfigError
 from actorllm.messages import StepPlan, StepResult, Submit, pack
 from actorllm.scheduling.cost_model import LinearModel, Regime, preset
 from actorllm.scheduling.loading import load_policy
-from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.policy import Admit, KeyPolicy, PlanPolicy
 from actorllm.scheduling.scheduler import Scheduler
+from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler, replay
 from actorllm.slo.explanation import worst_request
 from actorllm.slo.objectives import Promises

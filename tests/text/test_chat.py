@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from actorllm.errors import CorruptModelError, InvalidParameterError, InvalidPromptError
-from actorllm.text.chat import ChatTemplate, Conversation, is_batch
+from actorllm.text.chat_template import ChatTemplate, Conversation, is_batch
 from actorllm.text.tokenizer import Tokenizer
 from actorllm.types.config import BUNDLED_MODELS
 
@@ -120,7 +120,7 @@ def test_a_template_that_reads_parts_is_given_parts(make_folder: MakeFolder) -> 
     ],
 )
 def test_what_a_template_wants_is_read_from_it(make_folder: MakeFolder, template: str, wants_parts: bool) -> None:
-    from actorllm.text.chat import _read_template
+    from actorllm.text.chat_template import _read_template
 
     assert _read_template(template).content_parts == wants_parts
 

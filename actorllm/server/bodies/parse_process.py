@@ -14,8 +14,8 @@ import socket
 import sys
 
 from actorllm.actors.child import FOR_THE_OWNER, die_with_owner, name_process, set_session_niceness
+from actorllm.server.bodies.body_codec import pack
 from actorllm.server.bodies.frames import receive_whole, send_whole
-from actorllm.server.bodies.packing import pack
 
 NICENESS = 15
 MAX_RESIDENT_KIB = 512 << 10

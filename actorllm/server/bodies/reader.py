@@ -22,9 +22,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from actorllm.clock import now
+from actorllm.server.bodies.body_codec import question, refusal_of_json, unpack
 from actorllm.server.bodies.limits import Refusal, refusal_of
 from actorllm.server.bodies.owned_process import OwnedProcess, ProcessGone
-from actorllm.server.bodies.packing import question, refusal_of_json, unpack
 from actorllm.server.envelope import ApiError
 
 logger = logging.getLogger(__name__)

@@ -27,9 +27,9 @@ from actorllm.errors import ConfigError, nearest_name
 from actorllm.scheduling.admission_policy import ADMISSIONS, Gate, load_admission
 from actorllm.scheduling.cost_model import PRESETS, StepModel, load_model
 from actorllm.scheduling.loading import load_policy
-from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.policy import KeyPolicy, PlanPolicy, policy_path
 from actorllm.scheduling.scheduler import Scheduler
+from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.slo.journal import Journal
 from actorllm.slo.routing import ROUTERS
 from actorllm.slo.simulator import EngineShape, Run, simulate

@@ -14,10 +14,10 @@ import pytest
 
 from actorllm.errors import ConfigError
 from actorllm.scheduling.admission_policy import ADMISSIONS, AdmissionPolicy, Gate, register_admission
-from actorllm.scheduling.packing import KeyPlanner
 from actorllm.scheduling.policies.edf import Edf
 from actorllm.scheduling.policy import Admit, KeyPolicy, View
 from actorllm.scheduling.sequence import Sequence
+from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.slo.experiments import Ladder, Point, Results, Scenario, Sweep, Variant, ratio_band, read_results
 from actorllm.slo.experiments.bands import wilson
 from actorllm.slo.experiments.record import record_of
