@@ -24,7 +24,7 @@ from actorllm.errors import ConfigError
 from actorllm.messages import I32
 from actorllm.scheduling.registry import Registry
 from actorllm.scheduling.sequence import Sequence, State
-from actorllm.scheduling.waiting_order import NUM_STALE, WaitingOrder
+from actorllm.scheduling.waiting_order import NUM_STALE, WaitingLines
 
 if TYPE_CHECKING:
     from actorllm.kvcache.manager import KVCacheManager
@@ -65,7 +65,9 @@ class Admit(enum.Enum):
     WAIT = enum.auto()
     """Not now, and nobody behind it either."""
     SKIP = enum.auto()
-    """Not now; look at the next one."""
+    """Not now; look at the next one. A step looks at every request that is skipped: see SKIP_LINE."""
+    SKIP_LINE = enum.auto()
+    """Not now, and nobody behind it in its line (`KeyPolicy.line`) either; look at the next one of the other lines."""
 
 
 class StepDone(NamedTuple):
@@ -238,6 +240,14 @@ class KeyPolicy:
 
         The waiting requests of a group keep the order of their places, whatever becomes of their keys. Asked once, when a
         request comes to wait. The order of the waiting then costs by the group and not by the request.
+        """
+        return None
+
+    def line(self, sequence: Sequence, view: View) -> Hashable:
+        """The line in which a request waits, for `Admit.SKIP_LINE`; None: the main one.
+
+        Asked whenever a request comes to wait. Lines do not change the order. Every line that has anybody in it costs
+        something in every step, so there should be tens of them at most.
         """
         return None
 
@@ -414,7 +424,7 @@ class Gatekeeper(Protocol):
 class KeyPlanner:
     """Packs steps in the order of a KeyPolicy: decode rows first, then prompts, started ones and admissions (`Room`).
 
-    The waiting requests are in a `WaitingOrder`. While generation is paused, those that come up and must wait for its end are
+    The waiting requests are in `WaitingLines`. While generation is paused, those that come up and must wait for its end are
     put aside, so that no step looks at them twice.
     """
 
@@ -422,7 +432,7 @@ class KeyPlanner:
 
     def __init__(self, policy: KeyPolicy) -> None:
         self.policy = policy
-        self._order = WaitingOrder(policy)
+        self._order = WaitingLines(policy)
         self._aside: list[Sequence] = []
         self._num_ended = 0
         """Since those that wait no more were cleaned out."""
@@ -497,6 +507,7 @@ class KeyPlanner:
                     self._order.push(sequence, view)
         skipped: list[Sequence] = []
         num_passed = 0
+        self._order.reopen()
         is_open = view.num_waiting > 0  # else nobody may start, however many are in the heap
         while True:
             head = self._order.head(view) if is_open else None
@@ -511,6 +522,9 @@ class KeyPlanner:
             verdict = self._admit(head, room, decision, view)
             if verdict is Admit.WAIT:
                 is_open = False
+                continue
+            if verdict is Admit.SKIP_LINE:
+                self._order.close()
                 continue
             self._order.pop(view)
             if verdict is not Admit.SKIP:

@@ -11,7 +11,7 @@ import pytest
 from actorllm.scheduling.guard import GuardedPolicy
 from actorllm.scheduling.policies.fcfs import Fcfs
 from actorllm.scheduling.policy import Decision, KeyPlanner, KeyPolicy
-from actorllm.scheduling.waiting_order import WaitingOrder
+from actorllm.scheduling.waiting_order import WaitingLines
 from tests.scheduling.conftest import Engine, reference_stream
 
 HOOKS = ["plan", "victim", "on_arrival", "on_admit", "on_refusal", "on_end", "on_step"]
@@ -43,7 +43,7 @@ class Failing(KeyPlanner):
         decision = Decision(prefill=[(s, view.remaining(s)) for s in view.prefilling])
         for sequence in view.waiting():
             decision.prefill.append((sequence, view.remaining(sequence)))
-        self._order = WaitingOrder(self.policy)
+        self._order = WaitingLines(self.policy)
         return decision
 
 
