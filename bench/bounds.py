@@ -68,6 +68,8 @@ BOUNDS = (
             "scheduling.waiting_order: WaitingOrder._newest",
             "scheduling.waiting_order: WaitingOrder._groups",
             "scheduling.waiting_order: WaitingOrder._horizons",
+            "scheduling.waiting_order: WaitingLines._lines",
+            "scheduling.waiting_order: WaitingLines._closed",
             "scheduling.policies.cohost: Cohost._waiting",
             "scheduling.admissions.ttft_reject: TtftReject._heap",
             "scheduling.expiry: Expiry._entries",

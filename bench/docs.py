@@ -80,6 +80,12 @@ narrower do not count: any number of such requests is found, whether or not othe
 deaths of the scheduler (a dozen if it is one of a thousand), whichever program it is of and however many sequences it has,
 and each further one two to four. With `topology="inline"` there is no process to lose: a step that hangs
 ends the engine, and a policy that never returns hangs it.
+
+`pause_generation(mode="wait")` lets those requests finish that had a slot when the scheduler took the pause. Their programs are
+told of them before the pause is answered, so that the next scheduler lets the same ones finish. A scheduler that dies before it
+takes the pause has told nobody which requests had a slot. Under the next one only requests with a token count as started.
+A request that had a slot and no token yet waits until `resume_generation`, and gets all its tokens then. To avoid that, the
+scheduler would have to send a message for every start of a request, pause or not.
 """
 
 

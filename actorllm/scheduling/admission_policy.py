@@ -161,7 +161,7 @@ class Gate:
             if sequence.state is State.WAITING:
                 verdict = self.admit(sequence, joining, decision.preempt, view) if is_open else Admit.WAIT
                 if verdict is not Admit.ADMIT:
-                    is_open &= verdict is Admit.SKIP
+                    is_open &= verdict in (Admit.SKIP, Admit.SKIP_LINE)
                     self.policy.on_refusal(sequence, view)
                     continue
                 joining.append(sequence)

@@ -48,7 +48,9 @@ class Admit(enum.Enum):
     WAIT = enum.auto()
     """Not now, and nobody behind it either."""
     SKIP = enum.auto()
-    """Not now; look at the next one."""
+    """Not now; look at the next one. A step looks at every request that is skipped: see SKIP_LINE."""
+    SKIP_LINE = enum.auto()
+    """Not now, and nobody behind it in its line (`KeyPolicy.line`) either; look at the next one of the other lines."""
 
 
 class StepDone(NamedTuple):
@@ -221,6 +223,14 @@ class KeyPolicy:
 
         The waiting requests of a group keep the order of their places, whatever becomes of their keys. Asked once, when a
         request comes to wait. The order of the waiting then costs by the group and not by the request.
+        """
+        return None
+
+    def line(self, sequence: Sequence, view: View) -> Hashable:
+        """The line in which a request waits, for `Admit.SKIP_LINE`; None: the main one.
+
+        Asked whenever a request comes to wait. Lines do not change the order. Every line that has anybody in it costs
+        something in every step, so there should be tens of them at most.
         """
         return None
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from actorllm.scheduling.policy import Admit, Decision, KeyPolicy, SortKey, StepDone, View
 from actorllm.scheduling.sequence import Sequence, State
-from actorllm.scheduling.waiting_order import NUM_STALE, WaitingOrder
+from actorllm.scheduling.waiting_order import NUM_STALE, WaitingLines
 
 MAX_PASSED = 16
 """How many long prompts that wait a step passes over to find a short one behind them."""
@@ -149,7 +149,7 @@ class Gatekeeper(Protocol):
 class KeyPlanner:
     """Packs steps in the order of a KeyPolicy: decode rows first, then prompts, started ones and admissions (`Room`).
 
-    The waiting requests are in a `WaitingOrder`. While generation is paused, those that come up and must wait for its end are
+    The waiting requests are in `WaitingLines`. While generation is paused, those that come up and must wait for its end are
     put aside, so that no step looks at them twice.
     """
 
@@ -157,7 +157,7 @@ class KeyPlanner:
 
     def __init__(self, policy: KeyPolicy) -> None:
         self.policy = policy
-        self._order = WaitingOrder(policy)
+        self._order = WaitingLines(policy)
         self._aside: list[Sequence] = []
         self._num_ended = 0
         """Since those that wait no more were cleaned out."""
@@ -232,6 +232,7 @@ class KeyPlanner:
                     self._order.push(sequence, view)
         skipped: list[Sequence] = []
         num_passed = 0
+        self._order.reopen()
         is_open = view.num_waiting > 0  # else nobody may start, however many are in the heap
         while True:
             head = self._order.head(view) if is_open else None
@@ -246,6 +247,9 @@ class KeyPlanner:
             verdict = self._admit(head, room, decision, view)
             if verdict is Admit.WAIT:
                 is_open = False
+                continue
+            if verdict is Admit.SKIP_LINE:
+                self._order.close()
                 continue
             self._order.pop(view)
             if verdict is not Admit.SKIP:

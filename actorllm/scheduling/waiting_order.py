@@ -10,6 +10,8 @@ Entries are in a heap by key. Three things keep anybody from going through all o
 
 An entry counts if it is the newest of its group or request; the others, and those of requests that no longer wait, are dropped
 when they come up, or when they are the most. Pure; owned by `KeyPlanner`.
+
+`WaitingLines` is several of them, of which a step may leave some alone (`KeyPolicy.line`).
 """
 
 from __future__ import annotations
@@ -187,3 +189,81 @@ class WaitingOrder:
         self._horizons = [entry for entry in self._horizons if self._newest.get(entry[-1]) == entry[1]]
         heapq.heapify(self._heap)
         heapq.heapify(self._horizons)
+
+
+class WaitingLines:
+    """A `WaitingOrder` for each line of a policy (`KeyPolicy.line`). Next is the first one of all lines that are not closed.
+
+    Looking for it costs by the number of lines that have anybody in them.
+    """
+
+    def __init__(self, policy: KeyPolicy) -> None:
+        self._policy = policy
+        self._main = WaitingOrder(policy)
+        self._lines: dict[Hashable, WaitingOrder] = {None: self._main}
+        """By name. Only the main line, which is None, is kept while nobody is in it."""
+        self._head = self._main
+        """The line of the request that `head` has just returned."""
+        self._closed: list[WaitingOrder] = []
+
+    def __len__(self) -> int:
+        """Requests in it, those that wait no more included."""
+        return sum(len(line) for line in self._lines.values())
+
+    def push(self, sequence: Sequence, view: View) -> None:
+        """A request waits, and is in no line yet."""
+        name = self._policy.line(sequence, view)
+        line = self._lines.get(name)
+        if line is None:
+            line = self._lines[name] = WaitingOrder(self._policy)
+        line.push(sequence, view)
+
+    def head(self, view: View) -> Sequence | None:
+        """Who is next of those in lines that are not closed; it stays where it is."""
+        if len(self._lines) == 1:
+            self._head = self._main
+            return None if self._closed else self._main.head(view)
+        found: Sequence | None = None
+        first: tuple[SortKey, int] | None = None
+        empty: list[Hashable] = []
+        for name, line in self._lines.items():
+            if line in self._closed:
+                continue
+            sequence = line.head(view)
+            if sequence is None:
+                empty.append(name)
+                continue
+            place = line.head_key, sequence.arrival_index
+            if first is None or place < first:
+                found, first, self._head = sequence, place, line
+        for name in empty:
+            if name is not None:
+                del self._lines[name]
+        return found
+
+    @property
+    def head_key(self) -> SortKey:
+        """Of the request that `head` has just returned."""
+        return self._head.head_key
+
+    def pop(self, view: View) -> None:
+        """Take out the request that `head` has just returned."""
+        self._head.pop(view)
+
+    def close(self) -> None:
+        """Leave the line of the request that `head` has just returned alone until `reopen`."""
+        self._closed.append(self._head)
+
+    def reopen(self) -> None:
+        """Every line that was closed."""
+        self._closed.clear()
+
+    def before(self, order: tuple[SortKey, int], view: View) -> Iterator[Sequence]:
+        """Requests that wait and come before this (key, arrival), in any order."""
+        for line in self._lines.values():
+            yield from line.before(order, view)
+
+    def clean(self, view: View) -> None:
+        """Leave out whoever waits no more."""
+        for line in self._lines.values():
+            line.clean(view)

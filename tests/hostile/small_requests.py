@@ -23,6 +23,9 @@ __all__ = ("Beside", "beside", "llm", "parse_processes_end", "refused")
 TEXT = "/v1/completions"
 LEAST = 5
 """Small requests that are answered while one large body is. A body that holds the loop lets through one at most."""
+SMALL_PER_TOKEN = 20
+"""Small requests that are answered while the stream gets a token, at most. Beside ordinary requests it is about one; beside
+prompts that fill whole steps, each of which takes long, it is ten."""
 BETWEEN_S = 0.002
 """Seconds between two small requests. A loop that never sleeps would take the interpreter from the engine's own threads."""
 
@@ -51,10 +54,19 @@ class Beside:
             self.num_small += 1
             await anyio.sleep(BETWEEN_S)
 
+    @contextlib.contextmanager
+    def moving(self) -> Iterator[None]:
+        """The stream of the bystander goes on in this block, unless it is over at once."""
+        num_small, num_tokens = self.num_small, self.steady.num_tokens
+        yield
+        least = min(2, (self.num_small - num_small) // SMALL_PER_TOKEN)
+        assert self.steady.num_tokens - num_tokens >= least, "the bystander's stream stood still"
+
     async def attack(self, body: bytes | AsyncIterator[bytes], path: str = TEXT) -> tuple[httpx.Response, int]:
         """The answer, and how many small requests were answered meanwhile."""
         before = self.num_small
-        response = await self.client.post(path, content=body)
+        with self.moving():
+            response = await self.client.post(path, content=body)
         return response, self.num_small - before
 
 
@@ -67,7 +79,8 @@ async def beside(llm: AsyncLLM, **options: Any) -> AsyncIterator[Beside]:
         warm = await client.post(TEXT, content=b'{"prompt":"a","max_tokens":1,"user":"%b"}' % (b"a" * (1 << 21)))
         assert warm.status_code == 200
         tasks.start_soon(one.ask_on)
-        yield one
+        with one.moving():
+            yield one
         tasks.cancel_scope.cancel()
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import anyio
 import pytest
 
 from actorllm import AsyncLLM, SamplingParams
 from tests.hostile.bystander import Bystander, bystander, longest_pause, steps_by_request
+from tests.hostile.small_requests import SMALL_PER_TOKEN, Beside
 
 
 @pytest.mark.parametrize("topology", ["inline", "process"])
@@ -51,3 +53,17 @@ async def _beside_wrong_expectations(llm: AsyncLLM) -> None:
     async with bystander(llm, max_tokens=20) as steady:
         steady.expected = [0] * 20
         await steady.wait(1000)
+
+
+def test_a_stream_that_stands_still_beside_http_requests_is_seen() -> None:
+    steady: Any = SimpleNamespace(num_tokens=0)
+    one = Beside(None, cast("Any", None), steady)
+
+    def attack(num_tokens: int) -> None:
+        with one.moving():
+            one.num_small += 2 * SMALL_PER_TOKEN
+            steady.num_tokens += num_tokens
+
+    attack(num_tokens=2)
+    with pytest.raises(AssertionError, match="stood still"):
+        attack(num_tokens=1)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import anyio
 import pytest
+
+from actorllm import ActorLLMError, AsyncLLM
+from tests.hostile.bystander import bystander
 
 PROGRAM = Path(__file__).parent / "start_with.py"
 NAMES_THE_FIX = (
@@ -40,3 +48,32 @@ def test_it_starts_or_says_what_is_missing(topology: str, limits: range) -> None
     assert "Traceback" not in done.stderr
     if topology == "inline":
         assert found[-1]["outcome"] == "2 tokens", "thirty are enough for an engine of one process"
+
+
+@contextlib.contextmanager
+def room_for(num_files: int) -> Iterator[None]:
+    """This program can open so many files more, or a few more where there are gaps."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + num_files, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("topology", ["inline", "process"])
+async def test_a_start_that_fails_disturbs_no_engine_that_runs(topology: Any) -> None:
+    """Both are in one program, and share its limit."""
+    arguments: dict[str, Any] = {"num_threads": 1, "max_model_len": 64}
+    async with AsyncLLM("storyteller", topology="inline", num_threads=1) as llm, bystander(llm) as steady:
+        num_starts, until = 0, steady.num_tokens + 10
+        while steady.num_tokens < until or num_starts < 3:
+            with room_for((2, 6, 10)[num_starts % 3]), pytest.raises(ActorLLMError, match=r"open files|files open"):
+                await AsyncLLM("storyteller", topology=topology, **arguments).start()
+            num_starts += 1
+            assert num_starts < 30, "the stream goes on while engines fail to start"
+            await anyio.sleep(0.002)
+        async with AsyncLLM("storyteller", topology=topology, **arguments) as second:
+            assert (await second.complete("Once")).outputs[0].token_ids, "with room it starts"

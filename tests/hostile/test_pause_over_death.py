@@ -1,4 +1,7 @@
-"""A pause that waits for what has started, while the scheduler dies: everything that had started finishes, and nothing else."""
+"""A pause that waits for what has started, while the scheduler dies: everything that had started finishes, and nothing else.
+
+As started counts what had a slot when a scheduler took the pause, and under the next one, if none took it, what had a token.
+"""
 
 from __future__ import annotations
 
@@ -71,3 +74,39 @@ async def test_what_had_started_finishes_before_the_pause_is_told(num_kills: int
             assert await llm.is_paused()
             await llm.resume_generation()
         assert len(ends) == NUM_SLOTS + 1
+
+
+async def test_a_pause_that_the_dead_scheduler_did_not_take_leaves_waiting_what_had_no_token() -> None:
+    """Nothing is lost by that: it is answered after the pause. The scheduler is stopped before it can take the pause."""
+    with scripted_engine(max_num_seqs=NUM_SLOTS, heartbeat_timeout_s=300.0) as llm:
+        await llm.start()
+        worker, scheduler = llm._engine.pids["worker0"], llm._engine.pids["scheduler"]
+        order: list[Any] = []
+
+        async def one() -> None:
+            prompt, params, expected = harmless(0)
+            assert (await llm.complete(prompt, params)).outputs[0].token_ids == expected
+            order.append("answered")
+
+        async def pause() -> None:
+            await llm.pause_generation(mode="wait")
+            order.append("paused")
+
+        async with anyio.create_task_group() as tasks:
+            os.kill(worker, signal.SIGSTOP)
+            try:
+                tasks.start_soon(one)
+                while not (await counts_of(llm))["num_running"]:
+                    await anyio.sleep(0.001)
+                os.kill(scheduler, signal.SIGSTOP)
+                tasks.start_soon(pause)
+                await until(lambda: llm._engine._frontend._pause_mode == "wait")
+                await kill_scheduler(llm)
+            finally:
+                os.kill(worker, signal.SIGCONT)
+            await until(lambda: order)
+            assert order == ["paused"]
+            counts = await counts_of(llm)
+            assert (counts["num_running"], counts["num_waiting"]) == (0, 1)
+            await llm.resume_generation()
+        assert order == ["paused", "answered"]

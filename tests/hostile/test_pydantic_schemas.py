@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import datetime
 import decimal
@@ -12,7 +13,7 @@ import ipaddress
 import pathlib
 import re
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import anyio
@@ -23,6 +24,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 from actorllm import AsyncLLM
 from actorllm.server import create_app
+from tests.hostile.bystander import bystander
 
 pytestmark = pytest.mark.anyio
 
@@ -135,8 +137,17 @@ async def ask(client: httpx.AsyncClient, schema: dict[str, Any], **more: Any) ->
     return await client.post("/v1/completions", json=body)
 
 
-def client_of(llm: AsyncLLM) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(create_app(llm)), base_url="http://test", timeout=60)
+@contextlib.asynccontextmanager
+async def client_beside_a_stream(llm: AsyncLLM) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a server whose engine has a bystander, which gets tokens while the block runs."""
+    transport = httpx.ASGITransport(create_app(llm))
+    async with (
+        httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client,
+        bystander(llm, max_tokens=40) as steady,
+    ):
+        before = steady.num_tokens
+        yield client
+        assert steady.num_tokens >= before + 2
 
 
 async def test_every_type_is_answered(llm: AsyncLLM) -> None:
@@ -153,7 +164,7 @@ async def test_every_type_is_answered(llm: AsyncLLM) -> None:
         if response.status_code != 200:
             failed[f"{name}, alone"] = response.text
 
-    async with client_of(llm) as client, anyio.create_task_group() as tasks:
+    async with client_beside_a_stream(llm) as client, anyio.create_task_group() as tasks:
         for name, kind in TYPES.items():
             tasks.start_soon(one, client, name, kind)
     assert failed == {}
@@ -176,7 +187,7 @@ async def test_every_type_is_answered(llm: AsyncLLM) -> None:
 async def test_what_cannot_be_held_is_refused_by_name_or_a_hint(
     llm: AsyncLLM, schema: dict[str, Any], name: str
 ) -> None:
-    async with client_of(llm) as client:
+    async with client_beside_a_stream(llm) as client:
         refused = await ask(client, schema, strict=True)
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "response_format"
@@ -192,7 +203,7 @@ async def test_what_cannot_be_held_is_refused_by_name_or_a_hint(
     "schema", [{"$ref": "#"}, {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}]
 )
 async def test_a_schema_that_is_only_itself_is_refused_in_words(llm: AsyncLLM, schema: dict[str, Any]) -> None:
-    async with client_of(llm) as client:
+    async with client_beside_a_stream(llm) as client:
         refused = await ask(client, schema)
         assert refused.status_code == 400
         assert "refers to itself and to nothing else" in refused.json()["error"]["message"]

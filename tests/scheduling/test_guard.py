@@ -12,7 +12,7 @@ from actorllm.scheduling.policies.fcfs import Fcfs
 from actorllm.scheduling.policy import Decision, KeyPolicy
 from actorllm.scheduling.policy_fallback import GuardedPolicy
 from actorllm.scheduling.step_packing import KeyPlanner
-from actorllm.scheduling.waiting_order import WaitingOrder
+from actorllm.scheduling.waiting_order import WaitingLines
 from tests.scheduling.conftest import Engine, reference_stream
 
 HOOKS = ["plan", "victim", "on_arrival", "on_admit", "on_refusal", "on_end", "on_step"]
@@ -44,7 +44,7 @@ class Failing(KeyPlanner):
         decision = Decision(prefill=[(s, view.remaining(s)) for s in view.prefilling])
         for sequence in view.waiting():
             decision.prefill.append((sequence, view.remaining(sequence)))
-        self._order = WaitingOrder(self.policy)
+        self._order = WaitingLines(self.policy)
         return decision
 
 

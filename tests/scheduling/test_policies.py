@@ -167,6 +167,64 @@ def test_cohost_displaces_best_effort_and_leaves_room(build_engine: BuildEngine)
     assert 3 in {s.key[1] for s in small.scheduler.running()}
 
 
+class CountedCohost(Cohost):
+    """Counts what it is asked about a request."""
+
+    def __init__(self) -> None:
+        super().__init__(Linear())
+        self.num_calls = 0
+
+    def key(self, sequence: Any, view: Any) -> Any:
+        self.num_calls += 1
+        return super().key(sequence, view)
+
+    def line(self, sequence: Any, view: Any) -> Any:
+        self.num_calls += 1
+        return super().line(sequence, view)
+
+    def admit(self, sequence: Any, view: Any) -> Any:
+        self.num_calls += 1
+        return super().admit(sequence, view)
+
+
+def short_reserve(build_engine: BuildEngine, policy: Cohost, num_left: int) -> Any:
+    """Of 20 blocks 3 are held by a sensitive request, and so many are left for best effort."""
+    policy.reserve = (17 - num_left) / 20
+    engine = build_engine(policy=KeyPlanner(policy), num_blocks=20, depth=1, max_num_batched_tokens=100)
+    engine.submit(1, range(9), max_tokens=30, ignore_eos=True, is_latency_sensitive=True)
+    engine.launch()
+    engine.complete()
+    return engine
+
+
+def test_a_step_does_not_go_through_a_flood_of_best_effort(build_engine: BuildEngine) -> None:
+    """None of which fits beside the reserve. Steps go on, and a sensitive request starts in each."""
+    policy = CountedCohost()
+    engine = short_reserve(build_engine, policy, num_left=1)
+    for rid in range(1000, 21_000):
+        engine.submit(rid, [50] * (8 * (rid % 3) + 5))
+    for rid in range(2, 22):
+        engine.submit(rid, [60], max_tokens=1, is_latency_sensitive=True)
+        policy.num_calls = 0
+        plan = engine.scheduler.schedule(engine.now)
+        assert plan is not None
+        engine.apply(engine.scheduler.update(engine.worker.run(plan), engine.now))
+        assert rid in engine.ends
+        assert policy.num_calls < 30, "what it is asked of the first request of each line, and of one that starts"
+    assert engine.scheduler.statistics().num_waiting == 20_000
+
+
+def test_best_effort_that_waits_holds_back_its_own_size_alone(build_engine: BuildEngine) -> None:
+    """Smaller requests and sensitive ones pass, although they come later; one that would fit, and is of its size, does not."""
+    engine = short_reserve(build_engine, Cohost(Linear()), num_left=4)
+    for rid, size, is_sensitive in ((2, 21, False), (3, 13, False), (4, 2, False), (5, 13, True)):
+        slo = [0.1 * rid, None, None, 0.0]  # who came first is due first
+        engine.submit(rid, [40 + rid] * size, slo=slo, is_latency_sensitive=is_sensitive, arrival=engine.now)
+    assert [engine.scheduler.admission_blocks(s) for s in engine.scheduler.waiting()] == [6, 4, 1, 4]
+    engine.launch()
+    assert {s.key[1] for s in engine.scheduler.running()} == {1, 4, 5}
+
+
 @pytest.mark.parametrize(("e2e", "pauses"), [(1000.0, True), (None, True), (0.5, False)])
 def test_best_effort_pauses_while_sensitive_prompts_are_computed(
     build_engine: BuildEngine, e2e: float | None, pauses: bool

@@ -11,7 +11,7 @@ import pytest
 
 from actorllm.scheduling.policy import KeyPolicy, SortKey
 from actorllm.scheduling.sequence import State
-from actorllm.scheduling.waiting_order import WaitingOrder
+from actorllm.scheduling.waiting_order import WaitingLines, WaitingOrder
 
 
 class Counted(KeyPolicy):
@@ -136,6 +136,58 @@ def test_what_a_step_costs_does_not_depend_on_how_many_wait(policy_class: type[A
         if isinstance(policy, ByTenant):
             policy.served[step % 4] += 10
     assert policy.num_keys < 5 * 500
+
+
+class Lined(Relegating):
+    def line(self, sequence: Any, view: Any) -> Hashable:
+        return sequence.tenant or None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_first_one_of_the_lines_that_are_not_closed_is_next(seed: int) -> None:
+    rng, policy, view = random.Random(seed), Lined(), SimpleNamespace(now=0.0)
+    lines, alive = WaitingLines(policy), list[Any]()
+
+    def place(sequence: Any) -> tuple[SortKey, int]:
+        return policy.key_of(sequence, view), sequence.arrival_index
+
+    for number in range(300):
+        view.now += rng.random()
+        for _ in range(rng.randrange(3)):
+            alive.append(request(len(alive) + 10 * number, rng, view.now))
+            lines.push(alive[-1], view)
+        lines.reopen()
+        closed: set[int] = set()
+        while True:
+            head = lines.head(view)
+            assert head is min((s for s in alive if s.tenant not in closed), key=place, default=None)
+            if head is None:
+                break
+            assert lines.head_key == policy.key_of(head, view)
+            found = sorted(s.arrival_index for s in lines.before(place(head), view))
+            assert found == sorted(s.arrival_index for s in alive if place(s) < place(head))
+            if rng.random() < 0.5:
+                lines.close()
+                closed.add(head.tenant)
+            else:
+                lines.pop(view)
+                alive.remove(head)
+                head.state = State.RUNNING
+    lines.clean(view)
+    assert len(lines) == len(alive)
+
+
+def test_lines_without_anybody_do_not_pile_up() -> None:
+    policy, view = Lined(), SimpleNamespace(now=0.0)
+    lines = WaitingLines(policy)
+    for number in range(1000):
+        one = request(number, random.Random(number), view.now)
+        one.tenant = number
+        lines.push(one, view)
+        assert lines.head(view) is one
+        lines.pop(view)
+        one.state = State.RUNNING
+    assert len(lines._lines) <= 2
 
 
 def test_old_entries_do_not_pile_up() -> None:

@@ -2,7 +2,9 @@
 
 Sensitive requests (`is_latency_sensitive`) are served as QoServe serves them; best effort gets the time they leave, in three ways:
 
-    prompts   come after those that are due earlier, and leave `reserve` of the KV blocks free for sensitive ones
+    prompts   come after those that are due earlier, and leave `reserve` of the KV blocks free for sensitive ones. The first
+              one that cannot holds back those behind it that need about as many blocks (the same power of two), in this
+              step: no step goes through all of best effort
     decode    its rows pause in steps in which a sensitive prompt waits or is computed: they cost time, and nobody waits for
               their next token. All run in one step of `turns`, and who has used up `yields` of what it was promised until
               its end pauses no more
@@ -12,6 +14,7 @@ Sensitive requests (`is_latency_sensitive`) are served as QoServe serves them; b
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +50,12 @@ class Cohost(QoServe):
         due = super().due(sequence)
         return sequence.arrival if due == math.inf and sequence.submit.is_latency_sensitive else due
 
+    def line(self, sequence: Sequence, view: View) -> Hashable:
+        """Best effort waits in lines by size."""
+        if sequence.submit.is_latency_sensitive:
+            return None
+        return view.admission_blocks(sequence).bit_length()
+
     def preempt_for(self, sequence: Sequence, victim: Sequence, view: View) -> bool:
         return sequence.submit.is_latency_sensitive and not victim.submit.is_latency_sensitive
 
@@ -57,7 +66,7 @@ class Cohost(QoServe):
         if sequence.submit.is_latency_sensitive or view.batch.num_free_slots == view.limits.max_seqs:
             return Admit.ADMIT
         left = view.kv.num_free - view.admission_blocks(sequence)
-        return Admit.ADMIT if left >= self.reserve * view.kv.pool.num_blocks else Admit.SKIP
+        return Admit.ADMIT if left >= self.reserve * view.kv.pool.num_blocks else Admit.SKIP_LINE
 
     def decode_mask(self, view: View) -> NDArray[np.bool_] | None:
         # Who waits for what an admission policy keeps free waits for running ones to end, and pauses would put that off.
