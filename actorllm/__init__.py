@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from actorllm.api.llm_engine import LLMEngine
     from actorllm.client.pooling_stream import PoolingStream
     from actorllm.client.stream import RequestStream
+    from actorllm.config import EngineConfig
     from actorllm.errors import ActorLLMError, EngineDeadError, EngineOverloaded
-    from actorllm.types.config import EngineConfig
     from actorllm.types.flat_logprobs import FlatLogprobs
     from actorllm.types.logprob import Logprob
     from actorllm.types.objective import SLO
@@ -100,7 +100,7 @@ _HOME = {
     "EmbeddingRequestOutput": "types.pooling_outputs",
     "EmbedsPrompt": "types.prompts",
     "EngineArgs": "api.engine_args",
-    "EngineConfig": "types.config",
+    "EngineConfig": "config",
     "EngineDeadError": "errors",
     "EngineOverloaded": "errors",
     "FlatLogprobs": "types.flat_logprobs",

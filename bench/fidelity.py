@@ -34,6 +34,7 @@ from report import NOISE_FACTOR, environment, print_table, versions, write_json
 from actorllm import AsyncLLM
 from actorllm.actors.record_file import build_policy
 from actorllm.clock import now
+from actorllm.config import EngineConfig
 from actorllm.scheduling.cost_model import AnyModel, StepLog, fit, from_json, to_json
 from actorllm.slo.live.calibrate import calibrate_steps, exercise, read_recorded
 from actorllm.slo.live.embedded import EmbeddedTarget
@@ -48,7 +49,6 @@ from actorllm.slo.workload import (
     make_workload,
     parse_mix,
 )
-from actorllm.types.config import EngineConfig
 
 ENGINE: dict[str, Any] = {
     "num_threads": 1,  # one core for the worker, one for everybody else

@@ -66,9 +66,9 @@ def measure(model: str, num_threads: int) -> dict[str, float]:
     import numpy as np
     import torch
 
+    from actorllm.config import EngineConfig
     from actorllm.messages import NewRow, StepPlan, pack_rows
     from actorllm.model.cpu.runner import CpuRunner
-    from actorllm.types.config import EngineConfig
 
     with tempfile.TemporaryDirectory() as folder:
         if model in SHAPES:
@@ -170,8 +170,8 @@ def main() -> None:
     if arguments.measure is not None:
         print(json.dumps(measure(arguments.measure, int(arguments.threads))))
         return
+    from actorllm.config import EngineConfig
     from actorllm.model.threads import worker_environment
-    from actorllm.types.config import EngineConfig
 
     before = list(os.getloadavg())
     rows: dict[str, dict[str, Any]] = {}

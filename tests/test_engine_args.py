@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from actorllm import LLM, AsyncEngineArgs, EngineArgs, EngineConfig, FlexibleArgumentParser
+from actorllm.config import ARGUMENTS, VLLM_ARGUMENTS
 from actorllm.errors import ConfigError, ModelNotFoundError, UnknownArgumentError
-from actorllm.types.config import ARGUMENTS, VLLM_ARGUMENTS
 
 
 def parse(*options: str) -> EngineArgs:

@@ -10,8 +10,8 @@ import orjson
 import pytest
 
 from actorllm import LLM
+from actorllm.config import BUNDLED_MODELS, EngineConfig
 from actorllm.errors import ConfigError, CorruptModelError, InvalidParameterError
-from actorllm.types.config import BUNDLED_MODELS, EngineConfig
 from actorllm.types.generation_config import sampling_params_of
 from actorllm.types.params import SamplingParams
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from actorllm import LLM, AsyncLLM, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
+from actorllm.config import BUNDLED_MODELS, ConfigError
 from actorllm.errors import InvalidParameterError
 from actorllm.messages.logit_rules import SamplingRules, rules_of
 from actorllm.text.tokenizer import Tokenizer
-from actorllm.types.config import BUNDLED_MODELS, ConfigError
 from tests.oracle import MARGIN, Account, oracle
 
 VOCAB = 4096

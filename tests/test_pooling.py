@@ -30,8 +30,8 @@ from actorllm import (
     PoolingRequestOutput,
     SamplingParams,
 )
+from actorllm.config import BUNDLED_MODELS, EngineConfig
 from actorllm.errors import ConfigError, InvalidParameterError, InvalidPromptError, UnsupportedModelError
-from actorllm.types.config import BUNDLED_MODELS, EngineConfig
 from actorllm.types.pooling_outputs import PoolingOutput, cosine
 
 STORYTELLER = BUNDLED_MODELS["storyteller"]

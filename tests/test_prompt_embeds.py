@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 import actorllm
 from actorllm import LLM, AsyncLLM, EmbedsPrompt, LLMEngine, SamplingParams
+from actorllm.config import EngineConfig
 from actorllm.errors import ActorLLMError, ConfigError, InvalidParameterError, InvalidPromptError
-from actorllm.types.config import EngineConfig
 
 STORYTELLER = Path(actorllm.__file__).parent / "storyteller"
 WIDTH = 256
@@ -351,7 +351,7 @@ def test_a_model_that_cannot_start_from_embeddings_is_refused(tmp_path: Path) ->
 def test_embeddings_beyond_what_a_message_carries_are_refused(
     llm: LLM, table: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actorllm.client.tokenization.MAX_PROMPT_BYTES", 10 * 4 * WIDTH)
+    monkeypatch.setattr("actorllm.intake.tokenization.MAX_PROMPT_BYTES", 10 * 4 * WIDTH)
     (output,) = llm.generate({"prompt_embeds": table[:10]}, GREEDY, use_tqdm=False)
     assert output.finished
     with pytest.raises(InvalidPromptError, match=r"of 11264 bytes .* may carry \(10240\): shorten them to 10 tokens"):

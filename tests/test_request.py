@@ -16,8 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from actorllm import AsyncLLM, CompletionOutput, RequestOutputKind, SamplingParams
+from actorllm.config import BUNDLED_MODELS
 from actorllm.errors import InvalidParameterError, UnknownParameterError
-from actorllm.types.config import BUNDLED_MODELS
 from actorllm.types.params import VLLM_PARAMETERS, RepetitionDetectionParams
 
 PROMPT = "Once upon a time"

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorllm import SamplingParams
+from actorllm.config import BUNDLED_MODELS
 from actorllm.errors import InvalidParameterError
 from actorllm.messages.logit_rules import SamplingRules, decode_rules, encode_rules, rules_of
 from actorllm.text.tokenizer import Tokenizer
-from actorllm.types.config import BUNDLED_MODELS
 
 VOCAB = 4096
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from actorllm import shapes
+from actorllm.config import EngineConfig
 from actorllm.errors import ModelNotFoundError
 from actorllm.model.registry import decoder_config
-from actorllm.types.config import EngineConfig
 
 MILLIONS = {"Qwen3-0.6B": 596, "Llama-3.2-1B": 1236, "Qwen2.5-1.5B": 1544, "Qwen3-8B": 8191, "Llama-3.1-8B": 8030}
 """Parameters as their makers count them."""

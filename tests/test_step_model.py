@@ -8,11 +8,11 @@ import pytest
 
 from actorllm import SLO, AsyncLLM, SamplingParams
 from actorllm.actors.record_file import fresh_scheduler, read_recording
+from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.messages import pack
 from actorllm.scheduling.cost_model import from_json, preset, to_json
 from actorllm.scheduling.telemetry.recording import replay
-from actorllm.types.config import EngineConfig
 
 PARAMS = SamplingParams(max_tokens=30, ignore_eos=True, seed=1)
 

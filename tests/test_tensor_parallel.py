@@ -21,13 +21,13 @@ import torch
 import actorllm.client.engine
 from actorllm import LLM, AsyncLLM, EngineDeadError, SamplingParams
 from actorllm.actors.topology import Topology, engine_topology
+from actorllm.config import ARGUMENTS, EngineConfig, read_model_folder
 from actorllm.errors import ConfigError, RequestFailedError, UnsupportedModelError
 from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.parallel import HeadShare, Ranks
 from actorllm.model.registry import check_shares, model_plan
 from actorllm.model.weights import DummyWeights
-from actorllm.types.config import ARGUMENTS, EngineConfig, read_model_folder
 from tests.torn_worker import BLINDS, HANGS, RAISES, RAISES_BEFORE
 
 SHAPE: dict[str, Any] = {

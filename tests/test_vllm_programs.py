@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from actorllm.types.config import BUNDLED_MODELS
+from actorllm.config import BUNDLED_MODELS
 
 PROGRAMS = Path(__file__).parent / "vllm_programs"
 EXPECTED = {

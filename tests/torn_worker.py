@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from actorllm.actors.worker import WorkerActor
+from actorllm.config import EngineConfig
 from actorllm.messages import StepPlan
 from actorllm.model.inputs import PersistentBatch
-from actorllm.types.config import EngineConfig
 
 RAISES, HANGS, BLINDS, RAISES_BEFORE = 330, 329, 328, 327
 """Prompt tokens that rank 1 does not take: BLINDS spoils all that it computes from then on, RAISES_BEFORE the plan."""

@@ -36,8 +36,8 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import anyio
 from anyio.abc import TaskGroup
 
+from actorllm.actors.shortage import as_start_error
 from actorllm.errors import EngineShutdownError, ForkedProcessError
-from actorllm.supervision.shortage import as_start_error
 
 logger = logging.getLogger(__name__)
 

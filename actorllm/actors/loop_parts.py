@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from actorllm.actors.constraints import Constraints
+from actorllm.actors.outlet import Outlet
 from actorllm.clock import now
 from actorllm.messages import Submit
 from actorllm.scheduling.events import End, Events
@@ -60,7 +61,7 @@ def hooks(parts: Iterable[LoopPart], name: str) -> tuple[Callable[..., Any], ...
 class PoisonIsolation(LoopPart):
     """Takes on requests that schedulers may have died of, one group after the other (`SchedulerTrial`)."""
 
-    def __init__(self, host: LoopHost, trial: SchedulerTrial) -> None:
+    def __init__(self, host: LoopHost, trial: SchedulerTrial[Outlet]) -> None:
         self._host = host
         self._trial = trial
 
@@ -89,7 +90,7 @@ class PoisonIsolation(LoopPart):
 class Expiry(LoopPart):
     """Ends what is past its deadline at once, and not only when the step in flight is done."""
 
-    def __init__(self, host: LoopHost, trial: SchedulerTrial) -> None:
+    def __init__(self, host: LoopHost, trial: SchedulerTrial[Outlet]) -> None:
         self._host = host
         self._trial = trial
 

@@ -37,7 +37,7 @@ class Pausing(LoopPart):
     """
 
     def __init__(
-        self, host: PausedHost, trial: SchedulerTrial, outlets: Mapping[int, Outlet], full: Mapping[int, Outlet]
+        self, host: PausedHost, trial: SchedulerTrial[Outlet], outlets: Mapping[int, Outlet], full: Mapping[int, Outlet]
     ) -> None:
         self._host = host
         self._trial = trial

@@ -22,9 +22,9 @@ from typing import Any, Protocol
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.heartbeat import WITHOUT_NUMBER, Pulse
 from actorllm.actors.link import Link
+from actorllm.actors.step_budget import NEW_BUDGET_S
 from actorllm.clock import now
 from actorllm.messages import LateInputs, StepFailed, StepPlan, StepResult
-from actorllm.supervision.hang_detector import NEW_BUDGET_S
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from actorllm.actors.private_file import open_private
+from actorllm.config import EngineConfig, SchedulerConfig
 from actorllm.errors import ConfigError
 from actorllm.messages import StepFailed, StepResult, Submit, pack, unpack
 from actorllm.ring.codec import decode, encode
@@ -27,7 +28,6 @@ from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.step_time import CorrectedStepTime
 from actorllm.scheduling.telemetry.decisions import DECIDE, ToldPolicy
 from actorllm.scheduling.telemetry.recording import Entry
-from actorllm.types.config import EngineConfig, SchedulerConfig
 
 if TYPE_CHECKING:
     import io

@@ -32,8 +32,8 @@ from actorllm.actors.record_file import RecordFile, build_policy, is_of_user, sc
 from actorllm.actors.self_check import check_policy
 from actorllm.actors.timeline import Timeline
 from actorllm.actors.topology import ATTACHED
-from actorllm.attach.validation import check_foreign
 from actorllm.clock import now
+from actorllm.config import EngineConfig, SchedulerConfig
 from actorllm.errors import CorruptLinkError, PeerLostError, PeerRestartedError, TransportError
 from actorllm.messages import (
     DRAINING,
@@ -47,6 +47,7 @@ from actorllm.messages import (
     Unblock,
     sequences_of,
 )
+from actorllm.messages.untrusted import check_foreign
 from actorllm.scheduling.events import NOTHING, End, Events
 from actorllm.scheduling.pause import PauseState
 from actorllm.scheduling.policy import PlanPolicy
@@ -63,7 +64,6 @@ from actorllm.scheduling.telemetry.step_history import StepLog
 from actorllm.supervision.blame.scheduler_trial import SchedulerTrial, end_of_unknown
 from actorllm.text.grammar import GrammarCompiler
 from actorllm.text.tokenizer import Tokenizer
-from actorllm.types.config import EngineConfig, SchedulerConfig
 
 if TYPE_CHECKING:
     from actorllm.actors.step_model_error import StepWatch
@@ -121,7 +121,7 @@ class SchedulerActor(Actor):
         self._tally = Tally()
         self._step_log = StepLog()
         self._retry_s = RETRY_S
-        self._trial: SchedulerTrial
+        self._trial: SchedulerTrial[Outlet]
         self._pausing: Pausing
         self._timeline: Timeline | None = None
         self._policy_name = "fcfs"

@@ -12,9 +12,9 @@ import logging
 import numpy as np
 
 from actorllm.actors.record_file import build_policy, scheduler_arguments
+from actorllm.config import EngineConfig
 from actorllm.messages import StepPlan, StepResult, Submit
 from actorllm.scheduling.scheduler import Scheduler
-from actorllm.types.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from actorllm.actors.link import LinkInfo
+from actorllm.config import EngineConfig
 from actorllm.ring.channel import DEFAULT_CAPACITY, RESULT_CAPACITY
-from actorllm.types.config import EngineConfig
 
 Placement = Literal["owner", "process", "thread", "attached"]
 

@@ -28,11 +28,11 @@ from actorllm.actors.actor import Actor
 from actorllm.actors.heartbeat import WITHOUT_NUMBER
 from actorllm.actors.link import Link
 from actorllm.actors.pipeline import Pipeline
+from actorllm.actors.step_budget import NEW_BUDGET_S, StepBudget
 from actorllm.clock import now
+from actorllm.config import EngineConfig
 from actorllm.errors import EngineError, PeerLostError, TransportError, WouldBlock
 from actorllm.messages import LateInputs, Message, StepFailed, StepPlan, StepResult
-from actorllm.supervision.hang_detector import NEW_BUDGET_S, StepBudget
-from actorllm.types.config import EngineConfig
 
 if TYPE_CHECKING:
     from actorllm.model.runner import ModelRunner

@@ -12,16 +12,16 @@ from typing import Any, Self
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, HostLoop
 from actorllm.api.beam_search import BeamSearch, BeamSearchParams, end_ids, step_params
 from actorllm.api.engine_args import EngineArgs, check_idle_arguments
-from actorllm.attach.engine import AttachedEngine
+from actorllm.client.attached_engine import AttachedEngine
 from actorllm.client.engine import Engine
 from actorllm.client.pooling_stream import PoolingStream
 from actorllm.client.stream import RequestStream, TextStream
-from actorllm.client.tokenization import Prompt, as_batch
+from actorllm.config import EngineConfig, ModelConfig
 from actorllm.errors import EngineDeadError, EngineError, InvalidParameterError, RequestError, nearest_name
+from actorllm.intake.tokenization import Prompt, as_batch
 from actorllm.scheduling.pause import PAUSE_MODES, PauseMode
 from actorllm.supervision.health import EngineHealth
 from actorllm.text.chat_template import ContentFormat, Conversation, Message
-from actorllm.types.config import EngineConfig, ModelConfig
 from actorllm.types.objective import SLO
 from actorllm.types.outputs import RequestOutput
 from actorllm.types.params import PoolingParams, RequestOutputKind, SamplingParams
@@ -43,7 +43,7 @@ class AsyncLLM:
     stream of it is open, at the latest at interpreter exit. Usable from several event loops (asyncio, uvloop, trio), one
     after the other or at once.
 
-    Arguments: see `actorllm.types.config.ARGUMENTS`; named and defaulted as in vLLM where both have them.
+    Arguments: see `actorllm.config.ARGUMENTS`; named and defaulted as in vLLM where both have them.
     """
 
     def __init__(self, model: str | os.PathLike[str], **arguments: Any) -> None:

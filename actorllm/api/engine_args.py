@@ -1,6 +1,6 @@
 """`EngineArgs` and `AsyncEngineArgs`: the arguments of an engine as one object, and as options of a command line.
 
-Dataclasses whose fields are the arguments of `actorllm.types.config`, so that an argument is written down in one place. The
+Dataclasses whose fields are the arguments of `actorllm.config`, so that an argument is written down in one place. The
 front doors take them by `from_engine_args`; `LLM(**dataclasses.asdict(args))` works too.
 """
 
@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import orjson
 
+from actorllm.config import ARGUMENTS, VLLM_ARGUMENTS, EngineConfig
 from actorllm.errors import InvalidParameterError, UnknownArgumentError, nearest_name
-from actorllm.types.config import ARGUMENTS, VLLM_ARGUMENTS, EngineConfig
 
 DEFAULT_MODEL = "storyteller"
 
@@ -62,7 +62,7 @@ def _with_arguments_as_fields(cls: T) -> T:
 
 @_with_arguments_as_fields
 class EngineArgs:
-    """The arguments of an engine (`actorllm.types.config.ARGUMENTS`), and those of vLLM that are accepted at their defaults.
+    """The arguments of an engine (`actorllm.config.ARGUMENTS`), and those of vLLM that are accepted at their defaults.
 
     An unknown name raises UnknownArgumentError here; values are checked by `create_engine_config`.
     """

@@ -15,16 +15,16 @@ from actorllm.actors.engine_thread import ThreadHost
 from actorllm.api.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, end_ids, step_params
 from actorllm.api.engine_args import EngineArgs, check_idle_arguments
 from actorllm.api.llm_engine import LLMEngine
-from actorllm.attach.engine import AttachedEngine
+from actorllm.client.attached_engine import AttachedEngine
 from actorllm.client.engine import Engine
 from actorllm.client.pooling_stream import PoolingStream
 from actorllm.client.stream import RequestStream
-from actorllm.client.tokenization import Prompt, as_batch
 from actorllm.clock import now
+from actorllm.config import EngineConfig, ModelConfig
 from actorllm.errors import InvalidParameterError
+from actorllm.intake.tokenization import Prompt, as_batch
 from actorllm.supervision.health import EngineHealth
 from actorllm.text.chat_template import ContentFormat, Conversation, Message, is_batch, load_template
-from actorllm.types.config import EngineConfig, ModelConfig
 from actorllm.types.outputs import RequestOutput
 from actorllm.types.params import PoolingParams, RequestOutputKind, SamplingParams, _integer, check_timeout
 from actorllm.types.pooling_outputs import (
@@ -54,7 +54,7 @@ class LLM:
     `shutdown`, when it is dropped, or at interpreter exit.
 
     chat_template: what `chat` uses instead of the model's own: a Jinja template, or the file of one. Other arguments: see
-    `actorllm.types.config.ARGUMENTS`; named and defaulted as in vLLM where both have them. Requests have the ids "0", "1" and so
+    `actorllm.config.ARGUMENTS`; named and defaulted as in vLLM where both have them. Requests have the ids "0", "1" and so
     on.
     """
 

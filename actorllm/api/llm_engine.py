@@ -16,10 +16,10 @@ from actorllm.api.engine_args import EngineArgs, check_idle_arguments
 from actorllm.client.engine import Engine, Hold
 from actorllm.client.pooling_stream import PoolingStream
 from actorllm.client.stream import RequestStream
-from actorllm.client.tokenization import Prompt
+from actorllm.config import EngineConfig, ModelConfig
 from actorllm.errors import EngineError, InvalidParameterError, RequestError
+from actorllm.intake.tokenization import Prompt
 from actorllm.supervision.health import EngineHealth
-from actorllm.types.config import EngineConfig, ModelConfig
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 from actorllm.types.params import PoolingParams, SamplingParams
 from actorllm.types.pooling_outputs import PoolingOutput, PoolingRequestOutput
@@ -29,7 +29,7 @@ class LLMEngine:
     """An engine to step through by hand. Starts in the constructor; stops with `shutdown`, at the end of `with`, or when it
     is dropped.
 
-    Arguments: see `actorllm.types.config.ARGUMENTS`; named and defaulted as in vLLM where both have them.
+    Arguments: see `actorllm.config.ARGUMENTS`; named and defaulted as in vLLM where both have them.
     """
 
     def __init__(self, model: str | os.PathLike[str], **arguments: Any) -> None:

@@ -25,6 +25,7 @@ from actorllm.actors.frontend import FrontendActor
 from actorllm.actors.link import LinkInfo
 from actorllm.actors.topology import ActorSpec
 from actorllm.attach.rendezvous import connect, error_of, exchange, peer_of
+from actorllm.config import EngineConfig
 from actorllm.errors import (
     ActorLLMError,
     CorruptLinkError,
@@ -37,7 +38,6 @@ from actorllm.ring.channel import LinkEnd
 from actorllm.supervision.children import OwnerChild
 from actorllm.supervision.death import ActorDeath
 from actorllm.supervision.health import ActorHealth, EngineHealth, EngineState
-from actorllm.types.config import EngineConfig
 
 
 class Membership:

@@ -31,6 +31,7 @@ from typing import Any
 
 from actorllm.actors.actor import own_class
 from actorllm.actors.child import receive_frame, send_frame
+from actorllm.config import check_engine_name
 from actorllm.errors import (
     ActorLLMError,
     AttachError,
@@ -40,7 +41,6 @@ from actorllm.errors import (
     EngineNotFoundError,
     nearest_name,
 )
-from actorllm.types.config import check_engine_name
 
 HANDSHAKE_TIMEOUT_S = 5.0
 """How long an engine may take to answer a frame. Its engine thread does nothing else of this length."""

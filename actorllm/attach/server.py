@@ -32,6 +32,7 @@ from actorllm.actors.frontend import FrontendActor
 from actorllm.actors.topology import ActorSpec, attached_frontend
 from actorllm.attach.rendezvous import Claim, Peer, claim, peer_of
 from actorllm.clock import now
+from actorllm.config import EngineConfig
 from actorllm.errors import (
     ActorLLMError,
     AttachError,
@@ -42,7 +43,6 @@ from actorllm.errors import (
 )
 from actorllm.supervision.children import RemoteChild
 from actorllm.supervision.supervisor import Supervisor
-from actorllm.types.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

@@ -109,9 +109,9 @@ def _write_timeline(path: Path, events: list[dict[str, Any]]) -> None:
 @app.command
 def info(model: str = "storyteller", /) -> None:
     """Say what MODEL is, whether this engine can serve it and in which way, without loading its weights."""
+    from actorllm.config import EngineConfig, read_model_folder
     from actorllm.model import backends
     from actorllm.model.registry import model_plan, way_of
-    from actorllm.types.config import EngineConfig, read_model_folder
 
     path, hf = read_model_folder(model)
     length: int | None = None

@@ -18,7 +18,6 @@ from typing import Any
 
 import orjson
 
-from actorllm.client.tokenization import Prompt
 from actorllm.errors import (
     ActorLLMError,
     EngineOverloaded,
@@ -26,6 +25,7 @@ from actorllm.errors import (
     InvalidPromptError,
     RequestFailedError,
 )
+from actorllm.intake.tokenization import Prompt
 from actorllm.server.logprob_format import LogprobsView, Position, of_prompt
 from actorllm.text.chat_template import Conversation
 from actorllm.types.outputs import CompletionOutput, RequestOutput

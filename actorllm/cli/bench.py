@@ -184,7 +184,7 @@ def startup(
     output_json
         Write the results to this file.
     """
-    from actorllm.types.config import EngineConfig
+    from actorllm.config import EngineConfig
 
     _check(output_json, num_iters_cold=num_iters_cold, num_iters_warm=num_iters_warm)
     folder = Path(EngineConfig.from_arguments(engine_options.model, **engine_options.arguments()).model.path)
@@ -244,7 +244,7 @@ def _evict(folder: Path) -> None:
 
 def _llm(options: EngineOptions, num_tokens: int) -> LLM:
     from actorllm.api.llm import LLM
-    from actorllm.types.config import EngineConfig
+    from actorllm.config import EngineConfig
 
     arguments = {"enable_prefix_caching": False} | options.arguments()
     longest = EngineConfig.from_arguments(options.model, **arguments).model.max_model_len

@@ -22,9 +22,9 @@ from actorllm.cli.options import check_writable, see_own_folder
 from actorllm.errors import ConfigError
 
 if TYPE_CHECKING:
+    from actorllm.config import EngineConfig
     from actorllm.slo.experiments import Point, Results, Scenario
     from actorllm.slo.journal import RecordedRun
-    from actorllm.types.config import EngineConfig
 
 Many = Parameter(consume_multiple=True)
 

@@ -21,7 +21,7 @@ from actorllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from actorllm.client.engine import Engine
-    from actorllm.client.tokenization import Prompt
+    from actorllm.intake.tokenization import Prompt
     from actorllm.types.outputs import RequestOutput
     from actorllm.types.params import SamplingParams
 
@@ -100,7 +100,7 @@ class EngineOptions:
     def make_engine(self) -> Engine:
         """Not started yet. Raises ConfigError and ModelError."""
         from actorllm.client.engine import Engine
-        from actorllm.types.config import EngineConfig
+        from actorllm.config import EngineConfig
 
         return Engine(EngineConfig.from_arguments(self.model, **self.arguments()))
 

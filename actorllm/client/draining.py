@@ -13,7 +13,7 @@ import anyio
 
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, EngineThread
 from actorllm.actors.frontend import FrontendActor
-from actorllm.actors.stepper import Stepper
+from actorllm.client.stepper import Stepper
 from actorllm.clock import now
 from actorllm.errors import EngineError, EngineShutdownError
 

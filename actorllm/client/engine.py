@@ -29,15 +29,15 @@ from typing import TYPE_CHECKING, Any, cast
 from actorllm.actors.engine_thread import EngineThread, HostLoop, Service
 from actorllm.actors.frontend import FrontendActor
 from actorllm.actors.private_file import check_private
-from actorllm.actors.stepper import Stepper
 from actorllm.actors.topology import engine_topology
 from actorllm.attach.server import Reception
 from actorllm.client.draining import Draining
 from actorllm.client.pooling_stream import PoolingStream, VectorStream
+from actorllm.client.stepper import Stepper
 from actorllm.client.stream import Mailbox, RequestStream, Sibling
 from actorllm.client.submit import SubmitMaker
-from actorllm.client.tokenization import Prompt, PromptReader, checked_tokenization, prompt_text, snapshot
 from actorllm.clock import now
+from actorllm.config import EngineConfig
 from actorllm.errors import (
     ActorLLMError,
     ConfigError,
@@ -54,6 +54,7 @@ from actorllm.intake.job import Call, Job, JobLane, Reading
 from actorllm.intake.job_queue import JobQueue
 from actorllm.intake.lanes import Lanes
 from actorllm.intake.request_job import RequestJob, RequestSpec
+from actorllm.intake.tokenization import Prompt, PromptReader, checked_tokenization, prompt_text, snapshot
 from actorllm.messages import Submit
 from actorllm.supervision.death import ActorDeath
 from actorllm.supervision.health import EngineHealth
@@ -63,7 +64,6 @@ from actorllm.supervision.standby import StandbyOptions
 from actorllm.supervision.start_log import StartLog
 from actorllm.supervision.supervisor import Supervisor
 from actorllm.text.chat_template import Conversation
-from actorllm.types.config import EngineConfig
 from actorllm.types.generation_config import sampling_params_of
 from actorllm.types.objective import SLO
 from actorllm.types.params import (

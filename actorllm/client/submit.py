@@ -15,13 +15,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from actorllm.client.tokenization import PromptReader, TokenizedPrompt
 from actorllm.clock import from_epoch, now
+from actorllm.config import EngineConfig
 from actorllm.errors import InvalidParameterError, shown
+from actorllm.intake.tokenization import PromptReader, TokenizedPrompt
 from actorllm.kvcache.prefix_index import extra_key, hash_blocks
 from actorllm.messages import NO_U8, Submit
 from actorllm.messages.logit_rules import rules_of
-from actorllm.types.config import EngineConfig
 from actorllm.types.objective import SLO
 from actorllm.types.params import MAX_LABEL, MAX_SECONDS, RequestOutputKind, SamplingParams, check_timeout, is_text
 from actorllm.types.pooling_params import Pooling

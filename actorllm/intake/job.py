@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Generic, Protocol, TypeVar
 
-from actorllm.client.tokenization import Workplace
+from actorllm.intake.tokenization import Workplace
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from actorllm.messages import DEADLINE_PASSED, Submit
 from actorllm.types.params import RequestOutputKind
 
 if TYPE_CHECKING:
-    from actorllm.client.tokenization import Prompt, PromptReader
     from actorllm.intake.lanes import Lanes
+    from actorllm.intake.tokenization import Prompt, PromptReader
 
 
 @dataclass(frozen=True, slots=True)

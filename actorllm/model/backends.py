@@ -1,6 +1,6 @@
 """The backends, by the names that the argument `device` has for them. A backend is a subclass of `runner.ModelRunner`.
 
-Beside ours there are those of installed packages (`actorllm.device.others`): in the pyproject.toml of such a package,
+Beside ours there are those of installed packages (`actorllm.types.device.others`): in the pyproject.toml of such a package,
 
     [project.entry-points."actorllm.backends"]
     npu = "package.module:NpuRunner"
@@ -13,8 +13,8 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any
 
-from actorllm.device import GROUP, others
 from actorllm.errors import ConfigError
+from actorllm.types.device import GROUP, others
 
 if TYPE_CHECKING:
     from actorllm.model.runner import ModelRunner

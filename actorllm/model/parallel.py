@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from actorllm.types.config import EngineConfig, parallel_sizes
+from actorllm.config import EngineConfig, parallel_sizes
 
 CONNECT_TIMEOUT_S = 120.0
 """How long the ranks wait for each other at the start, and a collective for its last rank while all are alive."""

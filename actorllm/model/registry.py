@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from actorllm.config import ModelConfig
 from actorllm.errors import UnsupportedModelError
 from actorllm.model.families.decoder_config import DecoderConfig
-from actorllm.types.config import ModelConfig
 
 if TYPE_CHECKING:
     from actorllm.model.hf.encoder import EncoderPlan

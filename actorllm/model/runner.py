@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from actorllm import clock
+from actorllm.config import EngineConfig, read_model_folder
 from actorllm.errors import EngineError
 from actorllm.messages import I32, NO_I32, POOLING_CODES, LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from actorllm.messages.logprobs import LogprobSpan, columns_of
@@ -35,7 +36,6 @@ from actorllm.model.inputs import PersistentBatch, StepInputs
 from actorllm.model.parallel import Ranks
 from actorllm.model.pooled_states import PooledStates
 from actorllm.model.registry import Plan, check_plan, model_plan
-from actorllm.types.config import EngineConfig, read_model_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from actorllm.types.config import EngineConfig
+from actorllm.config import EngineConfig
 
 SPIN_COUNT = 5_000
 """Rounds a team member polls before it sleeps, some 50 to 100 µs.

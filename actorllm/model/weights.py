@@ -23,8 +23,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError, ModelNotFoundError
-from actorllm.types.config import ModelConfig
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

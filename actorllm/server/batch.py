@@ -9,7 +9,7 @@ import anyio
 import anyio.lowlevel
 from anyio import to_thread
 
-from actorllm.client.tokenization import Prompt
+from actorllm.intake.tokenization import Prompt
 
 PORTION = 16
 """Prompts between two turns of the others: submitting one takes a tenth of a millisecond or two."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from actorllm.client.tokenization import Prompt
+from actorllm.intake.tokenization import Prompt
 from actorllm.server.completions import Asked, check_length, check_stream, view_of_logprobs
 from actorllm.server.copies import check_copies
 from actorllm.server.envelope import ApiError

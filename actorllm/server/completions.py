@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from actorllm.client.tokenization import Prompt, too_many_characters
 from actorllm.errors import InvalidParameterError, InvalidPromptError
+from actorllm.intake.tokenization import Prompt, too_many_characters
 from actorllm.server.copies import check_copies
 from actorllm.server.envelope import ApiError, shown
 from actorllm.server.logprob_format import LogprobsView, Position, of_prompt

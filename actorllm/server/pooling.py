@@ -18,8 +18,8 @@ from fastapi import APIRouter, Request, Response
 from starlette.types import Send
 
 from actorllm.client.pooling_stream import PoolingStream
-from actorllm.client.tokenization import Prompt
 from actorllm.errors import ActorLLMError, InvalidParameterError
+from actorllm.intake.tokenization import Prompt
 from actorllm.server.answer import JSON, Answer
 from actorllm.server.batch import collected, submitted, written
 from actorllm.server.completions import check_length, prompts_of

@@ -17,8 +17,8 @@ from typing import Any
 import orjson
 
 from actorllm.actors.frontend import Delta
-from actorllm.client.tokenization import Prompt
 from actorllm.errors import InvalidPromptError
+from actorllm.intake.tokenization import Prompt
 from actorllm.server.completions import Asked, check_length
 from actorllm.server.envelope import ApiError
 from actorllm.server.logprob_format import LogprobsView

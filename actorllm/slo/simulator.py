@@ -29,6 +29,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.messages import F64, I32, I64, NO_I32, NO_U8, StepFailed, StepPlan, StepResult, Submit
 from actorllm.scheduling.admission_policy import AdmissionPolicy, Gate, load_admission
@@ -50,7 +51,6 @@ from actorllm.slo.routing import ReplicaView, Router, make_router
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline, Spans
 from actorllm.slo.unattainable import unattainable
 from actorllm.slo.workload import Workload, seed_stream
-from actorllm.types.config import EngineConfig
 from actorllm.types.objective import SLO
 
 VOCAB_SIZE = 1 << 16

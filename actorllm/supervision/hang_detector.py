@@ -1,7 +1,7 @@
 """When is a process stuck, and when is it only busy? The decision: signs of life in, verdicts out.
 
-`StepBudget` says before a step how long it may take, from what steps of its size took so far. `Vigil` watches over
-processes by looking at their signs of life (`pulse`) now and then:
+`StepBudget` (`actors.step_budget`) says before a step how long it may take. `Vigil` watches over processes by looking at
+their signs of life (`pulse`) now and then:
 
     a process is stopped                 for heartbeat_timeout_s, whatever it is at
     a step takes longer than its budget  its loop cannot turn meanwhile, so nothing else can be asked of it
@@ -19,47 +19,8 @@ from dataclasses import dataclass
 
 from actorllm.actors.heartbeat import STARTING, WITHOUT_NUMBER, Sign
 
-MIN_BUDGET_S = 30.0
-"""No step is stuck before, however fast others were: the machine may have something better to do for a while."""
-NEW_BUDGET_S = 300.0
-"""Of a step larger than any before: memory is touched and kernels are made for the first time."""
-MULTIPLE = 20.0
-"""So many times what steps of this size have taken."""
 CAUGHT = "its loop has not turned for"
 """How the reason begins when a process neither steps nor is stopped: it is caught in something that does not return."""
-FADING = 0.98
-"""What is left of a slow step with each faster one after it."""
-
-
-class StepBudget:
-    """How long the steps of a worker may take. Steps are of one size when their tokens have as many binary digits."""
-
-    def __init__(self, fixed_s: float | None = None) -> None:
-        """fixed_s: for every step; None: learnt."""
-        self._fixed_s = fixed_s
-        self._seconds: list[float] = []  # by size: the slowest step, fading; 0: none yet
-
-    def of(self, num_tokens: int) -> float:
-        """For a step that is about to begin, in seconds."""
-        if self._fixed_s is not None:
-            return self._fixed_s
-        size = num_tokens.bit_length()
-        seconds = self._seconds[size] if size < len(self._seconds) else 0.0
-        if seconds:
-            return max(MIN_BUDGET_S, MULTIPLE * seconds)
-        largest = len(self._seconds) - 1
-        if size > largest >= 0:
-            seconds = self._seconds[largest] * 2.0 ** (size - largest)
-        return max(NEW_BUDGET_S, MULTIPLE * seconds)
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """A step is through."""
-        size = num_tokens.bit_length()
-        known = self._seconds
-        if size >= len(known):
-            known += [0.0] * (size + 1 - len(known))
-        if seconds < self.of(num_tokens):  # else it was not computing: this process was stopped meanwhile
-            known[size] = max(seconds, FADING * known[size])
 
 
 @dataclass(frozen=True, slots=True)

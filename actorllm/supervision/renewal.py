@@ -7,10 +7,10 @@ import logging
 import os
 from dataclasses import replace
 
+from actorllm.config import EngineConfig
 from actorllm.scheduling.policy_fallback import FALLBACK
 from actorllm.supervision.death import ActorDeath
 from actorllm.supervision.hang_detector import CAUGHT
-from actorllm.types.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ from anyio.abc import TaskGroup
 from actorllm.actors.engine_thread import current_loop
 from actorllm.actors.heartbeat import is_stopped
 from actorllm.actors.topology import ActorSpec
+from actorllm.config import EngineConfig
 from actorllm.errors import ActorLLMError
 from actorllm.model.memory import available_bytes
 from actorllm.supervision.children import Child, ProcessChild
 from actorllm.supervision.death import ActorDeath
-from actorllm.types.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from actorllm.clock import now
-from actorllm.types.config import EngineConfig
+from actorllm.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

@@ -32,8 +32,10 @@ from anyio.abc import TaskGroup
 
 from actorllm.actors.actor import Actor, Failure
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, AsyncioLoop, current_loop
+from actorllm.actors.shortage import SHORTAGES, shortage_of
 from actorllm.actors.topology import ActorSpec, LinkSpec, Topology
 from actorllm.clock import now
+from actorllm.config import HEARTBEAT_TIMEOUT_S
 from actorllm.errors import (
     ActorLLMError,
     EngineDeadError,
@@ -47,11 +49,9 @@ from actorllm.supervision.death import ActorDeath
 from actorllm.supervision.group import Group, groups_of
 from actorllm.supervision.health import ActorHealth, EngineHealth, EngineState
 from actorllm.supervision.restart import RestartCounter, RestartLimits
-from actorllm.supervision.shortage import SHORTAGES, shortage_of
 from actorllm.supervision.standby import Standby, StandbyOptions
 from actorllm.supervision.watchdog import Watch
 from actorllm.supervision.wiring import Wiring
-from actorllm.types.config import HEARTBEAT_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Prompts with a name and a type: vLLM's mappings, for programs that build them and for type checkers.
 
-A plain string or list of ids says the same as one of these without further keys. `actorllm.client.tokenization` reads them.
+A plain string or list of ids says the same as one of these without further keys. `actorllm.intake.tokenization` reads them.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from actorllm.config import EngineConfig
 from actorllm.messages import NewRow, StepPlan, pack_rows
 from actorllm.model.cuda.device import CudaDevice, HostDevice
 from actorllm.model.cuda.rehearsal import compiling
 from actorllm.model.cuda.runner import CudaRunner
-from actorllm.types.config import EngineConfig
 from actorllm_kernels.configs import trying
 
 from .clock import Bench

@@ -15,7 +15,8 @@ import numpy as np
 
 from actorllm.actors.actor import Runner
 from actorllm.actors.scheduler import SchedulerActor
-from actorllm.actors.stepper import NoWaiter, run_to_end
+from actorllm.client.stepper import NoWaiter, run_to_end
+from actorllm.config import EngineConfig
 from actorllm.errors import PeerLostError
 from actorllm.messages import (
     Abort,
@@ -34,7 +35,6 @@ from actorllm.messages import (
     Unblock,
 )
 from actorllm.messages.embeds import EMBEDDED
-from actorllm.types.config import EngineConfig
 from tests.ring.hostile import EMBEDDING_BYTES, Report, strange_messages, through_the_wire
 from tests.scheduling.conftest import ScriptedWorker, reference_stream
 

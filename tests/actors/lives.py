@@ -14,10 +14,10 @@ import numpy as np
 
 from actorllm.actors.frontend import Delta, FrontendActor
 from actorllm.actors.scheduler import SchedulerActor
+from actorllm.config import EngineConfig
 from actorllm.errors import PeerLostError, PeerRestartedError
 from actorllm.messages import StepPlan, Submit
 from actorllm.supervision.restart import RestartCounter, RestartLimits
-from actorllm.types.config import EngineConfig
 from tests.actors.scripted_worker import VOCAB
 from tests.scheduling.conftest import SIBLING, ScriptedWorker, reference_stream
 

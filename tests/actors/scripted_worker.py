@@ -14,8 +14,8 @@ import numpy as np
 
 from actorllm.actors.link import Link
 from actorllm.actors.worker import WorkerActor
+from actorllm.config import EngineConfig
 from actorllm.messages import LateInputs, NewRow, StepPlan, StepResult, pack_rows
-from actorllm.types.config import EngineConfig
 from tests.scheduling.conftest import ScriptedWorker
 
 VOCAB = 4096

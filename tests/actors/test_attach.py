@@ -33,10 +33,10 @@ from actorllm.attach import rendezvous
 from actorllm.attach import server as attach_server
 from actorllm.cli import main
 from actorllm.client.stream import RequestStream
+from actorllm.config import EngineConfig
 from actorllm.errors import AttachError, ConfigError, EngineNotFoundError, EngineShutdownError
 from actorllm.messages import StepResult, Submit
 from actorllm.ring.layout import SLEEP, STATE, TAIL_WORD, reader_word
-from actorllm.types.config import EngineConfig
 from tests.actors.scripted_worker import VOCAB
 from tests.scheduling.conftest import reference_stream
 

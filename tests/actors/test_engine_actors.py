@@ -17,6 +17,7 @@ from actorllm import LLM, SamplingParams
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.record_file import fresh_scheduler, read_recording, recorded_configuration, told_scheduler
 from actorllm.actors.topology import Topology, engine_topology
+from actorllm.config import EngineConfig
 from actorllm.errors import RequestFailedError
 from actorllm.messages import LateInputs, StepFailed, StepPlan, StepResult, Submit, pack
 from actorllm.scheduling.admission_policy import AdmissionPolicy
@@ -26,7 +27,6 @@ from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.telemetry.decisions import DECIDE
 from actorllm.scheduling.telemetry.recording import RecordedScheduler, replay
 from actorllm.slo.simulator import rerun
-from actorllm.types.config import EngineConfig
 from tests.actors.scripted_worker import VOCAB, ScriptedRunner, ScriptedWorkerActor
 from tests.scheduling.conftest import reference_stream
 

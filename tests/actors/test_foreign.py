@@ -9,8 +9,8 @@ import numpy as np
 import orjson
 import pytest
 
-from actorllm.attach.validation import check_foreign
 from actorllm.messages import Abort, Ask, Message, Outputs, Reply, StepResult, Submit, Unblock
+from actorllm.messages.untrusted import check_foreign
 from tests.actors.hostile_frontend import Engine
 
 VOCAB = 100

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from actorllm.actors.record_file import KEPT_LIVES, RecordFile, read_recording
-from actorllm.types.config import EngineConfig
+from actorllm.config import EngineConfig
 
 STORYTELLER = "storyteller"
 

@@ -17,13 +17,13 @@ from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.frontend import Delta, FrontendActor
 from actorllm.actors.scheduler import SchedulerActor
 from actorllm.clock import now
+from actorllm.config import EngineConfig
 from actorllm.errors import PeerLostError, PeerRestartedError, RequestFailedError, WouldBlock
 from actorllm.messages import NO_I32, Abort, LateInputs, Outputs, StepFailed, StepPlan, StepResult, Submit, Unblock
 from actorllm.scheduling.admission_policy import AdmissionPolicy, Gate
 from actorllm.scheduling.policy import Admit, KeyPolicy
 from actorllm.scheduling.policy_fallback import GuardedPolicy
 from actorllm.scheduling.policy_monitor import LONGEST_TIMER_S
-from actorllm.types.config import EngineConfig
 from tests.scheduling.conftest import ScriptedWorker, reference_stream
 
 VOCAB = 4096

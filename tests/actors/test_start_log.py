@@ -8,10 +8,10 @@ import threading
 import pytest
 
 from actorllm import AsyncLLM, EngineArgs, LLMEngine
+from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.supervision import start_log
 from actorllm.supervision.start_log import StartLog
-from actorllm.types.config import EngineConfig
 
 LOGGER = start_log.__name__
 

@@ -21,6 +21,7 @@ import uvloop
 from actorllm.actors import engine_thread
 from actorllm.actors.engine_thread import HostLoop, current_loop
 from actorllm.actors.topology import ActorSpec, LinkSpec, Topology, engine_topology
+from actorllm.config import EngineConfig
 from actorllm.errors import (
     ConfigError,
     EngineDeadError,
@@ -34,7 +35,6 @@ from actorllm.supervision import stderr_pipe
 from actorllm.supervision.children import ProcessChild
 from actorllm.supervision.death import ActorDeath
 from actorllm.supervision.stderr_pipe import StderrPipe
-from actorllm.types.config import EngineConfig
 from tests.actors import echo
 from tests.actors.echo import EchoConfig
 

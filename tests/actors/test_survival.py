@@ -21,6 +21,7 @@ from actorllm.actors.executor import FairExecutor
 from actorllm.actors.frontend import Delta, FrontendActor
 from actorllm.actors.record_file import read_recording
 from actorllm.actors.topology import Topology, engine_topology
+from actorllm.config import EngineConfig
 from actorllm.errors import (
     EngineDeadError,
     EngineShutdownError,
@@ -32,7 +33,6 @@ from actorllm.errors import (
 from actorllm.messages import NO_I32, Abort, LateInputs, OnTrial, Outputs, StepResult, Submit
 from actorllm.supervision.death import OUT_OF_MEMORY_HINT
 from actorllm.supervision.restart import RestartLimits
-from actorllm.types.config import EngineConfig
 from tests.actors import deadly_policies
 from tests.actors.scripted_worker import DEADLY, VOCAB
 from tests.actors.test_engine_actors import make_worker, plan_for

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from actorllm.actors.heartbeat import WITHOUT_NUMBER, Pulse, Sign, is_stopped
-from actorllm.supervision.hang_detector import MIN_BUDGET_S, MULTIPLE, NEW_BUDGET_S, StepBudget, Vigil
+from actorllm.actors.step_budget import MIN_BUDGET_S, MULTIPLE, NEW_BUDGET_S, StepBudget
+from actorllm.supervision.hang_detector import Vigil
 
 Story = Callable[[float], Sign]
 """What a process shows at a time."""

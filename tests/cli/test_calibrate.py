@@ -11,6 +11,7 @@ import pytest
 
 from actorllm import AsyncLLM, cli
 from actorllm.actors.record_file import RecordFile
+from actorllm.config import EngineConfig
 from actorllm.errors import EngineShutdownError
 from actorllm.scheduling.cost_model import LinearModel, Regime, load_model
 from actorllm.scheduling.policy import PlanPolicy
@@ -19,7 +20,6 @@ from actorllm.scheduling.telemetry.recording import RecordedScheduler
 from actorllm.slo.live.calibrate import exercise
 from actorllm.slo.simulator import EngineShape, simulate
 from actorllm.slo.workload import gamma_arrivals, lognormal_lengths, make_workload
-from actorllm.types.config import EngineConfig
 
 TRUTH = LinearModel((Regime(math.inf, (0.004, 5e-5, 1e-4, 3e-7, 0.0, 1e-8)),))
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from actorllm import cli
+from actorllm.config import BUNDLED_MODELS
 from actorllm.intake.lanes import Lane
 from actorllm.text.chat_template import ChatTemplate, Conversation
 from actorllm.text.tokenizer import Tokenizer
-from actorllm.types.config import BUNDLED_MODELS
 
 STORYTELLER = BUNDLED_MODELS["storyteller"]
 QUICK = ("--topology", "inline", "--num-threads", "1", "--temperature", "0", "--dtype", "float32")

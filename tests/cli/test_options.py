@@ -9,8 +9,8 @@ import pytest
 
 from actorllm import cli
 from actorllm.client.engine import Engine
+from actorllm.config import EngineConfig
 from actorllm.errors import ActorLLMError
-from actorllm.types.config import EngineConfig
 
 GIVEN: dict[str, tuple[str, Any]] = {
     "--tensor-parallel-size=2": ("tensor_parallel_size", 2),

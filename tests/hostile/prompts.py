@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from actorllm.types.config import BUNDLED_MODELS
+from actorllm.config import BUNDLED_MODELS
 
 STORYTELLER = BUNDLED_MODELS["storyteller"]
 

@@ -13,8 +13,8 @@ import actorllm.client.engine
 from actorllm import AsyncLLM, SamplingParams
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.topology import Topology, engine_topology
+from actorllm.config import EngineConfig
 from actorllm.errors import RequestFailedError
-from actorllm.types.config import EngineConfig
 from tests.actors import deadly_policies
 from tests.actors.scripted_worker import DEADLY, VOCAB
 from tests.scheduling.conftest import reference_stream

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actorllm.types.config import ARGUMENTS
+from actorllm.config import ARGUMENTS
 from tests.hostile.containers import ROOT, containers
 
 sys.path.insert(0, str(ROOT / "bench"))

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from actorllm import AsyncLLM, SamplingParams
-from actorllm.client.tokenization import LARGE_TEXT
 from actorllm.errors import InvalidPromptError
+from actorllm.intake.tokenization import LARGE_TEXT
 from actorllm.text.chat_template import Conversation
 
 TEXT = "Once upon a time, in the 1st village — déjà vu 🙂 —  there was\n\n a fox. " * (LARGE_TEXT // 60)
@@ -64,7 +64,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_it_ends_with_its_owner(number: signal.Signals) -> None:
-    from actorllm.types.config import BUNDLED_MODELS
+    from actorllm.config import BUNDLED_MODELS
 
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(BUNDLED_MODELS["storyteller"])], stdout=subprocess.PIPE, text=True

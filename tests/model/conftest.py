@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from actorllm.config import EngineConfig
 from actorllm.model.cpu.runner import CpuRunner
-from actorllm.types.config import EngineConfig
 from tests.model.driver import TINY_LLAMA, Driver
 
 BLOCK_SIZE = 4

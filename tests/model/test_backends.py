@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from actorllm import LLM, EngineConfig, SamplingParams, device
+from actorllm import LLM, EngineConfig, SamplingParams
 from actorllm.errors import ActorLLMError, ConfigError, UnsupportedModelError
 from actorllm.model import backends
 from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.registry import model_plan
+from actorllm.types import device
 from tests.model.driver import TINY_LLAMA
 
 HERE = Path(__file__).parent

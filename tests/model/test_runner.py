@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from actorllm.config import ConfigError, EngineConfig
 from actorllm.messages import LateInputs, StepPlan
 from actorllm.model import memory
 from actorllm.model.cpu import attention, runner
 from actorllm.model.cpu.attention import KVCache
 from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.inputs import StepInputs
-from actorllm.types.config import ConfigError, EngineConfig
 from tests.model.driver import Driver, int32
 
 PROMPT = [5, 17, 33, 2, 90, 41, 8, 8, 60, 11]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from actorllm.config import EngineConfig
 from actorllm.model import threads
 from actorllm.model.threads import FIRST_PAUSE, LONGEST_PAUSE, Team, num_cores, worker_environment
-from actorllm.types.config import EngineConfig
 
 LARGE, SMALL = 4e6, 0.25e6
 """Bytes of a matrix of a model of 0.6 billion parameters, and of the bundled one."""

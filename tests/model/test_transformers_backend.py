@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from actorllm import LLM, SamplingParams
 from actorllm.cli import main
+from actorllm.config import EngineConfig
 from actorllm.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
 from actorllm.model.cpu.attention import Scoring
 from actorllm.model.cpu.runner import CpuRunner
@@ -24,7 +25,6 @@ from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.hf import probe, transformers_backend
 from actorllm.model.hf.transformers_backend import TransformersDecoder
 from actorllm.model.registry import way_of
-from actorllm.types.config import EngineConfig
 
 TOLERANCE = 1e-3
 """Of logits whose standard deviation is above 1; float32 rounding is some 1e-5."""

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from actorllm.config import EngineConfig
 from actorllm.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
 from actorllm.model.cpu.decoder import Decoder
 from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.registry import FAMILIES, decoder_config
 from actorllm.model.weights import CheckpointWeights, DummyWeights
-from actorllm.types.config import EngineConfig
 from tests.model.driver import TINY_LLAMA
 
 

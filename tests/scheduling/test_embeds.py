@@ -105,7 +105,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("wrong", "message"), BAD, ids=[message for _, message in BAD])
 def test_what_no_frontend_would_send_fails_alone(wrong: dict[str, Any], message: str) -> None:
-    """A frontend in somebody else's program may: see attach.validation."""
+    """A frontend in somebody else's program may: see messages.untrusted."""
     prompt = [EMBEDDED, 5, EMBEDDED]
     good = make_submit(1, prompt, prompt_embeds=rows_of(1, prompt))
     taking = make_scheduler(embedding_bytes=ROW)

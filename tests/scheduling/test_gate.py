@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.messages import OVERLOADED
 from actorllm.scheduling.admission_policy import ADMISSIONS, AdmissionPolicy, Gate, load_admission, register_admission
@@ -17,7 +18,6 @@ from actorllm.scheduling.policy import Admit, Decision, KeyPolicy
 from actorllm.scheduling.policy_fallback import GuardedPolicy
 from actorllm.scheduling.sequence import Sequence, State
 from actorllm.scheduling.step_packing import KeyPlanner
-from actorllm.types.config import EngineConfig
 from tests.scheduling.conftest import SIBLING, Engine, reference_stream
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.scheduling.deadlines import Deadlines, first_due, last_due
 from actorllm.scheduling.loading import load_policy
@@ -19,7 +20,6 @@ from actorllm.scheduling.policies.vtc import Vtc
 from actorllm.scheduling.policy import POLICIES, KeyPolicy, PlanPolicy, register_policy
 from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.step_time import CorrectedStepTime, StepTime
-from actorllm.types.config import EngineConfig
 
 BuildEngine = Callable[..., Any]
 

@@ -231,7 +231,7 @@ def test_what_is_demanded_can_be_read(storyteller: Tokenizer, parser: type[ToolP
 
 @pytest.fixture(scope="module")
 def storyteller() -> Tokenizer:
-    from actorllm.types.config import BUNDLED_MODELS
+    from actorllm.config import BUNDLED_MODELS
 
     return Tokenizer(BUNDLED_MODELS["storyteller"])
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, InvalidParameterError
 from actorllm.scheduling.admission_policy import AdmissionPolicy
 from actorllm.scheduling.cost_model import LinearModel, Regime, preset
@@ -26,7 +27,6 @@ from actorllm.slo.workload import (
     share_prefixes,
     synthetic,
 )
-from actorllm.types.config import EngineConfig
 
 MODEL = preset("a100-llama-3-8b")
 SHAPE = EngineShape(num_blocks=2500, max_num_batched_tokens=512, max_model_len=16_384)

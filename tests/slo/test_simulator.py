@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.messages import StepPlan, StepResult, Submit, pack
 from actorllm.scheduling.cost_model import LinearModel, Regime, preset
@@ -36,7 +37,6 @@ from actorllm.slo.workload import (
     sample,
     share_prefixes,
 )
-from actorllm.types.config import EngineConfig
 from actorllm.types.objective import SLO, RequestClass
 
 SHAPE = EngineShape(num_blocks=400, max_num_seqs=32, max_num_batched_tokens=256, max_model_len=2048)

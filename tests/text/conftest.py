@@ -9,8 +9,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from actorllm.config import BUNDLED_MODELS
 from actorllm.text.tokenizer import Tokenizer
-from actorllm.types.config import BUNDLED_MODELS
 
 WORDS = ["hello", "world", "the", "fox", "runs"]
 

@@ -10,10 +10,10 @@ from typing import Any
 import orjson
 import pytest
 
+from actorllm.config import BUNDLED_MODELS
 from actorllm.errors import CorruptModelError, InvalidParameterError, InvalidPromptError
 from actorllm.text.chat_template import ChatTemplate, Conversation, is_batch
 from actorllm.text.tokenizer import Tokenizer
-from actorllm.types.config import BUNDLED_MODELS
 
 STORYTELLER = BUNDLED_MODELS["storyteller"]
 

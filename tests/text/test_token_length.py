@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from actorllm.config import BUNDLED_MODELS
 from actorllm.text.token_length import max_token_characters
 from actorllm.text.tokenizer import Tokenizer
-from actorllm.types.config import BUNDLED_MODELS
 
 BYTES = pre_tokenizers.ByteLevel.alphabet()
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import tokenizers
 
+from actorllm.config import BUNDLED_MODELS
 from actorllm.messages.logprobs import LogprobSpan
 from actorllm.text.token_text import LogprobText, TokenText
 from actorllm.text.tokenizer import Tokenizer
-from actorllm.types.config import BUNDLED_MODELS
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ import numpy as np
 import orjson
 import pytest
 
+from actorllm.config import BUNDLED_MODELS
 from actorllm.errors import CorruptModelError, InvalidPromptError, ModelNotFoundError
 from actorllm.text.tokenizer import Tokenizer
-from actorllm.types.config import BUNDLED_MODELS
 
 STORYTELLER = BUNDLED_MODELS["storyteller"]
 

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from actorllm import clock
+from actorllm.config import EngineConfig
 from actorllm.errors import EngineError
 from actorllm.messages import I32, NO_I32, POOLING_CODES, LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from actorllm.messages.logprobs import LogprobSpan
@@ -29,7 +30,6 @@ from actorllm.model.runner import ModelRunner, SamplingRows, StepHandle, slices
 from actorllm.model.sampler import Sampler, SamplingColumns
 from actorllm.model.threads import Team
 from actorllm.model.weights import open_weights
-from actorllm.types.config import EngineConfig
 
 if TYPE_CHECKING:
     from actorllm.model.cpu.model import CausalLM

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.device import CudaDevice, Device
@@ -24,7 +25,6 @@ from actorllm.model.cuda.linear import DeviceLinear
 from actorllm.model.linear import LinearWeight
 from actorllm.model.linear.dense import Dense
 from actorllm.model.parallel import Ranks
-from actorllm.types.config import EngineConfig
 
 GPU_BACKEND = "cpu:gloo,cuda:nccl"
 """Of torch.distributed: what ranks agree on is on the host (`Collectives.all_agree`)."""

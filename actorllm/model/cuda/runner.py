@@ -31,6 +31,7 @@ import torch
 from numpy.typing import NDArray
 
 from actorllm import clock
+from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, EngineError
 from actorllm.messages import I32, NO_I32, LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from actorllm.model.cuda import ops
@@ -55,7 +56,6 @@ from actorllm.model.inputs import StepInputs
 from actorllm.model.registry import Plan, check_shares
 from actorllm.model.runner import ModelRunner, StepHandle, slices
 from actorllm.model.weights import open_weights
-from actorllm.types.config import EngineConfig
 from actorllm_kernels.configs import architecture_of, target
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AttentionInterface
 
+from actorllm.config import ModelConfig
 from actorllm.errors import EngineError
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.cache import DeviceCache
@@ -28,7 +29,6 @@ from actorllm.model.hf.plan import TransformersPlan
 from actorllm.model.hf.probe import probe, probe_embeds
 from actorllm.model.hf.transformers_backend import TransformersDecoder, widened
 from actorllm.model.inputs import StepInputs
-from actorllm.types.config import ModelConfig
 
 ATTENTION = "actorllm_device"
 """The name of our attention in transformers' AttentionInterface."""

@@ -21,13 +21,13 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface, AutoModel
 
+from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError, EngineError
 from actorllm.model.cpu.attention import KVCache
 from actorllm.model.hf import packing
 from actorllm.model.hf.transformers_backend import IGNORED, draw_weights, quiet, read_config, refused
 from actorllm.model.inputs import StepInputs
 from actorllm.model.weights import progress_is_shown, tensor_files
-from actorllm.types.config import ModelConfig
 from actorllm.types.pooling_params import position_offset
 
 ATTENTION = "actorllm_encoder"

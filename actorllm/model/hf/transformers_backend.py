@@ -40,6 +40,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_accelerate_available
 
+from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError, EngineError, UnsupportedModelError
 from actorllm.model.cpu.attention import AttentionBatch, KVCache, KVWrites, Scoring
 from actorllm.model.embeds import place_rows
@@ -47,7 +48,6 @@ from actorllm.model.hf import packing
 from actorllm.model.hf.plan import TracedLayer, TransformersPlan
 from actorllm.model.inputs import StepInputs
 from actorllm.model.weights import progress_is_shown, stable_hash, tensor_files
-from actorllm.types.config import ModelConfig
 
 AutoModel: Any = AutoModelForCausalLM  # neither is typed
 hf_logging: Any = transformers_logging

@@ -20,13 +20,13 @@ import numpy as np
 
 from actorllm.actors.record_file import read_recording, recorded_configuration, told_scheduler
 from actorllm.clock import now, to_epoch
+from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.scheduling.cost_model import Fit, StepLog, fit
 from actorllm.scheduling.telemetry.recording import Entry
 from actorllm.slo.calibration import steps_of
 from actorllm.slo.live.replay import Delays
 from actorllm.slo.workload import seed_stream
-from actorllm.types.config import EngineConfig
 
 if TYPE_CHECKING:
     from actorllm.api.async_llm import AsyncLLM

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from actorllm.actors.outlet import ForFrontend, Outlet
 from actorllm.clock import now
 from actorllm.messages import DEADLINE_PASSED, Begun, OnTrial, Submit
 from actorllm.scheduling.events import End
@@ -24,20 +23,23 @@ from actorllm.scheduling.sequence import Key, Sequence, State
 from actorllm.supervision.blame.scheduler_deaths import Trial
 from actorllm.types.outputs import FinishReason
 
+Outlet = TypeVar("Outlet")
+"""What leads to one frontend; a trial only hands it to `send`."""
+
 JOURNAL_PATIENCE_S = 1.0
 """How long a trial waits for the journals of all frontends before it begins with what is there."""
 SHORT_PATIENCE_S = 0.25
 """As long as nobody is suspected: how long a program that is stopped may hold up the others after a death."""
 
 
-class SchedulerTrial(Trial):
+class SchedulerTrial(Trial, Generic[Outlet]):
     """See the module docstring."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         outlets: Mapping[int, Outlet],
-        send: Callable[[Outlet, ForFrontend], None],
+        send: Callable[[Outlet, OnTrial | Begun], None],
         report_progress: Callable[[], None],
         check_itself: Callable[[], None],
     ) -> None:

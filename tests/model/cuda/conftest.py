@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from actorllm.config import EngineConfig
 from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.cuda.device import HostDevice
 from actorllm.model.cuda.runner import CudaRunner
-from actorllm.types.config import EngineConfig
 from tests.model.cuda.twins import TINY, Twins
 
 

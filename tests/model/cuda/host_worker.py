@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from actorllm.actors.worker import WorkerActor
+from actorllm.config import EngineConfig
 from actorllm.model.cuda.device import HostDevice
 from actorllm.model.cuda.runner import CudaRunner
-from actorllm.types.config import EngineConfig
 
 
 class HostWorkerActor(WorkerActor):

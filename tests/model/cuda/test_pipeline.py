@@ -14,11 +14,11 @@ import pytest
 
 from actorllm import LLM, EngineArgs, LLMEngine, SamplingParams
 from actorllm.actors.worker import WorkerActor
+from actorllm.config import EngineConfig
 from actorllm.errors import RequestError
 from actorllm.messages import StepPlan, Submit
 from actorllm.model.cuda.device import Download, HostDevice
 from actorllm.model.cuda.runner import CudaHandle, CudaRunner
-from actorllm.types.config import EngineConfig
 from tests.model.cuda.twins import TINY
 
 KINDS: list[dict[str, Any]] = [

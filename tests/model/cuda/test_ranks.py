@@ -17,11 +17,11 @@ import actorllm.client.engine
 from actorllm import LLM, AsyncLLM, SamplingParams
 from actorllm.actors.topology import engine_topology
 from actorllm.actors.worker import WorkerActor
+from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, UnsupportedModelError
 from actorllm.model.cuda import collectives
 from actorllm.model.cuda.device import HostDevice
 from actorllm.model.cuda.runner import CudaRunner
-from actorllm.types.config import EngineConfig
 from tests.model.cuda.conftest import config_of
 from tests.model.cuda.test_pipeline import ARGUMENTS, generate, load
 from tests.model.cuda.test_processes import on_the_host, tell

@@ -38,12 +38,12 @@ from actorllm.actors.private_file import check_private
 from actorllm.actors.scheduler import SchedulerActor
 from actorllm.actors.worker import WorkerActor
 from actorllm.clock import now
+from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, EngineDeadError, EngineError, EngineShutdownError
 from actorllm.messages import Message
 from actorllm.supervision.death import ActorDeath
 from actorllm.supervision.health import ActorHealth, EngineHealth, EngineState
 from actorllm.supervision.supervisor import Resolve
-from actorllm.types.config import EngineConfig
 
 T = TypeVar("T")
 

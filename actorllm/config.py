@@ -18,7 +18,6 @@ from typing import Any, Literal
 import orjson
 
 from actorllm import shapes
-from actorllm.device import choose
 from actorllm.errors import (
     ConfigError,
     CorruptModelError,
@@ -29,12 +28,13 @@ from actorllm.errors import (
 )
 from actorllm.scheduling.admission_policy import ADMISSIONS
 from actorllm.scheduling.policy import policy_path
+from actorllm.types.device import choose
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
 
 logger = logging.getLogger(__name__)
 
-BUNDLED_MODELS = {"storyteller": Path(__file__).parents[1] / "storyteller"}
+BUNDLED_MODELS = {"storyteller": Path(__file__).parent / "storyteller"}
 
 Topology = Literal["process", "inline"]
 

@@ -16,12 +16,12 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from actorllm.config import ModelConfig
 from actorllm.errors import InvalidParameterError, InvalidPromptError, nearest_name, shown
 from actorllm.messages import I32, U8, no_u8
 from actorllm.messages.embeds import EMBEDDED, MAX_PROMPT_BYTES, encode_rows, read_rows, salt_of
 from actorllm.text.chat_template import ChatTemplate, Conversation
 from actorllm.text.tokenizer import Side, Tokenizer, transformers_tokenizer
-from actorllm.types.config import ModelConfig
 from actorllm.types.params import PoolingParams, SamplingParams, check_truncation, is_text
 
 Prompt: TypeAlias = str | Mapping[str, Any] | Iterable[int] | Conversation
