@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
 
@@ -47,6 +47,7 @@ from actorllm.messages import (
     Unblock,
     sequences_of,
 )
+from actorllm.messages.schema import WORKER, shown, violation
 from actorllm.messages.untrusted import check_foreign
 from actorllm.scheduling.events import NOTHING, End, Events
 from actorllm.scheduling.pause import PauseState
@@ -74,8 +75,15 @@ RETRY_S = 0.005
 """How soon a send to a frontend whose link was full is tried again; in vain, it takes twice as long the next time."""
 MAX_RETRY_S = 0.1
 
+WORKERS = "workers"
+"""The name of the link to them."""
+
 MAX_LIVE_STEPS = 500
 """So many are told at a time to somebody who looks."""
+
+
+Report: TypeAlias = tuple[Link, StepResult | StepFailed]
+"""What became of a step, and who says so."""
 
 
 class SchedulerActor(Actor):
@@ -101,8 +109,8 @@ class SchedulerActor(Actor):
     def __init__(self, name: str = "scheduler", rank: int = 0) -> None:
         super().__init__(name, rank)
         self._inbox: deque[tuple[int, Submit | Abort | Unblock]] = deque()
-        self._results: deque[StepResult | StepFailed] = deque()
-        self._acknowledged: dict[int, dict[int, StepResult | StepFailed]] = {}
+        self._results: deque[Report] = deque()
+        self._acknowledged: dict[int, dict[int, Report]] = {}
         self._outlets: dict[int, Outlet] = {}
         self._frontend_of: dict[Link, int] = {}
         self._foreign: set[Link] = set()
@@ -255,7 +263,7 @@ class SchedulerActor(Actor):
             self._record.close()
 
     def on_link(self, link: Link) -> None:
-        if link.name == "workers":
+        if link.name == WORKERS:
             self._workers = link
             self.has_workers = True
             self._due = [self.scheduler.ledger.next_step] * self._num_workers
@@ -275,7 +283,7 @@ class SchedulerActor(Actor):
                     self.scheduler.limit_frontend(number, self._max_waiting_attached)
 
     def on_peer_lost(self, link: Link) -> None:
-        if link.name == "workers":
+        if link.name == WORKERS:
             self._lose_workers(link)
             return
         number = self._frontend_of.pop(link, None)
@@ -315,7 +323,10 @@ class SchedulerActor(Actor):
         self.denounce(link, f"contradicting its plans: {contradiction}")
 
     def on_link_error(self, link: Link, error: BaseException) -> None:
-        """An attached frontend that writes nonsense harms only itself."""
+        """An attached frontend that writes nonsense harms only itself; a worker is replaced for it."""
+        if link.name == WORKERS:
+            self._part_with_workers(link.spokes[0], str(error))  # the ranks are replaced together
+            return
         if not link.peer.startswith(ATTACHED):
             raise error
         logger.error("%s is dropped: %s", link.peer, error)
@@ -327,6 +338,11 @@ class SchedulerActor(Actor):
             except ValueError as error:
                 self.drop_link(link, CorruptLinkError(f"{link.peer} sent {error}"))
                 return False
+        elif link.name == WORKERS and not isinstance(message, StepResult | StepFailed):  # see _acknowledge
+            wrong = violation(message, WORKER)
+            if wrong is not None and self.has_workers:
+                self._part_with_workers(link, f"it sent {wrong}")
+            return wrong is None
         return True
 
     def on_message(self, link: Link, message: Message) -> None:
@@ -347,20 +363,24 @@ class SchedulerActor(Actor):
             return  # they are not believed any more
         rank = link.rank
         due = self._due[rank]
-        if message.step != due or due >= self.scheduler.ledger.next_step:
+        if type(message.step) is not int or message.step != due or due >= self.scheduler.ledger.next_step:
             is_launched = due < self.scheduler.ledger.next_step
             wanted = f"step {due} was to be answered" if is_launched else "no step was to be answered"
-            self._part_with_workers(link, f"it answered step {message.step} when {wanted}")
+            self._part_with_workers(link, f"it answered step {shown(message.step)} when {wanted}")
             return
         self._due[rank] = due + 1
-        if self._num_workers == 1:
-            self._results.append(message)
+        if self._num_workers == 1:  # the scheduler checks what it is given
+            self._results.append((link, message))
             return
-        by_rank = self._acknowledged.setdefault(message.step, {})
-        by_rank[rank] = message
+        wrong = violation(message, WORKER)
+        if wrong is not None:
+            self._part_with_workers(link, f"step {due}: {wrong}")
+            return
+        by_rank = self._acknowledged.setdefault(due, {})
+        by_rank[rank] = link, message
         if len(by_rank) == self._num_workers:
-            del self._acknowledged[message.step]
-            failures = [m for m in by_rank.values() if isinstance(m, StepFailed)]
+            del self._acknowledged[due]
+            failures = [report for report in by_rank.values() if isinstance(report[1], StepFailed)]
             self._results.append(failures[0] if failures else by_rank[0])
 
     # The loop of the engine
@@ -401,11 +421,7 @@ class SchedulerActor(Actor):
 
     def _take_result(self) -> None:
         """Apply the oldest result and send what it brought."""
-        result = self._results.popleft()
-        events = self._apply(result)
-        if self._watch.wants_steps and isinstance(result, StepResult):
-            for told in self._watch.measure(result):
-                logger.warning("%s", told)
+        events = self._apply(*self._results.popleft())
         if ends := self._send_late_inputs():
             events = with_ends(events, ends)
         # While the next step runs; whoever is at a stop string ends before it is planned.
@@ -518,17 +534,24 @@ class SchedulerActor(Actor):
             ends += constraints.end(over, failed, now())
         return ends
 
-    def _apply(self, result: StepResult | StepFailed) -> Events:
+    def _apply(self, link: Link, result: StepResult | StepFailed) -> Events:
+        """link: whose word it is. If that cannot be, nothing of it is used."""
         began = now()
+        try:
+            if isinstance(result, StepFailed):
+                events = self.scheduler.fail(result, began)
+            else:
+                events = self.scheduler.update(result, began)
+        except ContradictionError as contradiction:
+            self._part_with_workers(link, str(contradiction))
+            return NOTHING
         if self._step_watch is not None:
             self._step_watch.done(result)
         if isinstance(result, StepFailed):
-            return self.scheduler.fail(result, began)
-        try:
-            events = self.scheduler.update(result, began)
-        except ContradictionError as contradiction:
-            self._part_with_workers(self._workers.spokes[0], str(contradiction))  # the first rank alone has tokens
-            return NOTHING
+            return events
+        if self._watch.wants_steps:
+            for told in self._watch.measure(result):
+                logger.warning("%s", told)
         self._step_log.done(result.step, result.started, result.ended, began)
         if self._constraints.has_waited_for(result.step):
             events = self._constraints.advance(events, began)

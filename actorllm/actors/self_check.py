@@ -52,5 +52,6 @@ def _run(scheduler: Scheduler, is_pooled: bool) -> None:
 def _result(plan: StepPlan, is_pooled: bool) -> StepResult:
     """Of a step with one row."""
     if is_pooled:
-        return StepResult(step=plan.step, vector_rows=np.zeros(1, np.int32), vectors=np.zeros(1, np.float32))
+        none = np.zeros(1, np.int32)  # no token, of row 0
+        return StepResult(step=plan.step, counts=none, vector_rows=none, vectors=np.zeros(1, np.float32))
     return StepResult(step=plan.step, tokens=np.zeros(1, np.int32))

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import reprlib
 import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from actorllm.messages.schema import EMPTY, SCHEMA, getter_of
 
 I32: TypeAlias = NDArray[np.int32]
 I64: TypeAlias = NDArray[np.int64]
@@ -27,15 +29,11 @@ U32: TypeAlias = NDArray[np.uint32]
 F32: TypeAlias = NDArray[np.float32]
 F64: TypeAlias = NDArray[np.float64]
 
-ARRAY_DTYPES = {"I32": "i4", "I64": "i8", "U8": "u1", "U32": "u4", "F32": "f4", "F64": "f8"}
-
-NO_I32: I32 = np.zeros(0, np.int32)
-NO_I64: I64 = np.zeros(0, np.int64)
-NO_U8: U8 = np.zeros(0, np.uint8)
-NO_U32: U32 = np.zeros(0, np.uint32)
-NO_F32: F32 = np.zeros(0, np.float32)
-for _empty in (NO_I32, NO_I64, NO_U8, NO_U32, NO_F32):
-    _empty.flags.writeable = False
+NO_I32: I32 = EMPTY["i4"]
+NO_I64: I64 = EMPTY["i8"]
+NO_U8: U8 = EMPTY["u1"]
+NO_U32: U32 = EMPTY["u4"]
+NO_F32: F32 = EMPTY["f4"]
 
 
 def no_i32() -> I32:
@@ -507,20 +505,46 @@ KINDS: dict[int, type[Any]] = {
 KIND_OF: dict[type[Any], int] = {cls: kind for kind, cls in KINDS.items()}
 
 
-def _columns(cls: type[Any]) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    """The scalar fields and the (array field, dtype) pairs of a message type, in order."""
-    scalars: list[str] = []
-    arrays: list[tuple[str, str]] = []
+class _Form(NamedTuple):
+    """How the messages of one type travel."""
+
+    kind: int
+    scalars: tuple[str, ...]
+    columns: tuple[tuple[str, np.dtype[Any], NDArray[Any]], ...]
+    """Name, dtype, and the array that stands for none; the i-th is bit i of the masks."""
+    num_values: int
+    """Scalars on the wire: the two masks, then the fields."""
+    told: int
+    """The columns that must be said to be empty, because that is not their default."""
+    scalars_of: Callable[[Any], tuple[Any, ...]]
+    columns_of: Callable[[Any], tuple[Any, ...]]
+
+
+def _form(kind: int, cls: type[Any]) -> _Form:
+    """Scalars and columns travel in the order of the fields; which is which, and the dtypes, `schema` says."""
+    kinds = {f.name: SCHEMA[cls.__name__].fields[f.name] for f in fields(cls)}
+    scalars = tuple(name for name, of in kinds.items() if not of.is_column)
+    columns = tuple((name, np.dtype(of.kind), EMPTY[of.kind]) for name, of in kinds.items() if of.is_column)
+    defaults = cls.__init__.__kwdefaults__ or {}
+    told = sum(1 << bit for bit, (name, _, empty) in enumerate(columns) if defaults.get(name) is not empty)
+    names = tuple(name for name, *_ in columns)
+    return _Form(kind, scalars, columns, 2 + len(scalars), told, getter_of(scalars), getter_of(names))
+
+
+def _share_empty_columns(cls: type[Any]) -> None:
+    """Make the shared empty arrays themselves the defaults of columns: a message has many, and nearly all are empty.
+
+    `dataclass` takes no array as a default, only a factory, and calls it for each field of each message.
+    """
+    defaults: dict[str, Any] = cls.__init__.__kwdefaults__ or {}
     for f in fields(cls):
-        name = str(f.type).split(" ")[0]
-        if name in ARRAY_DTYPES:
-            arrays.append((f.name, ARRAY_DTYPES[name]))
-        else:
-            scalars.append(f.name)
-    return tuple(scalars), tuple(arrays)
+        if SCHEMA[cls.__name__].fields[f.name].is_column and f.default_factory is not MISSING:
+            defaults[f.name] = f.default_factory()
 
 
-_COLUMNS = {cls: _columns(cls) for cls in KIND_OF}
+for _cls in KINDS.values():
+    _share_empty_columns(_cls)
+_FORMS = {cls: _form(kind, cls) for kind, cls in KINDS.items()}
 
 
 def pack(message: Message) -> tuple[int, list[Any], list[NDArray[Any]]]:
@@ -529,52 +553,52 @@ def pack(message: Message) -> tuple[int, list[Any], list[NDArray[Any]]]:
     An array field that is None sets its bit in element 1, so that None and empty stay apart; empty and None arrays do
     not travel.
     """
-    cls = type(message)
-    scalar_names, array_names = _COLUMNS[cls]
+    form = _FORMS[type(message)]
     present = absent = 0
+    bit = 1
     arrays = []
-    for bit, (name, _) in enumerate(array_names):
-        value = getattr(message, name)
+    for value in form.columns_of(message):
         if value is None:
-            absent |= 1 << bit
+            absent |= bit
         elif value.size:
-            present |= 1 << bit
+            present |= bit
             arrays.append(value)
-    return KIND_OF[cls], [present, absent, *[getattr(message, name) for name in scalar_names]], arrays
+        bit <<= 1
+    return form.kind, [present, absent, *form.scalars_of(message)], arrays
 
 
 def unpack(kind: int, scalars: Any, arrays: Sequence[NDArray[Any]]) -> Message:
-    """The message again; ValueError when anything about it is not as `pack` would have made it."""
+    """The message again; ValueError when anything about it is not as `pack` would have made it.
+
+    What its scalars hold, and whether a column may be None, is not looked at: see `schema.violation`.
+    """
     cls = KINDS.get(kind)
     if cls is None:
         raise ValueError(f"message kind {kind} is unknown")
-    scalar_names, array_names = _COLUMNS[cls]
-    if not isinstance(scalars, list) or len(scalars) != len(scalar_names) + 2:
-        raise ValueError(f"{cls.__name__}: {len(scalar_names) + 2} scalars expected, got {reprlib.repr(scalars)}")
+    form = _FORMS[cls]
+    if not isinstance(scalars, list) or len(scalars) != form.num_values:
+        raise ValueError(f"{cls.__name__}: {form.num_values} scalars expected, got {reprlib.repr(scalars)}")
     present, absent = scalars[0], scalars[1]
     if not isinstance(present, int) or not isinstance(absent, int):
         raise ValueError(f"{cls.__name__}: masks {reprlib.repr(present)} and {reprlib.repr(absent)} must be integers")
-    values = dict(zip(scalar_names, scalars[2:], strict=True))
+    columns = form.columns
+    rest = present | absent | form.told
+    if rest >> len(columns) or present & absent:
+        raise ValueError(f"{cls.__name__}: masks {present:#x} and {absent:#x} of {len(columns)} columns")
+    values = dict(zip(form.scalars, scalars[2:], strict=True))
     incoming = iter(arrays)
-    for bit, (name, dtype) in enumerate(array_names):
-        if present >> bit & 1:
+    while rest:
+        bit = rest & -rest
+        rest ^= bit
+        name, dtype, empty = columns[bit.bit_length() - 1]
+        if present & bit:
             array = next(incoming, None)
             if array is None or array.dtype != dtype:
-                raise ValueError(f"{cls.__name__}.{name}: an array of {dtype} expected, got {array!r:.80}")
+                raise ValueError(f"{cls.__name__}.{name}: an array of {dtype.str[1:]} expected, got {array!r:.80}")
             values[name] = array
         else:
-            values[name] = None if absent >> bit & 1 else _EMPTY[dtype]
+            values[name] = None if absent & bit else empty
     if next(incoming, None) is not None:
         raise ValueError(f"{cls.__name__}: more arrays than the mask {present:#x} announces")
     message: Message = cls(**values)
     return message
-
-
-_EMPTY: dict[str, NDArray[Any]] = {
-    "i4": NO_I32,
-    "i8": NO_I64,
-    "u1": NO_U8,
-    "u4": NO_U32,
-    "f4": NO_F32,
-    "f8": np.zeros(0, np.float64),
-}

@@ -76,6 +76,10 @@ class Ledger:
         """The record of the oldest step in flight if it is this one; else None."""
         return self._in_flight[0] if self._in_flight and self._in_flight[0].step == step else None
 
+    def find(self, step: int) -> StepRecord | None:
+        """The record of a step in flight; None if it is not."""
+        return next((record for record in self._in_flight if record.step == step), None)
+
     def complete(self, record: StepRecord) -> None:
         """The oldest step is done, and no longer in flight."""
         assert record is self._in_flight[0]

@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.kvcache.manager import KVCacheManager
-from actorllm.messages import I32, INVALID, NO_I32, StepResult
+from actorllm.messages import I32, INVALID, NO_I32, StepFailed, StepResult
 from actorllm.messages.logit_rules import SamplingRules
 from actorllm.messages.logprobs import LogprobSpan, spans_of
+from actorllm.messages.schema import WORKER, violation
 from actorllm.scheduling.batch import ONE, Batch
 from actorllm.scheduling.events import End, Events
 from actorllm.scheduling.ledger import Ledger, StepRecord
@@ -72,11 +73,18 @@ class Results:
         self._cache = cache
         self._stopping = stopping
 
-    def check(self, result: StepResult, record: StepRecord) -> list[LogprobSpan]:
-        """The log-probabilities that a result has. Raises ContradictionError when it cannot be that of its plan."""
-        error = self._contradiction(result, record)
+    def check(self, result: StepResult, record: StepRecord | None) -> list[LogprobSpan]:
+        """The log-probabilities that a result has. Raises ContradictionError when it cannot be that of its plan.
+
+        record: None if the step is not the oldest in flight; the result is held against the schema alone.
+        """
+        error = violation(result, WORKER)
+        if error is None and record is not None:
+            error = self._contradiction(result, record)
         if error is not None:
             raise ContradictionError(f"step {result.step}: {error}")
+        if record is None:
+            return NO_SPANS
         return self._logprob_spans(result, record) if result.logprob_spans.size else NO_SPANS
 
     def apply(self, result: StepResult, record: StepRecord, spans: list[LogprobSpan]) -> Events:
@@ -98,43 +106,80 @@ class Results:
             events = replace(events, logprobs=self._logprobs(record, spans, events))
         return events
 
+    @staticmethod
+    def check_failure(failure: StepFailed, record: StepRecord | None) -> None:
+        """Raises ContradictionError when a step cannot have failed in this way. record: None if it is not in flight."""
+        error = violation(failure, WORKER)
+        if error is None and record is not None:
+            error = _wrong_rows(failure.rows, len(record.named))
+        if error is not None:
+            raise ContradictionError(f"step {failure.step}: {error}")
+
     def _contradiction(self, result: StepResult, record: StepRecord) -> str | None:
+        """What of a result is not of its plan; each field for itself is as the schema says."""
         num_rows = len(record.rows)
         expected = num_rows
         if result.counts.size:
-            if result.counts.size != num_rows or int(result.counts.min()) < 0:
+            if result.counts.size != num_rows:
                 return f"counts of {result.counts.size} rows for a plan of {num_rows}"
             if int(result.counts.max()) > self._max_tokens_per_row:
                 return f"{int(result.counts.max())} tokens of one row, of which a step has {self._max_tokens_per_row} at most"
             expected = int(result.counts.sum())
         if result.tokens.size != expected:
             return f"{result.tokens.size} tokens for a plan of {expected}"
+        for rows in (result.nonfinite_rows, result.vector_rows):
+            if rows.size and (error := _wrong_rows(rows, num_rows)) is not None:
+                return error
         tokens = result.tokens
         if result.nonfinite_rows.size and not result.counts.size:
-            tokens = np.delete(tokens, result.nonfinite_rows[result.nonfinite_rows < num_rows])  # those are void
+            tokens = np.delete(tokens, result.nonfinite_rows)  # those are void
         if tokens.size and int(tokens.view(np.uint32).max()) >= self._vocab_size:  # a negative id is a very large one
             return f"a token id outside the vocabulary of {self._vocab_size}"
-        for rows in (result.nonfinite_rows, result.vector_rows):
-            if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
-                return f"row {rows.tolist()} of a plan of {num_rows}"
-        if result.vector_rows.size:
-            if result.vectors.size % result.vector_rows.size:
-                return f"{result.vectors.size} numbers for {result.vector_rows.size} vectors"
-            if any(record.rows.sequences[row].submit.pooling is None for row in result.vector_rows.tolist()):
-                return f"vectors of rows {result.vector_rows.tolist()}, some of which want tokens"
         if (
             result.nonfinite_prefills is not NO_I32 or result.nonfinite_counts is not NO_I32
         ):  # what unpack makes of none
-            return self._wrong_nonfinite(result, record)
+            error = self._wrong_nonfinite(result, record)
+            if error is not None:
+                return error
+        if record.num_decode < num_rows or result.vector_rows.size or result.vectors.size:
+            return self._wrong_vectors(result, record)
         return None
 
     @staticmethod
     def _wrong_nonfinite(result: StepResult, record: StepRecord) -> str | None:
         bad = result.nonfinite_prefills
-        if bad.size and not 0 <= int(bad.min()) <= int(bad.max()) < len(record.prefills):
+        if bad.size and int(bad.max()) >= len(record.prefills):
             return f"prefill rows {bad.tolist()} of a plan of {len(record.prefills)}"
         if result.nonfinite_counts.size not in (0, result.nonfinite_rows.size):
             return f"{result.nonfinite_counts.size} counts of {result.nonfinite_rows.size} rows"
+        return None
+
+    @staticmethod
+    def _wrong_vectors(result: StepResult, record: StepRecord) -> str | None:
+        """Of rows that want a vector, each has one, which is finite, and no token; unless nothing of the row is finite."""
+        sequences, num_decode = record.rows.sequences, record.num_decode
+        # A prompt that becomes a vector ends with it, and is no decode row.
+        pooled = {row for row, s in enumerate(sequences[num_decode:], num_decode) if s.submit.pooling is not None}
+        with_vector = result.vector_rows.tolist()
+        if not pooled.issuperset(with_vector):
+            return f"vectors of rows {with_vector}, some of which want tokens"
+        if not with_vector and result.vectors.size:
+            return f"{result.vectors.size} numbers for no vector"
+        if not pooled:
+            return None
+        bad = set(result.nonfinite_rows.tolist())
+        if missing := sorted(pooled.difference(with_vector, bad)):
+            return f"no vectors of rows {missing}"
+        counts = result.counts
+        if with_tokens := [row for row in sorted(pooled - bad) if not counts.size or counts[row]]:
+            return f"tokens of rows {with_tokens}, which want vectors"
+        if not with_vector:
+            return None
+        if not result.vectors.size or result.vectors.size % len(with_vector):
+            return f"{result.vectors.size} numbers for {len(with_vector)} vectors"
+        is_finite = np.isfinite(result.vectors.reshape(len(with_vector), -1))
+        if wrong := [row for i, row in enumerate(with_vector) if row not in bad and not is_finite[i].all()]:
+            return f"NaN or infinity in the vectors of rows {wrong}"
         return None
 
     def _logprob_spans(self, result: StepResult, record: StepRecord) -> list[LogprobSpan]:
@@ -316,6 +361,15 @@ class Results:
         """End a request if this token, its num_outputs-th, is one to end at."""
         end = self._stopping.end_of(sequence, token, num_outputs)
         return None if end is None else self._roster.end(sequence, *end)
+
+
+def _wrong_rows(rows: I32, num_rows: int) -> str | None:
+    """Of rows that are named at most once each."""
+    if rows.size and int(rows.max()) >= num_rows:
+        return f"row {rows.tolist()} of a plan of {num_rows}"
+    if rows.size > 1 and np.unique(rows).size != rows.size:
+        return f"row {rows.tolist()}, not each of them once"
+    return None
 
 
 def _no_choice(sequence: Sequence) -> str | None:

@@ -539,10 +539,10 @@ class Scheduler:
         """
         self.now = now
         record = self.ledger.oldest(result.step)
+        spans = self._results.check(result, record)
         if record is None:
             self._num_dropped += 1
             return NOTHING
-        spans = self._results.check(result, record)
         self.ledger.complete(record)
         events = self._results.apply(result, record, spans)
         if self._faults.is_any:
@@ -576,8 +576,11 @@ class Scheduler:
         The rows at fault end with its error, the others are computed again. When it is not known whose fault it is, all of
         the step's are tried again, in smaller steps (`Suspects`; `MemoryBackoff` if there was not enough memory), and who
         fails alone ends.
+
+        Raises ContradictionError for a failure of rows that the step does not have, as `update`.
         """
         self.now = now
+        self._results.check_failure(failure, self.ledger.find(failure.step))
         voided = self.ledger.void(failure.step)
         if not voided:
             self._num_dropped += 1

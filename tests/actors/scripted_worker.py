@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -15,7 +16,7 @@ import numpy as np
 from actorllm.actors.link import Link
 from actorllm.actors.worker import WorkerActor
 from actorllm.config import EngineConfig
-from actorllm.messages import LateInputs, NewRow, StepPlan, StepResult, pack_rows
+from actorllm.messages import LateInputs, NewRow, Reply, StepFailed, StepPlan, StepResult, Submit, pack_rows
 from tests.scheduling.conftest import ScriptedWorker
 
 VOCAB = 4096
@@ -179,10 +180,13 @@ class LyingWorkerActor(WorkerActor):
             lie, _, rest = file.read_text().partition("\n")
             file.write_text(rest)
         for said in self._lie(lie, message):
-            super().report(link, said)
+            if said is None:
+                link._channel.sender.send_nowait(99, [0, 0], [])  # type: ignore[attr-defined]
+            else:
+                super().report(link, said)
 
     @staticmethod
-    def _lie(kind: str, true: StepResult) -> list[StepResult]:
+    def _lie(kind: str, true: StepResult) -> list[Any]:
         ids, step = true.tokens, true.step
         match kind:
             case "":
@@ -201,6 +205,33 @@ class LyingWorkerActor(WorkerActor):
                 return [replace(true, tokens=ids + VOCAB)]
             case "no such row":
                 return [replace(true, nonfinite_rows=np.array([ids.size], np.int32))]
+            case "a row twice":
+                return [replace(true, nonfinite_rows=np.array([1, 1], np.int32))]
+            case "no such fault":
+                return [StepFailed(step=step, error="planted", rows=np.array([99], np.int32))]
+            case "fewer than none":
+                return [replace(true, nonfinite_rows=ids[:1] * 0, nonfinite_counts=np.array([-5], np.int32))]
+            case "vectors for tokens":
+                return [replace(true, vector_rows=ids[:1] * 0, vectors=np.ones(2, np.float32))]
+            case "another's message":
+                return [Submit(rid=1, arrival=0.0, prompt=ids, max_tokens=1)]
+            case "not a number":
+                return [Reply(id="1")]  # type: ignore[arg-type]
+            case "no frame":
+                return [None]
+            case "a token for a vector":
+                return [StepResult(step=step, tokens=np.ones(1, np.int32))]
+            case "neither":
+                return [StepResult(step=step, counts=np.zeros(1, np.int32))]
+            case "both":
+                return [replace(true, tokens=np.ones(1, np.int32), counts=np.ones(1, np.int32))]
+            case "an empty vector":
+                return [replace(true, vectors=true.vectors[:0])]
+            case "not finite":
+                return [replace(true, vectors=true.vectors * np.float32(np.nan))]
+            case wrong if "=" in wrong:
+                name, _, value = wrong.partition("=")
+                return [replace(true, **{name: json.loads(value)})]
         raise AssertionError(kind)
 
 

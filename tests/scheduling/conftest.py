@@ -17,6 +17,7 @@ import pytest
 
 from actorllm.kvcache.prefix_index import extra_key, hash_blocks
 from actorllm.messages import LateInputs, StepPlan, StepResult, Submit, pack, sequences_of, unpack
+from actorllm.messages.schema import SCHEDULER, violation
 from actorllm.scheduling.loading import load_policy
 from actorllm.scheduling.scheduler import Scheduler
 
@@ -77,6 +78,7 @@ class ScriptedWorker:
     """(slot, token index) -> how many tokens the row returns."""
 
     def run(self, plan: StepPlan, late: LateInputs | None = None) -> StepResult:
+        assert violation(plan, SCHEDULER) is None
         kind, scalars, arrays = pack(plan)  # what it sees has been through the wire format
         plan = unpack(kind, scalars, [a.copy() for a in arrays])
         self._apply(plan)

@@ -70,7 +70,7 @@ def test_rows_come_with_their_chunks(depth: int, num_blocks: int) -> None:
     engine.launch()
     lost = engine.plans[-1].step
     engine.results.clear()
-    engine.apply(engine.scheduler.fail(StepFailed(step=lost, error="torn", rows=np.array([99], np.int32)), engine.now))
+    engine.apply(engine.scheduler.fail(StepFailed(step=lost, error="torn"), engine.now))
     engine.ends.clear()
     survivors = [rid for rid in PROMPTS if engine.scheduler.sequence((0, rid)) is not None]
     for rid in PROMPTS:

@@ -198,7 +198,7 @@ def test_log_probabilities_that_contradict_the_plan(engine: Engine, column: str,
     result = replace(engine.results[0], **columns_of([span(0, 0, 1, 2)]))
     array = getattr(result, column).copy()
     array[0] = value
-    with pytest.raises(ContradictionError, match="logprobs"):
+    with pytest.raises(ContradictionError, match="logprob"):
         engine.scheduler.update(replace(result, **{column: array}), engine.now)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -197,7 +198,19 @@ def test_results_of_unknown_steps_are_dropped_and_counted(engine: Any) -> None:
         {"tokens": [1], "nonfinite_rows": [0], "nonfinite_counts": [1, 2]},
         {"tokens": [1], "vector_rows": [-1]},
         {"tokens": [1], "vector_rows": [0], "vectors": [1.0]},
+        {"tokens": [1], "vectors": [1.0]},
+        {"tokens": [1], "nonfinite_rows": [-5]},
+        {"tokens": [1], "nonfinite_rows": [0, 0]},
+        {"tokens": [1], "nonfinite_rows": [0], "nonfinite_counts": [-5]},
+        {"tokens": None},
+        {"tokens": [1], "counts": None},
+        {"tokens": [1], "nonfinite_prefills": None},
+        {"tokens": [1], "logprob_spans": None},
+        {"tokens": [1], "started": "x"},
+        {"tokens": [1], "started": float("nan")},
+        {"tokens": [1], "ended": [1]},
     ],
+    ids=str,
 )
 def test_a_result_that_contradicts_its_plan_changes_nothing(
     engine: Any, reference: Callable[..., list[int]], result: dict[str, list[Any]]
@@ -208,13 +221,98 @@ def test_a_result_that_contradicts_its_plan_changes_nothing(
     engine.results.clear()
     engine.submit(2, [4, 5], ignore_eos=True)
     kinds = {"vectors": np.float32}
-    columns = {k: np.array(v, kinds.get(k, np.int32)) for k, v in result.items()}
+    is_scalar = {"started", "ended"}
+    columns = {k: v if v is None or k in is_scalar else np.array(v, kinds.get(k, np.int32)) for k, v in result.items()}
     with pytest.raises(ContradictionError, match=f"step {plan.step}: "):
         engine.scheduler.update(StepResult(step=plan.step, **columns), engine.now)
     assert (engine.streams[1], engine.scheduler.num_in_flight) == ([], 1)
     engine.lose_workers()
     engine.run()
     assert engine.streams == {1: reference([1, 2, 3], 1, 8), 2: reference([4, 5], 2, 8)}
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        {"vector_rows": [0], "vectors": [0.5, 0.5], "tokens": [1]},
+        {"vector_rows": [0], "vectors": [0.5, 0.5], "tokens": [1], "counts": [1]},
+        {"tokens": [1]},
+        {"counts": [0]},
+        {"counts": [0], "vector_rows": [0]},
+        {"counts": [0], "vector_rows": [0], "vectors": []},
+        {"counts": [0], "vector_rows": [0, 0], "vectors": [0.5, 0.5]},
+        {"counts": [0], "vector_rows": [0], "vectors": [0.5, np.nan]},
+        {"counts": [0], "vector_rows": [0], "vectors": [np.inf, 0.5]},
+        {"counts": [0], "vector_rows": [0], "vectors": None},
+    ],
+    ids=str,
+)
+def test_a_prompt_that_is_pooled_has_one_finite_vector_and_no_token(engine: Any, result: dict[str, list[Any]]) -> None:
+    engine.submit(1, [1, 2, 3], pooling="last")
+    plan = engine.launch()
+    engine.results.clear()
+    columns = {
+        k: v if v is None else np.array(v, np.float32 if k == "vectors" else np.int32) for k, v in result.items()
+    }
+    with pytest.raises(ContradictionError, match=f"step {plan.step}: "):
+        engine.scheduler.update(StepResult(step=plan.step, **columns), engine.now)
+    assert (engine.ends, engine.scheduler.num_in_flight) == ({}, 1)
+    engine.lose_workers()
+    engine.run()
+    assert engine.vectors[1] == [1.0, 3.0]
+
+
+def test_a_pooled_prompt_that_is_not_finite_ends_alone(engine: Any) -> None:
+    """Its vector is there, and void."""
+    engine.submit(1, [1, 2, 3], pooling="last")
+    engine.submit(2, [4, 5], pooling="last")
+    engine.launch()
+    result = replace(
+        engine.results.pop(),
+        vectors=np.array([np.nan, 0.5, 0.25, 0.5], np.float32),
+        nonfinite_rows=np.array([0], np.int32),
+    )
+    engine.apply(engine.scheduler.update(result, engine.now))
+    assert engine.ends[1].error == "the model's logits are not finite"
+    assert engine.vectors == {2: [0.25, 0.5]}
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        {"rows": np.array([99], np.int32)},
+        {"rows": np.array([-1], np.int32)},
+        {"rows": np.array([0, 0], np.int32)},
+        {"rows": np.array([0], np.int64)},
+        {"rows": None},
+        {"error": None},
+        {"is_out_of_memory": 1},
+    ],
+    ids=str,
+)
+def test_a_failure_that_contradicts_its_plan_changes_nothing(
+    engine: Any, reference: Callable[..., list[int]], failure: dict[str, Any]
+) -> None:
+    engine.submit(1, [1, 2, 3], ignore_eos=True)
+    plan = engine.launch()
+    engine.results.clear()
+    with pytest.raises(ContradictionError, match=f"step {plan.step}: "):
+        engine.scheduler.fail(StepFailed(**{"step": plan.step, "error": "planted"} | failure), engine.now)
+    assert (engine.ends, engine.scheduler.num_in_flight) == ({}, 1)
+    assert engine.scheduler.statistics().num_failed_steps == 0
+    engine.lose_workers()
+    engine.run()
+    assert engine.streams[1] == reference([1, 2, 3], 1, 8)
+
+
+def test_a_late_result_that_no_worker_would_send_is_a_contradiction_too(engine: Any) -> None:
+    """Of a step that is void: its rows are not looked at, its fields are."""
+    engine.submit(1, [1, 2, 3], ignore_eos=True)
+    plan = engine.launch()
+    engine.results.clear()
+    engine.scheduler.fail(StepFailed(step=plan.step, error="planted"), engine.now)
+    with pytest.raises(ContradictionError, match=r"StepResult\.started='x'"):
+        engine.scheduler.update(StepResult(step=plan.step, started="x"), engine.now)  # type: ignore[arg-type]
 
 
 def test_a_failed_step_voids_the_later_ones_and_others_are_computed_again(

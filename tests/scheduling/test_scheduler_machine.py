@@ -165,9 +165,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             pass  # as many steps in flight as there can be
         if not len(self.engine.scheduler.ledger):
             return
-        step = next(iter(self.engine.scheduler.ledger)).step  # results of voided steps may be before its own
+        record = next(iter(self.engine.scheduler.ledger))  # results of voided steps may be before its own
         self.engine.results.clear()
-        failure = StepFailed(step=step, error="planted", rows=np.array([row], np.int32))
+        at_fault = np.array([row % len(record.named)], np.int32)
+        failure = StepFailed(step=record.step, error="planted", rows=at_fault)
         self.engine.apply(self.engine.scheduler.fail(failure, self.engine.now))
 
     @rule(is_busy=st.booleans(), num_delivered=st.integers(0, 2))

@@ -115,7 +115,8 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[StepPlan]
                 with suppress(ContradictionError):  # what became of it then is in the recording
                     scheduler.update(argument, now)
             case "fail":
-                scheduler.fail(argument, now)
+                with suppress(ContradictionError):
+                    scheduler.fail(argument, now)
             case "reset_prefix_cache":
                 scheduler.reset_prefix_cache(now, argument)
             case "pause":
