@@ -40,7 +40,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from actorllm.messages import RequestEnd
+    from actorllm.types.request_end import RequestEnd
     from actorllm.types.request_metrics import RequestMetrics
 
 

@@ -104,7 +104,7 @@ LAYERS = (
 """Lower ones first: a module imports from its own layer and those before."""
 
 BACK_UP = {
-    "actorllm.errors -> actorllm.messages",  # for type checkers: what an error carries
+    "actorllm.errors -> actorllm.types.request_end",  # for type checkers: what an error carries
     "actorllm.errors -> actorllm.types.request_metrics",
     "actorllm.intake.request_job -> actorllm.client.stream",
     "actorllm.scheduling.request_table -> actorllm.supervision.blame.step_failures",

@@ -7,9 +7,9 @@ import pytest
 from actorllm.actors.frontend import Delta
 from actorllm.client.stream import Mailbox, RequestStream
 from actorllm.errors import RequestFailedError
-from actorllm.messages import RequestEnd
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 from actorllm.types.params import RequestOutputKind
+from actorllm.types.request_end import RequestEnd
 from actorllm.types.request_metrics import RequestMetrics
 
 

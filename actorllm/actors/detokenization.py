@@ -108,7 +108,7 @@ class OutputRows:
         self._weigh(vector.nbytes)
 
     def end(self, end: End) -> None:
-        """The request of the last row added has ended (fields as in messages.RequestEnd)."""
+        """The request of the last row added has ended (fields as in RequestEnd)."""
         sequence = end.sequence
         self.ends.append(
             [

@@ -48,7 +48,6 @@ from actorllm.messages import (
     OnTrial,
     Outputs,
     PauseChanged,
-    RequestEnd,
     Submit,
     sequences_of,
 )
@@ -56,6 +55,7 @@ from actorllm.messages.logprobs import LogprobSpan, spans_of
 from actorllm.supervision.blame.scheduler_deaths import Record, note_death
 from actorllm.supervision.blame.worker_deaths import MAX_ALONE
 from actorllm.types.logprob import Logprob
+from actorllm.types.request_end import RequestEnd
 
 logger = logging.getLogger(__name__)
 

@@ -95,7 +95,7 @@ def failure_of(outputs: Outputs, error: Exception) -> Outputs:
     """The end of every request with a row, instead of the rows."""
     text = f"its output cannot be sent: {error}"
     told = {end[0]: end for end in outputs.ends}
-    unknown = (outputs.emitted, None, None, None, 0, 0, 0)  # its times and counts (messages.RequestEnd)
+    unknown = (outputs.emitted, None, None, None, 0, 0, 0)  # its times and counts (RequestEnd)
     num_rows = outputs.rids.size
     ends = [
         [

@@ -19,10 +19,11 @@ from actorllm.actors.engine_thread import HostLoop, Waiter
 from actorllm.actors.frontend import Delta
 from actorllm.clock import to_epoch
 from actorllm.errors import RequestFailedError
-from actorllm.messages import DEADLINE_PASSED, RequestEnd
+from actorllm.messages import DEADLINE_PASSED
 from actorllm.types.flat_logprobs import FlatLogprobs
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 from actorllm.types.params import RequestOutputKind
+from actorllm.types.request_end import RequestEnd
 from actorllm.types.request_metrics import RequestMetrics
 
 MAX_SEPARATE = 16

@@ -403,31 +403,6 @@ INVALID = "invalid"
 """Of one that asks for what cannot be done, as only the scheduler's process can tell."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestEnd:
-    """The typed form of one entry of `Outputs.ends`."""
-
-    row: int
-    reason: str
-    stop_reason: int | str | None
-    error: str | None
-    queued: float
-    scheduled: float | None
-    first_token: float | None
-    last_token: float | None
-    num_preemptions: int
-    num_cached_tokens: int
-    num_wasted_tokens: int
-    num_nonfinite: int = 0
-    """Values of its states and logits that were NaN or infinite; it has failed if there were any."""
-    num_recoveries: int = 0
-    """How often the workers died with it in a step."""
-    recovery_s: float = 0.0
-    """What it waited for its next token after that, in all."""
-    details: dict[str, Any] | None = None
-    """Of an error that is more than its message: its "kind", and what goes with that."""
-
-
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PauseChanged:
     """Generation was paused (mode as in `scheduling.pause`) or resumed (None): the next scheduler is to know it.

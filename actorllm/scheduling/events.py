@@ -22,7 +22,7 @@ class End(NamedTuple):
     stop_reason: int | str | None = None
     error: str | None = None
     details: dict[str, Any] | None = None
-    """As in `messages.RequestEnd`."""
+    """As in `RequestEnd`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
