@@ -1,0 +1,216 @@
+"""The documents by the rules for their sentences: short sentences, short pages, and no words for persons where things are meant.
+
+A sentence ends with ".", "?" or "!". Not counted are code blocks, tables, headings, comments, and what `bench/docs.py` writes
+between two comments. Inline code counts as one word, and so does a list of names in inline code. CHECKED are the pages that have
+been mended as a whole. Of those under TO_DO the number of offending sentences and lines is recorded, and may only fall.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+MAX_WORDS = 25
+MAX_LINES = 250
+
+PERSONS = re.compile(
+    r"\b(who|whoever|whom|whomever|he|him|his|himself|somebody|somebody's|nobody|nobody's|everybody|everybody's|anybody)\b",
+    re.IGNORECASE,
+)
+FIGURATIVE = re.compile(
+    r"\b(acquit\w*|guilty|guilt|innocent\w*|custody|verdicts?|condemn\w*|punish\w*|accus\w+|culprits?)\b", re.IGNORECASE
+)
+
+CHECKED = (
+    "README.md",
+    "AGENTS.md",
+    "CONTRIBUTING.md",
+    "docs/architecture.md",
+    "docs/glossary.md",
+    "docs/internals/attach.md",
+    "docs/internals/faults.md",
+    "docs/internals/intake.md",
+    "docs/internals/laboratory.md",
+    "docs/internals/model.md",
+    "docs/internals/prefix-cache.md",
+    "docs/internals/scheduling.md",
+    "docs/internals/server.md",
+    "docs/internals/structured-output.md",
+)
+
+LONG_TABLES = {"docs/benchmarks.md", "docs/compatibility.md", "docs/reliability.md"}
+"""Pages as long as their tables, whose lines are not counted."""
+
+TO_DO: dict[str, tuple[int, int]] = {
+    "CHANGELOG.md": (11, 57),
+    "docs/benchmarks.md": (16, 0),
+    "docs/compatibility.md": (1, 0),
+    "docs/gpu.md": (19, 137),
+    "docs/lifecycle.md": (14, 99),
+    "docs/reliability.md": (11, 0),
+    "docs/sampling.md": (7, 132),
+    "docs/serving.md": (21, 277),
+    "docs/slo.md": (22, 317),
+    "docs/slo_reference.md": (12, 122),
+}
+"""Offending sentences of a page, and its lines."""
+
+PERSONS_MEANT = ("An objective for a reader who",)
+"""Sentences in which a person is meant, by their beginnings."""
+
+
+def sentences_of(text: str) -> list[str]:
+    """The sentences of a page of Markdown, with one word for each piece of inline code and the text of each link."""
+    text = re.sub(r"^```.*?^```", "\n", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^ *```.*?^ *```", "\n", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "\n", text, flags=re.DOTALL)
+    text = re.sub(r"<!--.*?-->", "\n", text, flags=re.DOTALL)
+    text = re.sub(r"^(\||#|!\[).*$", "\n", text, flags=re.MULTILINE)
+    text = re.sub(r"^ *([-*]|\d+\.) ", "\n\n", text, flags=re.MULTILINE)
+    text = re.sub(r"(`+)[^`]+?\1", "Code", text)
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"\bCode(,? (and |or )?\bCode)+", "Code", text)
+    text = text.replace("**", "").replace("e.g.", "for example").replace("i.e.", "that is")
+    found = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        found += re.split(r"(?<=[.?!])[)\"']*\s+(?=[A-Z\"'(\[0-9])", " ".join(paragraph.split()))
+    return [sentence for sentence in found if re.search(r"\w", sentence)]
+
+
+def num_words(sentence: str) -> int:
+    return sum(re.search(r"\w", word) is not None for word in sentence.split())
+
+
+def offence(sentence: str) -> str | None:
+    """What a sentence does that it should not."""
+    if (words := num_words(sentence)) > MAX_WORDS:
+        return f"{words} words"
+    if sentence.startswith(PERSONS_MEANT):
+        return None
+    found = PERSONS.search(sentence) or FIGURATIVE.search(sentence)
+    return None if found is None else repr(found[0])
+
+
+def offences(page: str) -> list[str]:
+    reasons = ((sentence, offence(sentence)) for sentence in sentences_of((ROOT / page).read_text()))
+    return [f"{page}: {reason}: {sentence}" for sentence, reason in reasons if reason is not None]
+
+
+def num_lines(page: str) -> int:
+    return 0 if page in LONG_TABLES else len((ROOT / page).read_text().splitlines())
+
+
+@pytest.mark.parametrize("page", CHECKED)
+def test_sentences_are_short_and_name_things_as_things(page: str) -> None:
+    assert offences(page) == []
+
+
+@pytest.mark.parametrize("page", CHECKED)
+def test_pages_are_short(page: str) -> None:
+    assert num_lines(page) <= MAX_LINES
+
+
+@pytest.mark.parametrize("page", TO_DO)
+def test_pages_that_are_not_mended_grow_no_worse(page: str) -> None:
+    sentences, lines = TO_DO[page]
+    found = offences(page)
+    assert len(found) <= sentences, "\n".join(found)
+    assert num_lines(page) <= max(lines, MAX_LINES)
+
+
+def test_every_page_is_on_one_of_the_lists() -> None:
+    pages = {str(file.relative_to(ROOT)) for file in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))}
+    assert pages == {*CHECKED, *TO_DO}
+    assert not set(CHECKED) & set(TO_DO)
+
+
+def test_a_mended_page_moves_to_the_other_list() -> None:
+    mended = [page for page, (sentences, lines) in TO_DO.items() if sentences == 0 and lines <= MAX_LINES]
+    assert mended == [], "move them to CHECKED"
+
+
+PAGE = """# A heading that nobody counts
+
+The worker runs `a`, `b` and `c`. It ends. See [the whole long page](page.md)!
+
+| who | is not counted |
+
+- a list of its own
+- whoever fails
+
+```python
+somebody = "not counted"
+```
+
+<!-- figures -->
+He is generated.
+<!-- /figures -->
+
+1. `one` e.g. two. A version 1.5 is a number.
+"""
+
+
+def test_the_splitter_sees_sentences_and_nothing_else() -> None:
+    assert sentences_of(PAGE) == [
+        "The worker runs Code.",
+        "It ends.",
+        "See the whole long page!",
+        "a list of its own",
+        "whoever fails",
+        "Code for example two.",
+        "A version 1.5 is a number.",
+    ]
+
+
+def test_the_rules_find_what_they_are_for() -> None:
+    assert offence("word " * MAX_WORDS) is None
+    assert offence("word " * (MAX_WORDS + 1)) == "26 words"
+    assert offence("A request whose worker died runs again") is None
+    assert offence("Who died is started again") == "'Who'"
+    assert offence("a token acquits it") == "'acquits'"
+
+
+def test_the_glossary_is_short() -> None:
+    rows = re.findall(
+        r"^\| (?!term |---)([^|]+) \| ([^|]+) \| `", (ROOT / "docs" / "glossary.md").read_text(), flags=re.MULTILINE
+    )
+    assert 20 <= len(rows) <= 40
+    assert [term for term, meaning in rows if len(sentences_of(meaning)) > 2] == []
+    assert sorted(rows, key=lambda row: row[0].lower()) == rows
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    missing = []
+    for file in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
+        text = re.sub(r"^```.*?^```", "", file.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", text):
+            page = (file.parent / target).resolve() if target else file
+            if not page.exists():
+                missing.append(f"{file.relative_to(ROOT)}: {target}")
+            elif anchor and anchor not in anchors_of(page.read_text()):
+                missing.append(f"{file.relative_to(ROOT)}: {target}#{anchor}")
+    assert missing == []
+
+
+def anchors_of(text: str) -> set[str]:
+    """Of the headings of a page, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+MODULES = re.compile(r"`(?:actorllm/)?([a-z_]+(?:/[a-z_]+)*\.py)`")
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in CHECKED if "internals" in page or "architecture" in page or "glossary" in page]
+)
+def test_modules_that_a_page_names_exist(page: str) -> None:
+    """A path begins in the package, or at the root of the repository."""
+    text = (ROOT / page).read_text().split("\n## Layout\n")[0]
+    named = MODULES.findall(text)
+    assert named
+    assert [name for name in named if not (ROOT / "actorllm" / name).exists() and not (ROOT / name).exists()] == []
