@@ -44,20 +44,22 @@ CHECKED = (
     "docs/compatibility.md",
     "docs/lifecycle.md",
     "docs/reliability.md",
+    "docs/sampling.md",
+    "docs/slo_reference.md",
 )
 
 LONG_TABLES = {"docs/benchmarks.md", "docs/compatibility.md", "docs/reliability.md"}
 """Pages as long as their tables, whose lines are not counted."""
 
 TO_DO: dict[str, tuple[int, int]] = {
-    "CHANGELOG.md": (11, 57),
     "docs/gpu.md": (19, 137),
-    "docs/sampling.md": (7, 132),
     "docs/serving.md": (21, 277),
     "docs/slo.md": (22, 317),
-    "docs/slo_reference.md": (12, 122),
 }
 """Offending sentences of a page, and its lines."""
+
+EXEMPT = {"CHANGELOG.md"}
+"""Lists of names."""
 
 PERSONS_MEANT = ("An objective for a reader who",)
 """Sentences in which a person is meant, by their beginnings."""
@@ -67,7 +69,7 @@ def sentences_of(text: str) -> list[str]:
     """The sentences of a page of Markdown, with one word for each piece of inline code and the text of each link."""
     text = re.sub(r"^```.*?^```", "\n", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"^ *```.*?^ *```", "\n", text, flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "\n", text, flags=re.DOTALL)
+    text = re.sub(r"<!-- ([\w ]+) -->.*?<!-- /\1 -->", "\n", text, flags=re.DOTALL)
     text = re.sub(r"<!--.*?-->", "\n", text, flags=re.DOTALL)
     text = re.sub(r"^\d{4}-\d{2}-\d{2}, .*$", "\n", text, flags=re.MULTILINE)  # where and when a figure was measured
     text = re.sub(r"^(\||#|!\[).*$", "\n", text, flags=re.MULTILINE)
@@ -125,7 +127,7 @@ def test_pages_that_are_not_mended_grow_no_worse(page: str) -> None:
 
 def test_every_page_is_on_one_of_the_lists() -> None:
     pages = {str(file.relative_to(ROOT)) for file in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))}
-    assert pages == {*CHECKED, *TO_DO}
+    assert pages - EXEMPT == {*CHECKED, *TO_DO}
     assert not set(CHECKED) & set(TO_DO)
 
 
