@@ -185,6 +185,32 @@ def anchors_of(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+IN_DEPTH = [page for page in PAGES if re.search("README|AGENTS|internals|architecture|glossary", page)]
+MADE_UP = {"ShortestFirst"}
+"""Of examples."""
+
+
+def test_names_that_a_page_uses_exist() -> None:
+    """Words in inline code stand in the sources, or are those of a file or folder."""
+    files = [
+        file
+        for pattern in ("actorllm", "kernels", "tests", "bench", "examples")
+        for file in (ROOT / pattern).rglob("*.*")
+    ]
+    sources = [
+        file.read_text() for file in files if file.suffix in (".py", ".html", ".json") and "results" not in file.parts
+    ]
+    sources += [(ROOT / name).read_text() for name in ("Makefile", "pyproject.toml")]
+    known = MADE_UP | {word for text in (*sources, *map(str, files)) for word in re.findall(r"\w+", text)}
+    known |= {part for page in PAGES for part in re.findall(r"\w+", page)}
+    unknown = []
+    for page in IN_DEPTH:
+        text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+        words = {word for code in re.findall(r"`([^`]+)`", text) for word in re.findall(r"[A-Za-z_]\w{3,}", code)}
+        unknown += [f"{page}: {word}" for word in sorted(words - known)]
+    assert unknown == []
+
+
 NAMED_MODULE = re.compile(r"`(?:actorllm/)?([a-z_]+(?:/[a-z_]+)*\.py)`")
 
 
