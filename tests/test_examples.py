@@ -39,6 +39,17 @@ def output_of(example: str, *arguments: str) -> str:
     return result.stdout
 
 
+def test_the_programs_of_the_readme_run(tmp_path: Path) -> None:
+    programs = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    streamed, offline = programs
+    (tmp_path / "streamed.py").write_text(streamed)
+    (tmp_path / "offline.py").write_text(
+        offline + "print(*(output.outputs[0].text for output in outputs), sep='\\n---\\n')\n"
+    )
+    assert len(output_of(str(tmp_path / "streamed.py"))) > 64
+    assert all(text.strip() for text in output_of(str(tmp_path / "offline.py")).split("\n---\n"))
+
+
 def test_hello() -> None:
     output = output_of("hello.py", "There was", "a fox")
     assert output.startswith("There was a fox ")

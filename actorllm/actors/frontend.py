@@ -1,9 +1,10 @@
 """The frontend actor: the journal of every request of this process, and the way of its outputs to the callers.
 
-Runs on the engine thread. The journal (prompt, parameters, seed, everything emitted so far) is what makes a request
-survive the scheduler: whatever is in it is submitted to every scheduler that this actor is linked to, the first and those
-after a death alike, with what was emitted as its `output`. An output applies only if its index is the next one. What a
-scheduler knew beside requests is told to the next one, too: that generation is paused, that a timeline is kept.
+Runs on the engine thread. The journal has prompt, parameters, seed and everything emitted so far. With it a request
+survives the scheduler: the journal is submitted to every scheduler that this actor is linked to. The first scheduler
+and those after a death are treated alike. What was emitted travels as `output`. An output applies only if its index is
+the next one. The next scheduler is also told what the last one knew beside requests: whether generation is paused, and
+whether a timeline is kept.
 
 Outputs reach the callers' event loops by one thread-safe wake-up per batch and loop.
 """

@@ -1,11 +1,11 @@
 """The scheduler actor: the loop of the engine, around a pure Scheduler.
 
-Everything that arrives is put aside by `on_message` and worked off by `run`, which is the one place where steps are
-planned, results applied, text made and outputs sent. Text is made here, after the next step was launched and before the
-one after it is planned: a stop string ends its request with at most one token computed in vain.
+`on_message` queues everything that arrives, and `run` works it off. `run` is the one place where steps are planned,
+results applied, text made and outputs sent. Text is made after the next step was launched and before the one after it
+is planned. A stop string therefore ends its request with at most one token computed in vain.
 
-It outlives its workers: what they had reported counts, and everything else is computed again by the next ones. Whoever
-submits to it has what it takes to submit again, so nothing is kept for its own death.
+The actor outlives its workers: what they had reported counts, and the next ones compute everything else again. Each
+frontend keeps what it takes to submit its requests again. The actor therefore keeps nothing for its own death.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """The worker actor: a thin shell around `ModelRunner`, one per rank.
 
-Steps are executed one after the other, in the order of their plans. A step that raises is answered with StepFailed and
-the worker lives on; what the failed step left behind is dropped by the next plan, which frees every slot, and what it
-wrote into the cache is cleared at once.
+Steps are executed one after the other, in the order of their plans. A step that raises is answered with StepFailed, and
+the worker lives on. The next plan frees every slot, which drops what the failed step left behind. What it wrote into
+the cache is cleared at once.
 
-Whether it lives on it finds out by itself: before it tells of a step that raised, or in which nothing was finite, it computes
-a small one of its own (`ModelRunner.check_itself`). If that comes to nothing either, the worker can do nothing any more, and
-it is none of the requests: it ends like one that crashed, and what it would have said of that step is said by nobody.
+*Self-check.* Before the worker reports a step that raised, or in which nothing was finite, it computes a small step of
+its own (`ModelRunner.check_itself`). If that fails as well, the worker can do nothing any more, and no request is at
+fault. It then ends like one that crashed, and the step is not reported.
 
-A worker outlives its scheduler: it keeps the weights, and with the first plan of the next one, which comes over another
-link, it forgets every request. Of several ranks none leaves a step that the others may be in: all of them finish what
-the dead scheduler had sent, which was the same for all.
+*Scheduler death.* A worker outlives its scheduler and keeps the weights. With the first plan of the next scheduler,
+which comes over another link, it forgets every request. Of several ranks none leaves a step that the others may be in.
+All of them finish what the dead scheduler had sent, which was the same for all.
 
-A result that its link has no room for waits until what was sent before is in the ring, and no step begins before it is sent: who
-asks for many log-probabilities is slowed down by them, and nothing else happens.
+*Backpressure.* A result that its link has no room for waits until what was sent before is in the ring. No step begins
+before it is sent, so large results (many log-probabilities) slow their own engine down and do nothing else.
 """
 
 from __future__ import annotations

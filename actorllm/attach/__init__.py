@@ -1,1 +1,1 @@
-"""Programs that join an engine that another program has started: both sides, and what is checked of them."""
+"""Programs that join an engine that another program has started: both sides, and the validation of their messages."""

@@ -1,12 +1,12 @@
-"""What a program that joined somebody else's engine has instead of a supervisor.
+"""`Membership`: what a program that joined the engine of another program has in place of a supervisor.
 
-Owns the connection to the engine's `Reception` and the frontend actor of this process: joins, installs the ring pair
-whose descriptors come over the connection, another one whenever the scheduler was started again, and watches the owner.
-Everything else goes through the rings.
+Owns the connection to the engine's `Reception`, and the frontend actor of this process. It joins, and installs the ring
+pair whose descriptors come over the connection. It installs another one whenever the scheduler was started again, and
+it watches the owner. Everything else goes through the rings.
 
-Invariants: the constructor leaves nothing open when it raises; the end of the owner, however it comes, ends every stream
-of this process with an error, after what was in the ring has been delivered; leaving touches nothing but the own
-requests. A Service (see `engine_thread`), made by AttachedEngine.
+Invariants: the constructor leaves nothing open when it raises. The end of the owner ends every stream of this process
+with an error, after what was in the ring has been delivered. Leaving touches only the requests of this process. A
+Service (see `engine_thread`), made by AttachedEngine.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Where processes that do not know each other meet: named engines of one user, as sockets in a folder of his own.
+"""Where processes that do not know each other meet: the named engines of one user, as sockets in a private folder.
 
-Owns the folder, the names in it, and what the two sides check of each other. The folder is $XDG_RUNTIME_DIR/actorllm,
-else /run/user/<uid>/actorllm, else actorllm-<uid> in the folder for temporary files; mode 0700. An entry is a SEQPACKET
-socket that the owner of the engine listens on; the frames on it are those of `child.send_frame`:
+Owns the folder, the names in it, and what the two sides check of each other. The folder is $XDG_RUNTIME_DIR/actorllm.
+Without that it is /run/user/<uid>/actorllm, or actorllm-<uid> in the folder for temporary files; its mode is 0700. An
+entry is a SEQPACKET socket on which the owner of the engine listens. Its frames are those of `child.send_frame`:
 
-    anybody → engine    hello {version}  describe  join  leave
-    engine → anybody    welcome {pid, config}  description {...}  refused {type_name, message}
+    program → engine    hello {version}  describe  join  leave
+    engine → program    welcome {pid, config}  description {...}  refused {type_name, message}
                         joined {config}  link {info, generation, num_spokes, index} + descriptors
                         lost {link, generation, type_name, error}  bye {type_name, message}
 
-Invariants: the file mode keeps other users out, and SO_PEERCRED is asked on both sides all the same; an entry whose owner
-is dead is no engine, and goes when anybody next looks at it; entries are made and removed under the folder's lock only.
-`Reception` claims, `Membership` and `actorllm ps` connect.
+Invariants: the file mode keeps other users out, and both sides ask SO_PEERCRED as well. An entry whose owner is dead is
+no engine, and is removed at the next look. Entries are made and removed under the folder's lock only. `Reception`
+claims a name; `Membership` and `actorllm ps` connect.
 """
 
 from __future__ import annotations

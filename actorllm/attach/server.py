@@ -1,13 +1,13 @@
-"""The door of a named engine: who asks gets an answer, who may join becomes a frontend, who is gone is seen out.
+"""`Reception`: the engine's side of attaching. It makes frontends of the programs that join.
 
-Owns the engine's name, the socket under it and every connection from outside. It runs on the engine thread, around the
-supervisor: an engine without a name has none of this, and one that nobody joins pays nothing. A program that joins is a
-child of the supervisor like any other, except that nobody started it: it has a link of its own to the scheduler, hears
-of the deaths that concern it, and its own end is no death of the engine but the loss of one link.
+Owns the engine's name, the socket under it, and every connection from outside. It runs on the engine thread, around the
+supervisor. An engine without a name has none of this, and one that no program joins pays nothing. A program that joins
+is a child of the supervisor that the supervisor did not start. It has a link of its own to the scheduler and hears of
+the deaths that concern it. Its end is the loss of one link, and no death of the engine.
 
-Invariants: only processes of the same user and the same version join; a joined process is watched by its pidfd (an
-inherited duplicate can keep its socket open) and by its socket; nothing that comes over a socket raises into the loop;
-nothing here waits for a process outside. Made by Engine; see `rendezvous` for the frames.
+Invariants: only processes of the same user and the same version join. A joined process is watched by its socket and by
+its pidfd, since an inherited duplicate can keep its socket open. Nothing that comes over a socket raises into the loop.
+Nothing here waits for a process outside. Made by Engine; see `rendezvous` for the frames.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`AttachedEngine`: an engine of another process, as the front doors of this one use it."""
+"""`AttachedEngine`: an engine of another process, as the front doors of this process use it."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""`Roster`: every request alive, where it is, and how it gets from one place to the next.
+"""`Roster`: the table of all requests alive, their states, and every change of state.
 
-Owns the states of `sequence.State` and what goes with a change of state: slot, blocks and the worker's row are given back
-together, the policy hears of arrivals and ends, and whoever counts requests (`expiry`, `admission`, `stopping`, `payload`,
-`faults`) is told. Nobody else changes the state of a request alive. Python runs here per event of a request, never per step.
+Owns the states of `sequence.State`, and what goes with a change. Slot, blocks and the worker's row are given back
+together. The policy hears of arrivals and ends. The parts that count requests are told (`expiry`, `admission`,
+`stopping`, `message_budget`, `step_failures`). No other module changes the state of a request alive. Python runs here
+per event of a request, never per step.
 
-Invariants (`check_integrity`): a request alive is in exactly the collection of its state; RUNNING ones have a slot, the
-others have neither slot nor blocks. `prefilling` are those that run and have known tokens left to compute. A preempted request
-waits again only when no step in flight names it. Owned by Scheduler, which is the `View` that policies get.
+Invariants (`check_integrity`): a request alive is in exactly the collection of its state. RUNNING ones have a slot; the
+others have neither slot nor blocks. `prefilling` are those that run and have known tokens left to compute. A preempted
+request waits again only when no step in flight names it. Owned by Scheduler, which is the `View` that policies get.
 """
 
 from __future__ import annotations

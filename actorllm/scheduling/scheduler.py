@@ -13,17 +13,20 @@
     expire(now)                requests whose deadline has passed end; the next one is due at `expires_at`
 
 Pure: the same calls with the same arguments give the same plans (`recording` shows it). Cost follows change: a steady
-decode step touches numpy columns only; Python runs per request at arrival, admission, preemption and end.
+decode step touches numpy columns only. Python runs per request at arrival, admission, preemption and end.
 
-Parts, each with its own state and invariants: `Intake` makes a sequence of a Submit; `Roster` has every request alive and moves
-it from state to state; `Batch` and `KVCacheManager` are the slots, by column; `DecodeRows`, `PlanBuilder` and `Ledger` are the
-step being planned, its plan, and the steps in flight; `Results` applies what comes back, `Stopping` says who ends with it. Aside
-stand `PrefixCache`, `Forks`, `Payload` (log-probabilities, embeddings), `Faults` (failed steps, dead workers), `Expiry` and
-`Admission`.
+Each part has its own state and invariants:
 
-Terms. A token is *known* when its id is here; a decode row runs one token ahead: the token sampled by a step in flight is
-computed by the next one before its id is known. `num_computed` counts KV computed or in flight, `num_known` known ids.
-Sequences of one prompt: the first computes it, and the others are *forks* that take it over (`forks`).
+- `Intake` makes a sequence of a Submit; `Roster` has every request alive and changes its state.
+- `Batch` and `KVCacheManager` are the slots, by column.
+- `DecodeRows`, `PlanBuilder` and `Ledger` are the step being planned, its plan, and the steps in flight.
+- `Results` applies what comes back; `Stopping` says which requests end with it.
+- Aside stand `PrefixCache`, `Forks`, `Payload` (log-probabilities, embeddings), `Faults` (failed steps, dead workers),
+  `Expiry` and `Admission`.
+
+Terms. A token is *known* when its id is here. A decode row runs one token ahead: the next step computes the token that
+a step in flight samples, before its id is known. `num_computed` counts KV computed or in flight, `num_known` known ids.
+Of several sequences of one prompt the first computes it; the others are *forks* that take it over (`forks`).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Which request ends a step, a worker or a scheduler: the search for it by halves."""
+"""Blame: the search for the request that ends a step, a worker or a scheduler, by bisection."""

@@ -1,13 +1,12 @@
-"""`Suspects`: which request makes steps fail, found without punishing the others.
+"""`Suspects`: the bisection that finds the request that makes steps fail.
 
-A step that fails says only who was in it. So those requests are tried again in halves: while some are under suspicion, a
-step holds nobody but the group `on_trial`. A request that gets a token is acquitted; a group whose step fails is halved
-again; and who fails alone is at fault. One bad request among n costs about 2 log2(n) steps, every other one loses
-nothing but time, and new requests wait until it is over.
+A step that fails says only which requests were in it. These are tried again in halves: while there are suspects, a step
+holds only the group `on_trial`. A request that gets a token is cleared. A group whose step fails is halved again. A
+request whose step fails while it is alone in it is at fault. One poison request among n costs about 2 log2(n) steps.
+The others lose only time, and new requests wait until the search is over.
 
-Invariants: a request is in one group at most, no group is empty, and every failure ends a request, halves a group, or
-follows the end of somebody who was in the step.
-Owned by the scheduler.
+Invariants: a request is in one group at most, and no group is empty. Every failure ends a request, halves a group, or
+follows the end of a request that was in the step. Owned by the scheduler.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`MemoryBackoff`: how much a step may hold after one ran out of memory.
+"""`MemoryBackoff`: the limits of a step after one ran out of memory.
 
-Half of what was too much, in requests and in tokens; after many good steps twice that, and so on until the engine's own
-limits hold again. Each further failure makes the next attempt at more wait twice as long. Pure counting, owned by the
-scheduler.
+The next steps hold half of what was too much, in requests and in tokens. The limits double after many good steps, until
+the engine's own limits hold again. Each further failure doubles the number of good steps that this takes. Pure
+counting; owned by the scheduler.
 """
 
 from __future__ import annotations

@@ -1,30 +1,30 @@
-"""Which request do schedulers die of? What a frontend notes of each request, and how a scheduler tries suspects.
+"""The search for the request that schedulers die of: what a frontend notes, and how a scheduler tries suspects.
 
-A scheduler that dies takes along what it knew, so frontends remember: every request of a journal has a `Record`, which travels
-with it when it is submitted again. The sequences of one request share it: they are suspected, tried and failed together.
+A scheduler that dies takes along what it knew. Therefore every request of a journal has a `Record`, which travels with
+it when it is submitted again. The sequences of one request share it: they are suspected, tried and failed together.
 
-*Suspicion* (`note_death`). One death proves nothing. From the second life on, a scheduler says which of the requests that it
-was given again are in a step (`Begun`); when it dies, those among them that had no token from it are suspects. If there are
-none, it is everything that it had taken on, if nobody has had a token since the death before; else, who has waited without a
-token through `MAX_UNHEARD` deaths. A token ends suspicion.
+*Suspicion* (`note_death`). One death proves nothing. From the second life on, a scheduler says which of the requests
+that it was given again are in a step (`Begun`). When it dies, those among them that had no token from it are suspects.
+If there are none, and there was no token since the death before, all that it had taken on are suspects. Otherwise
+suspects are the requests that have waited without a token through `MAX_UNHEARD` deaths. A token ends suspicion.
 
-*Trial* (`Trial`). A scheduler that is given suspects holds back everything but a group of them, which it names first
-(`OnTrial`): the more schedulers were lost in a row, the smaller, and half as many as were tried together when the last one
-died of them. A token acquits, and so does it for now to have waited through a step; the acquitted go on, and the next group
-begins beside them. When the scheduler dies once more, only those that were on trial, or in a step, have it on their record. Who
-was there at `MAX_ALONE` deaths with nothing else in hand, fails. So one among n costs about log2(n) deaths, and everybody else
-a few steps of waiting. Nobody can be tried alone while the journals of others are still on their way and would be taken on:
-from the second death on, a scheduler holds back everything until all of them are there (`Trial.begin`).
+*Trial* (`Trial`). A scheduler that is given suspects holds back everything but one group of them, which it names first
+(`OnTrial`). The group is smaller the more schedulers were lost in a row. It is at most half as large as the group with
+which the last one died. A request is cleared by a token, and for now by waiting through a step. It goes on, and the
+next group begins beside it. When the scheduler dies once more, only requests on trial or in a step get this death on
+their record. A request fails after `MAX_ALONE` deaths with nothing else in hand. One poison request among n takes about
+log2(n) deaths; the others wait for a few steps. From the second death on, a scheduler holds back everything until all
+journals are there (`Trial.begin`). Otherwise no request would be tried alone.
 
-*The end.* Deaths in a row without a token are the end of an engine (`supervision.restart`), unless each makes the search
-narrower, as `worker_deaths` has it with workers: a group is tried that is smaller than any that its members were tried in before,
-or one request alone (`Trial.is_narrower`). So any number of such requests is found, and a search that stands still ends. A
-scheduler that dies of everything is not the fault of requests: before a trial it shows that it can schedule one of its own
-(`self_check`). After `LOSSES_BEFORE_OTHERS` deaths in a row, in every second life the requests run first that are not suspected, if
-there are any: their callers do not wait for the end of a long search.
+*The end.* Deaths in a row without a token end the engine (`supervision.restart`), unless each narrows the search
+(`Trial.is_narrower`). A search is narrower with one request alone, or with a group that is smaller than any in which
+its members were tried before. Any number of poison requests is therefore found, and a search that does not advance
+ends. A scheduler that dies of everything must not blame requests. It shows before a trial that it can schedule a
+request of its own (`self_check`). After `LOSSES_BEFORE_OTHERS` deaths in a row, in every second life the requests run
+first that are not suspected, if there are any. Their callers do not wait for the end of a long search.
 
-Plain state, without a clock. `Record` is used by the frontend actor, `Trial` by the scheduler actor; of no cost while
-nothing dies.
+Plain state, without a clock. The frontend actor uses `Record`, the scheduler actor `Trial`. Costs nothing while nothing
+dies.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`SchedulerTrial`: the trial of `scheduler_deaths`, as a scheduler actor conducts it with its clock and its frontends.
+"""`SchedulerTrial`: the trial of `scheduler_deaths`, with the clock and the frontends of a scheduler actor.
 
-Decides when a trial begins and when the next ones are taken on, ends those who are held and need not wait any more, and tells
-every frontend who is tried before anything is done with it. Owned by SchedulerActor, which takes on whom it is given
-(`next_requests`); of no cost while nothing dies.
+Decides when a trial begins and when the next group is taken on. Ends held requests that need not wait any more. Tells
+every frontend which requests are tried before anything is done with them. Owned by SchedulerActor, which takes on the
+requests that it is given (`next_requests`). Costs nothing while nothing dies.
 """
 
 from __future__ import annotations

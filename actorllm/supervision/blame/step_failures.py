@@ -1,13 +1,18 @@
-"""`Faults`: what went wrong, whose fault it may be, and who may run because of that.
+"""`Faults`: failed steps and dead workers, the requests that may be at fault, and which requests may run meanwhile.
 
-A failed step, and the death of the workers, say at best who was there. Each is answered by letting fewer run until it is
-known: after failed steps smaller and smaller groups (`suspects`) or smaller steps if memory was short (`memory_backoff`);
-after deaths the few who are tried (`quarantine`). Owns these three, the limits that hold meanwhile, and who waits for a token
-since the workers died. The Scheduler voids the steps, computes everybody again and ends who is found guilty here.
+A failed step, and the death of the workers, say at best which requests were there. Until the one at fault is known,
+fewer requests run:
 
-Invariants: the suspects of failed steps are forgotten when the workers die; from there on the quarantine alone says who is
-tried. `is_restricted` is true while there are suspects or smaller limits. What it, is_choosy and is_any say is summed up after
-every change, so that asking costs nothing.
+- after failed steps, smaller and smaller groups (`bisection`);
+- after a memory shortage, smaller steps (`memory_backoff`);
+- after deaths, the few requests that are tried (`worker_deaths`).
+
+Owns these three, the limits that hold meanwhile, and the requests that wait for a token since the workers died. The
+Scheduler voids the steps, computes their requests again, and ends the requests that are found at fault here.
+
+Invariants: the suspects of failed steps are forgotten when the workers die; from then on `worker_deaths` alone says
+which requests are tried. `is_restricted` is true while there are suspects or smaller limits. It, `is_choosy` and
+`is_any` are summed up after every change, so that asking costs nothing.
 """
 
 from __future__ import annotations

@@ -1,21 +1,23 @@
-"""`Quarantine`: finds the request that the workers die of, without making the others pay for it.
+"""`Quarantine`: the search for the request that the workers die of.
 
-Who was in a step in flight when the workers died, and has not had a token since, is a *suspect*. One death proves
-nothing (somebody killed the process): everyone goes on together, and a token acquits. When the workers die again before
-that, suspects are tried: only some of them may start, the others and everybody else wait, until each of them has had a
-token, which acquits it, or the workers are dead once more, which makes them the last in the row. Whoever is acquitted
-goes on, until the next death. A request that ran all alone and killed the workers `MAX_ALONE` times fails; whoever ended
-while it was in flight beside it, was there. So one among n suspects costs about log2(n) deaths, and everybody else a few
-steps of waiting.
+A *suspect* was in a step in flight when the workers died, and has had no token since. One death proves nothing, since
+the process may have been killed from outside. All requests go on together, and a token clears a suspect. If the workers
+die again before that, suspects are tried: only some of them may start, and all other requests wait. The trial ends when
+each of them has had a token, or has ended. If the workers die first, the tried suspects become the last in line. A
+cleared request goes on until the next death. A request that ran alone and lost the workers `MAX_ALONE` times fails. A
+request that ended while it was in flight beside another counts as present. One poison request among n suspects takes
+about log2(n) deaths; the others wait for a few steps.
 
-Too many deaths in a row are the end of the engine (`supervision.restart`), unless each makes the search narrower (`is_narrowing`):
-fewer suspects were tried together than ever before, or one ran alone. With n suspects there are log2(n) + MAX_ALONE such deaths of
-each, so any number of such requests is found, and a search that stands still ends. The more deaths there were in a row, the
-fewer suspects are tried at a time. From the third on, after every death on trial the trial rests until a request beside the
-suspects has had a token, if there is one that may run. If the workers die meanwhile, the requests that ran are suspects, too,
-and the trial goes on.
+Too many deaths in a row end the engine (`supervision.restart`), unless each narrows the search (`is_narrowing`). A
+death does when fewer suspects were tried together than ever before, or one ran alone. With n suspects there are log2(n)
++ MAX_ALONE such deaths of each. Any number of poison requests is therefore found, and a search that does not advance
+ends.
 
-Pure. Asked by the Scheduler; of no cost while there is no suspect.
+The more deaths there were in a row, the fewer suspects are tried at a time. From the third on, the trial rests after
+every death until a request beside the suspects has had a token. It rests only if one may run. If the workers die
+meanwhile, the requests that ran are suspects as well, and the trial goes on.
+
+Pure. Asked by the Scheduler; costs nothing while there is no suspect.
 """
 
 from __future__ import annotations
