@@ -219,6 +219,16 @@ class LyingWorkerActor(WorkerActor):
                 return [Reply(id="1")]  # type: ignore[arg-type]
             case "no frame":
                 return [None]
+            case "a token for a vector":
+                return [StepResult(step=step, tokens=np.ones(1, np.int32))]
+            case "neither":
+                return [StepResult(step=step, counts=np.zeros(1, np.int32))]
+            case "both":
+                return [replace(true, tokens=np.ones(1, np.int32), counts=np.ones(1, np.int32))]
+            case "an empty vector":
+                return [replace(true, vectors=true.vectors[:0])]
+            case "not finite":
+                return [replace(true, vectors=true.vectors * np.float32(np.nan))]
             case wrong if "=" in wrong:
                 name, _, value = wrong.partition("=")
                 return [replace(true, **{name: json.loads(value)})]

@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 import actorllm.client.engine
-from actorllm import AsyncLLM, LLMEngine, SamplingParams
+from actorllm import AsyncLLM, LLMEngine, PoolingParams, SamplingParams
 from actorllm.actors.topology import Topology, engine_topology
 from actorllm.errors import EngineDeadError, EngineStartError, RequestFailedError
 from actorllm.supervision.blame.worker_deaths import MAX_ALONE
@@ -239,6 +239,36 @@ async def test_who_contradicts_its_plans_is_replaced_and_nothing_of_it_is_delive
     for death, told in zip(deaths, lies.values(), strict=True):
         assert re.match(f"worker0 was killed because it was contradicting its plans: {told}", death), death
     assert llm.health().actors["worker0"].num_restarts == len(lies)
+
+
+VECTORS = {
+    "a token for a vector": r"step \d+: no vectors of rows \[0\]",
+    "neither": r"step \d+: no vectors of rows \[0\]",
+    "both": r"step \d+: tokens of rows \[0\], which want vectors",
+    "an empty vector": r"step \d+: 0 numbers for 1 vectors",
+    "not finite": r"step \d+: NaN or infinity in the vectors of rows \[0\]",
+    "vectors=null": r"step \d+: StepResult.vectors=None",
+}
+
+
+async def test_a_prompt_has_its_vector_whatever_a_worker_says_of_it(
+    make_llm: Callable[..., AsyncLLM],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    file = tmp_path / "lies"
+    file.write_text("\n".join(VECTORS))
+    monkeypatch.setenv("ACTORLLM_TEST_LIES", str(file))
+    llm = make_llm("LyingWorkerActor", runner="pooling")
+    as_it_is = PoolingParams(normalize=False)
+    with caplog.at_level(logging.ERROR, "actorllm"):
+        for number in range(9 * len(VECTORS) + 5):  # the tenth of each worker is wrong, and is computed again
+            assert (await llm.embed([7 + number, 5, 6], as_it_is)).outputs.embedding == [7.0 + number, 3.0]
+    deaths = [record.getMessage() for record in caplog.records if getattr(record, "event", "") == "death"]
+    assert len(deaths) == len(VECTORS)
+    for death, told in zip(deaths, VECTORS.values(), strict=True):
+        assert re.match(f"worker0 was killed because it was contradicting its plans: {told}", death), death
 
 
 @pytest.mark.parametrize("kind", ["twice", "no such id"])

@@ -18,7 +18,21 @@ from actorllm.actors.frontend import Delta, FrontendActor
 from actorllm.actors.scheduler import SchedulerActor
 from actorllm.clock import now
 from actorllm.errors import PeerLostError, PeerRestartedError, RequestFailedError, WouldBlock
-from actorllm.messages import NO_I32, Abort, LateInputs, Outputs, StepFailed, StepPlan, StepResult, Submit, Unblock
+from actorllm.messages import (
+    KIND_OF,
+    NO_I32,
+    Abort,
+    Ask,
+    LateInputs,
+    Outputs,
+    Reply,
+    StepFailed,
+    StepPlan,
+    StepResult,
+    Submit,
+    Unblock,
+)
+from actorllm.messages.schema import FRONTEND, SCHEDULER, violation
 from actorllm.scheduling.admission_policy import AdmissionPolicy, Gate
 from actorllm.scheduling.policy import Admit, KeyPolicy
 from actorllm.scheduling.policy_fallback import GuardedPolicy
@@ -47,6 +61,8 @@ class FakeLink:
         self.on_send = on_send
 
     def send_nowait(self, message: Any) -> None:
+        if type(message) in KIND_OF:  # some tests send words
+            assert None in (violation(message, SCHEDULER), violation(message, FRONTEND)), message
         if self.is_full:
             raise WouldBlock(self.name)
         self.sent.append(message)
@@ -67,6 +83,7 @@ class Bench:
         self.ranks = [FakeLink("workers", rank) for rank in range(world_size)]
         self.late: dict[int, LateInputs] = {}
         self.progress: list[None] = []
+        self.denounced: list[tuple[int, str]] = []
 
     @property
     def plans(self) -> list[StepPlan]:
@@ -113,7 +130,10 @@ async def running(**arguments: Any) -> AsyncIterator[Bench]:
     bench = Bench(**arguments)
     actor = bench.actor
     actor._wakeup = HostLoop.current().waiter()
-    actor._runner = SimpleNamespace(report_progress=lambda: bench.progress.append(None))  # type: ignore[assignment]
+    actor._runner = SimpleNamespace(  # type: ignore[assignment]
+        report_progress=lambda: bench.progress.append(None),
+        denounce=lambda link, what: bench.denounced.append((link.rank, what)),
+    )
     await actor.on_start(bench.config)
     actor.on_configure(bench.config)
     actor.on_link(bench.workers)  # type: ignore[arg-type]
@@ -340,6 +360,55 @@ async def test_a_failure_of_any_rank_fails_the_step() -> None:
         assert bench.outputs == [], "one rank has not answered"
         await bench.send(StepFailed(step=step, error="rank 1 is ill"), bench.ranks[1])
         assert bench.ends() == [[1, "error", None, "rank 1 is ill"]]
+
+
+@pytest.mark.parametrize("liar", [0, 1])
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (StepResult(step=1, started="x"), "step 1: StepResult.started='x'"),  # type: ignore[arg-type]
+        (StepResult(step=1, tokens=None), "step 1: StepResult.tokens=None"),  # type: ignore[arg-type]
+        (StepFailed(step=1, error=1), "step 1: StepFailed.error=1"),  # type: ignore[arg-type]
+        (StepFailed(step=1, error="planted", rows=np.array([99], np.int32)), "step 1: row [99] of a plan of 2"),
+        (StepResult(step="x"), "it answered step 'x' when step 1 was to be answered"),  # type: ignore[arg-type]
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_the_rank_that_contradicts_its_plan_is_named(said: Any, told: str, liar: int) -> None:
+    async with running(world_size=2) as bench:
+        await bench.send(submit())
+        await bench.send(StepResult(step=1, tokens=np.array([7], np.int32)), bench.ranks[1 - liar])
+        await bench.send(said, bench.ranks[liar])
+        assert bench.denounced == [(liar, f"contradicting its plans: {told}")]
+        await bench.send(StepResult(step=2), bench.ranks[liar])
+        assert len(bench.denounced) == 1, "nothing more of it is listened to"
+        assert bench.outputs == []
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (Submit(rid=1, arrival=0.0, prompt=np.array([1], np.int32), max_tokens=1), "a Submit, which is not for"),
+        (StepPlan(step=1), "a StepPlan, which is not for"),
+        (Reply(id=[1]), "Reply.id=[1]"),  # type: ignore[arg-type]
+        (Ask(id=1, verb=None), "Ask.verb=None"),  # type: ignore[arg-type]
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_a_worker_says_nothing_but_what_is_a_workers_to_say(message: Any, told: str) -> None:
+    async with running() as bench:
+        assert not bench.actor.admits(bench.ranks[0], message)  # type: ignore[arg-type]
+        assert not bench.actor.admits(bench.ranks[0], message), "and is not denounced twice"  # type: ignore[arg-type]
+        ((rank, what),) = bench.denounced
+        assert rank == 0
+        assert what.startswith(f"contradicting its plans: it sent {told}")
+
+
+async def test_what_a_worker_may_say_is_admitted() -> None:
+    async with running() as bench:
+        for message in (Reply(id=1 << 32, value={"a": 1}), Ask(id=1, verb="ping"), StepResult(step=1)):
+            assert bench.actor.admits(bench.ranks[0], message)  # type: ignore[arg-type]
+        assert bench.denounced == []
 
 
 async def test_a_lost_frontend_takes_its_requests_with_it_and_its_number_is_not_reused() -> None:
