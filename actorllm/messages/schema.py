@@ -14,9 +14,10 @@ import reprlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, is_not
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -224,11 +225,13 @@ def violation(message: object, sender: str) -> str | None:
     """What of a message is not as its entry says, with the field's name; None: nothing. sender: FRONTEND, WORKER ..."""
     name = type(message).__name__
     compiled = _COMPILED.get(name)
-    if compiled is None or sender not in compiled[0]:
+    if compiled is None or sender not in compiled.senders:
         return f"a {name}, which is not for a {sender} to send"
-    for value, (field, empty, is_right) in zip(compiled[1](message), compiled[2], strict=True):
-        if value is not empty and not is_right(value):
-            return f"{name}.{field}={shown(value)}"
+    values = compiled.values_of(message)
+    # Most columns are the shared empty one, and need no look: they are passed over without a line of Python for each.
+    for i in compress(compiled.positions, map(is_not, values, compiled.empties)):
+        if not compiled.checks[i](values[i]):
+            return f"{name}.{compiled.names[i]}={shown(values[i])}"
     return None
 
 
@@ -260,14 +263,17 @@ def check_of(field: Field) -> Check:
 def _column_check(field: Field) -> Check:
     dtype, low, high = np.dtype(field.kind), field.low, field.high
 
+    def is_column(value: Any) -> bool:
+        return isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == 1
+
     def is_right(value: Any) -> bool:
-        if not isinstance(value, np.ndarray) or value.dtype != dtype or value.ndim != 1:
+        if not is_column(value):
             return False
         if not value.size:
             return True
         return (low is None or bool(value.min() >= low)) and (high is None or bool(value.max() <= high))
 
-    return is_right
+    return is_column if low is None and high is None else is_right
 
 
 def _scalar_check(field: Field) -> Check:
@@ -277,7 +283,7 @@ def _scalar_check(field: Field) -> Check:
         case "int":
             return lambda value: type(value) is int and low <= value <= high
         case "float":  # comparisons are False of NaN
-            return lambda value: (isinstance(value, float) or type(value) is int) and bool(low <= value <= high)
+            return lambda value: (isinstance(value, float) or type(value) is int) and low <= value <= high
         case "bool":
             return lambda value: isinstance(value, bool)
         case "str":
@@ -306,12 +312,23 @@ def _is_shallow(value: Any) -> bool:
     return not level
 
 
-_COMPILED = {
-    name: (
-        entry.senders,
-        getter_of(tuple(entry.fields)),
-        # An empty column that is the shared one needs no look; no scalar is a `Field`.
-        tuple((n, EMPTY.get(field.kind, field), check_of(field)) for n, field in entry.fields.items()),
-    )
-    for name, entry in SCHEMA.items()
-}
+class _Compiled(NamedTuple):
+    """An entry as `violation` uses it; all but the senders by position of the field."""
+
+    senders: frozenset[str]
+    values_of: Callable[[Any], tuple[Any, ...]]
+    positions: range
+    names: tuple[str, ...]
+    empties: tuple[object, ...]
+    """Of a scalar something that no message holds."""
+    checks: tuple[Check, ...]
+
+
+def _compiled(entry: Entry) -> _Compiled:
+    names = tuple(entry.fields)
+    empties = tuple(EMPTY.get(field.kind, field) for field in entry.fields.values())
+    checks = tuple(map(check_of, entry.fields.values()))
+    return _Compiled(entry.senders, getter_of(names), range(len(names)), names, empties, checks)
+
+
+_COMPILED = {name: _compiled(entry) for name, entry in SCHEMA.items()}

@@ -191,6 +191,9 @@ class Results:
         for span in spans:
             if span.row >= (len(record.prefills) if span.is_prompt else len(record.rows)):
                 raise ContradictionError(f"step {result.step}: logprobs of row {span.row}, which is not in the plan")
+            rules = (record.prefills[span.row][0] if span.is_prompt else record.rows.sequences[span.row]).rules
+            if rules is None or (rules.num_prompt_logprobs if span.is_prompt else rules.num_logprobs) < 0:
+                raise ContradictionError(f"step {result.step}: logprobs of row {span.row}, which wants none")
         if int(result.logprob_ids.view(np.uint32).max()) >= self._vocab_size:
             raise ContradictionError(
                 f"step {result.step}: logprobs of an id outside the vocabulary of {self._vocab_size}"

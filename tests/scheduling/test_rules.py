@@ -202,6 +202,18 @@ def test_log_probabilities_that_contradict_the_plan(engine: Engine, column: str,
         engine.scheduler.update(replace(result, **{column: array}), engine.now)
 
 
+@pytest.mark.parametrize("position", [0, 1])
+@pytest.mark.parametrize("rules", [None, SamplingRules(repetition=(2, 1, 3)).to_fields()])
+def test_log_probabilities_of_who_wants_none_contradict_the_plan(
+    engine: Engine, position: int, rules: dict[str, Any] | None
+) -> None:
+    engine.submit(1, PROMPT[:5], rules=rules)
+    engine.launch()
+    result = replace(engine.results[0], **columns_of([span(0, position, 1, 2)]))
+    with pytest.raises(ContradictionError, match="logprobs of row 0, which wants none"):
+        engine.scheduler.update(result, engine.now)
+
+
 def test_rows_without_rules_carry_none(engine: Engine) -> None:
     engine.submit(1, PROMPT[:5])
     engine.submit(2, PROMPT[:5], rules=SamplingRules(repetition=(2, 1, 3)).to_fields())
