@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, HostLoop
 from actorllm.api.beam_search import BeamSearch, BeamSearchParams, end_ids, step_params
@@ -23,6 +23,7 @@ from actorllm.supervision.health import EngineHealth
 from actorllm.text.chat import ContentFormat, Conversation, Message
 from actorllm.types.config import EngineConfig, ModelConfig
 from actorllm.types.objective import SLO
+from actorllm.types.options import EngineOptions, with_options
 from actorllm.types.pooling_outputs import (
     EmbeddingRequestOutput,
     PoolingOutput,
@@ -34,6 +35,7 @@ from actorllm.types.pooling_outputs import (
 from actorllm.types.request import PoolingParams, RequestOutput, RequestOutputKind, SamplingParams
 
 
+@with_options
 class AsyncLLM:
     """An engine to stream from with `async for`.
 
@@ -42,11 +44,12 @@ class AsyncLLM:
     stream of it is open, at the latest at interpreter exit. Usable from several event loops (asyncio, uvloop, trio), one
     after the other or at once.
 
-    Arguments: see `actorllm.types.config.ARGUMENTS`; named and defaulted as in vLLM where both have them.
+    model: a bundled model, a folder, or a Hugging Face id. Further arguments are named and defaulted as in vLLM where both
+    have them; vLLM's others are accepted at their defaults. Raises ConfigError, UnknownArgumentError or ModelError.
     """
 
-    def __init__(self, model: str | os.PathLike[str], **arguments: Any) -> None:
-        self._adopt(Engine(EngineConfig.from_arguments(model, **arguments)))
+    def __init__(self, model: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> None:
+        self._adopt(Engine(EngineConfig.from_arguments(model, **options)))
 
     def _adopt(self, engine: Engine) -> None:
         self._engine = engine

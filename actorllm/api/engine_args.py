@@ -1,6 +1,6 @@
 """`EngineArgs` and `AsyncEngineArgs`: the arguments of an engine as one object, and as options of a command line.
 
-Dataclasses whose fields are the arguments of `actorllm.types.config`, so that an argument is written down in one place. The
+Dataclasses whose fields are the arguments of `actorllm.types.options`, so that an argument is written down in one place. The
 front doors take them by `from_engine_args`; `LLM(**dataclasses.asdict(args))` works too.
 """
 
@@ -12,12 +12,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import field, fields, make_dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import orjson
 
 from actorllm.errors import InvalidParameterError, UnknownArgumentError, nearest_name
 from actorllm.types.config import ARGUMENTS, VLLM_ARGUMENTS, EngineConfig
+from actorllm.types.options import EngineOptions, meanings, with_options
 
 DEFAULT_MODEL = "storyteller"
 
@@ -60,16 +61,18 @@ def _with_arguments_as_fields(cls: T) -> T:
     )
 
 
+@with_options
 @_with_arguments_as_fields
 class EngineArgs:
-    """The arguments of an engine (`actorllm.types.config.ARGUMENTS`), and those of vLLM that are accepted at their defaults.
+    """The arguments of an engine, and those of vLLM that are accepted at their defaults.
 
     An unknown name raises UnknownArgumentError here; values are checked by `create_engine_config`.
     """
 
     model: str | os.PathLike[str]
 
-    def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **arguments: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **options: Unpack[EngineOptions]) -> None:
+        arguments: dict[str, Any] = {**options}
         for name in arguments:
             if name not in DEFAULTS:
                 raise UnknownArgumentError(f"there is no engine argument {name!r}{nearest_name(name, DEFAULTS)}")
@@ -85,10 +88,12 @@ class EngineArgs:
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add an option for every argument: `--max-model-len 512`, also `--max_model_len`; `--no-...` for switches."""
-        group = parser.add_argument_group("engine")
+        group, told = parser.add_argument_group("engine"), meanings()
         for name, default in DEFAULTS.items():
             options = list(dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")))
-            group.add_argument(*options, dest=name, default=copy.copy(default), **_option_of(name, default))
+            group.add_argument(
+                *options, dest=name, default=copy.copy(default), help=told.get(name), **_option_of(name, default)
+            )
         return parser
 
     @classmethod

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar, Unpack
 
 from actorllm.actors.engine_thread import ThreadHost
 from actorllm.api.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, end_ids, step_params
@@ -25,6 +25,7 @@ from actorllm.errors import InvalidParameterError
 from actorllm.supervision.health import EngineHealth
 from actorllm.text.chat import ContentFormat, Conversation, Message, is_batch, load_template
 from actorllm.types.config import EngineConfig, ModelConfig
+from actorllm.types.options import EngineOptions, with_options
 from actorllm.types.pooling_outputs import (
     EmbeddingRequestOutput,
     PoolingOutput,
@@ -55,22 +56,28 @@ class TakenAtEnd(Protocol[O_co]):
     def take(self) -> O_co | None: ...
 
 
+@with_options
 class LLM:
     """A synchronous engine: starts in the constructor, works from any thread, also inside a running event loop. Stops with
     `shutdown`, when it is dropped, or at interpreter exit.
 
-    chat_template: what `chat` uses instead of the model's own: a Jinja template, or the file of one. Other arguments: see
-    `actorllm.types.config.ARGUMENTS`; named and defaulted as in vLLM where both have them. Requests have the ids "0", "1" and so
-    on.
+    model: a bundled model, a folder, or a Hugging Face id. chat_template: what `chat` uses instead of the model's own: a Jinja
+    template, or the file of one. Further arguments are named and defaulted as in vLLM where both have them; vLLM's others are
+    accepted at their defaults. Raises ConfigError, UnknownArgumentError, ModelError, or what made the start fail. Requests have
+    the ids "0", "1" and so on.
     """
 
     _chat_template: str | None = None
 
     def __init__(
-        self, model: str | os.PathLike[str], *, chat_template: Path | str | None = None, **arguments: Any
+        self,
+        model: str | os.PathLike[str],
+        *,
+        chat_template: Path | str | None = None,
+        **options: Unpack[EngineOptions],
     ) -> None:
         self._chat_template = load_template(chat_template)
-        self._adopt(Engine(EngineConfig.from_arguments(model, **arguments)))
+        self._adopt(Engine(EngineConfig.from_arguments(model, **options)))
 
     def _adopt(self, engine: Engine) -> None:
         self._engine = engine

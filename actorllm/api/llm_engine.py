@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from actorllm.actors.engine_thread import ThreadHost, Waiter
 from actorllm.api.engine_args import EngineArgs, check_idle_arguments
@@ -20,19 +20,22 @@ from actorllm.client.tokenization import Prompt
 from actorllm.errors import EngineError, InvalidParameterError, RequestError
 from actorllm.supervision.health import EngineHealth
 from actorllm.types.config import EngineConfig, ModelConfig
+from actorllm.types.options import EngineOptions, with_options
 from actorllm.types.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from actorllm.types.request import CompletionOutput, PoolingParams, RequestOutput, SamplingParams
 
 
+@with_options
 class LLMEngine:
     """An engine to step through by hand. Starts in the constructor; stops with `shutdown`, at the end of `with`, or when it
     is dropped.
 
-    Arguments: see `actorllm.types.config.ARGUMENTS`; named and defaulted as in vLLM where both have them.
+    model: a bundled model, a folder, or a Hugging Face id. Further arguments are named and defaulted as in vLLM where both
+    have them; vLLM's others are accepted at their defaults. Raises ConfigError, UnknownArgumentError or ModelError.
     """
 
-    def __init__(self, model: str | os.PathLike[str], **arguments: Any) -> None:
-        self._open(EngineConfig.from_arguments(model, **arguments))
+    def __init__(self, model: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> None:
+        self._open(EngineConfig.from_arguments(model, **options))
 
     def _open(self, config: EngineConfig) -> None:
         engine = Engine(config, is_synchronous=True)
