@@ -81,13 +81,34 @@ class EngineArgs:
         self.model = model
 
     def create_engine_config(self, usage_context: object = None) -> EngineConfig:
-        """The checked configuration. Raises ConfigError (naming the argument, its value and the fix) or ModelError."""
+        """The checked configuration.
+
+        Arguments:
+            usage_context: not looked at.
+
+        Raises:
+            ConfigError: names the argument, its value and the fix.
+            ModelError: the model cannot be served.
+
+        Example:
+            config = EngineArgs("storyteller", max_num_seqs=4).create_engine_config()
+            assert config.scheduler.max_num_seqs == 4
+        """
         arguments = {name: getattr(self, name) for name in DEFAULTS if name != "model"}
         return EngineConfig.from_arguments(self.model, **arguments)
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add an option for every argument: `--max-model-len 512`, also `--max_model_len`; `--no-...` for switches."""
+        """Add an option for every argument: `--max-model-len 512`, also `--max_model_len`; `--no-...` for switches.
+
+        Arguments:
+            parser: any parser of argparse; the same is returned.
+
+        Example:
+            parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+            args = EngineArgs.from_cli_args(parser.parse_args(["--max-num-seqs", "4"]))
+            assert args.max_num_seqs == 4
+        """
         group, told = parser.add_argument_group("engine"), meanings()
         for name, default in DEFAULTS.items():
             options = list(dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")))
@@ -98,7 +119,11 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
-        """From what a parser with `add_cli_args` returned; other options in it are left alone."""
+        """From what a parser with `add_cli_args` returned; other options in it are left alone.
+
+        Arguments:
+            args: the namespace.
+        """
         return cls(**{f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)})  # type: ignore[arg-type]
 
 
@@ -112,7 +137,12 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        """As argparse's."""
+        """As argparse's.
+
+        Arguments:
+            args: the command line as words; None: this program's.
+            namespace: to be filled; None: a new one.
+        """
         return super().parse_known_args([*map(self._spelled, sys.argv[1:] if args is None else args)], namespace)
 
     def _spelled(self, argument: str) -> str:

@@ -173,7 +173,11 @@ class EngineConfig:
     def resolved(self, num_blocks: int) -> EngineConfig:
         """The same engine with the number of KV blocks that every rank can hold.
 
-        Raises ConfigError when not even one sequence of max_model_len would fit.
+        Arguments:
+            num_blocks: of `cache.block_size` tokens each.
+
+        Raises:
+            ConfigError: not even one sequence of max_model_len would fit.
         """
         capacity = num_blocks * self.cache.block_size
         if capacity < self.model.max_model_len:
@@ -185,10 +189,16 @@ class EngineConfig:
         return replace(self, cache=replace(self.cache, num_blocks=num_blocks))
 
     def to_json(self) -> bytes:
+        """As the processes of the engine get it."""
         return orjson.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, data: bytes | str) -> EngineConfig:
+        """What `to_json` made.
+
+        Arguments:
+            data: JSON, as bytes or text.
+        """
         tree = orjson.loads(data)
         model = tree.pop("model")
         model["eos_token_ids"] = tuple(model["eos_token_ids"])
@@ -202,9 +212,19 @@ class EngineConfig:
 
     @classmethod
     def from_arguments(cls, model: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> EngineConfig:
-        """From the keyword arguments of `AsyncLLM` and `LLM` (`actorllm.types.options.EngineOptions`).
+        """From the keyword arguments of `AsyncLLM` and `LLM`.
 
-        Raises ConfigError (naming the argument, its value and the fix) or ModelError.
+        Arguments:
+            model: a bundled model, a folder, or a Hugging Face id.
+            options: as in `actorllm.types.options.EngineOptions`.
+
+        Raises:
+            ConfigError: names the argument, its value and the fix; UnknownArgumentError: names the nearest argument.
+            ModelError: the model cannot be served.
+
+        Example:
+            config = EngineConfig.from_arguments("storyteller", max_model_len=128)
+            assert config.model.max_model_len == 128
         """
         given = _checked_arguments({**options})
         load_format = _choice("load_format", given["load_format"], ("auto", "safetensors", "dummy"))
