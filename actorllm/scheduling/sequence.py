@@ -54,6 +54,7 @@ class Sequence:
 
     key: Key
     submit: Submit
+    """The request as it travelled."""
     arrival_index: int
     """Position in the order of arrival: the final tie-break of every policy, which makes runs repeatable."""
     known: I32
@@ -65,15 +66,21 @@ class Sequence:
     silent_ids: frozenset[int]
     """Those of them that are no stop_reason: the primary end of text."""
     state: State = State.WAITING
+    """Where it stands: see the module docstring."""
     finish_reason: FinishReason | None = None
     """Once it has ended."""
     slot: int = -1
+    """Its place in the columns of `View.batch`; -1: it has none."""
     queued: float = 0.0
+    """When the scheduler heard of it."""
     scheduled: float | None = None
+    """When the first step that it was in was planned."""
     first_token: float | None = None
     """When it came, be it from a scheduler before this one (`Submit.first_token`)."""
     last_token: float | None = None
+    """When its newest one came."""
     num_preemptions: int = 0
+    """How often it has given its blocks back."""
     num_cached_tokens: int = 0
     """Known tokens that were found in the prefix cache when it was first admitted. Of a fork: those its leader found."""
     num_wasted_tokens: int = 0
@@ -151,6 +158,7 @@ class Sequence:
 
     @property
     def num_prompt(self) -> int:
+        """Tokens of its prompt."""
         return self.submit.prompt.size
 
     @property

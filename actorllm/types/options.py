@@ -129,14 +129,19 @@ DEFAULTS: dict[str, Any] = {name: get_args(hint)[1] for name, hint in EngineOpti
 """The default of each argument. They are kept in the order in which they are documented."""
 
 
-@lru_cache(maxsize=1)
 def meanings() -> dict[str, str]:
     """What each argument means, as one line; nothing where there is no source to read it from."""
+    return texts_below_fields(EngineOptions)
+
+
+@lru_cache(maxsize=16)
+def texts_below_fields(cls: type) -> dict[str, str]:
+    """The texts below the fields of a class, each as one line; nothing where there is no source to read them from."""
     import ast
     import inspect
 
     try:
-        (defined,) = ast.parse(inspect.getsource(EngineOptions)).body
+        (defined,) = ast.parse(inspect.getsource(cls)).body
     except (OSError, TypeError):
         return {}
     assert isinstance(defined, ast.ClassDef)
