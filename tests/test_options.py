@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import subprocess
+import sys
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,8 @@ from actorllm.cli.options import EngineOptions as CommandOptions
 from actorllm.cli.serve import ServedEngineOptions
 from actorllm.types.config import ARGUMENTS, VLLM_ARGUMENTS, EngineConfig
 from actorllm.types.options import DEFAULTS, TYPES, EngineOptions, meanings, type_text
+
+ROOT = Path(__file__).parents[1]
 
 TAKERS = [AsyncLLM, AsyncLLMEngine, LLM, LLMEngine, EngineArgs, AsyncEngineArgs]
 
@@ -110,6 +115,16 @@ def test_help_of_the_command_line_says_what_they_mean(
         first = meanings()[name].split()[:3]
         assert " ".join(first).strip("'`.,:;") in shown, name
     assert "Most sequences that run at a time. Default: 256." in shown
+
+
+def test_texts_are_read_when_help_is_asked_for_and_not_before() -> None:
+    program = (
+        "import actorllm.cli.serve, actorllm.api.llm\n"
+        "from actorllm.types.options import texts_below_fields\n"
+        "print(texts_below_fields.cache_info().misses)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert result.stdout.strip() == "0"
 
 
 def test_help_of_engine_args_says_what_they_mean() -> None:

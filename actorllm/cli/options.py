@@ -63,8 +63,8 @@ def with_meanings(cls: C) -> C:
 
 
 @Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
 @with_meanings
+@dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """Arguments of the engine, as in `AsyncLLM`; what is not given is left to its default, and it checks what is."""
 
@@ -121,8 +121,8 @@ class EngineOptions:
 
 
 @Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
 @with_meanings
+@dataclass(frozen=True, kw_only=True)
 class SeededEngineOptions(EngineOptions):
     """The same where `--seed` is not that of one request."""
 

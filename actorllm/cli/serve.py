@@ -20,8 +20,8 @@ KEY_VARIABLE = "ACTORLLM_API_KEY"
 
 
 @Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
 @with_meanings
+@dataclass(frozen=True, kw_only=True)
 class ServedEngineOptions(SeededEngineOptions):
     """What a server's engine may be told beside the rest."""
 
