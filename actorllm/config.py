@@ -13,7 +13,7 @@ import re
 import warnings
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import orjson
 
@@ -30,20 +30,19 @@ from actorllm.scheduling.admission_policy import ADMISSIONS
 from actorllm.scheduling.policy import policy_path
 from actorllm.types.device import choose
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
+from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
 
 logger = logging.getLogger(__name__)
 
 BUNDLED_MODELS = {"storyteller": Path(__file__).parent / "storyteller"}
 
-Topology = Literal["process", "inline"]
-
-HEARTBEAT_TIMEOUT_S = 10.0
+HEARTBEAT_TIMEOUT_S: float = DEFAULTS["heartbeat_timeout_s"]
 MIN_HEARTBEAT_TIMEOUT_S = 1.0
 """Loops beat every quarter of a second when they are idle."""
-INTAKE_TIMEOUT_S = 30.0
+INTAKE_TIMEOUT_S: float = DEFAULTS["intake_timeout_s"]
 MIN_INTAKE_TIMEOUT_S = 0.1
-MAX_PROMPT_CHARACTERS = 4 << 20
+MAX_PROMPT_CHARACTERS: int = DEFAULTS["max_prompt_characters"]
 MAX_SECONDS = 1e9
 """What infinity becomes, which JSON does not know."""
 
@@ -174,7 +173,11 @@ class EngineConfig:
     def resolved(self, num_blocks: int) -> EngineConfig:
         """The same engine with the number of KV blocks that every rank can hold.
 
-        Raises ConfigError when not even one sequence of max_model_len would fit.
+        Arguments:
+            num_blocks: of `cache.block_size` tokens each.
+
+        Raises:
+            ConfigError: not even one sequence of max_model_len would fit.
         """
         capacity = num_blocks * self.cache.block_size
         if capacity < self.model.max_model_len:
@@ -186,10 +189,16 @@ class EngineConfig:
         return replace(self, cache=replace(self.cache, num_blocks=num_blocks))
 
     def to_json(self) -> bytes:
+        """As the processes of the engine get it."""
         return orjson.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, data: bytes | str) -> EngineConfig:
+        """What `to_json` made.
+
+        Arguments:
+            data: JSON, as bytes or text.
+        """
         tree = orjson.loads(data)
         model = tree.pop("model")
         model["eos_token_ids"] = tuple(model["eos_token_ids"])
@@ -202,12 +211,22 @@ class EngineConfig:
         )
 
     @classmethod
-    def from_arguments(cls, model: str | os.PathLike[str], **arguments: Any) -> EngineConfig:
-        """From the keyword arguments of `AsyncLLM` and `LLM` (see ARGUMENTS for the names and defaults).
+    def from_arguments(cls, model: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> EngineConfig:
+        """From the keyword arguments of `AsyncLLM` and `LLM`.
 
-        Raises ConfigError (naming the argument, its value and the fix) or ModelError.
+        Arguments:
+            model: a bundled model, a folder, or a Hugging Face id.
+            options: as in `actorllm.types.options.EngineOptions`.
+
+        Raises:
+            ConfigError: names the argument, its value and the fix; UnknownArgumentError: names the nearest argument.
+            ModelError: the model cannot be served.
+
+        Example:
+            config = EngineConfig.from_arguments("storyteller", max_model_len=128)
+            assert config.model.max_model_len == 128
         """
-        given = _checked_arguments(arguments)
+        given = _checked_arguments({**options})
         load_format = _choice("load_format", given["load_format"], ("auto", "safetensors", "dummy"))
         path, hf = read_model_folder(model, load_format)
         text = hf.get("text_config") or hf
@@ -300,57 +319,8 @@ class EngineConfig:
         )
 
 
-ARGUMENTS: dict[str, Any] = {
-    "tokenizer": None,
-    "skip_tokenizer_init": False,
-    "dtype": "auto",
-    "seed": None,
-    "max_model_len": None,
-    "max_num_seqs": 256,
-    "max_num_batched_tokens": 2048,
-    "block_size": None,
-    "enable_prefix_caching": None,
-    "kv_cache_memory_bytes": None,
-    "gpu_memory_utilization": None,
-    "enforce_eager": False,
-    "load_format": "auto",
-    "model_impl": "auto",
-    "runner": "auto",
-    "convert": "auto",
-    "pooler_config": None,
-    "hf_overrides": None,
-    "max_logprobs": 20,
-    "enable_prompt_embeds": False,
-    "async_scheduling": None,
-    "scheduling_policy": "fcfs",
-    "long_prefill_token_threshold": 0,
-    "max_num_partial_prefills": 1,
-    "watermark": 0.01,
-    "tensor_parallel_size": 1,
-    "trust_remote_code": False,
-    "generation_config": "auto",
-    "override_generation_config": None,
-    "stream_interval": 1,
-    "profiler_config": None,
-    "topology": "process",
-    "name": None,
-    "device": "auto",
-    "num_threads": None,
-    "step_timeout_s": None,
-    "heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S,
-    "restart_timeout_s": None,
-    "intake_timeout_s": INTAKE_TIMEOUT_S,
-    "max_prompt_characters": MAX_PROMPT_CHARACTERS,
-    "record": None,
-    "on_failure": "restart",
-    "standby_worker": None,
-    "admission_policy": None,
-    "max_waiting_requests": None,
-    "max_waiting_tokens": None,
-    "max_waiting_attached": 4096,
-    "step_model": None,
-}
-"""What the front doors understand, with the defaults. Those before `topology` are vLLM's names."""
+ARGUMENTS: dict[str, Any] = DEFAULTS
+"""What the front doors understand, with the defaults (`actorllm.types.options`). Those before `topology` are vLLM's names."""
 
 VLLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "tokenizer_mode": ("auto",),

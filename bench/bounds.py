@@ -508,6 +508,8 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "types.outputs: RequestOutput.multi_modal_placeholders",
     ),
     "what the caller's own thread does with its own engine": (
+        "scheduling.policy_check: Prober.hooks",
+        "types.options: texts_below_fields",
         "intake.job_queue: JobQueue._barriers",
         "intake.job_queue: JobQueue._controls",
         "actors.link: MemoryLink._messages",

@@ -3,7 +3,8 @@
 The table of what clients can fill, in docs/reliability.md, is made of `bounds.py`.
 
 In docs/slo.md the parts between <!-- NAME --> and <!-- /NAME --> are generated from the results of that name, and in README.md
-the table between <!-- figures --> and <!-- /figures --> from several.
+the table between <!-- figures --> and <!-- /figures --> from several. The table of our own engine arguments in
+docs/compatibility.md is that of `actorllm.types.options`.
 
     python bench/docs.py [--results DIR] [--output DIR] [--check]
 
@@ -27,6 +28,10 @@ from report import NOISE_FACTOR, cell
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))
+
+from actorllm.types.options import DEFAULTS, meanings, type_text  # noqa: E402
 
 ORDER = (
     *("scheduler", "ring", "model", "streaming", "serving", "models", "prefix", "urgent", "start", "idle"),
@@ -207,7 +212,12 @@ def generate(results: Path, root: Path = ROOT) -> dict[str, str]:
     }
     generated["docs/reliability.md"] += "\n".join(["", BOUNDS_HEAD, *table(bounds.table()), ""])
     parts = {name: section(name, results / f"{name}.json").split("\n", 4)[4] for name in EMBEDDED}  # without heading
-    for page, bodies in (("docs/slo.md", parts), ("README.md", {"figures": figures(results)})):
+    parts_of = {
+        "docs/slo.md": parts,
+        "README.md": {"figures": figures(results)},
+        "docs/compatibility.md": {"engine arguments": engine_arguments(root / "docs" / "compatibility.md")},
+    }
+    for page, bodies in parts_of.items():
         generated[page] = embed((root / page).read_text(), bodies, page)
     return generated
 
@@ -222,6 +232,18 @@ def embed(text: str, bodies: dict[str, str], page: str) -> str:
             raise SystemExit(f"{page} has no {begin} ... {end}")
         text = f"{before}{begin}\n\n{body}\n{end}{after}"
     return text
+
+
+def engine_arguments(page: Path) -> str:
+    """The arguments of the engine that the page's other tables do not have, with type, default and meaning."""
+    text = page.read_text()
+    written = text[: text.index("<!-- engine arguments -->")].partition("\n## EngineArgs\n")[2]
+    rows = []
+    for name, meaning in meanings().items():
+        if f"| `{name}` |" not in written:
+            what = f"`{type_text(name)}`, default `{DEFAULTS[name]!r}`. {meaning}"
+            rows.append({"name": f"`{name}`", "status": "ours", "note": what})
+    return "\n".join([*table(rows), ""])
 
 
 def figures(results: Path) -> str:

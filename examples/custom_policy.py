@@ -4,11 +4,12 @@ Least relative slack (LARS, of Medha): how much of a request's time would be lef
 prompts get ahead of short ones in time, and not only when their deadline is near.
 """
 
+import math
+
 import anyio
 
 from actorllm import SLO, AsyncLLM, SamplingParams
 from actorllm.scheduling.cost_model import preset
-from actorllm.scheduling.deadlines import first_due
 from actorllm.scheduling.policy import KeyPolicy, register_policy
 from actorllm.slo.simulator import EngineShape, simulate
 from actorllm.slo.traces import SAMPLE, load_trace
@@ -18,7 +19,8 @@ class LeastRelativeSlack(KeyPolicy):
     tokens_per_s = 8000.0
 
     def key(self, sequence, view):  # lower is sooner
-        slack = first_due(sequence) - view.now - view.remaining(sequence) / self.tokens_per_s
+        due = math.inf if sequence.slo is None else sequence.arrival + sequence.slo.ttft_limit(sequence.num_prompt)
+        slack = due - view.now - view.remaining(sequence) / self.tokens_per_s
         return (slack / sequence.num_prompt,)
 
     def key_horizon(self, sequence, view):  # the key changes with time, so the order is made anew ten times a second

@@ -28,7 +28,9 @@ def benchmarks() -> set[str]:
     return scripts - {"report", "run_all"}
 
 
-@pytest.mark.parametrize("page", ["docs/benchmarks.md", "docs/reliability.md", "docs/slo.md", "README.md"])
+@pytest.mark.parametrize(
+    "page", ["docs/benchmarks.md", "docs/reliability.md", "docs/slo.md", "docs/compatibility.md", "README.md"]
+)
 def test_pages_are_what_the_results_give(page: str) -> None:
     generated = docs.generate(ROOT / "bench" / "results")[page]
     assert (ROOT / page).read_text() == generated, "run `python bench/docs.py`"

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, HostLoop
 from actorllm.api.beam_search import BeamSearch, BeamSearchParams, end_ids, step_params
@@ -23,6 +23,7 @@ from actorllm.scheduling.pause import PAUSE_MODES, PauseMode
 from actorllm.supervision.health import EngineHealth
 from actorllm.text.chat_template import ContentFormat, Conversation, Message
 from actorllm.types.objective import SLO
+from actorllm.types.options import EngineOptions, with_options
 from actorllm.types.outputs import RequestOutput
 from actorllm.types.params import PoolingParams, RequestOutputKind, SamplingParams
 from actorllm.types.pooling_outputs import (
@@ -35,6 +36,7 @@ from actorllm.types.pooling_outputs import (
 )
 
 
+@with_options
 class AsyncLLM:
     """An engine to stream from with `async for`.
 
@@ -43,11 +45,12 @@ class AsyncLLM:
     stream of it is open, at the latest at interpreter exit. Usable from several event loops (asyncio, uvloop, trio), one
     after the other or at once.
 
-    Arguments: see `actorllm.config.ARGUMENTS`; named and defaulted as in vLLM where both have them.
+    model: a bundled model, a folder, or a Hugging Face id. Further arguments are named and defaulted as in vLLM where both
+    have them; vLLM's others are accepted at their defaults. Raises ConfigError, UnknownArgumentError or ModelError.
     """
 
-    def __init__(self, model: str | os.PathLike[str], **arguments: Any) -> None:
-        self._adopt(Engine(EngineConfig.from_arguments(model, **arguments)))
+    def __init__(self, model: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> None:
+        self._adopt(Engine(EngineConfig.from_arguments(model, **options)))
 
     def _adopt(self, engine: Engine) -> None:
         self._engine = engine
@@ -60,8 +63,15 @@ class AsyncLLM:
         It behaves as one of this process: requests, aborts, statistics. `shutdown`, or the end of this process, ends the
         requests of this process and leaves the engine running; the end of the engine ends the open streams with
         EngineDeadError (EngineShutdownError if it was orderly). Waits for one short answer of the engine; joins with the
-        first request, with `start` or with `async with`. Raises EngineNotFoundError (which lists the running ones),
-        AttachError (another version or user), EngineShutdownError or EngineDeadError.
+        first request, with `start` or with `async with`.
+
+        Arguments:
+            name: what the engine was built with (`name=`).
+
+        Raises:
+            EngineNotFoundError: no such engine runs; lists those that do.
+            AttachError: it has another version or user, or does not answer.
+            EngineShutdownError, EngineDeadError: it has ended.
         """
         llm = cls.__new__(cls)
         llm._adopt(AttachedEngine(name))
@@ -75,7 +85,16 @@ class AsyncLLM:
         usage_context: object = None,
         stat_loggers: object = None,
     ) -> Self:
-        """As in vLLM, but lazy as the constructor. The last two are not looked at: nothing is reported or logged."""
+        """As in vLLM, but lazy as the constructor.
+
+        Arguments:
+            engine_args: the arguments of the engine.
+            start_engine_loop: changes nothing.
+            usage_context, stat_loggers: not looked at; nothing is reported or logged.
+
+        Raises:
+            ConfigError, ModelError: as the constructor.
+        """
         return cls.from_vllm_config(engine_args.create_engine_config())
 
     @classmethod
@@ -92,7 +111,19 @@ class AsyncLLM:
         client_count: int = 1,
         client_index: int = 0,
     ) -> Self:
-        """From what `EngineArgs.create_engine_config` returned. The others are taken where they ask for nothing."""
+        """From what `EngineArgs.create_engine_config` returned.
+
+        Arguments:
+            vllm_config: the checked configuration.
+            start_engine_loop: changes nothing.
+            usage_context, stat_loggers: not looked at; nothing is reported or logged.
+            enable_log_requests, aggregate_engine_logging, client_addresses, client_count, client_index: accepted at their
+                defaults, where they ask for nothing.
+            disable_log_stats: changes nothing.
+
+        Raises:
+            InvalidParameterError: an argument asks for what there is not.
+        """
         check_idle_arguments(
             enable_log_requests=enable_log_requests,
             aggregate_engine_logging=aggregate_engine_logging,
@@ -111,9 +142,13 @@ class AsyncLLM:
         return self._engine.config
 
     async def start(self) -> None:
-        """Start the engine now instead of at the first request. Raises what made the start fail.
+        """Start the engine now instead of at the first request.
 
-        Cancelled, it stops what it has begun, unless somebody else waits for it; the engine can be started again.
+        Cancelled, it stops what it has begun, unless another task waits for it; the engine can be started again.
+
+        Raises:
+            EngineStartError, ModelError, ConfigError: what made the start fail.
+            EngineDeadError, EngineShutdownError, ForkedProcessError: it can start no more.
         """
         started = self._engine.start_in_background()
         try:
@@ -139,15 +174,32 @@ class AsyncLLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         **vllm_arguments: Any,
     ) -> RequestStream:
-        """Stream the outputs of a prompt: text, token ids, or a mapping as in vLLM.
+        """Stream the outputs of a prompt.
 
-        Without sampling_params it gets `get_default_sampling_params`. What each output repeats is
-        `sampling_params.output_kind`. slo, is_latency_sensitive, type_info and tenant are carried for scheduling policies.
-        timeout (seconds from now) or deadline (monotonic seconds): a request that has not ended by then is ended within a
-        step, wherever it is; its last output has what there is, with finish_reason "abort" and stop_reason "deadline".
-        tokenization_kwargs: truncate_prompt_tokens and add_special_tokens. Raises at once
-        what can be told at once (parameters, a duplicate id, an engine that is gone); an impossible prompt is raised by the
-        stream. Further arguments of vLLM (lora_request, trace_headers ...) are accepted at their defaults.
+        Arguments:
+            prompt: text, token ids, or a mapping as in vLLM (TextPrompt, TokensPrompt, EmbedsPrompt).
+            sampling_params: None: `get_default_sampling_params`. What each output repeats is `sampling_params.output_kind`.
+            request_id: at most 1,024 characters, of no other open request; None: one is made.
+            priority: lower is sooner, under policies that look at it; default 0.
+            slo: what the request is promised, for policies and reports: an SLO, or seconds per output token; None: nothing.
+            is_latency_sensitive: for policies: every pause of this request counts; default False.
+            type_info: for policies and reports: the kind of the request; None: none.
+            tenant: for whom the request is, for policies that share the engine among tenants; None: nobody in particular.
+            deadline: monotonic seconds; a request that has not ended by then is ended within a step, wherever it is. Its last
+                output has what there is, with finish_reason "abort" and stop_reason "deadline". None: no deadline.
+            timeout: the same in seconds from now; None: no deadline.
+            tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens; None: none of them.
+            vllm_arguments: further arguments of vLLM (lora_request, trace_headers ...), accepted at their defaults.
+
+        Raises:
+            InvalidParameterError, UnknownParameterError, DuplicateRequestError: at once.
+            EngineDeadError, EngineShutdownError, EngineDrainingError, ForkedProcessError: at once or by the stream.
+            EngineOverloaded, InvalidPromptError, RequestFailedError: by the stream, the first of them perhaps at once.
+
+        Example:
+            params = SamplingParams(max_tokens=8, temperature=0.0)
+            async for output in llm.generate("Once upon a time", params, timeout=30.0):
+                print(output.outputs[0].text)
         """
         return self._engine.submit(
             prompt,
@@ -178,10 +230,28 @@ class AsyncLLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **extras: Any,
     ) -> RequestStream:
-        """Stream the answer to a conversation, a list of mappings with 'role' and 'content'.
+        """Stream the answer to a conversation. The model's chat template makes the prompt of it, off this loop.
 
-        The model's chat template makes the prompt of it, off this loop; the arguments about it are vLLM's, and described
-        as the fields of `actorllm.text.chat_template.Conversation`. extras, and everything else: as in `generate`.
+        Arguments:
+            messages: mappings with "role" and "content", which is text or a list of parts of type "text".
+            sampling_params, request_id: as in `generate`.
+            chat_template: a Jinja template, or the name of one of the model's; None: the model's own.
+            chat_template_content_format: "string" gives the template text, "openai" lists of parts; "auto" (default) reads it.
+            add_generation_prompt: end the prompt with what opens an answer; default True.
+            continue_final_message: the answer goes on from the last message instead; default False.
+            tools: functions as JSON schema; None: none.
+            chat_template_kwargs: further variables of the template; None: none.
+            extras: as in `generate`.
+
+        Raises:
+            InvalidPromptError: the messages cannot be read; or by the stream, the template refuses them.
+            InvalidParameterError: an argument about the template is wrong; everything else as in `generate`.
+
+        Example:
+            template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+            messages = [{"role": "user", "content": "Tell me a story."}]
+            async for output in llm.chat(messages, SamplingParams(max_tokens=8), chat_template=template):
+                print(output.outputs[0].text)
         """
         conversation = Conversation.of(
             messages,
@@ -195,7 +265,11 @@ class AsyncLLM:
         return self.generate(conversation, sampling_params, request_id, **extras)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What requests without sampling_params get: what the model's generation_config.json recommends."""
+        """What requests without sampling_params get: what the model's generation_config.json recommends.
+
+        Raises:
+            ConfigError: what it recommends cannot be.
+        """
         return self._engine.default_sampling_params()
 
     async def add_request(
@@ -218,7 +292,17 @@ class AsyncLLM:
     ) -> RequestStream | PoolingStream:
         """As `generate`, or with PoolingParams as `encode`, with the arguments of vLLM's in their order.
 
-        arrival_time: epoch seconds; None: now. extras: as in `generate`.
+        Arguments:
+            request_id: at most 1,024 characters, of no other open request.
+            prompt, tokenization_kwargs, priority: as in `generate`.
+            params: SamplingParams, or PoolingParams for a vector.
+            arrival_time: epoch seconds; None: now.
+            lora_request, trace_headers, data_parallel_rank, session_id, prompt_text, reasoning_ended, reasoning_parser_kwargs,
+                kv_hints: accepted at None, where vLLM's argument asks for nothing.
+            extras: as in `generate`.
+
+        Raises:
+            Everything that `generate` raises.
         """
         if isinstance(params, PoolingParams):
             idle = {"session_id": session_id, "prompt_text": prompt_text, "kv_hints": kv_hints}
@@ -271,8 +355,21 @@ class AsyncLLM:
     ) -> PoolingStream:
         """A vector of a prompt, as the one output of a stream. The engine must pool (runner="pooling").
 
-        tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens. extras: as in `generate`; a
-        request that has been aborted, or whose deadline has passed, has an output without a vector, with its `error`.
+        A request that has been aborted, or whose deadline has passed, has an output without a vector, with its `error`.
+
+        Arguments:
+            prompt, request_id, priority: as in `generate`.
+            pooling_params: None: the engine's own way.
+            lora_request, trace_headers, reasoning_ended: accepted at None, where vLLM's argument asks for nothing.
+            tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens; None: none of them.
+            extras: as in `generate`.
+
+        Raises:
+            Everything that `generate` raises; InvalidParameterError also where the engine generates text.
+
+        Example:
+            async for output in embedder.encode("Once upon a time"):
+                print(output.outputs.array.shape)
         """
         idle = {"lora_request": lora_request, "trace_headers": trace_headers, "reasoning_ended": reasoning_ended}
         return self._engine.encode(
@@ -288,7 +385,18 @@ class AsyncLLM:
     async def embed(
         self, prompt: Prompt, pooling_params: PoolingParams | None = None, **extras: Any
     ) -> EmbeddingRequestOutput:
-        """The vector of a prompt as a list of floats. extras: as in `encode`."""
+        """The vector of a prompt as a list of floats.
+
+        Arguments:
+            prompt, pooling_params, extras: as in `encode`.
+
+        Raises:
+            Everything that `encode` raises.
+
+        Example:
+            output = await embedder.embed("Once upon a time")
+            print(len(output.outputs.embedding))
+        """
         (output,) = await self._pool([prompt], pooling_params, extras)
         return EmbeddingRequestOutput.from_base(output)
 
@@ -301,7 +409,17 @@ class AsyncLLM:
     ) -> list[ScoringRequestOutput]:
         """How alike texts are, by the cosine of their vectors: one text and all of data_2, or each of data_1 with its own.
 
-        extras: as in `encode`, for all of the texts.
+        Arguments:
+            data_1: one prompt, or as many as data_2 has.
+            data_2: one prompt, or several.
+            pooling_params, extras: as in `encode`, for all of the texts.
+
+        Raises:
+            InvalidParameterError: the numbers of texts do not fit; everything else as in `encode`.
+
+        Example:
+            (output,) = await embedder.score("A fox ran.", "A fox sat.")
+            print(output.outputs.score)
         """
         first, second = as_batch(data_1), as_batch(data_2)
         paired(len(first), len(second))
@@ -321,7 +439,18 @@ class AsyncLLM:
                 stream.abort()
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **extras: Any) -> TextStream:
-        """Just the new text, piece by piece. extras: as in `generate`. Raises InvalidParameterError when n > 1."""
+        """Just the new text, piece by piece.
+
+        Arguments:
+            prompt, sampling_params, extras: as in `generate`.
+
+        Raises:
+            InvalidParameterError: n > 1; everything else as in `generate`.
+
+        Example:
+            async for piece in llm.stream("Once upon a time", SamplingParams(max_tokens=8)):
+                print(piece, end="")
+        """
         if isinstance(sampling_params, SamplingParams) and sampling_params.n != 1:
             raise InvalidParameterError(
                 f"stream() gives the text of one sequence; use generate() for n={sampling_params.n}"
@@ -331,7 +460,18 @@ class AsyncLLM:
     async def complete(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **extras: Any
     ) -> RequestOutput:
-        """Just the end: one output with everything. extras: as in `generate`."""
+        """Just the end: one output with everything.
+
+        Arguments:
+            prompt, sampling_params, extras: as in `generate`.
+
+        Raises:
+            Everything that `generate` raises; RequestError, where the request ended without an output.
+
+        Example:
+            output = await llm.complete("Once upon a time", SamplingParams(max_tokens=8))
+            print(output.outputs[0].text, output.outputs[0].finish_reason)
+        """
         params = self._with_kind(sampling_params, RequestOutputKind.FINAL_ONLY)
         final: RequestOutput | None = None
         async with self.generate(prompt, params, **extras) as outputs:
@@ -352,8 +492,20 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """The `beam_width` most likely continuations, best first, as the completions of one output.
 
-        It ends at the tokenizer's end-of-text only, as in vLLM. extras: as in `generate`, for the requests that it is made
-        of. Leaving it ends them.
+        It ends at the tokenizer's end-of-text only, as in vLLM. Leaving it ends its requests.
+
+        Arguments:
+            prompt: as in `generate`.
+            request_id: of the output; None: one is made.
+            params: BeamSearchParams.
+            extras: as in `generate`, for the requests that it is made of.
+
+        Raises:
+            InvalidParameterError: params are none; everything else as in `generate`.
+
+        Example:
+            async for output in llm.beam_search("Once upon a time", params=BeamSearchParams(beam_width=2, max_tokens=4)):
+                print([completion.text for completion in output.outputs])
         """
         from anyio import to_thread
 
@@ -372,15 +524,24 @@ class AsyncLLM:
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """End requests by id; each delivers a final output with finish_reason 'abort'. Unknown ids are ignored.
 
-        internal: whether the ids are the engine's own, in vLLM; a request has only one here.
+        Arguments:
+            request_id: one id, or several.
+            internal: whether the ids are the engine's own, in vLLM; a request has only one here.
+
+        Raises:
+            InvalidParameterError: an id is no string.
+            EngineDeadError, EngineShutdownError, ForkedProcessError: the engine is gone.
         """
         self._engine.abort(request_id)
 
     async def stats(self) -> dict[str, Any]:
         """What every part of the engine counts: requests, steps, tokens, KV cache, links, workers.
 
-        Starts nothing: of an engine that nobody has started yet, "scheduler" and "workers" are None. Workers answer
-        between two steps, so this waits for the one in flight.
+        Starts nothing: of an engine that is yet to start, "scheduler" and "workers" are None. Workers answer between two
+        steps, so this waits for the one in flight.
+
+        Raises:
+            EngineDeadError, EngineShutdownError, ForkedProcessError: the engine is gone.
         """
         host = HostLoop.current()
         if self._engine.is_new:
@@ -391,10 +552,16 @@ class AsyncLLM:
         return {**self._engine.statistics(), "scheduler": scheduler, "workers": workers}
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget all cached KV, for instance because the weights have changed. Starts nothing.
+        """Forget all cached KV, for instance because the weights have changed. Starts nothing. Returns whether it did.
 
-        Requests that run keep their own KV and leave none behind; reset_running_requests computes theirs again, too.
-        reset_connector: refused unless False; there is no KV outside of the engine.
+        Arguments:
+            reset_running_requests: compute the KV of running requests again, too; default False: they keep theirs, and leave none
+                behind.
+            reset_connector: refused unless False (default); there is no KV outside of the engine.
+
+        Raises:
+            InvalidParameterError: reset_connector is not False.
+            EngineDeadError, EngineShutdownError: the engine is gone.
         """
         check_idle_arguments(reset_connector=reset_connector)
         if self._engine.is_new:
@@ -405,9 +572,16 @@ class AsyncLLM:
     async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
         """Start no request until `resume_generation`; returns when nothing is going on any more (to change weights).
 
-        Requests are taken meanwhile, and wait. Those from before: "abort" ends them, each with a final output; "wait"
-        lets those that have started finish; "keep" leaves them where they are. clear_cache: all KV is forgotten, and
-        what "keep" left is computed again from its tokens.
+        Requests are taken meanwhile, and wait.
+
+        Arguments:
+            mode: what becomes of the requests from before: "abort" (default) ends them, each with a final output; "wait" lets
+                those that have started finish; "keep" leaves them where they are.
+            clear_cache: all KV is forgotten, and what "keep" left is computed again from its tokens; default True.
+
+        Raises:
+            InvalidParameterError: there is no such mode.
+            EngineDeadError, EngineShutdownError: the engine is gone.
         """
         if mode not in PAUSE_MODES:
             raise InvalidParameterError(
@@ -419,11 +593,20 @@ class AsyncLLM:
         await HostLoop.current().result_of(asked)
 
     async def resume_generation(self) -> None:
-        """Go on after `pause_generation`; nothing happens where there was none."""
+        """Go on after `pause_generation`; nothing happens where there was none.
+
+        Raises:
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
         if not self._engine.is_new:
             await HostLoop.current().result_of(self._engine.ask_scheduler("resume_generation"))
 
     async def is_paused(self) -> bool:
+        """Whether `pause_generation` holds. Starts nothing.
+
+        Raises:
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
         if self._engine.is_new:
             return False
         return bool(await HostLoop.current().result_of(self._engine.ask_scheduler("is_paused")))
@@ -439,18 +622,37 @@ class AsyncLLM:
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
     ) -> None:
-        """As `LLM.start_profile`; starts the engine."""
+        """As `LLM.start_profile`; starts the engine.
+
+        Arguments:
+            profile_prefix: what the names of the files begin with: up to 128 letters, digits, ".", "_" and "-"; None: the time.
+            delay_iterations, max_iterations: accepted at None and 0, where they ask for nothing.
+
+        Raises:
+            ConfigError: the engine was built without profiler_config.
+            InvalidParameterError: an argument is wrong.
+            EngineError: a profile is under way, or the engine is gone.
+        """
         await self.start()
         await HostLoop.current().result_of(self._engine.start_profile(profile_prefix, delay_iterations, max_iterations))
 
     async def stop_profile(self) -> None:
-        """As `LLM.stop_profile`."""
+        """As `LLM.stop_profile`.
+
+        Raises:
+            EngineError: there is no profile, or the engine is gone.
+        """
         await HostLoop.current().result_of(self._engine.stop_profile())
 
     # What programs for vLLM ask of an engine
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError or EngineShutdownError if it cannot serve; an engine that is yet to start is healthy."""
+        """Whether the engine can serve; one that is yet to start can.
+
+        Raises:
+            EngineDeadError, EngineShutdownError, ForkedProcessError: it cannot.
+            EngineError: no prompt can be read.
+        """
         self._engine.check_health()
 
     @property
@@ -475,22 +677,27 @@ class AsyncLLM:
 
     @property
     def vllm_config(self) -> EngineConfig:
+        """As `config`."""
         return self._engine.config
 
     @property
     def model_config(self) -> ModelConfig:
+        """The model and what its config.json says about it."""
         return self._engine.config.model
 
     async def get_vllm_config(self) -> EngineConfig:
+        """As `config`."""
         return self._engine.config
 
     async def get_model_config(self) -> ModelConfig:
+        """As `model_config`."""
         return self._engine.config.model
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer as transformers has it. Raises InvalidPromptError with skip_tokenizer_init.
+        """The tokenizer as transformers has it. The first call reads it from its files, which may take a second.
 
-        The first call reads it from its files, which may take a second.
+        Raises:
+            InvalidPromptError: the engine was built with skip_tokenizer_init.
         """
         return self._engine.prompts.transformers_tokenizer
 
@@ -500,6 +707,7 @@ class AsyncLLM:
         return None if self._engine.config.model.tokenizer is None else self.get_tokenizer()
 
     async def is_tracing_enabled(self) -> bool:
+        """False: spans are the server's business."""
         return False
 
     async def do_log_stats(self) -> None:
@@ -508,16 +716,26 @@ class AsyncLLM:
     async def drain(self, timeout: float | None = None) -> bool:
         """Take no new request (EngineDrainingError) and wait until those there are have ended; there is no way back.
 
-        What is left after `timeout` seconds is aborted, each with its final output. Returns whether everything ended by
-        itself; the time counts while the engine starts, too. `shutdown` comes next; cancelling the wait leaves the requests
-        going on. The requests of attached programs are waited for, too; of an attached engine only those of this program.
+        `shutdown` comes next; cancelling the wait leaves the requests going on. The requests of attached programs are waited
+        for, too; of an attached engine only those of this program.
+
+        Arguments:
+            timeout: seconds after which what is left is aborted, each with its final output; they count while the engine
+                starts, too. None: no limit.
+
+        Returns whether everything ended by itself.
+
+        Raises:
+            InvalidParameterError: the timeout is no number of seconds.
+            EngineDeadError, EngineShutdownError: the engine is gone.
         """
         return await HostLoop.current().result_of(self._engine.drain(timeout))
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop everything and wait for it; open streams end with EngineShutdownError. Idempotent, from any thread.
 
-        timeout: seconds after which processes that do not stop by themselves are killed; None: 5.
+        Arguments:
+            timeout: seconds after which processes that do not stop by themselves are killed; None: 5.
         """
         self._engine.shutdown(STOP_TIMEOUT_S if timeout is None else timeout)
 

@@ -35,10 +35,20 @@ IDLE_PARAMETERS: dict[str, tuple[Any, ...]] = {"structured_outputs": (None,), "w
 @names_unknown_parameters({})
 @dataclass(slots=True)
 class BeamSearchParams:
-    """beam_width: sequences kept at every step and returned. max_tokens: longest continuation. ignore_eos: end-of-text
-    is a token like any other. length_penalty: above 1 favours long sequences, below 1 short ones.
-    include_stop_str_in_output: an end-of-text token stays in the output of `AsyncLLM.beam_search`. skip_special_tokens:
-    special tokens have no text. temperature is taken and changes nothing: nothing is drawn. The order is vLLM's.
+    """How to search for the most likely continuations. The order of the arguments is vLLM's.
+
+    Arguments:
+        beam_width: sequences kept at every step and returned.
+        max_tokens: of the longest continuation.
+        ignore_eos: end-of-text is a token like any other; default False.
+        temperature: changes nothing: nothing is drawn.
+        length_penalty: above 1 favours long sequences, below 1 short ones; default 1.
+        include_stop_str_in_output: an end-of-text token stays in the output of `AsyncLLM.beam_search`; default False.
+        structured_outputs, watermarking: accepted where they ask for nothing.
+        skip_special_tokens: special tokens have no text; default True.
+
+    Raises:
+        InvalidParameterError: one of them cannot be; UnknownParameterError: names the nearest one.
     """
 
     beam_width: int

@@ -1,6 +1,6 @@
 """`EngineArgs` and `AsyncEngineArgs`: the arguments of an engine as one object, and as options of a command line.
 
-Dataclasses whose fields are the arguments of `actorllm.config`, so that an argument is written down in one place. The
+Dataclasses whose fields are the arguments of `actorllm.types.options`, so that an argument is written down in one place. The
 front doors take them by `from_engine_args`; `LLM(**dataclasses.asdict(args))` works too.
 """
 
@@ -12,12 +12,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import field, fields, make_dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import orjson
 
 from actorllm.config import ARGUMENTS, VLLM_ARGUMENTS, EngineConfig
 from actorllm.errors import InvalidParameterError, UnknownArgumentError, nearest_name
+from actorllm.types.options import EngineOptions, meanings, with_options
 
 DEFAULT_MODEL = "storyteller"
 
@@ -60,16 +61,18 @@ def _with_arguments_as_fields(cls: T) -> T:
     )
 
 
+@with_options
 @_with_arguments_as_fields
 class EngineArgs:
-    """The arguments of an engine (`actorllm.config.ARGUMENTS`), and those of vLLM that are accepted at their defaults.
+    """The arguments of an engine, and those of vLLM that are accepted at their defaults.
 
     An unknown name raises UnknownArgumentError here; values are checked by `create_engine_config`.
     """
 
     model: str | os.PathLike[str]
 
-    def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **arguments: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, **options: Unpack[EngineOptions]) -> None:
+        arguments: dict[str, Any] = {**options}
         for name in arguments:
             if name not in DEFAULTS:
                 raise UnknownArgumentError(f"there is no engine argument {name!r}{nearest_name(name, DEFAULTS)}")
@@ -78,22 +81,49 @@ class EngineArgs:
         self.model = model
 
     def create_engine_config(self, usage_context: object = None) -> EngineConfig:
-        """The checked configuration. Raises ConfigError (naming the argument, its value and the fix) or ModelError."""
+        """The checked configuration.
+
+        Arguments:
+            usage_context: not looked at.
+
+        Raises:
+            ConfigError: names the argument, its value and the fix.
+            ModelError: the model cannot be served.
+
+        Example:
+            config = EngineArgs("storyteller", max_num_seqs=4).create_engine_config()
+            assert config.scheduler.max_num_seqs == 4
+        """
         arguments = {name: getattr(self, name) for name in DEFAULTS if name != "model"}
         return EngineConfig.from_arguments(self.model, **arguments)
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add an option for every argument: `--max-model-len 512`, also `--max_model_len`; `--no-...` for switches."""
-        group = parser.add_argument_group("engine")
+        """Add an option for every argument: `--max-model-len 512`, also `--max_model_len`; `--no-...` for switches.
+
+        Arguments:
+            parser: any parser of argparse; the same is returned.
+
+        Example:
+            parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+            args = EngineArgs.from_cli_args(parser.parse_args(["--max-num-seqs", "4"]))
+            assert args.max_num_seqs == 4
+        """
+        group, told = parser.add_argument_group("engine"), meanings()
         for name, default in DEFAULTS.items():
             options = list(dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")))
-            group.add_argument(*options, dest=name, default=copy.copy(default), **_option_of(name, default))
+            group.add_argument(
+                *options, dest=name, default=copy.copy(default), help=told.get(name), **_option_of(name, default)
+            )
         return parser
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
-        """From what a parser with `add_cli_args` returned; other options in it are left alone."""
+        """From what a parser with `add_cli_args` returned; other options in it are left alone.
+
+        Arguments:
+            args: the namespace.
+        """
         return cls(**{f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)})  # type: ignore[arg-type]
 
 
@@ -107,7 +137,12 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        """As argparse's."""
+        """As argparse's.
+
+        Arguments:
+            args: the command line as words; None: this program's.
+            namespace: to be filled; None: a new one.
+        """
         return super().parse_known_args([*map(self._spelled, sys.argv[1:] if args is None else args)], namespace)
 
     def _spelled(self, argument: str) -> str:

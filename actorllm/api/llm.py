@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar, Unpack
 
 from actorllm.actors.engine_thread import ThreadHost
 from actorllm.api.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, end_ids, step_params
@@ -25,6 +25,7 @@ from actorllm.errors import InvalidParameterError
 from actorllm.intake.tokenization import Prompt, as_batch
 from actorllm.supervision.health import EngineHealth
 from actorllm.text.chat_template import ContentFormat, Conversation, Message, is_batch, load_template
+from actorllm.types.options import EngineOptions, with_options
 from actorllm.types.outputs import RequestOutput
 from actorllm.types.params import PoolingParams, RequestOutputKind, SamplingParams, _integer, check_timeout
 from actorllm.types.pooling_outputs import (
@@ -49,22 +50,28 @@ class TakenAtEnd(Protocol[O_co]):
     def take(self) -> O_co | None: ...
 
 
+@with_options
 class LLM:
     """A synchronous engine: starts in the constructor, works from any thread, also inside a running event loop. Stops with
     `shutdown`, when it is dropped, or at interpreter exit.
 
-    chat_template: what `chat` uses instead of the model's own: a Jinja template, or the file of one. Other arguments: see
-    `actorllm.config.ARGUMENTS`; named and defaulted as in vLLM where both have them. Requests have the ids "0", "1" and so
-    on.
+    model: a bundled model, a folder, or a Hugging Face id. chat_template: what `chat` uses instead of the model's own: a Jinja
+    template, or the file of one. Further arguments are named and defaulted as in vLLM where both have them; vLLM's others are
+    accepted at their defaults. Raises ConfigError, UnknownArgumentError, ModelError, or what made the start fail. Requests have
+    the ids "0", "1" and so on.
     """
 
     _chat_template: str | None = None
 
     def __init__(
-        self, model: str | os.PathLike[str], *, chat_template: Path | str | None = None, **arguments: Any
+        self,
+        model: str | os.PathLike[str],
+        *,
+        chat_template: Path | str | None = None,
+        **options: Unpack[EngineOptions],
     ) -> None:
         self._chat_template = load_template(chat_template)
-        self._adopt(Engine(EngineConfig.from_arguments(model, **arguments)))
+        self._adopt(Engine(EngineConfig.from_arguments(model, **options)))
 
     def _adopt(self, engine: Engine) -> None:
         self._engine = engine
@@ -77,23 +84,39 @@ class LLM:
 
     @classmethod
     def attach(cls, name: str) -> LLM:
-        """Join the engine that another process of this user has given this name; see `AsyncLLM.attach`."""
+        """Join the engine that another process of this user has given this name; see `AsyncLLM.attach`.
+
+        Arguments:
+            name: what the engine was built with (`name=`).
+
+        Raises:
+            EngineNotFoundError, AttachError, EngineShutdownError, EngineDeadError: as in `AsyncLLM.attach`.
+        """
         llm = cls.__new__(cls)
         llm._adopt(AttachedEngine(name))
         return llm
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """The same from one object."""
+        """The same from one object.
+
+        Arguments:
+            engine_args: the arguments of the engine.
+
+        Raises:
+            ConfigError, ModelError, EngineStartError: as the constructor.
+        """
         arguments = {f.name: getattr(engine_args, f.name) for f in fields(engine_args)}  # type: ignore[arg-type]
         return cls(**arguments)
 
     @property
     def config(self) -> EngineConfig:
+        """The configuration; complete (number of KV blocks) once the engine has started."""
         return self._engine.config
 
     @property
     def model_config(self) -> ModelConfig:
+        """The model and what its config.json says about it."""
         return self._engine.config.model
 
     @property
@@ -120,11 +143,24 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt; the outputs come in the order of the prompts.
 
-        sampling_params: one for all, or one per prompt; None: `get_default_sampling_params`. use_tqdm: whether to show a
-        progress bar, or what makes one. tokenization_kwargs: truncate_prompt_tokens and add_special_tokens, for all
-        prompts. timeout: seconds for the whole call; what has not ended by then comes as it is, with finish_reason "abort"
-        and stop_reason "deadline". Further arguments of vLLM (lora_request ...) are accepted at their defaults. Raises the
-        error of the first prompt that failed, after the others of this call were aborted.
+        Arguments:
+            prompts: one prompt (text, token ids, or a mapping as in vLLM), or a list of them.
+            sampling_params: one for all, or one per prompt; None: `get_default_sampling_params`.
+            use_tqdm: whether to show a progress bar, or what makes one; default True.
+            priority: lower is sooner, under policies that look at it: one for all, or one per prompt; None: 0.
+            tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens, for all prompts; None: none.
+            timeout: seconds for the whole call; what has not ended by then comes as it is, with finish_reason "abort" and
+                stop_reason "deadline". None: no limit.
+            vllm_arguments: further arguments of vLLM (lora_request ...), accepted at their defaults.
+
+        Raises:
+            RequestError: of the first prompt that failed (InvalidPromptError, RequestFailedError, EngineOverloaded ...), or of a
+                parameter that is wrong (InvalidParameterError), after the others of this call were aborted.
+            EngineError: the engine is gone (EngineDeadError, EngineShutdownError) or draining.
+
+        Example:
+            outputs = llm.generate(["Once upon a time", "The fox"], SamplingParams(max_tokens=8), use_tqdm=False)
+            print([output.outputs[0].text for output in outputs])
         """
         extras = {"tokenization_kwargs": tokenization_kwargs, "deadline": _deadline(timeout), **vllm_arguments}
         return self._complete(as_batch(prompts), sampling_params, use_tqdm, priority, extras)
@@ -146,8 +182,34 @@ class LLM:
         mm_processor_kwargs: None = None,
         timeout: float | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of a list of them. Arguments as in `generate` and in vLLM's `LLM.chat`; those
-        about the template are the fields of `actorllm.text.chat_template.Conversation`.
+        """Answer a conversation, or each of a list of them.
+
+        Arguments:
+            messages: a list of mappings with "role" and "content", or a list of such lists.
+            sampling_params: one for all, or one per prompt; None: `get_default_sampling_params`.
+            use_tqdm: whether to show a progress bar, or what makes one; default True.
+            lora_request, mm_processor_kwargs: accepted at None, where vLLM's argument asks for nothing.
+            priority: lower is sooner, under policies that look at it: one for all, or one per prompt; None: 0.
+            chat_template: a Jinja template, or the name of one of the model's; None: that of the constructor, else the model's own.
+            chat_template_content_format: "string" gives the template text, "openai" lists of parts; "auto" (default) reads it.
+            add_generation_prompt: end the prompt with what opens an answer; default True.
+            continue_final_message: the answer goes on from the last message instead; default False.
+            tools: functions as JSON schema; None: none.
+            chat_template_kwargs: further variables of the template; None: none.
+            tokenization_kwargs: as in `generate`.
+            timeout: seconds for the whole call; what has not ended by then comes as it is, with finish_reason "abort" and
+                stop_reason "deadline". None: no limit.
+
+        Raises:
+            RequestError: of the first prompt that failed (InvalidPromptError, RequestFailedError, EngineOverloaded ...), or of a
+                parameter that is wrong (InvalidParameterError), after the others of this call were aborted.
+            EngineError: the engine is gone (EngineDeadError, EngineShutdownError) or draining.
+
+        Example:
+            template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+            messages = [{"role": "user", "content": "Tell me a story."}]
+            (output,) = llm.chat(messages, SamplingParams(max_tokens=8), use_tqdm=False, chat_template=template)
+            print(output.outputs[0].text)
         """
         extras = {
             "tokenization_kwargs": tokenization_kwargs,
@@ -180,9 +242,24 @@ class LLM:
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """A vector of every prompt, as a tensor, in the order of the prompts. The engine must pool (runner="pooling").
 
-        pooling_params: one for all, or one per prompt. pooling_task: "embed", which is the only one. tokenization_kwargs:
-        truncate_prompt_tokens, truncation_side and add_special_tokens, for all prompts. priority, timeout, and what is raised:
-        as in `generate`; a prompt that has no vector by then has an `error`.
+        Arguments:
+            prompts: one prompt (text, token ids, or a mapping as in vLLM), or a list of them.
+            pooling_params: one for all, or one per prompt; None: the engine's own way.
+            use_tqdm: whether to show a progress bar, or what makes one; default True.
+            lora_request: accepted at None, where vLLM's argument asks for nothing.
+            pooling_task: "embed", which is the only one; None: the same.
+            tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens, for all prompts; None: none.
+            priority: one number per prompt; None: 0.
+            timeout: seconds for the whole call; a prompt that has no vector by then has an `error`. None: no limit.
+
+        Raises:
+            RequestError: of the first prompt that failed (InvalidPromptError, RequestFailedError, EngineOverloaded ...), or of a
+                parameter that is wrong (InvalidParameterError), after the others of this call were aborted.
+            EngineError: the engine is gone (EngineDeadError, EngineShutdownError) or draining.
+
+        Example:
+            (output,) = embedder.encode("Once upon a time", use_tqdm=False)
+            print(output.outputs.data.shape)
         """
         batch = as_batch(prompts)
         params = _params_per_prompt(pooling_params, len(batch))
@@ -217,7 +294,18 @@ class LLM:
         priority: Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """A vector of every prompt, as a list of floats. Arguments as in `encode`."""
+        """A vector of every prompt, as a list of floats.
+
+        Arguments:
+            prompts, use_tqdm, pooling_params, lora_request, tokenization_kwargs, priority, timeout: as in `encode`.
+
+        Raises:
+            Everything that `encode` raises.
+
+        Example:
+            (output,) = embedder.embed("Once upon a time", use_tqdm=False)
+            print(output.outputs.embedding[:3])
+        """
         outputs = self.encode(
             prompts,
             pooling_params,
@@ -243,7 +331,18 @@ class LLM:
     ) -> list[ScoringRequestOutput]:
         """How alike texts are, by the cosine of their vectors: one text and all of data_2, or each of data_1 with its own.
 
-        Arguments as in `encode`; chat_template must be None.
+        Arguments:
+            data_1: one prompt, or as many as data_2 has.
+            data_2: one prompt, or several.
+            use_tqdm, pooling_params, lora_request, tokenization_kwargs: as in `encode`, for all of the texts.
+            chat_template: must be None.
+
+        Raises:
+            InvalidParameterError: the numbers of texts do not fit; everything else as in `encode`.
+
+        Example:
+            outputs = embedder.score("A fox ran.", ["A fox sat.", "It rained."], use_tqdm=False)
+            print([output.outputs.score for output in outputs])
         """
         check_idle_arguments(chat_template=chat_template)
         first, second = as_batch(data_1), as_batch(data_2)
@@ -258,7 +357,11 @@ class LLM:
         return scored(outputs[: len(first)], outputs[len(first) :], self._engine.prompts.pad_token_id)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What requests without sampling_params get: what the model's generation_config.json recommends."""
+        """What requests without sampling_params get: what the model's generation_config.json recommends.
+
+        Raises:
+            ConfigError: what it recommends cannot be.
+        """
         return self._engine.default_sampling_params()
 
     def _complete(
@@ -291,7 +394,21 @@ class LLM:
         mm_processor_kwargs: None = None,
         **vllm_arguments: Any,
     ) -> list[str]:
-        """As `generate`, without waiting: returns the ids of the requests, whose outputs `wait_for_completion` returns."""
+        """As `generate`, without waiting: returns the ids of the requests, whose outputs `wait_for_completion` returns.
+
+        Arguments:
+            prompts, sampling_params, priority, tokenization_kwargs, vllm_arguments: as in `generate`.
+            lora_request, mm_processor_kwargs: accepted at None, where vLLM's argument asks for nothing.
+            use_tqdm: changes nothing.
+
+        Raises:
+            Everything that `generate` raises at once; nothing of this call is enqueued then.
+
+        Example:
+            ids = llm.enqueue(["Once upon a time", "The fox"], SamplingParams(max_tokens=4))
+            outputs = llm.wait_for_completion(use_tqdm=False)
+            print(ids, [output.outputs[0].text for output in outputs])
+        """
         extras = {
             "lora_request": lora_request,
             "tokenization_kwargs": tokenization_kwargs,
@@ -315,7 +432,17 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: None = None,
     ) -> list[str]:
-        """As `chat`, without waiting: see `enqueue`."""
+        """As `chat`, without waiting: see `enqueue`.
+
+        Arguments:
+            messages, sampling_params, lora_request, priority, chat_template, chat_template_content_format,
+                add_generation_prompt, continue_final_message, tools, chat_template_kwargs, tokenization_kwargs,
+                mm_processor_kwargs: as in `chat`.
+            use_tqdm: changes nothing.
+
+        Raises:
+            Everything that `chat` raises at once; nothing of this call is enqueued then.
+        """
         batch = _conversations(
             messages,
             chat_template=self._chat_template if chat_template is None else chat_template,
@@ -355,7 +482,15 @@ class LLM:
     def wait_for_completion(
         self, output_type: type[RequestOutput] | None = None, *, use_tqdm: bool | Callable[..., Any] = True
     ) -> list[RequestOutput]:
-        """The outputs of everything enqueued, in that order. Raises as `generate`; nothing is enqueued afterwards."""
+        """The outputs of everything enqueued, in that order. Nothing is enqueued afterwards.
+
+        Arguments:
+            output_type: changes nothing.
+            use_tqdm: whether to show a progress bar, or what makes one; default True.
+
+        Raises:
+            Everything that `generate` raises.
+        """
         streams, self._enqueued = self._enqueued, []
         if self._host is None:
             return []
@@ -396,7 +531,19 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """The `beam_width` most likely continuations of every prompt, best first; tokens and text hold the prompt too.
 
-        concurrency_limit: how many prompts are searched from at once; None: all. Raises as `generate`.
+        Arguments:
+            prompts: one prompt (text, token ids, or a mapping as in vLLM), or a list of them.
+            params: BeamSearchParams.
+            lora_request: accepted at None, where vLLM's argument asks for nothing.
+            use_tqdm: whether to show a progress bar, or what makes one; default False.
+            concurrency_limit: how many prompts are searched from at once; None: all.
+
+        Raises:
+            InvalidParameterError: params are none; everything else as in `generate`.
+
+        Example:
+            (output,) = llm.beam_search("Once upon a time", BeamSearchParams(beam_width=2, max_tokens=4))
+            print([sequence.text for sequence in output.sequences])
         """
         if not isinstance(params, BeamSearchParams):
             raise InvalidParameterError(f"params must be BeamSearchParams, not {type(params).__name__}")
@@ -446,7 +593,11 @@ class LLM:
         return [output for output in outputs if output is not None]
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer as transformers has it. Raises InvalidPromptError with skip_tokenizer_init."""
+        """The tokenizer as transformers has it.
+
+        Raises:
+            InvalidPromptError: the engine was built with skip_tokenizer_init.
+        """
         return self._engine.prompts.transformers_tokenizer
 
     def health(self) -> EngineHealth:
@@ -454,17 +605,36 @@ class LLM:
         return self._engine.health()
 
     def check_health(self) -> None:
-        """Raises EngineDeadError or EngineShutdownError if it cannot serve."""
+        """Whether the engine can serve.
+
+        Raises:
+            EngineDeadError, EngineShutdownError, ForkedProcessError: it cannot.
+            EngineError: no prompt can be read.
+        """
         self._engine.check_health()
 
     def stats(self) -> dict[str, Any]:
-        """What every part of the engine counts. Workers answer between two steps: this waits for the one in flight."""
+        """What every part of the engine counts. Workers answer between two steps: this waits for the one in flight.
+
+        Raises:
+            EngineDeadError, EngineShutdownError, ForkedProcessError: the engine is gone.
+        """
         scheduler = self._engine.ask_scheduler("statistics").result()
         workers = self._engine.ask_scheduler("worker_statistics", timeout=math.inf).result()
         return {**self._engine.statistics(), "scheduler": scheduler, "workers": workers}
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """As `AsyncLLM.reset_prefix_cache`."""
+        """Forget all cached KV, as `AsyncLLM.reset_prefix_cache`. Returns whether it did.
+
+        Arguments:
+            reset_running_requests: compute the KV of running requests again, too; default False: they keep theirs, and leave none
+                behind.
+            reset_connector: refused unless False (default); there is no KV outside of the engine.
+
+        Raises:
+            InvalidParameterError: reset_connector is not False.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
         check_idle_arguments(reset_connector=reset_connector)
         asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
         return bool(asked.result())
@@ -478,22 +648,47 @@ class LLM:
     ) -> None:
         """Trace every torch operation of the workers, until `stop_profile`.
 
-        The engine must have profiler_config={'profiler': 'torch', 'torch_profiler_dir': FOLDER}. profile_prefix: what the
-        names of the files begin with; None: the time. The others are accepted where they ask for nothing. Raises
-        ConfigError, InvalidParameterError, or EngineError when a profile is under way.
+        The engine must have profiler_config={'profiler': 'torch', 'torch_profiler_dir': FOLDER}.
+
+        Arguments:
+            profile_prefix: what the names of the files begin with: up to 128 letters, digits, ".", "_" and "-"; None: the time.
+            delay_iterations, max_iterations: accepted at None and 0, where they ask for nothing.
+
+        Raises:
+            ConfigError: the engine was built without profiler_config.
+            InvalidParameterError: an argument is wrong.
+            EngineError: a profile is under way, or the engine is gone.
         """
         self._engine.start_profile(profile_prefix, delay_iterations, max_iterations).result()
 
     def stop_profile(self) -> None:
-        """Write the traces, one file per rank in the format of chrome://tracing. Raises EngineError when there is none."""
+        """Write the traces, one file per rank in the format of chrome://tracing.
+
+        Raises:
+            EngineError: there is no profile, or the engine is gone.
+        """
         self._engine.stop_profile().result()
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no new request and wait for those of other threads; see `AsyncLLM.drain`."""
+        """Take no new request and wait for those of other threads; see `AsyncLLM.drain`.
+
+        Arguments:
+            timeout: seconds after which what is left is aborted, each with its final output; None: no limit.
+
+        Returns whether everything ended by itself.
+
+        Raises:
+            InvalidParameterError: the timeout is no number of seconds.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
         return self._engine.wait_drained(timeout)
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """Stop everything and wait for it. Idempotent."""
+        """Stop everything and wait for it. Idempotent.
+
+        Arguments:
+            timeout: seconds after which processes that do not stop by themselves are killed; default 5.
+        """
         self._engine.shutdown(timeout)
 
     def __enter__(self) -> LLM:

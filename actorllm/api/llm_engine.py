@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from actorllm.actors.engine_thread import ThreadHost, Waiter
 from actorllm.api.engine_args import EngineArgs, check_idle_arguments
@@ -20,20 +20,23 @@ from actorllm.config import EngineConfig, ModelConfig
 from actorllm.errors import EngineError, InvalidParameterError, RequestError
 from actorllm.intake.tokenization import Prompt
 from actorllm.supervision.health import EngineHealth
+from actorllm.types.options import EngineOptions, with_options
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 from actorllm.types.params import PoolingParams, SamplingParams
 from actorllm.types.pooling_outputs import PoolingOutput, PoolingRequestOutput
 
 
+@with_options
 class LLMEngine:
     """An engine to step through by hand. Starts in the constructor; stops with `shutdown`, at the end of `with`, or when it
     is dropped.
 
-    Arguments: see `actorllm.config.ARGUMENTS`; named and defaulted as in vLLM where both have them.
+    model: a bundled model, a folder, or a Hugging Face id. Further arguments are named and defaulted as in vLLM where both
+    have them; vLLM's others are accepted at their defaults. Raises ConfigError, UnknownArgumentError or ModelError.
     """
 
-    def __init__(self, model: str | os.PathLike[str], **arguments: Any) -> None:
-        self._open(EngineConfig.from_arguments(model, **arguments))
+    def __init__(self, model: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> None:
+        self._open(EngineConfig.from_arguments(model, **options))
 
     def _open(self, config: EngineConfig) -> None:
         engine = Engine(config, is_synchronous=True)
@@ -64,7 +67,16 @@ class LLMEngine:
         stat_loggers: object = None,
         enable_multiprocessing: bool = False,
     ) -> Self:
-        """As in vLLM. The last three are not looked at: nothing is reported or logged, and `topology` says where it runs."""
+        """As in vLLM. `topology` says where the engine runs.
+
+        Arguments:
+            engine_args: the arguments of the engine.
+            usage_context, stat_loggers: not looked at; nothing is reported or logged.
+            enable_multiprocessing: not looked at.
+
+        Raises:
+            ConfigError, ModelError, EngineStartError: as the constructor.
+        """
         return cls.from_vllm_config(engine_args.create_engine_config())
 
     @classmethod
@@ -75,7 +87,17 @@ class LLMEngine:
         stat_loggers: object = None,
         disable_log_stats: bool = False,
     ) -> Self:
-        """From what `EngineArgs.create_engine_config` returned. The others are not looked at, as in `from_engine_args`."""
+        """From what `EngineArgs.create_engine_config` returned.
+
+        Arguments:
+            vllm_config: the checked configuration.
+            usage_context, stat_loggers: not looked at; nothing is reported or logged.
+            disable_log_stats: changes nothing.
+
+        Raises:
+            InvalidParameterError: disable_log_stats is no switch.
+            EngineStartError, ModelError: what made the start fail.
+        """
         check_idle_arguments(disable_log_stats=disable_log_stats)
         engine = cls.__new__(cls)
         engine._open(vllm_config)
@@ -83,10 +105,12 @@ class LLMEngine:
 
     @property
     def vllm_config(self) -> EngineConfig:
+        """The configuration, complete with the number of KV blocks."""
         return self._engine.config
 
     @property
     def model_config(self) -> ModelConfig:
+        """The model and what its config.json says about it."""
         return self._engine.config.model
 
     # Requests
@@ -108,8 +132,25 @@ class LLMEngine:
     ) -> str:
         """Take a request; its outputs come out of `step`. Returns its id.
 
-        arrival_time: epoch seconds; None: now. extras: as in `AsyncLLM.generate`. Raises what is wrong with it
-        (InvalidParameterError, InvalidPromptError, DuplicateRequestError): nothing else is affected.
+        Arguments:
+            request_id: at most 1,024 characters, of no other open request.
+            prompt: text, token ids, or a mapping as in vLLM (TextPrompt, TokensPrompt, EmbedsPrompt).
+            params: SamplingParams, or PoolingParams for a vector.
+            arrival_time: epoch seconds; None: now.
+            tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens; None: none of them.
+            priority: lower is sooner, under policies that look at it; default 0.
+            lora_request, trace_headers, session_id, prompt_text, kv_hints: accepted at None, where they ask for nothing.
+            extras: as in `AsyncLLM.generate`.
+
+        Raises:
+            InvalidParameterError, InvalidPromptError, DuplicateRequestError, EngineOverloaded: nothing else is affected.
+            EngineDeadError, EngineShutdownError, EngineDrainingError: the engine takes no request.
+
+        Example:
+            engine.add_request("first", "Once upon a time", SamplingParams(max_tokens=4))
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    print(output.request_id, output.outputs[0].text)
         """
         if not isinstance(request_id, str):
             raise InvalidParameterError(f"request_id={request_id!r} must be a string")
@@ -142,7 +183,14 @@ class LLMEngine:
     def abort_request(self, request_ids: str | Iterable[str], internal: bool = False) -> None:
         """Forget requests: no output of them comes any more. Unknown ids have ended already.
 
-        internal: whether the ids are the engine's own, in vLLM; a request has only one here.
+        Arguments:
+            request_ids: one id, or several.
+            internal: whether the ids are the engine's own, in vLLM; a request has only one here.
+
+        Example:
+            engine.add_request("unwanted", "Once upon a time", SamplingParams(max_tokens=100))
+            engine.abort_request("unwanted")
+            assert not engine.has_unfinished_requests()
         """
         for one in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             stream = self._streams.pop(one, None)
@@ -153,6 +201,7 @@ class LLMEngine:
             self._engine.stepper.run_pending()
 
     def has_unfinished_requests(self) -> bool:
+        """Whether a request has outputs to come."""
         return bool(self._streams)
 
     def get_num_unfinished_requests(self) -> int:
@@ -163,7 +212,17 @@ class LLMEngine:
         """What is new, one output per request that has something new; nothing if there is no unfinished request.
 
         A request that the engine could not finish comes as finished, with finish_reason "error" and the message as
-        stop_reason. Raises EngineDeadError when the engine is gone, and every request with it.
+        stop_reason.
+
+        Raises:
+            EngineDeadError, EngineShutdownError: the engine is gone, and every request with it.
+
+        Example:
+            engine.add_request("story", "Once upon a time", SamplingParams(max_tokens=4))
+            outputs = []
+            while engine.has_unfinished_requests():
+                outputs += engine.step()
+            print(outputs[-1].outputs[0].text)
         """
         stepper = self._engine.stepper
         if stepper is not None:
@@ -207,10 +266,15 @@ class LLMEngine:
     # The rest of vLLM's
 
     def get_model_config(self) -> ModelConfig:
+        """As `model_config`."""
         return self.model_config
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer as transformers has it. Raises InvalidPromptError with skip_tokenizer_init."""
+        """The tokenizer as transformers has it.
+
+        Raises:
+            InvalidPromptError: the engine was built with skip_tokenizer_init.
+        """
         return self._engine.prompts.transformers_tokenizer
 
     @property
@@ -219,7 +283,12 @@ class LLMEngine:
         return None if self._engine.config.model.tokenizer is None else self.get_tokenizer()
 
     def check_health(self) -> None:
-        """Raises EngineDeadError or EngineShutdownError if it cannot serve."""
+        """Whether the engine can serve.
+
+        Raises:
+            EngineDeadError, EngineShutdownError, ForkedProcessError: it cannot.
+            EngineError: no prompt can be read.
+        """
         self._engine.check_health()
 
     def health(self) -> EngineHealth:
@@ -230,7 +299,11 @@ class LLMEngine:
         """Nothing: see `stats`."""
 
     def stats(self) -> dict[str, Any]:
-        """What every part of the engine counts."""
+        """What every part of the engine counts.
+
+        Raises:
+            EngineDeadError, EngineShutdownError, ForkedProcessError: the engine is gone.
+        """
         scheduler = self._engine.ask_scheduler("statistics").result()
         workers = self._engine.ask_scheduler("worker_statistics", timeout=math.inf).result()
         return {**self._engine.statistics(), "scheduler": scheduler, "workers": workers}
@@ -242,15 +315,37 @@ class LLMEngine:
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
     ) -> None:
-        """As `LLM.start_profile`."""
+        """As `LLM.start_profile`.
+
+        Arguments:
+            profile_prefix: what the names of the files begin with: up to 128 letters, digits, ".", "_" and "-"; None: the time.
+            delay_iterations, max_iterations: accepted at None and 0, where they ask for nothing.
+
+        Raises:
+            ConfigError, InvalidParameterError, EngineError: as `LLM.start_profile`.
+        """
         self._engine.start_profile(profile_prefix, delay_iterations, max_iterations).result()
 
     def stop_profile(self) -> None:
-        """As `LLM.stop_profile`."""
+        """As `LLM.stop_profile`.
+
+        Raises:
+            EngineError: there is no profile, or the engine is gone.
+        """
         self._engine.stop_profile().result()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """As `AsyncLLM.reset_prefix_cache`."""
+        """Forget all cached KV, as `AsyncLLM.reset_prefix_cache`. Returns whether it did.
+
+        Arguments:
+            reset_running_requests: compute the KV of running requests again, too; default False: they keep theirs, and leave none
+                behind.
+            reset_connector: refused unless False (default); there is no KV outside of the engine.
+
+        Raises:
+            InvalidParameterError: reset_connector is not False.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
         check_idle_arguments(reset_connector=reset_connector)
         asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
         return bool(asked.result())
@@ -258,12 +353,23 @@ class LLMEngine:
     def drain(self, timeout: float | None = None) -> bool:
         """Take no new request and compute those there are to their end; their outputs come out of `step`, as always.
 
-        What is left after `timeout` seconds is aborted, each with its final output; see `AsyncLLM.drain`.
+        Arguments:
+            timeout: seconds after which what is left is aborted, each with its final output; None: no limit.
+
+        Returns whether everything ended by itself; see `AsyncLLM.drain`.
+
+        Raises:
+            InvalidParameterError: the timeout is no number of seconds.
+            EngineDeadError, EngineShutdownError: the engine is gone.
         """
         return self._engine.wait_drained(timeout)
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """Stop everything and wait for it. Idempotent."""
+        """Stop everything and wait for it. Idempotent.
+
+        Arguments:
+            timeout: seconds after which processes that do not stop by themselves are killed; default 5.
+        """
         self._engine.shutdown(timeout)
         self._streams.clear()
         self._ready.clear()

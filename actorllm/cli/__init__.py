@@ -34,6 +34,7 @@ app.command("actorllm.cli.laboratory:explain")
 app.command("actorllm.cli.calibrate:calibrate")
 app.command("actorllm.cli.trace:trace", name="trace")
 app.command("actorllm.cli.replay:replay")
+app.command("actorllm.cli.policy:policy", name="policy")
 
 
 @app.command
@@ -183,9 +184,9 @@ def _duration(seconds: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point: exit status 0, 2 for bad input, 1 when the engine failed, 130 after Ctrl-C."""
+    """Entry point: exit status 0, or what the command returns, 2 for bad input, 1 when the engine failed, 130 after Ctrl-C."""
     try:
-        app(arguments, result_action="return_value", exit_on_error=True)
+        result = app(arguments, result_action="return_value", exit_on_error=True)
     except ActorLLMError as error:
         print(f"actorllm: {type(error).__name__}: {error}", file=sys.stderr)
         return 1 if isinstance(error, EngineError | TransportError | RequestFailedError | DownloadError) else 2
@@ -193,4 +194,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 0
-    return 0
+    return result if isinstance(result, int) else 0

@@ -10,10 +10,10 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
@@ -36,7 +36,35 @@ def see_own_folder() -> None:
         sys.path.append(folder)
 
 
+C = TypeVar("C", bound=type)
+
+
+class _Help:
+    """The docstring of a class of options, completed when help is printed: what each argument of the engine means."""
+
+    def __init__(self, text: str, names: Iterable[str]) -> None:
+        self._text, self._names = text, tuple(names)
+
+    def __get__(self, instance: object, owner: type) -> str:
+        from actorllm.types.options import DEFAULTS, meanings
+
+        told = meanings()
+        rows = []
+        for name in self._names:
+            if name in told:
+                is_said = DEFAULTS[name] is None or getattr(owner, name) is not None
+                rows.append(f"{name}\n    {told[name]}{'' if is_said else f' Default: {DEFAULTS[name]}.'}")
+        return "\n".join([self._text, "", "Parameters", "----------", *rows])
+
+
+def with_meanings(cls: C) -> C:
+    """Options that are arguments of the engine: their help is that of `actorllm.types.options`."""
+    cls.__doc__ = _Help(cls.__doc__ or "", cls.__annotations__)  # type: ignore[assignment]
+    return cls
+
+
 @Parameter(name="*")
+@with_meanings
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """Arguments of the engine, as in `AsyncLLM`; what is not given is left to its default, and it checks what is."""
@@ -44,45 +72,33 @@ class EngineOptions:
     model: str = "storyteller"
     """A bundled model, a folder, or a Hugging Face id."""
     tokenizer: str | None = None
-    """A folder, when it is not the model's."""
     dtype: str = "auto"
     load_format: str | None = None
-    """dummy: random weights."""
     model_impl: str | None = None
-    """vllm: the fused forwards; transformers: its modules; auto: the first that can."""
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_num_partial_prefills: int | None = None
     long_prefill_token_threshold: int | None = None
     scheduling_policy: Annotated[str | None, Parameter(name=["--scheduling-policy", "--policy"])] = None
-    """One of the built-in policies, or a class of yours as module:Class; modules of this folder are found."""
     admission_policy: str | None = None
-    """past-future, worst-case, credit, ttft-reject, or module:Class."""
     step_model: str | None = None
-    """What steps take, for policies that ask: a file of `actorllm calibrate`, or a preset."""
     async_scheduling: bool | None = None
     block_size: int | None = None
     enable_prefix_caching: bool | None = None
     kv_cache_memory_bytes: int | None = None
     device: str | None = None
-    """cuda, cpu, or auto: cuda where there is one that can do what is asked for."""
     gpu_memory_utilization: float | None = None
-    """Of the machine's memory, on a CPU."""
     tensor_parallel_size: int | None = None
     max_logprobs: int | None = None
     generation_config: str | None = None
     enforce_eager: bool | None = None
-    """On CUDA: no graphs."""
     trust_remote_code: bool | None = None
     topology: str = "process"
     num_threads: int | None = None
     intake_timeout_s: float | None = None
-    """Seconds that reading one prompt may take: its chat template and its tokenization."""
     max_prompt_characters: int | None = None
-    """More than so many in the text of a prompt are refused."""
     on_failure: str | None = None
-    """When a process of the engine dies: restart, or raise."""
 
     def __post_init__(self) -> None:
         if any(":" in policy for policy in (self.scheduling_policy, self.admission_policy) if policy is not None):
@@ -106,12 +122,12 @@ class EngineOptions:
 
 
 @Parameter(name="*")
+@with_meanings
 @dataclass(frozen=True, kw_only=True)
 class SeededEngineOptions(EngineOptions):
     """The same where `--seed` is not that of one request."""
 
     seed: int | None = None
-    """Requests that bring no seed get one made of this."""
 
 
 def check_writable(**paths: Path | None) -> None:

@@ -13,35 +13,28 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from actorllm.cli.options import SeededEngineOptions
+from actorllm.cli.options import SeededEngineOptions, with_meanings
 from actorllm.errors import ConfigError
 
 KEY_VARIABLE = "ACTORLLM_API_KEY"
 
 
 @Parameter(name="*")
+@with_meanings
 @dataclass(frozen=True, kw_only=True)
 class ServedEngineOptions(SeededEngineOptions):
     """What a server's engine may be told beside the rest."""
 
     name: str | None = None
-    """Under which other programs of this user join the engine (AsyncLLM.attach)."""
     runner: str | None = None
-    """pooling: vectors instead of text, which encoders and folders of sentence-transformers are run for by themselves."""
     convert: str | None = None
-    """embed: as --runner pooling."""
     pooler_config: str | None = None
-    """As JSON: {"pooling_type": "MEAN", "use_activation": true}."""
     hf_overrides: str | None = None
-    """As JSON: {"is_matryoshka": true}."""
     skip_tokenizer_init: bool | None = None
     stream_interval: int | None = None
-    """New tokens per event."""
     watermark: float | None = None
     standby_worker: bool | None = None
-    """Keep a process parked that takes the place of a worker that dies. By default so where memory is plentiful."""
     max_waiting_requests: int | None = None
-    """More than so many waiting sequences are refused with 429."""
     max_waiting_tokens: int | None = None
     enable_chunked_prefill: bool | None = None
     """Always so here."""

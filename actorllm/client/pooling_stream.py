@@ -47,6 +47,7 @@ class PoolingStream:
 
     @property
     def request_id(self) -> str:
+        """The id of the request."""
         return self._outputs.request_id
 
     @property
@@ -66,6 +67,7 @@ class PoolingStream:
 
     @property
     def mailbox(self) -> Mailbox:
+        """For whoever takes its output otherwise than by waiting for it."""
         return self._outputs.mailbox
 
     def __aiter__(self) -> PoolingStream:
@@ -75,7 +77,11 @@ class PoolingStream:
         return self._pooled(await self._outputs.__anext__())
 
     def take(self) -> PoolingRequestOutput[PoolingOutput] | None:
-        """The output; None when there is none (yet, or any more). Raises the request's error."""
+        """The output; None when there is none (yet, or any more).
+
+        Raises:
+            RequestError, EngineError: what the request failed of.
+        """
         output = self._outputs.take()
         return None if output is None else self._pooled(output)
 
@@ -99,7 +105,11 @@ class PoolingStream:
         )
 
     def failed(self, error: Exception) -> PoolingRequestOutput[PoolingOutput]:
-        """The output of a request that has raised this, for who is not to be raised at."""
+        """The output of a request that has raised an error, for callers that are not to be raised at.
+
+        Arguments:
+            error: what it has raised.
+        """
         told = RequestError("error", str(error))
         return PoolingRequestOutput(
             self.request_id, PoolingOutput(NO_VECTOR), self.prompt_token_ids, 0, finished=True, error=told

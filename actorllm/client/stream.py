@@ -249,7 +249,14 @@ class RequestStream:
     """Asynchronous iterator over the `RequestOutput`s of one request.
 
     May be created outside of a loop; it belongs to the loop that first waits for it. `await stream.aclose()` or
-    `async with` end it early.
+    `async with` end it early. Iterating raises what the request failed of: InvalidPromptError, EngineOverloaded,
+    RequestFailedError, EngineDeadError or EngineShutdownError.
+
+    Example:
+        async with llm.generate("Once upon a time", SamplingParams(max_tokens=100)) as stream:
+            async for output in stream:
+                if len(output.outputs[0].token_ids) > 4:
+                    break  # the request ends with the block
     """
 
     def __init__(
@@ -340,8 +347,8 @@ class RequestStream:
     def take_deltas(self) -> list[tuple[int, Delta]] | None:
         """As `take` with RequestOutputKind.DELTA, for those who make something else of it than an output.
 
-        (index of the sequence, what is new of it), none of which is the end of a sequence. None: an end comes next, or an
-        error, and `take` has it.
+        Returns (index of the sequence, what is new of it), none of which is the end of a sequence. None: an end comes next, or
+        an error, and `take` has it.
         """
         found: list[tuple[int, Delta]] = []
         mailbox = self._mailbox
@@ -364,7 +371,11 @@ class RequestStream:
         return None if not found and (has_failed or self._ahead or self._is_over) else found
 
     def take(self) -> RequestOutput | None:
-        """Everything new as one output; None when there is nothing (yet, or any more). Raises the request's error."""
+        """Everything new as one output; None when there is nothing (yet, or any more).
+
+        Raises:
+            RequestError, EngineError: what the request failed of, once everything before it was taken.
+        """
         if self._is_over:
             return None
         pending, error = self._mailbox.deltas, self._mailbox.error

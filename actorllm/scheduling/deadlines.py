@@ -60,10 +60,9 @@ class Deadlines:
     def on_admit(self, sequence: Sequence, view: View) -> None:
         if not self._start.size:
             self._start, self._pace = np.full((2, view.limits.max_seqs), math.inf)
-        slo = sequence.submit.slo
-        tpot = None if slo is None else slo[1]
-        self._pace[sequence.slot] = math.inf if tpot is None else tpot
-        has_ttft = slo is not None and slo[0] is not None
+        slo = sequence.slo
+        self._pace[sequence.slot] = math.inf if slo is None or slo.tpot is None else slo.tpot
+        has_ttft = slo is not None and slo.ttft is not None
         self._start[sequence.slot] = first_due(sequence) if has_ttft else math.inf
         if sequence.first_token is not None:
             self._starts(sequence.slot, sequence.first_token)

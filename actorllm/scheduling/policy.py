@@ -84,8 +84,11 @@ class View(Protocol):
     """What a policy may look at. Nothing here is rebuilt per step, and nothing may be changed."""
 
     now: float
+    """Seconds of the scheduler's clock."""
     batch: Batch
+    """Columns by slot: num_prompt, num_known, num_computed ..."""
     kv: KVCacheManager
+    """The KV cache: num_free, num_blocks by slot, block_size ..."""
 
     @property
     def limits(self) -> Limits:

@@ -21,6 +21,7 @@ from actorllm.kvcache.prefix_index import Run
 from actorllm.messages import I32, Submit, no_i32
 from actorllm.messages.logit_rules import SamplingRules
 from actorllm.scheduling.repetition import RepetitionWatch
+from actorllm.types.objective import SLO
 from actorllm.types.outputs import FinishReason
 
 Key = tuple[int, int]
@@ -45,10 +46,15 @@ class Counter(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request and its state. Policies read it; only the scheduler writes it (except `policy_state`)."""
+    """A request and its state. Policies read it; only the scheduler writes it (except `policy_state`).
+
+    What the caller said of it: `priority`, `slo`, `is_latency_sensitive`, `tenant`, `type_info`, `arrival`, and everything else in
+    `submit`, as it travelled.
+    """
 
     key: Key
     submit: Submit
+    """The request as it travelled."""
     arrival_index: int
     """Position in the order of arrival: the final tie-break of every policy, which makes runs repeatable."""
     known: I32
@@ -60,15 +66,21 @@ class Sequence:
     silent_ids: frozenset[int]
     """Those of them that are no stop_reason: the primary end of text."""
     state: State = State.WAITING
+    """Where it stands: see the module docstring."""
     finish_reason: FinishReason | None = None
     """Once it has ended."""
     slot: int = -1
+    """Its place in the columns of `View.batch`; -1: it has none."""
     queued: float = 0.0
+    """When the scheduler heard of it."""
     scheduled: float | None = None
+    """When the first step that it was in was planned."""
     first_token: float | None = None
     """When it came, be it from a scheduler before this one (`Submit.first_token`)."""
     last_token: float | None = None
+    """When its newest one came."""
     num_preemptions: int = 0
+    """How often it has given its blocks back."""
     num_cached_tokens: int = 0
     """Known tokens that were found in the prefix cache when it was first admitted. Of a fork: those its leader found."""
     num_wasted_tokens: int = 0
@@ -109,13 +121,44 @@ class Sequence:
     counted_by: Iterable[Counter] = ()
     """Those of the scheduler's parts that are told of its end: most requests have nothing that they count."""
     policy_state: dict[str, object] = field(default_factory=dict)
+    """A policy's own notes on it."""
     attachment: Any = None
     """Whatever the one who drives the scheduler keeps with the request (its text); the scheduler never looks at it."""
     grammar: Any = None
     """The same, of a request whose output must match one: where it stands in it."""
+    _slo: SLO | None = field(default=None, init=False, repr=False)
+    """Once it was asked for."""
+
+    @property
+    def slo(self) -> SLO | None:
+        """What the request was promised; None: nothing."""
+        if self._slo is None and self.submit.slo is not None:
+            self._slo = SLO.from_fields(self.submit.slo)
+        return self._slo
+
+    @property
+    def priority(self) -> int:
+        """Lower is sooner; 0 unless the caller said something else."""
+        return self.submit.priority
+
+    @property
+    def tenant(self) -> str | None:
+        """For whom it is; None: nobody in particular."""
+        return self.submit.tenant
+
+    @property
+    def is_latency_sensitive(self) -> bool:
+        """The caller said that every pause of it counts."""
+        return self.submit.is_latency_sensitive
+
+    @property
+    def type_info(self) -> str | None:
+        """Its kind, as the caller calls it; None: none."""
+        return self.submit.type_info
 
     @property
     def num_prompt(self) -> int:
+        """Tokens of its prompt."""
         return self.submit.prompt.size
 
     @property
@@ -147,4 +190,5 @@ class Sequence:
 
     @property
     def arrival(self) -> float:
+        """When it came, in seconds of the clock of `View.now`."""
         return self.submit.arrival

@@ -34,7 +34,11 @@ class FlatLogprobs(MutableSequence[dict[int, Logprob] | None]):
     decoded_tokens: list[str | None] = field(default_factory=list)
 
     def append(self, value: dict[int, Logprob] | None) -> None:
-        """The next position."""
+        """The next position.
+
+        Arguments:
+            value: its entries by token id; None: it has none.
+        """
         entries = value or {}
         self.append_fast(
             entries,
@@ -50,7 +54,11 @@ class FlatLogprobs(MutableSequence[dict[int, Logprob] | None]):
         ranks: Iterable[int | None],
         decoded_tokens: Iterable[str | None],
     ) -> None:
-        """The next position, in columns; the shortest of them says how many entries it has."""
+        """The next position, in columns; the shortest of them says how many entries it has.
+
+        Arguments:
+            token_ids, logprobs, ranks, decoded_tokens: the entries.
+        """
         self.start_indices.append(len(self.logprobs))
         for token_id, logprob, rank, decoded in zip(token_ids, logprobs, ranks, decoded_tokens, strict=False):
             self.token_ids.append(token_id)
@@ -60,7 +68,11 @@ class FlatLogprobs(MutableSequence[dict[int, Logprob] | None]):
         self.end_indices.append(len(self.logprobs))
 
     def extend(self, values: Iterable[dict[int, Logprob] | None]) -> None:
-        """Several positions."""
+        """Several positions.
+
+        Arguments:
+            values: as in `append`.
+        """
         for value in list(values) if values is self else values:
             self.append(value)
 
@@ -143,4 +155,11 @@ class FlatLogprobs(MutableSequence[dict[int, Logprob] | None]):
         raise TypeError("FlatLogprobs grow at their end; nothing in them can be deleted")
 
     def insert(self, index: int, value: dict[int, Logprob] | None) -> NoReturn:
+        """Refused: it grows at its end only.
+
+        Arguments:
+            index, value: of a list that could.
+
+        Raises TypeError.
+        """
         raise TypeError("FlatLogprobs grow at their end; use append")

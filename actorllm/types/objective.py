@@ -24,10 +24,20 @@ READINGS: tuple[Reading, ...] = get_args(Reading)
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """A latency objective, in seconds. None means: no promise.
+    """A latency objective, in seconds. None (default) means: no promise.
 
-    ttft: from arrival to the first token. tpot: per output token after the first. e2e: from arrival to the end.
-    ttft_per_prompt_token is added to `ttft` once for every prompt token: no fixed limit can be met at 8k tokens.
+    Arguments:
+        ttft: from arrival to the first token.
+        tpot: per output token after the first.
+        e2e: from arrival to the end.
+        ttft_per_prompt_token: added to `ttft` once for every prompt token: no fixed limit can be met at 8k tokens. Default 0.
+
+    Raises:
+        InvalidParameterError: one of them is no time.
+
+    Example:
+        slo = SLO(ttft=0.5, tpot=0.05)
+        assert slo.ttft_limit(num_prompt=100) == 0.5
     """
 
     ttft: float | None = None
@@ -47,7 +57,17 @@ class SLO:
 
     @classmethod
     def from_value(cls, value: SLO | float | None) -> SLO | None:
-        """A bare number means a per-token objective in seconds."""
+        """A bare number means a per-token objective in seconds.
+
+        Arguments:
+            value: an SLO, seconds per output token, or None.
+
+        Raises:
+            InvalidParameterError: it is none of these, or the number is not positive.
+
+        Example:
+            assert SLO.from_value(0.05) == SLO(tpot=0.05)
+        """
         if value is None or isinstance(value, SLO):
             return value
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -56,7 +76,14 @@ class SLO:
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, object]) -> SLO:
-        """As it stands in a trace or a configuration file; an unknown key is an error that names the nearest one."""
+        """As it stands in a trace or a configuration file.
+
+        Arguments:
+            given: fields by name.
+
+        Raises:
+            InvalidParameterError: a key is unknown (the nearest one is named), or a value is no time.
+        """
         for name in given:
             if name not in cls.__slots__:
                 raise InvalidParameterError(
@@ -66,17 +93,32 @@ class SLO:
 
     @classmethod
     def from_fields(cls, fields: Sequence[float | None] | None) -> SLO | None:
-        """What `Submit.slo` carries (`to_fields`)."""
+        """What a request carries on its way to the scheduler.
+
+        Arguments:
+            fields: as `to_fields` makes them; None: no objective.
+
+        Raises:
+            InvalidParameterError: a value is no time.
+        """
         if fields is None:
             return None
         ttft, tpot, e2e, per_prompt_token = fields
         return cls(ttft, tpot, e2e, per_prompt_token or 0.0)
 
     def to_fields(self) -> list[float | None]:
+        """As it travels: ttft, tpot, e2e and ttft_per_prompt_token."""
         return [self.ttft, self.tpot, self.e2e, self.ttft_per_prompt_token]
 
     def scaled(self, factor: float) -> SLO:
-        """All of it so many times as loose (for curves of attainment over the strictness of the objective)."""
+        """All of it so many times as loose (for curves of attainment over the strictness of the objective).
+
+        Arguments:
+            factor: above 1 is looser.
+
+        Raises:
+            InvalidParameterError: what comes out is no time.
+        """
 
         def scale(value: float | None) -> float | None:
             return None if value is None else value * factor
@@ -84,13 +126,21 @@ class SLO:
         return SLO(scale(self.ttft), scale(self.tpot), scale(self.e2e), self.ttft_per_prompt_token * factor)
 
     def ttft_limit(self, num_prompt: int) -> float:
-        """Seconds from arrival to the first token of a prompt of so many tokens; infinity without a promise."""
+        """Seconds from arrival to the first token; infinity without a promise.
+
+        Arguments:
+            num_prompt: tokens of the prompt.
+        """
         return math.inf if self.ttft is None else self.ttft + self.ttft_per_prompt_token * num_prompt
 
     def token_deadline(self, index: int, arrival: float, num_prompt: int, first_token: float | None = None) -> float:
-        """When output token `index` (from 0) is due in the deadline reading; infinity when nothing says so.
+        """When an output token is due in the deadline reading; infinity when nothing says so.
 
-        first_token: when that came, if it did; it counts where no TTFT is promised.
+        Arguments:
+            index: of the token, from 0.
+            arrival: when the request came; this and what is returned are seconds of one clock.
+            num_prompt: tokens of the prompt.
+            first_token: when that came, if it did; it counts where no TTFT is promised.
         """
         start = arrival + self.ttft_limit(num_prompt)
         if start == math.inf and first_token is not None:
@@ -109,7 +159,17 @@ class SLO:
         num_output: int,
         reading: Reading = "tpot",
     ) -> bool:
-        """Whether a request that ran to its end kept all of it. Times in seconds of one clock."""
+        """Whether a request that ran to its end kept all of it.
+
+        Arguments:
+            arrival, first_token, last_token: when these came, in seconds of one clock.
+            num_prompt, num_output: tokens.
+            reading: of the promise per token: "tpot" (default) or "deadline".
+
+        Example:
+            slo = SLO(ttft=1.0, tpot=0.1)
+            assert slo.is_met(arrival=0.0, first_token=0.9, last_token=1.8, num_prompt=5, num_output=10)
+        """
         if first_token - arrival > self.ttft_limit(num_prompt):
             return False
         if self.e2e is not None and last_token - arrival > self.e2e:

@@ -35,6 +35,7 @@ class CompletionOutput:
     kv_transfer_params: None = None
 
     def finished(self) -> bool:
+        """Whether it has ended."""
         return self.finish_reason is not None
 
 
@@ -68,7 +69,9 @@ class RequestOutput:
     def add(self, next_output: RequestOutput, aggregate: bool) -> None:
         """Merge a later output of the same request into this one.
 
-        aggregate: append its text and tokens (DELTA); else its sequences replace those here (CUMULATIVE).
+        Arguments:
+            next_output: the later one.
+            aggregate: append its text and tokens (DELTA); else its sequences replace those here (CUMULATIVE).
         """
         self.finished |= next_output.finished
         self.metrics = next_output.metrics

@@ -185,8 +185,15 @@ def _name(cls: type[Any], args: tuple[Any, ...], positions: tuple[str, ...], kwa
 class RepetitionDetectionParams:
     """End a request whose output has become a loop: finish_reason "repetition".
 
-    It is one when the output ends with some min_count copies in a row of the same tokens, as many of them as
-    min_pattern_size (0 means 1) to max_pattern_size (0: off).
+    It is one when the output ends with copies in a row of the same tokens.
+
+    Arguments:
+        max_pattern_size: most tokens of a copy; 0 (default): off.
+        min_pattern_size: fewest tokens of a copy; default 0, which means 1.
+        min_count: how many copies; at least 2 where it is on.
+
+    Raises:
+        InvalidParameterError: one of them cannot be.
     """
 
     max_pattern_size: int = 0
@@ -215,35 +222,62 @@ class RepetitionDetectionParams:
 @names_unknown_parameters(VLLM_PARAMETERS, VLLM_POSITIONS)
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose the tokens of one request, and when to stop.
+    """How to choose the tokens of one request, and when to stop. Fields may be assigned; a request checks them again.
 
-    temperature: 0 is greedy, 2 the most. top_k: 0 or -1 keeps all. top_p in (0, 1]. min_p in [0, 1], relative to the most likely
-    token. They apply in this order: temperature, min_p, top_k, top_p. seed: any integer (modulo 2**64); None or -1 draws one.
-    stop: strings that end the text and are not part of it, MAX_STOP_STRINGS at most. stop_token_ids: ids that end it,
-    MAX_STOP_TOKEN_IDS at most. ignore_eos: the model's own
-    end-of-text ids do not end it. min_tokens: before that many tokens no eos and no stop token is chosen. max_tokens:
-    None means: up to the model's length. n: sequences per request, MAX_N at most; they share the seed and differ by their
-    sample index. best_of: only n. detokenize: False makes no text at all, and needs no tokenizer.
-    skip_special_tokens: special tokens have no text; if they do have it, spaces_between_special_tokens=False leaves out
-    what a decoder puts between two of them. include_stop_str_in_output: the stop string, or the text of the token that
-    ended it, is part of the text. stream_interval: new tokens per output; the first and the last output come at once
-    all the same. truncate_prompt_tokens: only so many tokens at the end of the prompt count; -1: as many as the model's
-    length leaves room for. Other parameters of vLLM are accepted at their defaults (VLLM_PARAMETERS).
+    How tokens are chosen. temperature, min_p, top_k and top_p apply in this order; what changes the logits applies before
+    them, in the order in which it stands here:
+        allowed_token_ids: nothing else is chosen; None (default): all.
+        bad_words: the token that would complete one is not chosen; default none.
+        min_tokens: before so many tokens no end of text and no stop token is chosen; default 0.
+        logit_bias: what is added to logits, by token id; None (default): nothing.
+        repetition_penalty: above 0; divides or multiplies the logits of tokens of prompt and output; default 1.
+        frequency_penalty: -2 to 2, times how often the output has the token; default 0.
+        presence_penalty: -2 to 2, once if the output has the token; default 0.
+        temperature: 0 is greedy, 2 the most; default 1.
+        min_p: 0 to 1, relative to the most likely token; default 0.
+        top_k: only the so many most likely tokens; 0 (default) or -1: all.
+        top_p: only the most likely tokens that have this probability together; above 0, at most 1; default 1.
+        seed: any integer (modulo 2**64); None (default) or -1 draws one.
+        structured_outputs: what the output must match (StructuredOutputsParams, or a mapping of its fields); None: anything.
+            It ends, with finish_reason "stop", where nothing can come any more; where it may end or go on, the model's end of
+            text decides. With ignore_eos it goes on as long as it can. min_tokens does not keep it from its end.
 
-    What changes the logits applies before the temperature, in this order: allowed_token_ids (nothing else is chosen),
-    bad_words (the token that would complete one is not chosen), min_tokens, logit_bias (added, by token id),
-    repetition_penalty (> 0; divides or multiplies, tokens of prompt and output), frequency_penalty (-2 to 2, times how
-    often the output has the token) and presence_penalty (-2 to 2, once if it has it).
+    When a request ends:
+        max_tokens: most tokens of the output; default 16; None: up to the model's length.
+        stop: strings that end the text and are not part of it, MAX_STOP_STRINGS at most; default none.
+        stop_token_ids: ids that end it, MAX_STOP_TOKEN_IDS at most; default none.
+        ignore_eos: the model's own end-of-text ids do not end it; default False.
+        repetition_detection: RepetitionDetectionParams, or a mapping of its fields; None (default): off.
 
-    logprobs: log-probabilities of the chosen token and of so many of the most likely ones, for every token; -1: of all.
-    They are those of the model, before anything above. prompt_logprobs: the same for the prompt's tokens; such a request
-    never reads the prefix cache, whatever skip_reading_prefix_cache says. The engine's max_logprobs is the limit of both.
-    logprob_token_ids: in the place of the most likely tokens, these, MAX_LOGPROB_TOKEN_IDS at most; their ranks number
-    them. flat_logprobs: outputs hold FlatLogprobs, which read like the lists that they stand for.
+    What outputs hold:
+        n: sequences per request, MAX_N at most; default 1. They share the seed and differ by their sample index.
+        best_of: only n, or None (default).
+        output_kind: what each output repeats (RequestOutputKind); default CUMULATIVE.
+        stream_interval: new tokens per output; the first and the last output come at once all the same. None: the engine's.
+        detokenize: False makes no text at all, and needs no tokenizer; default True.
+        skip_special_tokens: special tokens have no text; default True.
+        spaces_between_special_tokens: if they have text, what a decoder puts between two of them stays; default True.
+        include_stop_str_in_output: the stop string, or the text of the token that ended it, is part of the text; default
+            False.
+        logprobs: log-probabilities of the chosen token and of so many of the most likely ones, for every token; -1: of all;
+            None (default): none. They are those of the model, before anything above. At most the engine's max_logprobs.
+        prompt_logprobs: the same for the prompt's tokens; such a request never reads the prefix cache.
+        logprob_token_ids: in the place of the most likely tokens, these, MAX_LOGPROB_TOKEN_IDS at most; their ranks number
+            them. None (default): none.
+        flat_logprobs: outputs hold FlatLogprobs, which read like the lists that they stand for; default False.
 
-    structured_outputs: what the output must match (StructuredOutputsParams, or a mapping of its fields). It ends, with
-    finish_reason "stop", where nothing can come any more; where it may end or go on, the model's end of text decides. With
-    ignore_eos it goes on as long as it can. min_tokens does not keep it from its end.
+    How the prompt is read:
+        truncate_prompt_tokens: only so many tokens at its end count; -1: as many as the model's length leaves room for;
+            None (default): all.
+        skip_reading_prefix_cache: compute all of it; None (default): as prompt_logprobs needs.
+
+    Other parameters of vLLM are accepted at their defaults (VLLM_PARAMETERS).
+
+    Raises:
+        InvalidParameterError: a parameter cannot be; UnknownParameterError: names the nearest one.
+
+    Example:
+        params = SamplingParams(temperature=0.7, max_tokens=32, stop=["The end"], seed=1)
     """
 
     temperature: float = 1.0
@@ -348,7 +382,12 @@ class SamplingParams:
     def from_optional(**parameters: Any) -> SamplingParams:
         """As the constructor, by name only, of what comes from a request in JSON.
 
-        None is the default of n, temperature, top_p and the penalties, too; biases are brought within -100 and 100.
+        Arguments:
+            parameters: None is the default of n, temperature, top_p and the penalties, too; biases are brought within -100 and
+                100.
+
+        Raises:
+            InvalidParameterError, UnknownParameterError: as the constructor.
         """
         for name in ("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p"):
             if name in parameters and parameters[name] is None:
@@ -364,7 +403,11 @@ class SamplingParams:
         return copy.deepcopy(self)
 
     def checked_copy(self) -> SamplingParams:
-        """The same parameters as they are now, checked again: fields may have been assigned since."""
+        """The same parameters as they are now, checked again: fields may have been assigned since.
+
+        Raises:
+            InvalidParameterError: one of them cannot be.
+        """
         checked = copy.copy(self)
         checked.__post_init__()
         return checked
@@ -400,13 +443,22 @@ VLLM_POOLING_TASKS = (
 @names_unknown_parameters(VLLM_POOLING_PARAMETERS)
 @dataclass(slots=True, kw_only=True)
 class PoolingParams:
-    """How to make a vector of one prompt, where it is not to be the engine's own way (`PoolerConfig`).
+    """How to make a vector of one prompt, where it is not to be the engine's own way (`PoolerConfig`), which is None.
 
-    use_activation: scale it to length 1; normalize is its older name. dimensions: only the first so many numbers, of models
-    that are trained for that (Matryoshka); then scaled. pooling_type: "LAST", "MEAN" or "CLS", the last final state, their mean, or
-    the first. task: "embed". skip_reading_prefix_cache: compute all of the prompt; those of "MEAN" and "CLS" do so anyway.
-    truncate_prompt_tokens: only so many tokens of the prompt count; -1: as many as the model takes. Other parameters of vLLM are
-    accepted at their defaults (VLLM_POOLING_PARAMETERS).
+    Arguments:
+        use_activation: scale it to length 1.
+        normalize: the older name of use_activation.
+        dimensions: only the first so many numbers, of models that are trained for that (Matryoshka); then scaled.
+        pooling_type: "LAST", "MEAN" or "CLS": the last final state, their mean, or the first.
+        task: "embed".
+        skip_reading_prefix_cache: compute all of the prompt; those of "MEAN" and "CLS" do so anyway.
+        truncate_prompt_tokens: only so many tokens of the prompt count; -1: as many as the model takes.
+        output_kind: FINAL_ONLY.
+
+    Other parameters of vLLM are accepted at their defaults (VLLM_POOLING_PARAMETERS).
+
+    Raises:
+        InvalidParameterError: a parameter cannot be; UnknownParameterError: names the nearest one.
     """
 
     use_activation: bool | None = None
@@ -447,7 +499,11 @@ class PoolingParams:
         return copy.deepcopy(self)
 
     def checked_copy(self) -> PoolingParams:
-        """The same parameters as they are now, checked again: fields may have been assigned since."""
+        """The same parameters as they are now, checked again: fields may have been assigned since.
+
+        Raises:
+            InvalidParameterError: one of them cannot be.
+        """
         checked = copy.copy(self)
         checked.__post_init__()
         return checked

@@ -49,6 +49,7 @@ class PoolingOutput:
 
     @property
     def data(self) -> torch.Tensor:
+        """The vector as a torch tensor, which shares its memory with `array`; the first use imports torch."""
         import torch
 
         return torch.from_numpy(self.array)
@@ -70,10 +71,16 @@ class EmbeddingOutput:
 
     @staticmethod
     def from_base(pooling_output: PoolingOutput) -> EmbeddingOutput:
+        """From an output with a tensor.
+
+        Arguments:
+            pooling_output: as `encode` gives it.
+        """
         return EmbeddingOutput(pooling_output.array.tolist())
 
     @property
     def hidden_size(self) -> int:
+        """How many numbers it has."""
         return len(self.embedding)
 
     def __repr__(self) -> str:
@@ -88,6 +95,13 @@ class ScoringOutput:
 
     @staticmethod
     def from_base(pooling_output: PoolingOutput) -> ScoringOutput:
+        """From an output with a tensor.
+
+        Arguments:
+            pooling_output: as `encode` gives it.
+
+        Raises ValueError, as in vLLM, unless it holds one number.
+        """
         if pooling_output.array.size != 1:
             raise ValueError("pooled_data should be a scalar score")
         return ScoringOutput(float(pooling_output.array.reshape(())))
@@ -119,6 +133,11 @@ class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
 
     @staticmethod
     def from_base(request_output: PoolingRequestOutput[PoolingOutput]) -> EmbeddingRequestOutput:
+        """From an output with a tensor.
+
+        Arguments:
+            request_output: as `encode` gives it.
+        """
         return EmbeddingRequestOutput(
             outputs=EmbeddingOutput.from_base(request_output.outputs), **request_output._fields()
         )
@@ -130,6 +149,13 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
 
     @staticmethod
     def from_base(request_output: PoolingRequestOutput[PoolingOutput]) -> ScoringRequestOutput:
+        """From an output with a tensor.
+
+        Arguments:
+            request_output: as `encode` gives it.
+
+        Raises ValueError, as in vLLM, unless it holds one number.
+        """
         outputs = ScoringOutput(0.0)
         if request_output.error is None:
             outputs = ScoringOutput.from_base(request_output.outputs)

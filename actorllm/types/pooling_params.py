@@ -74,10 +74,14 @@ IDLE_POOLER_CONFIG: dict[str, tuple[Any, ...]] = {
 @names_unknown_parameters(IDLE_POOLER_CONFIG)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolerConfig:
-    """vLLM's: how an engine with runner="pooling" makes vectors, where the model's folder should not decide.
+    """vLLM's: how an engine with runner="pooling" makes vectors. None (default): as the model's folder says.
 
-    pooling_type, or seq_pooling_type: "LAST", "MEAN" or "CLS". use_activation: vectors have length 1; normalize is its older name.
-    dimensions: the first so many numbers, of models trained for that. task: "embed".
+    Arguments:
+        task: "embed".
+        pooling_type, seq_pooling_type: "LAST", "MEAN" or "CLS": the last final state, their mean, or the first.
+        use_activation: vectors have length 1.
+        normalize: the older name of use_activation.
+        dimensions: only the first so many numbers, of models that are trained for that.
     """
 
     task: str | None = None

@@ -51,14 +51,17 @@ class RequestMetrics:
 
     @property
     def first_scheduled_time(self) -> float | None:
+        """When a step first took it in; None before."""
         return self.scheduled_ts or None
 
     @property
     def first_token_time(self) -> float | None:
+        """When its first token came; None before."""
         return self.first_token_ts or None
 
     @property
     def last_token_time(self) -> float | None:
+        """When its last token came; None before there is one."""
         return self.last_token_ts or None
 
     @property

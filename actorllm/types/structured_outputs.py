@@ -32,12 +32,25 @@ ANY_OBJECT = '{"type": "object"}'
 class StructuredOutputsParams:
     """What the output must match; the fields are vLLM's. Exactly one of the first six is given.
 
-    json: a JSON schema, as a mapping or as text. regex: of the whole output. choice: one of these strings. grammar: a
-    context-free grammar, in the Lark syntax of llguidance or in GBNF. json_object: True for any JSON object. structural_tag:
-    formats around schemas, such as those of tool calls, as JSON text: vLLM's `{"type": "structural_tag", "format": ...}` or
-    the older one with structures and triggers. disable_any_whitespace: JSON without a space or newline between its tokens.
-    disable_additional_properties: objects of the schema have the properties that are named there and no other.
-    whitespace_pattern: a regular expression of what may be between the tokens of JSON.
+    Arguments:
+        json: a JSON schema, as a mapping or as text.
+        regex: a regular expression of the whole output.
+        choice: one of these strings.
+        grammar: a context-free grammar, in the Lark syntax of llguidance or in GBNF.
+        json_object: True for any JSON object.
+        structural_tag: formats around schemas, such as those of tool calls, as JSON text: vLLM's
+            `{"type": "structural_tag", "format": ...}` or the older one with structures and triggers.
+        disable_any_whitespace: JSON without a space or newline between its tokens; default False.
+        disable_additional_properties: objects of the schema have the properties that are named there and no other;
+            default False.
+        whitespace_pattern: a regular expression of what may be between the tokens of JSON; None: what people write.
+
+    Raises:
+        InvalidParameterError: none or several are given, or one cannot be read.
+
+    Example:
+        form = StructuredOutputsParams(choice=["happy", "sad"])
+        params = SamplingParams(max_tokens=8, structured_outputs=form)
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -73,7 +86,11 @@ class StructuredOutputsParams:
         self._text(given[0])
 
     def to_fields(self) -> dict[str, Any]:
-        """As it travels: its kind, its text, the options that are not at their default, and what errors call it."""
+        """As it travels: its kind, its text, the options that are not at their default, and what errors call it.
+
+        Raises:
+            InvalidParameterError: a field that was assigned since cannot be one.
+        """
         (kind,) = (kind for kind in KINDS if getattr(self, kind) is not None)
         values: dict[str, Any] = {"kind": kind, "text": self._text(kind), "source": self._source}
         if kind == "json_object":
@@ -86,7 +103,11 @@ class StructuredOutputsParams:
         return values
 
     def named(self, source: str) -> StructuredOutputsParams:
-        """The same, called by another name in errors."""
+        """The same, called by another name in errors.
+
+        Arguments:
+            source: that name.
+        """
         self._source = source
         return self
 

@@ -129,5 +129,4 @@ def test_vtc_step_does_not_depend_on_how_many_tenants_there_were() -> None:
 
 
 def fake(tenant: str, slot: int = -1, num_prompt: int = 3) -> Any:
-    submit = SimpleNamespace(tenant=tenant)
-    return SimpleNamespace(submit=submit, policy_state={}, slot=slot, num_preemptions=0, num_prompt=num_prompt)
+    return SimpleNamespace(tenant=tenant, policy_state={}, slot=slot, num_preemptions=0, num_prompt=num_prompt)

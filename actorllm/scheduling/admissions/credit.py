@@ -34,8 +34,8 @@ class Credit(AdmissionPolicy):
         """In a step, lately: they take their time as well."""
 
     def _tpot_of(self, sequence: Sequence) -> float:
-        slo = sequence.submit.slo
-        return self.unpromised_tpot if slo is None or slo[1] is None else slo[1]
+        slo = sequence.slo
+        return self.unpromised_tpot if slo is None or slo.tpot is None else slo.tpot
 
     def _fits(self, tpots: NDArray[np.float64], virtual_size: float, view: View) -> bool:
         """Whether a step of a batch of this size is over before the tightest of these streams wants its next token."""

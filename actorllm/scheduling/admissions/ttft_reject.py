@@ -32,10 +32,10 @@ class TtftReject(AdmissionPolicy):
 
     def _due(self, sequence: Sequence) -> float | None:
         """When the first token is due, of a request that promises it and may still be turned away."""
-        slo = sequence.submit.slo
-        if slo is None or slo[0] is None or sequence.is_taken:
+        slo = sequence.slo
+        if slo is None or slo.ttft is None or sequence.is_taken:
             return None
-        return sequence.arrival + slo[0] + (slo[3] or 0.0) * sequence.num_prompt
+        return sequence.arrival + slo.ttft + slo.ttft_per_prompt_token * sequence.num_prompt
 
     def _needs(self, sequence: Sequence, view: View) -> float:
         """Seconds until its first token, if it were next and had all that the decode leaves of each step."""

@@ -48,7 +48,7 @@ class Cohost(QoServe):
     def due(self, sequence: Sequence) -> float:
         """Sensitive ones that are promised nothing are due at once."""
         due = super().due(sequence)
-        return sequence.arrival if due == math.inf and sequence.submit.is_latency_sensitive else due
+        return sequence.arrival if due == math.inf and sequence.is_latency_sensitive else due
 
     def line(self, sequence: Sequence, view: View) -> Hashable:
         """Best effort waits in lines by size."""
@@ -57,13 +57,13 @@ class Cohost(QoServe):
         return view.admission_blocks(sequence).bit_length()
 
     def preempt_for(self, sequence: Sequence, victim: Sequence, view: View) -> bool:
-        return sequence.submit.is_latency_sensitive and not victim.submit.is_latency_sensitive
+        return sequence.is_latency_sensitive and not victim.is_latency_sensitive
 
     def victim_key(self, sequence: Sequence, view: View) -> SortKey:
-        return (not sequence.submit.is_latency_sensitive, sequence.arrival_index)
+        return (not sequence.is_latency_sensitive, sequence.arrival_index)
 
     def admit(self, sequence: Sequence, view: View) -> Admit:
-        if sequence.submit.is_latency_sensitive or view.batch.num_free_slots == view.limits.max_seqs:
+        if sequence.is_latency_sensitive or view.batch.num_free_slots == view.limits.max_seqs:
             return Admit.ADMIT
         left = view.kv.num_free - view.admission_blocks(sequence)
         return Admit.ADMIT if left >= self.reserve * view.kv.pool.num_blocks else Admit.SKIP_LINE
@@ -82,7 +82,7 @@ class Cohost(QoServe):
         return runs if runs.any() else None
 
     def on_arrival(self, sequence: Sequence, view: View) -> None:
-        if sequence.submit.is_latency_sensitive:
+        if sequence.is_latency_sensitive:
             self._waiting.add(sequence)
 
     on_preempt = on_arrival
@@ -92,9 +92,8 @@ class Cohost(QoServe):
         if not self._yields_until.size:
             self._yields_until = np.zeros(view.limits.max_seqs)
             self._is_sensitive = np.zeros(view.limits.max_seqs, np.bool_)
-        slo = sequence.submit.slo
-        e2e = None if slo is None else slo[2]
-        self._is_sensitive[sequence.slot] = sequence.submit.is_latency_sensitive
+        e2e = None if sequence.slo is None else sequence.slo.e2e
+        self._is_sensitive[sequence.slot] = sequence.is_latency_sensitive
         self._yields_until[sequence.slot] = math.inf if e2e is None else sequence.arrival + self.yields * e2e
         self._waiting.discard(sequence)
 

@@ -24,9 +24,9 @@ class Priority(KeyPolicy):
     """0: nobody ages, and the low priorities may starve, as in vLLM."""
 
     def key(self, sequence: Sequence, view: View) -> SortKey:
-        priority = sequence.submit.priority
+        priority = sequence.priority
         return (priority + sequence.arrival / self.ageing_s if self.ageing_s else priority, sequence.arrival)
 
     def preempt_for(self, sequence: Sequence, victim: Sequence, view: View) -> bool:
-        is_above = sequence.submit.priority < victim.submit.priority
+        is_above = sequence.priority < victim.priority
         return is_above and self.key(sequence, view) < self.key(victim, view)

@@ -63,17 +63,17 @@ class Vtc(KeyPolicy):
         return len(self._numbers)
 
     def group(self, sequence: Sequence, view: View) -> tuple[Hashable, SortKey]:
-        return sequence.submit.tenant, ()
+        return sequence.tenant, ()
 
     def key(self, sequence: Sequence, view: View) -> SortKey:
-        number = self._numbers.get(sequence.submit.tenant)  # a new one is asked for its key before it has arrived
+        number = self._numbers.get(sequence.tenant)  # a new one is asked for its key before it has arrived
         return (self._least if number is None else float(self._served[number]),)
 
     def victim_key(self, sequence: Sequence, view: View) -> SortKey:
         return (sequence.arrival_index,)
 
     def on_arrival(self, sequence: Sequence, view: View) -> None:
-        number = self._number(sequence.submit.tenant)
+        number = self._number(sequence.tenant)
         if not self._alive[number]:
             self._served[number] = max(self._served[number], self._least_of_active())
             self._num_active += 1
@@ -86,7 +86,7 @@ class Vtc(KeyPolicy):
     def on_admit(self, sequence: Sequence, view: View) -> None:
         if not self._tenant_of.size:
             self._tenant_of = np.zeros(view.limits.max_seqs, np.intp)
-        tenant = sequence.submit.tenant
+        tenant = sequence.tenant
         number = self._tenant_of[sequence.slot] = self._number(tenant)
         if not sequence.num_preemptions:  # what is computed again is nobody's wish
             self._served[number] += self.per_prompt * sequence.num_prompt / self.weights.get(tenant, 1.0)
@@ -97,7 +97,7 @@ class Vtc(KeyPolicy):
 
     def on_end(self, sequence: Sequence, view: View) -> None:
         if "vtc" in sequence.policy_state:  # else it was blocked to its end
-            number = self._last = self._number(sequence.submit.tenant)
+            number = self._last = self._number(sequence.tenant)
             self._alive[number] -= 1
             self._num_active -= not self._alive[number]
             if len(self._numbers) - self._num_active > self.max_idle + self._tenant_of.size:

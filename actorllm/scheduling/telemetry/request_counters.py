@@ -83,7 +83,7 @@ class Tally:
             )
         )
         if submit.slo is not None:
-            self._judge(end, SLO.from_fields(submit.slo), num_output)
+            self._judge(end, sequence.slo, num_output)
         if len(self._ends) >= FOLD:
             self._fold()
 

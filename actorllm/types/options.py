@@ -1,0 +1,222 @@
+"""The arguments of an engine, each with its type, its default and what it means: the one list of them.
+
+`EngineOptions` types the keyword arguments of the front doors, so that editors complete them and type checkers check calls.
+Its annotations are evaluated: what stands behind a type is the default (`DEFAULTS`). The texts below the fields are read from
+the source when they are asked for (`meanings`): `help`, the command line and docs/compatibility.md show them. Their values
+are checked in `actorllm.config`, and nothing here is imported for them.
+"""
+
+import os
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_origin
+
+if TYPE_CHECKING:
+    import inspect
+
+Topology = Literal["process", "inline"]
+
+
+class EngineOptions(TypedDict, total=False):
+    """Keyword arguments of `AsyncLLM`, `LLM`, `LLMEngine` and `EngineArgs`. Those before `topology` are vLLM's names."""
+
+    tokenizer: Annotated[str | os.PathLike[str] | None, None]
+    """The folder of the tokenizer; None: the model's."""
+    skip_tokenizer_init: Annotated[bool, False]
+    """Load no tokenizer: prompts are token ids, and outputs have no text."""
+    dtype: Annotated[Any, "auto"]
+    """'float32' or 'bfloat16', or torch's; 'auto': as the weights are stored, or bfloat16 on CUDA."""
+    seed: Annotated[int | None, None]
+    """Requests that bring no seed get one made of this and of their number; None: a random one."""
+    max_model_len: Annotated[int | None, None]
+    """Most tokens of a sequence, prompt and output together; None: as many as the model has positions."""
+    max_num_seqs: Annotated[int, 256]
+    """Most sequences that run at a time."""
+    max_num_batched_tokens: Annotated[int, 2048]
+    """Most tokens of one step, of prompts and outputs together."""
+    block_size: Annotated[int | None, None]
+    """Tokens of one block of the KV cache; None: 32, or 64 on CUDA."""
+    enable_prefix_caching: Annotated[bool | None, None]
+    """Use the KV of earlier requests with the same beginning; None: yes."""
+    kv_cache_memory_bytes: Annotated[int | None, None]
+    """Bytes of the KV cache; None: what gpu_memory_utilization leaves."""
+    gpu_memory_utilization: Annotated[float | None, None]
+    """Share of the available memory, on a CPU of the machine's, for weights, activations and cache: more than 0, at most 1.
+    None: a moderate share."""
+    enforce_eager: Annotated[bool, False]
+    """On CUDA: record no graphs. The CPU has none."""
+    load_format: Annotated[Literal["auto", "safetensors", "dummy"], "auto"]
+    """'dummy': random weights, made from seed."""
+    model_impl: Annotated[Literal["auto", "vllm", "transformers"], "auto"]
+    """'vllm': the fused forwards; 'transformers': its modules over this cache; 'auto': the first that can."""
+    runner: Annotated[Literal["auto", "generate", "pooling"], "auto"]
+    """'generate': text; 'pooling': vectors of prompts; 'auto': as the model's folder says."""
+    convert: Annotated[Literal["auto", "none", "embed"], "auto"]
+    """'embed': pool a model that was made for text, as runner='pooling' does; 'none': never."""
+    pooler_config: Annotated[Any, None]
+    """How vectors are pooled: a PoolerConfig, a mapping of its fields, or that as JSON; None: as the model's folder says."""
+    hf_overrides: Annotated[Mapping[str, Any] | str | None, None]
+    """What counts in place of the model's config.json: is_matryoshka and matryoshka_dimensions, also as JSON."""
+    max_logprobs: Annotated[int, 20]
+    """Most log-probabilities per token that a request may ask for; -1: as many as there are."""
+    enable_prompt_embeds: Annotated[bool, False]
+    """Take prompts that are embeddings."""
+    async_scheduling: Annotated[bool | None, None]
+    """Plan a step while the one before it runs; None: yes."""
+    scheduling_policy: Annotated[str, "fcfs"]
+    """Who runs next: a built-in policy, a registered one, or a class of yours as 'module:Class' (on the command line also of a
+    module of this folder)."""
+    long_prefill_token_threshold: Annotated[int, 0]
+    """Most tokens of one prompt per step; 0: as many as the step has room for."""
+    max_num_partial_prefills: Annotated[int, 1]
+    """Most prompts at a time that are too long for what is left of a step."""
+    watermark: Annotated[float, 0.01]
+    """Share of the KV blocks that admissions leave free for the growth of running requests: at least 0, less than 1."""
+    tensor_parallel_size: Annotated[int, 1]
+    """Ranks that share a model; each is a process."""
+    trust_remote_code: Annotated[bool, False]
+    """Accepted with a warning and never acted on: no code of a model is run."""
+    generation_config: Annotated[str, "auto"]
+    """Where default sampling parameters come from: 'auto', the model's folder; 'vllm', none; or another folder."""
+    override_generation_config: Annotated[Mapping[str, Any] | None, None]
+    """Default sampling parameters that count before those."""
+    stream_interval: Annotated[int, 1]
+    """New tokens per output; a request may ask for more."""
+    profiler_config: Annotated[Mapping[str, Any] | None, None]
+    """{'profiler': 'torch', 'torch_profiler_dir': FOLDER}: `start_profile` writes traces there; None: no profiles."""
+    topology: Annotated[Topology, "process"]
+    """'process': scheduler and workers are processes; 'inline': all of it runs in the calling one, without recovery."""
+    name: Annotated[str | None, None]
+    """Under which other programs of this user join the engine (`AsyncLLM.attach`); None: none can."""
+    device: Annotated[str, "auto"]
+    """'cuda', 'cpu', or the backend of an installed package; 'auto': cuda where there is one that can do what is asked for."""
+    num_threads: Annotated[int | None, None]
+    """Threads of the worker's matrix products; None: chosen from the cores of the machine."""
+    step_timeout_s: Annotated[float | None, None]
+    """Seconds after which a worker's step counts as stuck and the worker is killed; None: learnt, at least half a minute."""
+    heartbeat_timeout_s: Annotated[float, 10.0]
+    """Seconds after which a process that is stopped, or silent outside of a step, is killed; at least 1."""
+    restart_timeout_s: Annotated[float | None, None]
+    """Seconds that a process which was started again has to become ready; None: ten times the first start, at least 300."""
+    intake_timeout_s: Annotated[float, 30.0]
+    """Seconds that reading one prompt may take: its chat template and its tokenization. The request fails then."""
+    max_prompt_characters: Annotated[int, 4 << 20]
+    """Most characters of a prompt's text; more are refused before they are tokenized."""
+    record: Annotated[str | os.PathLike[str] | None, None]
+    """A file to which the scheduler's inputs are recorded, for exact replay."""
+    on_failure: Annotated[Literal["restart", "raise"], "restart"]
+    """When a process of the engine dies: 'restart' it and go on, or 'raise' EngineDeadError from every request."""
+    standby_worker: Annotated[bool | None, None]
+    """Keep a process parked that takes the place of a worker that dies; None: where memory is plentiful."""
+    admission_policy: Annotated[str | None, None]
+    """Who may start when: past-future, worst-case, credit, ttft-reject, or 'module:Class'. None: every request for which
+    there is a slot and room."""
+    max_waiting_requests: Annotated[int | None, None]
+    """Most sequences that may wait for their first slot; more are refused with EngineOverloaded, by a server with
+    429. None: any number. vLLM's max_num_queued_reqs counts the running ones, too."""
+    max_waiting_tokens: Annotated[int | None, None]
+    """Most tokens of prompts that may wait, in the same way; None: any number."""
+    max_waiting_attached: Annotated[int | None, 4096]
+    """As max_waiting_requests, for each attached program by itself."""
+    step_model: Annotated[str | os.PathLike[str] | None, None]
+    """What steps take, for policies that ask: a file of `actorllm calibrate`, or a preset; None: they learn it."""
+
+
+TYPES: dict[str, Any] = {name: get_args(hint)[0] for name, hint in EngineOptions.__annotations__.items()}
+"""The type of each argument."""
+
+DEFAULTS: dict[str, Any] = {name: get_args(hint)[1] for name, hint in EngineOptions.__annotations__.items()}
+"""The default of each argument. They are kept in the order in which they are documented."""
+
+
+def meanings() -> dict[str, str]:
+    """What each argument means, as one line; nothing where there is no source to read it from."""
+    return texts_below_fields(EngineOptions)
+
+
+@lru_cache(maxsize=16)
+def texts_below_fields(cls: type) -> dict[str, str]:
+    """The texts below the fields of a class, each as one line; nothing where there is no source to read them from."""
+    import ast
+    import inspect
+
+    try:
+        (defined,) = ast.parse(inspect.getsource(cls)).body
+    except (OSError, TypeError):
+        return {}
+    assert isinstance(defined, ast.ClassDef)
+    found = {}
+    for field, text in zip(defined.body, defined.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            found[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    return found
+
+
+def type_text(name: str) -> str:
+    """The type of an argument as a person writes it."""
+    return _text_of(TYPES[name])
+
+
+def _text_of(hint: Any) -> str:
+    if hint is None or hint is type(None):
+        return "None"
+    if get_origin(hint) is Literal:
+        return " | ".join(map(repr, get_args(hint)))
+    if get_origin(hint) in (None, Mapping):
+        return "Mapping" if get_origin(hint) is Mapping else getattr(hint, "__name__", str(hint))
+    if get_origin(hint) is os.PathLike:
+        return "PathLike"
+    return " | ".join(map(_text_of, get_args(hint)))
+
+
+def table() -> str:
+    """Every argument with type, default and meaning, as a docstring has them."""
+    told = meanings()
+    lines = [f"    {name}: {type_text(name)} = {DEFAULTS[name]!r}\n        {told.get(name, '')}" for name in TYPES]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+T = TypeVar("T", bound=type)
+
+
+def with_options(cls: T) -> T:
+    """A class whose constructor takes EngineOptions: `help` and `inspect.signature` list them, once they are asked."""
+    cls.__doc__ = _Documentation(cls.__doc__ or "")  # type: ignore[assignment]
+    cls.__signature__ = _Listed(_constructor_of(cls))  # type: ignore[attr-defined]
+    return cls
+
+
+def _constructor_of(cls: type) -> Any:
+    return next(vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base))
+
+
+class _Documentation:
+    """A docstring that is completed when it is read."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __get__(self, instance: object, owner: type) -> str:
+        import inspect
+
+        return f"{inspect.cleandoc(self._text)}\n\nKeyword arguments (`actorllm.types.options.EngineOptions`):\n\n{table()}\n"
+
+
+class _Listed:
+    """The signature of a constructor with the options in the place of `**options`, made when it is read."""
+
+    def __init__(self, constructor: Any) -> None:
+        self._constructor = constructor
+
+    def __get__(self, instance: object, owner: type) -> "inspect.Signature":
+        import inspect
+
+        if _constructor_of(owner) is not self._constructor:
+            raise AttributeError("__signature__")  # of a subclass with a constructor of its own
+        found = inspect.signature(self._constructor)
+        named = [p for p in list(found.parameters.values())[1:] if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        options = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS[name], annotation=hint)
+            for name, hint in TYPES.items()
+        ]
+        return inspect.Signature([*named, *options])

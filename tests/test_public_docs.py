@@ -1,0 +1,197 @@
+"""What `help` says of public classes: every parameter is named, errors are, and the examples run."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import dataclasses
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import actorllm
+from actorllm import LLM, AsyncLLM, errors
+from actorllm.client.engine import Engine
+
+CLASSES = [one for one in (getattr(actorllm, name) for name in actorllm.__all__) if isinstance(one, type)]
+PARAMETERS = [
+    actorllm.SamplingParams,
+    actorllm.PoolingParams,
+    actorllm.PoolerConfig,
+    actorllm.SLO,
+    actorllm.StructuredOutputsParams,
+    actorllm.RepetitionDetectionParams,
+    actorllm.BeamSearchParams,
+]
+
+
+def public_functions(cls: type[Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Methods and getters of properties, its own and those of bases of ours."""
+    seen: set[str] = set()
+    for base in cls.__mro__:
+        if not base.__module__.startswith("actorllm"):
+            continue
+        for name, found in vars(base).items():
+            function = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+            if not name.startswith("_") and inspect.isfunction(function) and name not in seen:
+                seen.add(name)
+                yield name, function
+
+
+METHODS = {
+    f"{cls.__name__}.{name}": (cls, function)
+    for cls in CLASSES
+    for name, function in public_functions(cls)
+    if function.__qualname__.startswith(cls.__name__ + ".")
+}
+
+
+def is_named(name: str, text: str) -> bool:
+    return re.search(rf"(?<![\w.]){name}\b", text) is not None
+
+
+def test_the_search_for_methods_finds_them() -> None:
+    assert {"AsyncLLM.generate", "LLM.chat", "LLMEngine.step", "RequestStream.take", "SLO.is_met"} <= set(METHODS)
+    assert len(METHODS) > 130
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_public_method_says_what_its_parameters_are(name: str) -> None:
+    _, function = METHODS[name]
+    told = inspect.getdoc(function)
+    assert told, f"{name} has no docstring"
+    for parameter in inspect.signature(function).parameters:
+        assert parameter in ("self", "cls") or is_named(parameter, told), f"{name} does not say what {parameter} is"
+
+
+@pytest.mark.parametrize("cls", PARAMETERS)
+def test_classes_of_parameters_say_what_each_is(cls: type[Any]) -> None:
+    told = inspect.getdoc(cls) or ""
+    for field in dataclasses.fields(cls):
+        if field.init:
+            assert re.search(rf"^ +([\w, ]+, )?{field.name}(, [\w, ]+)?: ", told, re.MULTILINE), field.name
+
+
+# Errors -------------------------------------------------------------------------------------------------------------
+
+
+def called_by(function: Callable[..., Any], cls: type[Any] | None) -> Iterator[tuple[Any, type[Any] | None]]:
+    """The functions of ours that a function calls by name, on itself, or on the engine of a front door."""
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+        if not isinstance(node, ast.Call):
+            continue
+        match node.func:
+            case ast.Name(id=name):
+                yield function.__globals__.get(name), None
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name):
+                yield getattr(cls, name, None), cls
+            case ast.Attribute(value=ast.Attribute(value=ast.Name(id="self"), attr="_engine"), attr=name):
+                yield getattr(Engine, name, None), Engine
+
+
+def raised_by(function: Callable[..., Any], cls: type[Any] | None, seen: set[Any] | None = None) -> set[str]:
+    """Errors of ours that a function raises by name, itself or through what it calls."""
+    seen = set() if seen is None else seen
+    function = inspect.unwrap(function)
+    if function in seen or not inspect.isroutine(function) or not function.__module__.startswith("actorllm"):
+        return set()
+    seen.add(function)
+    source = textwrap.dedent(inspect.getsource(function))
+    found = {
+        node.exc.func.id
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name)
+    }
+    found = {name for name in found if hasattr(errors, name)}
+    for called, owner in called_by(function, cls):
+        called = getattr(called, "__func__", called)
+        if inspect.isfunction(called):
+            found |= raised_by(called, owner, seen)
+    return found
+
+
+def test_the_search_for_errors_finds_them() -> None:
+    assert "DuplicateRequestError" in raised_by(AsyncLLM.generate, AsyncLLM)
+    assert "InvalidParameterError" in raised_by(LLM.start_profile, LLM)
+    assert raised_by(AsyncLLM.do_log_stats, AsyncLLM) == set()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_that_raise_say_what(name: str) -> None:
+    cls, function = METHODS[name]
+    raised = raised_by(function, cls)
+    told = inspect.getdoc(function) or ""
+    assert not raised or re.search(r"\bRaises\b", told), f"{name} raises {', '.join(sorted(raised))}"
+
+
+def test_errors_that_docstrings_name_exist() -> None:
+    for name, (_, function) in METHODS.items():
+        for error in re.findall(r"\b[A-Z]\w+Error\b", inspect.getdoc(function) or ""):
+            assert hasattr(errors, error) or error in ("TypeError", "ValueError"), f"{name}: {error}"
+
+
+# Examples -----------------------------------------------------------------------------------------------------------
+
+
+def examples() -> dict[str, str]:
+    """The block below "Example:" of every public docstring."""
+    texts = {cls.__name__: inspect.cleandoc(cls.__doc__ or "") for cls in CLASSES}
+    texts |= {name: inspect.getdoc(function) or "" for name, (_, function) in METHODS.items()}
+    found = {}
+    for name, text in texts.items():
+        _, marker, block = text.partition("\nExample:\n")
+        if marker:
+            lines = []
+            for line in block.split("\n"):
+                if line and not line.startswith("    "):
+                    break
+                lines.append(line)
+            found[name] = textwrap.dedent("\n".join(lines)).strip()
+    return found
+
+
+EXAMPLES = examples()
+
+
+def of_the_same_engine(llm: LLM) -> AsyncLLM:
+    made = AsyncLLM.__new__(AsyncLLM)
+    made._engine, made._hold = llm._engine, llm._hold
+    return made
+
+
+@pytest.fixture(scope="module")
+def doors() -> Iterator[dict[str, LLM]]:
+    small: Any = {"topology": "inline", "dtype": "float32", "num_threads": 1, "max_num_seqs": 8}
+    with LLM("storyteller", **small) as llm, LLM("storyteller", runner="pooling", **small) as embedder:
+        yield {"llm": llm, "embedder": embedder}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs(name: str, doors: dict[str, LLM], capsys: pytest.CaptureFixture[str]) -> None:
+    if "structured_outputs" in EXAMPLES[name]:
+        pytest.importorskip("llguidance")
+    names: dict[str, Any] = {one: getattr(actorllm, one) for one in actorllm.__all__}
+    is_async = "async " in EXAMPLES[name] or "await " in EXAMPLES[name]
+    if is_async:
+        names |= {door: of_the_same_engine(llm) for door, llm in doors.items()}
+        program = "async def example():\n" + textwrap.indent(EXAMPLES[name], "    ")
+        exec(compile(program, name, "exec"), names)
+        asyncio.run(names["example"]())
+    else:
+        names |= {**doors, "engine": doors["llm"].llm_engine}
+        exec(compile(EXAMPLES[name], name, "exec"), names)
+    assert ("print(" in EXAMPLES[name]) == bool(capsys.readouterr().out.strip())
+
+
+def test_the_main_methods_have_examples() -> None:
+    main = {
+        "AsyncLLM": ("generate", "chat", "stream", "complete", "encode", "embed", "score", "beam_search"),
+        "LLM": ("generate", "chat", "encode", "embed", "score", "enqueue", "beam_search"),
+        "LLMEngine": ("add_request", "abort_request", "step"),
+        "EngineArgs": ("create_engine_config", "add_cli_args"),
+    }
+    assert {f"{cls}.{method}" for cls, methods in main.items() for method in methods} <= set(EXAMPLES)
