@@ -6,6 +6,8 @@ STAMP  := $(VENV)/.installed
 SLO    := build/demo-slo
 # Where torch is from, if not from pip's own index: TORCH_ARGS="--index-url URL" takes a build for the CPU from an index of such.
 TORCH_ARGS ?=
+# More arguments for pytest, of `make test` and `make test-slow`: ARGS="-k word", ARGS="tests/ring -x".
+ARGS ?=
 
 .PHONY: demo demo-slo test test-slow clients schema lint format bench clean
 
@@ -30,12 +32,14 @@ demo-slo: $(STAMP)
 	  --results $(SLO)/sweep.jsonl --report $(SLO)/report.html
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 test-slow: $(STAMP) $(VENV)/triton-3.6
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow $(ARGS)
+ifeq ($(strip $(ARGS)),)
 	$(MAKE) clients CASES=10000
 	PYTHONPATH=$(VENV)/triton-3.6:kernels $(BIN)/python -m actorllm_kernels.resources
+endif
 
 $(VENV)/triton-3.6: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.6.0
