@@ -52,7 +52,7 @@ FORMAT = 2
 MIX = "ls:0.5:ttft=0.5+p/4000,tpot=0.05 be:0.5:e2e=120"
 ARRIVALS = ("trace", "poisson", "gamma", "bursty", "constant")
 SHAPE = EngineShape(num_blocks=25_000, max_num_batched_tokens=512, enable_prefix_caching=False)
-MODULES = ("cost_model", "metrics", "promises", "routing", "simulator", "timeline", "traces", "workload")
+MODULES = ("metrics", "objectives", "routing", "simulator", "timeline", "traces", "workload")
 LEFT_OUT = "requests left out:"
 """How the warning of requests begins that are too long for the model."""
 Knob = bool | int | float | str
@@ -501,7 +501,7 @@ def code_digest() -> str:
     package = Path(__file__).parents[2]
     digest = hashlib.sha256()
     folders = [sorted((package / folder).rglob("*.py")) for folder in ("scheduling", "kvcache")]
-    own = [package / "objective.py", *(package / "slo" / f"{name}.py" for name in MODULES)]
+    own = [package / "types" / "objective.py", *(package / "slo" / f"{name}.py" for name in MODULES)]
     for file in [file for folder in folders for file in folder] + own:
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
