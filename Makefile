@@ -4,10 +4,13 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 SLO    := build/demo-slo
+SITE   ?= build/site
 # Where torch is from, if not from pip's own index: TORCH_ARGS="--index-url URL" takes a build for the CPU from an index of such.
 TORCH_ARGS ?=
+# More arguments for pytest, of `make test` and `make test-slow`: ARGS="-k word", ARGS="tests/ring -x".
+ARGS ?=
 
-.PHONY: demo demo-slo test test-slow clients schema lint format bench clean
+.PHONY: demo demo-slo test test-slow clients schema lint format docs bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,12 +33,14 @@ demo-slo: $(STAMP)
 	  --results $(SLO)/sweep.jsonl --report $(SLO)/report.html
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 test-slow: $(STAMP) $(VENV)/triton-3.6
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow $(ARGS)
+ifeq ($(strip $(ARGS)),)
 	$(MAKE) clients CASES=10000
 	PYTHONPATH=$(VENV)/triton-3.6:kernels $(BIN)/python -m actorllm_kernels.resources
+endif
 
 $(VENV)/triton-3.6: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.6.0
@@ -60,8 +65,16 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The pages of docs/ with a reference of the public names, and a search: build/site/index.html.
+docs: $(VENV)/.docs
+	$(BIN)/python docs/site/build.py $(SITE)
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
+	touch $@
+
 bench: $(STAMP)
 	$(BIN)/python bench/run_all.py
 
 clean:
-	rm -rf $(VENV) $(SLO) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SLO) $(SITE) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from actorllm import SamplingParams
 from actorllm.model.sampler import Sampler, SamplingColumns
-from tests.oracle import MARGIN, hangs_on_a_border
+from tests.oracle import MARGIN, hangs_on_a_border, oracle
 
 PROBABILITIES = [0.5, 0.3, 0.1, 0.1]
 NUM_ROWS = 400
@@ -48,3 +49,17 @@ def test_rows_that_hang_on_the_border_of_a_filter(at_border: dict[str, Any], asi
         assert 0.05 < found(**at_border) < 0.5  # not every draw falls on who is at the border
         assert found(**aside) == 0
         assert found() == 0
+
+
+def test_what_was_asked_before_is_remembered_and_nothing_else_is_taken_for_it() -> None:
+    prompt, stream = [443, 1135], [259, 433, 415, 339] * 4
+
+    def choices(prompt: list[int] = prompt, stream: list[int] = stream, index: int = 0, **given: Any) -> list[int]:
+        params = SamplingParams(**({"seed": 1, "max_tokens": 16} | given))
+        chosen: list[int] = oracle(prompt, params, stream, index)[0].tolist()
+        return chosen
+
+    expected = choices()
+    assert choices(list(prompt), list(stream)) == expected
+    others = [{"seed": 2}, {"index": 1}, {"temperature": 0.5}, {"prompt": [443]}, {"stream": stream[::-1]}]
+    assert all(choices(**other) != expected for other in others)
