@@ -35,7 +35,7 @@ from actorllm import AsyncLLM
 from actorllm.actors.record_file import build_policy
 from actorllm.clock import now
 from actorllm.config import EngineConfig
-from actorllm.scheduling.cost_model import AnyModel, StepLog, fit, from_json, to_json
+from actorllm.scheduling.cost_model import AnyModel, MeasuredSteps, fit, from_json, to_json
 from actorllm.slo.live.calibrate import calibrate_steps, exercise, read_recorded
 from actorllm.slo.live.embedded import EmbeddedTarget
 from actorllm.slo.live.replay import Delays, LiveRun, replay
@@ -138,12 +138,12 @@ def compared(metrics: RunMetrics) -> dict[str, float]:
     return {label: of(metrics) for label, of in COMPARED.items()}
 
 
-def within(log: StepLog, windows: Sequence[tuple[float, float]]) -> StepLog:
+def within(log: MeasuredSteps, windows: Sequence[tuple[float, float]]) -> MeasuredSteps:
     """The steps that ran at these times."""
     rows = np.zeros(len(log), np.bool_)
     for began, ended in windows:
         rows |= (log.launched >= began) & (log.ended <= ended)
-    return StepLog(*(getattr(log, column)[rows] for column in StepLog.__slots__))
+    return MeasuredSteps(*(getattr(log, column)[rows] for column in MeasuredSteps.__slots__))
 
 
 class Stages:
@@ -194,7 +194,7 @@ class Stages:
         found = calibrate_steps(within(log, turns.windows["calibrate"]), "storyteller", turns.delays, back)
         for again in (1, 2):
             steps = within(log, turns.windows[f"live {again}"])
-            columns = {column: getattr(steps, column) for column in StepLog.__slots__}
+            columns = {column: getattr(steps, column) for column in MeasuredSteps.__slots__}
             np.savez(self.file(f"steps-{again}", "npz"), **columns)
         return {
             "shape": {name: getattr(shape, name) for name in EngineShape.__slots__},
@@ -238,9 +238,9 @@ class Stages:
 
     # What the simulator says of it
 
-    def steps(self, number: int) -> StepLog:
+    def steps(self, number: int) -> MeasuredSteps:
         with np.load(self.file(f"steps-{number}", "npz")) as file:
-            return StepLog(*(file[column] for column in StepLog.__slots__))
+            return MeasuredSteps(*(file[column] for column in MeasuredSteps.__slots__))
 
     def simulated(self, stage: str, kind: str, policy: str) -> list[list[Any]]:
         """For every seed, the runs of this kind as they were sent."""
@@ -342,7 +342,7 @@ def step_row(stages: Stages) -> dict[str, Any]:
     }
 
 
-def _mape(model: AnyModel, log: StepLog) -> float:
+def _mape(model: AnyModel, log: MeasuredSteps) -> float:
     taken = log.ended - log.started
     told = np.array([model.seconds(*features[1:]) for features in log.features().tolist()])
     is_usable = taken > 0

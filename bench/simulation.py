@@ -30,7 +30,7 @@ from report import command, environment, print_table, versions, write_json
 from actorllm.scheduling.cost_model import preset
 from actorllm.scheduling.loading import load_policy
 from actorllm.scheduling.policy import PlanPolicy
-from actorllm.slo.simulator import EngineShape, Run, simulate
+from actorllm.slo.simulator import EngineShape, SimulatedRun, simulate
 from actorllm.slo.traces import load_trace
 from actorllm.slo.workload import Workload, assign_classes, parse_mix, synthetic
 
@@ -74,7 +74,7 @@ class Timed:
         return call
 
 
-def timed_run(run: Callable[..., Run], **arguments: Any) -> tuple[Run, float]:
+def timed_run(run: Callable[..., SimulatedRun], **arguments: Any) -> tuple[SimulatedRun, float]:
     began = time.process_time()
     return run(**arguments), time.process_time() - began
 

@@ -33,7 +33,7 @@ from typing import Any
 
 from report import command, environment, print_table, versions, write_json
 
-from actorllm.slo.experiments import Band, Ladder, Point, Results, Scenario, Sweep, Variant, ratio_band
+from actorllm.slo.experiments import Band, Ladder, Point, Scenario, Sweep, SweepResults, Variant, ratio_band
 from actorllm.slo.experiments.point import code_digest
 from actorllm.slo.fairness import fairness_of
 from actorllm.slo.simulator import EngineShape
@@ -83,7 +83,7 @@ def num_requests(trace: str, arguments: argparse.Namespace) -> int:
     return min(arguments.requests, len(load_trace(trace).workload) // arguments.seeds)
 
 
-def sweep(name: str, trace: str, labels: list[str], arguments: argparse.Namespace) -> Results:
+def sweep(name: str, trace: str, labels: list[str], arguments: argparse.Namespace) -> SweepResults:
     scenario = Scenario(workload=trace, num_requests=num_requests(trace, arguments), mix=MIX, shape=SHAPE)
     variants = [Variant.parse(VARIANTS[label], label) for label in labels]
     return Sweep(scenario, variants, seeds=range(arguments.seeds)).run(
@@ -102,7 +102,7 @@ def told(band: Band) -> str:
     return f"{band.value:.2f} ({' to '.join(band.ends())})"
 
 
-def cell(results: Results, label: str, target: float, reading: Reading) -> str:
+def cell(results: SweepResults, label: str, target: float, reading: Reading) -> str:
     found = results.max_rate(label, target, reading)
     if found is None:
         return f"< {min(results.rates(label)):.2f}" if results.rates(label) else "failed"
@@ -111,7 +111,7 @@ def cell(results: Results, label: str, target: float, reading: Reading) -> str:
     return f"{more}{told(found.band)}{warning}"
 
 
-def rows_of(name: str, results: Results) -> list[dict[str, Any]]:
+def rows_of(name: str, results: SweepResults) -> list[dict[str, Any]]:
     return [
         {"trace": name, "policy": label}
         | {
@@ -153,7 +153,7 @@ def fairness_rows(trace: str, num: int, seeds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def best(results: Results, labels: list[str], target: float, reading: Reading) -> str:
+def best(results: SweepResults, labels: list[str], target: float, reading: Reading) -> str:
     def rate(label: str) -> float:
         found = results.max_rate(label, target, reading)
         return 0.0 if found is None else found.rate
@@ -161,7 +161,7 @@ def best(results: Results, labels: list[str], target: float, reading: Reading) -
     return max(labels, key=rate)
 
 
-def ratio(results: Results, label: str, other: str, target: float, reading: Reading) -> tuple[str, float]:
+def ratio(results: SweepResults, label: str, other: str, target: float, reading: Reading) -> tuple[str, float]:
     """How many times the rate, for people, and what it is at least."""
     band = ratio_band(results, label, other, target, reading)
     if band is not None:
@@ -173,7 +173,7 @@ def ratio(results: Results, label: str, other: str, target: float, reading: Read
     return f"> {least:.2f}", least
 
 
-def ratios_of(name: str, results: Results) -> list[dict[str, Any]]:
+def ratios_of(name: str, results: SweepResults) -> list[dict[str, Any]]:
     """Of the best policy to the best fcfs chunk, and to the best chunk of static priorities."""
     labels = [label for label in results.labels() if results.rates(label)]
     others = [label for label, _ in OTHERS if label in labels]
@@ -205,7 +205,7 @@ def ratios_of(name: str, results: Results) -> list[dict[str, Any]]:
     return rows
 
 
-def claims_of(name: str, results: Results) -> list[dict[str, Any]]:
+def claims_of(name: str, results: SweepResults) -> list[dict[str, Any]]:
     """What was published, and what it is here, of those policies that ran."""
     labels = [label for label in results.labels() if results.rates(label)]
     rows: list[dict[str, Any]] = []

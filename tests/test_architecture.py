@@ -7,6 +7,7 @@ import importlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -325,6 +326,22 @@ def test_the_loop_of_the_engine_is_under_forty_lines() -> None:
     lines = [node.end_lineno - node.lineno + 1 for node in loop if node.end_lineno is not None]
     assert len(lines) == 2
     assert sum(lines) < 40, "README.md says so"
+
+
+def test_a_class_name_means_one_thing() -> None:
+    names = Counter(
+        node.name
+        for file in modules_of(PACKAGE)
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, number in names.items() if number > 1] == []
+
+
+def test_no_file_name_stands_three_times() -> None:
+    """But those of the runners: the abstract one, and one for each backend."""
+    names = Counter(file.name for file in modules_of(PACKAGE) if not file.name.startswith("__"))
+    assert [name for name, number in names.items() if number > 2] == ["runner.py"]
 
 
 def test_examples_are_short() -> None:

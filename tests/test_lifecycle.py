@@ -23,7 +23,7 @@ import pytest
 from actorllm import LLM, AsyncLLM, EngineDeadError, RequestOutputKind, RequestStream, SamplingParams
 from actorllm.client.engine import Engine
 from actorllm.errors import EngineShutdownError
-from actorllm.intake.job import Call
+from actorllm.intake.job import FunctionJob
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "Once upon a time"
@@ -599,7 +599,7 @@ def test_the_jobs_behind_a_slow_one_are_ended(make_llm: Callable[..., AsyncLLM])
     engine = make_llm()._engine
     go = threading.Event()
     for _ in range(3):  # on every lane
-        engine._enqueue(Call(lambda: bool(go.wait(30))))
+        engine._enqueue(FunctionJob(lambda: bool(go.wait(30))))
     try:
         future = engine.start_in_background()
         engine.shutdown(timeout=0.1)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from actorllm import LLM, AsyncEngineArgs, AsyncLLM, AsyncLLMEngine, EngineArgs, LLMEngine, cli
-from actorllm.cli.options import EngineOptions as CommandOptions
+from actorllm.cli.options import EngineFlags as CommandOptions
 from actorllm.cli.serve import ServedEngineOptions
 from actorllm.config import ARGUMENTS, VLLM_ARGUMENTS, EngineConfig
 from actorllm.types.options import DEFAULTS, TYPES, EngineOptions, meanings, type_text

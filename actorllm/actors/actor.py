@@ -31,7 +31,7 @@ from anyio.abc import TaskGroup
 
 from actorllm import errors
 from actorllm.actors.engine_thread import HostLoop, Waiter
-from actorllm.actors.heartbeat import Pulse
+from actorllm.actors.heartbeat import Heartbeat
 from actorllm.actors.link import Link, LinkInfo
 from actorllm.clock import now
 from actorllm.errors import (
@@ -73,7 +73,7 @@ class Actor:
         """The open links by the name of the peer (of the link, for the hub of a broadcast)."""
         self.is_running = False
         """True from the start of `run` until a stop is asked for. A main loop is `while self.is_running:`."""
-        self.pulse: Pulse | None = None
+        self.pulse: Heartbeat | None = None
         """Where the actor of a process shows what it is at; None: nobody watches it."""
         self.on_work: Callable[[], object] = bool
         """To be called when `has_work` becomes true."""

@@ -210,7 +210,7 @@ def live(control: socket.socket, start: dict[str, Any], fds: tuple[int, ...]) ->
     """The actor's whole life; True when it failed. fds: its pulse, if somebody watches over it."""
     from actorllm.actors.actor import Failure, Runner
     from actorllm.actors.engine_thread import run_loop
-    from actorllm.actors.heartbeat import Pulse
+    from actorllm.actors.heartbeat import Heartbeat
     from actorllm.actors.topology import load
 
     def report(error: BaseException | None) -> None:
@@ -220,7 +220,7 @@ def live(control: socket.socket, start: dict[str, Any], fds: tuple[int, ...]) ->
 
     actor = load(start["path"])(start["actor"], start["rank"])
     for fd in fds:
-        actor.pulse = Pulse(fd)
+        actor.pulse = Heartbeat(fd)
         os.close(fd)
     config_class = load(start["config_path"])
 
@@ -232,7 +232,7 @@ def live(control: socket.socket, start: dict[str, Any], fds: tuple[int, ...]) ->
         send_frame(control, "denounced", peer=info.peer, link=link, generation=info.generation, what=about)
 
     runner = Runner(actor, report, report_broken, lambda: send_frame(control, "progress"), report_denounced)
-    run_loop(Child(control, runner, config_class).run, config_class.from_json(start["config"]))
+    run_loop(ChildProgram(control, runner, config_class).run, config_class.from_json(start["config"]))
     return runner.failure is not None
 
 
@@ -244,7 +244,7 @@ def error_of_loss(frame: dict[str, Any]) -> ActorLLMError:
     return (own_class(frame["type_name"]) or EngineDeadError)(frame["error"])
 
 
-class Child:
+class ChildProgram:
     """Does what the control socket says: setup frames one after the other, stop and the end of the socket at once."""
 
     def __init__(self, control: socket.socket, runner: Runner, config_class: Any) -> None:

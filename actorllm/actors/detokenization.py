@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from actorllm.actors.output_buffer import Pacing
+from actorllm.actors.output_buffer import OutputBuffer
 from actorllm.clock import now
 from actorllm.errors import is_failure
 from actorllm.messages import NO_I32, Outputs, Submit
@@ -21,7 +21,7 @@ from actorllm.messages.embeds import ids_before_text
 from actorllm.messages.logprobs import LogprobSpan, columns_of
 from actorllm.scheduling.events import End, Events
 from actorllm.scheduling.sequence import Key, Sequence
-from actorllm.scheduling.telemetry.request_counters import Tally
+from actorllm.scheduling.telemetry.request_counters import RequestCounters
 from actorllm.text.request_text import RequestText
 from actorllm.text.token_text import LogprobText, TokenText
 from actorllm.text.tokenizer import Tokenizer
@@ -184,13 +184,13 @@ class Outgoing:
 class Renderer:
     """See the module docstring."""
 
-    def __init__(self, tokenizer: Tokenizer | None, tally: Tally, finish: Finish) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, tally: RequestCounters, finish: Finish) -> None:
         """tokenizer: None where no text is made. tally: counts every end that is rendered."""
         self._tokenizer = tokenizer
         self._token_text: TokenText | None = None
         self._tally = tally
         self._finish = finish
-        self.pacing = Pacing()
+        self.pacing = OutputBuffer()
 
     # Requests
 

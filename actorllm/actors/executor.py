@@ -48,7 +48,7 @@ class JobDropped(Exception):
     """Nobody waited for a job any more, and it was not run."""
 
 
-class Job(Protocol):
+class ExecutorJob(Protocol):
     """What a FairExecutor runs."""
 
     @property
@@ -74,7 +74,7 @@ class Job(Protocol):
         """On a thread of the queue."""
 
 
-J = TypeVar("J", bound=Job)
+J = TypeVar("J", bound=ExecutorJob)
 
 
 @dataclass(slots=True, eq=False)

@@ -53,7 +53,7 @@ from actorllm.messages import (
     sequences_of,
 )
 from actorllm.messages.logprobs import LogprobSpan, spans_of
-from actorllm.supervision.blame.scheduler_deaths import Record, note_death
+from actorllm.supervision.blame.scheduler_deaths import DeathRecord, note_death
 from actorllm.supervision.blame.worker_deaths import MAX_ALONE
 from actorllm.types.logprob import Logprob
 from actorllm.types.request_end import RequestEnd
@@ -149,11 +149,11 @@ class JournalEntry:
     """What it waited for its next output after that, in all."""
     lost_at: float = 0.0
     """When the scheduler died that it is waiting to hear from again."""
-    record: Record = field(default_factory=Record)
+    record: DeathRecord = field(default_factory=DeathRecord)
     """Whether schedulers died of it; the sequences of one request have one."""
 
 
-class _Turn:
+class _UnsentAsk:
     """The place of a question among what waits to be sent."""
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class FrontendActor(Actor):
         self._num_finished = 0
         self._num_repeated = 0
         self._num_asking = 0
-        self._unsent: deque[Submit | Abort | _Turn] = deque()
+        self._unsent: deque[Submit | Abort | _UnsentAsk] = deque()
         self._linked: anyio.Event | None = None  # while one waits for it
         self._idle: anyio.Event | None = None
         self._lost_at = 0.0
@@ -221,7 +221,7 @@ class FrontendActor(Actor):
         submit = self._made(lambda: replace(make_submit(rids[0]), siblings=np.array(rids[1:], np.int32)), consumers)
         if submit is None:
             return
-        record = Record()  # one for all of them
+        record = DeathRecord()  # one for all of them
         for sequence, consumer in zip(sequences_of(submit), consumers, strict=True):
             self._journal[sequence.rid] = JournalEntry(sequence, consumer, record=record)
             on_rid(sequence.rid)
@@ -302,7 +302,7 @@ class FrontendActor(Actor):
     def _flush(self) -> None:
         while self._unsent and self._scheduler is not None and self._scheduler.is_open:
             message = self._unsent[0]
-            if isinstance(message, _Turn):
+            if isinstance(message, _UnsentAsk):
                 self._unsent.popleft()
                 message.has_come.set()
                 continue
@@ -320,7 +320,7 @@ class FrontendActor(Actor):
     def _forget_unsent(self) -> None:
         """Nobody is there to send it to. Who has a question looks for somebody else."""
         for message in self._unsent:
-            if isinstance(message, _Turn):
+            if isinstance(message, _UnsentAsk):
                 message.has_come.set()
         self._unsent.clear()
 
@@ -632,7 +632,7 @@ class FrontendActor(Actor):
             link = await self._wait_linked()
             if not self._unsent:
                 return link
-            turn = _Turn()
+            turn = _UnsentAsk()
             self._unsent.append(turn)
             await turn.has_come.wait()
             if link is self._scheduler and link.is_open:

@@ -1,4 +1,4 @@
-"""`Pulse`: a page of memory in which a process shows that it lives and what it is at.
+"""`Heartbeat`: a page of memory in which a process shows that it lives and what it is at.
 
 The actor's own process writes it with plain stores of aligned words, and the supervisor's looks at it now and then; neither
 waits for the other, and no system call is made. What each word proves:
@@ -11,7 +11,7 @@ waits for the other, and no system call is made. What each word proves:
 That a process is stopped (SIGSTOP, a debugger) it cannot say itself; the kernel does (`is_stopped`).
 
 Made by the supervisor for each of its processes; the descriptor travels with the "start" frame. A thread of this process
-has one as well (`Pulse.of_thread`), of memory that nobody else sees.
+has one as well (`Heartbeat.of_thread`), of memory that nobody else sees.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Sign:
     """By a signal or by a debugger."""
 
 
-class Pulse:
+class Heartbeat:
     """One mapping of the page; each end has its own."""
 
     __slots__ = ("_memory", "_view", "_words")
@@ -55,7 +55,7 @@ class Pulse:
         self._words = self._view.cast("Q")[:: WORD // 8]
 
     @classmethod
-    def create(cls) -> tuple[Pulse, int]:
+    def create(cls) -> tuple[Heartbeat, int]:
         """A new page and its descriptor, which the caller owns. Raises OSError."""
         fd = os.memfd_create("actorllm-pulse", os.MFD_CLOEXEC)
         try:
@@ -66,7 +66,7 @@ class Pulse:
             raise
 
     @classmethod
-    def of_thread(cls) -> Pulse:
+    def of_thread(cls) -> Heartbeat:
         """One for both ends. Not to be closed: a thread that is stuck writes to it when it comes back."""
         return cls(-1)
 

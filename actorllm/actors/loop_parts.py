@@ -87,7 +87,7 @@ class PoisonIsolation(LoopPart):
         return self._trial.wakes_at if self._trial.is_on else math.inf
 
 
-class Expiry(LoopPart):
+class DeadlineExpiry(LoopPart):
     """Ends what is past its deadline at once, and not only when the step in flight is done."""
 
     def __init__(self, host: LoopHost, trial: SchedulerTrial[Outlet]) -> None:

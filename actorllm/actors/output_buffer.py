@@ -18,7 +18,7 @@ Row: TypeAlias = tuple[int, list[int], str, list[Any]]
 """Output index of the first token (-1: no token), tokens, text, log-probabilities."""
 
 
-class Held:
+class HeldOutput:
     """What one request holds back."""
 
     __slots__ = ("index", "interval", "is_first", "logprobs", "num_logprobs", "text", "tokens")
@@ -58,20 +58,20 @@ class Held:
         return row
 
 
-class Pacing:
+class OutputBuffer:
     """The requests that hold output back. Falsy while there are none."""
 
     __slots__ = ("_held",)
 
     def __init__(self) -> None:
-        self._held: dict[Key, Held] = {}
+        self._held: dict[Key, HeldOutput] = {}
 
     def __bool__(self) -> bool:
         return bool(self._held)
 
     def add(self, key: Key, interval: int, *, is_first: bool) -> None:
         """From now on the request's output is due every `interval` tokens (0: at its end); is_first: none was sent."""
-        self._held[key] = Held(interval, is_first)
+        self._held[key] = HeldOutput(interval, is_first)
 
     def due(self, key: Key, row: Row, is_end: bool) -> Row | None:
         """The row to send now, with what was held back before it; None: nothing yet. After the end the key is unknown."""

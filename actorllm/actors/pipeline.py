@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from actorllm.actors.engine_thread import HostLoop
-from actorllm.actors.heartbeat import WITHOUT_NUMBER, Pulse
+from actorllm.actors.heartbeat import WITHOUT_NUMBER, Heartbeat
 from actorllm.actors.link import Link
 from actorllm.actors.step_budget import NEW_BUDGET_S
 from actorllm.clock import now
@@ -43,7 +43,7 @@ class PipelinedWorker(Protocol):
     runner: Any
     is_running: bool
     is_alone: bool
-    pulse: Pulse | None
+    pulse: Heartbeat | None
     plans: deque[tuple[Link, StepPlan]]
     late_inputs: dict[tuple[Link, int], LateInputs]
     owner: Link | None

@@ -19,11 +19,11 @@ from actorllm.config import EngineConfig, SchedulerConfig
 from actorllm.errors import ConfigError
 from actorllm.messages import StepFailed, StepResult, Submit, pack, unpack
 from actorllm.ring.codec import decode, encode
-from actorllm.scheduling.admission_policy import ADMISSIONS, Gate, load_admission
+from actorllm.scheduling.admission_policy import ADMISSIONS, AdmissionGate, load_admission
 from actorllm.scheduling.cost_model import from_json
 from actorllm.scheduling.loading import load_policy
 from actorllm.scheduling.policy import POLICIES, PlanPolicy
-from actorllm.scheduling.policy_fallback import FALLBACK, GuardedPolicy
+from actorllm.scheduling.policy_fallback import FALLBACK, PolicyWithFallback
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.step_time import CorrectedStepTime
 from actorllm.scheduling.telemetry.decisions import DECIDE, ToldPolicy
@@ -258,10 +258,10 @@ def build_policy(
             on_admission_failure(what, error)
 
     def gated(policy: PlanPolicy) -> PlanPolicy:
-        return policy if admission is None else cast("PlanPolicy", Gate(policy, admission, tell_admission))
+        return policy if admission is None else cast("PlanPolicy", AdmissionGate(policy, admission, tell_admission))
 
     policy = gated(load_policy(config.policy, step_time()))
     if config.policy in POLICIES:
         return policy
     # a PlanPolicy, with the methods about forks only if that has them
-    return cast("PlanPolicy", GuardedPolicy(policy, on_failure, lambda: gated(load_policy(FALLBACK))))
+    return cast("PlanPolicy", PolicyWithFallback(policy, on_failure, lambda: gated(load_policy(FALLBACK))))

@@ -25,7 +25,7 @@ from actorllm.actors.actor import Actor
 from actorllm.actors.constraints import Constraints, with_ends
 from actorllm.actors.detokenization import Outgoing, Renderer
 from actorllm.actors.link import Link
-from actorllm.actors.loop_parts import Expiry, Grammars, PoisonIsolation, hooks
+from actorllm.actors.loop_parts import DeadlineExpiry, Grammars, PoisonIsolation, hooks
 from actorllm.actors.outlet import ForFrontend, Outlet
 from actorllm.actors.pausing import Pausing
 from actorllm.actors.record_file import RecordFile, build_policy, is_of_user, scheduler_arguments
@@ -53,21 +53,21 @@ from actorllm.scheduling.events import NOTHING, End, Events
 from actorllm.scheduling.pause import PauseState
 from actorllm.scheduling.policy import PlanPolicy
 from actorllm.scheduling.policy_fallback import FALLBACK
-from actorllm.scheduling.policy_monitor import SHORTEST_TIMER_S, PolicyWatch, WakeTimer
+from actorllm.scheduling.policy_monitor import SHORTEST_TIMER_S, PolicyMonitor, WakeTimer
 from actorllm.scheduling.results import ContradictionError
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key
 from actorllm.scheduling.telemetry.decisions import TellingPolicy
 from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler
-from actorllm.scheduling.telemetry.request_counters import Tally
+from actorllm.scheduling.telemetry.request_counters import RequestCounters
 from actorllm.scheduling.telemetry.snapshot import glance
-from actorllm.scheduling.telemetry.step_history import StepLog
+from actorllm.scheduling.telemetry.step_history import StepHistory
 from actorllm.supervision.blame.scheduler_trial import SchedulerTrial, end_of_unknown
 from actorllm.text.grammar import GrammarCompiler
 from actorllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from actorllm.actors.step_model_error import StepWatch
+    from actorllm.actors.step_model_error import StepModelMonitor
 
 logger = logging.getLogger(__name__)
 
@@ -126,8 +126,8 @@ class SchedulerActor(Actor):
         self._due: list[int] = []
         """The step that each rank has to answer next."""
         self._full: dict[int, Outlet] = {}
-        self._tally = Tally()
-        self._step_log = StepLog()
+        self._tally = RequestCounters()
+        self._step_log = StepHistory()
         self._retry_s = RETRY_S
         self._trial: SchedulerTrial[Outlet]
         self._pausing: Pausing
@@ -135,12 +135,12 @@ class SchedulerActor(Actor):
         self._policy_name = "fcfs"
         self._policy_failure: str | None = None
         self._admission_failure: str | None = None
-        self._watch = PolicyWatch()
+        self._watch = PolicyMonitor()
         self._timer = WakeTimer()
         self._wake_at = math.inf
         """When the policy is to be asked again even if nothing happens."""
         self._has_told_stall = False
-        self._step_watch: StepWatch | None = None
+        self._step_watch: StepModelMonitor | None = None
         self._tokenizer: Tokenizer | None = None
         self._renderer: Renderer
         self._record_path: Path
@@ -168,7 +168,7 @@ class SchedulerActor(Actor):
         self._pausing = Pausing(self, self._trial, self._outlets, self._full)
         parts = (
             PoisonIsolation(self, self._trial),
-            Expiry(self, self._trial),
+            DeadlineExpiry(self, self._trial),
             Grammars(self, self._constraints),
             self._pausing,
         )
@@ -195,9 +195,9 @@ class SchedulerActor(Actor):
         """The scheduling policy behind the admission policy; whatever they raise replaces them, and nothing else."""
         self._policy_name = config.policy
         if config.step_model is not None:
-            from actorllm.actors.step_model_error import StepWatch
+            from actorllm.actors.step_model_error import StepModelMonitor
 
-            self._step_watch = StepWatch(config.step_model)
+            self._step_watch = StepModelMonitor(config.step_model)
 
         def log_admission(what: str, error: Exception) -> None:
             name = config.admission

@@ -1,4 +1,4 @@
-"""`StepWatch`: how well a step-time model tells what the steps of this engine take, for `stats()`.
+"""`StepModelMonitor`: how well a step-time model tells what the steps of this engine take, for `stats()`.
 
 The scheduler actor, which sees a step when it is launched and when its result is there, feeds it. It decides nothing: what a
 policy plans by is its own affair, so that a recording of the scheduler's inputs says everything about its plans.
@@ -16,7 +16,7 @@ from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.step_time import CorrectedStepTime, features_of
 
 
-class StepWatch:
+class StepModelMonitor:
     """Expects of every step what the model says, and learns what it took."""
 
     def __init__(self, step_model: str) -> None:

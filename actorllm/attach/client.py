@@ -1,6 +1,6 @@
-"""`Membership`: what a program that joined the engine of another program has in place of a supervisor.
+"""`AttachClient`: what a program that joined the engine of another program has in place of a supervisor.
 
-Owns the connection to the engine's `Reception`, and the frontend actor of this process. It joins, and installs the ring
+Owns the connection to the engine's `AttachServer`, and the frontend actor of this process. It joins, and installs the ring
 pair whose descriptors come over the connection. It installs another one whenever the scheduler was started again, and
 it watches the owner. Everything else goes through the rings.
 
@@ -40,7 +40,7 @@ from actorllm.supervision.death import ActorDeath
 from actorllm.supervision.health import ActorHealth, EngineHealth, EngineState
 
 
-class Membership:
+class AttachClient:
     """One frontend of an engine that another process owns."""
 
     def __init__(self, name: str) -> None:

@@ -10,8 +10,8 @@ entry is a SEQPACKET socket on which the owner of the engine listens. Its frames
                         lost {link, generation, type_name, error}  bye {type_name, message}
 
 Invariants: the file mode keeps other users out, and both sides ask SO_PEERCRED as well. An entry whose owner is dead is
-no engine, and is removed at the next look. Entries are made and removed under the folder's lock only. `Reception`
-claims a name; `Membership` and `actorllm ps` connect.
+no engine, and is removed at the next look. Entries are made and removed under the folder's lock only. `AttachServer`
+claims a name; `AttachClient` and `actorllm ps` connect.
 """
 
 from __future__ import annotations

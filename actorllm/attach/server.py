@@ -1,4 +1,4 @@
-"""`Reception`: the engine's side of attaching. It makes frontends of the programs that join.
+"""`AttachServer`: the engine's side of attaching. It makes frontends of the programs that join.
 
 Owns the engine's name, the socket under it, and every connection from outside. It runs on the engine thread, around the
 supervisor. An engine without a name has none of this, and one that no program joins pays nothing. A program that joins
@@ -53,7 +53,7 @@ COUNTS_TIMEOUT_S = 2.0
 """How long a description waits for the scheduler's counts."""
 
 
-class Reception:
+class AttachServer:
     """A Service (see `engine_thread`): the supervisor's life, and beside it the answers to those who come by name."""
 
     def __init__(self, name: str, supervisor: Supervisor, frontend: FrontendActor) -> None:
@@ -222,7 +222,7 @@ class Reception:
 class Visitor:
     """One connection from outside."""
 
-    def __init__(self, reception: Reception, control: socket.socket, loop: AsyncioLoop) -> None:
+    def __init__(self, reception: AttachServer, control: socket.socket, loop: AsyncioLoop) -> None:
         self.peer: Peer = peer_of(control)
         self.is_welcome = False
         """He has shown that he fits."""

@@ -11,7 +11,7 @@ from typing import Any
 from cyclopts import App
 
 from actorllm import __version__
-from actorllm.cli.options import Answer, EngineOptions, SamplingOptions
+from actorllm.cli.options import EngineFlags, GenerationRun, SamplingOptions
 from actorllm.errors import (
     ActorLLMError,
     ConfigError,
@@ -42,7 +42,7 @@ def generate(
     prompt: str,
     /,
     *,
-    engine_options: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
+    engine_options: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
     sampling: SamplingOptions = SamplingOptions(),  # noqa: B008 - frozen
     stats: bool = False,
     timeline: Path | None = None,
@@ -68,7 +68,7 @@ def generate(
         if timeline is not None:
             engine.start()
             engine.ask_scheduler("start_timeline").result()
-        answer = Answer(engine, prompt, params)
+        answer = GenerationRun(engine, prompt, params)
         print(prompt, end="", flush=True)
         for output in answer:
             print(output.outputs[0].text, end="", flush=True)

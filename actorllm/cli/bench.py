@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from cyclopts import App
 
-from actorllm.cli.options import EngineOptions, SeededEngineOptions
+from actorllm.cli.options import EngineFlags, SeededEngineFlags
 from actorllm.errors import ConfigError, EngineStartError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ bench = App(name="bench", help="Measure throughput, latency or start-up of an en
 @bench.command
 def throughput(
     *,
-    engine_options: SeededEngineOptions = SeededEngineOptions(),  # noqa: B008 - frozen
+    engine_options: SeededEngineFlags = SeededEngineFlags(),  # noqa: B008 - frozen
     input_len: int = 128,
     output_len: int = 128,
     n: int = 1,
@@ -94,7 +94,7 @@ def throughput(
 @bench.command
 def latency(
     *,
-    engine_options: SeededEngineOptions = SeededEngineOptions(),  # noqa: B008 - frozen
+    engine_options: SeededEngineFlags = SeededEngineFlags(),  # noqa: B008 - frozen
     input_len: int = 32,
     output_len: int = 128,
     batch_size: int = 8,
@@ -162,7 +162,7 @@ def latency(
 @bench.command
 def startup(
     *,
-    engine_options: SeededEngineOptions = SeededEngineOptions(),  # noqa: B008 - frozen
+    engine_options: SeededEngineFlags = SeededEngineFlags(),  # noqa: B008 - frozen
     num_iters_cold: int = 3,
     num_iters_warmup: int = 1,
     num_iters_warm: int = 3,
@@ -222,7 +222,7 @@ llm.shutdown()
 """What a fresh process runs to measure one start. Importing the package is not part of it, as in vLLM."""
 
 
-def _start_once(options: EngineOptions) -> float:
+def _start_once(options: EngineFlags) -> float:
     argument = orjson.dumps([options.model, options.arguments()]).decode()
     result = subprocess.run([sys.executable, "-c", START, argument], capture_output=True, text=True, check=False)
     if result.returncode:
@@ -242,7 +242,7 @@ def _evict(folder: Path) -> None:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _llm(options: EngineOptions, num_tokens: int) -> LLM:
+def _llm(options: EngineFlags, num_tokens: int) -> LLM:
     from actorllm.api.llm import LLM
     from actorllm.config import EngineConfig
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from actorllm.cli.options import EngineOptions, check_writable
+from actorllm.cli.options import EngineFlags, check_writable
 from actorllm.errors import ConfigError
 
 
 def calibrate(
     *,
-    engine_options: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
+    engine_options: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
     output: Path | None = None,
     recording: Path | None = None,
     duration: float = 30.0,

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actorllm.cli.options import Answer, EngineOptions, SamplingOptions
+from actorllm.cli.options import EngineFlags, GenerationRun, SamplingOptions
 from actorllm.errors import ConfigError, RequestError, RequestFailedError, nearest_name
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ COMMANDS = {"/clear": "forget the conversation", "/exit": "end it, as does the e
 
 def chat(
     *,
-    engine_options: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
+    engine_options: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
     sampling: SamplingOptions = SamplingOptions(),  # noqa: B008 - frozen
     system: str | None = None,
     once: str | None = None,
@@ -81,7 +81,7 @@ class Talk:
         from actorllm.text.chat_template import Conversation
 
         asked = [*self.messages, {"role": "user", "content": message}]
-        answer = Answer(self._engine, Conversation.of(asked, chat_template=self._template), self._params)
+        answer = GenerationRun(self._engine, Conversation.of(asked, chat_template=self._template), self._params)
         text = ""
         try:
             for output in answer:

@@ -23,7 +23,7 @@ from actorllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from actorllm.config import EngineConfig
-    from actorllm.slo.experiments import Point, Results, Scenario
+    from actorllm.slo.experiments import Point, Scenario, SweepResults
     from actorllm.slo.journal import RecordedRun
 
 Many = Parameter(consume_multiple=True)
@@ -263,7 +263,7 @@ def report(
         Of a recording: write a Chrome trace of requests and steps to this file (open it in Perfetto).
     """
     from actorllm.actors.record_file import is_recording
-    from actorllm.slo.experiments import Results, read_results
+    from actorllm.slo.experiments import SweepResults, read_results
     from actorllm.slo.report import results_csv, sweep_page
 
     see_own_folder()
@@ -274,7 +274,7 @@ def report(
         return
     if timeline is not None:
         raise ConfigError(f"timeline={str(timeline)!r} is for a recording: {str(results)!r} has the results of a sweep")
-    found = Results.of_records(*read_results(results, scenario))
+    found = SweepResults.of_records(*read_results(results, scenario))
     _check_apart(results=results, output=output, csv=csv)
     check_writable(output=output, csv=csv)
     for note in found.notes:
@@ -523,7 +523,7 @@ def _print_run(point: Point, figures: dict[str, Any]) -> None:
     print(f"{verdict['verdict']}: {verdict['message']}")
 
 
-def _print_sweep(found: Results, searched: Sequence[float]) -> None:
+def _print_sweep(found: SweepResults, searched: Sequence[float]) -> None:
     """The headline: the highest rates by policy, reading and target; without a search those that the rates show."""
     from actorllm.types.objective import READINGS
 

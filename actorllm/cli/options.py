@@ -66,7 +66,7 @@ def with_meanings(cls: C) -> C:
 @Parameter(name="*")
 @with_meanings
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions:
+class EngineFlags:
     """Arguments of the engine, as in `AsyncLLM`; what is not given is left to its default, and it checks what is."""
 
     model: str = "storyteller"
@@ -124,7 +124,7 @@ class EngineOptions:
 @Parameter(name="*")
 @with_meanings
 @dataclass(frozen=True, kw_only=True)
-class SeededEngineOptions(EngineOptions):
+class SeededEngineFlags(EngineFlags):
     """The same where `--seed` is not that of one request."""
 
     seed: int | None = None
@@ -171,7 +171,7 @@ class SamplingOptions:
         return params.checked_copy()
 
 
-class Answer:
+class GenerationRun:
     """One request as a command sees it: iterate over its outputs, which hold what is new; then look at the figures."""
 
     def __init__(self, engine: Engine, prompt: Prompt, params: SamplingParams) -> None:

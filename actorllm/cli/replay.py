@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actorllm.cli.options import EngineOptions, check_writable
+from actorllm.cli.options import EngineFlags, check_writable
 from actorllm.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def replay(
     trace: str | None = None,
     /,
     *,
-    engine_options: EngineOptions = EngineOptions(),  # noqa: B008 - frozen
+    engine_options: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
     url: str | None = None,
     served_model_name: str | None = None,
     vocab_size: int | None = None,

@@ -19,7 +19,7 @@ from cyclopts import Parameter
 
 from actorllm.actors.engine_thread import ThreadHost
 from actorllm.cli.batch_format import BatchRequest, custom_id_of, error_line, parse_line, success_line
-from actorllm.cli.options import SeededEngineOptions
+from actorllm.cli.options import SeededEngineFlags
 from actorllm.client.engine import Engine
 from actorllm.client.stream import RequestStream
 from actorllm.errors import ActorLLMError, ConfigError, InvalidParameterError, RequestError
@@ -33,7 +33,7 @@ def run_batch(
     output_file: Annotated[Path, Parameter(name=["--output-file", "-o"])],
     /,
     *,
-    engine_options: SeededEngineOptions = SeededEngineOptions(),  # noqa: B008 - frozen
+    engine_options: SeededEngineFlags = SeededEngineFlags(),  # noqa: B008 - frozen
     served_model_name: str | None = None,
     max_concurrency: int = 512,
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from actorllm.cli.options import SeededEngineOptions, with_meanings
+from actorllm.cli.options import SeededEngineFlags, with_meanings
 from actorllm.errors import ConfigError
 
 KEY_VARIABLE = "ACTORLLM_API_KEY"
@@ -22,7 +22,7 @@ KEY_VARIABLE = "ACTORLLM_API_KEY"
 @Parameter(name="*")
 @with_meanings
 @dataclass(frozen=True, kw_only=True)
-class ServedEngineOptions(SeededEngineOptions):
+class ServedEngineOptions(SeededEngineFlags):
     """What a server's engine may be told beside the rest."""
 
     name: str | None = None

@@ -6,7 +6,7 @@ import os
 
 from actorllm.actors.engine_thread import Service
 from actorllm.actors.frontend import FrontendActor
-from actorllm.attach.client import Membership
+from actorllm.attach.client import AttachClient
 from actorllm.client.engine import Engine
 from actorllm.errors import EngineError
 
@@ -19,14 +19,14 @@ class AttachedEngine(Engine):
     """
 
     def __init__(self, name: str) -> None:
-        self._membership = Membership(name)
+        self._membership = AttachClient(name)
         self._membership.on_loss = self._on_loss
         super().__init__(self._membership.config)
 
     def _new_frontend(self) -> FrontendActor:
         return self._membership.frontend
 
-    def _new_supervisor(self) -> Membership:
+    def _new_supervisor(self) -> AttachClient:
         return self._membership
 
     def _new_service(self) -> Service:

@@ -30,7 +30,7 @@ from actorllm.actors.engine_thread import EngineThread, HostLoop, Service
 from actorllm.actors.frontend import FrontendActor
 from actorllm.actors.private_file import check_private
 from actorllm.actors.topology import engine_topology
-from actorllm.attach.server import Reception
+from actorllm.attach.server import AttachServer
 from actorllm.client.draining import Draining
 from actorllm.client.pooling_stream import PoolingStream, VectorStream
 from actorllm.client.stepper import Stepper
@@ -50,7 +50,7 @@ from actorllm.errors import (
     InvalidParameterError,
     shown,
 )
-from actorllm.intake.job import Call, Job, JobLane, Reading
+from actorllm.intake.job import FunctionJob, Job, JobLane, Reading
 from actorllm.intake.job_queue import JobQueue
 from actorllm.intake.lanes import Lanes
 from actorllm.intake.request_job import RequestJob, RequestSpec
@@ -77,7 +77,7 @@ from actorllm.types.params import (
 )
 
 if TYPE_CHECKING:
-    from actorllm.attach.client import Membership
+    from actorllm.attach.client import AttachClient
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class Engine:
         self._pid = os.getpid()
         self._is_synchronous = is_synchronous
         self.stepper: Stepper | None = None
-        self._supervisor: Supervisor | Membership | Stepper
+        self._supervisor: Supervisor | AttachClient | Stepper
         self._thread: EngineThread | Stepper
         self._make()
         self._death: EngineError | None = None
@@ -145,7 +145,7 @@ class Engine:
     def _new_frontend(self) -> FrontendActor:
         return FrontendActor()
 
-    def _new_supervisor(self) -> Supervisor | Membership:
+    def _new_supervisor(self) -> Supervisor | AttachClient:
         self.config = self._meeting_place.renewed(self.config)
         log = StartLog(_resolve)
         return Supervisor(
@@ -170,7 +170,7 @@ class Engine:
         assert isinstance(self._supervisor, Supervisor)
         if self.config.name is None or sys.platform != "linux":
             return self._supervisor
-        return Reception(self.config.name, self._supervisor, self._frontend)
+        return AttachServer(self.config.name, self._supervisor, self._frontend)
 
     # Life
 
@@ -198,7 +198,7 @@ class Engine:
 
     def start_in_background(self) -> Future[None]:
         """As `start`, on a lane. Who does not wait for it any more says so with `give_up_start`."""
-        call = Call(self._start, lambda: self._give_up_wanting(call.future))
+        call = FunctionJob(self._start, lambda: self._give_up_wanting(call.future))
         with self._lock:
             self._wanting.add(call.future)
         self._enqueue(call, JobQueue.put_control)
@@ -223,7 +223,7 @@ class Engine:
 
     def all_handed_over(self) -> Future[None]:
         """Resolved when every request of before has reached the frontend, or has ended."""
-        call = Call(lambda: None)
+        call = FunctionJob(lambda: None)
         self._enqueue(call, JobQueue.put_barrier)
         return call.future
 

@@ -12,7 +12,7 @@ from actorllm.actors.frontend import Delta
 from actorllm.client.stream import Completion, Mailbox, RequestStream
 from actorllm.errors import RequestFailedError
 from actorllm.types.outputs import RequestOutput
-from actorllm.types.pooling_outputs import PoolingOutput, PoolingRequestOutput, RequestError, Vector, shaped
+from actorllm.types.pooling_outputs import PoolingAborted, PoolingOutput, PoolingRequestOutput, Vector, shaped
 from actorllm.types.pooling_params import Pooling
 
 NO_VECTOR: Vector = np.zeros(0, np.float32)
@@ -93,7 +93,9 @@ class PoolingStream:
             if end.finish_reason != "abort":
                 raise RequestFailedError("the request ended without a vector")
             reason = "its deadline has passed" if end.stop_reason is not None else "it was aborted"
-            error = RequestError(str(end.stop_reason or "abort"), f"the request ended without a vector: {reason}", True)
+            error = PoolingAborted(
+                str(end.stop_reason or "abort"), f"the request ended without a vector: {reason}", True
+            )
         return PoolingRequestOutput(
             output.request_id,
             PoolingOutput(NO_VECTOR if vector is None else shaped(vector, self._pooling)),
@@ -110,7 +112,7 @@ class PoolingStream:
         Arguments:
             error: what it has raised.
         """
-        told = RequestError("error", str(error))
+        told = PoolingAborted("error", str(error))
         return PoolingRequestOutput(
             self.request_id, PoolingOutput(NO_VECTOR), self.prompt_token_ids, 0, finished=True, error=told
         )

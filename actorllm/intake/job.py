@@ -43,7 +43,7 @@ class Job(ABC):
         return False
 
 
-class Call(Job):
+class FunctionJob(Job):
     """A function that somebody waits for."""
 
     def __init__(self, function: Callable[[], None], on_end: Callable[[], object] = bool) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.kvcache.block_pool import BlockPool
-from actorllm.kvcache.prefix_index import PrefixIndex, Run
+from actorllm.kvcache.prefix_index import BlockRun, PrefixIndex
 from actorllm.messages import I32, NO_I32
 
 NUM_GROUPS = 1
@@ -223,14 +223,14 @@ class KVCacheManager:
 
     # The prefix cache
 
-    def publish(self, slot: int, hashes: bytes, num_blocks: int) -> Run | None:
+    def publish(self, slot: int, hashes: bytes, num_blocks: int) -> BlockRun | None:
         """The first blocks of a slot are computed and may be found by these hashes. Returns the run that they end with."""
         if self.index is None:
             return None
         return self.index.publish(hashes, self._table[slot, :num_blocks].copy())
 
     def publish_output(
-        self, slot: int, hashes: bytes, num_blocks: int, known: I32, run: Run | None = None, is_new: bool = False
+        self, slot: int, hashes: bytes, num_blocks: int, known: I32, run: BlockRun | None = None, is_new: bool = False
     ) -> None:
         """The blocks behind those that have hashes (and are published) are computed as well, up to num_blocks.
 

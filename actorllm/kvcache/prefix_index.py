@@ -4,7 +4,7 @@ A block's hash covers its token ids, the hash of the block before it, and an ext
 keeps apart what has the same ids and must not share KV. The frontend computes the hashes of the prompt, which travel in
 `Submit`; those of output are computed here.
 
-The index is a tree of runs: a `Run` is a stretch of consecutive blocks that one request published at once, and a child
+The index is a tree of runs: a `BlockRun` is a stretch of consecutive blocks that one request published at once, and a child
 goes on where its parent ends. Work is per run and not per block, whatever the length of a prompt: because a hash covers
 everything before it, two runs agree up to the block where a bisection says so.
 
@@ -68,17 +68,17 @@ def continue_hashes(digest: bytes, token_ids: I32, block_size: int) -> bytes:
     return b"".join(digests)
 
 
-_NO_CHILDREN: dict[bytes, Run] = {}
-_NO_TAILS: list[Run] = []
+_NO_CHILDREN: dict[bytes, BlockRun] = {}
+_NO_TAILS: list[BlockRun] = []
 """Of most runs, which never get any. Never changed."""
 
 
-class Run:
+class BlockRun:
     """Consecutive blocks in the index: those at positions start..stop-1 of every sequence that begins this way."""
 
     __slots__ = ("blocks", "children", "hashes", "key", "known", "number", "parent", "start", "stop", "tails")
 
-    def __init__(self, number: int, parent: Run | None, start: int, blocks: I32, hashes: bytes) -> None:
+    def __init__(self, number: int, parent: BlockRun | None, start: int, blocks: I32, hashes: bytes) -> None:
         self.number = number
         self.parent = parent
         self.start = start
@@ -122,12 +122,12 @@ class PrefixIndex:
         self._pool = pool
         self._block_size = block_size
         self._read_token_ids = read_token_ids
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, BlockRun] = {}
         self._last_number = 0
         self._num_resets = 0
         self._has_orphans = False
         """Whether runs are left that nobody finds; a request may still hold their blocks and publish them once more."""
-        self._root = Run(0, None, 0, NO_I32, b"")
+        self._root = BlockRun(0, None, 0, NO_I32, b"")
 
     def find(self, hashes: bytes, count: int) -> I32:
         """The longest run of blocks from the start whose hashes are these, `count` at most."""
@@ -149,7 +149,7 @@ class PrefixIndex:
             return found[0] if found else NO_I32
         return np.concatenate(found)
 
-    def publish(self, hashes: bytes, blocks: I32) -> Run:
+    def publish(self, hashes: bytes, blocks: I32) -> BlockRun:
         """From now on these referenced blocks, those at the start of a sequence, are found by their hashes.
 
         Blocks that are found already stay: of two that hold the same, the first is in the index. Returns the last run.
@@ -181,7 +181,7 @@ class PrefixIndex:
         run.stop = len(hashes) // HASH_BYTES
         run.known = known
 
-    def publish_tail(self, hashes: bytes, blocks: I32, known: I32, run: Run | None = None) -> None:
+    def publish_tail(self, hashes: bytes, blocks: I32, known: I32, run: BlockRun | None = None) -> None:
         """The referenced blocks at the start of one sequence: as many as there are hashes, and those that follow them.
 
         The tokens of the latter are `known`, and then the paged ones. Where the former are not in the index any more, they
@@ -243,7 +243,7 @@ class PrefixIndex:
 
     def reset(self) -> None:
         """Nothing is found any more."""
-        self._root = Run(0, None, 0, NO_I32, b"")
+        self._root = BlockRun(0, None, 0, NO_I32, b"")
         self._runs.clear()
         self._pool.discard_all()
         self._has_orphans = False
@@ -276,12 +276,12 @@ class PrefixIndex:
         for number in set(self._pool.labels(blocks).tolist()):
             self._runs.pop(number, None)
 
-    def _child(self, run: Run, hashes: bytes, at: int) -> Run | None:
+    def _child(self, run: BlockRun, hashes: bytes, at: int) -> BlockRun | None:
         if run.tails or run.has_tail:
             self._hash_tails(run)
         return run.children.get(hashes[HASH_BYTES * at : HASH_BYTES * (at + 1)])
 
-    def _walk(self, hashes: bytes, count: int) -> tuple[Run, int]:
+    def _walk(self, hashes: bytes, count: int) -> tuple[BlockRun, int]:
         """The last run that agrees with these hashes, and up to which block."""
         run, at = self._root, 0
         while at < count:
@@ -294,14 +294,14 @@ class PrefixIndex:
                 break
         return run, at
 
-    def _new_run(self, parent: Run, start: int, blocks: I32, hashes: bytes) -> Run:
+    def _new_run(self, parent: BlockRun, start: int, blocks: I32, hashes: bytes) -> BlockRun:
         self._last_number = self._last_number % (2**31 - 1) + 1
-        run = Run(self._last_number, parent, start, blocks, hashes)
+        run = BlockRun(self._last_number, parent, start, blocks, hashes)
         self._runs[run.number] = run
         self._pool.keep(blocks, run.number)
         return run
 
-    def _add(self, parent: Run, start: int, blocks: I32, hashes: bytes) -> Run:
+    def _add(self, parent: BlockRun, start: int, blocks: I32, hashes: bytes) -> BlockRun:
         run = self._new_run(parent, start, blocks, hashes)
         if parent.children is _NO_CHILDREN:
             parent.children = {}
@@ -309,7 +309,7 @@ class PrefixIndex:
         self.version += 1
         return run
 
-    def _split(self, run: Run, at: int) -> None:
+    def _split(self, run: BlockRun, at: int) -> None:
         """Two runs of one: the first keeps its number and ends before block `at`."""
         size = at - run.start
         lower = self._new_run(run, at, run.blocks[size:], run.hashes[HASH_BYTES * size :])
@@ -320,7 +320,7 @@ class PrefixIndex:
         run.blocks, run.hashes, run.stop = run.blocks[:size], run.hashes[: HASH_BYTES * size], at
         run.children, run.tails, run.known = {lower.key: lower}, _NO_TAILS, NO_I32
 
-    def _cut(self, run: Run, left: int) -> None:
+    def _cut(self, run: BlockRun, left: int) -> None:
         """A run loses its blocks from the one at `left` on, and with them everything that goes on behind."""
         if run.start + left < run.stop:
             if run.children or run.tails:
@@ -332,7 +332,7 @@ class PrefixIndex:
             return
         self._remove(run)
 
-    def _remove(self, run: Run) -> None:
+    def _remove(self, run: BlockRun) -> None:
         """A run that nothing is left of, or goes on behind, is found no more."""
         del self._runs[run.number]
         run.stop = run.start
@@ -345,7 +345,7 @@ class PrefixIndex:
         elif run in parent.tails:
             parent.tails.remove(run)
 
-    def _hash_tails(self, run: Run) -> None:
+    def _hash_tails(self, run: BlockRun) -> None:
         """Make ordinary children of the latest tails."""
         for _ in range(min(len(run.tails), MAX_TAILS)):
             tail = run.tails.pop()
@@ -356,13 +356,13 @@ class PrefixIndex:
             blocks, run.blocks = run.blocks[size:], run.blocks[:size]
             self._hash_tail(run, blocks, run.known)
 
-    def _hash_tail(self, run: Run, blocks: I32, known: I32) -> None:
+    def _hash_tail(self, run: BlockRun, blocks: I32, known: I32) -> None:
         """Make the blocks of a tail that is none any more an ordinary child."""
         tokens = self._read_token_ids(blocks)
         tokens[: known.size] = known[: tokens.size]
         self._continue(run, continue_hashes(run.last_hash, tokens, self._block_size), blocks)
 
-    def _continue(self, run: Run, hashes: bytes, blocks: I32) -> None:
+    def _continue(self, run: BlockRun, hashes: bytes, blocks: I32) -> None:
         """Put blocks behind a run; those that are found there already are given up."""
         at, count = 0, blocks.size
         while at < count:
@@ -408,7 +408,7 @@ class PrefixIndex:
         assert set(self._runs) <= set(labels.tolist()), "a run without blocks is kept"
 
 
-def _num_equal(run: Run, hashes: bytes, at: int, count: int) -> int:
+def _num_equal(run: BlockRun, hashes: bytes, at: int, count: int) -> int:
     """How many blocks of a run have these hashes, given that the first has: the run begins at block `at` of `count`."""
     first = HASH_BYTES * at
     size = min(run.stop - run.start, count - at)

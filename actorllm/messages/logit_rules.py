@@ -31,7 +31,7 @@ MAX_COUNT = 2**31 - 1
 MAX_F32 = float(np.finfo(np.float32).max)
 
 
-class Encoder(Protocol):
+class WordEncoder(Protocol):
     """Of a tokenizer, what bad words need."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> I32: ...
@@ -129,7 +129,7 @@ def _flat(values: Sequence[object]) -> NDArray[Any] | None:
 
 
 def rules_of(
-    params: SamplingParams, vocab_size: int, max_logprobs: int, tokenizer: Callable[[], Encoder]
+    params: SamplingParams, vocab_size: int, max_logprobs: int, tokenizer: Callable[[], WordEncoder]
 ) -> SamplingRules | None:
     """The rules of checked parameters; None: none. Raises InvalidParameterError for what the model cannot do."""
     detection = cast("RepetitionDetectionParams | None", params.repetition_detection)
@@ -174,7 +174,7 @@ def _repetition(detection: RepetitionDetectionParams | None) -> tuple[int, int, 
 
 
 def _token_sequences(
-    words: list[str], vocab_size: int, tokenizer: Callable[[], Encoder]
+    words: list[str], vocab_size: int, tokenizer: Callable[[], WordEncoder]
 ) -> tuple[tuple[int, ...], ...]:
     """Words as tokens, as vLLM makes them.
 
@@ -194,7 +194,7 @@ def _token_sequences(
     return tuple(sequences)
 
 
-def _sequences_of(word: str, tokenizer: Encoder) -> tuple[tuple[int, ...], ...]:
+def _sequences_of(word: str, tokenizer: WordEncoder) -> tuple[tuple[int, ...], ...]:
     """Of one word; remembered, because mostly every request of a program forbids the same ones."""
     known = _known_words.setdefault(tokenizer, {})
     found = known.get(word)
@@ -205,7 +205,7 @@ def _sequences_of(word: str, tokenizer: Encoder) -> tuple[tuple[int, ...], ...]:
     return found
 
 
-def _tokenized(word: str, tokenizer: Encoder) -> tuple[tuple[int, ...], ...]:
+def _tokenized(word: str, tokenizer: WordEncoder) -> tuple[tuple[int, ...], ...]:
     bare = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False).tolist())
     spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False).tolist())
     if not bare:
@@ -215,7 +215,7 @@ def _tokenized(word: str, tokenizer: Encoder) -> tuple[tuple[int, ...], ...]:
     return (bare,)
 
 
-_known_words: WeakKeyDictionary[Encoder, dict[str, tuple[tuple[int, ...], ...]]] = WeakKeyDictionary()
+_known_words: WeakKeyDictionary[WordEncoder, dict[str, tuple[tuple[int, ...], ...]]] = WeakKeyDictionary()
 
 
 def encode_rules(rows: Iterable[tuple[int, int, SamplingRules]]) -> tuple[I32, F32]:

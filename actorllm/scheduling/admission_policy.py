@@ -1,4 +1,4 @@
-"""`Gate`: an admission policy before any scheduling policy, and the interface of admission policies.
+"""`AdmissionGate`: an admission policy before any scheduling policy, and the interface of admission policies.
 
 A scheduling policy says who is next; an `AdmissionPolicy` says whether the next one may start yet, and who had better go
 elsewhere. The two are chosen independently: the Gate is a `PlanPolicy` itself. It asks while a `KeyPlanner` packs, so that
@@ -87,7 +87,7 @@ def load_admission(name: str, step_time: Predicts | None = None) -> AdmissionPol
     return admission
 
 
-class Gate:
+class AdmissionGate:
     """A PlanPolicy. on_failure(what, error) is told when the admission policy raised; None: what it raises goes through."""
 
     def __init__(

@@ -257,7 +257,7 @@ def load_model(name: str) -> AnyModel:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepLog:
+class MeasuredSteps:
     """Steps that were measured, one row each, in the order in which they ran. Times in seconds of one clock."""
 
     p: F64
@@ -274,7 +274,7 @@ class StepLog:
         return self.p.size
 
     @classmethod
-    def of(cls, rows: Sequence[Mapping[str, float]]) -> StepLog:
+    def of(cls, rows: Sequence[Mapping[str, float]]) -> MeasuredSteps:
         """From rows with these names; a missing one is an error that names it."""
         names = [f.name for f in fields(cls)]
         for name in names:
@@ -304,7 +304,7 @@ class Fit:
     warnings: tuple[str, ...]
 
 
-def fit(log: StepLog, name: str = "calibrated", *, hold_out: int = 5) -> Fit:
+def fit(log: MeasuredSteps, name: str = "calibrated", *, hold_out: int = 5) -> Fit:
     """Fit a LinearModel to measured steps; every hold_out-th of them is kept apart to judge it by.
 
     Raises ConfigError when there are too few steps to tell anything.
@@ -435,7 +435,7 @@ def nonnegative_least_squares(a: F64, b: F64) -> F64:
     return solution
 
 
-def _overheads(log: StepLog) -> tuple[float, float]:
+def _overheads(log: MeasuredSteps) -> tuple[float, float]:
     """Medians of the gap between steps that were waiting already, and of the start of a step on an idle worker."""
     if len(log) < 2:
         return 0.0, 0.0

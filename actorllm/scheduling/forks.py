@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from actorllm.scheduling.message_budget import Payload
+from actorllm.scheduling.message_budget import MessageBudget
 from actorllm.scheduling.plan import PlanBuilder
 from actorllm.scheduling.policy import PlanPolicy, View
-from actorllm.scheduling.request_table import Roster
+from actorllm.scheduling.request_table import RequestTable
 from actorllm.scheduling.sequence import Sequence, State
 
 
@@ -29,7 +29,13 @@ class Forks:
     """
 
     def __init__(
-        self, view: View, policy: PlanPolicy, roster: Roster, builder: PlanBuilder, payload: Payload, spare: int
+        self,
+        view: View,
+        policy: PlanPolicy,
+        roster: RequestTable,
+        builder: PlanBuilder,
+        payload: MessageBudget,
+        spare: int,
     ) -> None:
         self.num_forks = 0
         self._view = view

@@ -1,4 +1,4 @@
-"""`Payload`: what a step carries beside token ids, and how much of it fits into its messages.
+"""`MessageBudget`: what a step carries beside token ids, and how much of it fits into its messages.
 
 A plan and a result are one message each, and of either two may be on their way. Log-probabilities (of prompts, by chunk; of
 sampled tokens, by row) make results large; prompts that are given as embeddings make plans large, and so do new rows, with all
@@ -30,7 +30,7 @@ MAX_NEW_BYTES = 2 << 20
 """Of the new rows of one plan. Who would exceed it beside others is admitted by a later one."""
 
 
-class Payload:
+class MessageBudget:
     """embedding_bytes: of each position of a prompt that is given as an embedding; 0: none is."""
 
     def __init__(self, embedding_bytes: int) -> None:

@@ -22,8 +22,8 @@ from actorllm.errors import ConfigError
 from actorllm.messages import StepResult, Submit, sequences_of
 from actorllm.scheduling.admission_policy import (
     ADMISSIONS,
+    AdmissionGate,
     AdmissionPolicy,
-    Gate,
     _check_mask,
     _check_rejected,
 )
@@ -120,7 +120,7 @@ def _run(subject: Any, kind: type[Any]) -> Hook:
         if isinstance(subject, KeyPolicy):
             policy = KeyPlanner(subject)
         elif isinstance(subject, AdmissionPolicy):
-            policy = Gate(load_policy("fcfs"), subject)
+            policy = AdmissionGate(load_policy("fcfs"), subject)
         scheduler = work_off(policy)
         hook.num_calls = scheduler.ledger.next_step - 1
         refused = scheduler.statistics().num_refused_decisions

@@ -1,4 +1,4 @@
-"""`GuardedPolicy`: a policy of somebody else's, whose exceptions end its rule and nothing more.
+"""`PolicyWithFallback`: a policy of somebody else's, whose exceptions end its rule and nothing more.
 
 A policy is called in the middle of things: while a step is packed, requests have a slot and no blocks yet. So nothing that
 it raises gets through. The first exception, or a decision that is none, replaces it by "fcfs" for good; whoever waits is
@@ -28,7 +28,7 @@ class StalledPolicyError(RuntimeError):
     """A policy keeps requests waiting for nothing."""
 
 
-class GuardedPolicy:
+class PolicyWithFallback:
     """A PlanPolicy. on_failure(what, error) is called once, when the policy is replaced by what `fallback` builds."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`PolicyWatch`: what a scheduling policy does to requests that no single decision of it shows.
+"""`PolicyMonitor`: what a scheduling policy does to requests that no single decision of it shows.
 
     stall        nothing is planned although somebody could run, and nothing will happen that changes it
     starvation   requests wait and wait while others that came later are started
@@ -48,7 +48,7 @@ def patience(slo: Iterable[float | None] | None, num_prompt: int) -> float:
     return max(STARVED_S, first, e2e or 0.0)
 
 
-class PolicyWatch:
+class PolicyMonitor:
     """See the module docstring."""
 
     def __init__(self) -> None:

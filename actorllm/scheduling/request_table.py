@@ -1,4 +1,4 @@
-"""`Roster`: the table of all requests alive, their states, and every change of state.
+"""`RequestTable`: the table of all requests alive, their states, and every change of state.
 
 Owns the states of `sequence.State`, and what goes with a change. Slot, blocks and the worker's row are given back
 together. The policy hears of arrivals and ends. The parts that count requests are told (`expiry`, `admission`,
@@ -21,17 +21,17 @@ from actorllm.scheduling.events import End
 from actorllm.scheduling.expiry import Expiry
 from actorllm.scheduling.followers import Followers
 from actorllm.scheduling.ledger import Ledger, StepRecord
-from actorllm.scheduling.message_budget import Payload
+from actorllm.scheduling.message_budget import MessageBudget
 from actorllm.scheduling.plan import PlanBuilder
 from actorllm.scheduling.policy import PlanPolicy, View
 from actorllm.scheduling.prefix_cache import PrefixCache
 from actorllm.scheduling.sequence import Key, Sequence, State
 from actorllm.scheduling.stopping import Stopping
-from actorllm.supervision.blame.step_failures import Faults
+from actorllm.supervision.blame.step_failures import StepFailures
 from actorllm.types.outputs import FinishReason
 
 
-class Roster:
+class RequestTable:
     """The requests alive."""
 
     def __init__(
@@ -44,9 +44,9 @@ class Roster:
         ledger: Ledger,
         builder: PlanBuilder,
         cache: PrefixCache,
-        faults: Faults,
+        faults: StepFailures,
         stopping: Stopping,
-        payload: Payload,
+        payload: MessageBudget,
         expiry: Expiry,
         admission: Admission,
     ) -> None:

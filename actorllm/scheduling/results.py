@@ -27,7 +27,7 @@ from actorllm.scheduling.events import End, Events
 from actorllm.scheduling.ledger import Ledger, StepRecord
 from actorllm.scheduling.policy import View
 from actorllm.scheduling.prefix_cache import PrefixCache
-from actorllm.scheduling.request_table import Roster
+from actorllm.scheduling.request_table import RequestTable
 from actorllm.scheduling.sequence import Sequence, State
 from actorllm.scheduling.stopping import Stopping
 
@@ -54,7 +54,7 @@ class Results:
         batch: Batch,
         kv: KVCacheManager,
         ledger: Ledger,
-        roster: Roster,
+        roster: RequestTable,
         cache: PrefixCache,
         stopping: Stopping,
     ) -> None:

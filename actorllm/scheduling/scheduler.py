@@ -17,11 +17,11 @@ decode step touches numpy columns only. Python runs per request at arrival, admi
 
 Each part has its own state and invariants:
 
-- `Intake` makes a sequence of a Submit; `Roster` has every request alive and changes its state.
+- `SubmitValidation` makes a sequence of a Submit; `RequestTable` has every request alive and changes its state.
 - `Batch` and `KVCacheManager` are the slots, by column.
 - `DecodeRows`, `PlanBuilder` and `Ledger` are the step being planned, its plan, and the steps in flight.
 - `Results` applies what comes back; `Stopping` says which requests end with it.
-- Aside stand `PrefixCache`, `Forks`, `Payload` (log-probabilities, embeddings), `Faults` (failed steps, dead workers),
+- Aside stand `PrefixCache`, `Forks`, `MessageBudget` (log-probabilities, embeddings), `StepFailures` (failed steps, dead workers),
   `Expiry` and `Admission`.
 
 Terms. A token is *known* when its id is here. A decode row runs one token ahead: the next step computes the token that
@@ -48,19 +48,19 @@ from actorllm.scheduling.expiry import Expiry
 from actorllm.scheduling.forks import Forks
 from actorllm.scheduling.ledger import Ledger, StepRecord
 from actorllm.scheduling.limits import Limits
-from actorllm.scheduling.message_budget import Payload
+from actorllm.scheduling.message_budget import MessageBudget
 from actorllm.scheduling.pause import PAUSE_MODES, PauseState
 from actorllm.scheduling.plan import NoPlanBuilder, PlanBuilder
 from actorllm.scheduling.policy import PlanPolicy, StepDone
 from actorllm.scheduling.policy_fallback import StalledPolicyError
 from actorllm.scheduling.prefix_cache import PrefixCache
-from actorllm.scheduling.request_table import Roster
+from actorllm.scheduling.request_table import RequestTable
 from actorllm.scheduling.results import Results
 from actorllm.scheduling.sequence import Key, Sequence, State
 from actorllm.scheduling.stopping import Stopping
 from actorllm.scheduling.telemetry.statistics import SchedulerStatistics
-from actorllm.scheduling.validation import Intake
-from actorllm.supervision.blame.step_failures import KILLED, Faults
+from actorllm.scheduling.validation import SubmitValidation
+from actorllm.supervision.blame.step_failures import KILLED, StepFailures
 from actorllm.types.outputs import FinishReason
 
 
@@ -128,12 +128,12 @@ class Scheduler:
         self._decode = DecodeRows(batch, kv, spare)
         self._builder = NoPlanBuilder() if is_simulated else PlanBuilder(eos_ids)
         self._cache = PrefixCache(kv, batch, self.ledger, spare)
-        self._faults = Faults(limits, batch)
+        self._faults = StepFailures(limits, batch)
         self._stopping = Stopping(eos_ids, vocab_size)
-        self._payload = Payload(embedding_bytes)
+        self._payload = MessageBudget(embedding_bytes)
         self._expiry = Expiry()
         self._admission = Admission(max_waiting_requests, max_waiting_tokens)
-        self._intake = Intake(
+        self._intake = SubmitValidation(
             limits,
             block_size=block_size,
             vocab_size=vocab_size,
@@ -142,7 +142,7 @@ class Scheduler:
             embedding_bytes=embedding_bytes,
             pools_only=pools_only,
         )
-        self._roster = Roster(
+        self._roster = RequestTable(
             self,
             policy,
             batch=batch,
@@ -577,7 +577,7 @@ class Scheduler:
         """A step raised. It and the later steps in flight are void, since they ran on what it should have computed.
 
         The rows at fault end with its error, the others are computed again. When it is not known whose fault it is, all of
-        the step's are tried again, in smaller steps (`Suspects`; `MemoryBackoff` if there was not enough memory), and who
+        the step's are tried again, in smaller steps (`StepBisection`; `MemoryBackoff` if there was not enough memory), and who
         fails alone ends.
 
         Raises ContradictionError for a failure of rows that the step does not have, as `update`.

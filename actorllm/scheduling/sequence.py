@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from actorllm.kvcache.prefix_index import Run
+from actorllm.kvcache.prefix_index import BlockRun
 from actorllm.messages import I32, Submit, no_i32
 from actorllm.messages.logit_rules import SamplingRules
 from actorllm.scheduling.repetition import RepetitionWatch
@@ -104,7 +104,7 @@ class Sequence:
     """Of the tokens it was admitted with: those whose KV was there, or is reported as computed."""
     num_published: int = 0
     """Its first blocks that are in the prefix index, or were found there."""
-    run: Run | None = None
+    run: BlockRun | None = None
     """The last run in the prefix index of the blocks that it published."""
     can_publish: bool = False
     """Its blocks may be found by others: they are hashed, and were not computed before a reset."""

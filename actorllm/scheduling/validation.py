@@ -1,4 +1,4 @@
-"""`Intake`: makes a `Sequence` of a request that comes in, or says why it can never run.
+"""`SubmitValidation`: makes a `Sequence` of a request that comes in, or says why it can never run.
 
 Frontends check the same before; this guards the scheduler against those that do not. Owns the order of arrival. What refuses
 a request for the time being (`admission`, a deadline that has passed) is not decided here.
@@ -19,7 +19,7 @@ from actorllm.scheduling.repetition import RepetitionWatch
 from actorllm.scheduling.sequence import Sequence
 
 
-class Intake:
+class SubmitValidation:
     """limits: those of the engine, whatever is in force now. silent_ids: ends of text that are no stop_reason."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """One of several API processes of a server: it joins the engine of the process that started it, and serves.
 
-Started by `processes` with one end of a `Line`, over which it is asked to serve (with the listening socket and the board as
+Started by `processes` with one end of a `ControlLine`, over which it is asked to serve (with the listening socket and the board as
 descriptors) and to drain, and asks what only the owner knows. Invariants: it never outlives the owner; signals for all
 processes of a terminal or a service are the owner's to act upon; it dies alone, and with it only its own connections.
 """
@@ -24,7 +24,7 @@ from actorllm.errors import ActorLLMError, EngineError
 from actorllm.server.app import create_app
 from actorllm.server.board import Board
 from actorllm.server.launcher import Server, config_of, drain
-from actorllm.server.line import Line
+from actorllm.server.line import ControlLine
 from actorllm.server.listener import Bound, Listener
 from actorllm.server.state import Peers, ServerState
 from actorllm.server.warmup import warm_up
@@ -42,12 +42,12 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_OWNER)
     name_process("actorllm:api")
-    anyio.run(ApiProcess(control).run, backend_options={"use_uvloop": True})
+    anyio.run(ApiProgram(control).run, backend_options={"use_uvloop": True})
 
 
-class ApiProcess:
+class ApiProgram:
     def __init__(self, control: socket.socket) -> None:
-        self._line = Line(control, self._answer)
+        self._line = ControlLine(control, self._answer)
         self._tasks: TaskGroup
         self._state: ServerState | None = None
         self._server: Server | None = None
@@ -121,7 +121,7 @@ class ApiProcess:
 class OtherProcesses(Peers):
     """What one process asks the others of, through their owner. Who does not answer has nothing to say."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: ControlLine) -> None:
         self._line = line
 
     async def abort(self, names: Sequence[str] | None) -> int:

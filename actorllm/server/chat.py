@@ -12,7 +12,7 @@ from actorllm.server.envelope import ApiError
 from actorllm.server.logprob_format import of_prompt
 from actorllm.server.protocol import ChatCompletionRequest, TokenizeRequest
 from actorllm.server.sampling import Defaults, extras_of, sampling_params
-from actorllm.server.shape import OpenAIShape, PromptState, View
+from actorllm.server.shape import AnswerView, OpenAIShape, PromptState
 from actorllm.server.tool_answer import ToolAnswer
 from actorllm.server.tools import ToolUse, tool_use_of, warnings_of
 from actorllm.text.chat_template import Conversation
@@ -59,7 +59,7 @@ def ask(
     params = sampling_params(body, defaults, kind, **decided)
     extras.warnings += warnings_of(params.structured_outputs)
     logprobs = view_of_logprobs(number, body.logprob_token_ids, body.return_tokens_as_token_ids)
-    view = View.of(body, model, logprobs)
+    view = AnswerView.of(body, model, logprobs)
     shape = ChatShape(view, 1, params.n, extras.slo, decode, body.request_id)
     if tool_use is not None:
         shape.call_tools(tool_use)

@@ -16,7 +16,7 @@ from actorllm.server.envelope import ApiError, shown
 from actorllm.server.logprob_format import LogprobsView, Position, of_prompt
 from actorllm.server.protocol import CompletionRequest
 from actorllm.server.sampling import Defaults, Extras, extras_of, sampling_params
-from actorllm.server.shape import OpenAIShape, PromptState, Shape, View
+from actorllm.server.shape import AnswerView, OpenAIShape, PromptState, Shape
 from actorllm.server.tools import warnings_of
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 from actorllm.types.params import MAX_N, RequestOutputKind, SamplingParams
@@ -75,7 +75,7 @@ def ask(
     if body.cache_salt is not None:
         prompts = [_salted(prompt, body.cache_salt) for prompt in prompts]
     logprobs = view_of_logprobs(number, body.logprob_token_ids, body.return_tokens_as_token_ids)
-    view = View.of(body, model, logprobs)
+    view = AnswerView.of(body, model, logprobs)
     shape = CompletionShape(view, len(prompts), params.n, extras.slo, decode, body.request_id)
     shape.is_prompt_only = is_prompt_only
     shape.is_truncated = body.truncate_prompt_tokens is not None

@@ -1,4 +1,4 @@
-"""`Line`: questions and answers between the owner of a server and its API processes, over one socket, in both directions.
+"""`ControlLine`: questions and answers between the owner of a server and its API processes, over one socket, in both directions.
 
 A SEQPACKET pair with the frames of `actors.child`: ask {id, verb, arguments} + descriptors, answer {id, value} or
 {id, type_name, message}. Nobody waits for a peer that is gone: the end of the socket ends every open question. Used by
@@ -29,7 +29,7 @@ Answerer = Callable[[str, dict[str, Any], tuple[int, ...]], Awaitable[Any]]
 """(verb, arguments, descriptors, which it owns) -> a JSON value. What it raises is the answer as well."""
 
 
-class Line:
+class ControlLine:
     def __init__(self, control: socket.socket, answer: Answerer) -> None:
         control.setblocking(False)
         self._control = control

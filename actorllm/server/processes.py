@@ -29,7 +29,7 @@ from actorllm.clock import now
 from actorllm.errors import ActorLLMError, ConfigError, EngineError, PeerLostError
 from actorllm.server.board import Board
 from actorllm.server.launcher import GRACE_S, config_of, drain_engine, end_on_signal, innermost
-from actorllm.server.line import Line
+from actorllm.server.line import ControlLine
 from actorllm.server.listener import Listener
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class ApiProcess:
             theirs.close()
         self._control = control
         self.pid = self._process.pid
-        self.line = Line(control, self._answer)
+        self.line = ControlLine(control, self._answer)
 
     async def live(self) -> int:
         """From the spawn to the end; returns the exit status."""

@@ -40,7 +40,7 @@ class PromptState:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class AnswerView:
     """What the client wants to see."""
 
     model: str
@@ -53,7 +53,7 @@ class View:
     has_metrics: bool
 
     @classmethod
-    def of(cls, body: Generation, model: str, logprobs: LogprobsView | None) -> View:
+    def of(cls, body: Generation, model: str, logprobs: LogprobsView | None) -> AnswerView:
         options = body.stream_options
         return cls(
             model,
@@ -111,7 +111,7 @@ class OpenAIShape(Shape):
 
     def __init__(
         self,
-        view: View,
+        view: AnswerView,
         num_prompts: int,
         n: int,
         slo: SLO | None,

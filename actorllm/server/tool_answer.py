@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from actorllm.server.tool_parsers import Arguments, Call, Piece, Text, ToolParser
+from actorllm.server.tool_parsers import Arguments, Piece, Text, ToolCallStart, ToolParser
 from actorllm.server.tools import ToolUse
 
 
@@ -23,7 +23,7 @@ class ToolAnswer:
             match piece:
                 case Text(part):
                     before += part
-                case Call(_, name):
+                case ToolCallStart(_, name):
                     calls.append(_call(parser, name))
                 case Arguments(_, part):
                     calls[-1]["function"]["arguments"] += part
@@ -66,7 +66,7 @@ def _delta(pieces: list[Piece], parser: ToolParser) -> dict[str, Any]:
     calls: dict[int, dict[str, Any]] = {}
     for piece in pieces:
         match piece:
-            case Call(index, name):
+            case ToolCallStart(index, name):
                 calls[index] = {"index": index, **_call(parser, name)}
             case Arguments(index, part):
                 call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})

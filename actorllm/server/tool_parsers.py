@@ -29,7 +29,7 @@ class Text(NamedTuple):
     text: str
 
 
-class Call(NamedTuple):
+class ToolCallStart(NamedTuple):
     """A call begins: the number-th of this answer, from 0."""
 
     number: int
@@ -43,7 +43,7 @@ class Arguments(NamedTuple):
     text: str
 
 
-Piece: TypeAlias = Text | Call | Arguments
+Piece: TypeAlias = Text | ToolCallStart | Arguments
 
 
 class Tool(NamedTuple):
@@ -200,7 +200,7 @@ class CallObject:
         if self._name is None or self._arguments is None:
             return
         if not self.has_begun:
-            pieces.append(Call(self.number, self._name))
+            pieces.append(ToolCallStart(self.number, self._name))
             self.has_begun = True
         if self._arguments:
             pieces.append(Arguments(self.number, self._arguments))
@@ -348,7 +348,7 @@ class HermesParser(MarkedParser):
         if self._state == "object":
             found, self._buffer = self._object.push(self._buffer)
             pieces += found
-            self.num_calls += any(isinstance(piece, Call) for piece in found)
+            self.num_calls += any(isinstance(piece, ToolCallStart) for piece in found)
             if self._object.is_none and not self._object.has_begun:
                 return self._give_up(self.MARKER + self._object.raw, pieces)
             if self._object.is_done or self._object.is_none:
@@ -422,7 +422,7 @@ class MistralParser(MarkedParser):
             raw, self._buffer = self._buffer[: found.start()], self._buffer[found.start() :]
             return self._give_up(self.MARKER + raw, pieces)
         self._buffer = self._buffer[start.start() if start[0] == "{" else start.end() :]
-        pieces.append(Call(self.num_calls, name))
+        pieces.append(ToolCallStart(self.num_calls, name))
         self.num_calls += 1
         self._value, self._state = Value(), "arguments"
         return True
@@ -486,7 +486,7 @@ class CallList:
             if self._object is not None:
                 found, rest = self._object.push(rest)
                 pieces += found
-                if any(isinstance(piece, Call) for piece in found):
+                if any(isinstance(piece, ToolCallStart) for piece in found):
                     self.num_calls += 1
                     self.has_begun = True
                 if self._object.is_none:
@@ -527,7 +527,7 @@ class LlamaJsonParser(ToolParser):
         if self._object is not None:
             found, self._buffer = self._object.push(self._buffer)
             pieces += found
-            self.num_calls += any(isinstance(piece, Call) for piece in found)
+            self.num_calls += any(isinstance(piece, ToolCallStart) for piece in found)
             if self._object.is_none and not self._object.has_begun:
                 pieces.append(Text(self._gap + self._object.raw))
                 self._object, self._state, self._gap = None, "text", ""
@@ -642,7 +642,7 @@ class PythonicParser(ToolParser):
             return []
         self._buffer = self._buffer[len(text) :]
         self.num_calls = len(calls)
-        return [piece for i, (name, part) in enumerate(calls) for piece in (Call(i, name), Arguments(i, part))]
+        return [piece for i, (name, part) in enumerate(calls) for piece in (ToolCallStart(i, name), Arguments(i, part))]
 
     def finish(self) -> list[Piece]:
         pieces = self._told(self._buffer) if self._state == "python" else []

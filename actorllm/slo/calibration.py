@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from actorllm.errors import ConfigError
 from actorllm.messages import F64
-from actorllm.scheduling.cost_model import FEATURES, LinearModel, Regime, StepLog
+from actorllm.scheduling.cost_model import FEATURES, LinearModel, MeasuredSteps, Regime
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.step_time import features_of
 from actorllm.scheduling.telemetry.recording import Entry, replay
@@ -31,7 +31,7 @@ LATENCIES = ("ttft", "tpot", "e2e")
 QUANTILES = (0.1, 0.5, 0.9)
 
 
-def steps_of(entries: Iterable[Entry], scheduler: Scheduler) -> StepLog:
+def steps_of(entries: Iterable[Entry], scheduler: Scheduler) -> MeasuredSteps:
     """The steps of a recording that were finished; scheduler: a fresh one of the same configuration."""
     in_flight: dict[int, dict[str, float]] = {}
     rows: list[dict[str, float]] = []
@@ -54,7 +54,7 @@ def steps_of(entries: Iterable[Entry], scheduler: Scheduler) -> StepLog:
 
     for _ in replay(watched(), scheduler):
         pass
-    return StepLog.of(rows)
+    return MeasuredSteps.of(rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

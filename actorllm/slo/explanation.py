@@ -60,7 +60,7 @@ Seconds = defaultdict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TimePart:
     """Seconds of one phase that one cause took."""
 
     cause: str
@@ -78,7 +78,7 @@ class Miss:
     promise: str
     limit: float
     took: float
-    causes: tuple[Part, ...]
+    causes: tuple[TimePart, ...]
     """What could have been spared, the most first; without what the request itself needs."""
 
     @property
@@ -97,9 +97,9 @@ class Explanation:
     num_output: int
     outcome: str
     slo: SLO | None
-    waiting_and_prompt: tuple[Part, ...]
+    waiting_and_prompt: tuple[TimePart, ...]
     """Of the time to the first token."""
-    decoding: tuple[Part, ...]
+    decoding: tuple[TimePart, ...]
     """Of the time from the first token to the last."""
     misses: tuple[Miss, ...]
     steps: tuple[tuple[float, str], ...]
@@ -228,7 +228,7 @@ class _Explainer:
 
     # To the first token
 
-    def _before_first(self) -> tuple[Part, ...]:
+    def _before_first(self) -> tuple[TimePart, ...]:
         """Everything from its arrival to its first token, or to its end without one."""
         until = self.first if math.isfinite(self.first) else self._cut_off()
         starts = [event.at for event in self.events if event.kind == "start"]
@@ -362,7 +362,7 @@ class _Explainer:
 
     # After it
 
-    def _after_first(self) -> tuple[Part, ...]:
+    def _after_first(self) -> tuple[TimePart, ...]:
         """From its first token to its last: every step in between, by what was in it."""
         found: Seconds = defaultdict(float)
         lost = self._preempted_between(self.first, self.last)
@@ -411,7 +411,7 @@ class _Explainer:
 
     # What was promised
 
-    def _misses(self, before: tuple[Part, ...], after: tuple[Part, ...]) -> tuple[Miss, ...]:
+    def _misses(self, before: tuple[TimePart, ...], after: tuple[TimePart, ...]) -> tuple[Miss, ...]:
         slo, found = self.kind.slo, []
         if slo is None:
             return ()
@@ -424,7 +424,7 @@ class _Explainer:
         if slo.tpot is not None and self.num_output > 1:
             gaps = self.num_output - 1
             mean = (self.last - self.first) / gaps
-            per_token = tuple(Part(part.cause, part.seconds / gaps) for part in _spared(after))
+            per_token = tuple(TimePart(part.cause, part.seconds / gaps) for part in _spared(after))
             if mean > slo.tpot:
                 found.append(Miss("tpot (mean gap)", slo.tpot, mean, per_token))
             due = slo.token_deadline(gaps, self.arrival, self.num_prompt, self.seen_first)
@@ -439,11 +439,11 @@ class _Explainer:
         return tuple(found)
 
 
-def _parts(found: Seconds) -> tuple[Part, ...]:
-    return tuple(Part(cause, found[cause]) for cause in CAUSES if found[cause] > 1e-9)
+def _parts(found: Seconds) -> tuple[TimePart, ...]:
+    return tuple(TimePart(cause, found[cause]) for cause in CAUSES if found[cause] > 1e-9)
 
 
-def _spared(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+def _spared(parts: tuple[TimePart, ...]) -> tuple[TimePart, ...]:
     """What is not the request's own need, the most first."""
     found: Seconds = defaultdict(float)
     for part in parts:
@@ -488,4 +488,4 @@ def chosen_request(
     return int(text)
 
 
-__all__ = ("CAUSES", "SELECTORS", "Explanation", "Miss", "Part", "chosen_request", "explain", "worst_request")
+__all__ = ("CAUSES", "SELECTORS", "Explanation", "Miss", "TimePart", "chosen_request", "explain", "worst_request")

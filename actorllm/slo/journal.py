@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from actorllm.errors import ConfigError
 from actorllm.messages import F64, I64, StepFailed, StepPlan, StepResult, Submit
 from actorllm.scheduling.batch import Rows
-from actorllm.scheduling.cost_model import StepLog, StepModel, fit
+from actorllm.scheduling.cost_model import MeasuredSteps, StepModel, fit
 from actorllm.scheduling.events import End, Events
 from actorllm.scheduling.policy import Decision, PlanPolicy, View
 from actorllm.scheduling.results import ContradictionError
@@ -535,7 +535,7 @@ class _Listening(WatchedScheduler):
 def _fitted(journal: Journal, timeline: RunTimeline) -> StepModel | None:
     table = journal.table(timeline)
     nothing = np.zeros(len(table))
-    log = StepLog(
+    log = MeasuredSteps(
         table.num_prompt.astype(np.float64),
         table.num_decode.astype(np.float64),
         table.decode_context,

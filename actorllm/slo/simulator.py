@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.messages import F64, I32, I64, NO_I32, NO_U8, StepFailed, StepPlan, StepResult, Submit
-from actorllm.scheduling.admission_policy import AdmissionPolicy, Gate, load_admission
+from actorllm.scheduling.admission_policy import AdmissionGate, AdmissionPolicy, load_admission
 from actorllm.scheduling.batch import Rows
 from actorllm.scheduling.cost_model import StepModel
 from actorllm.scheduling.events import End
@@ -541,7 +541,7 @@ class TokenLog:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class SimulatedRun:
     """What `simulate` returns."""
 
     workload: Workload
@@ -621,7 +621,7 @@ def simulate(
     skip: bool = True,
     on_plan: Callable[[int, StepPlan], None] | None = None,
     make_scheduler: Callable[[int, PlanPolicy], Scheduler] | None = None,
-) -> Run:
+) -> SimulatedRun:
     """Run a workload through `num_replicas` engines of one shape.
 
     policy: as `scheduling_policy=` of the engine, or what builds a fresh one; every replica has its own. admission: as
@@ -645,7 +645,7 @@ def simulate(
     for number in range(num_replicas):
         own = load_policy(policy) if isinstance(policy, str) else policy()
         if admission is not None:
-            own = Gate(own, load_admission(admission) if isinstance(admission, str) else admission())
+            own = AdmissionGate(own, load_admission(admission) if isinstance(admission, str) else admission())
         if make_scheduler is not None:
             scheduler = make_scheduler(number, own)
         else:
@@ -755,7 +755,9 @@ def _fields(slo: SLO | None) -> tuple[float | None, ...] | None:
     return None if slo is None else tuple(slo.to_fields())
 
 
-def _collect(workload: Workload, replicas: list[Replica], outcomes: _Outcomes, model: StepModel, policy: object) -> Run:
+def _collect(
+    workload: Workload, replicas: list[Replica], outcomes: _Outcomes, model: StepModel, policy: object
+) -> SimulatedRun:
     num = len(workload)
     columns = [replica.tokens.columns() for replica in replicas]
     number = [
@@ -808,7 +810,7 @@ def _collect(workload: Workload, replicas: list[Replica], outcomes: _Outcomes, m
         step_ends=step_ends,
         deliver_s=model.deliver_s,
     )
-    return Run(
+    return SimulatedRun(
         workload,
         timeline,
         tuple(replica.scheduler.statistics() for replica in replicas),

@@ -3,7 +3,7 @@
 `Child` is the supervisor's view, the same verbs for every placement. A process has a control socket, a pidfd and a pipe
 for its stderr; everything of it is released when it is gone. Invariants: processes are spawned from the engine thread
 only (the parent-death signal follows the thread), by exec; a process that reported a failure is gone soon after. Made by
-the supervisor; `Reception` makes those of attached frontends.
+the supervisor; `AttachServer` makes those of attached frontends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from actorllm.actors import child as child_program
 from actorllm.actors.actor import Actor, Failure, Runner
 from actorllm.actors.child import receive_frame, send_frame
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, AsyncioLoop, LoopThread
-from actorllm.actors.heartbeat import STARTING, Pulse, Sign, is_stopped
+from actorllm.actors.heartbeat import STARTING, Heartbeat, Sign, is_stopped
 from actorllm.actors.link import Link, LinkInfo, open_ring
 from actorllm.actors.topology import ActorSpec, load, path_of
 from actorllm.errors import ActorLLMError, EngineError, EngineShutdownError, EngineStartError
@@ -189,7 +189,7 @@ class ThreadChild(LocalChild):
         super().__init__(spec, on_end)
         self._loop = loop
         self._thread = LoopThread(f"actorllm:{spec.name}")
-        self._pulse = Pulse.of_thread()
+        self._pulse = Heartbeat.of_thread()
         self._is_stuck = False
 
     async def spawn(self, tasks: TaskGroup, config: Any) -> None:
@@ -314,7 +314,7 @@ class ProcessChild(RemoteChild):
         super().__init__(spec, on_end)
         self.pid: int | None = None
         self._loop = loop
-        self._pulse: Pulse | None = None
+        self._pulse: Heartbeat | None = None
         self._kill_reason: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -386,7 +386,7 @@ class ProcessChild(RemoteChild):
 
     async def start(self, config: Any) -> dict[str, Any]:
         self.phase = "starting"
-        self._pulse, fd = Pulse.create()
+        self._pulse, fd = Heartbeat.create()
         try:
             self._send_start(config, fd)
         finally:

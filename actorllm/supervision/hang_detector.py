@@ -1,6 +1,6 @@
 """When is a process stuck, and when is it only busy? The decision: signs of life in, verdicts out.
 
-`StepBudget` (`actors.step_budget`) says before a step how long it may take. `Vigil` watches over processes by looking at
+`StepBudget` (`actors.step_budget`) says before a step how long it may take. `HangDetector` watches over processes by looking at
 their signs of life (`pulse`) now and then:
 
     a process is stopped                 for heartbeat_timeout_s, whatever it is at
@@ -42,7 +42,7 @@ class _Watched:
     stopped_s: float = 0.0
 
 
-class Vigil:
+class HangDetector:
     """Whoever is looked at regularly, from the first look on until `forget`."""
 
     def __init__(self, heartbeat_timeout_s: float, interval_s: float) -> None:

@@ -50,7 +50,7 @@ from actorllm.supervision.group import Group, groups_of
 from actorllm.supervision.health import ActorHealth, EngineHealth, EngineState
 from actorllm.supervision.restart import RestartCounter, RestartLimits
 from actorllm.supervision.standby import Standby, StandbyOptions
-from actorllm.supervision.watchdog import Watch
+from actorllm.supervision.watchdog import Watchdog
 from actorllm.supervision.wiring import Wiring
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class Supervisor:
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = STOP_TIMEOUT_S
         self._children: dict[str, Child] = {}
-        self._watch = Watch(self._children, heartbeat_timeout_s, step_timeout_s, self._all_parked)
+        self._watch = Watchdog(self._children, heartbeat_timeout_s, step_timeout_s, self._all_parked)
         self._restart_timeout_s = restart_timeout_s
         self._around_start = around_start
         self._wiring = Wiring(self._children, topology.links)

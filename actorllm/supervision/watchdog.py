@@ -1,8 +1,8 @@
-"""`Watch`: looks after the processes of an engine while they start or have work, and kills those that are stuck.
+"""`Watchdog`: looks after the processes of an engine while they start or have work, and kills those that are stuck.
 
 Runs on the engine thread's loop. There is work while an actor of this process says so (`Actor.has_work`: requests that
 have not ended, questions that are not answered) or a visitor is attached; with no work and nobody who starts, nothing is
-looked at and nothing wakes up. What it sees it gives to the `Vigil`, and who is stuck gets a moment to write down where
+looked at and nothing wakes up. What it sees it gives to the `HangDetector`, and who is stuck gets a moment to write down where
 (the stacks go to its stderr, whose last lines are part of the error) and SIGKILL. From there on it is a death like any
 other. Of a thread of this process only the steps are watched; it cannot be killed, so one that is stuck is the end of the
 engine. A look that fails is logged, and the next one follows: whoever watches ends nothing but what is stuck. Owned by the
@@ -19,7 +19,7 @@ import anyio
 
 from actorllm.clock import now
 from actorllm.supervision.children import Child, OwnerChild, ProcessChild, ThreadChild
-from actorllm.supervision.hang_detector import Vigil
+from actorllm.supervision.hang_detector import HangDetector
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ MAX_INTERVAL_S = 1.0
 LOOKS_PER_TIMEOUT = 8
 
 
-class Watch:
+class Watchdog:
     """children: the supervisor's, by name; whoever is there when it looks is watched. parked: processes beside them."""
 
     def __init__(
@@ -39,7 +39,7 @@ class Watch:
     ) -> None:
         shortest = min(heartbeat_timeout_s, step_timeout_s or heartbeat_timeout_s)
         self._interval_s = min(shortest / LOOKS_PER_TIMEOUT, MAX_INTERVAL_S)
-        self._vigil = Vigil(heartbeat_timeout_s, self._interval_s)
+        self._vigil = HangDetector(heartbeat_timeout_s, self._interval_s)
         self._children = children
         self._parked = parked
         self._has_come: anyio.Event | None = None  # while it waits for work

@@ -28,7 +28,7 @@ SMALLEST_LENGTH = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class RequestError:
+class PoolingAborted:
     """Why a pooling request gave no vector although nothing failed: it was aborted, or its deadline has passed."""
 
     code: str
@@ -119,7 +119,7 @@ class PoolingRequestOutput(Generic[O]):
     prompt_token_ids: list[int]
     num_cached_tokens: int
     finished: bool
-    error: RequestError | None = field(default=None, kw_only=True)
+    error: PoolingAborted | None = field(default=None, kw_only=True)
     metrics: RequestMetrics | None = field(default=None, kw_only=True)
 
     def _fields(self) -> dict[str, Any]:

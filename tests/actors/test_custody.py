@@ -16,7 +16,7 @@ from actorllm.actors import constraints, detokenization, frontend, scheduler
 from actorllm.errors import RequestFailedError
 from actorllm.messages import OnTrial, Submit
 from actorllm.supervision.blame import scheduler_trial
-from actorllm.supervision.blame.scheduler_deaths import Record, Trial, note_death
+from actorllm.supervision.blame.scheduler_deaths import DeathRecord, Trial, note_death
 from tests.actors import deadly_policies
 from tests.actors.deadly_policies import COMES, HAS_A_TOKEN, MOMENTS, STARTS, WAITS
 from tests.actors.lives import Caller, Killed, Lives
@@ -30,7 +30,7 @@ class Search:
     """Requests by rid, all of one frontend; some kill the scheduler when it takes them on, or when they are in a step."""
 
     def __init__(self, num_requests: int, killers: set[int], is_in_step: bool) -> None:
-        self.records = {rid: Record() for rid in range(num_requests)}
+        self.records = {rid: DeathRecord() for rid in range(num_requests)}
         self.killers = killers
         self.is_in_step = is_in_step
         self.num_deaths = 0
@@ -127,7 +127,7 @@ def test_accidents_are_nobodys_fault() -> None:
 
 
 def test_who_waits_is_not_on_trial_for_those_who_run() -> None:
-    records = {rid: Record() for rid in range(3)}
+    records = {rid: DeathRecord() for rid in range(3)}
     records[1].is_begun = True
     note_death(records, None, is_second=False)
     assert [record.num_deaths for record in records.values()] == [0, 1, 0]

@@ -13,7 +13,7 @@ import pytest
 import actorllm.client.engine
 from actorllm import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from actorllm.actors.engine_thread import HostLoop
-from actorllm.actors.heartbeat import Pulse
+from actorllm.actors.heartbeat import Heartbeat
 from actorllm.actors.topology import ActorSpec, LinkSpec, Topology, attached_frontend, engine_topology
 from actorllm.actors.worker import WorkerActor
 from actorllm.attach import server as attach_server
@@ -104,7 +104,7 @@ class AtWork:
 async def with_worker(check: Callable[[AtWork], Any], longest: int = 10) -> None:
     worker, runner, link = WorkerActor(), Runner(), FullLink(longest)
     worker.runner = runner  # type: ignore[assignment]
-    worker.pulse = Pulse.of_thread()
+    worker.pulse = Heartbeat.of_thread()
     worker._wakeup = HostLoop.current().waiter()
     worker.on_link(link)  # type: ignore[arg-type]
     worker.is_running = True
@@ -162,7 +162,7 @@ async def test_steps_that_are_launched_ahead_wait_as_well() -> None:
     """The one under way goes on; it is not reported before there is room, and no other is launched."""
     worker, link, runner = WorkerActor(), FullLink(), LaunchingRunner()
     worker.runner = runner  # type: ignore[assignment]
-    worker.pulse = Pulse.of_thread()
+    worker.pulse = Heartbeat.of_thread()
     worker._wakeup = HostLoop.current().waiter()
     worker.on_link(link)  # type: ignore[arg-type]
     worker.is_running = True

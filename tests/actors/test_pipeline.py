@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from actorllm.actors import pipeline
-from actorllm.actors.heartbeat import Pulse
+from actorllm.actors.heartbeat import Heartbeat
 from actorllm.actors.pipeline import IDLE_S, Pipeline
 from actorllm.actors.worker import WorkerActor
 from actorllm.errors import EngineError
@@ -306,7 +306,7 @@ def test_who_waits_for_a_step_does_not_hold_it(at_work: SimpleNamespace) -> None
 
 
 def test_the_step_under_way_is_watched_again_after_a_control(at_work: SimpleNamespace) -> None:
-    at_work.worker.pulse = Pulse.of_thread()
+    at_work.worker.pulse = Heartbeat.of_thread()
     give(at_work, StepPlan(step=3))
     turn(at_work)
     at_work.worker.answer("start_profile", {})

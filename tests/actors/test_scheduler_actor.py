@@ -36,9 +36,9 @@ from actorllm.messages import (
     Unblock,
 )
 from actorllm.messages.schema import FRONTEND, SCHEDULER, violation
-from actorllm.scheduling.admission_policy import AdmissionPolicy, Gate
+from actorllm.scheduling.admission_policy import AdmissionGate, AdmissionPolicy
 from actorllm.scheduling.policy import Admit, KeyPolicy
-from actorllm.scheduling.policy_fallback import GuardedPolicy
+from actorllm.scheduling.policy_fallback import PolicyWithFallback
 from actorllm.scheduling.policy_monitor import LONGEST_TIMER_S
 from tests.scheduling.conftest import ScriptedWorker, reference_stream
 
@@ -845,7 +845,7 @@ async def test_a_policy_that_raises_is_replaced_and_named(caplog: pytest.LogCapt
         await bench.work()
         assert bench.tokens() == stream_of()
         policy = bench.actor.scheduler.policy
-        assert isinstance(policy, GuardedPolicy)
+        assert isinstance(policy, PolicyWithFallback)
         assert policy.failure == "on_admit raised RuntimeError: no such tenant"
     assert "test_scheduler_actor:Broken' failed in on_admit; 'fcfs' takes its place" in caplog.text
 
@@ -872,7 +872,7 @@ async def test_one_that_stalls_is_replaced_and_named(argument: str, caplog: pyte
         await bench.work()
         assert bench.tokens() == stream_of()
         policy: Any = bench.actor.scheduler.policy
-        assert isinstance(policy, GuardedPolicy if argument == "scheduling_policy" else Gate)
+        assert isinstance(policy, PolicyWithFallback if argument == "scheduling_policy" else AdmissionGate)
         failure = str(policy.failure)
         assert "StalledPolicyError: it plans nothing for 1 requests that could run" in failure
     kind = argument.replace("_", " ")

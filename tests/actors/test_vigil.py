@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from actorllm.actors.heartbeat import WITHOUT_NUMBER, Pulse, Sign, is_stopped
+from actorllm.actors.heartbeat import WITHOUT_NUMBER, Heartbeat, Sign, is_stopped
 from actorllm.actors.step_budget import MIN_BUDGET_S, MULTIPLE, NEW_BUDGET_S, StepBudget
-from actorllm.supervision.hang_detector import Vigil
+from actorllm.supervision.hang_detector import HangDetector
 
 Story = Callable[[float], Sign]
 """What a process shows at a time."""
@@ -40,7 +40,7 @@ def in_step(since: float, budget_s: float, *, step: int = 17, is_stopped: bool =
 
 
 def watch(stories: dict[str, Story], times: Iterable[float], timeout_s: float = 10.0) -> list[tuple[float, str, str]]:
-    vigil = Vigil(timeout_s, 1.0)
+    vigil = HangDetector(timeout_s, 1.0)
     found: list[tuple[float, str, str]] = []
     dead: set[str] = set()
     for at in times:
@@ -120,7 +120,7 @@ def test_a_starved_watch_still_finds_who_is_stuck() -> None:
 
 
 def test_another_process_of_the_same_name_begins_anew() -> None:
-    vigil = Vigil(10.0, 1.0)
+    vigil = HangDetector(10.0, 1.0)
     stuck = Sign(5, 0, 0, 0.0)
     for at in range(10):
         assert vigil.look(float(at), {"worker0 1": stuck}) == []
@@ -169,8 +169,8 @@ def test_a_given_budget_is_the_budget() -> None:
 
 
 def test_both_ends_see_the_same_page() -> None:
-    mine, fd = Pulse.create()
-    theirs = Pulse(fd)
+    mine, fd = Heartbeat.create()
+    theirs = Heartbeat(fd)
     os.close(fd)
     assert mine.read() == Sign(0, 0, 0, 0.0)
     theirs.beat()

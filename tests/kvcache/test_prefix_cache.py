@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from actorllm.kvcache.block_pool import BlockPool
 from actorllm.kvcache.manager import KVCacheManager
-from actorllm.kvcache.prefix_index import HASH_BYTES, MAX_TAILS, PrefixIndex, Run, extra_key, hash_blocks
+from actorllm.kvcache.prefix_index import HASH_BYTES, MAX_TAILS, BlockRun, PrefixIndex, extra_key, hash_blocks
 
 SIZE = 2
 
@@ -32,7 +32,7 @@ class Sequences:
         self.slots = list(range(num_slots))[::-1]
         self.tokens: dict[int, list[int]] = {}
         self.num_prompt: dict[int, int] = {}
-        self.runs: dict[int, Run | None] = {}
+        self.runs: dict[int, BlockRun | None] = {}
 
     def start(self, tokens: list[int], num_prompt: int | None = None, key: bytes = b"") -> tuple[int, int] | None:
         """A request with so many prompt tokens, the others sampled since. (slot, blocks found); None: it does not fit."""

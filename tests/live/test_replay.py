@@ -15,7 +15,7 @@ from actorllm import AsyncLLM
 from actorllm.errors import ConfigError, RequestFailedError
 from actorllm.scheduling.cost_model import preset
 from actorllm.slo.live.embedded import EmbeddedTarget
-from actorllm.slo.live.replay import Call, LiveRun, Record, replay
+from actorllm.slo.live.replay import LiveRun, ReplayCall, ReplayRecord, replay
 from actorllm.slo.metrics import evaluate
 from actorllm.slo.simulator import EngineShape, simulate
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED
@@ -40,15 +40,15 @@ class FakeTarget:
     max_model_len: int | None = None
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[ReplayCall] = []
 
     async def prepare(self) -> None: ...
 
-    async def send(self, call: Call, record: Record) -> None:
+    async def send(self, call: ReplayCall, record: ReplayRecord) -> None:
         self.calls.append(call)
         await self.answer(call, record)
 
-    async def answer(self, call: Call, record: Record) -> None:
+    async def answer(self, call: ReplayCall, record: ReplayRecord) -> None:
         for _ in range(call.max_tokens):
             record.got(1)
             await anyio.lowlevel.checkpoint()
@@ -82,7 +82,7 @@ async def test_nobody_waits_for_the_answers_of_others() -> None:
             super().__init__()
             self.all_there = anyio.Event()
 
-        async def answer(self, call: Call, record: Record) -> None:
+        async def answer(self, call: ReplayCall, record: ReplayRecord) -> None:
             if len(self.calls) == 10 + 1:
                 self.all_there.set()
             if call.row >= 0:
@@ -98,7 +98,7 @@ async def test_nobody_waits_for_the_answers_of_others() -> None:
 
 async def test_a_late_client_hides_nothing() -> None:
     class Blocking(FakeTarget):
-        async def answer(self, call: Call, record: Record) -> None:
+        async def answer(self, call: ReplayCall, record: ReplayRecord) -> None:
             if not call.row:
                 time.sleep(0.05)  # noqa: ASYNC251 - the client's loop stands still
             await super().answer(call, record)
@@ -118,7 +118,7 @@ async def test_a_late_client_hides_nothing() -> None:
 
 async def test_a_request_that_fails_is_a_row() -> None:
     class Failing(FakeTarget):
-        async def answer(self, call: Call, record: Record) -> None:
+        async def answer(self, call: ReplayCall, record: ReplayRecord) -> None:
             if call.row == 2:
                 record.got(1)
                 raise RequestFailedError("out of luck")
@@ -144,7 +144,7 @@ async def test_a_request_that_fails_is_a_row() -> None:
 
 async def test_clients_give_up_and_runs_are_cut_off() -> None:
     class Silent(FakeTarget):
-        async def answer(self, call: Call, record: Record) -> None:
+        async def answer(self, call: ReplayCall, record: ReplayRecord) -> None:
             record.got(1)
             await anyio.sleep_forever()
 
@@ -235,7 +235,7 @@ async def test_an_engine_that_dies_fails_its_requests_only() -> None:
     llm = AsyncLLM("storyteller", topology="inline", num_threads=1)
 
     class Mortal(EmbeddedTarget):
-        async def send(self, call: Call, record: Record) -> None:
+        async def send(self, call: ReplayCall, record: ReplayRecord) -> None:
             if call.row == 2:
                 llm.shutdown()
             await super().send(call, record)

@@ -13,7 +13,7 @@ import transformers
 from transformers.pytorch_utils import Conv1D
 
 from actorllm.model.hf import packing
-from actorllm.model.hf.packing import PackedLinear, pack
+from actorllm.model.hf.packing import PackedModule, pack
 
 VOCAB = 97
 
@@ -46,7 +46,7 @@ def test_a_packed_layer_is_the_layer(kind: str, dtype: torch.dtype) -> None:
         pack(holder)
         for x, y in zip(inputs, expected, strict=True):
             torch.testing.assert_close(holder["a"](x), y, atol=1e-5 if dtype == torch.float32 else 0.02, rtol=0)
-    assert isinstance(holder["a"], PackedLinear)
+    assert isinstance(holder["a"], PackedModule)
     assert holder["a"] is holder["b"], "shared as before"
     assert (holder["a"].weight.dtype, tuple(holder["a"].weight.shape)) == (dtype, (40, 24))
 
@@ -59,7 +59,7 @@ def test_the_weights_of_a_model_are_packed_and_only_packed(
     read = sum(parameter.numel() * 4 for parameter in model.parameters())
     decoder = make_driver(tmp_path).runner.decoder
     kinds = {type(module) for module in decoder.model.modules()}
-    assert PackedLinear in kinds
+    assert PackedModule in kinds
     assert not kinds & {torch.nn.Linear, Conv1D}
     assert decoder.num_bytes == read, "as before"
     left = {tuple(parameter.shape) for parameter in decoder.model.parameters() if parameter.ndim > 1}
@@ -77,10 +77,10 @@ def test_a_model_that_cannot_be_packed_is_served_as_it_is(
 ) -> None:
     model = save(tmp_path, "OPT")
     if failure == "another product":
-        product = PackedLinear.forward
-        monkeypatch.setattr(PackedLinear, "forward", lambda self, x: 1.2 * product(self, x))
+        product = PackedModule.forward
+        monkeypatch.setattr(PackedModule, "forward", lambda self, x: 1.2 * product(self, x))
     else:  # as a module does that multiplies by the weight of its layer itself
-        monkeypatch.setattr(PackedLinear, "forward", lambda self, x: x @ self.weight.T)
+        monkeypatch.setattr(PackedModule, "forward", lambda self, x: x @ self.weight.T)
     with caplog.at_level(logging.WARNING):
         driver = make_driver(tmp_path)
     assert "the linear layers stay as transformers has them" in caplog.text

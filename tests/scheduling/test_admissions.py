@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actorllm.scheduling.admission_policy import AdmissionPolicy, Gate
+from actorllm.scheduling.admission_policy import AdmissionGate, AdmissionPolicy
 from actorllm.scheduling.admissions.credit import Credit
 from actorllm.scheduling.admissions.past_future import MIN_PAST, PastFuture, peak
 from actorllm.scheduling.admissions.ttft_reject import TtftReject
@@ -31,7 +31,7 @@ class Fixed:
 
 
 def engine_with(admission: AdmissionPolicy, **arguments: Any) -> Engine:
-    return Engine(policy=Gate(load_policy("fcfs"), admission), **arguments)  # type: ignore[arg-type]
+    return Engine(policy=AdmissionGate(load_policy("fcfs"), admission), **arguments)  # type: ignore[arg-type]
 
 
 def num_running(engine: Engine) -> int:
@@ -72,7 +72,7 @@ def test_worst_case_counts_a_shared_prompt_once() -> None:
 
 
 def test_who_displaces_somebody_counts_what_becomes_free() -> None:
-    policy: Any = Gate(load_policy("priority"), WorstCase())
+    policy: Any = AdmissionGate(load_policy("priority"), WorstCase())
     engine = Engine(policy=policy, num_blocks=12, max_num_seqs=2, max_num_batched_tokens=64)
     for rid in (1, 2):
         engine.submit(rid, [rid, *range(7)], max_tokens=16, ignore_eos=True, priority=5)

@@ -10,7 +10,7 @@ import pytest
 
 from actorllm.messages import pack
 from actorllm.scheduling.policy import Admit, Decision, KeyPolicy
-from actorllm.scheduling.policy_fallback import GuardedPolicy
+from actorllm.scheduling.policy_fallback import PolicyWithFallback
 from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.telemetry.decisions import DECIDE, TellingPolicy, ToldPolicy
 from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler, replay
@@ -95,7 +95,7 @@ def encoded(plan: Any) -> Any:
 @pytest.mark.parametrize("planner", [KeyPlanner, Greedy])
 def test_the_same_plans_come_of_the_answers_alone(seed: int, planner: type[KeyPlanner]) -> None:
     entries: list[Entry] = []
-    engine = run(GuardedPolicy(planner(Moody(seed))), entries)
+    engine = run(PolicyWithFallback(planner(Moody(seed))), entries)
     assert any(call.startswith(DECIDE) for call, _, _ in entries)
     num_steps = engine.scheduler.statistics().num_steps
     assert num_steps > 20

@@ -12,10 +12,16 @@ import pytest
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
 from actorllm.messages import OVERLOADED
-from actorllm.scheduling.admission_policy import ADMISSIONS, AdmissionPolicy, Gate, load_admission, register_admission
+from actorllm.scheduling.admission_policy import (
+    ADMISSIONS,
+    AdmissionGate,
+    AdmissionPolicy,
+    load_admission,
+    register_admission,
+)
 from actorllm.scheduling.loading import load_policy
 from actorllm.scheduling.policy import Admit, Decision, KeyPolicy
-from actorllm.scheduling.policy_fallback import GuardedPolicy
+from actorllm.scheduling.policy_fallback import PolicyWithFallback
 from actorllm.scheduling.sequence import Sequence, State
 from actorllm.scheduling.step_packing import KeyPlanner
 from tests.scheduling.conftest import SIBLING, Engine, reference_stream
@@ -127,7 +133,7 @@ def test_whatever_is_combined_costs_nobody_a_token(policy: str, admission: str) 
     for seed in range(8):
         dice = random.Random(seed)
         module = Capricious(dice) if admission == "dice" else load_admission(admission)
-        engine = run(Gate(POLICIES[policy](), module), dice, depth=dice.choice([1, 2]))
+        engine = run(AdmissionGate(POLICIES[policy](), module), dice, depth=dice.choice([1, 2]))
         statistics = engine.scheduler.statistics()
         num_rejected += statistics.num_rejected
         if admission == "worst-case" and policy in ("fcfs", "srpf"):
@@ -153,7 +159,7 @@ def closed(verdict: Admit) -> AdmissionPolicy:
 def test_to_wait_holds_up_everybody_behind_and_to_be_skipped_does_not(policy: str) -> None:
     for verdict, expected in ((Admit.WAIT, {1}), (Admit.SKIP, {1, 3})):
         inner = POLICIES[policy]()
-        engine = Engine(policy=Gate(inner, closed(verdict)))
+        engine = Engine(policy=AdmissionGate(inner, closed(verdict)))
         for rid in (1, 2, 3):
             engine.submit(rid, [rid, 2, 3], max_tokens=2, ignore_eos=True)
         engine.run()
@@ -170,7 +176,7 @@ def test_who_is_rejected_hears_why_and_others_go_on() -> None:
         def reject(self, view: Any) -> Iterable[tuple[Sequence, str]]:
             return [(s, "not on a Sunday") for s in view.waiting() if s.key[1] == 2]
 
-    engine = Engine(policy=Gate(load_policy("fcfs"), Picky()))
+    engine = Engine(policy=AdmissionGate(load_policy("fcfs"), Picky()))
     for rid in (1, 2, 3):
         engine.submit(rid, [rid, 2, 3], max_tokens=2, ignore_eos=True)
     engine.run()
@@ -190,7 +196,7 @@ def test_who_has_been_taken_is_never_rejected() -> None:
         def reject(self, view: Any) -> Iterable[tuple[Sequence, str]]:
             return [(s, "go away") for s in view.waiting() if s.is_taken]
 
-    engine = Engine(policy=Gate(load_policy("fcfs"), Merciless()), num_blocks=12)
+    engine = Engine(policy=AdmissionGate(load_policy("fcfs"), Merciless()), num_blocks=12)
     for rid in (1, 2, 3, 4):
         engine.submit(rid, [rid, *range(9)], max_tokens=12, ignore_eos=True)
     engine.submit(
@@ -231,7 +237,9 @@ def planted() -> Any:
 @pytest.mark.parametrize("calls", [0, 3])
 def test_one_that_raises_is_replaced_and_told_of(hook: str, calls: int) -> None:
     told: list[str] = []
-    gate = Gate(load_policy("fcfs"), Failing(hook, calls, planted), lambda what, error: told.append(f"{what}: {error}"))
+    gate = AdmissionGate(
+        load_policy("fcfs"), Failing(hook, calls, planted), lambda what, error: told.append(f"{what}: {error}")
+    )
     engine = run(gate, random.Random(1))
     assert told == [f"{hook}: planted"]
     assert gate.failure == f"{hook} raised RuntimeError: planted"
@@ -251,7 +259,7 @@ def test_one_that_raises_is_replaced_and_told_of(hook: str, calls: int) -> None:
 )
 def test_what_is_no_answer_is_a_failure_too(hook: str, answer: Any) -> None:
     told: list[str] = []
-    gate = Gate(
+    gate = AdmissionGate(
         load_policy("fcfs"), Failing(hook, 1, lambda: answer), lambda what, error: told.append(type(error).__name__)
     )
     run(gate, random.Random(2))
@@ -260,7 +268,7 @@ def test_what_is_no_answer_is_a_failure_too(hook: str, answer: Any) -> None:
 
 def test_without_anybody_to_tell_it_goes_through() -> None:
     with pytest.raises(RuntimeError, match="planted"):
-        run(Gate(load_policy("fcfs"), Failing("admit", 2, planted)), random.Random(1))
+        run(AdmissionGate(load_policy("fcfs"), Failing("admit", 2, planted)), random.Random(1))
 
 
 def test_it_outlives_the_scheduling_policy() -> None:
@@ -271,13 +279,13 @@ def test_it_outlives_the_scheduling_policy() -> None:
             raise RuntimeError("planted")
 
     admission = load_admission("worst-case")
-    policy = GuardedPolicy(
-        Gate(KeyPlanner(Broken()), admission),
-        fallback=lambda: Gate(load_policy("fcfs"), admission),  # type: ignore[arg-type]
+    policy = PolicyWithFallback(
+        AdmissionGate(KeyPlanner(Broken()), admission),
+        fallback=lambda: AdmissionGate(load_policy("fcfs"), admission),  # type: ignore[arg-type]
     )
     engine = run(policy, random.Random(5))
     assert policy.failure is not None
-    assert isinstance(policy.policy, Gate)
+    assert isinstance(policy.policy, AdmissionGate)
     assert engine.scheduler.statistics().num_preemptions == 0
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from actorllm.scheduling.policies.fcfs import Fcfs
 from actorllm.scheduling.policy import Decision, KeyPolicy
-from actorllm.scheduling.policy_fallback import GuardedPolicy
+from actorllm.scheduling.policy_fallback import PolicyWithFallback
 from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.waiting_order import WaitingLines
 from tests.scheduling.conftest import Engine, reference_stream
@@ -63,7 +63,7 @@ def run(policy: Any, **overrides: Any) -> Engine:
 @pytest.mark.parametrize("calls", [1, 3])
 def test_requests_lose_nothing(hook: str, calls: int) -> None:
     told: list[str] = []
-    policy = GuardedPolicy(Failing(hook, calls), lambda what, error: told.append(f"{what}: {error}"))
+    policy = PolicyWithFallback(Failing(hook, calls), lambda what, error: told.append(f"{what}: {error}"))
     run(policy)
     assert policy.failure == f"{hook} raised RuntimeError: planted"
     assert told == [f"{hook}: planted"]
@@ -86,7 +86,7 @@ def test_requests_lose_nothing(hook: str, calls: int) -> None:
     ],
 )
 def test_what_is_no_decision_is_a_failure_too(hook: str, result: Callable[[], Any]) -> None:
-    policy = GuardedPolicy(Failing(hook, 2, result))
+    policy = PolicyWithFallback(Failing(hook, 2, result))
     run(policy)
     assert policy.failure is not None
     assert policy.failure.startswith(f"{hook} raised ")
@@ -97,7 +97,7 @@ def test_a_policy_that_behaves_stays() -> None:
         def key(self, sequence: Any, view: Any) -> tuple[Any, ...]:
             return (-sequence.arrival_index,)
 
-    policy = GuardedPolicy(KeyPlanner(Backwards()))
+    policy = PolicyWithFallback(KeyPlanner(Backwards()))
     engine = run(policy, max_num_seqs=1)
     assert policy.failure is None
     assert list(engine.ends) == [7, 6, 5, 4, 3, 2, 1]
@@ -110,14 +110,14 @@ def test_numpy_integers_are_integers() -> None:
             decision.prefill = [(s, np.int64(size)) for s, size in decision.prefill]  # type: ignore[misc]
             return decision
 
-    policy = GuardedPolicy(Numbers("on_end", 1000))
+    policy = PolicyWithFallback(Numbers("on_end", 1000))
     run(policy)
     assert policy.failure is None
 
 
 @pytest.mark.parametrize("hook", ["may_fork", "on_fork", "ahead_of"])
 def test_sequences_of_one_prompt_lose_nothing_either(hook: str) -> None:
-    policy = GuardedPolicy(Failing(hook, 1))
+    policy = PolicyWithFallback(Failing(hook, 1))
     engine = Engine(policy=policy, num_blocks=40)
     for rid in (1, 2, 3):
         leader = {} if rid == 1 else {"fork_of": 1}
@@ -133,4 +133,4 @@ def test_a_policy_that_does_not_know_forks_has_none() -> None:
         def plan(self, view: Any) -> Decision:
             return Decision()
 
-    assert not hasattr(GuardedPolicy(Old()), "may_fork")  # type: ignore[arg-type]
+    assert not hasattr(PolicyWithFallback(Old()), "may_fork")  # type: ignore[arg-type]

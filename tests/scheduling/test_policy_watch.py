@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from actorllm.messages import StepResult
-from actorllm.scheduling.admission_policy import AdmissionPolicy, Gate
+from actorllm.scheduling.admission_policy import AdmissionGate, AdmissionPolicy
 from actorllm.scheduling.loading import load_policy
 from actorllm.scheduling.policies.fcfs import Fcfs
 from actorllm.scheduling.policies.srpf import Srpf
 from actorllm.scheduling.policy import Admit, KeyPolicy
-from actorllm.scheduling.policy_fallback import GuardedPolicy, StalledPolicyError
+from actorllm.scheduling.policy_fallback import PolicyWithFallback, StalledPolicyError
 from actorllm.scheduling.policy_monitor import (
     LONGEST_TIMER_S,
     MANY_IN_VAIN,
@@ -22,7 +22,7 @@ from actorllm.scheduling.policy_monitor import (
     NUM_STEPS,
     SHORTEST_TIMER_S,
     STARVED_S,
-    PolicyWatch,
+    PolicyMonitor,
     WakeTimer,
     patience,
 )
@@ -51,7 +51,7 @@ def with_one(policy: Any) -> Engine:
 
 
 def test_to_plan_nothing_for_ever_is_a_stall() -> None:
-    engine, watch = with_one(KeyPlanner(Sulking())), PolicyWatch()
+    engine, watch = with_one(KeyPlanner(Sulking())), PolicyMonitor()
     assert engine.launch() is None
     reason = watch.stall(engine.scheduler)
     assert reason == "it plans nothing for 1 requests that could run, and does not ask to be woken"
@@ -62,7 +62,7 @@ def test_to_hold_back_everybody_who_runs_is_one_as_well() -> None:
         def decode_mask(self, view: Any) -> Any:
             return np.zeros(view.decode_slots.size, bool) if view.decode_slots.size else None
 
-    engine, watch = with_one(KeyPlanner(Still())), PolicyWatch()
+    engine, watch = with_one(KeyPlanner(Still())), PolicyMonitor()
     engine.launch()
     engine.complete()
     assert engine.launch() is None
@@ -70,7 +70,7 @@ def test_to_hold_back_everybody_who_runs_is_one_as_well() -> None:
 
 
 def test_to_wait_for_a_time_is_none_unless_it_never_comes() -> None:
-    engine, watch = with_one(KeyPlanner(Sulking(5.0))), PolicyWatch()
+    engine, watch = with_one(KeyPlanner(Sulking(5.0))), PolicyMonitor()
     for engine.now in (0.0, 5.0, MAX_IDLE_S - 1):
         engine.launch()
         assert watch.stall(engine.scheduler) is None
@@ -81,14 +81,14 @@ def test_to_wait_for_a_time_is_none_unless_it_never_comes() -> None:
 
 def test_a_pause_costs_nobody_a_look_at_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """While paused, whoever comes has the watch look for a stall."""
-    engine, watch = with_one(load_policy("fcfs")), PolicyWatch()
+    engine, watch = with_one(load_policy("fcfs")), PolicyMonitor()
     engine.scheduler.pause("wait", 0.0)
     monkeypatch.setattr(Scheduler, "waiting", None)
     assert watch.stall(engine.scheduler) is None
 
 
 def test_nothing_to_do_a_step_in_flight_and_a_pause_are_none() -> None:
-    engine, watch = with_one(load_policy("fcfs")), PolicyWatch()
+    engine, watch = with_one(load_policy("fcfs")), PolicyMonitor()
     engine.launch()
     assert watch.stall(engine.scheduler) is None
     engine.run()
@@ -107,11 +107,11 @@ def test_who_stalls_is_replaced_and_nobody_else(who: str) -> None:
 
     told: list[str] = []
     key_policy, admission = (Sulking(), AdmissionPolicy()) if who == "policy" else (Fcfs(), Shut())
-    gate = Gate(KeyPlanner(key_policy), admission, lambda what, error: told.append(f"admission: {error}"))
-    policy = GuardedPolicy(
+    gate = AdmissionGate(KeyPlanner(key_policy), admission, lambda what, error: told.append(f"admission: {error}"))
+    policy = PolicyWithFallback(
         gate,  # type: ignore[arg-type]
         lambda what, error: told.append(f"policy: {error}"),
-        lambda: Gate(load_policy("fcfs"), admission),  # type: ignore[arg-type,return-value]
+        lambda: AdmissionGate(load_policy("fcfs"), admission),  # type: ignore[arg-type,return-value]
     )
     engine = with_one(policy)
     assert engine.launch() is None
@@ -124,7 +124,7 @@ def test_who_stalls_is_replaced_and_nobody_else(who: str) -> None:
 
 
 def test_who_is_overtaken_for_too_long_starves() -> None:
-    engine, watch = Engine(policy=KeyPlanner(Srpf()), max_num_seqs=1), PolicyWatch()
+    engine, watch = Engine(policy=KeyPlanner(Srpf()), max_num_seqs=1), PolicyMonitor()
     engine.submit(1, list(range(20)), max_tokens=2, ignore_eos=True)
     engine.submit(2, [1] * 30, max_tokens=2, ignore_eos=True)
     engine.submit(3, [1] * 30, max_tokens=2, ignore_eos=True, slo=[None, None, 500.0, 0.0])
@@ -154,7 +154,7 @@ def test_patience_is_as_long_as_the_promise() -> None:
 
 
 def test_promises_beyond_the_fastest_step_are_told_of_once() -> None:
-    watch = PolicyWatch()
+    watch = PolicyMonitor()
     for _ in range(3):
         watch.see([0.001, 0.004, 0.5, 0.0])
         watch.see([0.001, None, 0.003, 0.01])

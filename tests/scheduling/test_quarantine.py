@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from actorllm.supervision.blame.worker_deaths import Quarantine
+from actorllm.supervision.blame.worker_deaths import WorkerBisection
 
 
 class Court:
     """Requests that run as the quarantine allows, some of which kill the workers whenever they are in a step."""
 
     def __init__(self, num_requests: int, *guilty: int) -> None:
-        self.quarantine = Quarantine()
+        self.quarantine = WorkerBisection()
         self.alive: list[Any] = list(range(num_requests))
         self.guilty = set(guilty)
         self.failed: list[int] = []
@@ -103,7 +103,7 @@ def test_those_that_keep_coming_do_not_stop_the_search() -> None:
 
 
 def test_who_runs_beside_others_again_and_again_is_no_progress() -> None:
-    quarantine: Any = Quarantine()
+    quarantine: Any = WorkerBisection()
     quarantine.died(["a", "b"])
     quarantine.died(["a", "b"])
     assert quarantine.died(["a", "x"]) == []
@@ -126,7 +126,7 @@ def test_the_only_request_fails_after_two_deaths() -> None:
 
 
 def test_one_death_makes_nobody_wait() -> None:
-    quarantine = Quarantine()
+    quarantine = WorkerBisection()
     assert quarantine.died(["a", "b"]) == []  # type: ignore[list-item]
     assert not quarantine.is_trying
     assert quarantine
@@ -135,7 +135,7 @@ def test_one_death_makes_nobody_wait() -> None:
 
 
 def test_accidents_with_tokens_in_between_accuse_nobody() -> None:
-    quarantine = Quarantine()
+    quarantine = WorkerBisection()
     for _ in range(20):
         assert quarantine.died(["a"]) == []  # type: ignore[list-item]
         assert not quarantine.is_trying
@@ -143,7 +143,7 @@ def test_accidents_with_tokens_in_between_accuse_nobody() -> None:
 
 
 def test_who_had_a_token_meanwhile_is_not_tried() -> None:
-    quarantine: Any = Quarantine()
+    quarantine: Any = WorkerBisection()
     quarantine.died(["a", "b", "c"])
     quarantine.had_token(["a"])
     assert quarantine.died(["b", "c", "d", "a"]) == []
@@ -155,7 +155,7 @@ def test_who_had_a_token_meanwhile_is_not_tried() -> None:
 
 
 def test_who_ends_on_trial_makes_room_for_the_next() -> None:
-    quarantine: Any = Quarantine()
+    quarantine: Any = WorkerBisection()
     quarantine.died(["a", "b"])
     quarantine.died(["a", "b"])
     assert quarantine.may_start("a")
@@ -168,7 +168,7 @@ def test_who_ends_on_trial_makes_room_for_the_next() -> None:
 
 
 def test_a_search_that_gets_narrower_says_so() -> None:
-    quarantine: Any = Quarantine()
+    quarantine: Any = WorkerBisection()
     quarantine.died(["a", "b", "c", "d"])
     assert not quarantine.is_narrowing, "one death proves nothing"
     for tried in (["a", "b", "c", "d"], ["a", "b"], ["c"], ["d"]):
@@ -179,7 +179,7 @@ def test_a_search_that_gets_narrower_says_so() -> None:
 
 
 def test_a_search_begins_also_when_others_ran_the_second_time() -> None:
-    quarantine: Any = Quarantine()
+    quarantine: Any = WorkerBisection()
     quarantine.died(["a", "b"])
     assert not quarantine.is_trying
     quarantine.died(["c", "d"])
@@ -188,7 +188,7 @@ def test_a_search_begins_also_when_others_ran_the_second_time() -> None:
 
 
 def test_a_death_alone_counts_whoever_it_was() -> None:
-    quarantine: Any = Quarantine()
+    quarantine: Any = WorkerBisection()
     quarantine.died(["a", "b"], "abx")
     quarantine.died(["a", "b"], "abx")
     quarantine.died(["a"], "abx")
@@ -203,6 +203,6 @@ def test_a_death_alone_counts_whoever_it_was() -> None:
 
 
 def test_a_death_without_a_step_in_flight_is_nobodys_fault() -> None:
-    quarantine = Quarantine()
+    quarantine = WorkerBisection()
     assert quarantine.died([]) == []
     assert not quarantine

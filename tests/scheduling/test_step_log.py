@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from actorllm.scheduling.batch import Batch
 from actorllm.scheduling.ledger import StepRecord
-from actorllm.scheduling.telemetry.step_history import FOLD, KEPT, STEP_BOUNDS, StepLog
+from actorllm.scheduling.telemetry.step_history import FOLD, KEPT, STEP_BOUNDS, StepHistory
 
 ROWS = Batch(1).select([])
 
@@ -14,7 +14,7 @@ def record(step: int, num_decode: int = 2, num_tokens: int = 10) -> StepRecord:
 
 
 def test_steps_in_order_without_those_that_were_void() -> None:
-    log = StepLog()
+    log = StepHistory()
     for step in (1, 2, 3, 4):
         log.launched(record(step))
     log.done(1, 1.1, 1.2, 1.3)
@@ -26,7 +26,7 @@ def test_steps_in_order_without_those_that_were_void() -> None:
 
 
 def test_sums_over_more_steps_than_are_kept() -> None:
-    log = StepLog()
+    log = StepHistory()
     number = KEPT + FOLD + 7
     for step in range(1, number + 1):
         log.launched(record(step, num_decode=3, num_tokens=5))

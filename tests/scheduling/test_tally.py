@@ -1,4 +1,4 @@
-"""`Tally`: what it makes of the ends of requests."""
+"""`RequestCounters`: what it makes of the ends of requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from actorllm.messages import DEADLINE_PASSED, Submit
 from actorllm.scheduling.events import End
 from actorllm.scheduling.sequence import Sequence
-from actorllm.scheduling.telemetry.request_counters import BOUNDS, FOLD, Tally
+from actorllm.scheduling.telemetry.request_counters import BOUNDS, FOLD, RequestCounters
 from tests.scheduling.conftest import Engine
 
 
@@ -27,7 +27,7 @@ def sequence_of(
 
 
 def test_times_and_counts_are_those_of_the_requests() -> None:
-    tally = Tally()
+    tally = RequestCounters()
     for _ in range(2 * FOLD + 3):
         tally.add(End(sequence_of(), "length"), 3)
     tally.add(End(sequence_of(first=None, last=None), "abort"), -1)
@@ -49,7 +49,7 @@ def test_times_and_counts_are_those_of_the_requests() -> None:
 
 
 def test_a_bound_is_within_its_bucket() -> None:
-    tally = Tally()
+    tally = RequestCounters()
     for num_output in (1, 2, 3, 10**9):
         tally.add(End(sequence_of(), "length"), num_output)
     counts = tally.statistics()["histograms"]["request_generation_tokens"]["counts"]
@@ -68,7 +68,7 @@ def test_a_bound_is_within_its_bucket() -> None:
     ],
 )
 def test_a_promise_is_judged_unless_somebody_gave_up(arguments: Any, promised: int, kept: tuple[int, int]) -> None:
-    tally = Tally()
+    tally = RequestCounters()
     tally.add(End(sequence_of([2.0, 1.0, None, 0.0]), *arguments), 3)
     told = tally.statistics()
     assert told["slo_promised"] == promised
@@ -76,7 +76,7 @@ def test_a_promise_is_judged_unless_somebody_gave_up(arguments: Any, promised: i
 
 
 def test_the_two_readings_of_a_promise() -> None:
-    tally = Tally()
+    tally = RequestCounters()
     tally.add(End(sequence_of([2.0, 0.4, None, 0.0]), "stop"), 3)  # half a second apart, and ahead of the reader
     assert tally.statistics()["slo_kept"] == {"tpot": 0, "deadline": 1}
 
@@ -101,7 +101,7 @@ def test_who_goes_on_under_another_scheduler_had_its_first_token_when_it_came() 
     assert sequence is not None
     engine.launch()
     sequence.last_token = 110.0
-    tally = Tally()
+    tally = RequestCounters()
     tally.add(End(sequence, "length"), 100)
     told = tally.statistics()
     assert told["slo_kept"] == {"tpot": 0, "deadline": 0}

@@ -12,7 +12,7 @@ import pytest
 from actorllm.errors import ConfigError, PeerLostError
 from actorllm.server.api_process import MAX_NAMES_BYTES, _portions
 from actorllm.server.board import LAG_BOUNDS, Board
-from actorllm.server.line import Line
+from actorllm.server.line import ControlLine
 
 
 def test_every_process_sees_the_rows_of_all() -> None:
@@ -62,7 +62,7 @@ async def test_questions_in_both_directions_and_the_end_of_one_side() -> None:
                 return None
 
     with here, there:
-        first, second = Line(here, echo), Line(there, echo)
+        first, second = ControlLine(here, echo), ControlLine(there, echo)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(first.run)
             async with anyio.create_task_group() as others:
@@ -81,6 +81,6 @@ async def test_questions_in_both_directions_and_the_end_of_one_side() -> None:
             await first.ask("say", 5)
 
 
-async def _expect_loss(line: Line) -> None:
+async def _expect_loss(line: ControlLine) -> None:
     with pytest.raises(PeerLostError, match="ended before it answered 'never'"):
         await line.ask("never", 20)

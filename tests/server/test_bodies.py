@@ -21,7 +21,7 @@ from starlette.requests import Request
 
 from actorllm.server.bodies import limits, reader
 from actorllm.server.bodies.body_codec import pack, question, unpack
-from actorllm.server.bodies.limits import Refusal
+from actorllm.server.bodies.limits import BodyRefusal
 from actorllm.server.bodies.parse_process import MAX_RESIDENT_KIB, NICENESS
 from actorllm.server.bodies.reader import BodyReader, is_small
 from actorllm.server.envelope import ApiError
@@ -151,7 +151,7 @@ def test_long_lists_of_token_ids_are_arrays() -> None:
 )
 def test_what_is_too_much_is_refused_by_its_count(tree: Any, told: str, param: str | None) -> None:
     found = reply(tree)
-    assert isinstance(found, Refusal)
+    assert isinstance(found, BodyRefusal)
     assert told in found.message
     assert found.param == param
 

@@ -14,7 +14,6 @@ from actorllm.errors import ConfigError
 from actorllm.server.tool_parsers import (
     PARSERS,
     Arguments,
-    Call,
     HermesParser,
     LlamaJsonParser,
     MistralNamedParser,
@@ -23,6 +22,7 @@ from actorllm.server.tool_parsers import (
     PythonicParser,
     Text,
     Tool,
+    ToolCallStart,
     ToolParser,
     parser_named,
 )
@@ -44,7 +44,7 @@ def read(parser: type[ToolParser], text: str, size: int) -> tuple[str, list[tupl
     calls: list[list[str]] = []
     for piece in pieces:
         match piece:
-            case Call(number, name):
+            case ToolCallStart(number, name):
                 assert number == len(calls)
                 calls.append([name, ""])
             case Arguments(number, part):
@@ -196,7 +196,7 @@ def test_arguments_come_as_they_are_written() -> None:
     parser = HermesParser(NAMES)
     text = HERMES[: HERMES.index("days")]
     pieces = [piece for char in text for piece in parser.push(char)]
-    assert pieces[0] == Call(0, "weather")
+    assert pieces[0] == ToolCallStart(0, "weather")
     assert len(pieces) > 10, "nothing of them is held back"
     assert (
         "".join(piece.text for piece in pieces[1:] if isinstance(piece, Arguments))

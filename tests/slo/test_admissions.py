@@ -15,7 +15,7 @@ from actorllm.scheduling.cost_model import LinearModel, Regime, preset
 from actorllm.scheduling.policies.cohost import Cohost
 from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.slo.journal import Journal
-from actorllm.slo.simulator import EngineShape, Run, simulate
+from actorllm.slo.simulator import EngineShape, SimulatedRun, simulate
 from actorllm.slo.timeline import FAILED, FINISHED
 from actorllm.slo.traces import SAMPLE, load_trace
 from actorllm.slo.workload import (
@@ -38,11 +38,11 @@ def conversations(num: int, rate: float) -> Workload:
     return assign_classes(workload, parse_mix(MIX), seed=1)
 
 
-def num_preempted(run: Run) -> int:
+def num_preempted(run: SimulatedRun) -> int:
     return int(run.timeline.num_preemptions.sum())
 
 
-def num_at_once(run: Run) -> float:
+def num_at_once(run: SimulatedRun) -> float:
     """Requests that had a slot, on average over the time in which any request arrived."""
     timeline = run.timeline
     end = float(timeline.arrival[-1])

@@ -11,8 +11,8 @@ from actorllm.errors import ConfigError
 from actorllm.scheduling.cost_model import (
     Fit,
     LinearModel,
+    MeasuredSteps,
     Regime,
-    StepLog,
     fit,
     from_json,
     load_model,
@@ -83,7 +83,7 @@ TRUTH = LinearModel(
 )
 
 
-def make_log(num: int, noise: float, seed: int = 0) -> StepLog:
+def make_log(num: int, noise: float, seed: int = 0) -> MeasuredSteps:
     rng = np.random.default_rng(seed)
     p = np.where(rng.random(num) < 0.4, rng.integers(1, 1024, num), 0).astype(float)
     d = rng.integers(1, 128, num).astype(float)
@@ -95,7 +95,7 @@ def make_log(num: int, noise: float, seed: int = 0) -> StepLog:
     launched = np.concatenate(([started[0] - 1e-3], started[:-1] + 1e-5))
     launched[::7] = started[::7] - 1e-3
     launched[7::7] = np.maximum(launched[7::7], (started + taken)[6:-1:7][: launched[7::7].size] + 1e-9)
-    return StepLog(p, d, context, before, pairs, launched, started, started + taken)
+    return MeasuredSteps(p, d, context, before, pairs, launched, started, started + taken)
 
 
 def test_a_fit_finds_both_regimes_and_says_how_well_it_predicts() -> None:
@@ -149,7 +149,7 @@ def test_what_was_not_seen_is_told() -> None:
 
 def test_a_step_log_needs_all_its_columns() -> None:
     with pytest.raises(ConfigError, match="no 'prefill_context'"):
-        StepLog.of([{"p": 1, "d": 1, "decode_context": 1}])
+        MeasuredSteps.of([{"p": 1, "d": 1, "decode_context": 1}])
 
 
 def test_least_squares_without_negative_coefficients() -> None:

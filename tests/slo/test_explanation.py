@@ -21,7 +21,7 @@ from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler
 from actorllm.slo.explanation import Explanation, chosen_request, explain, worst_request
 from actorllm.slo.journal import Journal, run_of_recording
-from actorllm.slo.simulator import EngineShape, Run, simulate
+from actorllm.slo.simulator import EngineShape, SimulatedRun, simulate
 from actorllm.slo.workload import Workload, assign_classes, make_workload, synthetic
 from actorllm.types.objective import SLO, RequestClass
 
@@ -60,7 +60,7 @@ def explained(
     return found, {part.cause: round(part.seconds, 6) for part in (*found.waiting_and_prompt, *found.decoding)}
 
 
-def assert_unchanged(run: Run, plain: Run) -> None:
+def assert_unchanged(run: SimulatedRun, plain: SimulatedRun) -> None:
     """Being looked at changes nothing."""
     np.testing.assert_array_equal(run.timeline.end, plain.timeline.end)
     assert run.num_steps_skipped == plain.num_steps_skipped
@@ -259,7 +259,9 @@ def test_the_worst_request_and_one_that_is_not_there() -> None:
 # A live engine's recording: what a RecordedScheduler wrote down ----------------------------------------------------------
 
 
-def record(workload: Workload, shape: EngineShape, model: Any, policy: str = "fcfs") -> tuple[list[Entry], Run]:
+def record(
+    workload: Workload, shape: EngineShape, model: Any, policy: str = "fcfs"
+) -> tuple[list[Entry], SimulatedRun]:
     entries: list[Entry] = []
 
     def make(replica: int, policy: PlanPolicy) -> RecordedScheduler:

@@ -24,7 +24,7 @@ from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler, re
 from actorllm.slo.explanation import worst_request
 from actorllm.slo.objectives import Promises
 from actorllm.slo.routing import ROUTERS, LeastLoad, ReplicaView, RoundRobin, make_router
-from actorllm.slo.simulator import EngineShape, Run, rerun, simulate
+from actorllm.slo.simulator import EngineShape, SimulatedRun, rerun, simulate
 from actorllm.slo.timeline import ABORTED, FAILED, FINISHED, UNFINISHED, RunTimeline
 from actorllm.slo.workload import (
     Workload,
@@ -66,7 +66,7 @@ def columns(timeline: RunTimeline) -> dict[str, list[Any]]:
     return found | {"step_ends": [ends.tolist() for ends in timeline.step_ends]}
 
 
-def assert_equal(one: Run, other: Run) -> None:
+def assert_equal(one: SimulatedRun, other: SimulatedRun) -> None:
     """To the last bit."""
     first, second = columns(one.timeline), columns(other.timeline)
     for name in first:

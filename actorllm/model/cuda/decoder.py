@@ -70,7 +70,7 @@ class DecodePlan:
     quota: torch.Tensor  # int32 [1]
 
 
-class DecodeRows:
+class DeviceDecodeRows:
     """The tensors that a decode step reads and writes beside weights, cache and state table: one row per sequence.
 
     Allocated once for the largest batch; a step of fewer rows uses the first ones (`first`).
@@ -87,9 +87,9 @@ class DecodeRows:
         self.kv_slots = integers(num_rows, dtype=torch.int64)
         self.plans = {window: DecodePlan(integers(num_rows + 1), integers(1)) for window in windows}
 
-    def first(self, num_rows: int) -> DecodeRows:
+    def first(self, num_rows: int) -> DeviceDecodeRows:
         """The same for fewer rows, in the same memory."""
-        part = object.__new__(DecodeRows)
+        part = object.__new__(DeviceDecodeRows)
         part.num_rows = num_rows
         for name in ("rows", "ids", "positions", "seq_lens", "kv_slots"):
             setattr(part, name, getattr(self, name)[:num_rows])
@@ -114,7 +114,7 @@ class StepTokens:
     ids: torch.Tensor  # integers [num_tokens]
     positions: torch.Tensor  # integers [num_tokens]
     kv_slots: torch.Tensor  # int64 [num_tokens]
-    decodes: DecodeRows | None
+    decodes: DeviceDecodeRows | None
     prefills: PrefillRows | None
     embedded: tuple[torch.Tensor, torch.Tensor] | None = None
     """Which tokens have an embedding that the prompt brought, and those embeddings."""
@@ -160,7 +160,7 @@ class PagedAttention:
         self._partials = torch.empty(parts, shape.group, shape.head_dim, device=on)
         self._partial_lse = torch.empty(parts, shape.group, device=on)
 
-    def plan(self, rows: DecodeRows, *, pdl: bool) -> None:
+    def plan(self, rows: DeviceDecodeRows, *, pdl: bool) -> None:
         """Once per step, for all layers."""
         for window, plan in rows.plans.items():
             ops.plan_decode(
@@ -269,7 +269,9 @@ class DeviceModel(Protocol):
     def allocate(self, num_rows: int, attention: PagedAttention) -> None:
         """Make room for decode steps of up to so many rows."""
 
-    def decode(self, rows: DecodeRows, cache: DeviceCache, state: StateTable, *, pdl: bool = False) -> torch.Tensor:
+    def decode(
+        self, rows: DeviceDecodeRows, cache: DeviceCache, state: StateTable, *, pdl: bool = False
+    ) -> torch.Tensor:
         """One token of every row. Returns their hidden states, [num_rows, hidden_size], in memory of the model's own."""
 
     def forward(self, tokens: StepTokens, cache: DeviceCache, state: StateTable, *, pdl: bool = False) -> torch.Tensor:
@@ -390,7 +392,9 @@ class DeviceDecoder:
         self._activations = Activations(num_rows, self.config, self.dtype, self.device.torch_device)
         self.vocabulary.allocate(num_rows, self.device.torch_device)
 
-    def decode(self, rows: DecodeRows, cache: DeviceCache, state: StateTable, *, pdl: bool = False) -> torch.Tensor:
+    def decode(
+        self, rows: DeviceDecodeRows, cache: DeviceCache, state: StateTable, *, pdl: bool = False
+    ) -> torch.Tensor:
         tokens = StepTokens(rows.ids, rows.positions, rows.kv_slots, rows, None)
         return self._run(self._activations.first(rows.num_rows), tokens, cache, state, pdl=pdl)
 

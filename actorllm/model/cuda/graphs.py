@@ -27,7 +27,7 @@ MAX_MISSES = 16
 """Steps of a size that are launched kernel by kernel before it is recorded in between."""
 
 
-class Part(Enum):
+class GraphPart(Enum):
     """What is recorded."""
 
     HEAD = "head"
@@ -40,7 +40,7 @@ class Part(Enum):
     """From there to the tokens."""
 
 
-Key = tuple[Part, int]
+Key = tuple[GraphPart, int]
 
 
 def sizes_for(max_rows: int) -> tuple[int, ...]:
@@ -54,7 +54,7 @@ class DecodeGraphs:
     def __init__(
         self,
         device: Device,
-        launch: Callable[[Part, int], None],
+        launch: Callable[[GraphPart, int], None],
         max_rows: int,
         *,
         is_on: bool,
@@ -91,7 +91,7 @@ class DecodeGraphs:
         at = bisect_left(self.sizes, num_rows)
         return self.sizes[at] if at < len(self.sizes) else num_rows
 
-    def run(self, part: Part, size: int) -> None:
+    def run(self, part: GraphPart, size: int) -> None:
         """Launch the part, as a graph if it is one."""
         key = (part, size)
         replay = self._replays.get(key)
@@ -106,7 +106,7 @@ class DecodeGraphs:
             if misses > MAX_MISSES:
                 self._record(key)  # its kernels have just been launched: they are compiled
 
-    def want(self, part: Part, size: int) -> None:
+    def want(self, part: GraphPart, size: int) -> None:
         """Record this one when there is time."""
         key = (part, size)
         if self.is_on and key not in self._replays and key not in self._refused:

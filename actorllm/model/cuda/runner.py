@@ -39,15 +39,15 @@ from actorllm.model.cuda.cache import DeviceCache
 from actorllm.model.cuda.collectives import Collectives, own_device
 from actorllm.model.cuda.decoder import (
     SWITCHES,
-    DecodeRows,
     DeviceDecoder,
+    DeviceDecodeRows,
     DeviceModel,
     PagedAttention,
     PrefillRows,
     StepTokens,
 )
 from actorllm.model.cuda.device import Device, Download
-from actorllm.model.cuda.graphs import SIZES, DecodeGraphs, Part
+from actorllm.model.cuda.graphs import SIZES, DecodeGraphs, GraphPart
 from actorllm.model.cuda.rehearsal import MetaDevice, MetaWeights, compiling
 from actorllm.model.cuda.sampling import MAX_HEAD_ROWS, MAX_KERNEL_TOP, DeviceSampler, PendingSpans, Way, combined
 from actorllm.model.cuda.state import DeviceBatch, StateTable
@@ -167,8 +167,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         self.graphs: DecodeGraphs
         self._pool: DeviceCache
         self._attention: PagedAttention
-        self._decode_rows: DecodeRows
-        self._rows_of_size: dict[int, DecodeRows] = {}
+        self._decode_rows: DeviceDecodeRows
+        self._rows_of_size: dict[int, DeviceDecodeRows] = {}
         self._loaded_rows: tuple[int, int] | None = None
         """What is in the decode rows: version, and size."""
 
@@ -230,7 +230,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             twin._allocate(REHEARSED_BLOCKS)
             for size in twin.graphs.kinds:
                 twin._launch_part(twin._way_part(size), size)
-            for part in (Part.LOGITS, Part.FORWARD, Part.CHOICE):
+            for part in (GraphPart.LOGITS, GraphPart.FORWARD, GraphPart.CHOICE):
                 twin._launch_part(part, twin.graphs.sizes[0])
             twin.warm_prefill()
 
@@ -328,7 +328,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
                     self._load_rows(NO_I32, -1, size)
                     self._launch_part(self._way_part(size), size)
             self._load_rows(NO_I32, -1, self.graphs.sizes[0])
-            for part in (Part.LOGITS, Part.FORWARD, Part.CHOICE):
+            for part in (GraphPart.LOGITS, GraphPart.FORWARD, GraphPart.CHOICE):
                 self._launch_part(part, self.graphs.sizes[0])
             self.warm_prefill()
             ops.kv_copy(self._pool.pool, self.device.upload(np.zeros((1, 2), np.int32)))  # zeros to where zeros are
@@ -347,7 +347,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             self.state = StateTable(self.device, self._max_rows, -(-length // size))
             self.sampler = DeviceSampler(c.vocab_size, self._max_rows, self.state, self.device, self.collectives)
             self._attention = PagedAttention(shape, self.device)
-            self._decode_rows = DecodeRows(self._max_rows, shape.windows, on)
+            self._decode_rows = DeviceDecodeRows(self._max_rows, shape.windows, on)
             self.model.allocate(self._max_rows, self._attention)
         is_on = not config.enforce_eager
         self.graphs = DecodeGraphs(
@@ -443,12 +443,12 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
                 prefill_counts=counts,
             )
         )
-        part, size = Part.FORWARD, self.graphs.size_for(num_rows)
+        part, size = GraphPart.FORWARD, self.graphs.size_for(num_rows)
         with self._on_device():
             self._load_rows(slots, -1, size)
             state, blocks = self.state.snapshot(), self._pool.pool[:, :num_rows].clone()
 
-            def logits_of(launch: Callable[[Part, int], None]) -> torch.Tensor:
+            def logits_of(launch: Callable[[GraphPart, int], None]) -> torch.Tensor:
                 self.state.restore(state)
                 self._pool.pool[:, :num_rows].copy_(blocks)
                 found = []
@@ -479,10 +479,10 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             self.graphs.record(key)
         return True
 
-    def _way_part(self, num_rows: int) -> Part:
-        return Part.HEAD if num_rows <= MAX_HEAD_ROWS and self.model.head is not None else Part.LOGITS
+    def _way_part(self, num_rows: int) -> GraphPart:
+        return GraphPart.HEAD if num_rows <= MAX_HEAD_ROWS and self.model.head is not None else GraphPart.LOGITS
 
-    def _rows_for(self, size: int) -> DecodeRows:
+    def _rows_for(self, size: int) -> DeviceDecodeRows:
         rows = self._rows_of_size.get(size)
         if rows is None:
             rows = self._rows_of_size[size] = self._decode_rows.first(size)
@@ -497,25 +497,25 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         self._decode_rows.rows[:size].copy_(self.device.upload(padded))
         self._loaded_rows = (version, size) if version >= 0 else None
 
-    def _launch_part(self, part: Part, size: int) -> None:
+    def _launch_part(self, part: GraphPart, size: int) -> None:
         """All launches of a part, for the rows that are in place. This is what a graph holds."""
         rows, pdl = self._rows_for(size), self.device.uses_pdl
-        if part is not Part.CHOICE:
+        if part is not GraphPart.CHOICE:
             self._prepare_rows(rows)
             hidden = self.model.decode(rows, self._pool, self.state, pdl=pdl)
-            if part is Part.HEAD:
+            if part is GraphPart.HEAD:
                 assert self.model.head is not None
                 self.sampler.from_hidden(hidden, self.model.head, rows.rows, pdl=pdl)
             else:
                 self.model.logits(hidden, self.sampler.logits[:size])
-                if part is Part.FORWARD:
+                if part is GraphPart.FORWARD:
                     return
                 self.sampler.from_logits(rows.rows)
         else:
             self.sampler.from_edited(rows.rows, self.sampler.recorded_edits(size))
-        ops.kv_clear(self._pool.pool, rows.kv_slots, self.sampler.is_finite[:size], pdl=pdl and part is Part.HEAD)
+        ops.kv_clear(self._pool.pool, rows.kv_slots, self.sampler.is_finite[:size], pdl=pdl and part is GraphPart.HEAD)
 
-    def _prepare_rows(self, rows: DecodeRows) -> None:
+    def _prepare_rows(self, rows: DeviceDecodeRows) -> None:
         state, pdl = self.state, self.device.uses_pdl
         ops.step_prep(
             rows.rows,
@@ -642,11 +642,11 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         handle.rows = self._decode_rows.rows[:size]
         match sampling.how:
             case Way.HEAD:
-                self.graphs.run(Part.HEAD, size)
+                self.graphs.run(GraphPart.HEAD, size)
             case Way.LOGITS:
-                self.graphs.run(Part.LOGITS, size)
+                self.graphs.run(GraphPart.LOGITS, size)
             case Way.EDITED:
-                self.graphs.run(Part.FORWARD, size)
+                self.graphs.run(GraphPart.FORWARD, size)
 
     def _launch_prefill(self, handle: CudaHandle) -> None:
         """Of a step with prompts: everything up to the logits, or to the hidden states where no logits are needed."""
@@ -685,7 +685,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         """The tokens of a step with prompts, on the device; those of its decode rows come from the state table."""
         count = inputs.num_decodes
         kv_slots, ids, positions = self.device.upload_parts(inputs.kv_slots, inputs.token_ids, inputs.positions)
-        rows: DecodeRows | None = None
+        rows: DeviceDecodeRows | None = None
         if count:
             self._load_rows(inputs.decode_slots, inputs.decode_version, count)
             rows = self._decode_rows.first(count)
@@ -734,7 +734,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
                 for row in np.flatnonzero(slots == slot).tolist():
                     combined(masks, row, mask)
         if handle.size is not None and sampler.place(edits, masks):
-            self.graphs.run(Part.CHOICE, handle.size)
+            self.graphs.run(GraphPart.CHOICE, handle.size)
             return
         rows = handle.rows[: len(slots)]
         sampler.from_edited(rows, sampler.upload(edits, masks))

@@ -20,7 +20,7 @@ from actorllm.config import ModelConfig
 from actorllm.errors import EngineError
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.cache import DeviceCache
-from actorllm.model.cuda.decoder import AttentionShape, DecodeRows, PagedAttention, StepTokens, check_head_size
+from actorllm.model.cuda.decoder import AttentionShape, DeviceDecodeRows, PagedAttention, StepTokens, check_head_size
 from actorllm.model.cuda.device import Device
 from actorllm.model.cuda.sampling import LMHead
 from actorllm.model.cuda.state import StateTable
@@ -35,7 +35,7 @@ ATTENTION = "actorllm_device"
 
 
 @dataclass(slots=True)
-class Step:
+class DeviceStep:
     """What the attention of every layer needs to know of the step under way."""
 
     model: DeviceTransformers
@@ -45,7 +45,7 @@ class Step:
     num_calls: int = 0
 
 
-_step_under_way: ContextVar[Step | None] = ContextVar("actorllm_device_step", default=None)
+_step_under_way: ContextVar[DeviceStep | None] = ContextVar("actorllm_device_step", default=None)
 
 
 def device_attention(
@@ -118,7 +118,9 @@ class DeviceTransformers:
     def allocate(self, num_rows: int, attention: PagedAttention) -> None:
         self._attention = attention
 
-    def decode(self, rows: DecodeRows, cache: DeviceCache, state: StateTable, *, pdl: bool = False) -> torch.Tensor:
+    def decode(
+        self, rows: DeviceDecodeRows, cache: DeviceCache, state: StateTable, *, pdl: bool = False
+    ) -> torch.Tensor:
         return self.forward(StepTokens(rows.ids, rows.positions, rows.kv_slots, rows, None), cache, state)
 
     def kinds_of_forward(self) -> list[int]:
@@ -131,7 +133,7 @@ class DeviceTransformers:
             embedded = self.loaded.embed(ids)
             embedded[0].index_copy_(0, *tokens.embedded)
             given = {"inputs_embeds": embedded}
-        step = Step(self, tokens, cache, state)
+        step = DeviceStep(self, tokens, cache, state)
         token = _step_under_way.set(step)
         try:
             hidden = self.loaded.run_body(given, tokens.positions.long().unsqueeze(0))
@@ -145,7 +147,7 @@ class DeviceTransformers:
 
     def attend(
         self,
-        step: Step,
+        step: DeviceStep,
         module: torch.nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -224,9 +226,9 @@ class ProbedModel:
         for row, table in enumerate(tables):
             state.block_table[row, : len(table)] = device.upload(table)
         ids, positions, kv_slots = device.upload_parts(inputs.token_ids, inputs.positions, inputs.kv_slots)
-        rows: DecodeRows | None = None
+        rows: DeviceDecodeRows | None = None
         if count:
-            rows = DecodeRows(count, self._model.shape.windows, device.torch_device)
+            rows = DeviceDecodeRows(count, self._model.shape.windows, device.torch_device)
             rows.rows.copy_(device.upload(inputs.decode_slots))
             rows.seq_lens.copy_(device.upload(inputs.decode_lengths))
             self._attention.plan(rows, pdl=device.uses_pdl)

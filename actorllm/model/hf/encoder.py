@@ -60,7 +60,7 @@ class EncoderPlan:
 
 
 @dataclass(slots=True)
-class Step:
+class EncoderStep:
     """What the attention of every layer needs to know of the step under way."""
 
     bounds: list[tuple[int, int]]
@@ -68,7 +68,7 @@ class Step:
     num_calls: int = 0
 
 
-_step_under_way: ContextVar[Step | None] = ContextVar("actorllm_encoder_step", default=None)
+_step_under_way: ContextVar[EncoderStep | None] = ContextVar("actorllm_encoder_step", default=None)
 
 
 def packed_attention(
@@ -163,7 +163,7 @@ class Encoder:
     def _run(self, token_ids: Any, positions: Any, bounds: list[tuple[int, int]]) -> torch.Tensor:
         device = self.model.device
         ids, where = torch.from_numpy(token_ids).to(device), torch.from_numpy(positions).to(device)
-        step = Step(bounds)
+        step = EncoderStep(bounds)
         token = _step_under_way.set(step)
         try:
             output = self.model(

@@ -1,6 +1,6 @@
 """Linear layers of a transformers model, with their weights as the fused forwards have them (`model.linear`).
 
-`pack` puts a `PackedLinear` in place of every plain linear layer, one after the other, so that no more than one weight is in
+`pack` puts a `PackedModule` in place of every plain linear layer, one after the other, so that no more than one weight is in
 memory twice; an embedding that is also the head stays beside its packed copy. Other modules that multiply by a weight (the
 three-dimensional ones of experts, routers of their own) are left as they are. Called by `transformers_backend.load`, which
 checks the logits afterwards.
@@ -15,7 +15,7 @@ from actorllm.model.cpu.layers import linear
 from actorllm.model.linear.dense import Dense
 
 
-class PackedLinear(torch.nn.Module):
+class PackedModule(torch.nn.Module):
     """x @ weight.T + bias, for x of any number of dimensions."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -32,13 +32,13 @@ class PackedLinear(torch.nn.Module):
 
 def pack(model: torch.nn.Module) -> None:
     """In place, and for good: the values of the original weights are gone."""
-    packed: dict[torch.nn.Module, PackedLinear] = {}
+    packed: dict[torch.nn.Module, PackedModule] = {}
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if type(child) is torch.nn.Linear or type(child) is Conv1D:
                 if child not in packed:
                     weight = child.weight.detach()
                     bias = None if child.bias is None else child.bias.detach()
-                    packed[child] = PackedLinear(weight.T if isinstance(child, Conv1D) else weight, bias)
+                    packed[child] = PackedModule(weight.T if isinstance(child, Conv1D) else weight, bias)
                     del child.weight
                 setattr(parent, name, packed[child])

@@ -171,7 +171,7 @@ def _check_config(config: Any, architecture: str) -> None:
 
 
 @dataclass(slots=True)
-class Call:
+class AttentionCall:
     """One call of attention."""
 
     module: torch.nn.Module
@@ -183,16 +183,16 @@ class Call:
 
 
 @dataclass(slots=True)
-class Trace:
+class ForwardTrace:
     """The notes of one forward."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[AttentionCall] = field(default_factory=list)
     body: str = ""
     hidden_size: int = 0
     vocab_size: int = 0
 
 
-_trace_under_way: ContextVar[Trace | None] = ContextVar("actorllm_trace", default=None)
+_trace_under_way: ContextVar[ForwardTrace | None] = ContextVar("actorllm_trace", default=None)
 
 
 def _note_attention(
@@ -207,7 +207,7 @@ def _note_attention(
     assert trace is not None
     function = getattr(attention_mask, "actorllm_function", None)
     shape = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
-    trace.calls.append(Call(module, shape, function, arguments))
+    trace.calls.append(AttentionCall(module, shape, function, arguments))
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -219,9 +219,9 @@ def _note_mask(*, q_length: int, kv_length: int, mask_function: Any, **_: Any) -
 
 
 @torch.inference_mode()
-def _trace(model: Any, architecture: str) -> Trace:
+def _trace(model: Any, architecture: str) -> ForwardTrace:
     """One forward on the meta device. Raises UnsupportedModelError."""
-    trace = Trace()
+    trace = ForwardTrace()
     depth = 0
     names = {id(module): name for name, module in model.named_modules()}
 
@@ -259,7 +259,7 @@ def _hidden(output: Any) -> torch.Tensor:
     return hidden
 
 
-def _check_trace(trace: Trace, model: Any, architecture: str, failure: Exception | None) -> None:
+def _check_trace(trace: ForwardTrace, model: Any, architecture: str, failure: Exception | None) -> None:
     calls = trace.calls
     if not calls and failure is None:
         raise refused(architecture, NO_INTERFACE)
@@ -283,7 +283,7 @@ def _check_trace(trace: Trace, model: Any, architecture: str, failure: Exception
         raise refused(architecture, f"its {trace.body} takes no position_ids")
 
 
-def _window(call: Call, architecture: str, max_positions: int) -> int | None:
+def _window(call: AttentionCall, architecture: str, max_positions: int) -> int | None:
     """What a layer sees, read off its mask at some positions. Raises UnsupportedModelError for any other pattern."""
     if call.mask is None:
         raise refused(architecture, "its attention mask is not one that transformers makes for all models")
@@ -308,7 +308,7 @@ def _window(call: Call, architecture: str, max_positions: int) -> int | None:
 
 
 @dataclass(slots=True)
-class Step:
+class TransformersStep:
     """What the attention of every layer needs to know of the step under way."""
 
     batches: dict[int | None, AttentionBatch]
@@ -320,7 +320,7 @@ class Step:
     num_calls: int = 0
 
 
-_step_under_way: ContextVar[Step | None] = ContextVar("actorllm_step", default=None)
+_step_under_way: ContextVar[TransformersStep | None] = ContextVar("actorllm_step", default=None)
 
 
 def paged_attention(
@@ -410,7 +410,7 @@ class TransformersDecoder:
         writes = KVWrites(inputs, cache)
         windows = dict.fromkeys(window for _, window in self.layers.values())
         batches = {w: AttentionBatch(inputs, cache, writes, fold, w) for w in windows}
-        step = Step(batches, self.layers, cache.head_dim, self.dtype)
+        step = TransformersStep(batches, self.layers, cache.head_dim, self.dtype)
         token = _step_under_way.set(step)
         try:
             hidden = self.run_body(self._tokens(inputs), torch.from_numpy(inputs.positions).unsqueeze(0))

@@ -1,4 +1,4 @@
-"""`Tally`: how requests ended and how long they took, added up for who asks (a metrics endpoint). Pure.
+"""`RequestCounters`: how requests ended and how long they took, added up for who asks (a metrics endpoint). Pure.
 
 Kept where all frontends' requests are, so that whoever asks hears of all of them; it begins anew with the scheduler. An end
 costs one tuple: the sums are made many at a time. Called by the scheduler actor.
@@ -50,7 +50,7 @@ The time to the first token is intake (ours: until the scheduler has the request
 """
 
 
-class Tally:
+class RequestCounters:
     def __init__(self) -> None:
         self._reasons: Counter[str] = Counter()
         self._num_promised = 0

@@ -1,4 +1,4 @@
-"""`StepLog`: the newest steps for who looks at the engine now, and what all of them add up to for who asks later. Pure.
+"""`StepHistory`: the newest steps for who looks at the engine now, and what all of them add up to for who asks later. Pure.
 
 Kept always, so that somebody who begins to look finds the last seconds: a step costs two tuples, and the sums are made many at
 a time. The gap between tokens is that between two results, counted once per decode row: a row that decodes is in every
@@ -52,7 +52,7 @@ STEP_BOUNDS: dict[str, tuple[float, ...]] = {
 """Histograms, the first two under vLLM's names: upper bounds of their buckets; there is one bucket more, without a bound."""
 
 
-class StepLog:
+class StepHistory:
     def __init__(self) -> None:
         self._launched: deque[tuple[int, float, int, int]] = deque()
         self._steps: deque[tuple[int, float, float, float, float, int, int]] = deque(maxlen=KEPT)

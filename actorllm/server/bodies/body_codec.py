@@ -21,14 +21,14 @@ from typing import Any
 
 import orjson
 
-from actorllm.server.bodies.limits import MAX_ITEMS, MAX_TOKEN_IDS, Refusal, num_items, refusal_of
+from actorllm.server.bodies.limits import MAX_ITEMS, MAX_TOKEN_IDS, BodyRefusal, num_items, refusal_of
 
 NUM_LENGTH_BYTES = 4
 MIN_SEGMENT = 1 << 10
 """What is shorter stays in the JSON: elements of a list, characters of a text."""
 MAX_SHOWN = 40
 MAX_ID = 2**63 - 1
-TOO_DEEP = Refusal("the body is nested too deeply", None)
+TOO_DEEP = BodyRefusal("the body is nested too deeply", None)
 
 Segment = tuple[str, bytes | array, list[int] | None]  # type: ignore[type-arg]
 """kind, content, counts."""
@@ -48,7 +48,7 @@ def pack(asked: bytearray) -> list[Any]:
     except orjson.JSONDecodeError as error:
         return refused(refusal_of_json(error))
     if not isinstance(tree, dict):
-        return refused(Refusal(f"the body must be a JSON object, not {type(tree).__name__}", None))
+        return refused(BodyRefusal(f"the body must be a JSON object, not {type(tree).__name__}", None))
     refusal = refusal_of(tree, token_fields)
     if refusal is not None:
         return refused(refusal)
@@ -70,12 +70,12 @@ def pack(asked: bytearray) -> list[Any]:
     return [*_headed({"rest": len(body), "segments": told}), body, *contents]
 
 
-def refused(refusal: Refusal) -> list[bytes]:
+def refused(refusal: BodyRefusal) -> list[bytes]:
     return _headed({"refusal": list(refusal)})
 
 
-def refusal_of_json(error: orjson.JSONDecodeError) -> Refusal:
-    return Refusal(f"the body is not valid JSON: {error}", None)
+def refusal_of_json(error: orjson.JSONDecodeError) -> BodyRefusal:
+    return BodyRefusal(f"the body is not valid JSON: {error}", None)
 
 
 def _headed(head: dict[str, Any]) -> list[bytes]:
@@ -110,7 +110,7 @@ def _ids(values: list[Any]) -> array[int] | None:
     return None
 
 
-def _too_many_items(tree: dict[str, Any], token_fields: Collection[str]) -> Refusal:
+def _too_many_items(tree: dict[str, Any], token_fields: Collection[str]) -> BodyRefusal:
     """By the field that has most of them."""
     numbers = {name: num_items(value, MAX_ITEMS) for name, value in tree.items()}
     name = max(numbers, key=lambda name: numbers[name])
@@ -119,10 +119,10 @@ def _too_many_items(tree: dict[str, Any], token_fields: Collection[str]) -> Refu
     if name in token_fields and type(value) is list:
         wrong = _first_wrong(value)
         if wrong is not None:
-            return Refusal(
+            return BodyRefusal(
                 f"{told}, and {wrong}, which is no token id; send token ids as a flat list of integers", name
             )
-    return Refusal(f"{told}, which is the limit for all of a body; send less of it", name)
+    return BodyRefusal(f"{told}, which is the limit for all of a body; send less of it", name)
 
 
 def _first_wrong(values: list[Any], is_inner: bool = False) -> str | None:
@@ -145,7 +145,7 @@ def _shown(value: Any) -> str:
 # On the loop ----------------------------------------------------------------------------------------------------------
 
 
-def unpack(reply: bytearray) -> dict[str, Any] | Refusal:
+def unpack(reply: bytearray) -> dict[str, Any] | BodyRefusal:
     """The body. Token ids are arrays: as few objects as may be are made here, and values are those of `orjson.loads`."""
     import numpy as np
 
@@ -153,7 +153,7 @@ def unpack(reply: bytearray) -> dict[str, Any] | Refusal:
     view = memoryview(reply)
     head = orjson.loads(view[NUM_LENGTH_BYTES:start])
     if "refusal" in head:
-        return Refusal(*head["refusal"])
+        return BodyRefusal(*head["refusal"])
     end = start + head["rest"]
     tree: dict[str, Any] = orjson.loads(view[start:end])
     for name, kind, num_bytes, counts in head["segments"]:

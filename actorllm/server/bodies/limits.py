@@ -36,17 +36,17 @@ MOST = {
 """Elements of the list, or fields of the object, that a field of the body may be."""
 
 
-class Refusal(NamedTuple):
+class BodyRefusal(NamedTuple):
     """Why a body is not taken. param: the field that it is about."""
 
     message: str
     param: str | None
 
 
-def refusal_of(tree: dict[str, Any], token_fields: Collection[str] = ()) -> Refusal | None:
+def refusal_of(tree: dict[str, Any], token_fields: Collection[str] = ()) -> BodyRefusal | None:
     """What a body has too many of at its first level. token_fields: those that may be long lists of token ids."""
     if len(tree) > MAX_FIELDS:
-        return Refusal(
+        return BodyRefusal(
             f"the body has {len(tree)} fields, and the limit is {MAX_FIELDS}; leave out what has no effect", None
         )
     for name, value in tree.items():
@@ -56,7 +56,7 @@ def refusal_of(tree: dict[str, Any], token_fields: Collection[str] = ()) -> Refu
                 most = MAX_TOKEN_IDS  # it is one prompt
                 if len(value) <= most:
                     continue
-            return Refusal(f"{name} has {len(value)} items, and the limit is {most}; send fewer at a time", name)
+            return BodyRefusal(f"{name} has {len(value)} items, and the limit is {most}; send fewer at a time", name)
     return None
 
 

@@ -23,7 +23,7 @@ from starlette.types import Receive
 
 from actorllm.clock import now
 from actorllm.server.bodies.body_codec import question, refusal_of_json, unpack
-from actorllm.server.bodies.limits import Refusal, refusal_of
+from actorllm.server.bodies.limits import BodyRefusal, refusal_of
 from actorllm.server.bodies.owned_process import OwnedProcess, ProcessGone
 from actorllm.server.envelope import ApiError
 
@@ -48,7 +48,7 @@ PROGRAM = "actorllm.server.bodies.parse_process"
 
 
 @dataclass(slots=True, order=True)
-class _Turn:
+class _WaitingBody:
     """One body that waits for the process."""
 
     due: float
@@ -60,7 +60,7 @@ class BodyReader:
         self._num_held = 0
         self._process: OwnedProcess | None = None
         self._is_busy = False
-        self._waiting: list[_Turn] = []
+        self._waiting: list[_WaitingBody] = []
 
     @property
     def process(self) -> OwnedProcess | None:
@@ -95,7 +95,7 @@ class BodyReader:
                 tree = await self._parsed_elsewhere(question(data, token_fields), request.receive)
         finally:
             self._num_held -= len(data)
-        if isinstance(tree, Refusal):
+        if isinstance(tree, BodyRefusal):
             raise ApiError(400, *tree)
         return tree
 
@@ -105,7 +105,7 @@ class BodyReader:
 
     # What is large
 
-    async def _parsed_elsewhere(self, asked: list[bytes | bytearray], receive: Receive) -> dict[str, Any] | Refusal:
+    async def _parsed_elsewhere(self, asked: list[bytes | bytearray], receive: Receive) -> dict[str, Any] | BodyRefusal:
         """Raises ClientDisconnect as soon as the client leaves."""
         reply: bytearray | None = None
         error: ApiError | None = None
@@ -140,7 +140,7 @@ class BodyReader:
     async def _wait_for_turn(self, num_bytes: int) -> None:
         if len(self._waiting) >= MAX_WAITING:
             raise ApiError(429, f"{len(self._waiting)} large bodies wait to be parsed; try again later")
-        turn = _Turn(now() + num_bytes * SECONDS_PER_BYTE)
+        turn = _WaitingBody(now() + num_bytes * SECONDS_PER_BYTE)
         heapq.heappush(self._waiting, turn)
         try:
             await turn.has_come.wait()
@@ -202,11 +202,11 @@ def is_small(data: bytearray) -> bool:
     return len(data) - len(data.translate(None, SEPARATORS)) <= MAX_SEPARATORS
 
 
-def _parsed(data: bytearray) -> dict[str, Any] | Refusal:
+def _parsed(data: bytearray) -> dict[str, Any] | BodyRefusal:
     try:
         tree = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         return refusal_of_json(error)
     if not isinstance(tree, dict):
-        return Refusal(f"the body must be a JSON object, not {type(tree).__name__}", None)
+        return BodyRefusal(f"the body must be a JSON object, not {type(tree).__name__}", None)
     return refusal_of(tree) or tree

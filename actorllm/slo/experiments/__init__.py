@@ -1,6 +1,6 @@
 """Experiments: a policy against another over rates, seeds and strictness, with bands and a verdict on every point.
 
-`Sweep` runs them (`sweep.py` has an example); `Scenario`, `Variant` and `Point` say what is run, `Results` what came out.
+`Sweep` runs them (`sweep.py` has an example); `Scenario`, `Variant` and `Point` say what is run, `SweepResults` what came out.
 This is the one part of the laboratory that starts processes and writes files.
 """
 
@@ -9,7 +9,7 @@ from actorllm.slo.experiments.point import Point, Scenario, Variant
 from actorllm.slo.experiments.pool import PointError
 from actorllm.slo.experiments.search import Ladder
 from actorllm.slo.experiments.store import read_results
-from actorllm.slo.experiments.sweep import MaxRate, Results, Sweep, ratio_band
+from actorllm.slo.experiments.sweep import MaxRate, Sweep, SweepResults, ratio_band
 
 __all__ = (
     "Band",
@@ -17,9 +17,9 @@ __all__ = (
     "MaxRate",
     "Point",
     "PointError",
-    "Results",
     "Scenario",
     "Sweep",
+    "SweepResults",
     "Variant",
     "Who",
     "ratio_band",

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from actorllm.errors import ConfigError, nearest_name
-from actorllm.scheduling.admission_policy import ADMISSIONS, Gate, load_admission
+from actorllm.scheduling.admission_policy import ADMISSIONS, AdmissionGate, load_admission
 from actorllm.scheduling.cost_model import PRESETS, StepModel, load_model
 from actorllm.scheduling.loading import load_policy
 from actorllm.scheduling.policy import KeyPolicy, PlanPolicy, policy_path
@@ -32,7 +32,7 @@ from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.slo.journal import Journal
 from actorllm.slo.routing import ROUTERS
-from actorllm.slo.simulator import EngineShape, Run, simulate
+from actorllm.slo.simulator import EngineShape, SimulatedRun, simulate
 from actorllm.slo.traces import FORMATS, SAMPLE, Trace, TraceReport, load_trace
 from actorllm.slo.workload import (
     Workload,
@@ -237,7 +237,7 @@ class Variant:
     def build_gated(self, model: StepModel | None) -> PlanPolicy:
         """The policy behind its admission policy, if it has one, as an engine has them."""
         policy = self.build_policy(model)
-        return policy if self.admission is None else Gate(policy, load_admission(self.admission))
+        return policy if self.admission is None else AdmissionGate(policy, load_admission(self.admission))
 
     @property
     def digest(self) -> str:
@@ -350,7 +350,7 @@ class Point:
             )
         return workload
 
-    def run(self, make_scheduler: Callable[[int, PlanPolicy], Scheduler] | None = None) -> Run:
+    def run(self, make_scheduler: Callable[[int, PlanPolicy], Scheduler] | None = None) -> SimulatedRun:
         """Simulate it; the same point gives the same run. make_scheduler: as in `simulate`."""
         scenario = self.scenario
         model = load_model(scenario.model)
@@ -372,7 +372,7 @@ class Point:
         return run
 
 
-def watched_run(point: Point, watched: Iterable[int] = ()) -> tuple[Run, Journal]:
+def watched_run(point: Point, watched: Iterable[int] = ()) -> tuple[SimulatedRun, Journal]:
     """The run of a point, and what its schedulers decided; watched: requests of which is kept what they waited for."""
     journal = Journal(frozenset((0, row) for row in watched))
     has_prefixes = point.scenario.shape.enable_prefix_caching and point.workload().prefixes is not None

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from actorllm.slo.experiments.point import Point, code_digest
 from actorllm.slo.experiments.stationarity import judge
 from actorllm.slo.metrics import evaluate, good
-from actorllm.slo.simulator import Run
+from actorllm.slo.simulator import SimulatedRun
 from actorllm.slo.timeline import RunTimeline
 from actorllm.slo.workload import Workload
 from actorllm.types.objective import READINGS
@@ -24,7 +24,7 @@ OUTPUT_EDGES = (0, 16, 32, 64, 128, 256, 512, 1024)
 """Of the table of attainment by lengths; the last range is open."""
 
 
-def record_of(point: Point, run: Run) -> dict[str, Any]:
+def record_of(point: Point, run: SimulatedRun) -> dict[str, Any]:
     """As it stands in the results file. Of the same point always the same."""
     record = {
         "key": point.key,

@@ -78,7 +78,7 @@ class MaxRate:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Results:
+class SweepResults:
     """Points by variant, rate, seed and scale, and what they say together."""
 
     scenario: Scenario
@@ -102,7 +102,7 @@ class Results:
         return self.scenario.describe(min(there, default=None))
 
     @classmethod
-    def of_records(cls, scenario: Scenario, records: Iterable[Record], stamp: dict[str, Any]) -> Results:
+    def of_records(cls, scenario: Scenario, records: Iterable[Record], stamp: dict[str, Any]) -> SweepResults:
         """From a results file: every variant and seed that is there, variants in the order of the file.
 
         What a label stood for before it came to stand for something else (a policy that was edited since) is left out and
@@ -275,7 +275,7 @@ class Sweep:
         store: str | Path | None = None,
         num_processes: int | None = None,
         on_progress: Progress | None = None,
-    ) -> Results:
+    ) -> SweepResults:
         """The grid rates x scales, and searches for the highest rate at every target, reading and who.
 
         scales other than 1 are simulated at scale_rates (None: at all rates). ladder: where searches begin and how fine
@@ -307,7 +307,7 @@ class Sweep:
             pool = stack.enter_context(Pool(num_processes))
             records, failures = _drive(jobs, kept, pool, on_progress)
         ordered = sorted(records, key=lambda r: (r["variant"]["label"], r["rate"], r["scale"], r["seed"]))
-        return Results(
+        return SweepResults(
             self.scenario, tuple(self.variants), tuple(self.seeds), tuple(ordered), tuple(failures), tuple(notes)
         )
 
@@ -453,7 +453,7 @@ def _labelled(record: Record, point: Point) -> Record:
 
 
 def ratio_band(
-    one: Results, label: str, other: str, target: float, reading: Reading, who: Who = "worst"
+    one: SweepResults, label: str, other: str, target: float, reading: Reading, who: Who = "worst"
 ) -> Band | None:
     """How many times the maximum rate of `other` that of `label` is, with the draws of the one paired with the other's."""
     mine, theirs = (one.max_rate(name, target, reading, who) for name in (label, other))

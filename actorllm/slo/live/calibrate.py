@@ -22,7 +22,7 @@ from actorllm.actors.record_file import read_recording, recorded_configuration, 
 from actorllm.clock import now, to_epoch
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError
-from actorllm.scheduling.cost_model import Fit, StepLog, fit
+from actorllm.scheduling.cost_model import Fit, MeasuredSteps, fit
 from actorllm.scheduling.telemetry.recording import Entry
 from actorllm.slo.calibration import steps_of
 from actorllm.slo.live.replay import Delays
@@ -101,7 +101,7 @@ class Calibration:
     """What came out of it."""
 
     fit: Fit
-    log: StepLog
+    log: MeasuredSteps
     config: EngineConfig
     """Of the engine whose steps these are."""
 
@@ -116,7 +116,7 @@ class Calibration:
         return float(np.median(np.abs(taken[1:] / taken[:-1] - 1)[alike])) if alike.any() else math.nan
 
 
-def read_recorded(path: str | Path) -> tuple[StepLog, Delays]:
+def read_recorded(path: str | Path) -> tuple[MeasuredSteps, Delays]:
     """The steps of a recording that an engine made with record=path, and the delays that it knows of.
 
     These are the way there, and of the way back the first half, from the worker to the scheduler. Raises ConfigError if the
@@ -138,7 +138,7 @@ def read_recorded(path: str | Path) -> tuple[StepLog, Delays]:
     return log, Delays.of(there, back)
 
 
-def calibrate_steps(log: StepLog, name: str, client: Delays | None, recorded: Delays) -> Fit:
+def calibrate_steps(log: MeasuredSteps, name: str, client: Delays | None, recorded: Delays) -> Fit:
     """Fit a model with its delays. client: as `exercise` found them; without them there is only what was recorded."""
     found = fit(log, name)
     submit_s = recorded.submit_s if client is None else client.submit_s

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from actorllm.clock import from_epoch, to_epoch
 from actorllm.errors import RequestFailedError
-from actorllm.slo.live.replay import Call, Record
+from actorllm.slo.live.replay import ReplayCall, ReplayRecord
 from actorllm.slo.timeline import ABORTED
 from actorllm.types.params import RequestOutputKind, SamplingParams
 from actorllm.types.request_metrics import RequestMetrics
@@ -43,7 +43,7 @@ class EmbeddedTarget:
     def max_model_len(self) -> int:
         return self._llm.config.model.max_model_len
 
-    async def send(self, call: Call, record: Record) -> None:
+    async def send(self, call: ReplayCall, record: ReplayRecord) -> None:
         params = SamplingParams(
             max_tokens=call.max_tokens,
             ignore_eos=True,
@@ -78,7 +78,7 @@ class EmbeddedTarget:
                 raise
 
 
-def _note(record: Record, metrics: RequestMetrics) -> None:
+def _note(record: ReplayRecord, metrics: RequestMetrics) -> None:
     """What only the engine knows of it."""
     record.scheduled = from_epoch(metrics.scheduled_ts) if metrics.scheduled_ts else math.nan
     record.submitted = from_epoch(metrics.queued_ts) if metrics.queued_ts else math.nan

@@ -14,7 +14,7 @@ import httpx2
 import orjson
 
 from actorllm.errors import ConfigError, RequestFailedError
-from actorllm.slo.live.replay import Call, Record
+from actorllm.slo.live.replay import ReplayCall, ReplayRecord
 from actorllm.types.objective import RequestClass
 
 VOCAB_SIZE = 4000
@@ -75,7 +75,7 @@ class OpenAITarget:
         self.model = self.model or next(iter(models))
         self.max_model_len = models[self.model].get("max_model_len")
 
-    async def send(self, call: Call, record: Record) -> None:
+    async def send(self, call: ReplayCall, record: ReplayRecord) -> None:
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": call.prompt,
@@ -95,7 +95,7 @@ class OpenAITarget:
             await self._take(response, record)
 
     @staticmethod
-    async def _take(response: httpx2.Response, record: Record) -> None:
+    async def _take(response: httpx2.Response, record: ReplayRecord) -> None:
         """Server-sent events up to [DONE]."""
         total: int | None = None
         is_done = False

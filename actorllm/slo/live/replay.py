@@ -46,7 +46,7 @@ LATE_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ReplayCall:
     """One request to be sent."""
 
     row: int
@@ -72,7 +72,7 @@ class Delays:
 
 
 @dataclass(slots=True)
-class Record:
+class ReplayRecord:
     """What the client saw of one request. Times in monotonic seconds."""
 
     sent: float = math.nan
@@ -113,7 +113,7 @@ class Target(Protocol):
         """Tokens of a prompt and its output; None: not known. After `prepare`."""
         ...
 
-    async def send(self, call: Call, record: Record) -> None:
+    async def send(self, call: ReplayCall, record: ReplayRecord) -> None:
         """Send it and take its tokens to the end; cancelled: it is given up. Raises what it failed of."""
         ...
 
@@ -247,13 +247,15 @@ async def replay(
         # ids of their own: what is measured must not find the KV of what was not
         warm = Prompts(workload.head(number + 1), target.vocab_size, seed + 1).ids(number).tolist()
         kind = RequestClass("warm-up")
-        await target.send(Call(-1, warm, min(8, int(workload.num_output[number])), kind, None, now()), Record())
-    records = [Record() for _ in range(len(workload))]
+        await target.send(
+            ReplayCall(-1, warm, min(8, int(workload.num_output[number])), kind, None, now()), ReplayRecord()
+        )
+    records = [ReplayRecord() for _ in range(len(workload))]
     first = float(workload.arrival[0])
     start = now() + LEAD_S - first
     patience = [math.inf if kind.patience is None else kind.patience for kind in workload.classes]
 
-    async def run_one(call: Call, record: Record) -> None:
+    async def run_one(call: ReplayCall, record: ReplayRecord) -> None:
         limit = patience[workload.class_ids[call.row]]
         with anyio.CancelScope() as scope:
             if limit < math.inf:
@@ -277,7 +279,7 @@ async def replay(
             cut.deadline = anyio.current_time() + LEAD_S + until
         async with anyio.create_task_group() as group:
             for row, at in enumerate(workload.arrival.tolist()):
-                call = Call(
+                call = ReplayCall(
                     row,
                     prompts.ids(row).tolist(),
                     int(workload.num_output[row]),
@@ -299,7 +301,7 @@ def _check(workload: Workload, longest: int | None) -> None:
         )
 
 
-def _collect(workload: Workload, records: list[Record], start: float, target: Target, until: float) -> LiveRun:
+def _collect(workload: Workload, records: list[ReplayRecord], start: float, target: Target, until: float) -> LiveRun:
     num = len(workload)
     workload = workload.before(until)
     records = records[: len(workload)]

@@ -34,7 +34,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChartLine:
     """A horizontal line with a name."""
 
     at: float
@@ -154,7 +154,7 @@ def lines(
     *,
     y_range: tuple[float, float] | None = None,
     y_format: Callable[[float], str] = number,
-    targets: Sequence[Line] = (),
+    targets: Sequence[ChartLine] = (),
     is_log_x: bool = False,
     has_markers: bool = True,
     width: int = 520,

@@ -12,7 +12,7 @@ import numpy as np
 
 from actorllm.messages import F64
 from actorllm.scheduling.sequence import Key
-from actorllm.slo.experiments.sweep import Results
+from actorllm.slo.experiments.sweep import SweepResults
 from actorllm.slo.journal import Journal, StepTable
 from actorllm.slo.metrics import bench_setting, good, max_concurrent, max_tokens_per_second
 from actorllm.slo.timeline import OUTCOMES, RunTimeline
@@ -63,7 +63,7 @@ def _plain(values: F64) -> list[float | None]:
 # CSV ---------------------------------------------------------------------------------------------------------------------
 
 
-def results_csv(results: Results) -> str:
+def results_csv(results: SweepResults) -> str:
     """A row for each point: what it is, what it attained, its latencies, and the verdict on it."""
     out = io.StringIO()
     figures = sorted({key for r in results.records for key in r["summary"] if not isinstance(r["summary"][key], dict)})

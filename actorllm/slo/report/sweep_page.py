@@ -14,10 +14,10 @@ from actorllm.errors import ConfigError
 from actorllm.scheduling.cost_model import load_model
 from actorllm.slo.experiments.bands import WHO, Band, Who
 from actorllm.slo.experiments.point import Point, watched_run
-from actorllm.slo.experiments.sweep import TARGETS, MaxRate, Results, ratio_band
+from actorllm.slo.experiments.sweep import TARGETS, MaxRate, SweepResults, ratio_band
 from actorllm.slo.explanation import explain, worst_request
 from actorllm.slo.fairness import Fairness, fairness_of
-from actorllm.slo.report.charts import Line, Range, Series, legend, lines, number, percent, ranges
+from actorllm.slo.report.charts import ChartLine, Range, Series, legend, lines, number, percent, ranges
 from actorllm.slo.report.page import Section, figure, grid, page, table
 from actorllm.slo.report.run_page import (
     READS,
@@ -39,7 +39,7 @@ MAX_RUN = 20_000
 MAX_COLUMNS = 20
 
 
-def sweep_page(results: Results, title: str = "Which policy keeps its promises") -> str:
+def sweep_page(results: SweepResults, title: str = "Which policy keeps its promises") -> str:
     """HTML. Simulates one point of each variant again, to show how its run went; the results file has no timelines."""
     if not results.records:
         return page(title, results.scenario.describe(), ["No point was simulated."], [])
@@ -56,12 +56,12 @@ def sweep_page(results: Results, title: str = "Which policy keeps its promises")
     return page(title, _subtitle(results), _lead(results, rate), sections)
 
 
-def _subtitle(results: Results) -> str:
+def _subtitle(results: SweepResults) -> str:
     seeds = f"{len(results.seeds)} seed{'s' if len(results.seeds) != 1 else ''}"
     return f"{results.describe()}, {seeds}, {len(results.records)} simulated runs"
 
 
-def _telling_rate(results: Results) -> float:
+def _telling_rate(results: SweepResults) -> float:
     """Of the rates that all were simulated at, the one at which they differ most."""
     shared = set.intersection(*(set(results.rates(label)) for label in results.labels() if results.rates(label)))
     if not shared:
@@ -74,7 +74,7 @@ def _telling_rate(results: Results) -> float:
     return max(sorted(shared), key=lambda rate: round(spread(rate), 3))
 
 
-def _baseline(results: Results) -> str:
+def _baseline(results: SweepResults) -> str:
     """What others are compared with: the best first come, first served there is; else the first variant."""
     plain = [v.label for v in results.variants if v.policy == "fcfs" and results.rates(v.label)]
     if not plain:
@@ -87,7 +87,7 @@ def _baseline(results: Results) -> str:
     return max(plain, key=best)
 
 
-def _lead(results: Results, rate: float) -> list[str]:
+def _lead(results: SweepResults, rate: float) -> list[str]:
     """What one would say to somebody who has a minute."""
     told = []
     target = next((t for t in TARGETS if any(results.max_rate(x, t, "deadline") for x in results.labels())), None)
@@ -124,7 +124,7 @@ def _lead(results: Results, rate: float) -> list[str]:
 # Rates -------------------------------------------------------------------------------------------------------------------
 
 
-def _sustained(results: Results) -> Section:
+def _sustained(results: SweepResults) -> Section:
     section = Section("How much each policy sustains")
     targets = [t for t in TARGETS if any(results.max_rate(x, t, r) for x in results.labels() for r in READINGS)]
     if not targets:
@@ -170,7 +170,7 @@ def _small(band: Band) -> str:
     return f"<small>{escape('–'.join(band.ends()))}</small>"
 
 
-def _rate_table(results: Results, targets: Sequence[float], who: Sequence[Who]) -> str:
+def _rate_table(results: SweepResults, targets: Sequence[float], who: Sequence[Who]) -> str:
     columns = [(t, r, w) for w in who for r in READINGS for t in targets]
     found = {(x, c): results.max_rate(x, c[0], c[1], c[2]) for x in results.labels() for c in columns}
     best = {c: max((f.rate for x in results.labels() if (f := found[x, c]) is not None), default=0.0) for c in columns}
@@ -195,10 +195,10 @@ def _rate_table(results: Results, targets: Sequence[float], who: Sequence[Who]) 
     return table(head, rows)
 
 
-def _by_rate(results: Results) -> Section:
+def _by_rate(results: SweepResults) -> Section:
     section = Section("Attainment and goodput by rate")
     section.add(legend(results.labels()))
-    targets = [Line(0.99, "99 %"), Line(0.9, "90 %")]
+    targets = [ChartLine(0.99, "99 %"), ChartLine(0.9, "90 %")]
     charts = []
     for reading in READINGS:
         series = [_attainment(results, label, reading, "worst", i) for i, label in enumerate(results.labels())]
@@ -252,7 +252,7 @@ def _by_rate(results: Results) -> Section:
     return section
 
 
-def _attainment(results: Results, label: str, reading: Reading, who: Who, colour: int) -> Series:
+def _attainment(results: SweepResults, label: str, reading: Reading, who: Who, colour: int) -> Series:
     rates = results.rates(label)
     bands = [results.band(label, rate, reading, who) for rate in rates]
     verdicts = [results.verdict(label, rate)[0] for rate in rates]
@@ -273,12 +273,12 @@ def _attainment(results: Results, label: str, reading: Reading, who: Who, colour
     )
 
 
-def _is_of_grid(results: Results, rate: float) -> bool:
+def _is_of_grid(results: SweepResults, rate: float) -> bool:
     """Whether every policy was simulated at it; the others are steps of somebody's search."""
     return all(rate in results.rates(label) for label in results.labels() if results.rates(label))
 
 
-def _by_scale(results: Results) -> Section:
+def _by_scale(results: SweepResults) -> Section:
     section = Section("How strict the promise is")
     rates = sorted({r["rate"] for r in results.records if r["scale"] != 1})
     rate = rates[len(rates) // 2]
@@ -303,7 +303,7 @@ def _by_scale(results: Results) -> Section:
             y_range=(0.0, 1.0),
             y_format=percent,
             is_log_x=True,
-            targets=[Line(0.9, "90 %")],
+            targets=[ChartLine(0.9, "90 %")],
         )
         charts.append(figure(chart, f"By {READS[reading]}"))
     section.add(grid(charts))
@@ -313,7 +313,7 @@ def _by_scale(results: Results) -> Section:
 # One rate in detail ------------------------------------------------------------------------------------------------------
 
 
-def _by_length(results: Results, rate: float) -> Section:
+def _by_length(results: SweepResults, rate: float) -> Section:
     section = Section(f"Which lengths miss at {number(rate)} requests/s")
     section.paragraph("Per cent of requests that kept their promise, by prompt and output length, all seeds together.")
     for reading in ("deadline", "tpot"):
@@ -331,7 +331,7 @@ def _by_length(results: Results, rate: float) -> Section:
     return section
 
 
-def _by_class(results: Results, rate: float) -> Section:
+def _by_class(results: SweepResults, rate: float) -> Section:
     section = Section(f"Classes at {number(rate)} requests/s")
     rows = []
     for label in results.labels():
@@ -360,7 +360,7 @@ def _by_class(results: Results, rate: float) -> Section:
     return section
 
 
-def _names(results: Results) -> list[str]:
+def _names(results: SweepResults) -> list[str]:
     names: dict[str, None] = {}
     for record in results.records:
         names |= dict.fromkeys(record["classes"])
@@ -372,7 +372,7 @@ def _mean(values: Sequence[float | None], told: Any) -> str:
     return told(float(np.mean(there))) if there else "–"
 
 
-def _runs(results: Results, rate: float) -> tuple[Section, list[tuple[str, Fairness]]]:
+def _runs(results: SweepResults, rate: float) -> tuple[Section, list[tuple[str, Fairness]]]:
     """One point of every variant, simulated again: the same requests under each policy."""
     section = Section(f"How runs went at {number(rate)} requests/s")
     fair: list[tuple[str, Fairness]] = []
@@ -423,7 +423,7 @@ def _runs(results: Results, rate: float) -> tuple[Section, list[tuple[str, Fairn
     return section, fair
 
 
-def _why_not_again(results: Results) -> str | None:
+def _why_not_again(results: SweepResults) -> str | None:
     """Why simulating again would not give the runs that the results are of; None: it would."""
     try:
         is_same = results.scenario.digest == results.records[0]["scenario"]
@@ -435,7 +435,7 @@ def _why_not_again(results: Results) -> str | None:
 # What to believe, and how to make it again -------------------------------------------------------------------------------
 
 
-def _verdicts(results: Results) -> Section:
+def _verdicts(results: SweepResults) -> Section:
     section = Section("Is it stationary?")
     section.paragraph(
         "A run in which the backlog grows shows how long it was, and not what its rate does in the long run. ● nothing piled "
@@ -460,7 +460,7 @@ def _verdicts(results: Results) -> Section:
     return section
 
 
-def _edge(results: Results, label: str) -> str:
+def _edge(results: SweepResults, label: str) -> str:
     """The lowest rate from which on every run grows."""
     rates = results.rates(label)
     verdicts = [results.verdict(label, rate)[0] for rate in rates]
@@ -472,7 +472,7 @@ def _edge(results: Results, label: str) -> str:
     return number(rates[at])
 
 
-def _made(results: Results) -> Section:
+def _made(results: SweepResults) -> Section:
     scenario = results.scenario
     codes = sorted({record["code"] for record in results.records})
     section = provenance(

@@ -1,4 +1,4 @@
-"""`Suspects`: the bisection that finds the request that makes steps fail.
+"""`StepBisection`: the bisection that finds the request that makes steps fail.
 
 A step that fails says only which requests were in it. These are tried again in halves: while there are suspects, a step
 holds only the group `on_trial`. A request that gets a token is cleared. A group whose step fails is halved again. A
@@ -22,7 +22,7 @@ even if steps get smaller for want of memory: whatever a policy does, a request 
 NOBODY: Mapping[Sequence, None] = {}
 
 
-class Suspects:
+class StepBisection:
     """Groups of requests that were in steps that failed; the last group is tried first."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """The search for the request that schedulers die of: what a frontend notes, and how a scheduler tries suspects.
 
-A scheduler that dies takes along what it knew. Therefore every request of a journal has a `Record`, which travels with
+A scheduler that dies takes along what it knew. Therefore every request of a journal has a `DeathRecord`, which travels with
 it when it is submitted again. The sequences of one request share it: they are suspected, tried and failed together.
 
 *Suspicion* (`note_death`). One death proves nothing. From the second life on, a scheduler says which of the requests
@@ -23,7 +23,7 @@ ends. A scheduler that dies of everything must not blame requests. It shows befo
 request of its own (`self_check`). After `LOSSES_BEFORE_OTHERS` deaths in a row, in every second life the requests run
 first that are not suspected, if there are any. Their callers do not wait for the end of a long search.
 
-Plain state, without a clock. The frontend actor uses `Record`, the scheduler actor `Trial`. Costs nothing while nothing
+Plain state, without a clock. The frontend actor uses `DeathRecord`, the scheduler actor `Trial`. Costs nothing while nothing
 dies.
 """
 
@@ -48,7 +48,7 @@ life."""
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class DeathRecord:
     """What speaks against one request, all its sequences together."""
 
     num_deaths: int = 0
@@ -72,7 +72,7 @@ class Record:
         return self.num_alone >= MAX_ALONE
 
 
-def note_death(records: Mapping[int, Record], trial: OnTrial | None, is_second: bool) -> None:
+def note_death(records: Mapping[int, DeathRecord], trial: OnTrial | None, is_second: bool) -> None:
     """The scheduler died: put it on the record of the requests (by rid) that it may have died of.
 
     trial: what it had said last of whom it tries, None: it had taken on everything. is_second: nobody has had a token since
@@ -106,7 +106,7 @@ def family_of(key: Key, submit: Submit) -> Family:
 
 
 @dataclass(slots=True)
-class Held:
+class HeldRequest:
     """A request that is held back: its sequences, and what their frontend has on record."""
 
     sequences: list[tuple[Key, Submit]] = field(default_factory=list)
@@ -253,18 +253,18 @@ class Trial:
         self.is_narrower = group[0].num_deaths > 0 and not any(0 < most <= len(group) for most in before)
         return self.take(keys)
 
-    def _choose(self, is_pausing: bool) -> list[Held]:
-        families: dict[Family, Held] = {}
+    def _choose(self, is_pausing: bool) -> list[HeldRequest]:
+        families: dict[Family, HeldRequest] = {}
         for key, submit in self._held.items():
             if submit.has_started or not is_pausing:
-                families.setdefault(family_of(key, submit), Held()).sequences.append((key, submit))
+                families.setdefault(family_of(key, submit), HeldRequest()).sequences.append((key, submit))
         suspects = sorted((held for held in families.values() if held.num_deaths), key=lambda held: held.order)
         others = [held for held in families.values() if not held.num_deaths]
         others_first = self.num_losses >= LOSSES_BEFORE_OTHERS and self.num_losses % 2 == 0
         if others and (others_first or not suspects):
             return others
         most = max(1, len(suspects) >> max(1, self.num_losses))
-        group: list[Held] = []
+        group: list[HeldRequest] = []
         for held in suspects:
             if held.most_beside:
                 most = min(most, max(1, held.most_beside // 2))

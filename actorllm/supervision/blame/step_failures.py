@@ -1,4 +1,4 @@
-"""`Faults`: failed steps and dead workers, the requests that may be at fault, and which requests may run meanwhile.
+"""`StepFailures`: failed steps and dead workers, the requests that may be at fault, and which requests may run meanwhile.
 
 A failed step, and the death of the workers, say at best which requests were there. Until the one at fault is known,
 fewer requests run:
@@ -29,15 +29,15 @@ from actorllm.scheduling.batch import Batch
 from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.limits import Limits
 from actorllm.scheduling.sequence import Sequence, State
-from actorllm.supervision.blame.bisection import MAX_FAILURES, Suspects
+from actorllm.supervision.blame.bisection import MAX_FAILURES, StepBisection
 from actorllm.supervision.blame.memory_backoff import SMALL_CHUNK, MemoryBackoff
-from actorllm.supervision.blame.worker_deaths import MAX_ALONE, Quarantine
+from actorllm.supervision.blame.worker_deaths import MAX_ALONE, WorkerBisection
 
 KILLED = f"the workers died {MAX_ALONE} times while they ran this request alone; the last time "
 """What a request is told that they die of."""
 
 
-class Faults:
+class StepFailures:
     """limits: those of the engine."""
 
     def __init__(self, limits: Limits, batch: Batch) -> None:
@@ -54,9 +54,9 @@ class Faults:
         self.num_recovered = 0
         self.recovery_s = 0.0
         self._batch = batch
-        self._suspects = Suspects()
+        self._suspects = StepBisection()
         self._memory = MemoryBackoff(limits.max_seqs, limits.max_tokens)
-        self._quarantine = Quarantine()
+        self._quarantine = WorkerBisection()
         self._interrupted: set[Sequence] = set()
         """Their workers died, and they have had no token since."""
 

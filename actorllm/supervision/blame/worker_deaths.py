@@ -1,4 +1,4 @@
-"""`Quarantine`: the search for the request that the workers die of.
+"""`WorkerBisection`: the search for the request that the workers die of.
 
 A *suspect* was in a step in flight when the workers died, and has had no token since. One death proves nothing, since
 the process may have been killed from outside. All requests go on together, and a token clears a suspect. If the workers
@@ -44,7 +44,7 @@ class Suspicion:
     """With how many it may be tried, itself included: half as many as the last time. None: it was not tried yet."""
 
 
-class Quarantine:
+class WorkerBisection:
     """The suspects. Falsy while there are none."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from actorllm.errors import EngineError
 from actorllm.messages import LateInputs, StepPlan, StepResult
 from actorllm.model.cpu.runner import CpuRunner
 from actorllm.model.cuda.device import HostDevice, Replay
-from actorllm.model.cuda.graphs import MAX_MISSES, Part
+from actorllm.model.cuda.graphs import MAX_MISSES, GraphPart
 from actorllm.model.cuda.runner import CudaRunner
 from tests.model.cuda.conftest import config_of
 from tests.model.cuda.test_runner import rules_of
@@ -71,12 +71,12 @@ def refused_by_one(runner: CudaRunner) -> None:
     def fail(launch: Callable[[], None]) -> Replay:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    runner.graphs.want(Part.FORWARD, 8)
+    runner.graphs.want(GraphPart.FORWARD, 8)
     if runner.rank == 1:
         runner.device.capture = fail  # type: ignore[method-assign]
     assert runner.record_next()
     vars(runner.device).pop("capture", None)
-    assert (Part.FORWARD, 8) not in runner.graphs
+    assert (GraphPart.FORWARD, 8) not in runner.graphs
     assert runner.statistics()["num_graphs_refused"] == 1
 
 
@@ -84,7 +84,7 @@ def decode(twins: Twins) -> None:
     """Prompts in chunks, greedy and seeded, a prefix that is there already; from graphs, which are there from the start."""
     graphs = twins.runner.graphs
     assert not twins.runner.wants_to_record
-    assert all((Part.LOGITS, size) in graphs for size in graphs.sizes)
+    assert all((GraphPart.LOGITS, size) in graphs for size in graphs.sizes)
     twins.add(0, prompt(70, 1))
     twins.add(3, prompt(5, 2), temperature=0.8, seed=2**63 + 5)
     twins.step({0: 60, 3: 5}, decode=[])
@@ -113,8 +113,8 @@ def rules(twins: Twins) -> None:
     for _ in range(MAX_MISSES + 2):
         twins.step()
     graphs = twins.runner.graphs
-    assert (Part.FORWARD, 1) in graphs
-    assert (Part.CHOICE, 1) in graphs
+    assert (GraphPart.FORWARD, 1) in graphs
+    assert (GraphPart.CHOICE, 1) in graphs
     twins.remove(2)
 
 

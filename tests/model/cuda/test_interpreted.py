@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from actorllm.model.cuda.graphs import Part
+from actorllm.model.cuda.graphs import GraphPart
 from tests.kernels.conftest import interpreter as interpreter
 from tests.model.cuda.test_runner import rules_of
 from tests.model.cuda.twins import Twins, prompt
@@ -39,7 +39,7 @@ def test_the_tokens_are_those_of_the_cpu_worker(family: dict[str, Any], make_twi
     twins.step({0: 4, 1: 3})
     graphs = twins.runner.graphs
     graphs._misses.clear()  # the interpreter would take its time for all sizes
-    graphs.want(Part.HEAD, 2)
+    graphs.want(GraphPart.HEAD, 2)
     assert twins.runner.record_next()
     twins.step(decode=[0, 1])
     assert graphs.num_replays == 1

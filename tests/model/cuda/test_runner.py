@@ -16,7 +16,7 @@ from actorllm.errors import ConfigError, EngineError
 from actorllm.messages import POOLING_CODES, LateInputs, StepPlan
 from actorllm.messages.logit_rules import SamplingRules, encode_rules
 from actorllm.model.cuda.device import HostDevice
-from actorllm.model.cuda.graphs import MAX_MISSES, Part
+from actorllm.model.cuda.graphs import MAX_MISSES, GraphPart
 from actorllm.model.cuda.runner import GRAPH_BYTES, CudaRunner
 from tests.model.cuda.twins import Twins, prompt
 from tests.model.driver import int32
@@ -62,8 +62,8 @@ def test_a_recorded_step_is_the_step(make_twins: Callable[..., Twins]) -> None:
     twins.step({2: 62, 5: 9}, decode=[])
     twins.step(decode=[2, 5])
     graphs = twins.runner.graphs
-    graphs.want(Part.HEAD, 2)
-    graphs.want(Part.HEAD, 4)
+    graphs.want(GraphPart.HEAD, 2)
+    graphs.want(GraphPart.HEAD, 4)
     record_all(twins)
     launched = graphs.num_launched
     for _ in range(3):  # over the border of a block
@@ -87,7 +87,7 @@ def test_a_size_that_is_missed_often_is_recorded_between_steps(make_twins: Calla
     twins.step(decode=[0])
     for _ in range(MAX_MISSES):
         twins.step()
-    assert (Part.HEAD, 1) in twins.runner.graphs
+    assert (GraphPart.HEAD, 1) in twins.runner.graphs
     twins.step()
     twins.step()
     assert twins.runner.graphs.num_replays == 2
@@ -135,7 +135,7 @@ def test_a_size_that_cannot_be_launched_for_nobody_is_not_tried_again(
 ) -> None:
     runner = make_twins().runner
 
-    def fail(part: Part, size: int) -> None:
+    def fail(part: GraphPart, size: int) -> None:
         raise RuntimeError("out of resource")
 
     with monkeypatch.context() as patch:
@@ -170,7 +170,7 @@ def test_filters_are_those_of_the_cpu(make_twins: Callable[..., Twins], is_recor
         twins.add(slot, prompt(5 + slot, slot), **({"temperature": 1.5, "seed": 11 + slot} | how))
     twins.step({slot: 5 + slot for slot in range(6)}, decode=[])
     if is_recorded:
-        twins.runner.graphs.want(Part.LOGITS, 8)
+        twins.runner.graphs.want(GraphPart.LOGITS, 8)
         record_all(twins)
     twins.step(decode=range(6))
     for _ in range(6):
@@ -195,7 +195,7 @@ def test_rules_are_those_of_the_cpu(make_twins: Callable[..., Twins], is_recorde
     twins.add(3, prompt(3, 4), temperature=0.9, seed=6)
     twins.step({3: 3}, **rules_of(3, allowed_ids=tuple(range(200)), num_logprobs=2))
     if is_recorded:
-        for part in (Part.FORWARD, Part.CHOICE):
+        for part in (GraphPart.FORWARD, GraphPart.CHOICE):
             twins.runner.graphs.want(part, 4)
         record_all(twins)
     twins.step(decode=[3, 1, 0, 2])
@@ -213,7 +213,7 @@ def test_more_edits_than_a_graph_has_room_for(
     twins.step({0: 40}, decode=[], **rules_of(0, repetition_penalty=1.8))
     twins.step(decode=[0])
     twins.step()
-    assert not twins.runner.graphs._misses.get((Part.CHOICE, 1))
+    assert not twins.runner.graphs._misses.get((GraphPart.CHOICE, 1))
 
 
 def test_logprobs_are_those_of_the_cpu(make_twins: Callable[..., Twins]) -> None:
@@ -243,8 +243,8 @@ def test_late_inputs_come_between_forward_and_sampling(make_twins: Callable[...,
     for _ in range(3):
         result = twins.step(decode=[0, 1], late=late, late_slots=int32([1]))
         assert result.tokens[1] in (128, 129, 131)
-    twins.runner.graphs.want(Part.CHOICE, 2)
-    twins.runner.graphs.want(Part.FORWARD, 2)
+    twins.runner.graphs.want(GraphPart.CHOICE, 2)
+    twins.runner.graphs.want(GraphPart.FORWARD, 2)
     record_all(twins)
     assert twins.step(late=late, late_slots=int32([1])).tokens[1] in (128, 129, 131)
     twins.step()
@@ -444,7 +444,7 @@ def test_wide_batches_and_products_of_torch_give_the_same(
     for slot in range(4):
         twins.add(slot, prompt(5 + slot, slot), temperature=float(slot), seed=slot)
     twins.step({slot: 5 + slot for slot in range(4)}, decode=[])
-    twins.runner.graphs.want(Part.LOGITS, 4)
+    twins.runner.graphs.want(GraphPart.LOGITS, 4)
     record_all(twins)
     twins.step(decode=range(4))
     twins.step()

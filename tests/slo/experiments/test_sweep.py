@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from actorllm.errors import ConfigError
-from actorllm.scheduling.admission_policy import ADMISSIONS, AdmissionPolicy, Gate, register_admission
+from actorllm.scheduling.admission_policy import ADMISSIONS, AdmissionGate, AdmissionPolicy, register_admission
 from actorllm.scheduling.policies.edf import Edf
 from actorllm.scheduling.policy import Admit, KeyPolicy, View
 from actorllm.scheduling.sequence import Sequence
 from actorllm.scheduling.step_packing import KeyPlanner
-from actorllm.slo.experiments import Ladder, Point, Results, Scenario, Sweep, Variant, ratio_band, read_results
+from actorllm.slo.experiments import Ladder, Point, Scenario, Sweep, SweepResults, Variant, ratio_band, read_results
 from actorllm.slo.experiments.bands import wilson
 from actorllm.slo.experiments.record import record_of
 from actorllm.slo.workload import sample
@@ -44,20 +44,20 @@ class Patient(KeyPolicy):
 
 
 @pytest.fixture(scope="module")
-def results() -> Results:
+def results() -> SweepResults:
     return Sweep(SCENARIO, [FCFS, EDF], (0, 1)).run(
         rates=(2.0, 4.0), scales=(1.0, 0.5), scale_rates=(4.0,), targets=(0.9,), who=("worst",), num_processes=0
     )
 
 
-def test_processes_change_nothing(results: Results) -> None:
+def test_processes_change_nothing(results: SweepResults) -> None:
     other = Sweep(SCENARIO, [FCFS, EDF], (0, 1)).run(
         rates=(2.0, 4.0), scales=(1.0, 0.5), scale_rates=(4.0,), targets=(0.9,), who=("worst",), num_processes=2
     )
     assert json.dumps(results.records) == json.dumps(other.records)
 
 
-def test_a_point_is_golden(results: Results) -> None:
+def test_a_point_is_golden(results: SweepResults) -> None:
     """Of this seed, on every machine. Changes when the scheduler or the draws change, and should change then only."""
     summary = results.points("edf@512", 4.0)[0]["summary"]
     assert summary["completed"] == 60
@@ -100,14 +100,14 @@ def test_requests_that_two_seeds_have_count_once(begins: tuple[int, int], distin
     for record in records:
         record["window"] = (begins[record["seed"]], 400)
     scenario = Scenario(workload="synthetic", num_requests=200)
-    results = Results(scenario, (FCFS,), (0, 1), tuple(records))
+    results = SweepResults(scenario, (FCFS,), (0, 1), tuple(records))
     assert results.band("fcfs@512", 1.0, "deadline").low == pytest.approx(wilson(1.0, distinct)[0])
     told = results.warnings()
     assert len(told) == (distinct < 400)
     assert all(f"400 requests together, {distinct} of them different" in text for text in told)
 
 
-def test_a_scaled_objective_is_what_the_policy_sees(results: Results) -> None:
+def test_a_scaled_objective_is_what_the_policy_sees(results: SweepResults) -> None:
     assert results.scales("edf@512", 4.0) == [0.5, 1.0]
     strict, plain = (results.band("edf@512", 4.0, "deadline", "overall", scale).value for scale in (0.5, 1.0))
     assert strict < plain
@@ -115,7 +115,7 @@ def test_a_scaled_objective_is_what_the_policy_sees(results: Results) -> None:
     assert [kind.slo.tpot for kind in point.workload().classes if kind.slo is not None] == [0.025, None]
 
 
-def test_a_search_brackets_its_target(results: Results) -> None:
+def test_a_search_brackets_its_target(results: SweepResults) -> None:
     found = results.max_rate("fcfs@512", 0.9, "deadline", "worst")
     assert found is not None
     assert found.is_bounded
@@ -152,7 +152,7 @@ def test_bands_are_open_where_no_rate_was_simulated() -> None:
     records += hand_made("shaky", {1.0: (10, 8), 2.0: (5, 5)})
     records += hand_made("easy", {1.0: (10, 10), 2.0: (10, 10)})
     variants = tuple(Variant.parse("fcfs@512", label) for label in ("steady", "shaky", "easy"))
-    results = Results(SCENARIO, variants, (0, 1), tuple(records))
+    results = SweepResults(SCENARIO, variants, (0, 1), tuple(records))
     found = {label: results.max_rate(label, 0.9, "deadline") for label in results.labels()}
     ends = {label: one.band.ends() for label, one in found.items() if one is not None}
     assert ends == {"steady": ("2.20", "2.20"), "shaky": ("< 1.00", "1.20"), "easy": ("2.00", "> 2.00")}
@@ -192,7 +192,7 @@ def test_a_search_goes_on_until_it_has_seen_where_its_band_ends(start: float) ->
     assert len(rates(9)) < len(rates(0)) + 10, "it does not go on for ever"
 
 
-def test_the_table_by_lengths_and_the_blocks_count_every_request_once(results: Results) -> None:
+def test_the_table_by_lengths_and_the_blocks_count_every_request_once(results: SweepResults) -> None:
     for record in results.records:
         for key in ("n", "tpot", "deadline"):
             assert sum(map(sum, record["lengths"][key])) == sum(map(sum, record["blocks"][key]))
@@ -255,7 +255,7 @@ def test_a_sweep_goes_on_after_a_kill(tmp_path: Path) -> None:
     assert scenario == SCENARIO
     assert stamp["versions"]["numpy"]
     fresh = sweep.run(rates=(2.0, 4.0), num_processes=0)
-    found = Results.of_records(scenario, records, stamp)
+    found = SweepResults.of_records(scenario, records, stamp)
     assert json.dumps(found.records, sort_keys=True) == json.dumps(fresh.records[::1], sort_keys=True)
 
 
@@ -371,7 +371,7 @@ def test_a_policy_that_was_edited_is_not_mixed_with_what_it_was(
     sweep.run(rates=(3.0, 4.0), store=path, num_processes=0)
     scenario, records, stamp = read_results(path)
     assert len(records) == 8
-    found = Results.of_records(scenario, records, stamp)
+    found = SweepResults.of_records(scenario, records, stamp)
     for label in found.labels():
         assert found.rates(label) == [3.0, 4.0]
         assert [len(found.points(label, rate)) for rate in (3.0, 4.0)] == [1, 1]
@@ -399,7 +399,7 @@ def test_a_policy_that_raises_ends_its_own_points_only(num_processes: int) -> No
 
 
 def test_a_variant_builds_its_policy_behind_its_admission() -> None:
-    assert isinstance(Variant.parse("edf+credit").build_gated(None), Gate)
+    assert isinstance(Variant.parse("edf+credit").build_gated(None), AdmissionGate)
     assert isinstance(Variant.parse("edf").build_gated(None), KeyPlanner)
 
 

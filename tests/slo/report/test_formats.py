@@ -18,7 +18,7 @@ from actorllm.slo.fairness import fairness_of
 from actorllm.slo.journal import Journal
 from actorllm.slo.report import bench_json, chrome_trace, requests_csv, results_csv
 from actorllm.slo.report.formats import late_tokens
-from actorllm.slo.simulator import EngineShape, Run, simulate
+from actorllm.slo.simulator import EngineShape, SimulatedRun, simulate
 from actorllm.slo.timeline import timeline_of_streams
 from actorllm.slo.workload import assign_classes, make_workload
 from actorllm.types.objective import SLO, RequestClass
@@ -42,7 +42,7 @@ SHAPE = EngineShape(
 SECOND = LinearModel((Regime(float("inf"), (1.0, 0.0, 0.0, 0.0, 0.0, 0.0)),), "constant")
 
 
-def run(*rows: tuple[float, int, int], slo: SLO = SLO(1.5, 1.2)) -> tuple[Run, Journal]:  # noqa: B008 - frozen
+def run(*rows: tuple[float, int, int], slo: SLO = SLO(1.5, 1.2)) -> tuple[SimulatedRun, Journal]:  # noqa: B008 - frozen
     arrival, prompt, output = (np.array(column) for column in zip(*rows, strict=True))
     workload = make_workload(arrival.astype(float), (prompt.astype(np.int32), output.astype(np.int32)))
     workload = assign_classes(workload, [(RequestClass("ls", slo, True), 1)])

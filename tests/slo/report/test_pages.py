@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from actorllm.scheduling.cost_model import preset
-from actorllm.slo.experiments import Point, Results, Scenario, Sweep, Variant
+from actorllm.slo.experiments import Point, Scenario, Sweep, SweepResults, Variant
 from actorllm.slo.experiments.point import watched_run
 from actorllm.slo.experiments.stamp import stamp
 from actorllm.slo.report import run_page, sweep_page
@@ -72,7 +72,7 @@ def checked(html: str) -> Checker:
 
 
 @pytest.fixture(scope="module")
-def results() -> Results:
+def results() -> SweepResults:
     scenario = Scenario(workload="synthetic", num_requests=60, tenants=(1.0, 3.0))
     variants = [Variant.parse("fcfs@512"), Variant.parse("edf@512", "edf <& friends>")]
     return Sweep(scenario, variants, (0, 1)).run(
@@ -80,7 +80,7 @@ def results() -> Results:
     )
 
 
-def test_a_sweep_is_one_page_that_needs_nothing_else(results: Results) -> None:
+def test_a_sweep_is_one_page_that_needs_nothing_else(results: SweepResults) -> None:
     html = sweep_page(results)
     checker = checked(html)
     assert len(checker.ids) == 9
@@ -106,7 +106,7 @@ def test_a_sweep_is_one_page_that_needs_nothing_else(results: Results) -> None:
 
 def test_a_sweep_without_any_point_says_so() -> None:
     scenario = Scenario(workload="synthetic", num_requests=60)
-    html = sweep_page(Results(scenario, (Variant.parse("fcfs"),), (0,), ()))
+    html = sweep_page(SweepResults(scenario, (Variant.parse("fcfs"),), (0,), ()))
     checked(html)
     assert "No point was simulated." in html
 
