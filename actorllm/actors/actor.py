@@ -73,7 +73,7 @@ class Actor:
         """The open links by the name of the peer (of the link, for the hub of a broadcast)."""
         self.is_running = False
         """True from the start of `run` until a stop is asked for. A main loop is `while self.is_running:`."""
-        self.pulse: Heartbeat | None = None
+        self.heartbeat: Heartbeat | None = None
         """Where the actor of a process shows what it is at; None: nobody watches it."""
         self.on_work: Callable[[], object] = bool
         """To be called when `has_work` becomes true."""
@@ -633,8 +633,8 @@ class Runner:
     async def _recheck(self) -> None:
         while True:
             await anyio.sleep(RECHECK_S)
-            if self.actor.pulse is not None:
-                self.actor.pulse.beat()
+            if self.actor.heartbeat is not None:
+                self.actor.heartbeat.beat()
             for link in list(self.actor.links.values()):
                 self._num_rechecks_useful += link.recheck() > 0
             unsent, self._unsent_replies = self._unsent_replies, []

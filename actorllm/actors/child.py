@@ -7,7 +7,7 @@ needed; a REPL, a notebook, stdin and `python -c` work). Until then only the sta
 The control socket is a SEQPACKET pair: one JSON object per packet, in order, descriptors beside it.
 
     supervisor → child    park {modules, sys_path}: import these, and wait for what follows, perhaps for ever
-                          start {actor, path, rank, config_path, config, sys_path} + the descriptor of its pulse
+                          start {actor, path, rank, config_path, config, sys_path} + the descriptor of its heartbeat
                           configure {config} · link {info, generation, num_spokes, index} + descriptors · run
                           lost {link, generation, type_name, error} · stop
     child → supervisor    parked {memory_bytes}: everything is imported
@@ -207,7 +207,7 @@ def report_failure(control: socket.socket, type_name: str, message: str, text: s
 
 
 def live(control: socket.socket, start: dict[str, Any], fds: tuple[int, ...]) -> bool:
-    """The actor's whole life; True when it failed. fds: its pulse, if somebody watches over it."""
+    """The actor's whole life; True when it failed. fds: its heartbeat, if somebody watches over it."""
     from actorllm.actors.actor import Failure, Runner
     from actorllm.actors.engine_thread import run_loop
     from actorllm.actors.heartbeat import Heartbeat
@@ -220,7 +220,7 @@ def live(control: socket.socket, start: dict[str, Any], fds: tuple[int, ...]) ->
 
     actor = load(start["path"])(start["actor"], start["rank"])
     for fd in fds:
-        actor.pulse = Heartbeat(fd)
+        actor.heartbeat = Heartbeat(fd)
         os.close(fd)
     config_class = load(start["config_path"])
 

@@ -1,7 +1,7 @@
 """`Renderer`: what the scheduler decided about tokens, as rows of text for frontends.
 
 Owns the text of every request that wants some (`Sequence.attachment`), and what is held back of those that want fewer outputs
-than tokens (`pacing`). Pure but for the clock, and called on the scheduler actor's loop only. A request whose text cannot be
+than tokens (`output_buffer`). Pure but for the clock, and called on the scheduler actor's loop only. A request whose text cannot be
 made ends with the error; every other one goes on.
 """
 
@@ -30,7 +30,7 @@ from actorllm.types.outputs import FinishReason
 logger = logging.getLogger(__name__)
 
 MAX_OUTPUT_BYTES = 4 << 20
-"""From about here on the rows of a turn go on in another message. One row is never more than a few MiB (`pacing`)."""
+"""From about here on the rows of a turn go on in another message. One row is never more than a few MiB (`output_buffer`)."""
 ENTRY_BYTES = 20
 """Of a log-probability, about: an id, a value, the text of its token and where that ends."""
 TOKEN_BYTES = 8
@@ -188,9 +188,9 @@ class Renderer:
         """tokenizer: None where no text is made. tally: counts every end that is rendered."""
         self._tokenizer = tokenizer
         self._token_text: TokenText | None = None
-        self._tally = tally
+        self._counters = tally
         self._finish = finish
-        self.pacing = OutputBuffer()
+        self.output_buffer = OutputBuffer()
 
     # Requests
 
@@ -198,7 +198,7 @@ class Renderer:
         """A request that the scheduler has taken on, as its message says it. Returns its end if it can have no text."""
         if message.stream_interval != 1 and message.pooling is None:
             is_first = message.is_resumed or not message.output.size  # it is to be known that this one goes on
-            self.pacing.add(key, message.stream_interval, is_first=is_first)
+            self.output_buffer.add(key, message.stream_interval, is_first=is_first)
         if sequence is not None and message.detokenize and self._tokenizer is not None:
             try:
                 sequence.attachment = text = self._new_text(message, self._tokenizer)
@@ -243,7 +243,7 @@ class Renderer:
         spans = _spans_by_sequence(events) if events.logprobs else {}
         tokens = events.tokens.tolist()
         counts = events.counts.tolist() if events.counts.size else None
-        pacing = self.pacing if self.pacing else None
+        output_buffer = self.output_buffer if self.output_buffer else None
         at = 0
         for row, (sequence, index) in enumerate(zip(events.sequences, events.index.tolist(), strict=True)):
             count = counts[row] if counts is not None else 1
@@ -279,8 +279,8 @@ class Renderer:
                 else:  # the same token also reached a limit: the text decides
                     end = End(sequence, "stop", stop)
             frontend, rid = sequence.key
-            if pacing is not None:
-                due = pacing.due(sequence.key, (index, new, piece, logprobs), end is not None)
+            if output_buffer is not None:
+                due = output_buffer.due(sequence.key, (index, new, piece, logprobs), end is not None)
                 if due is None:
                     continue
                 index, new, piece, logprobs = due
@@ -292,7 +292,7 @@ class Renderer:
                 rows.add_logprobs(logprobs)
             if end is not None:
                 rows.end(end)
-                self._tally.add(end, index + len(new))
+                self._counters.add(end, index + len(new))
         for sequence in events.cached:
             frontend, rid = sequence.key
             first = outgoing.first_of(frontend)  # it is to be known before the token, which may be in any of them
@@ -335,19 +335,19 @@ class Renderer:
             rows.add_vector(vector)
             end = ends.pop(sequence)
             rows.end(end)
-            self._tally.add(end, 0)
+            self._counters.add(end, 0)
 
     def _add_ends(self, outgoing: Outgoing, ends: dict[Sequence, End]) -> None:
         """Without new tokens: aborts, errors."""
         for sequence, end in ends.items():
             frontend, rid = sequence.key
             rows = outgoing.rows_for(frontend)
-            last = self.pacing.due(sequence.key, (-1, [], self._rest_of(sequence), []), is_end=True)
+            last = self.output_buffer.due(sequence.key, (-1, [], self._rest_of(sequence), []), is_end=True)
             index, new, piece, logprobs = last or (-1, [], "", [])
             rows.add(rid, index, new, piece)
             rows.add_logprobs(logprobs)
             rows.end(end)
-            self._tally.add(end, index + len(new))
+            self._counters.add(end, index + len(new))
 
     @staticmethod
     def _rest_of(sequence: Sequence) -> str:

@@ -28,7 +28,7 @@ WORD = 8 * 8
 WITHOUT_NUMBER = (1 << 63) - 1
 """In STEP: something other than a step keeps the loop from turning."""
 STARTING = WITHOUT_NUMBER - 1
-"""As STEP of a process that is not running yet, which writes no pulse: until then its start is what it is at."""
+"""As STEP of a process that is not running yet, which writes no heartbeat: until then its start is what it is at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Heartbeat:
     @classmethod
     def create(cls) -> tuple[Heartbeat, int]:
         """A new page and its descriptor, which the caller owns. Raises OSError."""
-        fd = os.memfd_create("actorllm-pulse", os.MFD_CLOEXEC)
+        fd = os.memfd_create("actorllm-heartbeat", os.MFD_CLOEXEC)
         try:
             os.write(fd, bytes(NUM_BYTES))  # of memory, not of /dev/shm; written, it cannot be missing later
             return cls(fd), fd

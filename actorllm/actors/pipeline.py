@@ -6,7 +6,7 @@ needs something from the host (`LateInputs`, or the tokens of the step before) i
 then no later plan is.
 
 Invariants: steps are launched, sampled and reported in the order of their plans, at most MAX_FLIGHTS at a time; a failure is
-reported in its place; while any step is under way, the pulse shows the oldest. Used by `WorkerActor.run`, on its loop.
+reported in its place; while any step is under way, the heartbeat shows the oldest. Used by `WorkerActor.run`, on its loop.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PipelinedWorker(Protocol):
     runner: Any
     is_running: bool
     is_alone: bool
-    pulse: Heartbeat | None
+    heartbeat: Heartbeat | None
     plans: deque[tuple[Link, StepPlan]]
     late_inputs: dict[tuple[Link, int], LateInputs]
     owner: Link | None
@@ -172,8 +172,8 @@ class Pipeline:
             if not flight.link.is_open and (worker.is_alone or key not in worker.late_inputs):  # it will never come
                 self._flights.pop()
                 worker.drop_plans_of(flight.link)
-                if not self._flights and worker.pulse is not None:
-                    worker.pulse.end()
+                if not self._flights and worker.heartbeat is not None:
+                    worker.heartbeat.end()
                 return True
             if key not in worker.late_inputs:
                 flight.link.finish()  # they may be there already: take them without waiting for their doorbell
@@ -223,39 +223,39 @@ class Pipeline:
         self._idle_from = now() + IDLE_S
         if self._flights:
             self._show(self._flights[0])
-        elif worker.pulse is not None:
-            worker.pulse.end()
+        elif worker.heartbeat is not None:
+            worker.heartbeat.end()
         if flight.link.is_open:
             flight.link.finish()  # the next plan is there already: take it without waiting for its doorbell
 
     async def _send_unsent(self) -> None:
         """Launch and report nothing before there is room for the last result."""
-        pulse = self._worker.pulse
-        if pulse is not None:
-            pulse.end()  # it is not the steps that take so long
+        heartbeat = self._worker.heartbeat
+        if heartbeat is not None:
+            heartbeat.end()  # it is not the steps that take so long
         await self._worker.send_unsent()
         self.show()
 
     def show(self) -> None:
-        """The pulse was used for something else meanwhile."""
+        """The heartbeat was used for something else meanwhile."""
         if self._flights:
             self._show(self._flights[0])
 
     def _show(self, flight: Flight) -> None:
         """From now on this step is the one that is waited for."""
-        if self._worker.pulse is not None:
-            self._worker.pulse.begin(flight.plan.step, self._worker.budget_of(flight.num_tokens))
+        if self._worker.heartbeat is not None:
+            self._worker.heartbeat.begin(flight.plan.step, self._worker.budget_of(flight.num_tokens))
 
     def _record(self) -> bool:
         """There is nothing else to do: record a step as a graph, if one is wanted.
 
         Not between the steps of a request, whose next plan may be about to come.
         """
-        pulse = self._worker.pulse
+        heartbeat = self._worker.heartbeat
         if not self._runner.wants_to_record or now() < self._idle_from:
             return False
-        if pulse is not None:
-            pulse.begin(WITHOUT_NUMBER, NEW_BUDGET_S)
+        if heartbeat is not None:
+            heartbeat.begin(WITHOUT_NUMBER, NEW_BUDGET_S)
         try:
             self._runner.record_next()
         except Exception:  # of a step that nobody asked for: it is done without
@@ -263,6 +263,6 @@ class Pipeline:
                 raise
             logger.exception("a step for nobody failed; those of its size may fail as well")
         finally:
-            if pulse is not None:
-                pulse.end()
+            if heartbeat is not None:
+                heartbeat.end()
         return True

@@ -126,7 +126,7 @@ class SchedulerActor(Actor):
         self._due: list[int] = []
         """The step that each rank has to answer next."""
         self._full: dict[int, Outlet] = {}
-        self._tally = RequestCounters()
+        self._counters = RequestCounters()
         self._step_log = StepHistory()
         self._retry_s = RETRY_S
         self._trial: SchedulerTrial[Outlet]
@@ -176,7 +176,7 @@ class SchedulerActor(Actor):
         self._after_plan = hooks(parts, "after_plan")
         self._after_result = hooks(parts, "after_result")
         self._deadlines: tuple[Callable[[], float], ...] = hooks(parts, "next_deadline")
-        self._renderer = Renderer(self._tokenizer, self._tally, self.scheduler.finish)
+        self._renderer = Renderer(self._tokenizer, self._counters, self.scheduler.finish)
 
     def _build(self, config: EngineConfig) -> Scheduler:
         eos_token_ids = self._eos_token_ids(config)
@@ -294,7 +294,7 @@ class SchedulerActor(Actor):
             self._trial.drop_frontend(number)
             self._inbox = deque(entry for entry in self._inbox if entry[0] != number)
             self.scheduler.abort_frontend(number, now())
-            self._renderer.pacing.drop_frontend(number)
+            self._renderer.output_buffer.drop_frontend(number)
             self.wake()
 
     def _lose_workers(self, link: Link) -> None:
@@ -576,7 +576,7 @@ class SchedulerActor(Actor):
                 self.send_to(outlet, rows.message(rendered))
         if self._full:
             self._flush()
-        if self._timeline is not None and (outgoing.all or self._renderer.pacing):
+        if self._timeline is not None and (outgoing.all or self._renderer.output_buffer):
             self._timeline.rendered(began, rendered, now(), sum(len(rows.rids) for _, rows in outgoing.all))
 
     def send_to(self, outlet: Outlet, outputs: ForFrontend) -> None:
@@ -688,7 +688,7 @@ class SchedulerActor(Actor):
             "num_wakes_in_vain": self._timer.num_in_vain,
             "step_model": None if self._step_watch is None else self._step_watch.statistics(),
             "num_held_outputs": sum(len(outlet.unsent) for outlet in self._full.values()),
-            "requests": self._tally.statistics(),
+            "requests": self._counters.statistics(),
             "grammars": self._constraints.statistics(),
             "steps": self._step_log.statistics(),
             "recording": None if self._record is None else self._record.statistics(),
@@ -709,7 +709,7 @@ class SchedulerActor(Actor):
             "kv_usage": counts["kv"]["usage"],
             "requests": glance(self.scheduler, at, at_most),
             "steps": self._step_log.newest(after, MAX_LIVE_STEPS),
-            "slo": self._tally.promises(),
+            "slo": self._counters.promises(),
         }
 
 

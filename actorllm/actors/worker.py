@@ -147,16 +147,16 @@ class WorkerActor(Actor):
         self.late_inputs = {key: late for key, late in self.late_inputs.items() if key[0].is_open}
 
     async def _step(self, link: Link, plan: StepPlan) -> None:
-        if self.pulse is None:
+        if self.heartbeat is None:
             await self._compute(link, plan)
             return
         num_tokens = self.count_tokens(plan)
-        self.pulse.begin(plan.step, self._budget.of(num_tokens))
+        self.heartbeat.begin(plan.step, self._budget.of(num_tokens))
         started = now()
         try:
             await self._compute(link, plan)
         finally:
-            self.pulse.end()
+            self.heartbeat.end()
         self._budget.observe(num_tokens, now() - started)
 
     def count_tokens(self, plan: StepPlan) -> int:
@@ -259,7 +259,7 @@ class WorkerActor(Actor):
             self.report(link, StepFailed(step=message.step, error=f"its result cannot be sent: {error}"))
 
     async def send_unsent(self) -> None:
-        """Wait until there is room for what is unsent, and send it. The pulse must show no step meanwhile: the loop turns."""
+        """Wait until there is room for what is unsent, and send it. The heartbeat must show no step meanwhile: the loop turns."""
         while self.unsent is not None:
             (link, message), self.unsent = self.unsent, None
             try:
@@ -275,11 +275,11 @@ class WorkerActor(Actor):
         while (link, step) not in self.late_inputs:
             if not link.is_open:
                 raise PeerLostError(f"the late inputs of step {step} were not sent")
-            if self.pulse is not None:
-                self.pulse.end()  # the loop turns
+            if self.heartbeat is not None:
+                self.heartbeat.end()  # the loop turns
             await self.wait()
-        if self.pulse is not None:
-            self.pulse.begin(step, self._budget.of(self._num_decode))
+        if self.heartbeat is not None:
+            self.heartbeat.begin(step, self._budget.of(self._num_decode))
         return self.late_inputs.pop((link, step))
 
     def on_peer_lost(self, link: Link) -> None:
@@ -300,13 +300,13 @@ class WorkerActor(Actor):
 
     def _take_time(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """A control that keeps the loop from turning for longer than anything but a step may."""
-        if self.pulse is None:
+        if self.heartbeat is None:
             return function(*arguments)
-        self.pulse.begin(WITHOUT_NUMBER, NEW_BUDGET_S)
+        self.heartbeat.begin(WITHOUT_NUMBER, NEW_BUDGET_S)
         try:
             return function(*arguments)
         finally:
-            self.pulse.end()
+            self.heartbeat.end()
             if self._pipeline is not None:
                 self._pipeline.show()
 

@@ -52,7 +52,7 @@ MEMORY_PER_CHARACTER = 512
 
 
 class Lane:
-    """One thread, and the place where its jobs have texts read (a `prompt_reader.Workplace`)."""
+    """One thread, and the place where its jobs have texts read (a `tokenization.Workplace`)."""
 
     def __init__(self, lanes: Lanes, number: int) -> None:
         self._lanes = lanes

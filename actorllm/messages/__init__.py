@@ -115,7 +115,7 @@ class Submit:
     is_chunkable: bool = True
     """False: the whole prompt goes through in one step or not at all."""
     rules: dict[str, Any] | None = None
-    """What is to be done to its logits and told of its probabilities (`rules.SamplingRules.to_fields`); None: nothing."""
+    """What is to be done to its logits and told of its probabilities (`logit_rules.SamplingRules.to_fields`); None: nothing."""
     grammar: dict[str, Any] | None = None
     """What its output must match (`structured_outputs.StructuredOutputsParams.to_fields`); None: nothing."""
     needs_late_inputs: bool = False

@@ -1,4 +1,4 @@
-"""`Followers`: who waits for a sibling to compute the prompt they share (see `forks`). Owned by the roster."""
+"""`Followers`: who waits for a sibling to compute the prompt they share (see `forks`). Owned by the table."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Forks:
         self,
         view: View,
         policy: PlanPolicy,
-        roster: RequestTable,
+        table: RequestTable,
         builder: PlanBuilder,
         payload: MessageBudget,
         spare: int,
@@ -40,30 +40,30 @@ class Forks:
         self.num_forks = 0
         self._view = view
         self._policy = policy
-        self._roster = roster
+        self._table = table
         self._builder = builder
-        self._payload = payload
+        self._message_budget = payload
         self._spare = spare
 
     def wait_or_follow(self, sequence: Sequence) -> None:
         """A request waits from now on: for a slot, or for a sibling."""
         leader = None if sequence.submit.fork_of is None else self.leader_of(sequence)
         if leader is None:
-            self._roster.wait(sequence)
+            self._table.wait(sequence)
         else:
-            self._roster.follow(sequence, leader)
+            self._table.follow(sequence, leader)
 
     def leader_of(self, sequence: Sequence) -> Sequence | None:
         """Who will compute the prompt of a new request as well as its own; None: the request itself."""
-        submit, roster = sequence.submit, self._roster
-        leader = roster.alive.get((sequence.key[0], submit.fork_of or 0))
+        submit, table = sequence.submit, self._table
+        leader = table.alive.get((sequence.key[0], submit.fork_of or 0))
         if leader is None or leader is sequence or not hasattr(self._policy, "may_fork"):
             return None
         if submit.had_slot:
             return None  # a pause waits for it: it follows nobody that may not start
-        if roster.followers.has_any(sequence):
+        if table.followers.has_any(sequence):
             return None  # it was blocked when they came
-        if leader.state not in (State.BLOCKED, State.WAITING) and leader not in roster.prefilling:
+        if leader.state not in (State.BLOCKED, State.WAITING) and leader not in table.prefilling:
             return None  # its prompt is computed, or it follows somebody itself
         if sequence.known.size > sequence.num_prompt or leader.known.size > leader.num_prompt:
             return None
@@ -77,7 +77,7 @@ class Forks:
 
     def room_of(self, leader: Sequence) -> tuple[int, int]:
         """Slots and blocks that those take who follow this one."""
-        count = self._roster.followers.count(leader) if self._roster.followers.leaders else 0
+        count = self._table.followers.count(leader) if self._table.followers.leaders else 0
         if not count:
             return 0, 0
         # What lies behind the full blocks of the prompt, each has for itself.
@@ -93,7 +93,7 @@ class Forks:
         forks: list[Sequence] = []
         for source in completed:
             leader: Sequence = self._view.batch.sequences[source]
-            followers = self._roster.followers.take(leader)
+            followers = self._table.followers.take(leader)
             if followers:
                 forks += self._fork_one(leader, followers)
         self.num_forks += len(forks)
@@ -107,13 +107,13 @@ class Forks:
             num_blocks = kv.blocks_for(min(num_prompt + 1 + self._spare, fork.limit + self._spare))
             taken = num_blocks - num_prompt // kv.block_size
             fits = len(forks) < num_slots and taken <= num_free
-            fits = fits and self._payload.has_row_room(fork) and self._payload.has_plan_room(fork)
+            fits = fits and self._message_budget.has_row_room(fork) and self._message_budget.has_plan_room(fork)
             if not fits or not view.may_start(fork) or not self._policy.may_fork(fork, view):
-                self._roster.wait(fork)
+                self._table.wait(fork)
                 continue
             num_free -= taken
-            self._payload.add_to_plan(fork)
-            self._roster.start_fork(fork, leader)
+            self._message_budget.add_to_plan(fork)
+            self._table.start_fork(fork, leader)
             self._builder.fork(fork, num_blocks, kv.fork(leader.slot, num_prompt, fork.slot, num_blocks), leader.slot)
             forks.append(fork)
             self._policy.on_fork(fork, view)
@@ -124,7 +124,7 @@ class Forks:
 
         Those who come before it and wait are left theirs, and whoever lost his and will wait for them again.
         """
-        view, preempted = self._view, self._roster.preempted
+        view, preempted = self._view, self._table.preempted
         num_slots = view.batch.num_free_slots - len(preempted)
         num_blocks = view.kv.num_free - view.limits.headroom_blocks
         num_blocks -= sum(view.admission_blocks(other) for other in preempted)

@@ -73,9 +73,9 @@ class RequestTable:
         self._ledger = ledger
         self._builder = builder
         self._cache = cache
-        self._faults = faults
+        self._step_failures = faults
         self._stopping = stopping
-        self._payload = payload
+        self._message_budget = payload
         self._expiry = expiry
         self._admission = admission
 
@@ -86,7 +86,9 @@ class RequestTable:
         self._cache.hash_known(sequence)
         self.alive[sequence.key] = sequence
         self._admission.enter(sequence)
-        sequence.counted_by = [part for part in (self._expiry, self._stopping, self._payload) if part.add(sequence)]
+        sequence.counted_by = [
+            part for part in (self._expiry, self._stopping, self._message_budget) if part.add(sequence)
+        ]
 
     def block(self, sequence: Sequence) -> None:
         """What a request needs is not there."""
@@ -119,7 +121,7 @@ class RequestTable:
         self._batch.occupy(sequence)
         self.prefilling[sequence] = None
         if sequence.rules is not None:
-            self._payload.enter_slot(sequence.rules)
+            self._message_budget.enter_slot(sequence.rules)
 
     def start_fork(self, fork: Sequence, leader: Sequence) -> None:
         """It gets a slot. Its prompt is computed when that of its leader is, and published when that is reported."""
@@ -132,7 +134,7 @@ class RequestTable:
         slot = self._batch.occupy(fork)
         self._batch.num_computed[slot] = fork.num_prompt
         if fork.rules is not None:
-            self._payload.enter_slot(fork.rules)
+            self._message_budget.enter_slot(fork.rules)
 
     # And out of it ----------------------------------------------------------------------------------------------------
 
@@ -207,8 +209,8 @@ class RequestTable:
         else:
             self._leave_line(sequence)
         self.tokenless.discard(sequence)
-        if self._faults.is_any:
-            self._faults.discard(sequence)
+        if self._step_failures.is_any:
+            self._step_failures.discard(sequence)
         sequence.state = State.FINISHED
         sequence.finish_reason = reason
         sequence.last_token = self._view.now if sequence.first_token is not None else None
@@ -239,7 +241,7 @@ class RequestTable:
         slot = sequence.slot
         self.prefilling.pop(sequence, None)
         if sequence.rules is not None:
-            self._payload.leave_slot(sequence.rules)
+            self._message_budget.leave_slot(sequence.rules)
         self._kv.empty(slot, zero=zero)
         self._batch.vacate(slot)
         self._builder.free(slot)
@@ -281,4 +283,4 @@ class RequestTable:
         assert self._expiry.num_alive == with_deadline, "count of deadlines"
         self._admission.check_integrity([s for s in alive if s.scheduled is None])
         self._stopping.check_integrity(alive)
-        self._payload.check_integrity(alive)
+        self._message_budget.check_integrity(alive)

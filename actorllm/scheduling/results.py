@@ -54,7 +54,7 @@ class Results:
         batch: Batch,
         kv: KVCacheManager,
         ledger: Ledger,
-        roster: RequestTable,
+        table: RequestTable,
         cache: PrefixCache,
         stopping: Stopping,
     ) -> None:
@@ -69,7 +69,7 @@ class Results:
         self._batch = batch
         self._kv = kv
         self._ledger = ledger
-        self._roster = roster
+        self._table = table
         self._cache = cache
         self._stopping = stopping
 
@@ -94,7 +94,7 @@ class Results:
             self._cache.publish_prefills(record.prefills, bad_prompts)
         rows = record.rows
         plain = not (
-            result.counts.size or result.nonfinite_rows.size or result.vector_rows.size or self._roster.tokenless
+            result.counts.size or result.nonfinite_rows.size or result.vector_rows.size or self._table.tokenless
         )
         if plain and not np.count_nonzero(self._batch.generation[rows.index] != rows.generations):
             events = self._append_column(record, result.tokens)
@@ -275,7 +275,7 @@ class Results:
                 if sequence.first_token is None:
                     sequence.first_token = self._view.now  # all that it gives
                 pooled.append((sequence, vectors[row]))
-                ends.append(self._roster.end(sequence, "stop"))
+                ends.append(self._table.end(sequence, "stop"))
                 continue
             start = self._append(sequence, tokens, slot if is_here else -1)
             for position, token in enumerate(tokens.tolist()):
@@ -291,14 +291,14 @@ class Results:
                     sequence.first_token = self._view.now
                     if sequence.num_cached_tokens:
                         cached.append(sequence)
-                    self._roster.tokenless.discard(sequence)
+                    self._table.tokenless.discard(sequence)
                 elif sequence.state is not State.FINISHED:
-                    self._roster.tokenless.add(sequence)
+                    self._table.tokenless.add(sequence)
             self.num_output_tokens += tokens.size
             if tokens.size:
                 got.append((sequence, tokens, start))
         if is_tainted:
-            self._roster.compute_again(self._ledger.void(record.step + 1))
+            self._table.compute_again(self._ledger.void(record.step + 1))
         sequences = np.empty(len(got), object)
         sequences[:] = [s for s, _, _ in got]
         all_counts = np.array([t.size for _, t, _ in got], np.int32)
@@ -319,8 +319,8 @@ class Results:
         self.num_corrupted += num_nonfinite > 0
         error = None if num_nonfinite else _no_choice(sequence)
         if error is None:
-            return self._roster.end(sequence, "error", error="the model's logits are not finite", zero=True)
-        return self._roster.end(sequence, "error", error=error, zero=True)._replace(details={"kind": INVALID})
+            return self._table.end(sequence, "error", error="the model's logits are not finite", zero=True)
+        return self._table.end(sequence, "error", error=error, zero=True)._replace(details={"kind": INVALID})
 
     def _end_bad_prompts(self, record: StepRecord, rows: list[int]) -> list[End]:
         """Prompts that the worker cleared since their states are not finite; who was to sample has ended already.
@@ -335,7 +335,7 @@ class Results:
             if sequence.state is not State.FINISHED:
                 ends.append(self._end_corrupted(sequence, num_tokens))
         if is_tainted:
-            self._roster.compute_again(self._ledger.void(record.step + 1))
+            self._table.compute_again(self._ledger.void(record.step + 1))
         return ends
 
     def _append(self, sequence: Sequence, tokens: I32, slot: int) -> int:
@@ -363,7 +363,7 @@ class Results:
     def _stop(self, sequence: Sequence, token: int, num_outputs: int) -> End | None:
         """End a request if this token, its num_outputs-th, is one to end at."""
         end = self._stopping.end_of(sequence, token, num_outputs)
-        return None if end is None else self._roster.end(sequence, *end)
+        return None if end is None else self._table.end(sequence, *end)
 
 
 def _wrong_rows(rows: I32, num_rows: int) -> str | None:

@@ -128,9 +128,9 @@ class Scheduler:
         self._decode = DecodeRows(batch, kv, spare)
         self._builder = NoPlanBuilder() if is_simulated else PlanBuilder(eos_ids)
         self._cache = PrefixCache(kv, batch, self.ledger, spare)
-        self._faults = StepFailures(limits, batch)
+        self._step_failures = StepFailures(limits, batch)
         self._stopping = Stopping(eos_ids, vocab_size)
-        self._payload = MessageBudget(embedding_bytes)
+        self._message_budget = MessageBudget(embedding_bytes)
         self._expiry = Expiry()
         self._admission = Admission(max_waiting_requests, max_waiting_tokens)
         self._intake = SubmitValidation(
@@ -142,7 +142,7 @@ class Scheduler:
             embedding_bytes=embedding_bytes,
             pools_only=pools_only,
         )
-        self._roster = RequestTable(
+        self._table = RequestTable(
             self,
             policy,
             batch=batch,
@@ -150,14 +150,14 @@ class Scheduler:
             ledger=self.ledger,
             builder=self._builder,
             cache=self._cache,
-            faults=self._faults,
+            faults=self._step_failures,
             stopping=self._stopping,
-            payload=self._payload,
+            payload=self._message_budget,
             expiry=self._expiry,
             admission=self._admission,
         )
-        self.prefilling = self._roster.prefilling
-        self._forks = Forks(self, policy, self._roster, self._builder, self._payload, spare)
+        self.prefilling = self._table.prefilling
+        self._forks = Forks(self, policy, self._table, self._builder, self._message_budget, spare)
         self._results = Results(
             self,
             vocab_size=vocab_size,
@@ -165,7 +165,7 @@ class Scheduler:
             batch=batch,
             kv=kv,
             ledger=self.ledger,
-            roster=self._roster,
+            table=self._table,
             cache=self._cache,
             stopping=self._stopping,
         )
@@ -182,18 +182,18 @@ class Scheduler:
         """Take a request; an End says why it is not taken. A request that is alive already is left alone."""
         self.now = now
         key = (frontend, submit.rid)
-        if key in self._roster.alive:
+        if key in self._table.alive:
             return None
         sequence = self._intake.take(frontend, submit, now)
         refused = self._refusal(sequence, now)
         if refused is not None:
             sequence.state = State.FINISHED
             return refused
-        self._roster.enter(sequence)
+        self._table.enter(sequence)
         if submit.blocked_on is not None:
-            self._roster.block(sequence)
+            self._table.block(sequence)
         elif submit.fork_of is None:
-            self._roster.wait(sequence)
+            self._table.wait(sequence)
         else:
             self._forks.wait_or_follow(sequence)
         return None
@@ -215,18 +215,18 @@ class Scheduler:
         self.now = now
         ends = []
         for key in keys:
-            sequence = self._roster.alive.get(key)
+            sequence = self._table.alive.get(key)
             if sequence is not None:
-                ends.append(self._roster.end(sequence, "abort"))
+                ends.append(self._table.end(sequence, "abort"))
         return ends
 
     def abort_all(self, now: float) -> list[End]:
         """End every request."""
-        return self.abort(list(self._roster.alive), now)
+        return self.abort(list(self._table.alive), now)
 
     def abort_frontend(self, frontend: int, now: float) -> list[End]:
         """A frontend is gone: so are its requests."""
-        ends = self.abort([key for key in self._roster.alive if key[0] == frontend], now)
+        ends = self.abort([key for key in self._table.alive if key[0] == frontend], now)
         self._admission.forget_frontend(frontend)
         return ends
 
@@ -253,17 +253,17 @@ class Scheduler:
     def expire(self, now: float) -> list[End]:
         """End the requests whose deadline has passed, wherever they are. Blocks are free at once."""
         self.now = now
-        return [self._roster.end(sequence, "abort", DEADLINE_PASSED) for sequence in self._expiry.take_due(now)]
+        return [self._table.end(sequence, "abort", DEADLINE_PASSED) for sequence in self._expiry.take_due(now)]
 
     def unblock(self, key: Key, error: str | None, now: float) -> End | None:
         """What a blocked request waited for is there, or (error) will never be."""
         self.now = now
-        sequence = self._roster.alive.get(key)
+        sequence = self._table.alive.get(key)
         if sequence is None or sequence.state is not State.BLOCKED:
             return None
         if error is not None:
-            return self._roster.end(sequence, "error", error=error)
-        self._roster.blocked.discard(sequence)
+            return self._table.end(sequence, "error", error=error)
+        self._table.blocked.discard(sequence)
         self._forks.wait_or_follow(sequence)
         return None
 
@@ -281,7 +281,7 @@ class Scheduler:
         self.pause_state = PauseState.RUNNING
 
     def give_up_policy(self, reason: str, now: float) -> bool:
-        """The policy stalls: replace it, if it is one that can be replaced (`guard`). Whether it was."""
+        """The policy stalls: replace it, if it is one that can be replaced (`policy_fallback`). Whether it was."""
         self.now = now
         give_up = getattr(self._policy, "give_up", None)
         return give_up is not None and bool(give_up(StalledPolicyError(reason), self))
@@ -294,17 +294,17 @@ class Scheduler:
         self.now = now
         self._cache.reset(self.running())
         if reset_running_requests:
-            self._roster.preempt_all()
+            self._table.preempt_all()
 
     @property
     def is_idle(self) -> bool:
         """There is no request."""
-        return not self._roster.alive
+        return not self._table.alive
 
     @property
     def started(self) -> list[Key]:
         """The requests that have had a slot, here or under another scheduler."""
-        return [sequence.key for sequence in self._roster.alive.values() if sequence.has_started]
+        return [sequence.key for sequence in self._table.alive.values() if sequence.has_started]
 
     @property
     def is_drained(self) -> bool:
@@ -313,9 +313,9 @@ class Scheduler:
             return False
         is_idle = (
             self.batch.num_free_slots == self.limits.max_seqs
-            and not self._roster.preempted
-            and not self._roster.resuming
-            and not any(sequence.submit.has_started for sequence in self._roster.blocked)
+            and not self._table.preempted
+            and not self._table.resuming
+            and not any(sequence.submit.has_started for sequence in self._table.blocked)
         )
         return is_idle or self.pause_state is PauseState.NOTHING
 
@@ -324,16 +324,16 @@ class Scheduler:
         return self.pause_state is not PauseState.RUNNING
 
     def may_start(self, sequence: Sequence) -> bool:
-        if self._faults.is_choosy and not self._faults.may_start(sequence):
+        if self._step_failures.is_choosy and not self._step_failures.may_start(sequence):
             return False
-        return self.pause_state is PauseState.RUNNING or sequence in self._roster.resuming
+        return self.pause_state is PauseState.RUNNING or sequence in self._table.resuming
 
     # Planning ---------------------------------------------------------------------------------------------------------
 
     @property
     def has_room(self) -> bool:
         """Whether a step may be planned now. Whether there is one to plan, only `schedule` tells."""
-        return self.ledger.has_room and bool(self._roster.alive) and self.pause_state is not PauseState.NOTHING
+        return self.ledger.has_room and bool(self._table.alive) and self.pause_state is not PauseState.NOTHING
 
     def schedule(self, now: float) -> StepPlan | None:
         """Plan and record the next step; None when there is nothing to compute."""
@@ -341,22 +341,22 @@ class Scheduler:
             return None
         self.now = now
         plan = self._plan_step()
-        if plan is None and self._faults.is_holding_back and not len(self.ledger):
+        if plan is None and self._step_failures.is_holding_back and not len(self.ledger):
             plan = self._plan_unhindered()
         return plan
 
     def _plan_unhindered(self) -> StepPlan | None:
         """Nobody of those who may run can. After failed steps, whoever keeps room from them gives it back; and suspects
         do not wait for others that may not start (`pause`)."""
-        self._faults.end_rest()
-        if not self._faults.is_restricted:
+        self._step_failures.end_rest()
+        if not self._step_failures.is_restricted:
             return self._plan_step()
-        held_back = self._faults.held_back(self.running())
+        held_back = self._step_failures.held_back(self.running())
         for sequence in held_back:
-            self._roster.preempt(sequence)
+            self._table.preempt(sequence)
         plan = self._plan_step() if held_back else None
         if plan is None and self.wake_at == math.inf:
-            self._faults.forgive()
+            self._step_failures.forgive()
             plan = self._plan_step()
         return plan
 
@@ -367,19 +367,19 @@ class Scheduler:
         self.wake_at = decision.wake_at
         if decision.reject:
             self._reject(decision.reject)
-        self._roster.displaced.clear()
+        self._table.displaced.clear()
         for victim in decision.preempt:
             if victim.state is State.RUNNING:
-                self._roster.preempt(victim)
+                self._table.preempt(victim)
         rows = decode.rows
         wanted = self._wanted_slots(decision.decode)
-        if self._faults.is_restricted:
-            on_trial = self._faults.slots_on_trial(decode.rows.slots if wanted is None else wanted)
+        if self._step_failures.is_restricted:
+            on_trial = self._step_failures.slots_on_trial(decode.rows.slots if wanted is None else wanted)
             wanted = wanted if on_trial is None else on_trial
         if decision.preempt or wanted is not None:
             rows = decode.choose(wanted)
         while decode.growing.size > self.kv.num_free:
-            self._roster.preempt(self._victim_of_need())
+            self._table.preempt(self._victim_of_need())
             rows = decode.choose(wanted)
         extended = (decode.growing, self.kv.extend(decode.growing)) if decode.growing.size else (NO_I32, NO_I32)
         computed = (decode.computed if rows is decode.rows else batch.num_computed[rows.index]) + ONE
@@ -394,22 +394,22 @@ class Scheduler:
             num_tokens += num_prefill_tokens
             self._num_prefill_tokens += num_prefill_tokens
             if completed:
-                if self._roster.followers.leaders:
+                if self._table.followers.leaders:
                     forks = self._forks.fork(completed)
                     completed += [fork.slot for fork in forks]
                 joining = batch.start_decoding(completed)
                 sampling = batch.rows() if rows is decode.rows else rows.joined(joining)
                 computed = batch.num_computed[sampling.index]
         batch.stop_rows(sampling.index[computed >= sampling.limits - ONE])  # their last token is in flight now
-        self._admission.num_left = self._admission.num_requests - self._admission.num_held - len(self._roster.blocked)
+        self._admission.num_left = self._admission.num_requests - self._admission.num_held - len(self._table.blocked)
         if not num_tokens:
             return None
         late = sampling.slots[batch.is_late[sampling.index]] if batch.num_late else NO_I32
         step = self.ledger.next_step
         actions = self.kv.take_actions()
         plan = self._builder.build(step, rows, extended, actions, prefill, late)
-        if prefill and self._payload.num_embedded:
-            plan = replace(plan, embeds=self._payload.embeds_of(prefill, batch))
+        if prefill and self._message_budget.num_embedded:
+            plan = replace(plan, embeds=self._message_budget.embeds_of(prefill, batch))
         if forks:
             prefill = prefill + [(fork, fork.num_prompt) for fork in forks]
         self.ledger.launch(StepRecord(step, sampling, num_decode, tuple(prefill), num_tokens, self.now, actions[0]))
@@ -424,7 +424,7 @@ class Scheduler:
                 continue
             details = {"kind": OVERLOADED, "num_waiting_requests": self._admission.num_requests}
             self._num_rejected += 1
-            self._rejected.append(self._roster.end(sequence, "error", error=reason)._replace(details=details))
+            self._rejected.append(self._table.end(sequence, "error", error=reason)._replace(details=details))
 
     @property
     def has_rejected(self) -> bool:
@@ -462,20 +462,20 @@ class Scheduler:
         started: list[tuple[Sequence, int]] = []  # with how many blocks each needs
         shared: dict[int, I32] = {}
         free_blocks = self.kv.num_free
-        embeds_room = self._payload.embeds_room()
-        self._payload.begin_plan()
+        embeds_room = self._message_budget.embeds_room()
+        self._message_budget.begin_plan()
         num_prompt_logprobs = 0
         max_tokens = self.limits.max_tokens
         seen: set[Sequence] = set()
         is_running = self.pause_state is PauseState.RUNNING
-        is_choosy = not is_running or self._faults.is_choosy
+        is_choosy = not is_running or self._step_failures.is_choosy
         for sequence, size in chunks:
             if sequence in seen:
                 self._num_refused += 1
                 continue
             seen.add(sequence)
             is_waiting = sequence.state is State.WAITING
-            if is_waiting and sequence in self._roster.displaced:  # it lost its slot after the decision was made
+            if is_waiting and sequence in self._table.displaced:  # it lost its slot after the decision was made
                 continue
             if is_waiting and is_choosy and not self.may_start(sequence):
                 self._num_refused += 1
@@ -485,8 +485,8 @@ class Scheduler:
             told = None  # the rules by which this chunk tells log-probabilities
             if sequence.rules is not None and sequence.wants_prompt_logprobs and not sequence.is_whole:
                 told = sequence.rules
-                size = self._payload.chunk(told, size, num_prompt_logprobs)
-            has_embeds = self._payload.num_embedded and sequence.submit.prompt_embeds.size
+                size = self._message_budget.chunk(told, size, num_prompt_logprobs)
+            has_embeds = self._message_budget.num_embedded and sequence.submit.prompt_embeds.size
             if has_embeds:
                 size = min(size, embeds_room)
             wanted, size = size, min(size, remaining, max_tokens - num_tokens)
@@ -499,14 +499,14 @@ class Scheduler:
             if is_waiting:
                 num_blocks = sequence.num_needed_blocks
                 taken = num_blocks - self._cache.num_held(sequence) if sequence.hits.size else num_blocks
-                fits = self._payload.has_row_room(sequence) and self._payload.has_plan_room(sequence)
+                fits = self._message_budget.has_row_room(sequence) and self._message_budget.has_plan_room(sequence)
                 if not batch.num_free_slots or taken > free_blocks or not fits:
                     self._num_refused += 1
                     self._policy.on_refusal(sequence, self)
                     continue
                 free_blocks -= taken
-                self._payload.add_to_plan(sequence)
-                self._roster.start(sequence)
+                self._message_budget.add_to_plan(sequence)
+                self._table.start(sequence)
                 started.append((sequence, num_blocks))
                 if sequence.hits.size:
                     self.kv.share(sequence.hits)
@@ -548,9 +548,9 @@ class Scheduler:
             return NOTHING
         self.ledger.complete(record)
         events = self._results.apply(result, record, spans)
-        if self._faults.is_any:
-            self._faults.on_good_step(events.sequences, now)
-        self._roster.readmit()
+        if self._step_failures.is_any:
+            self._step_failures.on_good_step(events.sequences, now)
+        self._table.readmit()
         self._policy.on_step(
             StepDone(
                 result.step,
@@ -568,7 +568,7 @@ class Scheduler:
         """End requests at what the text layer found. Those that ended meanwhile are left alone."""
         self.now = now
         return [
-            self._roster.end(sequence, reason, stop_reason)
+            self._table.end(sequence, reason, stop_reason)
             for sequence, reason, stop_reason in stops
             if sequence.state is not State.FINISHED
         ]
@@ -591,33 +591,33 @@ class Scheduler:
         return self._void(voided, failure.error, failure.rows, failure.is_out_of_memory)
 
     def _void(self, voided: list[StepRecord], error: str, rows: I32, is_out_of_memory: bool = False) -> Events:
-        at_fault = self._faults.on_failed_step(voided[0], rows, is_out_of_memory)
-        ends = [self._roster.end(sequence, "error", error=error) for sequence in at_fault]
-        self._roster.compute_again(voided)
+        at_fault = self._step_failures.on_failed_step(voided[0], rows, is_out_of_memory)
+        ends = [self._table.end(sequence, "error", error=error) for sequence in at_fault]
+        self._table.compute_again(voided)
         return Events(NOTHING.sequences, NO_I32, NO_I32, ends=tuple(ends))
 
     def lose_workers(self, error: str, now: float) -> list[End]:
         """The workers died, and with them the KV; others will come, of whom nothing is known.
 
         Steps in flight are void, and every request goes on from its known tokens. Ends those that the workers have died
-        of (`quarantine`).
+        of (`worker_deaths`).
         """
         self.now = now
         self.wake_at = math.inf
         in_flight = [*self.ledger]
         if in_flight:
             self.ledger.void(in_flight[0].step)
-        self._faults.on_loss()
-        self._roster.restart()
+        self._step_failures.on_loss()
+        self._table.restart()
         self._cache.reset(())
-        waiting = self._roster.waiting if self.pause_state is PauseState.RUNNING else self._roster.resuming
-        guilty = self._faults.whom_they_died_of(in_flight, waiting, now)
-        return [self._roster.end(sequence, "error", error=KILLED + error) for sequence in guilty]
+        waiting = self._table.waiting if self.pause_state is PauseState.RUNNING else self._table.resuming
+        guilty = self._step_failures.whom_they_died_of(in_flight, waiting, now)
+        return [self._table.end(sequence, "error", error=KILLED + error) for sequence in guilty]
 
     @property
     def is_narrowing(self) -> bool:
         """Whether the last death of the workers told more about whom they die of."""
-        return self._faults.is_narrowing
+        return self._step_failures.is_narrowing
 
     # Simulation -------------------------------------------------------------------------------------------------------
 
@@ -632,13 +632,13 @@ class Scheduler:
         self.now = now
         if (
             self.prefilling
-            or self._roster.waiting
-            or self._roster.preempted
-            or self._roster.tokenless
+            or self._table.waiting
+            or self._table.preempted
+            or self._table.tokenless
             or not self.has_room
         ):
             return 0
-        if self.kv.has_copies or self._faults.is_any:
+        if self.kv.has_copies or self._step_failures.is_any:
             return 0
         batch, kv, rows = self.batch, self.kv, self.batch.rows()
         slots, index = rows.slots, rows.index
@@ -679,7 +679,7 @@ class Scheduler:
 
     @property
     def limits(self) -> Limits:
-        return self._faults.limits
+        return self._step_failures.limits
 
     @property
     def decode_slots(self) -> I32:
@@ -695,9 +695,9 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        waiting = self._roster.waiting if self.pause_state is PauseState.RUNNING else self._roster.resuming
-        if self._faults.is_restricted:
-            return self._faults.num_startable(waiting)
+        waiting = self._table.waiting if self.pause_state is PauseState.RUNNING else self._table.resuming
+        if self._step_failures.is_restricted:
+            return self._step_failures.num_startable(waiting)
         return len(waiting)
 
     @property
@@ -717,45 +717,45 @@ class Scheduler:
         return self.batch.num_known.item(sequence.slot) - self.batch.num_computed.item(sequence.slot)
 
     def running(self) -> list[Sequence]:
-        return self._roster.running()
+        return self._table.running()
 
     def waiting(self) -> list[Sequence]:
-        return sorted(self._roster.waiting, key=lambda sequence: sequence.arrival_index)
+        return sorted(self._table.waiting, key=lambda sequence: sequence.arrival_index)
 
     def alive(self) -> Iterable[Sequence]:
         """Every request that has not ended."""
-        return self._roster.alive.values()
+        return self._table.alive.values()
 
     def sequence(self, key: Key) -> Sequence | None:
-        return self._roster.alive.get(key)
+        return self._table.alive.get(key)
 
     def statistics(self) -> SchedulerStatistics:
         return SchedulerStatistics(
             num_running=self.limits.max_seqs - self.batch.num_free_slots,
-            num_waiting=len(self._roster.waiting) + len(self._roster.preempted) + len(self._roster.followers.leaders),
-            num_blocked=len(self._roster.blocked),
+            num_waiting=len(self._table.waiting) + len(self._table.preempted) + len(self._table.followers.leaders),
+            num_blocked=len(self._table.blocked),
             num_in_flight=len(self.ledger),
             num_steps=self._num_steps,
             num_output_tokens=self._results.num_output_tokens,
             num_prefill_tokens=self._num_prefill_tokens,
             num_forks=self._forks.num_forks,
-            num_preemptions=self._roster.num_preemptions,
-            num_wasted_tokens=self._roster.num_wasted,
+            num_preemptions=self._table.num_preemptions,
+            num_wasted_tokens=self._table.num_wasted,
             num_dropped_results=self._num_dropped,
-            num_failed_steps=self._faults.num_failed_steps,
-            num_worker_losses=self._faults.num_losses,
-            num_recovered=self._faults.num_recovered,
-            recovery_s=self._faults.recovery_s,
-            num_suspects=self._faults.num_suspects,
-            num_retrying=self._faults.num_retrying,
-            num_memory_failures=self._faults.num_memory_failures,
+            num_failed_steps=self._step_failures.num_failed_steps,
+            num_worker_losses=self._step_failures.num_losses,
+            num_recovered=self._step_failures.num_recovered,
+            recovery_s=self._step_failures.recovery_s,
+            num_suspects=self._step_failures.num_suspects,
+            num_retrying=self._step_failures.num_retrying,
+            num_memory_failures=self._step_failures.num_memory_failures,
             num_corrupted_requests=self._results.num_corrupted,
             num_nonfinite=self._results.num_nonfinite,
             num_refused_decisions=self._num_refused,
             num_waiting_tokens=self._admission.num_tokens,
             num_overloaded=self._admission.num_refused,
             num_rejected=self._num_rejected,
-            blocked_on=self._roster.blocked_on(),
+            blocked_on=self._table.blocked_on(),
             pause_state=self.pause_state.value,
             kv=self.kv.statistics(),
             prefix_cache=self._cache.statistics(),
@@ -765,9 +765,9 @@ class Scheduler:
         """AssertionError when the parts contradict each other."""
         self.batch.check_integrity()
         self.kv.check_integrity()
-        self._roster.check_integrity()
+        self._table.check_integrity()
         self._cache.check_integrity()
-        self._faults.check_integrity()
+        self._step_failures.check_integrity()
         batch = self.batch
         for slot, sequence in enumerate(batch.sequences):
             if sequence is None:

@@ -189,12 +189,12 @@ class ThreadChild(LocalChild):
         super().__init__(spec, on_end)
         self._loop = loop
         self._thread = LoopThread(f"actorllm:{spec.name}")
-        self._pulse = Heartbeat.of_thread()
+        self._heartbeat = Heartbeat.of_thread()
         self._is_stuck = False
 
     async def spawn(self, tasks: TaskGroup, config: Any) -> None:
         actor = new_actor(self.spec)
-        actor.pulse = self._pulse
+        actor.heartbeat = self._heartbeat
         self.runner = Runner(actor, self._report_end_there, self._report_broken_there)
         alive = anyio.Event()
         self._thread.start_thread()
@@ -238,7 +238,7 @@ class ThreadChild(LocalChild):
 
     def sign(self) -> Sign | None:
         """What it shows of a step that it computes now, None: it computes none."""
-        sign = self._pulse.read()
+        sign = self._heartbeat.read()
         return sign if sign.step and self.phase == "running" else None
 
     def give_up_stuck(self, reason: str) -> None:
@@ -314,7 +314,7 @@ class ProcessChild(RemoteChild):
         super().__init__(spec, on_end)
         self.pid: int | None = None
         self._loop = loop
-        self._pulse: Heartbeat | None = None
+        self._heartbeat: Heartbeat | None = None
         self._kill_reason: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -386,7 +386,7 @@ class ProcessChild(RemoteChild):
 
     async def start(self, config: Any) -> dict[str, Any]:
         self.phase = "starting"
-        self._pulse, fd = Heartbeat.create()
+        self._heartbeat, fd = Heartbeat.create()
         try:
             self._send_start(config, fd)
         finally:
@@ -395,10 +395,10 @@ class ProcessChild(RemoteChild):
         self.phase = "started"
         return facts
 
-    def _send_start(self, config: Any, pulse: int) -> None:
+    def _send_start(self, config: Any, heartbeat: int) -> None:
         self._send(
             "start",
-            (pulse,),
+            (heartbeat,),
             actor=self.spec.name,
             path=self.spec.path,
             rank=self.spec.rank,
@@ -434,9 +434,11 @@ class ProcessChild(RemoteChild):
         """What it shows of itself now, None: nothing any more. start_budget_s: for as long as it is not running."""
         if self.pid is None or self.gone.is_set():
             return None
-        if self._pulse is None or self.phase not in ("started", "configured", "running"):
+        if self._heartbeat is None or self.phase not in ("started", "configured", "running"):
             return Sign(0, 0, STARTING, start_budget_s, is_stopped(self.pid))
-        return self._pulse.read(is_stopped=is_stopped(self.pid))  # its loop turns, also while it waits for the others
+        return self._heartbeat.read(
+            is_stopped=is_stopped(self.pid)
+        )  # its loop turns, also while it waits for the others
 
     def kill_stuck(self, reason: str) -> None:
         """It does not go on. A stopped process is killed at once, any other writes down first where it is."""
@@ -454,9 +456,9 @@ class ProcessChild(RemoteChild):
         self.kill()
 
     def close(self) -> None:
-        if self._pulse is not None:
-            self._pulse.close()
-            self._pulse = None
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
         if self._control is not None:
             self._loop.unwatch(self._control.fileno())
             self._control.close()

@@ -1,6 +1,6 @@
 """`ActorDeath`: the end of an actor that nobody had asked to end, in the words that everybody hears of it.
 
-Made by the children of the supervisor (`placements`), and by whoever else sees one end. Plain values.
+Made by the children of the supervisor (`children`), and by whoever else sees one end. Plain values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """When is a process stuck, and when is it only busy? The decision: signs of life in, verdicts out.
 
 `StepBudget` (`actors.step_budget`) says before a step how long it may take. `HangDetector` watches over processes by looking at
-their signs of life (`pulse`) now and then:
+their signs of life (`heartbeat`) now and then:
 
     a process is stopped                 for heartbeat_timeout_s, whatever it is at
     a step takes longer than its budget  its loop cannot turn meanwhile, so nothing else can be asked of it
@@ -10,7 +10,7 @@ their signs of life (`pulse`) now and then:
 
 Time counts as it was *observed*: between two looks that are far apart, because the one who looks was himself stopped (or
 the machine was asleep, or starved), only as much passes as between two regular ones. So nobody is condemned for the time
-in which nobody could work, whatever the clocks say. Pure; the watching itself is in `watch`.
+in which nobody could work, whatever the clocks say. Pure; the watching itself is in `watchdog`.
 """
 
 from __future__ import annotations

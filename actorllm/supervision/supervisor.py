@@ -95,7 +95,7 @@ class Supervisor:
     restarts: None: the first death is the end. renew: what the configuration is changed to before
     processes are started once more. amend: what it is changed to after a death. standby: the group for which as many
     processes are kept parked as it has actors, and when. heartbeat_timeout_s, step_timeout_s: when a process that does not go on is
-    killed (`watch`). restart_timeout_s: when one that was started again and is not ready; None: after many times what the
+    killed (`watchdog`). restart_timeout_s: when one that was started again and is not ready; None: after many times what the
     first start took. around_start: from the configuration, what surrounds the first start.
     """
 

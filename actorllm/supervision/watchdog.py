@@ -39,7 +39,7 @@ class Watchdog:
     ) -> None:
         shortest = min(heartbeat_timeout_s, step_timeout_s or heartbeat_timeout_s)
         self._interval_s = min(shortest / LOOKS_PER_TIMEOUT, MAX_INTERVAL_S)
-        self._vigil = HangDetector(heartbeat_timeout_s, self._interval_s)
+        self._detector = HangDetector(heartbeat_timeout_s, self._interval_s)
         self._children = children
         self._parked = parked
         self._has_come: anyio.Event | None = None  # while it waits for work
@@ -59,7 +59,7 @@ class Watchdog:
                 self._try_to_look()
                 await anyio.sleep(self._interval_s)
             else:
-                self._vigil.forget()
+                self._detector.forget()
                 self._has_come = anyio.Event()
                 await self._has_come.wait()
 
@@ -97,7 +97,7 @@ class Watchdog:
         signs |= {key: sign for key, child in parked.items() if (sign := child.sign(math.inf)) is not None}
         threads = {name: child for name, child in self._children.items() if isinstance(child, ThreadChild)}
         signs |= {key: sign for key, child in threads.items() if (sign := child.sign()) is not None}
-        for verdict in self._vigil.look(now(), signs):
+        for verdict in self._detector.look(now(), signs):
             if verdict.actor in threads:
                 threads[verdict.actor].give_up_stuck(verdict.reason)
             else:

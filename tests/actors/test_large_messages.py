@@ -104,7 +104,7 @@ class AtWork:
 async def with_worker(check: Callable[[AtWork], Any], longest: int = 10) -> None:
     worker, runner, link = WorkerActor(), Runner(), FullLink(longest)
     worker.runner = runner  # type: ignore[assignment]
-    worker.pulse = Heartbeat.of_thread()
+    worker.heartbeat = Heartbeat.of_thread()
     worker._wakeup = HostLoop.current().waiter()
     worker.on_link(link)  # type: ignore[arg-type]
     worker.is_running = True
@@ -120,8 +120,8 @@ async def test_no_step_begins_before_the_result_of_the_last_one_has_room() -> No
         worker, runner, link = at_work.worker, at_work.runner, at_work.link
         await at_work.give(StepPlan(step=1), StepPlan(step=2))
         assert (runner.steps, link.sent) == ([1], [])
-        assert worker.pulse is not None
-        assert worker.pulse.read().step == 0, "what takes so long is no step"
+        assert worker.heartbeat is not None
+        assert worker.heartbeat.read().step == 0, "what takes so long is no step"
         link.flush()
         await anyio.wait_all_tasks_blocked()
         assert runner.steps == [result.step for result in link.sent] == [1, 2]
@@ -162,7 +162,7 @@ async def test_steps_that_are_launched_ahead_wait_as_well() -> None:
     """The one under way goes on; it is not reported before there is room, and no other is launched."""
     worker, link, runner = WorkerActor(), FullLink(), LaunchingRunner()
     worker.runner = runner  # type: ignore[assignment]
-    worker.pulse = Heartbeat.of_thread()
+    worker.heartbeat = Heartbeat.of_thread()
     worker._wakeup = HostLoop.current().waiter()
     worker.on_link(link)  # type: ignore[arg-type]
     worker.is_running = True
@@ -179,12 +179,12 @@ async def test_steps_that_are_launched_ahead_wait_as_well() -> None:
         worker.wake()
         await anyio.wait_all_tasks_blocked()
         assert runner.asked == [("execute", 1), ("execute", 2), ("finish", 1)]
-        assert worker.pulse.read().step == 0, "no step takes so long"
+        assert worker.heartbeat.read().step == 0, "no step takes so long"
         link.flush()
         await anyio.wait_all_tasks_blocked()
         assert [result.step for result in link.sent] == [1, 2]
         assert runner.asked[3:] == [("finish", 2), ("execute", 3)]
-        assert worker.pulse.read().step == 3
+        assert worker.heartbeat.read().step == 3
         worker.is_running = False
         worker.wake()
 

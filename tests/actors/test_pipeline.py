@@ -306,11 +306,11 @@ def test_who_waits_for_a_step_does_not_hold_it(at_work: SimpleNamespace) -> None
 
 
 def test_the_step_under_way_is_watched_again_after_a_control(at_work: SimpleNamespace) -> None:
-    at_work.worker.pulse = Heartbeat.of_thread()
+    at_work.worker.heartbeat = Heartbeat.of_thread()
     give(at_work, StepPlan(step=3))
     turn(at_work)
     at_work.worker.answer("start_profile", {})
-    assert at_work.worker.pulse.read().step == 3
+    assert at_work.worker.heartbeat.read().step == 3
     end(at_work, 3)
     turn(at_work)
-    assert at_work.worker.pulse.read().step == 0
+    assert at_work.worker.heartbeat.read().step == 0

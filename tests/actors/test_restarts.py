@@ -452,7 +452,7 @@ class Looks:
     def __init__(self, tree: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num = 0
         self.is_failing = False
-        vigil = tree.supervisor._watch._vigil
+        vigil = tree.supervisor._watch._detector
         look = vigil.look
 
         def counted(*arguments: Any) -> Any:

@@ -180,8 +180,8 @@ def test_both_ends_see_the_same_page() -> None:
     assert mine.read() == Sign(2, 1, 0, 30.5)
     theirs.begin(WITHOUT_NUMBER, 1e9)
     assert mine.read().step == WITHOUT_NUMBER
-    for pulse in (mine, theirs):
-        pulse.close()
+    for heartbeat in (mine, theirs):
+        heartbeat.close()
 
 
 def test_the_kernel_knows_who_is_stopped() -> None:

@@ -42,7 +42,7 @@ async def test_a_flood_of_names_is_forgotten(monkeypatch: pytest.MonkeyPatch) ->
                 tasks.start_soon(send, number)
         actor: Any = llm._engine._supervisor._actors["scheduler"]  # type: ignore[union-attr]
         scheduler = actor.scheduler
-        assert len(scheduler._roster.alive) <= 1
+        assert len(scheduler._table.alive) <= 1
         assert len(scheduler.policy._order) <= 1 + 64
         assert len(scheduler._admission._queues) == 1
         assert len(actor._watch._seen) <= 30

@@ -81,7 +81,7 @@ def test_rows_come_with_their_chunks(depth: int, num_blocks: int) -> None:
     for rid, prompt in PROMPTS.items():
         assert engine.streams[rid] == reference_stream(prompt, rid, 16)
     assert (engine.scheduler.statistics().num_preemptions > 0) or num_blocks == 40
-    assert engine.scheduler._payload.num_embedded == 0
+    assert engine.scheduler._message_budget.num_embedded == 0
 
 
 def test_a_plan_carries_only_so_many(monkeypatch: pytest.MonkeyPatch) -> None:

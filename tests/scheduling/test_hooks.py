@@ -543,7 +543,7 @@ def test_a_request_ended_while_it_waits_for_its_token_counts_it(build_engine: Ca
     for _ in range(200):
         while engine.scheduler.has_room and engine.launch() is not None:
             pass
-        preempted = [s for s in engine.scheduler._roster.preempted if s.last_step > engine.scheduler.ledger.last_done]
+        preempted = [s for s in engine.scheduler._table.preempted if s.last_step > engine.scheduler.ledger.last_done]
         if preempted:
             break
         engine.complete()

@@ -298,7 +298,7 @@ def test_who_was_preempted_after_its_first_token_is_hopeless_only_by_its_end(
     engine.launch()
     engine.complete()
     assert len(engine.streams[1]) == 1
-    engine.scheduler._roster.preempt_all()
+    engine.scheduler._table.preempt_all()
     engine.now = 2.0
     engine.submit(2, [2], max_tokens=2, arrival=2.0, is_latency_sensitive=True, slo=[None, None, 1000.0, 0.0])
     assert order(engine) == expected

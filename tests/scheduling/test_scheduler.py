@@ -115,7 +115,7 @@ def test_a_preempted_request_keeps_the_token_in_flight(
     for _ in range(200):
         while engine.scheduler.has_room and engine.launch() is not None:
             pass
-        waiting = [s for s in engine.scheduler._roster.preempted if s.state is State.PREEMPTED]
+        waiting = [s for s in engine.scheduler._table.preempted if s.state is State.PREEMPTED]
         saw_preempted_with_step_in_flight |= bool(waiting)
         if not engine.results:
             break

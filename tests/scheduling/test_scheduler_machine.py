@@ -412,7 +412,7 @@ def never_copy(right: Any, kv: KVCacheManager, *arguments: Any) -> I32:
 
 
 def follow_anybody(right: Any, forks: Forks, sequence: Any) -> Any:
-    leader = forks._roster.alive.get((0, sequence.submit.fork_of))
+    leader = forks._table.alive.get((0, sequence.submit.fork_of))
     is_good = leader is not None and leader.state is State.WAITING and leader.known.size == leader.num_prompt
     return leader if is_good else right(forks, sequence)
 

@@ -56,7 +56,7 @@ class StepFailures:
         self._batch = batch
         self._suspects = StepBisection()
         self._memory = MemoryBackoff(limits.max_seqs, limits.max_tokens)
-        self._quarantine = WorkerBisection()
+        self._worker_bisection = WorkerBisection()
         self._interrupted: set[Sequence] = set()
         """Their workers died, and they have had no token since."""
 
@@ -65,17 +65,17 @@ class StepFailures:
     @property
     def is_holding_back(self) -> bool:
         """Whether some do not run who could if nobody else can."""
-        return self.is_restricted or self._quarantine.is_resting
+        return self.is_restricted or self._worker_bisection.is_resting
 
     @property
     def is_narrowing(self) -> bool:
         """Whether the last death of the workers told more about whom they die of."""
-        return self._quarantine.is_narrowing
+        return self._worker_bisection.is_narrowing
 
     @property
     def num_suspects(self) -> int:
         """Requests that the workers may have died of."""
-        return len(self._quarantine)
+        return len(self._worker_bisection)
 
     @property
     def num_retrying(self) -> int:
@@ -87,7 +87,7 @@ class StepFailures:
         return self._memory.num_failures
 
     def may_start(self, sequence: Sequence) -> bool:
-        if self._quarantine.is_trying and not self._quarantine.may_start(sequence):
+        if self._worker_bisection.is_trying and not self._worker_bisection.may_start(sequence):
             return False
         if not self.is_restricted:
             return True
@@ -117,7 +117,7 @@ class StepFailures:
 
     def end_rest(self) -> None:
         """Nobody but the suspects of the workers' death can run: they are tried again."""
-        self._quarantine.end_rest()
+        self._worker_bisection.end_rest()
 
     def forgive(self) -> None:
         """Nobody could run: failed steps keep nobody back any more."""
@@ -132,8 +132,8 @@ class StepFailures:
     def _sum_up(self) -> None:
         """After a change of whatever kind."""
         self.is_restricted = bool(self._suspects) or self._memory.is_active
-        self.is_choosy = self.is_restricted or self._quarantine.is_trying
-        self.is_any = self.is_restricted or bool(self._interrupted) or bool(self._quarantine)
+        self.is_choosy = self.is_restricted or self._worker_bisection.is_trying
+        self.is_any = self.is_restricted or bool(self._interrupted) or bool(self._worker_bisection)
         if self.limits.max_tokens != self._memory.max_tokens:
             self.limits = replace(self.limits, max_tokens=self._memory.max_tokens)
 
@@ -177,14 +177,14 @@ class StepFailures:
             if sequence not in self._interrupted:
                 self._interrupted.add(sequence)
                 sequence.interrupted = now
-        guilty = self._quarantine.died(alive, waiting, num_gone=len(present) - len(alive))
+        guilty = self._worker_bisection.died(alive, waiting, num_gone=len(present) - len(alive))
         self._sum_up()
         return guilty
 
     def on_good_step(self, sequences: NDArray[Any], now: float) -> None:
         """A step went through, and these had a token."""
-        if self._quarantine:
-            self._quarantine.had_token(sequences)
+        if self._worker_bisection:
+            self._worker_bisection.had_token(sequences)
         if self._interrupted:
             for sequence in self._interrupted.intersection(sequences):
                 self._interrupted.discard(sequence)
@@ -202,8 +202,8 @@ class StepFailures:
     def discard(self, sequence: Sequence) -> None:
         """It has ended."""
         self._interrupted.discard(sequence)
-        if self._quarantine:
-            self._quarantine.acquit([sequence])
+        if self._worker_bisection:
+            self._worker_bisection.acquit([sequence])
         if self.is_restricted:
             self._suspects.acquit(sequence)
         self._sum_up()
