@@ -114,7 +114,7 @@ class PolicyWithFallback:
                 raise
 
     def give_up(self, error: StalledPolicyError, view: View) -> bool:
-        """It stalls: replace it, or what stands before it (`gate.Gate`). Whether anything is replaced by that."""
+        """It stalls: replace it, or what stands before it (`AdmissionGate`). Whether anything is replaced by that."""
         before = getattr(self.policy, "give_up", None)
         return (before is not None and before(error, view)) or self._replace("plan", error, view)
 

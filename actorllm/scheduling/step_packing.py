@@ -135,7 +135,7 @@ class Room:
 
 
 class Gatekeeper(Protocol):
-    """What a KeyPlanner asks besides its policy, if there is one (`gate.Gate`)."""
+    """What a KeyPlanner asks besides its policy, if there is one (`AdmissionGate`)."""
 
     def decode_mask(self, mask: NDArray[np.bool_] | None, view: View) -> NDArray[np.bool_] | None:
         """Which decode rows run, of those that the policy wants (None: all)."""

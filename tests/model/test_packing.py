@@ -85,7 +85,7 @@ def test_a_model_that_cannot_be_packed_is_served_as_it_is(
         driver = make_driver(tmp_path)
     assert "the linear layers stay as transformers has them" in caplog.text
     monkeypatch.undo()
-    assert not any(isinstance(module, packing.PackedLinear) for module in driver.runner.decoder.model.modules())
+    assert not any(isinstance(module, packing.PackedModule) for module in driver.runner.decoder.model.modules())
     driver.add(0, [5, 17, 33, 2])
     driver.step({0: 4}, decode=[])
     with torch.inference_mode():
