@@ -465,7 +465,8 @@ class SchedulerActor(Actor):
                 case Unblock():
                     end = self.scheduler.unblock((frontend, message.rid), message.error, now())
                     ends += [end] if end is not None else []
-        self.send_ends(ends)
+        if ends:
+            self.send_ends(ends)
 
     def send_ends(self, ends: list[End]) -> None:
         """Of requests that end without a step."""

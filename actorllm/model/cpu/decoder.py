@@ -52,6 +52,7 @@ class DecoderLayer:
         """config: of the whole model."""
         self.index = index
         self._ranks = ranks
+        self._is_shared = ranks.size > 1
         self.num_heads, self.num_kv_heads, self.head_dim = share.num_heads, share.num_kv_heads, config.head_dim
         self.window = config.windows[index]
         self.rope = int(self.window is not None and config.window_rope is not None)
@@ -83,10 +84,14 @@ class DecoderLayer:
         heads = self.qkv(seen).view(x.shape[0], -1, self.head_dim)  # [num_tokens, q + k + v heads, dim]
         self._rotate(heads[:, : self.num_heads + self.num_kv_heads], rotations)
         attended = attention.attend(self.index, heads[:, : self.num_heads], heads[:, self.num_heads :], self.scoring)
-        part = self._ranks.sum_(self.output(attended))
+        part = self.output(attended)
+        if self._is_shared:
+            self._ranks.sum_(part)
         x = part.add_(x) if self.output_norm is None else self.output_norm(part).add(x)
         seen = x if self.mlp_norm is None else self.mlp_norm(x)
-        part = self._ranks.sum_(self.down(self.activation(self.gate_up(seen))))
+        part = self.down(self.activation(self.gate_up(seen)))
+        if self._is_shared:
+            self._ranks.sum_(part)
         return part.add_(x) if self.mlp_output_norm is None else self.mlp_output_norm(part).add(x)
 
     def _rotate(self, heads: torch.Tensor, rotations: torch.Tensor) -> None:
