@@ -101,19 +101,23 @@ def test_a_killed_process_loses_only_its_own_connections(server: Server) -> None
 
 def test_what_one_knows_all_know(server: Server) -> None:
     pids = api_pids(server)
-    streams = [Stream(server, request_id=f"s{number}") for number in range(12)]
-    assert len({stream.served_by(pids) for stream in streams} - {None}) == 2
+    streams: list[Stream] = []
+    serving: set[int | None] = set()
+    while len(streams) < 12 or len(serving - {None}) < 2:  # on a busy machine one of them may take many in a row
+        assert len(streams) < 22, "one process takes all connections"
+        streams.append(Stream(server, request_id=f"s{len(streams)}"))
+        serving.add(streams[-1].served_by(pids))
     scrapes = set()
     for _ in range(8):
         with httpx.Client(base_url=server.url, timeout=30) as client:
-            assert client.get("/load").json() == {"server_load": 12}
+            assert client.get("/load").json() == {"server_load": len(streams)}
             scrapes.add(sample(client, "num_requests_running"))
             assert "recoveries_total" in client.get("/metrics").text
-    assert scrapes == {12}
+    assert scrapes == {len(streams)}
     with httpx.Client(base_url=server.url, timeout=30) as client:
         told = client.post("/abort_requests", json={"request_ids": ["cmpl-s0", "cmpl-s1", "cmpl-nobody"]})
         assert told.json() == {"num_aborted": 2}
-        more = [Stream(server) for _ in range(14)]  # up to the limit, wherever they land
+        more = [Stream(server) for _ in range(26 - len(streams))]  # up to the limit, wherever they land
         refused = client.post("/v1/completions", json={"prompt": "a"})
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert client.post("/abort_requests", json={"abort_all": True}).json() == {"num_aborted": 24}
