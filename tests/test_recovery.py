@@ -161,7 +161,7 @@ async def test_killed_in_the_middle_of_a_recovery_and_of_the_first_start(
 
 def test_several_ranks_go_on_over_the_death_of_one(tmp_path: Path) -> None:
     folder = model_folder(tmp_path)
-    expected = streams_of_ranks(folder)
+    expected = streams_of_ranks(folder, topology="inline")
     killed: list[int] = []
     done = threading.Event()
     engines: list[Any] = []
