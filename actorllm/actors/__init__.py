@@ -1,7 +1,6 @@
-"""The processes of an engine as actors: who they are, how they are wired, who starts them and who sees them die.
+"""The runtime of actors, and the three of an engine: frontend, scheduler and worker, each with what it alone owns.
 
 Reading order: engine_thread (loops and threads) → link (what an actor holds of a peer) → actor (the life cycle) →
-topology (the wiring as data) → child (the main of a spawned process) → supervisor (spawns, wires, watches, stops) →
-echo (the smallest actor). The engine's own actors are frontend, scheduler and worker. Programs that join a named engine:
-rendezvous (names and handshake) → reception (the owner's side) → membership (theirs).
+topology (the wiring as data) → child (the main of a spawned process). What starts, watches and restarts them is in
+`supervision`; how other programs join is in `attach`.
 """

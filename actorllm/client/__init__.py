@@ -1,1 +1,1 @@
-"""The application's side of a request: the engine, its streams, tokenization and submission."""
+"""The application's side of a request: the engine, its streams and submission."""

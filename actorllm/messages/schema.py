@@ -42,7 +42,7 @@ SMALLEST = sys.float_info.min * sys.float_info.epsilon
 
 MAX_NESTING = 32
 """Of a value without a type of its own. Readers of JSON go down to 1024 levels, and whoever walks what they return, to print or
-to compare it, has no room for that on his stack."""
+to compare it, has no room for that on its stack."""
 
 Check = Callable[[Any], bool]
 

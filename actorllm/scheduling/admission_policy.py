@@ -1,8 +1,8 @@
 """`AdmissionGate`: an admission policy before any scheduling policy, and the interface of admission policies.
 
 A scheduling policy says who is next; an `AdmissionPolicy` says whether the next one may start yet, and who had better go
-elsewhere. The two are chosen independently: the Gate is a `PlanPolicy` itself. It asks while a `KeyPlanner` packs, so that
-what one request does not get another one has; decisions of other policies it thins out afterwards.
+elsewhere. The two are chosen independently: the `AdmissionGate` is a `PlanPolicy` itself. It asks while a `KeyPlanner` packs, so
+that what one request does not get another one has; decisions of other policies it thins out afterwards.
 
 Nobody is displaced for the sake of room that an admission policy only keeps free: an urgent request waits for it, too.
 

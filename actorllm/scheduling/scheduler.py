@@ -12,7 +12,7 @@
     give_up_policy(reason, now)  it stalls, and is replaced
     expire(now)                requests whose deadline has passed end; the next one is due at `expires_at`
 
-Pure: the same calls with the same arguments give the same plans (`recording` shows it). Cost follows change: a steady
+Pure: the same calls with the same arguments give the same plans (`telemetry.recording` shows it). Cost follows change: a steady
 decode step touches numpy columns only. Python runs per request at arrival, admission, preemption and end.
 
 Each part has its own state and invariants:

@@ -1,4 +1,4 @@
-"""Any decoder that `model.transformers_backend` takes, on a device: transformers' modules, our attention over the cache there.
+"""Any decoder that `model.hf.transformers_backend` takes, on a device: transformers' modules, our attention over the cache there.
 
 `load` puts the weights on the device and holds the model against transformers' own attention there (`probe`). What its modules
 do in a step beside launches (read a value, remember something, choose by a number of Python's) is not known; so the runner tries
