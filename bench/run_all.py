@@ -57,7 +57,7 @@ BENCHES = (
     Bench("hostile", ("--rounds", "1", "--tokens", "100")),
     Bench("fuzz_rings", ("--trials", "5000")),
     Bench("start", ("--rounds", "2")),
-    Bench("calls"),
+    Bench("calls", ()),
     Bench("idle", ("--seconds", "2", "--rounds", "2", "--aborts", "5"), {"--peer-python": "vllm"}),
 )
 
