@@ -606,4 +606,4 @@ def test_the_jobs_behind_a_slow_one_are_ended(make_llm: Callable[..., AsyncLLM])
         assert isinstance(future.exception(10), EngineShutdownError)
     finally:
         go.set()
-    assert wait_until(lambda: not any("intake" in name for name in engine_threads()))
+    assert wait_until(lambda: not any("intake" in name for name in engine_threads())), engine_threads()

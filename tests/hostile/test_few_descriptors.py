@@ -70,8 +70,10 @@ async def test_a_start_that_fails_disturbs_no_engine_that_runs(topology: Any) ->
     async with AsyncLLM("storyteller", topology="inline", num_threads=1) as llm, bystander(llm) as steady:
         num_starts, until = 0, steady.num_tokens + 10
         while steady.num_tokens < until or num_starts < 3:
+            other = AsyncLLM("storyteller", topology=topology, **arguments)
             with room_for((2, 6, 10)[num_starts % 3]), pytest.raises(ActorLLMError, match=r"open files|files open"):
-                await AsyncLLM("storyteller", topology=topology, **arguments).start()
+                await other.start()
+            other.shutdown()
             num_starts += 1
             assert num_starts < 30, "the stream goes on while engines fail to start"
             await anyio.sleep(0.002)
