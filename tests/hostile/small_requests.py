@@ -23,9 +23,9 @@ __all__ = ("Beside", "beside", "llm", "parse_processes_end", "refused")
 TEXT = "/v1/completions"
 LEAST = 5
 """Small requests that are answered while one large body is. A body that holds the loop lets through one at most."""
-SMALL_PER_TOKEN = 20
+SMALL_PER_TOKEN = 200
 """Small requests that are answered while the stream gets a token, at most. Beside ordinary requests it is about one; beside
-prompts that fill whole steps, each of which takes long, it is ten."""
+prompts that fill whole steps, each of which takes long, it is tens on a slow machine."""
 BETWEEN_S = 0.002
 """Seconds between two small requests. A loop that never sleeps would take the interpreter from the engine's own threads."""
 
