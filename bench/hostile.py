@@ -13,6 +13,10 @@ wants; what it used is reported. The attackers:
 
 Throughput, and the p99 of the gaps between the reads of a stream, are compared between the two kinds of rounds. A stream is
 lost if it ends early, and differs if it has another text than in the first round.
+
+A third kind of round has body floods alone, sent without a pause by a process of ordinary niceness. The lag of the server's
+loop comes from the server's own histogram (`actorllm:api_loop_lag_seconds` of /metrics): the upper bound of the bucket that
+holds the p99 of the round.
 """
 
 from __future__ import annotations
@@ -21,8 +25,10 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
+import re
 import resource
 import signal
 import statistics
@@ -30,12 +36,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from report import compared, finish, informative, quantile
+from report import absolute, compared, finish, informative, quantile
 from serving import Server, free_port
 from sides import exit_on_sigterm
 
@@ -63,9 +69,10 @@ PAUSE_S = 0.05
 
 @dataclass
 class Round:
-    """What 32 clients got."""
+    """What 32 clients got, and what the loop of the server did meanwhile."""
 
     seconds: float = 0.0
+    lag_p99_s: float = 0.0
     gaps: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -101,10 +108,30 @@ async def one_stream(port: int, number: int, tokens: int, found: Round) -> None:
 
 async def one_round(port: int, tokens: int) -> Round:
     found = Round(texts=[""] * STREAMS, tokens=[0] * STREAMS)
+    before = await lag_counts(port)
     began = time.perf_counter()
     await asyncio.gather(*(one_stream(port, number, tokens, found) for number in range(STREAMS)))
     found.seconds = time.perf_counter() - began
+    found.lag_p99_s = upper_quantile(before, await lag_counts(port), 0.99)
     return found
+
+
+async def lag_counts(port: int) -> dict[float, int]:
+    """The histogram of the lag of the server's loop so far: seconds -> how often it was at most that."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    text = (await reader.read(-1)).decode()
+    writer.close()
+    found = re.findall(r'api_loop_lag_seconds_bucket\{[^}]*le="([^"]+)"[^}]*\} (\d+)', text)
+    if not found:
+        raise RuntimeError("/metrics has no histogram actorllm:api_loop_lag_seconds")
+    return {float(bound): int(count) for bound, count in found}
+
+
+def upper_quantile(before: dict[float, int], after: dict[float, int], share: float) -> float:
+    """The bound of the bucket that holds the quantile of what came between two readings of a histogram."""
+    counts = {bound: after[bound] - before[bound] for bound in after}
+    return min(bound for bound, count in counts.items() if count >= share * counts[math.inf])
 
 
 # The attackers
@@ -129,10 +156,12 @@ def grammar_bomb(draw: random.Random) -> dict[str, Any]:
 
 
 def body_bomb(draw: random.Random) -> dict[str, Any]:
-    match draw.randrange(3):
+    match draw.randrange(4):
         case 0:
             return {"prompt": ["a"] * 1_200_000, "max_tokens": 1}
         case 1:
+            return {"prompt": [7] * 60_000, "max_tokens": 1, "user": "\u00e9\n" * 800_000}
+        case 2:
             return {"prompt": "a", "max_tokens": 1, "logit_bias": {str(i): 1 for i in range(600_000)}}
     return {"prompt": "a", "max_tokens": 1} | {f"x{i}": 0 for i in range(600_000)}
 
@@ -157,7 +186,7 @@ ATTACKS = {
 }
 
 
-async def attack(name: str, port: int) -> None:
+async def attack(name: str, port: int, pause_s: float) -> None:
     """Send until SIGTERM; then print the statuses of the answers and the CPU seconds of this process."""
     one, draw = ATTACKS[name], random.Random(name)
     ready = [request(json.dumps(one.make(draw)).encode()) for _ in range(one.num_bodies)]
@@ -182,7 +211,7 @@ async def attack(name: str, port: int) -> None:
     async def loop() -> None:
         while True:
             statuses[await send()] += 1
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(pause_s)
 
     task = asyncio.ensure_future(loop())
     print("ready", flush=True)
@@ -198,12 +227,16 @@ def used() -> float:
 
 
 @contextlib.asynccontextmanager
-async def attacked(port: int, told: dict[str, list[Any]]) -> Any:
-    """While the block runs, all four attackers send. told: what each says at its end."""
-    command = [sys.executable, __file__, "--port", str(port), "--attack"]
+async def attacked(
+    port: int, told: dict[str, list[Any]], names: Iterable[str], pause_s: float = PAUSE_S, niceness: int = NICE
+) -> Any:
+    """While the block runs, the named attackers send. told: what each says at its end."""
+    command = [sys.executable, __file__, "--port", str(port), "--pause", str(pause_s), "--attack"]
     processes = {
-        name: await asyncio.create_subprocess_exec(*command, name, stdout=subprocess.PIPE, preexec_fn=be_nice)
-        for name in ATTACKS
+        name: await asyncio.create_subprocess_exec(
+            *command, name, stdout=subprocess.PIPE, preexec_fn=lambda: os.nice(niceness)
+        )
+        for name in names
     }
     try:
         for process in processes.values():
@@ -219,24 +252,25 @@ async def attacked(port: int, told: dict[str, list[Any]]) -> Any:
             told.setdefault(name, []).append(json.loads(answer) if answer else None)
 
 
-def be_nice() -> None:
-    os.nice(NICE)
-
-
 # The comparison
 
 
 async def measure(port: int, rounds: int, tokens: int) -> tuple[dict[str, list[Round]], dict[str, list[Any]]]:
-    found: dict[str, list[Round]] = {"undisturbed": [], "attacked": []}
+    found: dict[str, list[Round]] = {"undisturbed": [], "attacked": [], "body floods": []}
     told: dict[str, list[Any]] = {}
+    alone: dict[str, list[Any]] = {}
     await one_round(port, tokens // 4)
     for _ in range(rounds):
         found["undisturbed"].append(await one_round(port, tokens))
-        async with attacked(port, told):
+        async with attacked(port, told, ATTACKS):
             await asyncio.sleep(1.0)
             found["attacked"].append(await one_round(port, tokens))
         await asyncio.sleep(1.0)
-    return found, told
+        async with attacked(port, alone, ["body floods"], pause_s=0, niceness=0):
+            await asyncio.sleep(1.0)
+            found["body floods"].append(await one_round(port, tokens))
+        await asyncio.sleep(1.0)
+    return found, told | {"body floods alone": alone["body floods"]}
 
 
 def lost(rounds: list[Round], tokens: int) -> int:
@@ -259,9 +293,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--attack", choices=sorted(ATTACKS), help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--pause", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.attack is not None:
-        asyncio.run(attack(arguments.attack, arguments.port))
+        asyncio.run(attack(arguments.attack, arguments.port, arguments.pause))
         return
     exit_on_sigterm()
     load_before = os.getloadavg()
@@ -282,13 +317,20 @@ def main() -> None:
         return [1e3 * quantile(one.gaps, share) for one in found[kind]]
 
     expected = found["undisturbed"][0].texts
-    all_rounds = [*found["undisturbed"], *found["attacked"]]
+    all_rounds = [one for each in found.values() for one in each]
+
+    def lags(kind: str) -> list[float]:
+        return [1e3 * one.lag_p99_s for one in found[kind]]
+
     differing = sum(text != right for one in all_rounds for text, right in zip(one.texts, expected, strict=True))
     rows = [
         compared("tokens/s of 32 streams", speeds("attacked"), "undisturbed", speeds("undisturbed"), at_least=0.8),
         compared("gap, p99, ms", gaps("attacked", 0.99), "undisturbed", gaps("undisturbed", 0.99), at_most=2.0),
         informative("gap, p50, ms", gaps("attacked", 0.5), "undisturbed", gaps("undisturbed", 0.5)),
         informative("gap, longest, ms", gaps("attacked", 1.0), "undisturbed", gaps("undisturbed", 1.0)),
+        absolute("loop lag, p99, attacked, ms", lags("attacked"), at_most=50),
+        absolute("loop lag, p99, body floods alone, ms", lags("body floods"), at_most=50),
+        absolute("loop lag, p99, undisturbed, ms", lags("undisturbed"), at_most=50),
         {**informative("streams lost", [lost(all_rounds, arguments.tokens)]), "target": "0"},
         {**informative("streams with another text", [differing]), "target": "0"},
     ]
