@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actorllm.errors import ConfigError, nearest_name
+from actorllm.server.connections import max_connections
 
 BACKLOG = 2048
 MAX_PORT = 65535
@@ -59,6 +60,8 @@ class Listener:
     log_level: str = "info"
     access_log: bool = True
     drain_timeout_s: float = 30.0
+    max_connections: int | None = None
+    """Of each API process; None: as many as its descriptors allow (`connections.max_connections`)."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= MAX_PORT:
@@ -72,6 +75,7 @@ class Listener:
             raise ConfigError(f"log_level={self.log_level!r:.80} must be one of {', '.join(LOG_LEVELS)}{near}")
         if not 0 <= self.drain_timeout_s < math.inf:
             raise ConfigError(f"drain_timeout={self.drain_timeout_s!r} must be a number of seconds, 0 or more")
+        max_connections(self.max_connections)
 
     def tls(self) -> dict[str, Any]:
         """uvicorn's options for TLS, which were tried. Raises ConfigError when it cannot be set up with these."""
