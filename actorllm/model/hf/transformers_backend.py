@@ -2,9 +2,8 @@
 
 `read_plan` says from config.json alone whether a model can be served and what its attention looks like: the model is built
 without memory (torch's meta device) and run once with an attention that only takes notes. `TransformersDecoder` is the
-model itself, with our attention registered under the name ATTENTION: the whole step is one row of tokens with positions,
-transformers builds no masks, and every layer finds the step's context in a context variable (keyword arguments do not
-reach the attention of all models). What a layer may look at was read off its mask function, not off what it says.
+model itself with our attention (`attention`): the whole step is one row of tokens with positions. What a layer may look at was
+read off its mask function, not off what it says.
 
 Served is what keeps all its state in keys and values, attends once per layer and step, causally or in a sliding window.
 Everything else is refused by name and with the reason (UnsupportedModelError): by the plan where the structure shows it,
@@ -41,10 +40,11 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_accelerate_available
 
 from actorllm.config import ModelConfig
-from actorllm.errors import CorruptModelError, EngineError, UnsupportedModelError
+from actorllm.errors import CorruptModelError, UnsupportedModelError
 from actorllm.model.cpu.attention import AttentionBatch, KVCache, KVWrites, Scoring
 from actorllm.model.embeds import place_rows
 from actorllm.model.hf import packing
+from actorllm.model.hf.attention import ATTENTION, AttentionStep
 from actorllm.model.hf.plan import TracedLayer, TransformersPlan
 from actorllm.model.inputs import StepInputs
 from actorllm.model.weights import progress_is_shown, stable_hash, tensor_files
@@ -54,8 +54,8 @@ hf_logging: Any = transformers_logging
 
 logger = logging.getLogger(__name__)
 
-ATTENTION, TRACE = "actorllm", "actorllm_trace"
-"""The names of our attention, and of the one that takes notes, in transformers' AttentionInterface."""
+TRACE = "actorllm_trace"
+"""The name of the attention that takes notes, in transformers' AttentionInterface."""
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -307,48 +307,35 @@ def _window(call: AttentionCall, architecture: str, max_positions: int) -> int |
 # The model ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class TransformersStep:
-    """What the attention of every layer needs to know of the step under way."""
+class TransformersStep(AttentionStep):
+    """A step over the paged cache of the CPU."""
 
-    batches: dict[int | None, AttentionBatch]
-    """By sliding window."""
-    layers: dict[int, tuple[int, int | None]]
-    """Index and window, by the identity of the calling module."""
-    head_dim: int
-    dtype: torch.dtype
-    num_calls: int = 0
+    def __init__(
+        self, batches: dict[int | None, AttentionBatch], layers: dict[int, tuple[int, int | None]], cache: KVCache
+    ) -> None:
+        """batches: by sliding window. layers: index and window, by the identity of the calling module."""
+        super().__init__()
+        self._batches, self._layers, self._head_dim, self._dtype = batches, layers, cache.head_dim, cache.pool.dtype
 
-
-_step_under_way: ContextVar[TransformersStep | None] = ContextVar("actorllm_step", default=None)
-
-
-def paged_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """What transformers calls in every layer. query: [1, num_heads, num_tokens, width]; key and value alike.
-
-    Returns [1, num_tokens, num_heads, width of values].
-    """
-    step = _step_under_way.get()
-    if step is None:
-        raise EngineError("the paged attention was called outside of a step")
-    step.num_calls += 1
-    index, window = step.layers[id(module)]
-    width, out_width = query.shape[3], value.shape[3]
-    query, key, value = (widened(x[0], step.head_dim, step.dtype) for x in (query, key, value))
-    scoring = Scoring(scaling if scaling is not None else width**-0.5, softcap, s_aux)
-    key_value = torch.cat((key, value)).transpose(0, 1)  # [num_tokens, 2 * num_kv_heads, head_dim]
-    out = step.batches[window].attend(index, query.transpose(0, 1), key_value, scoring)
-    return out.view(1, query.shape[1], query.shape[0], step.head_dim)[..., :out_width], None
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        index, window = self._layers[id(module)]
+        width, out_width = query.shape[3], value.shape[3]
+        query, key, value = (widened(x[0], self._head_dim, self._dtype) for x in (query, key, value))
+        scoring = Scoring(scaling if scaling is not None else width**-0.5, softcap, s_aux)
+        key_value = torch.cat((key, value)).transpose(0, 1)  # [num_tokens, 2 * num_kv_heads, head_dim]
+        out = self._batches[window].attend(index, query.transpose(0, 1), key_value, scoring)
+        return out.view(1, query.shape[1], query.shape[0], self._head_dim)[..., :out_width]
 
 
 def widened(heads: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -357,7 +344,6 @@ def widened(heads: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor
     return heads if heads.shape[-1] == width else functional.pad(heads, (0, width - heads.shape[-1]))
 
 
-AttentionInterface.register(ATTENTION, paged_attention)
 AttentionInterface.register(TRACE, _note_attention)
 AttentionMaskInterface.register(TRACE, _note_mask)
 
@@ -410,21 +396,15 @@ class TransformersDecoder:
         writes = KVWrites(inputs, cache)
         windows = dict.fromkeys(window for _, window in self.layers.values())
         batches = {w: AttentionBatch(inputs, cache, writes, fold, w) for w in windows}
-        step = TransformersStep(batches, self.layers, cache.head_dim, self.dtype)
-        token = _step_under_way.set(step)
-        try:
-            hidden = self.run_body(self._tokens(inputs), torch.from_numpy(inputs.positions).unsqueeze(0))
-        finally:
-            _step_under_way.reset(token)
-        if step.num_calls != self.config.num_layers:
-            raise EngineError(
-                f"attention was called {step.num_calls} times in a step of {self.config.num_layers} layers"
-            )
-        return hidden
+        step = TransformersStep(batches, self.layers, cache)
+        positions = torch.from_numpy(inputs.positions).unsqueeze(0)
+        return self.run_body(step, self._tokens(inputs), positions)
 
-    def run_body(self, tokens: dict[str, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
-        """What the model makes of one row of tokens, under an attention that knows the step: [num_tokens, hidden_size]."""
-        output = self._body(**tokens, position_ids=positions, use_cache=False)
+    def run_body(self, step: AttentionStep, tokens: dict[str, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
+        """What the model makes of one row of tokens, [num_tokens, hidden_size]."""
+        with step.under_way():
+            output = self._body(**tokens, position_ids=positions, use_cache=False)
+        step.check_calls(self.config.num_layers)
         self._output_kind = type(output) if hasattr(output, "last_hidden_state") else None
         return _hidden(output)[0]
 
@@ -468,13 +448,13 @@ class TransformersDecoder:
         return KVCache(plan.num_layers, plan.num_kv_heads, plan.head_dim, num_blocks, size, self.dtype)
 
     @contextlib.contextmanager
-    def stock(self, attention: str = ATTENTION) -> Iterator[Any]:
-        """The model with transformers' own attention, meanwhile. attention: what it has else."""
+    def stock(self) -> Iterator[Any]:
+        """The model with transformers' own attention, meanwhile."""
         self.model.set_attn_implementation("eager")
         try:
             yield self.model
         finally:
-            self.model.set_attn_implementation(attention)
+            self.model.set_attn_implementation(ATTENTION)
 
 
 def _with_part(module: torch.nn.Module, path: list[str], part: torch.nn.Module) -> torch.nn.Module:
