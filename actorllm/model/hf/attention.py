@@ -21,6 +21,21 @@ from actorllm.errors import EngineError
 ATTENTION = "actorllm"
 """The name of our attention in transformers' AttentionInterface."""
 
+IGNORED = {
+    "attention_mask",
+    "cache_position",
+    "dropout",
+    "is_causal",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
+"""What models hand to attention without meaning for it."""
+
 
 class AttentionStep(ABC):
     """What the attention of every layer needs to know of one step."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import inspect
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,13 +20,12 @@ from torch.nn import functional
 from transformers import AutoModel
 
 from actorllm.config import ModelConfig
-from actorllm.errors import CorruptModelError, EngineError
+from actorllm.errors import EngineError
 from actorllm.model.cpu.attention import KVCache
 from actorllm.model.hf import packing
-from actorllm.model.hf.attention import ATTENTION, AttentionStep
-from actorllm.model.hf.transformers_backend import IGNORED, draw_weights, quiet, read_config, refused
+from actorllm.model.hf.attention import ATTENTION, IGNORED, AttentionStep
+from actorllm.model.hf.loading import check_tensors, drawn, from_checkpoint, quiet, read_config, refused
 from actorllm.model.inputs import StepInputs
-from actorllm.model.weights import progress_is_shown, tensor_files
 from actorllm.types.pooling_params import position_offset
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1}
@@ -213,42 +211,14 @@ def _check(encoder: Encoder, prompts: list[Any], stock: torch.Tensor) -> None:
 
 def _read(plan: EncoderPlan, model: ModelConfig, dtype: torch.dtype, show_progress: bool | None) -> Any:
     if model.load_format == "dummy":
-        with quiet(), torch.random.fork_rng(devices=[]):
-            made = Model.from_config(copy.deepcopy(plan.config), dtype=dtype, attn_implementation=ATTENTION)
-        draw_weights(made, model.seed)
-        return made
-    tensor_files(Path(model.path))  # raises what is wrong with the files
-    with quiet(shows_progress=progress_is_shown(show_progress)):
-        try:
-            loaded, found = Model.from_pretrained(
-                model.path,
-                config=copy.deepcopy(plan.config),
-                dtype=dtype,
-                attn_implementation=ATTENTION,
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                ignore_mismatched_sizes=True,  # they are in the loading info, by name
-                output_loading_info=True,
-            )
-        except Exception as error:
-            raise CorruptModelError(f"{model.path}: the weights cannot be loaded: {error}") from error
-    # A head that the states were trained with is no part of the model, and a pooler is not used.
-    missing = sorted(key for key in found["missing_keys"] if not key.startswith("pooler."))
-    if missing:
-        raise CorruptModelError(f"{model.path} has no tensor {missing[0]!r}, which this architecture needs")
+        return drawn(Model, plan.config, ATTENTION, dtype, model.seed)
+    loaded, report = from_checkpoint(Model, plan.config, ATTENTION, dtype, model.path, show_progress)
     parts = {name for name, _ in loaded.named_children()}
-    unexpected = sorted(
-        key for key in found["unexpected_keys"] if key.split(".")[0] in parts and not key.endswith("_ids")
+    check_tensors(
+        model.path,
+        # A head that the states were trained with is no part of the model, and a pooler is not used.
+        [key for key in report["missing_keys"] if not key.startswith("pooler.")],
+        [key for key in report["unexpected_keys"] if key.split(".")[0] in parts and not key.endswith("_ids")],
+        report["mismatched_keys"],
     )
-    if unexpected:
-        raise CorruptModelError(
-            f"{model.path} has a tensor {unexpected[0]!r} that this architecture does not know: config.json describes "
-            f"another model"
-        )
-    if found["mismatched_keys"]:
-        name, shape, wanted = min(found["mismatched_keys"])
-        raise CorruptModelError(
-            f"{model.path}: tensor {name!r} has shape {tuple(shape)}, config.json asks for {tuple(wanted)}"
-        )
     return loaded
