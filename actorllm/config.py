@@ -28,7 +28,7 @@ from actorllm.errors import (
 )
 from actorllm.scheduling.admission_policy import ADMISSIONS
 from actorllm.scheduling.policy import policy_path
-from actorllm.types.device import choose
+from actorllm.types.device import BackendRules, choose, dtype_name, rules_of
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
 from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
@@ -240,7 +240,8 @@ class EngineConfig:
             path, given["max_model_len"], text, None if pooler is None else pooler.max_length
         )
         device = _device(given, pooler)
-        block_size = _block_size(given["block_size"], device)
+        rules = rules_of(device)
+        block_size = _positive("block_size", rules.block_size if given["block_size"] is None else given["block_size"])
         max_num_seqs = _positive("max_num_seqs", given["max_num_seqs"])
         max_num_batched_tokens = _positive("max_num_batched_tokens", given["max_num_batched_tokens"])
         if pooler is not None and pooler.is_encoder and max_num_batched_tokens == ARGUMENTS["max_num_batched_tokens"]:
@@ -262,7 +263,7 @@ class EngineConfig:
                 path=str(path),
                 tokenizer=None if tokenizer is None or given["skip_tokenizer_init"] else str(tokenizer),
                 architecture=_architecture(path, hf),
-                dtype=_dtype(given["dtype"], hf, device),
+                dtype=_dtype(given["dtype"], hf, rules),
                 max_model_len=max_model_len,
                 vocab_size=_config_int(path, text, "vocab_size"),
                 eos_token_ids=_eos_token_ids(text, generation),
@@ -280,7 +281,7 @@ class EngineConfig:
             cache=CacheConfig(
                 block_size=block_size,
                 num_blocks=None,
-                kv_cache_memory_bytes=_kv_cache_memory(given["kv_cache_memory_bytes"], device),
+                kv_cache_memory_bytes=_kv_cache_memory(given["kv_cache_memory_bytes"], rules),
                 memory_utilization=_fraction("gpu_memory_utilization", given["gpu_memory_utilization"]),
                 enable_prefix_caching=given["enable_prefix_caching"] is not False  # None, too, as in vLLM
                 and (pooler is None or not pooler.is_encoder),
@@ -515,44 +516,26 @@ def _max_model_len(path: Path, given: Any, hf: dict[str, Any], advised: int | No
 
 
 def _device(given: dict[str, Any], pooler: Pooler | None) -> str:
-    """With "auto", what CUDA cannot do goes to the CPU. Raises ConfigError where CUDA was asked for."""
+    """With "auto", what CUDA cannot do goes to the CPU. Raises ConfigError where a backend was asked for by its name."""
     device = choose(given["device"])
-    reason = _why_not_on_cuda(given, pooler) if device == "cuda" else None
+    reason = None if device == "cpu" else rules_of(device).why_not(given, pools=pooler is not None)
     if reason is None:
         return device
-    if given["device"] == "cuda":
+    if given["device"] == device:
         raise ConfigError(f"{reason}, or device='cpu'")
     logger.warning("the model runs on the CPU although there is a GPU: %s", reason)
     return "cpu"
 
 
-def _why_not_on_cuda(given: dict[str, Any], pooler: Pooler | None) -> str | None:
-    """Which argument CUDA cannot do, and what it could; None: none that the driver need not be asked for."""
-    dtype, block_size = given["dtype"], given["block_size"]
-    if pooler is not None:
-        return f"runner={given['runner']!r}: vectors of prompts are not made on CUDA yet; use a model that generates"
-    if str(dtype).removeprefix("torch.") not in ("auto", "bfloat16"):
-        return f"dtype={dtype!r} is not supported on CUDA; use 'auto' or 'bfloat16'"
-    if isinstance(block_size, int) and block_size % 64:
-        return f"block_size={block_size}: on CUDA it must be a multiple of 64, which is the default there; use that"
-    return None
-
-
-def _block_size(given: Any, device: str) -> int:
-    return _positive("block_size", given if given is not None else 64 if device == "cuda" else 32)
-
-
-def _dtype(given: Any, hf: dict[str, Any], device: str) -> Literal["float32", "bfloat16"]:
-    name = str(given).removeprefix("torch.")
-    if device == "cuda":
-        return "bfloat16"  # `_device` let nothing else through; for weights of 32 bits as in vLLM, which takes 16
+def _dtype(given: Any, hf: dict[str, Any], rules: BackendRules) -> Literal["float32", "bfloat16"]:
+    name = dtype_name(given)
     if name == "auto":
         stored = hf.get("dtype") or hf.get("torch_dtype") or "float32"
-        return "float32" if stored == "float32" else "bfloat16"
-    if name in ("float32", "float"):
-        return "float32"
-    if name == "bfloat16":
-        return "bfloat16"
+        name = "float32" if stored == "float32" else "bfloat16"
+        return next((dtype for dtype in rules.dtypes if dtype == name), rules.dtypes[0])
+    for dtype in rules.dtypes:
+        if dtype == name:
+            return dtype
     raise ConfigError(f"dtype={given!r} is not supported; use 'auto', 'float32' or 'bfloat16'")
 
 
@@ -591,10 +574,10 @@ def _optional_positive(name: str, value: Any) -> int | None:
     return None if value is None else _positive(name, value)
 
 
-def _kv_cache_memory(value: Any, device: str) -> int | None:
+def _kv_cache_memory(value: Any, rules: BackendRules) -> int | None:
     size = _optional_positive("kv_cache_memory_bytes", value)
-    if device == "cuda":
-        return size  # the worker knows the memory of the GPU
+    if rules.has_own_memory:
+        return size  # the worker knows it
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size is not None and size > memory:
         raise ConfigError(f"kv_cache_memory_bytes={size} is more than the machine's memory of {memory} bytes")
