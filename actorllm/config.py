@@ -30,6 +30,7 @@ from actorllm.scheduling.admission_policy import ADMISSIONS
 from actorllm.scheduling.policy import policy_path
 from actorllm.types.device import BackendRules, choose, dtype_name, rules_of
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
+from actorllm.types.model_files import read_object
 from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
 from actorllm.types.vllm_options import VLLM_ARGUMENTS
@@ -395,13 +396,7 @@ def read_model_folder(model: str | os.PathLike[str], load_format: str = "auto") 
         raise ModelNotFoundError(
             f"model folder {str(path)!r} has no config.json; give the folder of a Hugging Face model"
         )
-    try:
-        tree = orjson.loads(config.read_bytes())
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise CorruptModelError(f"{config} cannot be read: {error}") from error
-    if not isinstance(tree, dict):
-        raise CorruptModelError(f"{config} must hold a JSON object, not {type(tree).__name__}")
-    return path, tree
+    return path, read_object(config)
 
 
 def _local_folder(name: str) -> Path:
