@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from cyclopts import App
 
-from actorllm.cli.options import EngineFlags, SeededEngineFlags
+from actorllm.cli.options import EngineFlags, SeededEngineFlags, check_writable
 from actorllm.errors import ConfigError, EngineStartError
 
 if TYPE_CHECKING:
@@ -285,11 +285,7 @@ def _check(output_json: Path | None, **at_least_one: int) -> None:
     for name, value in at_least_one.items():
         if value < 1:
             raise ConfigError(f"{name}={value} must be at least 1")
-    if output_json is not None:  # before the work is done, and not after
-        try:
-            output_json.open("ab").close()
-        except OSError as error:
-            raise ConfigError(f"output_json={str(output_json)!r} cannot be written: {error.strerror}") from error
+    check_writable(output_json=output_json)
 
 
 def _write(path: Path | None, results: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from actorllm.config import ModelConfig
 from actorllm.errors import UnsupportedModelError
 from actorllm.model.families.decoder_config import DecoderConfig
+from actorllm.types.device import rules_of
 
 if TYPE_CHECKING:
     from actorllm.model.hf.encoder import EncoderPlan
@@ -45,7 +46,6 @@ class Backend(Protocol):
     name: str
     switches: frozenset[str]
     runs_modules: bool
-    makes_vectors: bool
 
 
 def decoder_config(architecture: str, hf: Mapping[str, Any]) -> DecoderConfig:
@@ -63,7 +63,7 @@ def decoder_config(architecture: str, hf: Mapping[str, Any]) -> DecoderConfig:
 def model_plan(model: ModelConfig, hf: dict[str, Any], backend: Backend) -> Plan:
     """How the model of a config.json is run by this backend. Raises ModelError with the reason why it cannot be."""
     is_encoder = model.pooler is not None and model.pooler.is_encoder
-    if model.pooler is not None and not backend.makes_vectors:
+    if model.pooler is not None and not rules_of(backend.name).makes_vectors:
         raise UnsupportedModelError(f"device={backend.name!r} makes no vectors of prompts; use device='cpu'")
     reason: UnsupportedModelError | None = None
     if model.impl != "transformers":

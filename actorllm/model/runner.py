@@ -134,8 +134,6 @@ class ModelRunner(ABC, Generic[Handle, How]):
     """What the fused forward knows beyond the plain decoder (`families.decoder_config.DecoderConfig.switches`)."""
     runs_modules: ClassVar[bool] = False
     """Models without a fused forward run here through transformers."""
-    makes_vectors: ClassVar[bool] = False
-    """Prompts are pooled here (`runner="pooling"`)."""
     launches_ahead = False
     """Steps are done when they are sampled; else they are launched, and finished later (`actors.pipeline`)."""
     profiled: tuple[torch.profiler.ProfilerActivity, ...] = (torch.profiler.ProfilerActivity.CPU,)

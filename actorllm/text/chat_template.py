@@ -19,7 +19,8 @@ from typing import Any, Literal, TypeAlias, get_args
 import orjson
 
 from actorllm.errors import CorruptModelError, InvalidParameterError, InvalidPromptError, nearest_name
-from actorllm.text.tokenizer import SPECIAL_NAMES, Tokenizer, read_object
+from actorllm.text.tokenizer import SPECIAL_NAMES, Tokenizer
+from actorllm.types.model_files import read_object
 
 Message: TypeAlias = Mapping[str, Any]
 ContentFormat: TypeAlias = Literal["auto", "string", "openai"]
@@ -296,7 +297,8 @@ def _read_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
 def chat_templates(folder: str | os.PathLike[str]) -> list[str]:
     """The texts of a model's chat templates; none where they cannot be read, which is told by whoever renders one."""
     try:
-        return list(_read_templates(Path(folder), read_object(Path(folder) / "tokenizer_config.json")).values())
+        config = read_object(Path(folder) / "tokenizer_config.json", is_optional=True)
+        return list(_read_templates(Path(folder), config).values())
     except CorruptModelError:
         return []
 

@@ -9,7 +9,9 @@ are checked in `actorllm.config`, and nothing here is imported for them.
 import os
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+from actorllm.types.vllm_options import VLLM_ARGUMENTS, VLLMOptions
 
 if TYPE_CHECKING:
     import inspect
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 Topology = Literal["process", "inline"]
 
 
-class EngineOptions(TypedDict, total=False):
+class EngineOptions(VLLMOptions, total=False):
     """Keyword arguments of `AsyncLLM`, `LLM`, `LLMEngine` and `EngineArgs`. Those before `topology` are vLLM's names."""
 
     tokenizer: Annotated[str | os.PathLike[str] | None, None]
@@ -122,10 +124,12 @@ class EngineOptions(TypedDict, total=False):
     """What steps take, for policies that ask: a file of `actorllm calibrate`, or a preset; None: they learn it."""
 
 
-TYPES: dict[str, Any] = {name: get_args(hint)[0] for name, hint in EngineOptions.__annotations__.items()}
+_OURS = {name: hint for name, hint in EngineOptions.__annotations__.items() if name not in VLLM_ARGUMENTS}
+
+TYPES: dict[str, Any] = {name: get_args(hint)[0] for name, hint in _OURS.items()}
 """The type of each argument."""
 
-DEFAULTS: dict[str, Any] = {name: get_args(hint)[1] for name, hint in EngineOptions.__annotations__.items()}
+DEFAULTS: dict[str, Any] = {name: get_args(hint)[1] for name, hint in _OURS.items()}
 """The default of each argument. They are kept in the order in which they are documented."""
 
 

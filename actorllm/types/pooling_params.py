@@ -16,6 +16,7 @@ from typing import Any
 import orjson
 
 from actorllm.errors import ConfigError, CorruptModelError, InvalidParameterError, UnsupportedModelError, nearest_name
+from actorllm.types.model_files import read_json, read_object
 from actorllm.types.params import PoolingParams, PoolingType, check_pooling_type, names_unknown_parameters
 
 RUNNERS = ("auto", "generate", "pooling")
@@ -345,19 +346,12 @@ def _matryoshka(path: Path, hf: Mapping[str, Any]) -> tuple[int, ...] | None:
 # The files of sentence-transformers
 
 
-def _read_json(file: Path) -> Any:
-    try:
-        return orjson.loads(file.read_bytes())
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise CorruptModelError(f"{file} cannot be read: {error}") from error
-
-
 def _read_sentence_files(path: Path) -> SentenceFiles | None:
     """What modules.json lists; None: there is none, or it has no Pooling module."""
     file = path / "modules.json"
     if not file.is_file():
         return None
-    modules = _read_json(file)
+    modules = read_json(file)
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise CorruptModelError(f"{file} must hold a list of objects")
     kinds = [str(module.get("type")).rsplit(".", 1)[-1] for module in modules]
@@ -371,9 +365,7 @@ def _read_sentence_files(path: Path) -> SentenceFiles | None:
     folder = str(modules[kinds.index("Pooling")].get("path", ""))
     if Path(folder).is_absolute() or ".." in Path(folder).parts:
         raise CorruptModelError(f"{file} names {folder!r}, which is not in this folder")
-    config = _read_json(path / folder / "config.json")
-    if not isinstance(config, dict):
-        raise CorruptModelError(f"{path / folder / 'config.json'} must hold a JSON object")
+    config = read_object(path / folder / "config.json")
     modes = [str(key).removeprefix("pooling_mode_") for key, value in config.items() if value is True]
     modes = [mode for mode in modes if mode != "include_prompt"]
     if isinstance(config.get("pooling_mode"), str):
@@ -401,9 +393,7 @@ def _read_sentence_config(path: Path) -> dict[str, Any]:
     for name in SENTENCE_CONFIGS:
         file = path / name
         if file.is_file():
-            tree = _read_json(file)
-            if not isinstance(tree, dict):
-                raise CorruptModelError(f"{file} must hold a JSON object")
+            tree = read_object(file)
             length = tree.get("max_seq_length")
             if length is not None and (type(length) is not int or length < 1):
                 raise CorruptModelError(f"{file}: max_seq_length is {length!r:.80}, a positive integer is needed")

@@ -42,7 +42,6 @@ def qknorm_rope_kv_kernel(
     PAGE: tl.constexpr,
     HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
     BY_HEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -71,9 +70,6 @@ def qknorm_rope_kv_kernel(
         k2 = tl.load(weight_k_ptr + pair + HALF, mask=pair < HALF, other=0.0).to(tl.float32)
         weight1 = tl.where(is_query, q1[None, :], k1[None, :])
         weight2 = tl.where(is_query, q2[None, :], k2[None, :])
-        if UNIT_OFFSET:
-            weight1 += 1.0
-            weight2 += 1.0
         first = tl.where(is_value, first, first * scale[:, None] * weight1)
         second = tl.where(is_value, second, second * scale[:, None] * weight2)
 
@@ -119,7 +115,6 @@ def qknorm_rope_kv(
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 1e-6,
     *,
-    unit_offset: bool = False,
     pdl: bool = False,
 ) -> None:
     """Writes the queries to q and the keys and values to the cache.
@@ -155,7 +150,6 @@ def qknorm_rope_kv(
         HALF_BLOCK=triton.next_power_of_2(dim // 2),
         PAGE=page,
         HAS_NORM=norms is not None,
-        UNIT_OFFSET=unit_offset,
         BY_HEAD=q.dim() == 4,
         **dependent(pdl, qkv.device),
         **config,

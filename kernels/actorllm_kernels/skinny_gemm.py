@@ -53,7 +53,6 @@ def skinny_gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -96,8 +95,6 @@ def skinny_gemm_kernel(
                 norm = tl.load(weight_norm_ptr + column).to(tl.float32)
             else:
                 norm = tl.load(weight_norm_ptr + column, mask=column < K, other=0.0).to(tl.float32)
-            if UNIT_OFFSET:
-                norm += 1.0
             x = (wide * norm[:, None]).to(x.dtype)
         if UPCAST:
             x = x.to(tl.float32)
@@ -152,7 +149,6 @@ def skinny_gemm(
     *,
     norm: torch.Tensor | None = None,
     eps: float = 1e-6,
-    unit_offset: bool = False,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     activation: str = "",
@@ -187,7 +183,6 @@ def skinny_gemm(
         K=in_features,
         BLOCK_M=max(16, triton.next_power_of_2(num_rows)),
         HAS_NORM=norm is not None,
-        UNIT_OFFSET=unit_offset,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         ACTIVATION=activation,

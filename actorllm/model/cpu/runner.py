@@ -76,7 +76,6 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     name = "cpu"
     switches = SWITCHES
     runs_modules = True
-    makes_vectors = True
     _owned = ("decoder", "cache", "batch")
 
     def __init__(

@@ -255,6 +255,10 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
     def num_kv_heads(self) -> int:
         return self.model.shape.num_kv_heads
 
+    @property
+    def weight_bytes(self) -> int:
+        return self.model.num_bytes
+
     def _check_room(self, num_bytes: int) -> None:
         total, foreign, held = self.device.total_bytes(), self.device.foreign_bytes(), self.device.held_bytes()
         if num_bytes > (free := total - foreign - held):
