@@ -449,7 +449,8 @@ class FrontendActor(Actor):
     def on_batch(self) -> None:
         if self._unsent:
             self._flush()
-        self._tell_if_idle()
+        if self._idle is not None:
+            self._tell_if_idle()
 
     # Outputs
 
