@@ -448,10 +448,11 @@ class RequestStream:
         arrival = to_epoch(self._arrival)
         num_tokens = sum([completion.num_tokens for completion in self._completions])
         if not is_finished:
+            first_emitted, last_emitted = self._first_emitted, self._last_emitted
             return RequestMetrics(
                 arrival,
-                first_token_ts=_epoch([self._first_emitted], min),
-                last_token_ts=_epoch([self._last_emitted], max),
+                first_token_ts=0.0 if first_emitted is None else to_epoch(first_emitted),
+                last_token_ts=0.0 if last_emitted is None else to_epoch(last_emitted),
                 num_generation_tokens=num_tokens,
                 num_cached_tokens=self._mailbox.num_cached,
             )
