@@ -134,7 +134,7 @@ class Mailbox:
     # On the host's loop
 
     def wake(self) -> None:
-        if self.waiter is not None and (self.has_ended or not self.wakes_at_end):
+        if self.waiter is not None and (not self.wakes_at_end or self.has_ended):
             self.waiter.set()
 
     @property
@@ -331,8 +331,12 @@ class RequestStream:
             await self.wait()
 
     async def wait(self) -> None:
-        """Until there may be something to `take`. Cancelled, it aborts the request."""
+        """Until there may be something to `take`; not at all where there is. Cancelled, it aborts the request."""
         mailbox = self._mailbox
+        if mailbox.has_end or mailbox.error is not None or self._ahead:
+            return
+        if mailbox.deltas and self._kind is not RequestOutputKind.FINAL_ONLY:
+            return
         if mailbox.waiter is None:
             host = HostLoop.current()
             mailbox.waiter = host.waiter()

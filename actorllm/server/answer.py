@@ -212,8 +212,7 @@ class StreamedAnswer(Answer):
         while (deltas := take_deltas()) is not None:
             if deltas:
                 await send({"type": "http.response.body", "body": plain_events(number, deltas), "more_body": True})
-            else:
-                await stream.wait()
+            await stream.wait()
 
     async def _write(self, send: Send, chunk: bytes, is_last: bool) -> None:
         if not self._has_started:
