@@ -111,7 +111,7 @@ class Actor:
 
     def on_batch(self) -> None:
         """Everything that had arrived was delivered. The default wakes the main loop."""
-        self.wake()
+        self._wakeup.set()
 
     def answer(self, verb: str, arguments: dict[str, Any]) -> Any:
         """The value for an Ask, as JSON values, or a coroutine that returns it. An exception becomes the error reply."""
@@ -414,8 +414,14 @@ class Runner:
             self.fail(error)
 
     def end_batch(self) -> None:
-        if not self._is_ending:
-            self._attempt(self.actor.on_batch)
+        if self._is_ending:
+            return
+        try:
+            self.actor.on_batch()
+        except BaseException as error:  # of the actor; also a panic in Rust, which is no Exception
+            if not is_failure(error):
+                raise
+            self.fail(error)
 
     def break_link(self, link: Link, error: BaseException) -> None:
         link = link.group or link

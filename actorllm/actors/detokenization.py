@@ -16,7 +16,7 @@ import numpy as np
 from actorllm.actors.output_buffer import OutputBuffer
 from actorllm.clock import now
 from actorllm.errors import is_failure
-from actorllm.messages import NO_I32, Outputs, Submit
+from actorllm.messages import NO_F32, NO_I32, Outputs, Submit
 from actorllm.messages.embeds import ids_before_text
 from actorllm.messages.logprobs import LogprobSpan, columns_of
 from actorllm.scheduling.events import End, Events
@@ -131,8 +131,6 @@ class OutputRows:
         )
 
     def _logprob_columns(self) -> dict[str, Any]:
-        if not self.spans:
-            return {}
         columns = columns_of(self.spans)
         text = "".join(self.logprob_texts)
         if text:
@@ -141,7 +139,7 @@ class OutputRows:
         return columns
 
     def message(self, emitted: float) -> Outputs:
-        is_plain = len(self.tokens) == len(self.rids) and all(count == 1 for count in self.counts)
+        is_plain = self.counts.count(1) == len(self.counts)
         return Outputs(
             rids=np.array(self.rids, np.int32),
             index=np.array(self.index, np.int32),
@@ -150,9 +148,9 @@ class OutputRows:
             text="".join(self.text),
             text_ends=np.array(self.text_ends, np.int32) if self.text_length else NO_I32,
             ends=self.ends,
-            vector_rows=np.array(self.vector_rows, np.int32),
-            vectors=np.concatenate(self.vectors) if self.vectors else np.zeros(0, np.float32),
-            **self._logprob_columns(),
+            vector_rows=np.array(self.vector_rows, np.int32) if self.vectors else NO_I32,
+            vectors=np.concatenate(self.vectors) if self.vectors else NO_F32,
+            **(self._logprob_columns() if self.spans else {}),
             cached=np.array(self.cached, np.int32) if self.cached else NO_I32,
             emitted=emitted,
         )

@@ -449,7 +449,8 @@ class FrontendActor(Actor):
     def on_batch(self) -> None:
         if self._unsent:
             self._flush()
-        self._tell_if_idle()
+        if self._idle is not None:
+            self._tell_if_idle()
 
     # Outputs
 
@@ -459,7 +460,7 @@ class FrontendActor(Actor):
         counts = outputs.counts.tolist() if outputs.counts.size else None
         text, text_ends = outputs.text, outputs.text_ends.tolist()
         ends = {end[0]: RequestEnd(*end) for end in outputs.ends} if outputs.ends else None
-        vectors = self._vectors(outputs)
+        vectors = self._vectors(outputs) if outputs.vector_rows.size else {}
         logprobs = self._logprobs_by_row(outputs) if outputs.logprob_spans.size else None
         if self._interrupted:
             self._recover(rids)
@@ -571,8 +572,6 @@ class FrontendActor(Actor):
     @staticmethod
     def _vectors(outputs: Outputs) -> dict[int, Any]:
         rows = outputs.vector_rows.tolist()
-        if not rows:
-            return {}
         of_rows = outputs.vectors.reshape(len(rows), -1)
         return {row: vector.copy() for row, vector in zip(rows, of_rows, strict=True)}  # none keeps the others alive
 

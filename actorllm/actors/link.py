@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Never, Protocol
 
 from numpy.typing import NDArray
 
@@ -157,10 +157,9 @@ class Link(ABC):
             fill_received=fill_received,
         )
 
-    def _check_open(self) -> None:
-        if not self.is_open:
-            kind = PeerRestartedError if isinstance(self.lost, PeerRestartedError) else PeerLostError
-            raise kind(f"{self.peer} is gone: {self.lost or 'the link was closed'}") from self.lost
+    def _refuse_closed(self) -> Never:
+        kind = PeerRestartedError if isinstance(self.lost, PeerRestartedError) else PeerLostError
+        raise kind(f"{self.peer} is gone: {self.lost or 'the link was closed'}") from self.lost
 
     def __repr__(self) -> str:
         state = "open" if self.is_open else "closed"
@@ -256,7 +255,8 @@ class MemoryLink(Link):
         self._loop.call_soon(self._drain)
 
     def send_nowait(self, message: Message) -> None:
-        self._check_open()
+        if not self.is_open:
+            self._refuse_closed()
         self.refuse_if_full()
         self.hand_over(message)
 
@@ -334,7 +334,8 @@ class MemoryBroadcast(Broadcast):
             line.open(inbox)
 
     def send_nowait(self, message: Message) -> None:
-        self._check_open()
+        if not self.is_open:
+            self._refuse_closed()
         for line in self.lines:  # all or none
             line.refuse_if_full()
         for line in self.lines:
@@ -393,7 +394,8 @@ class _RingEnd(Link):
         self._channel.start()
 
     def send_nowait(self, message: Message) -> None:
-        self._check_open()
+        if not self.is_open:
+            self._refuse_closed()
         self._channel.sender.send_nowait(*pack(message))
         self._num_sent += 1
 

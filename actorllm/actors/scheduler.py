@@ -394,7 +394,11 @@ class SchedulerActor(Actor):
 
     def turn(self) -> bool:
         """One turn of the loop: plan what there is room for, work off one result. False: there is no result yet."""
-        self.take_inbox()
+        if self._inbox:
+            self.take_inbox()
+        if self._results and not self.scheduler.ledger.has_room:  # no step can be planned before it
+            self._take_result()
+            return True
         for part in self._before_plan:
             part()
         self._plan_steps()

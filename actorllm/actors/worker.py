@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from actorllm.actors.actor import Actor
@@ -125,7 +124,8 @@ class WorkerActor(Actor):
         if not self.plans:
             return False
         link, plan = self.plans.popleft()
-        self.take_over(link)
+        if link is not self.owner:
+            self.take_over(link)
         if link.is_open or not self.is_alone:
             await self._step(link, plan)
             if self.unsent is not None:
@@ -136,10 +136,9 @@ class WorkerActor(Actor):
 
     def take_over(self, link: Link) -> None:
         """A plan comes over this link: what another one's requests left is forgotten."""
-        if link is not self.owner:
-            if self.owner is not None:
-                self._forget_requests()
-            self.owner = link
+        if self.owner is not None and link is not self.owner:
+            self._forget_requests()
+        self.owner = link
 
     def _forget_requests(self) -> None:
         """They were those of a scheduler that is gone."""
@@ -200,7 +199,6 @@ class WorkerActor(Actor):
         return failure
 
     async def _compute(self, link: Link, plan: StepPlan) -> None:
-        started = now()
         try:
             handle = self.runner.execute(plan)
             late = await self._late_inputs(link, plan.step) if plan.late_slots.size else None
@@ -215,14 +213,13 @@ class WorkerActor(Actor):
             self.check_itself(plan.step, failure.error)
             self.report(link, failure)
             return
-        ended = now()
         if result.came_to_nothing:
             self.check_itself(plan.step, "nothing in it was finite")
         self._num_steps += 1
-        self._busy_s += ended - started
+        self._busy_s += result.ended - result.started
         if self.rank:
-            result = StepResult(step=plan.step)
-        self.report(link, replace(result, started=started, ended=ended))
+            result = StepResult(step=plan.step, started=result.started, ended=result.ended)
+        self.report(link, result)
 
     def check_itself(self, step: int, error: str) -> None:
         """After a step that failed. Raises EngineError when no other works either."""

@@ -253,7 +253,8 @@ class CallLink(Link):
         self._other: CallLink
 
     def send_nowait(self, message: Message) -> None:
-        self._check_open()
+        if not self.is_open:
+            self._refuse_closed()
         self._num_sent += 1
         self._other._num_received += 1
         self.target.on_message(self._other, message)

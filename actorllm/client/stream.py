@@ -134,7 +134,7 @@ class Mailbox:
     # On the host's loop
 
     def wake(self) -> None:
-        if self.waiter is not None and (self.has_ended or not self.wakes_at_end):
+        if self.waiter is not None and (not self.wakes_at_end or self.has_ended):
             self.waiter.set()
 
     @property
@@ -331,8 +331,12 @@ class RequestStream:
             await self.wait()
 
     async def wait(self) -> None:
-        """Until there may be something to `take`. Cancelled, it aborts the request."""
+        """Until there may be something to `take`; not at all where there is. Cancelled, it aborts the request."""
         mailbox = self._mailbox
+        if mailbox.has_end or mailbox.error is not None or self._ahead:
+            return
+        if mailbox.deltas and self._kind is not RequestOutputKind.FINAL_ONLY:
+            return
         if mailbox.waiter is None:
             host = HostLoop.current()
             mailbox.waiter = host.waiter()
@@ -448,10 +452,11 @@ class RequestStream:
         arrival = to_epoch(self._arrival)
         num_tokens = sum([completion.num_tokens for completion in self._completions])
         if not is_finished:
+            first_emitted, last_emitted = self._first_emitted, self._last_emitted
             return RequestMetrics(
                 arrival,
-                first_token_ts=_epoch([self._first_emitted], min),
-                last_token_ts=_epoch([self._last_emitted], max),
+                first_token_ts=0.0 if first_emitted is None else to_epoch(first_emitted),
+                last_token_ts=0.0 if last_emitted is None else to_epoch(last_emitted),
                 num_generation_tokens=num_tokens,
                 num_cached_tokens=self._mailbox.num_cached,
             )

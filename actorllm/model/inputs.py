@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actorllm.messages import I32, U8, StepPlan, no_u8
+from actorllm.messages import I32, NO_U8, U8, StepPlan, no_u8
 from actorllm.messages.embeds import EMBEDDED
 from actorllm.messages.logit_rules import decode_rules
 from actorllm.model.logits import LogitRules
@@ -243,6 +243,7 @@ class PersistentBatch:
             result_tokens=result_tokens,
             forks=[],
             rows_version=self.rows_version,
+            embeds=NO_U8,
         )
         if plan.prefill_slots.size:
             self._add_prefill(plan, inputs)
@@ -256,8 +257,9 @@ class PersistentBatch:
             columns.num_computed[slot] += count
         for slot, _ in inputs.forks:
             columns.num_computed[slot] = columns.num_known[slot]
-        for slot in [s for s in self.known_tokens if columns.num_computed[s] == columns.num_known[s]]:
-            del self.known_tokens[slot]
+        if self.known_tokens:
+            for slot in [s for s in self.known_tokens if columns.num_computed[s] == columns.num_known[s]]:
+                del self.known_tokens[slot]
 
     def store(self, slots: I32, tokens: I32) -> None:
         """What was sampled for these rows: the next plan may decode them without naming the tokens."""

@@ -59,12 +59,10 @@ class SamplingRows(Generic[How]):
     """(sample, how many of the most likely) for those that want log-probabilities."""
     logprob_ids: dict[int, NDArray[np.int64]]
     """By sample, for those that want them of these ids."""
+    has_logprobs: bool
+    """Some sample wants log-probabilities."""
     how: How
     """What the backend wants to know of them."""
-
-    @property
-    def has_logprobs(self) -> bool:
-        return bool(self.num_logprobs or self.logprob_ids)
 
     def row_of(self, sample: int) -> int:
         """Of the result."""
@@ -321,7 +319,10 @@ class ModelRunner(ABC, Generic[Handle, How]):
 
     @abstractmethod
     def sample(self, handle: Handle, late: LateInputs | None = None) -> StepResult:
-        """Choose the tokens of an executed step and remember them as their slots' last tokens."""
+        """Choose the tokens of an executed step and remember them as their slots' last tokens.
+
+        The result says when the step began and when it ended.
+        """
 
     @abstractmethod
     def check_itself(self) -> None:
@@ -382,8 +383,11 @@ class ModelRunner(ABC, Generic[Handle, How]):
                 elif slot in rules.num_logprobs:
                     wanted.append((i, rules.num_logprobs[slot]))
         has_rules = rules.concerns(slots)
-        how = self._how(slots, has_rules=has_rules, has_logprobs=bool(wanted or of_ids))
-        self._rows = SamplingRows(inputs.rows_version, rows, states, slots, has_rules, wanted, of_ids, how)
+        has_logprobs = bool(wanted or of_ids)
+        how = self._how(slots, has_rules=has_rules, has_logprobs=has_logprobs)
+        self._rows = SamplingRows(
+            inputs.rows_version, rows, states, slots, has_rules, wanted, of_ids, has_logprobs, how
+        )
         return self._rows
 
     @abstractmethod
@@ -433,7 +437,7 @@ class ModelRunner(ABC, Generic[Handle, How]):
         """What a step says. is_void, num_bad: of each sample, whether it counts for nothing, and how many of its values were
         not finite. vectors: of the rows of `handle.pooled`."""
         rows = handle.sampling.rows
-        more: dict[str, Any] = {}
+        more = columns_of(spans) if spans else {}
         void = np.flatnonzero(is_void)
         counts = num_bad[void]
         if rows is not None:
@@ -447,14 +451,13 @@ class ModelRunner(ABC, Generic[Handle, How]):
             order = np.argsort(void)
             void, counts = void[order], np.concatenate((counts, np.ones(is_bad.sum(), np.int32)))[order]
             vector_rows, values = pooled.astype(np.int32), vectors.reshape(-1).copy()
-            more = {"counts": per_row, "vector_rows": vector_rows, "vectors": values}
+            more |= {"counts": per_row, "vector_rows": vector_rows, "vectors": values}
         return StepResult(
             step=handle.step,
             tokens=tokens,
             nonfinite_rows=void.astype(np.int32) if void.size else NO_I32,
             nonfinite_counts=counts.astype(np.int32) if void.size else NO_I32,
             nonfinite_prefills=bad_prompts,
-            **columns_of(spans),
             **more,
             started=handle.started,
             ended=clock.now(),

@@ -265,7 +265,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 hidden = self.decoder.select(states, inputs.result_tokens)
             if len(sampling.how) == 1:
                 logits = self._logits(hidden, sampling, 0, len(sampling.slots))
-            self._team.observe(size, time.perf_counter() - wall, time.thread_time() - cpu)
+            if size > 1:
+                self._team.observe(size, time.perf_counter() - wall, time.thread_time() - cpu)
             if self.batch.prompt_logprobs:
                 prompt_logprobs = self._prompt_logprobs(inputs, states)
         self.batch.advance(inputs)
