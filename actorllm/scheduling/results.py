@@ -1,12 +1,12 @@
-"""`Results`: what a reported step is worth to its requests.
+"""`Results`: how a reported step changes its requests.
 
-Owns how tokens get to where they belong: to the column of known tokens and the paged ids in the steady case, row by row where
-rows left meanwhile, got several tokens or none, or have logits that are not finite. A result is held against the record of its
-step first: one that contradicts its plan (`ContradictionError`) changes nothing, because nothing of it can be believed. Used
-by `Scheduler.update`.
+Owns how tokens get to where they belong. In the steady case they go to the column of known tokens and the paged ids at once.
+They go row by row where rows left meanwhile, got several tokens or none, or have logits that are not finite. A result is first
+checked against the record of its step. One that contradicts its plan (`ContradictionError`) changes nothing, because nothing of
+it can be believed. Used by `Scheduler.update`.
 
-A row that left its slot keeps its token if it was preempted, and loses it if it ended. Whoever has logits or states that are
-not finite ends, what he had published is forgotten, and if somebody in a later step in flight may have taken that over, the
+A row that left its slot keeps its token if it was preempted, and loses it if it ended. A request whose logits or states are not
+finite ends, and what it had published is forgotten. If another request in a later step in flight may have taken that over, the
 later steps are computed again.
 """
 
@@ -39,7 +39,7 @@ NO_RULES = SamplingRules()
 
 
 class ContradictionError(ValueError):
-    """A result cannot be that of its plan: whoever made it is broken. Nothing of it was used."""
+    """A result cannot be that of its plan: the worker that made it is broken. Nothing of it was used."""
 
 
 class Results:
@@ -88,7 +88,7 @@ class Results:
         return self._logprob_spans(result, record) if result.logprob_spans.size else NO_SPANS
 
     def apply(self, result: StepResult, record: StepRecord, spans: list[LogprobSpan]) -> Events:
-        """Publish what the step computed, append what it sampled, and end whoever ends with it."""
+        """Publish what the step computed, append what it sampled, and end the requests that end with it."""
         bad_prompts = () if result.nonfinite_prefills is NO_I32 else set(result.nonfinite_prefills.tolist())
         if record.prefills:
             self._cache.publish_prefills(record.prefills, bad_prompts)
@@ -204,7 +204,7 @@ class Results:
     def _logprobs(
         record: StepRecord, spans: list[LogprobSpan], events: Events
     ) -> tuple[tuple[Sequence, LogprobSpan], ...]:
-        """Those of the tokens that count, and those of prompts that nobody had yet (after a preemption some had)."""
+        """Those of the tokens that count, and those of prompts that were not told yet (after a preemption some were)."""
         got = set(events.sequences)
         found: list[tuple[Sequence, LogprobSpan]] = []
         for span in spans:
@@ -323,7 +323,7 @@ class Results:
         return self._table.end(sequence, "error", error=error, zero=True)._replace(details={"kind": INVALID})
 
     def _end_bad_prompts(self, record: StepRecord, rows: list[int]) -> list[End]:
-        """Prompts that the worker cleared since their states are not finite; who was to sample has ended already.
+        """Prompts that the worker cleared since their states are not finite; those that were to sample have ended already.
 
         Also of those that left their slot meanwhile: what they had published before is cleared with the rest.
         """

@@ -93,7 +93,7 @@ class Scheduler:
     ) -> None:
         """eos_token_ids: what ends a text; all but the primary one, the tokenizer's own, are told as the stop_reason.
         embedding_bytes: of each position of a prompt that is given as an embedding; 0: none is. pools_only: no request
-        samples. is_simulated: nobody looks at the contents of plans, nor for the ids of sampled tokens, and neither is
+        samples. is_simulated: the contents of plans and the ids of sampled tokens are read by nothing, and neither is
         made; not with prefix caching."""
         # Room kept per row, beyond the token that a step samples: for what every step in flight may return beyond one.
         spare = num_lookahead_tokens * depth
@@ -247,7 +247,7 @@ class Scheduler:
 
     @property
     def expires_at(self) -> float:
-        """When `expire` is due, in monotonic seconds; infinity: nobody has a deadline."""
+        """When `expire` is due, in monotonic seconds; infinity: no request has a deadline."""
         return self._expiry.next_at
 
     def expire(self, now: float) -> list[End]:
@@ -346,8 +346,8 @@ class Scheduler:
         return plan
 
     def _plan_unhindered(self) -> StepPlan | None:
-        """Nobody of those who may run can. After failed steps, whoever keeps room from them gives it back; and suspects
-        do not wait for others that may not start (`pause`)."""
+        """No request of those that may run can. After failed steps, a part that keeps room from them gives it back; and
+        suspects do not wait for others that may not start (`pause`)."""
         self._step_failures.end_rest()
         if not self._step_failures.is_restricted:
             return self._plan_step()
@@ -445,7 +445,7 @@ class Scheduler:
         return self._decode.rows.slots[mask]
 
     def _victim_of_need(self) -> Sequence:
-        """Who must give blocks back although the decision did not say so; the latest arrival if the policy has no answer."""
+        """The request that must give blocks back although the decision did not say so; the latest arrival by default."""
         victim = self._policy.victim(self)
         if victim is None or victim.state is not State.RUNNING:
             self._num_refused += 1
@@ -538,7 +538,7 @@ class Scheduler:
         """Apply the result of the oldest step in flight. Any other is dropped and counted.
 
         Raises ContradictionError for one that contradicts its plan (wrong number of rows, ids outside the vocabulary): the
-        step is still in flight then, and whoever drives this has to part with the workers (`lose_workers`).
+        step is still in flight then, and the caller has to part with the workers (`lose_workers`).
         """
         self.now = now
         record = self.ledger.oldest(result.step)
@@ -576,9 +576,9 @@ class Scheduler:
     def fail(self, failure: StepFailed, now: float) -> Events:
         """A step raised. It and the later steps in flight are void, since they ran on what it should have computed.
 
-        The rows at fault end with its error, the others are computed again. When it is not known whose fault it is, all of
-        the step's are tried again, in smaller steps (`StepBisection`; `MemoryBackoff` if there was not enough memory), and who
-        fails alone ends.
+        The rows at fault end with its error, the others are computed again. When it is not known which is at fault, all of
+        the step's are tried again, in smaller steps (`StepBisection`; `MemoryBackoff` if there was not enough memory), and a
+        request that fails alone ends.
 
         Raises ContradictionError for a failure of rows that the step does not have, as `update`.
         """
@@ -597,7 +597,7 @@ class Scheduler:
         return Events(NOTHING.sequences, NO_I32, NO_I32, ends=tuple(ends))
 
     def lose_workers(self, error: str, now: float) -> list[End]:
-        """The workers died, and with them the KV; others will come, of whom nothing is known.
+        """The workers died, and with them the KV; others will come, of which nothing is known.
 
         Steps in flight are void, and every request goes on from its known tokens. Ends those that the workers have died
         of (`worker_deaths`).
@@ -616,7 +616,7 @@ class Scheduler:
 
     @property
     def is_narrowing(self) -> bool:
-        """Whether the last death of the workers told more about whom they die of."""
+        """Whether the last death of the workers told more about which request they die of."""
         return self._step_failures.is_narrowing
 
     # Simulation -------------------------------------------------------------------------------------------------------
@@ -624,7 +624,7 @@ class Scheduler:
     def advance(self, steps: int, now: float) -> int:
         """Run up to `steps` steady decode steps in one call, as schedule() and update() one after the other would.
 
-        Only while nothing happens: nobody waiting or prefilling, nobody at the end, enough blocks, room for a step, every
+        Only while nothing happens: none waiting or prefilling, none at its end, enough blocks, room for a step, every
         step in flight of the same rows, and a policy that need not be asked (`ignores_decode_steps`). As many steps are in
         flight afterwards as before, the last ones. Returns how many were run; 0 when the next one is not steady. Ids of
         sampled tokens are not simulated.
@@ -649,13 +649,13 @@ class Scheduler:
         steps = min(steps, int((rows.limits - batch.num_computed[index]).min()) - 2)
         # A row with room for `spare` more steps gets a block in step number `spare`, and every block_size steps after.
         spare = np.maximum(kv.capacity[index] - batch.num_computed[index] - self._ahead, 0)
-        if slots.size * (steps // kv.block_size + 1) > kv.num_free:  # more than so many nobody can need
+        if slots.size * (steps // kv.block_size + 1) > kv.num_free:  # an upper bound of what all rows can need
             while steps > 0 and int(-(-np.maximum(steps - spare, 0) // kv.block_size).sum()) > kv.num_free:
                 steps -= 1
         if steps <= 0:
             return 0
         first = int(spare.min())
-        if first + kv.block_size >= steps > first:  # nobody gets two
+        if first + kv.block_size >= steps > first:  # no row gets two
             grown = (spare < steps).nonzero()[0]
             kv.extend_in_order(slots[grown[spare[grown].argsort(kind="stable")]])
         elif steps > first:

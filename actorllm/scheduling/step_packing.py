@@ -46,7 +46,7 @@ class Room:
         self.slots = 0
         self.blocks = 0
         self.admitted: list[Sequence] = []
-        """Those of the waiting who get a slot in this step."""
+        """Those of the waiting requests that get a slot in this step."""
         self.paused: frozenset[int] = frozenset()
         """Slots of decode rows that this step leaves out: they take no token of it, and have none to give."""
         self._chunk = chunk
@@ -81,7 +81,7 @@ class Room:
         self.blocks += view.kv.num_exclusive(victim.slot, sequence.hits)
 
     def keep(self, slots: int, blocks: int) -> None:
-        """So much is for somebody who comes before all that are still to be served, as far as there is as much."""
+        """So much is for a request that comes before all that are still to be served, as far as there is as much."""
         if slots:
             self.slots = max(0, self.slots - slots)
             self.blocks = max(0, self.blocks - blocks)
@@ -171,7 +171,7 @@ class KeyPlanner:
             else policy.ignores_decode_steps
         )
         self._hopeless: Sequence | None = None
-        """Nobody who runs would give way to this one; true until somebody else is admitted."""
+        """No running request would give way to this one; true until another is admitted."""
 
     def plan(self, view: View) -> Decision:
         policy = self.policy
@@ -233,7 +233,7 @@ class KeyPlanner:
         skipped: list[Sequence] = []
         num_passed = 0
         self._order.reopen()
-        is_open = view.num_waiting > 0  # else nobody may start, however many are in the heap
+        is_open = view.num_waiting > 0  # else none may start, however many are in the heap
         while True:
             head = self._order.head(view) if is_open else None
             if started and (head is None or started[-1][0] <= self._order.head_key):
@@ -269,7 +269,7 @@ class KeyPlanner:
         if not view.may_start(sequence):
             return Admit.SKIP
         if decision.preempt and not any(self.policy.preempt_for(sequence, victim, view) for victim in decision.preempt):
-            return Admit.WAIT  # who was admitted right after somebody of its rank had to go would only thrash
+            return Admit.WAIT  # to admit a request right after another of its rank had to go would only thrash
         is_full = room.left <= 0 or room.slots <= 0
         if is_full and not self._can_displace:
             return Admit.WAIT
