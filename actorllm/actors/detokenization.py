@@ -327,7 +327,7 @@ class Renderer:
             rows.add_logprobs(logprobs)
 
     def _add_vectors(self, outgoing: Outgoing, events: Events, ends: dict[Sequence, End]) -> None:
-        """Takes from ends those who got theirs."""
+        """Takes from `ends` the requests that got their vector."""
         for sequence, vector in events.vectors:
             frontend, rid = sequence.key
             rows = outgoing.rows_for(frontend)

@@ -102,15 +102,15 @@ class Delta(NamedTuple):
 
 
 class Consumer(Protocol):
-    """Who takes the outputs of one request. Called on the engine thread."""
+    """The receiver of the outputs of one request. Called on the engine thread."""
 
     @property
     def host(self) -> HostLoop | None:
-        """Whose loop to wake; None: nobody waits yet."""
+        """The loop to wake; None: no caller waits yet."""
 
     @property
     def is_aborted(self) -> bool:
-        """Nobody wants more of it."""
+        """Its caller wants no more of it."""
 
     @property
     def wakes_at_end(self) -> bool:
@@ -181,7 +181,7 @@ class FrontendActor(Actor):
         self._pause_mode: str | None = None
         self._has_timeline = False
         self._trial: OnTrial | None = None  # the last word of the scheduler about it
-        self._num_losses = 0  # schedulers in a row, without a token of anybody
+        self._num_losses = 0  # schedulers in a row, without a token of any request
         self.num_recoveries = 0
         self._num_resubmitted = 0
         self.max_recovery_s = 0.0
@@ -318,7 +318,7 @@ class FrontendActor(Actor):
             self._unsent.popleft()
 
     def _forget_unsent(self) -> None:
-        """Nobody is there to send it to. Who has a question looks for somebody else."""
+        """There is no scheduler to send it to. A caller with a question looks for another one."""
         for message in self._unsent:
             if isinstance(message, _UnsentAsk):
                 message.has_come.set()
@@ -349,7 +349,7 @@ class FrontendActor(Actor):
             if self._has_timeline:
                 await self.ask(link, "start_timeline", math.inf, lost=lost, lost_at=self._lost_at)
             if self._pause_mode is not None:
-                # What "abort" had to end has ended; whoever was about to say so, says it again (`ask_scheduler`).
+                # What "abort" had to end has ended; a caller that was about to pause asks again (`ask_scheduler`).
                 mode = "wait" if self._pause_mode == "wait" else "keep"
                 await self.ask(link, "pause_generation", math.inf, mode=mode, clear_cache=False, is_restored=True)
         except PeerLostError:
@@ -412,7 +412,7 @@ class FrontendActor(Actor):
         )
 
     def _note_death(self, lost: BaseException) -> None:
-        """It is put on the record of the requests that it may be due to; who is found guilty fails."""
+        """The requests that the death may be due to get it on their records; the one that it is traced to fails."""
         records = {rid: entry.record for rid, entry in self._journal.items()}
         note_death(records, self._trial, is_second=self._num_losses > 0)
         self._trial = None
@@ -586,7 +586,7 @@ class FrontendActor(Actor):
                 self._drop_consumers(host)
 
     def _drop_consumers(self, host: HostLoop) -> None:
-        """The loop is closed: nobody will ever take these outputs."""
+        """The loop is closed: these outputs will never be taken."""
         left = {rid: entry for rid, entry in self._journal.items() if entry.consumer.host is host}
         num_open = sum(not entry.consumer.is_aborted for entry in left.values())
         if num_open:
@@ -611,7 +611,7 @@ class FrontendActor(Actor):
             case "start_timeline" | "take_timeline":
                 self._has_timeline = verb == "start_timeline"
         self._num_asking += 1
-        self.on_work()  # whoever waits for an answer is looked after like whoever waits for a token
+        self.on_work()  # an answer that is waited for is watched over like a token that is waited for
         try:
             while True:
                 link = await self._wait_for_turn()

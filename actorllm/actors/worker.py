@@ -182,7 +182,7 @@ class WorkerActor(Actor):
         self.plans = mine
 
     def count_orphan(self) -> None:
-        """A step of a scheduler that is gone, which nobody computes."""
+        """A step of a scheduler that is gone; it is not computed."""
         self._num_orphaned += 1
 
     def failure_of(self, link: Link, plan: StepPlan, error: Exception) -> StepFailed:
@@ -238,7 +238,7 @@ class WorkerActor(Actor):
         self._num_checks += 1
         try:
             self.runner.check_itself()
-        except Exception as error:  # of a step for nobody: it is the finding
+        except Exception as error:  # of a step for no request: it is the finding
             if self.runner.is_torn or not self.runner.is_memory_shortage(error):
                 return error
             logger.warning("there is no memory for the worker to find out whether it works: %s", error)
