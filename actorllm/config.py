@@ -101,7 +101,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of a step, and who decides its contents."""
+    """Limits of a step, and the policies that decide its contents."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -109,13 +109,13 @@ class SchedulerConfig:
     """Steps in flight: 2 plans step N+1 while step N runs."""
     policy: str
     admission: str | None = None
-    """Who may start when, besides (`scheduling.admission_policy`); None: whoever finds a slot and blocks."""
+    """Which requests may start when, besides (`scheduling.admission_policy`); None: all that find a slot and blocks."""
     long_prefill_token_threshold: int = 0
     """At most this many tokens of one prompt per step; 0: as many as the step has room for."""
     max_num_partial_prefills: int = 1
     """At most this many prompts at a time that are too long for what is left of a step."""
     watermark: float = 0.01
-    """Share of the KV blocks that admissions leave free for the growth of those who run."""
+    """Share of the KV blocks that admissions leave free for the growth of running requests."""
     max_waiting_requests: int | None = None
     """Sequences that may wait for their first slot, beyond those for which there is one; None: any number."""
     max_waiting_tokens: int | None = None

@@ -1,8 +1,8 @@
 """`actorllm simulate`, `sweep`, `report` and `explain`: the latency laboratory on the command line.
 
-What is simulated is said by the same options everywhere (`ScenarioOptions`); policies are written as `Variant.parse` reads
-them: `edf`, `fcfs@512`, `qoserve,anchor=first@2048`, `edf+past-future`, `my_module:MyPolicy` (also from the folder that one is
-in). Called by the command line.
+What is simulated is said by the same options everywhere (`ScenarioOptions`). Policies are written as `Variant.parse` reads them:
+`edf`, `fcfs@512`, `qoserve,anchor=first@2048`, `edf+past-future`. `my_module:MyPolicy` is one from a file, also of the folder
+that one is in. Called by the command line.
 """
 
 from __future__ import annotations

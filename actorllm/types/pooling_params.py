@@ -1,9 +1,9 @@
 """How prompts become vectors: which models are run for that, how their states are pooled, and what a request may change.
 
-`read_pooler` says it of a model's folder, as vLLM's `runner`, `convert` and `pooler_config` do and, where these leave it open,
-the files of sentence-transformers in the folder: modules.json (a Pooling module, perhaps a Normalize one), the Pooling module's
-config.json, sentence_bert_config.json. `Pooler.resolved` holds one request's `PoolingParams` against it. Pure, but for reading
-those files. Called by `config` and by the engine.
+`read_pooler` says it of a model's folder, as vLLM's `runner`, `convert` and `pooler_config` do. Where these leave it open, the
+files of sentence-transformers in the folder decide. They are modules.json (a Pooling module, perhaps a Normalize one), the
+Pooling module's config.json, and sentence_bert_config.json. `Pooler.resolved` checks one request's `PoolingParams` against
+it. Pure, but for reading those files. Called by `config` and by the engine.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Pooler:
     use_activation: bool
     """They are scaled to length 1."""
     embedding_size: int
-    """Numbers of a vector that nobody shortens."""
+    """Numbers of a vector that is not shortened."""
     dimensions: int | None = None
     """Only the first so many; None: all."""
     matryoshka: tuple[int, ...] | None = None
