@@ -1,9 +1,9 @@
 """`SamplingRules`: what a request wants done to its logits, and told about its probabilities.
 
-Owns the way of these parameters from the front door to the worker. Most requests have none: then there is no object, no
-byte travels, and nobody looks. A frontend makes the rules, checked against the model (`rules_of`); they travel in `Submit`
-as one mapping of what is not at its default (`to_fields`), and with each new row of a plan as two ragged segments, one
-record per row that has any (`encode_rules`). Called by the engine's intake, the scheduler and the worker's batch.
+Owns the way of these parameters from the front door to the worker. Most requests have none: then there is no object, no byte
+travels, and nothing looks for them. A frontend makes the rules and checks them against the model (`rules_of`). They travel in
+`Submit` as one mapping of what is not at its default (`to_fields`). With each new row of a plan they travel as two ragged
+segments, one record per row that has any (`encode_rules`). Called by the engine's intake, the scheduler and the worker's batch.
 """
 
 from __future__ import annotations

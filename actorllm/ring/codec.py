@@ -4,10 +4,10 @@
     +8 per array: u32 dtype code << 28 | number of elements, u32 offset from the start of the body
     JSON | fill to 8 | array 0 | fill to 8 | array 1 ...            (no fill after the last part)
 
-Little-endian. Every array starts at a multiple of 8, in the ring and in a copied frame. There is one valid form:
-offsets follow from the sizes before them, and the last part ends where the body ends, so that a truncated or damaged
-body is recognised from its first bytes on. Owns this format; called by channel. Arrays decode to read-only views of the
-body: no element is copied or converted.
+Little-endian. Every array starts at a multiple of 8, in the ring and in a copied frame. There is one valid form: offsets follow
+from the sizes before them, and the last part ends where the body ends. So a truncated or damaged body is recognised from its
+first bytes on. Owns this format; called by channel. Arrays decode to read-only views of the body: no element is copied or
+converted.
 """
 
 from __future__ import annotations

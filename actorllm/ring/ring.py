@@ -1,16 +1,16 @@
 """A byte ring in shared memory: one writer, N readers that each see every frame (N = 1: a plain queue).
 
-Owns the protocol: who stores which word, in which order, and what is checked when a peer's word is read. Positions are
+Owns the protocol: which side stores which word, in which order, and what is checked when a peer's word is read. Positions are
 absolute byte counts: `tail_position` of the writer, `head_position` of a reader.
 
 Invariants
-  1. Every word has one writer. SLEEP and SPACE_WANTED are set by the sleeper and cleared by the waker, who then rings.
+  1. Every word has one writer. SLEEP and SPACE_WANTED are set by the sleeper and cleared by the waker, which then rings.
   2. 0 <= TAIL - HEAD <= capacity and all positions are multiples of 16; checked at every read of a peer's word. A
      violation, like any other impossible value, raises CorruptLinkError before anything is used: drop the link.
-  3. TAIL is the only commit. A writer killed in a frame leaves bytes beyond TAIL, which nobody looks at.
+  3. TAIL is the only commit. A writer killed in a frame leaves bytes beyond TAIL, which are never looked at.
   4. A frame never wraps, and the room of the PAD before it is accounted before anything is written.
   5. A reader's HEAD moves after the reads of what it releases; a successor gets the unreleased frames again.
-  6. Who is about to sleep sets its word, fences, and looks again; the other side stores, fences, and looks at that
+  6. A side that is about to sleep sets its word, fences, and looks again; the other side stores, fences, and looks at that
      word. One of the two sees the other (Dekker), so no wake-up is lost.
 
 The fence is the release and the acquisition of a lock that is always held. In that order it is a full barrier on x86
@@ -139,7 +139,7 @@ class RingWriter:
         checksum: bool = False,
         debug: bool = False,
     ) -> None:
-        """Goes on at the committed tail, whoever wrote before.
+        """Goes on at the committed tail, whichever writer was there before.
 
         checksum: put a crc32 into every frame (0.2 µs at 200 B, 9 µs at 64 KiB; tests and debugging).
         debug: assert that one thread uses the object.
@@ -307,7 +307,7 @@ class RingWriter:
                 bell.ring()
 
     def want_space(self) -> None:
-        """Asks to be rung at the next release. Try once more after it: room made meanwhile rings nobody."""
+        """Asks to be rung at the next release. Try once more after it: room made meanwhile rings no bell."""
         self._words[SPACE_WANTED_WORD] = 1
         self._fence_release()
         self._fence_acquire()  # SYNC POINT space: SPACE_WANTED before the look at HEAD
@@ -424,7 +424,7 @@ class RingReader:
     def __init__(
         self, segment: Segment, bell: Doorbell, space_bell: Doorbell, *, index: int = 0, debug: bool = False
     ) -> None:
-        """Goes on at the released head, whoever read before under this index.
+        """Goes on at the released head, whichever reader had this index before.
 
         debug: assert that one thread uses the object, fill released bytes (when this is the only reader), and fail a
         `release` while a view lent by drain(copy=False) is still held.
@@ -654,7 +654,7 @@ class RingReader:
     def _lend(self, view: memoryview, position: int, length: int, kind: int) -> memoryview:
         """A view of one payload; in debug mode one whose death can be observed.
 
-        numpy and torch re-wrap a memoryview, so its own reference says nothing about who still looks at the bytes. All
+        numpy and torch re-wrap a memoryview, so its own reference says nothing about what still looks at the bytes. All
         of them keep the exporting array alive, so that is what is watched.
         """
         if not self._debug:

@@ -3,7 +3,7 @@
 Owns what a conversation may look like (`Conversation`, checked when it is made) and the template of a model folder
 (`ChatTemplate`). Rendering is that of transformers' `apply_chat_template`, reached below the tokenizer classes, so that
 the process of the application loads no torch for it. Called where prompts are tokenized: on the engine's lanes, and in the
-lane process (`actorllm.intake`); the text already holds its special tokens, so it is encoded without adding any.
+lane process (`actorllm.intake`). The text already holds its special tokens, so it is encoded without adding any.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Conversation:
     def of(cls, messages: Any, *, is_own: bool = False, **options: Any) -> Conversation:
         """A checked copy. Raises InvalidPromptError for the messages, InvalidParameterError for the options.
 
-        is_own: nobody will change messages and tools, so that what is in them is not copied.
+        is_own: no caller will change messages and tools, so that what is in them is not copied.
         """
         made = cls(_checked_messages(messages, is_own), **{k: v for k, v in options.items() if v is not None})
         for name in ("add_generation_prompt", "continue_final_message"):
@@ -294,7 +294,7 @@ def _read_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def chat_templates(folder: str | os.PathLike[str]) -> list[str]:
-    """The texts of a model's chat templates; none where they cannot be read, which is told by whoever renders one."""
+    """The texts of a model's chat templates; none where they cannot be read, which the renderer of one is told."""
     try:
         return list(_read_templates(Path(folder), read_object(Path(folder) / "tokenizer_config.json")).values())
     except CorruptModelError:

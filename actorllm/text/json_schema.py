@@ -1,8 +1,8 @@
 """JSON schemas as llguidance can hold them: an equivalent schema, and a refusal by name of what it cannot hold.
 
-What is rewritten: a `format` that llguidance does not know is an annotation and goes; `multipleOf` and the bounds beside it become
-the multiples that they stand for, since llguidance does not see that a range holds no multiple of a fraction and finds out in the
-middle of an answer. `uniqueItems` is no property of a context-free grammar: it is left to the model, and said so. Every other
+A `format` that llguidance does not know is an annotation and goes. `multipleOf` and the bounds beside it become the multiples
+that they stand for. llguidance does not see that a range holds no multiple of a fraction, and finds out in the middle of an
+answer. `uniqueItems` is no property of a context-free grammar: it is left to the model, and said so. Every other
 keyword that cannot be held is refused, or dropped and said so where the schema is only a hint. Pure; called by text.grammar and
 by the server, which tells clients of what is dropped.
 """

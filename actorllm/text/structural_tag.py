@@ -1,9 +1,9 @@
 """Structural tags: formats around JSON schemas, such as those in which models write tool calls, as a Lark grammar.
 
-What is understood is vLLM's and xgrammar's `{"type": "structural_tag", "format": FORMAT}`, with FORMAT one of const_string, regex,
-any_text, json_schema, sequence, or, tag, triggered_tags and tags_with_separator; and the older form with "structures" and
-"triggers". Texts that are special tokens of the model are matched as these tokens, since a grammar of characters never
-matches them. Pure; called by text.grammar.
+Formats are those of vLLM and xgrammar: `{"type": "structural_tag", "format": FORMAT}`. FORMAT is one of const_string, regex,
+any_text, json_schema, sequence, or, tag, triggered_tags and tags_with_separator. The older form with "structures" and
+"triggers" is understood as well. Texts that are special tokens of the model are matched as these tokens, since a grammar of
+characters never matches them. Pure; called by text.grammar.
 """
 
 from __future__ import annotations
