@@ -2,8 +2,8 @@
 stream of typed events around one.
 
 Nothing is kept: a response cannot be asked for later, nor gone on from (`previous_response_id` is refused, `store` has no
-effect and says so). Invariants of a stream: events are numbered from 0; created, in_progress, the item and its part are
-announced once, before the first text, and closed once; the last event is one of completed, incomplete and failed, and has the
+effect and says so). Invariants of a stream: events are numbered from 0. created, in_progress, the item and its part are
+announced once, before the first text, and closed once. The last event is one of completed, incomplete and failed, and has the
 whole response.
 """
 

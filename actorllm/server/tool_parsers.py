@@ -1,11 +1,11 @@
 """Tool calls in what a model writes: a parser for each way in which models write them.
 
-A parser gets the text of one sequence as it comes and gives out pieces: text for the reader, the beginning of a call with the name
-of its function, parts of its arguments. A whole answer goes the same way, so it says the same as a stream. Arguments are passed
-on as they are written, without being understood. A call is told of when it is certain: where a marker announces it, with its
-name and the beginning of its arguments; where nothing does, its name must be that of a tool and its arguments an object, too,
-since an answer in JSON begins as a call does. What turns out to be none is text again. `tag` is the other direction: the
-structural tag (`text.structural_tag`) with which a call is demanded.
+A parser gets the text of one sequence as it comes and gives out pieces. A piece is text for the reader, the beginning of a call
+with the name of its function, or a part of its arguments. A whole answer goes the same way, so it says the same as a stream.
+Arguments are passed on as they are written, without being understood. A call is told of when it is certain. Where a marker
+announces it, that is with its name and the beginning of its arguments. Where nothing does, its name must be that of a tool, and
+its arguments an object. The reason is that an answer in JSON begins as a call does. What turns out to be none is text again. `tag` is the
+other direction: the structural tag (`text.structural_tag`) with which a call is demanded.
 
 Pure; called by server.tools and server.tool_answer. Names are vLLM's.
 """

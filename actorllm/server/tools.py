@@ -1,7 +1,7 @@
 """What a request says of output in a form: tools and how they are to be called, `response_format`, `structured_outputs`.
 
-Owns the checks of these fields, and what the engine is asked for them: nothing, where the model may answer as it likes and only
-its text is looked through for calls; else a grammar. Called by `sampling` and `chat`.
+Owns the checks of these fields, and what the engine is asked for them. That is nothing where the model may answer as it likes
+and only its text is looked through for calls; else it is a grammar. Called by `sampling` and `chat`.
 """
 
 from __future__ import annotations
