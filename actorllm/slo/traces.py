@@ -1,4 +1,4 @@
-"""Reading workloads from published traces. Nothing is downloaded here; who has a file names it.
+"""Reading workloads from published traces. Nothing is downloaded here; the caller names a file.
 
     azure     TIMESTAMP,ContextTokens,GeneratedTokens            Azure/AzurePublicDataset, LLM inference 2023 and 2024
     vidur     arrived_at,num_prefill_tokens,num_decode_tokens     microsoft/vidur, processed traces (seconds)
@@ -7,10 +7,10 @@
     timed     the same keys with seconds and blocks of 16 tokens, as `vllm bench serve --dataset-name timed_trace` reads
     servegen  a folder of chunk-N-trace.csv and chunk-N-dataset.json               alibaba/ServeGen; drawn from, not replayed
 
-Rows of the JSON formats may also carry slo (seconds per token, or an object with the fields of SLO), type_info, tenant,
-priority, is_latency_sensitive, patience (seconds), and block_tokens where a hash id does not stand for as many tokens as is
-usual in the format; `write_trace` writes these. Who shares all of them but the objective and the tenant is a class
-(`workload.classes_of`). A row that cannot be used is left out and reported with its line number and what is wrong; a file
+Rows of the JSON formats may also carry slo: seconds per token, or an object with the fields of SLO. They may carry type_info,
+tenant, priority, is_latency_sensitive and patience (seconds), too. block_tokens is needed where a hash id does not stand for as many tokens as
+is usual in the format. `write_trace` writes all of these. Rows that share all of them but the objective and the tenant are a
+class (`workload.classes_of`). A row that cannot be used is left out and reported with its line number and what is wrong. A file
 without any usable row is an error.
 """
 

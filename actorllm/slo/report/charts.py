@@ -1,7 +1,7 @@
 """Charts as SVG text: lines with bands, ranges, tables in colours, and areas over time.
 
-Colours are variables of the page, so that a chart is right in its light and its dark theme; series differ by marker and dash,
-too, for those who do not see colours apart and for paper. Every mark has a title that is shown under the mouse.
+Colours are variables of the page, so that a chart is right in its light and its dark theme. Series differ by marker and dash,
+too, for readers who do not see colours apart and for paper. Every mark has a title that is shown under the mouse.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def bench_json(
 ) -> dict[str, Any]:
     """The keys of the file that `vllm bench serve --save-result --save-detailed` writes, and ours: `actorllm_*`.
 
-    summary: `RunMetrics.to_dict()`. model: what took the time, and warnings: of the run. Texts are empty: nobody wrote any.
+    summary: `RunMetrics.to_dict()`. model: what took the time, and warnings: of the run. Texts are empty: none was made.
     """
     num = len(timeline)
     end = np.where(np.isfinite(timeline.end), timeline.end, timeline.last_token)
@@ -44,7 +44,7 @@ def bench_json(
             "itls": [np.diff(timeline.token_times(row)).round(9).tolist() for row in range(num)],
             "latencies": _plain(end - timeline.arrival),
             "start_times": _plain(timeline.arrival),
-            "queue_times": [0.0] * num,  # of vLLM's client, before it sends: nobody waits there
+            "queue_times": [0.0] * num,  # of vLLM's client, before it sends: no request waits there
             "generated_texts": [""] * num,
             "errors": ["" if o == 0 else OUTCOMES[o] for o in timeline.outcome.tolist()],
             "rtfx": 0.0,  # of audio
@@ -64,7 +64,7 @@ def _plain(values: F64) -> list[float | None]:
 
 
 def results_csv(results: SweepResults) -> str:
-    """A row for each point: what it is, what it attained, its latencies, and the verdict on it."""
+    """A row for each point: what it is, what it attained, its latencies, and the finding on it."""
     out = io.StringIO()
     figures = sorted({key for r in results.records for key in r["summary"] if not isinstance(r["summary"][key], dict)})
     names = [

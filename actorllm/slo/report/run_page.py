@@ -1,4 +1,4 @@
-"""The page on one run, and what of it a page on a sweep shows as well: tables by class, and how the run went over time."""
+"""The page on one run, and what a page on a sweep shows of it as well: tables by class, and its course over time."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _baseline(results: SweepResults) -> str:
 
 
 def _lead(results: SweepResults, rate: float) -> list[str]:
-    """What one would say to somebody who has a minute."""
+    """What one would say to a reader who has a minute."""
     told = []
     target = next((t for t in TARGETS if any(results.max_rate(x, t, "deadline") for x in results.labels())), None)
     winners: dict[Reading, str] = {}
@@ -274,7 +274,7 @@ def _attainment(results: SweepResults, label: str, reading: Reading, who: Who, c
 
 
 def _is_of_grid(results: SweepResults, rate: float) -> bool:
-    """Whether every policy was simulated at it; the others are steps of somebody's search."""
+    """Whether every policy was simulated at it; the others are steps of one policy's search."""
     return all(rate in results.rates(label) for label in results.labels() if results.rates(label))
 
 
