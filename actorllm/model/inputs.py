@@ -1,8 +1,8 @@
 """What a worker knows of its requests: columns by slot, changed by each `StepPlan` and read by each step.
 
-Invariants (`check_integrity`): a slot is live from the plan that lists it as new until the plan that frees it; a live
-slot has num_computed < num_known and blocks for what is computed; its known tokens are kept only while some of them wait
-for prefill; the decode rows are live and distinct. In steady decode a step costs a fixed number of numpy calls, whatever
+Invariants (`check_integrity`): a slot is live from the plan that lists it as new until the plan that frees it. A live slot has
+num_computed < num_known and blocks for what is computed. Its known tokens are kept only while some of them wait for prefill. The
+decode rows are live and distinct. In steady decode a step costs a fixed number of numpy calls, whatever
 the number of rows. Called by the runner only; nothing here is torch.
 """
 

@@ -1,8 +1,8 @@
 """Which way a model is run: by the fused forward of its family, or by transformers over our cache.
 
-A family comes first where it knows everything that config.json asks for, and the backend knows every switch of the shape that
-the family makes of it. All else goes to `hf`, which refuses by name and with the reason what it cannot run. `model_impl` narrows
-the choice, as in vLLM. transformers is imported only where it is needed. A new family is one entry. Called by the runners and
+A family comes first where it knows everything that config.json asks for. The backend must know every switch of the shape that
+the family makes of it, too. All else goes to `hf`, which refuses by name and with the reason what it cannot run. `model_impl`
+narrows the choice, as in vLLM. transformers is imported only where it is needed. A new family is one entry. Called by the runners and
 `actorllm info`.
 """
 

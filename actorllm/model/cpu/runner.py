@@ -207,7 +207,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self.cache.copy(sources, targets)
 
     def check_itself(self) -> None:
-        """A prefill and a decode step, in a batch and a cache that nobody else has."""
+        """A prefill and a decode step, in a batch and a cache of their own."""
         kept = self.cache, self.batch, self._rows, self._written, self._is_half_done, self._pooled
         self._pooled = PooledStates()
         try:

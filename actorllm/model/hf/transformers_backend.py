@@ -1,14 +1,14 @@
 """Any decoder of `transformers`, run over our paged KV cache: the way in for models without a fused forward.
 
-`read_plan` says from config.json alone whether a model can be served and what its attention looks like: the model is built
+`read_plan` says from config.json alone whether a model can be served and what its attention looks like. The model is built
 without memory (torch's meta device) and run once with an attention that only takes notes. `TransformersDecoder` is the
-model itself, with our attention registered under the name ATTENTION: the whole step is one row of tokens with positions,
-transformers builds no masks, and every layer finds the step's context in a context variable (keyword arguments do not
-reach the attention of all models). What a layer may look at was read off its mask function, not off what it says.
+model itself, with our attention registered under the name ATTENTION. The whole step is one row of tokens with positions, and
+transformers builds no masks. Every layer finds the step's context in a context variable, since keyword arguments do not
+reach the attention of all models. What a layer may look at was read off its mask function, not off what it says.
 
 Served is what keeps all its state in keys and values, attends once per layer and step, causally or in a sliding window.
-Everything else is refused by name and with the reason (UnsupportedModelError): by the plan where the structure shows it,
-by `probe` on the loaded model where only the logits do. No code of a model's folder is ever run.
+Everything else is refused by name and with the reason (UnsupportedModelError). The plan refuses where the structure shows it,
+`probe` on the loaded model where only the logits do. No code of a model's folder is ever run.
 
 Called by `registry`, under its guarantee that transformers is imported only where it is needed.
 """
@@ -548,7 +548,7 @@ def load_unchecked(
     show_progress: bool | None,
     device: torch.device | None = None,
 ) -> TransformersDecoder:
-    """The model with its weights, of which nobody knows yet what they give. Raises ModelError.
+    """The model with its weights; what it computes with them is not checked yet. Raises ModelError.
 
     device: where they are wanted; None: on the CPU. transformers reads to another device only by `accelerate`; without it, every
     tensor is read to the CPU and then moved.
