@@ -9,6 +9,7 @@ all the same (a second Ctrl-C, a signal handler of the host's that raises) ends 
 Invariants: the actors run only within `start`, `run_pending`, `step`, `call` and `stop`, and by one thread at a time.
 What is posted from anywhere else (an object's end, say) waits for the next of them. There is one worker and one step in
 flight: a second could not run meanwhile.
+
 Offers `Engine` the same verbs as EngineThread and Supervisor together.
 """
 

@@ -4,6 +4,7 @@ A segment is created under a name that only its creator knows and unlinked at on
 descriptor that is passed to the processes that need it (pass_fds or SCM_RIGHTS). So no kill leaves anything in
 /dev/shm, and no process can open a segment that was not given to it. The name carries the creator's pid and start time. If a
 process is killed in the microseconds between creation and unlink, `sweep_stale` of a later start removes what it left.
+
 posix_ipc, not multiprocessing.shared_memory: the latter's resource tracker unlinks live segments of other processes.
 
 Callers: `channel.create_link` creates, `channel.open_hub` and `channel.open_spoke` attach, the supervisor sweeps.

@@ -4,6 +4,7 @@ A policy is called in the middle of things: while a step is packed, requests hav
 the policy gets through. The first exception, or a decision that is none, replaces the policy by "fcfs" for good. Waiting
 requests are then announced to "fcfs", and the call that raised is made there. Requests lose nothing. A decision that is merely
 wrong is left out and counted by the scheduler, as of every policy.
+
 Built by the scheduler actor around policies that are not built in.
 """
 
