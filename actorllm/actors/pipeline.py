@@ -261,7 +261,7 @@ class Pipeline:
         except Exception:  # of a step that no request asked for: it is done without
             if self._runner.is_torn:
                 raise
-            logger.exception("a step for nobody failed; those of its size may fail as well")
+            logger.exception("a step for no request failed; those of its size may fail as well")
         finally:
             if heartbeat is not None:
                 heartbeat.end()

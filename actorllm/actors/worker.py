@@ -265,7 +265,7 @@ class WorkerActor(Actor):
             try:
                 await link.wait_flushed()
             except TransportError:
-                logger.debug("step %d is reported to nobody: %s is gone", message.step, link.peer)
+                logger.debug("step %d is not reported: %s is gone", message.step, link.peer)
             self.report(link, message)
 
     async def _late_inputs(self, link: Link, step: int) -> LateInputs:

@@ -112,7 +112,7 @@ class AttachServer:
             except BlockingIOError:
                 return
             except OSError as error:
-                logger.error("engine %r lets nobody in: %s", self.name, error)
+                logger.error("engine %r accepts no program: %s", self.name, error)
                 self._loop.unwatch(listener.fileno())
                 self._loop.call_later(ACCEPT_PAUSE_S, self._reopen)
                 return
@@ -310,7 +310,7 @@ class AttachedChild(RemoteChild):
 
     async def spawn(self, tasks: TaskGroup, config: Any) -> None:
         # Supervisor.admit takes it in where others have been started already.
-        raise NotImplementedError(f"{self.spec.name} was started by somebody else")
+        raise NotImplementedError(f"{self.spec.name} was started by another program")
 
     async def start(self, config: Any) -> dict[str, Any]:
         return {}

@@ -329,7 +329,7 @@ class KVCacheManager:
         assert (references == self.pool._references).all(), "reference counts differ from the block tables"
         assert (self.capacity == self.num_blocks * self.block_size).all(), "capacity differs from the number of blocks"
         targets = [] if self._actions is None else [target for _, target in self._actions.copy_later]
-        assert (references[targets] == 1).all(), "a block is to be copied to that nobody or several hold"
+        assert (references[targets] == 1).all(), "a block that is copied to must have one holder"
 
 
 class KVCacheManagerWithoutIds(KVCacheManager):

@@ -353,7 +353,7 @@ class RingWriter:
     def check_integrity(self) -> None:
         """Asserts the invariants on the writer's side; for tests."""
         words = self._words
-        assert words[TAIL_WORD] == self._published_position, "somebody else moved TAIL"
+        assert words[TAIL_WORD] == self._published_position, "another writer moved TAIL"
         assert self.tail_position % 16 == 0
         assert 0 <= self.tail_position - self._published_position <= self._capacity
         slowest = self._read_heads()
@@ -503,6 +503,7 @@ class RingReader:
             self._assert_owner()
         waiting = tail - head
         capacity = self._capacity
+        # TAIL is the peer's word: a value that cannot be is found here, before any byte is read by it.
         if waiting & 15 or not 0 < waiting <= capacity:
             raise self._impossible(f"the tail is at {tail}, the head at {head}")
         self._fence_release()
@@ -519,12 +520,14 @@ class RingReader:
             while position != stop and limit:
                 length, kind, flags, stamp, checksum = unpack(memory, position)
                 need = (length + 31) & -16
+                # The header is the peer's as well. Each check bounds what the next one, and the copy, relies on.
                 if stamp != expected:
                     problem = f"stamp {stamp:#x}"
                     break
                 if need > stop - position:
                     problem = f"a payload of {length} bytes beyond the committed ones"
                     break
+                # Rare: a pad at the end of the ring, a checksum in tests, or corruption.
                 if flags or checksum:
                     if flags == PAD:
                         if need != capacity + HEADER_BYTES - position or length & 15 or kind or checksum:
@@ -552,6 +555,7 @@ class RingReader:
         self.head_position = head
         self._num_frames += len(frames)
         self._num_batches += 1
+        # Good frames before a corrupt one are handed out first. The head stays before it, so the next call raises.
         if problem is not None and not frames:
             raise self._impossible(f"{problem} in the frame at position {head}")
         if copy:
@@ -613,7 +617,7 @@ class RingReader:
     def check_integrity(self) -> None:
         """Asserts the invariants on the reader's side and walks all committed frames; for tests."""
         words = self._words
-        assert words[self._base + HEAD] == self._released_position, "somebody else moved HEAD"
+        assert words[self._base + HEAD] == self._released_position, "another reader moved HEAD"
         tail = self.committed_position()
         assert 0 <= tail - self._released_position <= self._capacity
         position = self._released_position

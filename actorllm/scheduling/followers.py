@@ -47,6 +47,6 @@ class Followers:
             assert leader.state is not State.FINISHED, f"{leader.key} has ended and has followers"
             assert leader.known.size == leader.num_prompt, f"{leader.key} has output, and followers still"
             for sequence in followers:
-                assert self.leaders[sequence] is leader, f"{sequence.key} does not know whom it follows"
+                assert self.leaders[sequence] is leader, f"{sequence.key} does not know its leader"
                 assert sequence.state is State.FOLLOWING, f"{sequence.key} follows and is {sequence.state}"
         assert sum(map(len, self._followers.values())) == len(self.leaders), "count of followers"

@@ -16,7 +16,7 @@ Invariants:
 With `restarts`, the tree outlives its processes. A dead process is started again with its group (`ActorSpec.group`). Each actor
 that is linked with it hears `PeerRestartedError` and then gets new links. No other actor is touched: a scheduler's workers keep
 their weights. `restart` counts when that is in vain. Without restarts, after too many of them, and when an actor in this process
-dies, the engine ends: peers are told, `on_death` hears, everything is stopped. Callers: the front doors, through EngineThread.
+dies, the engine ends. Peers are told, `on_death` hears, everything is stopped. Callers: the front doors, through EngineThread.
 """
 
 from __future__ import annotations

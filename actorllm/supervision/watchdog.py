@@ -3,7 +3,7 @@
 Runs on the engine thread's loop. There is work while an actor of this process says so (`Actor.has_work`), that is while requests
 have not ended or questions are not answered. There is work, too, while a program is attached. With no work and no process that
 starts, nothing is looked at and nothing wakes up. The watchdog gives what it sees to the `HangDetector`. A process that is stuck
-gets a moment to write down where (its stacks go to its stderr, and the error has the last lines), and then SIGKILL. From there
+gets a moment to write down where, and then SIGKILL. Its stacks go to its stderr, and the error has the last lines. From there
 on it is a death like any other. Of a thread of this process only the steps are watched. It cannot be killed, so a thread that is
 stuck is the end of the engine. A look that fails is logged, and the next one follows: the watchdog ends nothing but what is
 stuck. Owned by the supervisor.
