@@ -536,7 +536,7 @@ class SchedulerActor(Actor):
         return ends
 
     def _apply(self, link: Link, result: StepResult | StepFailed) -> Events:
-        """link: whose word it is. If that cannot be, nothing of it is used."""
+        """link: that of the worker which says so. If that cannot be, nothing of it is used."""
         began = now()
         try:
             if isinstance(result, StepFailed):

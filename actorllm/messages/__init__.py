@@ -223,7 +223,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StepFailed:
-    """The step raised: nothing of it or of later steps in flight counts. rows: whose fault it is (empty: not known)."""
+    """The step raised: nothing of it or of later steps in flight counts. rows: those at fault (empty: not known)."""
 
     step: int
     error: str

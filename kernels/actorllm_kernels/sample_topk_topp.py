@@ -6,8 +6,8 @@ the maxima of the tiles. A filter keeps what is at least a pivot. The pivot is s
 They are those of y in docs/sampling.md: y <= 0, so that the bits of -y are in the order of the values. A pass looks only at
 tiles whose largest logit is above the pivot in question. These are few where a filter is worth its name.
 
-Three launches, then `sample_pick`. They are the maxima of the tiles, the cutoff of each row (one program per row), and the draw
-of the tiles in which something is kept.
+Three launches, then `sample_pick`. They are the maxima of the tiles, the cutoff of each row (one program per row), and the draw.
+It looks at the tiles in which something is kept.
 """
 
 from __future__ import annotations
