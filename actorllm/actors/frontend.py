@@ -465,11 +465,13 @@ class FrontendActor(Actor):
             self._recover(rids)
         if self._num_losses and (tokens or vectors):
             self._num_losses = 0
+        # A request that has tokens already was told by an earlier scheduler.
         if outputs.cached.size:
             for rid, num_tokens in outputs.cached.reshape(-1, 2).tolist():
                 entry = self._journal.get(rid)
                 if entry is not None and not entry.emitted:
                     entry.consumer.note_cached(num_tokens)
+        # Rows share one column of tokens and one text: each takes what is next of both.
         at = text_at = 0
         woken: list[Consumer] = []
         for row, rid in enumerate(rids):
@@ -484,6 +486,8 @@ class FrontendActor(Actor):
             if entry is None:
                 continue  # its consumer is gone, and so is its journal
             consumer = entry.consumer
+            # The journal says which token is the next one. A gap means that tokens were lost for good. Tokens from
+            # before it come again after a restart of the scheduler, and the consumer must not see them twice.
             if new and index[row] != len(entry.emitted):
                 if index[row] > len(entry.emitted):
                     self._fail_gap(rid, entry, index[row])
@@ -494,8 +498,10 @@ class FrontendActor(Actor):
             entry.emitted += new
             if entry.first_token is None and new:
                 entry.first_token = outputs.emitted
+            # A new token shows that the request does not kill schedulers: deaths before it do not count.
             if entry.num_recoveries and new:
                 entry.record.clear()
+            # Also of a repeated row: what it brings of the prompt is kept, what it brings of tokens is not.
             of_tokens: list[dict[int, Logprob]] | None = None
             if logprobs is not None and row in logprobs:
                 of_tokens = self._take_logprobs(entry, logprobs[row])
@@ -503,6 +509,7 @@ class FrontendActor(Actor):
                     of_tokens = None
             end = ends.get(row) if ends is not None else None
             if end is not None:
+                # From here on the request is not submitted again, whatever dies.
                 del self._journal[rid]
                 self._num_finished += 1
                 if entry.num_recoveries:
@@ -511,6 +518,7 @@ class FrontendActor(Actor):
                     consumer.fail(_error_of(end))
                     woken.append(consumer)
                     continue
+            # Prompt log-probabilities may come in rows without a token; they wait for the first delta.
             if new or piece or end is not None:
                 of_prompt = None
                 if entry.prompt_logprobs:

@@ -541,6 +541,7 @@ def _print_sweep(found: SweepResults, searched: Sequence[float]) -> None:
                 if best is None:
                     cells.append("-")
                     continue
+                # Footnotes are printed only if a cell refers to them.
                 mark = "" if best.verdict == "stationary" else "*" if best.verdict == "growing" else "~"
                 flagged |= bool(mark)
                 is_open |= best.band.low_is_open or best.band.high_is_open

@@ -227,6 +227,7 @@ def from_json(text: str) -> AnyModel:
         if name not in known:
             raise ConfigError(f"step-time model: {name!r} is not known{nearest_name(name, known)}")
     try:
+        # JSON has no infinity: the last regime has null for it.
         if "regimes" in given:
             given["regimes"] = tuple(
                 Regime(math.inf if r["max_tokens"] is None else float(r["max_tokens"]), tuple(r["coefficients"]))

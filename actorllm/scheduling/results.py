@@ -260,11 +260,13 @@ class Results:
         pooled: list[tuple[Sequence, NDArray[np.float32]]] = []
         cached: list[Sequence] = []
         is_tainted = False
+        # A row is still here if its slot has not changed hands since the step was planned.
         for row, sequence in enumerate(rows.sequences):
             tokens = result.tokens[first[row] : first[row] + counts[row]]
             slot = int(rows.slots[row])
             is_here = int(batch.generation[slot]) == int(rows.generations[row])
             if row in bad:
+                # Also of a request that has ended meanwhile: its blocks may have been found since.
                 is_tainted |= self._cache.forget(sequence)
             if not is_here and sequence.state is not State.PREEMPTED:
                 continue  # ended meanwhile; the token was counted as wasted then
@@ -277,15 +279,19 @@ class Results:
                 pooled.append((sequence, vectors[row]))
                 ends.append(self._table.end(sequence, "stop"))
                 continue
+            # A preempted row keeps its tokens: they are appended to the request and not to the slot.
             start = self._append(sequence, tokens, slot if is_here else -1)
             for position, token in enumerate(tokens.tolist()):
                 if sequence.watch is not None:
                     sequence.watch.push(token)
                 end = self._stop(sequence, token, start + position + 1)
+                # Tokens behind the one that ends the request are not part of its output.
                 if end is not None:
                     tokens = tokens[: position + 1]
                     ends.append(end)
                     break
+            # The column path looks for first tokens only among rows that end a prompt: a row that got none then is
+            # remembered.
             if sequence.first_token is None:
                 if tokens.size:
                     sequence.first_token = self._view.now
@@ -297,6 +303,7 @@ class Results:
             self.num_output_tokens += tokens.size
             if tokens.size:
                 got.append((sequence, tokens, start))
+        # Another request may have taken over forgotten blocks in a step that is in flight already.
         if is_tainted:
             self._table.compute_again(self._ledger.void(record.step + 1))
         sequences = np.empty(len(got), object)

@@ -363,6 +363,7 @@ class Scheduler:
     def _plan_step(self) -> StepPlan | None:
         batch, decode = self.batch, self._decode
         decode.find()
+        # The policy decides; from here on its decision is checked and carried out.
         decision = self._policy.plan(self)
         self.wake_at = decision.wake_at
         if decision.reject:
@@ -371,6 +372,7 @@ class Scheduler:
         for victim in decision.preempt:
             if victim.state is State.RUNNING:
                 self._table.preempt(victim)
+        # Decode rows: all by default, fewer if the policy or a search for a poison request says so.
         rows = decode.rows
         wanted = self._wanted_slots(decision.decode)
         if self._step_failures.is_restricted:
@@ -378,6 +380,7 @@ class Scheduler:
             wanted = wanted if on_trial is None else on_trial
         if decision.preempt or wanted is not None:
             rows = decode.choose(wanted)
+        # Every row that crosses into a new block needs one now; the policy names what gives way.
         while decode.growing.size > self.kv.num_free:
             self._table.preempt(self._victim_of_need())
             rows = decode.choose(wanted)
@@ -388,6 +391,7 @@ class Scheduler:
         prefill: list[tuple[Sequence, int]] = []
         sampling = rows
         forks: Iterable[Sequence] = ()
+        # Prompts, and forks of those that end in this step: these rows sample for the first time.
         if decision.prefill:
             prefill, completed = self._prefill(decision.prefill, num_tokens)
             num_prefill_tokens = sum(n for _, n in prefill)
@@ -402,9 +406,11 @@ class Scheduler:
                 computed = batch.num_computed[sampling.index]
         batch.stop_rows(sampling.index[computed >= sampling.limits - ONE])  # their last token is in flight now
         self._admission.num_left = self._admission.num_requests - self._admission.num_held - len(self._table.blocked)
+        # Nothing to compute. What the builder has collected goes with the next plan.
         if not num_tokens:
             return None
         late = sampling.slots[batch.is_late[sampling.index]] if batch.num_late else NO_I32
+        # The plan is the difference to the last one; the ledger keeps what `update` will need.
         step = self.ledger.next_step
         actions = self.kv.take_actions()
         plan = self._builder.build(step, rows, extended, actions, prefill, late)
@@ -467,8 +473,11 @@ class Scheduler:
         num_prompt_logprobs = 0
         max_tokens = self.limits.max_tokens
         seen: set[Sequence] = set()
+        # Only in a pause, or while suspects of a failure run alone, may a waiting request be one that must not start.
         is_running = self.pause_state is PauseState.RUNNING
         is_choosy = not is_running or self._step_failures.is_choosy
+        # A policy may be wrong: what does not fit is left out and counted, and the policy hears of it if the request
+        # waits.
         for sequence, size in chunks:
             if sequence in seen:
                 self._num_refused += 1
@@ -482,6 +491,7 @@ class Scheduler:
                 self._policy.on_refusal(sequence, self)
                 continue
             remaining = self._remaining_if_any(sequence)
+            # Three bounds on the chunk besides what is left of the prompt: log-probabilities, embeddings, tokens.
             told = None  # the rules by which this chunk tells log-probabilities
             if sequence.rules is not None and sequence.wants_prompt_logprobs and not sequence.is_whole:
                 told = sequence.rules
@@ -491,6 +501,7 @@ class Scheduler:
                 size = min(size, embeds_room)
             wanted, size = size, min(size, remaining, max_tokens - num_tokens)
             self._num_refused += size < wanted
+            # No room, or a prompt that must go through in one step and does not fit.
             if size <= 0 or (size < remaining and sequence.is_whole):
                 if is_waiting:  # with a slot and no token it would run without being in any plan
                     self._num_refused += size == wanted
@@ -498,6 +509,8 @@ class Scheduler:
                 continue
             if is_waiting:
                 num_blocks = sequence.num_needed_blocks
+                # Blocks of cached hits that other requests hold are shared and cost nothing. Blocks are only counted
+                # here; all that start get theirs in one call below.
                 taken = num_blocks - self._cache.num_held(sequence) if sequence.hits.size else num_blocks
                 fits = self._message_budget.has_row_room(sequence) and self._message_budget.has_plan_room(sequence)
                 if not batch.num_free_slots or taken > free_blocks or not fits:
@@ -511,6 +524,7 @@ class Scheduler:
                 if sequence.hits.size:
                     self.kv.share(sequence.hits)
                     shared[sequence.slot] = sequence.hits
+            # Accepted: counted as computed from now on, since results apply in launch order.
             accepted.append((sequence, size))
             num_tokens += size
             if has_embeds:

@@ -78,6 +78,7 @@ class Listener:
         if self.ssl_cert_reqs not in CERT_REQS:
             known = ", ".join(f"{number} ({name})" for number, name in CERT_REQS.items())
             raise ConfigError(f"ssl_cert_reqs={self.ssl_cert_reqs!r} must be one of {known}")
+        # Half of a configuration is refused: the server would listen without TLS.
         if self.ssl_certfile is None:
             if self.ssl_keyfile is not None or self.ssl_ca_certs is not None or self.ssl_cert_reqs:
                 raise ConfigError("TLS needs ssl_certfile, too")
@@ -85,12 +86,14 @@ class Listener:
         if self.ssl_cert_reqs == ssl.CERT_REQUIRED and self.ssl_ca_certs is None:
             raise ConfigError("ssl_cert_reqs=2 needs ssl_ca_certs: without them no certificate of a client is valid")
         files = {name: getattr(self, name) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
+        # Errors of files are told by name first, because OpenSSL's do not say which file is meant.
         for name, file in files.items():
             if file is not None:
                 try:
                     open(file, "rb").close()
                 except OSError as error:
                     raise ConfigError(f"{name}={file!r}: TLS cannot be set up with it: {_reason(error)}") from None
+        # The same that uvicorn will do, before an engine is loaded.
         tried = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             tried.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password=self._refuse_password)

@@ -109,6 +109,7 @@ def _used(outputs: Sequence[RequestOutput], metrics: Sequence[RequestMetrics]) -
         "gen_ai.latency.time_to_first_token": [one.time_to_first_token for one in metrics],
         "gen_ai.latency.e2e": [one.last_token_ts - one.arrival_time for one in metrics if one.last_token_ts],
     }
+    # Of several outputs the slowest one: the span is that of the whole HTTP request.
     for name, values in latencies.items():
         known = [value for value in values if value is not None]
         if known:

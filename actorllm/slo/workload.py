@@ -451,6 +451,7 @@ def classes_of(
     slos: list[set[SLO | None]] = [set() for _ in numbers]
     for number, kind in zip(ids.tolist(), kinds, strict=True):
         slos[number].add(kind[1])
+    # Names tell classes of one type_info apart by what differs, and at last by a number.
     num_of = Counter(key[0] for key in numbers)
     classes = []
     names: set[str] = set()

@@ -69,6 +69,8 @@ class Conversation:
         for name in ("add_generation_prompt", "continue_final_message"):
             if not isinstance(getattr(made, name), bool):
                 raise InvalidParameterError(f"{name}={getattr(made, name)!r} must be True or False")
+        # Options that contradict each other, and types: errors name the argument, since templates would fail far from
+        # it.
         if made.add_generation_prompt and made.continue_final_message:
             raise InvalidParameterError(
                 "continue_final_message=True goes on with the last message; set add_generation_prompt=False with it"
@@ -82,6 +84,7 @@ class Conversation:
             raise InvalidParameterError(f"chat_template={made.chat_template!r} must be a Jinja template as a string")
         if not isinstance(made.chat_template_kwargs, Mapping):
             raise InvalidParameterError(f"chat_template_kwargs={made.chat_template_kwargs!r} must be a mapping")
+        # A variable of the caller's must not shadow one that rendering sets, nor an argument of the tokenizer.
         for name in made.chat_template_kwargs:
             if name in ARGUMENTS_OF_CHAT:
                 raise InvalidParameterError(f"chat_template_kwargs: give {name!r} as an argument of chat()")
@@ -94,6 +97,7 @@ class Conversation:
             or not all(isinstance(tool, Mapping) for tool in tools)
         ):
             raise InvalidParameterError("tools must be a list of mappings (functions as JSON schema)")
+        # Copied, since the conversation is rendered later, on another thread.
         return replace(
             made,
             tools=None if tools is None else list(tools) if is_own else copy.deepcopy(list(tools)),

@@ -95,6 +95,7 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[StepPlan]
     """Make the recorded calls on a fresh scheduler of the same configuration; yields its plans in order."""
     for call, now, argument in entries:
         verb, _, frontend = call.partition(" ")
+        # Calls of the scheduler by name, with the arguments as they were written.
         match verb:
             case "submit":
                 scheduler.submit(int(frontend), argument, now)

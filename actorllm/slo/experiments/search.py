@@ -48,11 +48,13 @@ def search(ladder: Ladder, target: float, known: Mapping[int, float]) -> Generat
     high = min((rung for rung, value in known.items() if value < target), default=None)
     low = max((r for r, value in known.items() if value >= target and (high is None or r < high)), default=None)
     stride = FIRST_STRIDE
+    # Nothing is known: begin with rung 0, the start of the ladder.
     if low is None and high is None:
         if (yield 0) >= target:
             low = 0
         else:
             high = 0
+    # Strides that double find a bracket in few steps, upwards or downwards, and end at the ends of the ladder.
     while high is None:
         assert low is not None
         rung = min(low + stride, ladder.last)
@@ -72,6 +74,7 @@ def search(ladder: Ladder, target: float, known: Mapping[int, float]) -> Generat
         else:
             high = rung
         stride *= 2
+    # Then bisection within the bracket.
     while high - low > 1:
         middle = (low + high) // 2
         if (yield middle) >= target:

@@ -244,14 +244,17 @@ def _request_track(
     name = f"{row} {kind.name}"
     found: list[dict[str, Any]] = [{"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}}]
     end = float(timeline.end[row])
+    # A request that never got a slot is queued until its end, or until that of the run.
     started = next((at for at in (scheduled, first, end) if math.isfinite(at)), timeline_end)
     found.append(_slice("queued", 0, row, arrival, started, prompt_tokens=int(timeline.num_prompt[row])))
+    # Without a journal the prompt is one slice, from its slot to its first token.
     if chunks:
         found += [_slice(f"prefill {size}", 0, row, b, e, tokens=size) for b, e, size in chunks]
     elif math.isfinite(first) and math.isfinite(scheduled):
         found.append(_slice("prefill", 0, row, scheduled, first, tokens=int(timeline.num_prompt[row])))
     times = timeline.token_times(row)
     begin = first
+    # Decoding is cut at every preemption. It goes on with the first token after the prompt was computed again.
     for at in [at for at in lost if at < last] if times.size else []:
         again = next((b for b, _, _ in chunks if b >= at), None)
         after = times[times > at]

@@ -183,6 +183,7 @@ def _rate_table(results: SweepResults, targets: Sequence[float], who: Sequence[W
             if one is None:
                 cells.append("–")
                 continue
+            # A rate may be an artefact of a short run, or only a lower bound; the cell says so.
             mark = "" if one.verdict == "stationary" else f' <span class="{one.verdict}">{MARKS[one.verdict]}</span>'
             text = f"{'' if one.is_bounded else '≥ '}{one.rate:.2f}{mark}"
             text = f"<b>{text}</b>" if one.rate == best[column] else text
