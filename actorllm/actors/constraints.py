@@ -273,6 +273,8 @@ class Constraints:
         has_any: list[bool] = (np.bitwise_or.reduce(allowed, axis=1) != 0).tolist()
         for row, (_, sequence) in enumerate(here):
             matcher = sequence.grammar
+            # The grammar is complete here: only an end of text may follow. Without one that may be sampled the request
+            # ends now.
             if is_last[row]:
                 if not has_any[row] or not _may_end_text(sequence, matcher, self._compiler.eos_ids):
                     matcher.end()

@@ -272,6 +272,7 @@ class FairExecutor(Generic[J]):
             self._counts.num_restarted += 1
             if lane.entry is not None:
                 self._tell(lane.entry, RuntimeError("the thread of the job has ended"))
+        # One lane of each kind works, besides those that are stuck in a job beyond its limit.
         for is_small in (True, False):
             lanes = [lane for lane in self._lanes if lane.is_small == is_small]
             num_abandoned = sum(lane.is_abandoned for lane in lanes)

@@ -1,7 +1,7 @@
 """`Lanes`: the threads on which the prompts of an engine are read, and the thread that watches them.
 
-A lane is a thread; it takes jobs from one queue (`job_queue`). What may take long, or does what a request pleases, it has done
-by a lane process. That is texts above LARGE_TEXT characters, long conversations, and chat templates of requests. The process is
+A lane is a thread; it takes jobs from one queue (`job_queue`). Work that may take long, or that a
+request decides, goes to a lane process: large texts (LARGE_TEXT), long conversations, templates of requests. The process is
 killed when the request is not wanted any more, when its deadline passes, and when the work takes longer than
 `intake_timeout_s`. The model's own template, which the user of the engine has chosen, and short texts are read on the thread.
 A process would add its way to every chat, and its memory to every engine.

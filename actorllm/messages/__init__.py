@@ -553,6 +553,8 @@ def unpack(kind: int, scalars: Any, arrays: Sequence[NDArray[Any]]) -> Message:
     form = _FORMS[cls]
     if not isinstance(scalars, list) or len(scalars) != form.num_values:
         raise ValueError(f"{cls.__name__}: {form.num_values} scalars expected, got {reprlib.repr(scalars)}")
+    # Columns at their defaults do not travel: `present` has a bit for each one that does, `absent` for each that is
+    # None.
     present, absent = scalars[0], scalars[1]
     if not isinstance(present, int) or not isinstance(absent, int):
         raise ValueError(f"{cls.__name__}: masks {reprlib.repr(present)} and {reprlib.repr(absent)} must be integers")
@@ -562,6 +564,7 @@ def unpack(kind: int, scalars: Any, arrays: Sequence[NDArray[Any]]) -> Message:
         raise ValueError(f"{cls.__name__}: masks {present:#x} and {absent:#x} of {len(columns)} columns")
     values = dict(zip(form.scalars, scalars[2:], strict=True))
     incoming = iter(arrays)
+    # Bit by bit from the lowest: only columns that differ from the default cost anything.
     while rest:
         bit = rest & -rest
         rest ^= bit

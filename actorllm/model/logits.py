@@ -225,6 +225,7 @@ class LogitRules:
             self._allowed[slot] = AllowedIds.of(rules.allowed_ids, self.vocab_size)
         if rules.bad_words:
             self._slots.add(slot)
+            # A bad word of one token is an id that is never allowed; a longer one depends on the tokens before.
             single = [word[0] for word in rules.bad_words if len(word) == 1]
             if single:
                 self._taken_out.append(slot=slot, id=np.unique(single), until=MAX_COUNT)

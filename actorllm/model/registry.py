@@ -76,8 +76,10 @@ def model_plan(model: ModelConfig, hf: dict[str, Any], backend: Backend) -> Plan
             check_switches(plan, model.architecture, backend)
             return plan if model.pooler is None else replace(plan, has_head=False)
         except UnsupportedModelError as error:
+            # The fused forward was demanded: its reason is the error.
             if model.impl == "vllm":
                 raise
+            # Of a known family both reasons are told if transformers cannot run it either.
             if model.architecture in FAMILIES or model.architecture in FAMILY_OF:
                 reason = error
     try:

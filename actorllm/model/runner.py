@@ -367,10 +367,12 @@ class ModelRunner(ABC, Generic[Handle, How]):
         columns, slots, rules = self.batch.columns, inputs.result_slots, self.batch.rules
         rows: NDArray[np.intp] | None = None
         states: NDArray[np.intp] | None = None
+        # A fork has no state of its own yet: it samples from that of its leader, in the same step.
         if inputs.forks:
             states = np.arange(len(slots))
             sources = [np.flatnonzero(slots == source)[0] for _, source in inputs.forks]
             states[-len(sources) :] = sources
+        # Rows that pool give a vector and no token.
         if columns.pooling[slots].any():
             rows = np.flatnonzero(columns.pooling[slots] == 0)
             slots = slots[rows]

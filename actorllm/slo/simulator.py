@@ -444,6 +444,7 @@ class Replica:
         scheduler, worker = self.scheduler, self._worker
         is_timer = self._timer_at <= self._turn_at
         self._turn_at = self._timer_at = math.inf
+        # Steady decode steps in one call, up to the next event that may change them.
         if self._can_skip and not scheduler.num_waiting:
             ends = worker.skip(scheduler, now, min(until, self._next_abort()))
             if ends:
@@ -464,6 +465,7 @@ class Replica:
             has_launched = True
             if self._on_plan is not None:
                 self._on_plan(plan)
+        # A policy that only asks to be woken would make virtual time stand still.
         self._num_idle_wakes = self._num_idle_wakes + 1 if is_timer and not has_launched else 0
         if self._num_idle_wakes > MAX_IDLE_WAKES:
             self.is_stalled = True
@@ -689,6 +691,7 @@ def _run_all(
     next_view_at = -math.inf
     for row, at in enumerate(workload.arrival.tolist()):
         if len(replicas) > 1:
+            # Replicas are independent between arrivals, so each runs only as far as its state is needed.
             if router.needs_views and at >= next_view_at:
                 for replica in replicas:
                     replica.run_until(at)

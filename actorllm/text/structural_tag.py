@@ -134,6 +134,7 @@ class _Writer:
         if not ends or not all(isinstance(end, str) for end in ends):
             raise ValueError(f"the end of a tag must be text, not {tag.get('end')!r:.80}")
         content = tag.get("content")
+        # Free text up to its end is one rule: as two, the text could swallow the end.
         if isinstance(content, Mapping) and content.get("type") == "any_text" and any(ends):
             closing = " | ".join(self._until(end) for end in ends)
             return self._rule(f"{opening} ({closing})")
@@ -166,6 +167,8 @@ class _Writer:
         by_trigger: dict[str, list[str]] = {}
         for tag in tags:
             begin = _string(tag, "begin") if isinstance(tag, Mapping) else ""
+            # A trigger in free text decides that one of its tags follows, so the tag's rest is what the grammar
+            # demands.
             trigger = next((t for t in triggers if begin.startswith(t)), None)
             if trigger is None:
                 raise ValueError(f"a tag begins with {begin!r:.80}, and the triggers are {triggers!r:.80}")
@@ -173,6 +176,7 @@ class _Writer:
         calls = self._rule(
             " | ".join(f"{self._until(trigger)} ({' | '.join(bodies)})" for trigger, bodies in by_trigger.items())
         )
+        # How often a call may come: exactly once, at most once, at least once, or any number of times.
         many = "" if format.get("stop_after_first") else "+" if format.get("at_least_one") else "*"
         if format.get("stop_after_first") and not format.get("at_least_one"):
             many = "?"

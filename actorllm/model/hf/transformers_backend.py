@@ -268,6 +268,7 @@ def _check_trace(trace: ForwardTrace, model: Any, architecture: str, failure: Ex
     if failure is not None:
         raise refused(architecture, f"its forward depends on more than shapes: {type(failure).__name__}: {failure}")
     num_modules, num_layers = len({id(call.module) for call in calls}), model.config.get_text_config().num_hidden_layers
+    # The cache has room for the keys and values of one call per layer and step.
     if len(calls) != num_modules:
         raise refused(architecture, f"its {num_modules} attention modules are called {len(calls)} times in one step")
     if len(calls) != num_layers:

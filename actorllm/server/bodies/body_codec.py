@@ -86,6 +86,7 @@ def _headed(head: dict[str, Any]) -> list[bytes]:
 def _segment_of(value: Any, is_token_field: bool) -> Segment | None:
     if type(value) is str and len(value) >= MIN_SEGMENT:
         return "text", value.encode(), None
+    # Types are compared exactly: a bool is no token id, and goes as JSON to be refused with its name.
     if not is_token_field or type(value) is not list or not value:
         return None
     if type(value[0]) is int:
