@@ -243,6 +243,7 @@ class Renderer:
         counts = events.counts.tolist() if events.counts.size else None
         output_buffer = self.output_buffer if self.output_buffer else None
         at = 0
+        # Every row with new tokens: its text, its stop string if there is one, and then its place in a message.
         for row, (sequence, index) in enumerate(zip(events.sequences, events.index.tolist(), strict=True)):
             count = counts[row] if counts is not None else 1
             new = tokens[at : at + count]
@@ -271,17 +272,20 @@ class Renderer:
                     end = failed[0] if failed else end
             elif spans:
                 logprobs = _with_texts(sequence, spans.pop(sequence, ()), len(new))
+            # Tokens behind the stop string were cut off above. The scheduler has not ended such a request yet.
             if stop is not None:
                 if end is None:
                     (end,) = self._finish([(sequence, "stop", stop)], began)
                 else:  # the same token also reached a limit: the text decides
                     end = End(sequence, "stop", stop)
             frontend, rid = sequence.key
+            # A request with stream_interval is held back until enough tokens are there, or its end.
             if output_buffer is not None:
                 due = output_buffer.due(sequence.key, (index, new, piece, logprobs), end is not None)
                 if due is None:
                     continue
                 index, new, piece, logprobs = due
+            # One message per frontend, and another one when it is full.
             rows = last.get(frontend)
             if rows is None or rows.is_full:
                 rows = outgoing.rows_for(frontend)
@@ -296,6 +300,7 @@ class Renderer:
             first = outgoing.first_of(frontend)  # it is to be known before the token, which may be in any of them
             if first is not None:  # else nothing is due of it yet, and the end says it
                 first.cached += (rid, sequence.num_cached_tokens)
+        # Left over are spans, vectors and ends of requests without a new token in this step.
         if spans:
             self._add_prompt_logprobs(outgoing, spans, ends)
         if events.vectors:
@@ -325,7 +330,7 @@ class Renderer:
             rows.add_logprobs(logprobs)
 
     def _add_vectors(self, outgoing: Outgoing, events: Events, ends: dict[Sequence, End]) -> None:
-        """Takes from ends those who got theirs."""
+        """Takes from `ends` the requests that got their vector."""
         for sequence, vector in events.vectors:
             frontend, rid = sequence.key
             rows = outgoing.rows_for(frontend)

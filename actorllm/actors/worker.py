@@ -181,7 +181,7 @@ class WorkerActor(Actor):
         self.plans = mine
 
     def count_orphan(self) -> None:
-        """A step of a scheduler that is gone, which nobody computes."""
+        """A step of a scheduler that is gone; it is not computed."""
         self._num_orphaned += 1
 
     def failure_of(self, link: Link, plan: StepPlan, error: Exception) -> StepFailed:
@@ -235,7 +235,7 @@ class WorkerActor(Actor):
         self._num_checks += 1
         try:
             self.runner.check_itself()
-        except Exception as error:  # of a step for nobody: it is the finding
+        except Exception as error:  # of a step for no request: it is the finding
             if self.runner.is_torn or not self.runner.is_memory_shortage(error):
                 return error
             logger.warning("there is no memory for the worker to find out whether it works: %s", error)
@@ -262,7 +262,7 @@ class WorkerActor(Actor):
             try:
                 await link.wait_flushed()
             except TransportError:
-                logger.debug("step %d is reported to nobody: %s is gone", message.step, link.peer)
+                logger.debug("step %d is not reported: %s is gone", message.step, link.peer)
             self.report(link, message)
 
     async def _late_inputs(self, link: Link, step: int) -> LateInputs:

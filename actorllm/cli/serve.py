@@ -1,6 +1,6 @@
 """`actorllm serve`: an engine and its server in one process or several, until a signal ends them.
 
-Owns the options, most of which are those of `vllm serve` by name; what they mean is in `actorllm.server`, which is imported
+Owns the options, most of which are those of `vllm serve` by name. What they mean is in `actorllm.server`, which is imported
 only here, so that the other commands work without the extra.
 """
 
@@ -93,7 +93,7 @@ def serve(
     unix_socket
         Listen there instead.
     unix_socket_mode
-        Who may connect to it, as chmod has it: 600 for the user of the server alone, which is the default; 660 for its group.
+        The users who may connect to it, as in chmod: 600 for the user of the server alone, which is the default; 660 for its group.
     api_key
         Clients must send one of these as a bearer token; $ACTORLLM_API_KEY without the option.
     served_model_name

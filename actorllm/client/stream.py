@@ -1,8 +1,8 @@
 """`RequestStream`: one request as its caller sees it, from `async for` to the final output.
 
-The engine thread pushes what is new; the consumer takes everything that has accumulated in one output, so a slow consumer
+The engine thread pushes what is new; the consumer takes everything that has accumulated in one output. So a slow consumer
 gets fewer and larger outputs instead of a growing queue, and what waits for it costs no more than its tokens. No cancel scope
-is held across a yield: leaving the loop, cancelling the task or dropping the last reference posts the abort, and the blocks
+is held across a yield. Leaving the loop, cancelling the task or dropping the last reference posts the abort, and the blocks
 are free within one step.
 """
 
@@ -108,7 +108,7 @@ class Mailbox:
             self.push(Delta([], "", end, now), index)
 
     def _join(self) -> None:
-        """Make few of the deltas that nobody takes. The consumer, who may come meanwhile, finds them in order or gone."""
+        """Make few of the deltas that are not taken. The consumer, which may come meanwhile, finds them in order or gone."""
         taken: list[tuple[int, Delta]] = []
         with contextlib.suppress(IndexError):
             while True:
@@ -303,7 +303,7 @@ class RequestStream:
 
     @property
     def mailbox(self) -> Mailbox:
-        """For who takes its outputs otherwise than by waiting for them."""
+        """For callers that take its outputs otherwise than by waiting for them."""
         return self._mailbox
 
     @property
@@ -340,7 +340,7 @@ class RequestStream:
         if mailbox.waiter is None:
             host = HostLoop.current()
             mailbox.waiter = host.waiter()
-            mailbox.host = host  # after the waiter: who finds the host may wake
+            mailbox.host = host  # after the waiter: a thread that finds the host may wake
             return
         try:
             self._is_late = not await mailbox.waiter.wait(self._ends_at)
@@ -349,7 +349,7 @@ class RequestStream:
             raise
 
     def take_deltas(self) -> list[tuple[int, Delta]] | None:
-        """As `take` with RequestOutputKind.DELTA, for those who make something else of it than an output.
+        """As `take` with RequestOutputKind.DELTA, for callers that make something else of it than an output.
 
         Returns (index of the sequence, what is new of it), none of which is the end of a sequence. None: an end comes next, or
         an error, and `take` has it.

@@ -1,7 +1,7 @@
 """Counter-based random numbers for the sampler: Philox4x32-10, and the Gumbel noise made from its words.
 
 Owns the vectorised bits of docs/sampling.md. A word depends on the request's seed and on where it is used (token index,
-id, domain, sample index) and on nothing else: not on the batch, not on what was drawn before. So a stream can be batched
+id, domain, sample index). It depends on nothing else: not on the batch, not on what was drawn before. So a stream can be batched
 in any way, or taken up again at any token. `actorllm_kernels.reference` states the same with plain integers.
 
 Called by `actorllm.model.sampler`. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).

@@ -1,9 +1,13 @@
 """`Answer`: how a request's outputs reach its client, and what happens when the client leaves.
 
-Invariants: the status is decided by the first output, so that a prompt that turns out to be impossible, or an engine that is
-overloaded, is a 4xx or 5xx also when a stream was asked for; every output is one write, the last one with the end of the
-stream; a client that goes away is noticed while nothing is sent, too, and its requests are aborted at once. Endpoints return
-an Answer; from there on it is on its own.
+Invariants:
+
+- the status is decided by the first output. So an impossible prompt, or an engine that is overloaded, is a 4xx or 5xx
+  also when a stream was asked for;
+- every output is one write, the last one with the end of the stream;
+- a client that goes away is noticed while nothing is sent, too, and its requests are aborted at once.
+
+Endpoints return an Answer; from there on it is on its own.
 """
 
 from __future__ import annotations
@@ -88,7 +92,7 @@ class Answer(Response, ABC):
             request_id.reset(token)
 
     def _note(self, scope: Scope, began: float) -> None:
-        """For who logs requests, or traces them."""
+        """For the log of requests, and for traces."""
         state, outputs, error = self._state, self._last_outputs, self._error
         if state.logs_requests:
             log_request(scope["path"], time.time() - began, outputs, error)

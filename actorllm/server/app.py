@@ -1,7 +1,7 @@
 """`create_app`: the ASGI application, to be served by `actorllm serve` or mounted into another one.
 
-It needs no lifespan, owns no engine and knows no event loop: whoever mounts it starts and ends the engine, or lets the first
-request start it. One `ServerState` is shared by all endpoints (`app.state.server`).
+It needs no lifespan, owns no engine and knows no event loop. The application that mounts it starts and ends the engine, or lets
+the first request start it. One `ServerState` is shared by all endpoints (`app.state.server`).
 """
 
 from __future__ import annotations

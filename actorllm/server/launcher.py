@@ -1,9 +1,9 @@
 """A server process: uvicorn around the application, and an orderly end.
 
-On SIGTERM or SIGINT nothing new is taken (503 with Retry-After, `/health` included, so that load balancers turn away), what
-is under way is finished or, after the drain timeout, answered with what there is; then the listeners close. A second signal
-ends it at once, and one that comes while the engine starts ends the start. Called by `actorllm serve`. Of several API
-processes each has the `Server` of here, and `processes` has the signals.
+On SIGTERM or SIGINT nothing new is taken: 503 with Retry-After, `/health` included, so that load balancers turn away. What is
+under way is finished or, after the drain timeout, answered with what there is. Then the listeners close. A second signal ends it
+at once, and one that comes while the engine starts ends the start. Called by `actorllm serve`. Of several API processes each has
+the `Server` of here, and `processes` has the signals.
 """
 
 from __future__ import annotations

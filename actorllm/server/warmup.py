@@ -1,9 +1,9 @@
 """`warm_up`: what a first request needs is read, compiled and imported before there is one.
 
 A chat is rendered and tokenized as the endpoint would do it, and the scheduler reads the vocabulary for grammars. Nothing of it
-is a request: no figure, seed, cache or recording knows of it. What a model does not have (a chat template, a tokenizer), or an
-installation (llguidance), is left out without a word; a request that needs it is told. Called by the launchers before the
-server listens, and by an application that mounts ours, if it likes to.
+is a request: no figure, seed, cache or recording knows of it. What a model (a chat template, a tokenizer) or an installation
+(llguidance) does not have is left out without a word. A request that needs it is told. Called by the
+launchers before the server listens, and by an application that mounts ours, if it likes to.
 """
 
 from __future__ import annotations

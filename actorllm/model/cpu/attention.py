@@ -1,20 +1,20 @@
 """The paged KV cache of a worker, and attention over it.
 
-Invariants: the pool is finite between steps (it starts as zeros, and the runner zeroes at once what a row without finite
-states or logits has written), because padded positions are read and multiplied by 0. Block ids are
-those of the scheduler, [0, num_blocks); two more blocks belong to the pool itself: one stays zero and fills up short
-block tables, one takes the writes of padding tokens.
+Invariants: the pool is finite between steps, because padded positions are read and multiplied by 0. It starts as zeros, and the
+runner zeroes at once what a row without finite states or logits has written. Block ids are those of the scheduler,
+[0, num_blocks). Two more blocks belong to the pool itself: one stays zero and fills up short block tables, one takes the writes
+of padding tokens.
 
 Layout, per layer: [num_blocks + 2, 2 * num_kv_heads, block_size * head_dim]. The first half of a block's heads are keys,
 stored as [head_dim, block_size], the second half values, as [block_size, head_dim]. So either product of attention is a
-sum of weighted rows of the pool: scores are the key rows of a block weighted by the query, outputs the value rows
+sum of weighted rows of the pool. Scores are the key rows of a block weighted by the query, outputs the value rows
 weighted by the probabilities. That is what `torch.embedding_bag` computes, straight from the pages and for all rows of a
-batch at once; batched matrix products would first gather keys and values, and then be slower. A row's sums do not
+batch at once. Batched matrix products would first gather keys and values, and then be slower. A row's sums do not
 depend on what else is in the batch. Only rows of very different length are split into groups. The indices of a group
 are kept for the next step of the same rows, and change where a row gets a new block.
 
-Prefill works row by row, in tiles of queries, with matrix products over keys and values that the step has just computed,
-or over gathered ones where a part of the row is in the cache already.
+Prefill works row by row, in tiles of queries, with matrix products over keys and values that the step has just computed.
+Where a part of the row is in the cache already, they are gathered.
 
 `KVCache` is owned by the runner; `KVWrites` and `AttentionBatch` are made from it once per step and passed through the
 layers.
@@ -248,7 +248,7 @@ class Scoring:
 
 
 class AttentionBatch:
-    """Who looks at what in one step, for one sliding window (None: everything before)."""
+    """Which token attends to which in one step, for one sliding window (None: everything before)."""
 
     def __init__(
         self, inputs: StepInputs, cache: KVCache, writes: KVWrites, queries_per_kv: int, window: int | None

@@ -1,8 +1,8 @@
 """The fused forward of every family (`model.families`) on the CPU.
 
-With several ranks, each holds its heads, its part of the MLP and of the vocabulary (`parallel`).
-Per layer: norm, one product for query, key and value, rotation, attention, output product plus residual, norm, one
-product for gate and up, the activation, down product plus residual. Called by the runner, under inference mode.
+With several ranks, each holds its heads, its part of the MLP and of the vocabulary (`parallel`). A layer is: norm, one product
+for query, key and value, rotation, attention, output product plus residual. The MLP follows: norm, one product for gate and up,
+the activation, down product plus residual. Called by the runner, under inference mode.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class RotaryEmbedding:
 
     Pairs are kept adjacent ("interleaved"), so that a rotation is one complex product. Checkpoints of the Hugging Face
     kind hold the pairs half a head apart: `interleave` reorders the rows of their projections once, at loading. Scores
-    are sums over the dimensions of a head, so that no one else notices.
+    are sums over the dimensions of a head, so that the order changes nothing.
     """
 
     def __init__(self, angles: torch.Tensor) -> None:
