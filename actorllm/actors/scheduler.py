@@ -320,7 +320,7 @@ class SchedulerActor(Actor):
         logger.error("%s contradicts its plans: %s", link.peer, contradiction, extra={"event": "contradiction"})
         self.has_workers = False
         self._results.clear()
-        self.denounce(link, f"contradicting its plans: {contradiction}")
+        self.report_defect(link, f"contradicting its plans: {contradiction}")
 
     def on_link_error(self, link: Link, error: BaseException) -> None:
         """An attached frontend that writes nonsense harms only itself; a worker is replaced for it."""

@@ -1,12 +1,12 @@
-"""`Watchdog`: looks after the processes of an engine while they start or have work, and kills those that are stuck.
+"""`Watchdog`: looks at the processes of an engine while they start or have work, and kills those that are stuck.
 
-Runs on the engine thread's loop. There is work while an actor of this process says so (`Actor.has_work`: requests that
-have not ended, questions that are not answered) or a visitor is attached; with no work and nobody who starts, nothing is
-looked at and nothing wakes up. What it sees it gives to the `HangDetector`, and who is stuck gets a moment to write down where
-(the stacks go to its stderr, whose last lines are part of the error) and SIGKILL. From there on it is a death like any
-other. Of a thread of this process only the steps are watched; it cannot be killed, so one that is stuck is the end of the
-engine. A look that fails is logged, and the next one follows: whoever watches ends nothing but what is stuck. Owned by the
-supervisor.
+Runs on the engine thread's loop. There is work while an actor of this process says so (`Actor.has_work`: open requests or
+questions), or a visitor is attached. With no work and no start under way, nothing is looked at and nothing wakes up.
+
+The `HangDetector` decides from what it sees. A stuck process gets a moment to write its stacks to stderr, whose last
+lines are part of the error. Then it gets SIGKILL, and its death is like any other. Of a thread of this process only the
+steps are watched. A thread cannot be killed, so one that is stuck ends the engine. A look that fails is logged, and the
+next one follows: a defect here ends nothing. Owned by the supervisor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOOKS_PER_TIMEOUT = 8
 
 
 class Watchdog:
-    """children: the supervisor's, by name; whoever is there when it looks is watched. parked: processes beside them."""
+    """children: the supervisor's, by name; those that are there when it looks are watched. parked: processes beside them."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Watchdog:
         if any(child.phase != "running" for child in processes):
             return True
         if not processes and not any(isinstance(child, ThreadChild) for child in self._children.values()):
-            return False  # who is spawned next wakes it
+            return False  # the next process that is spawned wakes it
         for child in self._children.values():
             if isinstance(child, OwnerChild):
                 if child.runner.actor.has_work:
@@ -97,8 +97,8 @@ class Watchdog:
         signs |= {key: sign for key, child in parked.items() if (sign := child.sign(math.inf)) is not None}
         threads = {name: child for name, child in self._children.items() if isinstance(child, ThreadChild)}
         signs |= {key: sign for key, child in threads.items() if (sign := child.sign()) is not None}
-        for verdict in self._detector.look(now(), signs):
-            if verdict.actor in threads:
-                threads[verdict.actor].give_up_stuck(verdict.reason)
+        for stuck in self._detector.look(now(), signs):
+            if stuck.actor in threads:
+                threads[stuck.actor].give_up_stuck(stuck.reason)
             else:
-                (processes | parked)[verdict.actor].kill_stuck(verdict.reason)
+                (processes | parked)[stuck.actor].kill_stuck(stuck.reason)

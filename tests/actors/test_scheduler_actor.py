@@ -85,7 +85,7 @@ class Bench:
         self.ranks = [FakeLink("workers", rank) for rank in range(world_size)]
         self.late: dict[int, LateInputs] = {}
         self.progress: list[None] = []
-        self.denounced: list[tuple[int, str]] = []
+        self.defects: list[tuple[int, str]] = []
 
     @property
     def plans(self) -> list[StepPlan]:
@@ -134,7 +134,7 @@ async def running(**arguments: Any) -> AsyncIterator[Bench]:
     actor._wakeup = HostLoop.current().waiter()
     actor._runner = SimpleNamespace(  # type: ignore[assignment]
         report_progress=lambda: bench.progress.append(None),
-        denounce=lambda link, what: bench.denounced.append((link.rank, what)),
+        report_defect=lambda link, what: bench.defects.append((link.rank, what)),
     )
     await actor.on_start(bench.config)
     actor.on_configure(bench.config)
@@ -381,9 +381,9 @@ async def test_the_rank_that_contradicts_its_plan_is_named(said: Any, told: str,
         await bench.send(submit())
         await bench.send(StepResult(step=1, tokens=np.array([7], np.int32)), bench.ranks[1 - liar])
         await bench.send(said, bench.ranks[liar])
-        assert bench.denounced == [(liar, f"contradicting its plans: {told}")]
+        assert bench.defects == [(liar, f"contradicting its plans: {told}")]
         await bench.send(StepResult(step=2), bench.ranks[liar])
-        assert len(bench.denounced) == 1, "nothing more of it is listened to"
+        assert len(bench.defects) == 1, "nothing more of it is listened to"
         assert bench.outputs == []
 
 
@@ -400,8 +400,8 @@ async def test_the_rank_that_contradicts_its_plan_is_named(said: Any, told: str,
 async def test_a_worker_says_nothing_but_what_is_a_workers_to_say(message: Any, told: str) -> None:
     async with running() as bench:
         assert not bench.actor.admits(bench.ranks[0], message)  # type: ignore[arg-type]
-        assert not bench.actor.admits(bench.ranks[0], message), "and is not denounced twice"  # type: ignore[arg-type]
-        ((rank, what),) = bench.denounced
+        assert not bench.actor.admits(bench.ranks[0], message), "and is not reported twice"  # type: ignore[arg-type]
+        ((rank, what),) = bench.defects
         assert rank == 0
         assert what.startswith(f"contradicting its plans: it sent {told}")
 
@@ -410,7 +410,7 @@ async def test_what_a_worker_may_say_is_admitted() -> None:
     async with running() as bench:
         for message in (Reply(id=1 << 32, value={"a": 1}), Ask(id=1, verb="ping"), StepResult(step=1)):
             assert bench.actor.admits(bench.ranks[0], message)  # type: ignore[arg-type]
-        assert bench.denounced == []
+        assert bench.defects == []
 
 
 async def test_a_lost_frontend_takes_its_requests_with_it_and_its_number_is_not_reused() -> None:

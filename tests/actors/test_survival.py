@@ -379,7 +379,7 @@ def harmless_seed(prompt: list[int], num_tokens: int) -> int:
 async def test_a_request_of_an_attached_program_that_schedulers_die_of_fails_and_nobody_else(
     make_llm: Callable[..., AsyncLLM],
 ) -> None:
-    """While the owner has requests with tokens in every life. Its four sequences are one request, with one verdict."""
+    """While the owner has requests with tokens in every life. Its four sequences are one request, with one record."""
     llm = make_llm(scheduling_policy=f"{POLICIES}:WhenItStarts", name="custody")
     await llm.start()
     guest = AsyncLLM.attach("custody")
