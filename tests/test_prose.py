@@ -44,7 +44,7 @@ PAGES = sorted(
 MODULES = sorted(
     str(file.relative_to(ROOT))
     for pattern in (
-        "supervision/blame/*.py",
+        "supervision/**/*.py",
         "attach/[!v]*.py",
         "actors/scheduler.py",
         "actors/frontend.py",

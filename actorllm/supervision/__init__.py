@@ -1,1 +1,1 @@
-"""Which processes an engine has: who starts, watches, restarts and stops them."""
+"""Supervision: starts, watches, restarts and stops the processes of an engine."""

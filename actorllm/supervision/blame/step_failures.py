@@ -64,7 +64,7 @@ class StepFailures:
         self._interrupted: set[Sequence] = set()
         """Their workers died, and they have had no token since."""
 
-    # Who may run ------------------------------------------------------------------------------------------------------
+    # What may run -----------------------------------------------------------------------------------------------------
 
     @property
     def is_holding_back(self) -> bool:
