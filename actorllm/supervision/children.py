@@ -204,8 +204,9 @@ class ThreadChild(LocalChild):
         living.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self.gone.set))
         try:
             await alive.wait()
-        except BaseException:
+        except BaseException:  # a stop during the start; the supervisor does not have this child yet
             self._thread.request_stop()
+            self._thread.join(STOP_TIMEOUT_S)
             raise
 
     async def start(self, config: Any) -> dict[str, Any]:

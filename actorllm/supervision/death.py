@@ -12,7 +12,7 @@ from actorllm.actors.actor import Failure
 from actorllm.errors import ActorLLMError, EngineDeadError, EngineStartError
 
 OUT_OF_MEMORY_HINT = (
-    "the kernel kills a process this way when the memory of the machine, or of its container, is used up; if nobody else "
+    "the kernel kills a process this way when the memory of the machine, or of its container, is used up; if nothing else "
     "killed it, lower kv_cache_memory_bytes or gpu_memory_utilization, max_num_seqs or max_model_len"
 )
 

@@ -76,6 +76,7 @@ class HangDetector:
 
     def _reason(self, watched: _Watched, sign: Sign, passed: float) -> str | None:
         last, watched.sign = watched.sign, sign
+        # Three clocks, each set back by the sign of life that it waits for: of the step, of the loop, of the process.
         is_same_step = sign.step and sign.num_steps == last.num_steps
         watched.step_s = watched.step_s + passed if is_same_step else 0.0
         has_moved = sign.beats != last.beats or sign.num_steps != last.num_steps

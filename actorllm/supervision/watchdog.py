@@ -92,6 +92,7 @@ class Watchdog:
             for name, child in self._children.items()
             if isinstance(child, ProcessChild) and child.is_alive
         }
+        # Named with their pids, so that a process which takes another's place begins with a clean record.
         parked = {f"parked {child.pid}": child for child in self._parked()}
         signs = {key: sign for key, child in processes.items() if (sign := child.sign(self.start_budget_s)) is not None}
         signs |= {key: sign for key, child in parked.items() if (sign := child.sign(math.inf)) is not None}

@@ -154,7 +154,7 @@ def test_who_had_a_token_meanwhile_is_not_tried() -> None:
     assert quarantine.may_start("d")
 
 
-def test_who_ends_on_trial_makes_room_for_the_next() -> None:
+def test_one_that_ends_in_the_group_makes_room_for_the_next() -> None:
     quarantine: Any = WorkerBisection()
     quarantine.died(["a", "b"])
     quarantine.died(["a", "b"])
