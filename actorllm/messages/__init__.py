@@ -81,6 +81,8 @@ class Submit:
     """The rid of a sibling with the same prompt: it computes the prompt, and this request takes that over."""
     num_sequences: int = 1
     """Of the request that this is one sequence of (`sequences_of`): they are refused together."""
+    # After the death of a scheduler, the next six fields tell the next one what is known of the request. Three keep its
+    # place; three are for the search for the request that schedulers die of. They have their defaults before any death.
     is_resumed: bool = False
     """A scheduler had taken it before: it is never refused for want of room, and no policy turns it away."""
     had_slot: bool = False
@@ -90,7 +92,7 @@ class Submit:
     num_deaths: int = 0
     """Schedulers in a row that may have died of it (`supervision.blame.scheduler_deaths`)."""
     probe_size: int = 0
-    """Requests in its last probe group with which one of them died; 0: it was in none (`supervision.blame.bisection`)."""
+    """Members of its probe group when one of them last died of a group with it; 0: of none (`supervision.blame.bisection`)."""
     num_losses: int = 0
     """Schedulers in a row that died before its frontend had a token of any request."""
     ignore_eos: bool = False
