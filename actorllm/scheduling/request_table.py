@@ -209,7 +209,7 @@ class RequestTable:
         else:
             self._leave_line(sequence)
         self.tokenless.discard(sequence)
-        if self._step_failures.is_any:
+        if self._step_failures.is_recovering:
             self._step_failures.discard(sequence)
         sequence.state = State.FINISHED
         sequence.finish_reason = reason

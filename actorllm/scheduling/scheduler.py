@@ -324,7 +324,7 @@ class Scheduler:
         return self.pause_state is not PauseState.RUNNING
 
     def may_start(self, sequence: Sequence) -> bool:
-        if self._step_failures.is_choosy and not self._step_failures.may_start(sequence):
+        if self._step_failures.is_restricting_starts and not self._step_failures.may_start(sequence):
             return False
         return self.pause_state is PauseState.RUNNING or sequence in self._table.resuming
 
@@ -346,17 +346,17 @@ class Scheduler:
         return plan
 
     def _plan_unhindered(self) -> StepPlan | None:
-        """No request of those that may run can. After failed steps, a part that keeps room from them gives it back; and
-        suspects do not wait for others that may not start (`pause`)."""
+        """No request that may run can. After failed steps, requests outside the probe group give their room back. After
+        deaths of the workers, suspects do not wait for others that may not start (`pause`)."""
         self._step_failures.end_rest()
-        if not self._step_failures.is_restricted:
+        if not self._step_failures.is_restricting_steps:
             return self._plan_step()
         held_back = self._step_failures.held_back(self.running())
         for sequence in held_back:
             self._table.preempt(sequence)
         plan = self._plan_step() if held_back else None
         if plan is None and self.wake_at == math.inf:
-            self._step_failures.forgive()
+            self._step_failures.lift_restrictions()
             plan = self._plan_step()
         return plan
 
@@ -375,9 +375,9 @@ class Scheduler:
         # Decode rows: all by default, fewer if the policy or a search for a poison request says so.
         rows = decode.rows
         wanted = self._wanted_slots(decision.decode)
-        if self._step_failures.is_restricted:
-            on_trial = self._step_failures.slots_on_trial(decode.rows.slots if wanted is None else wanted)
-            wanted = wanted if on_trial is None else on_trial
+        if self._step_failures.is_restricting_steps:
+            probed = self._step_failures.probed_slots(decode.rows.slots if wanted is None else wanted)
+            wanted = wanted if probed is None else probed
         if decision.preempt or wanted is not None:
             rows = decode.choose(wanted)
         # Every row that crosses into a new block needs one now; the policy names what gives way.
@@ -475,7 +475,7 @@ class Scheduler:
         seen: set[Sequence] = set()
         # Only in a pause, or while suspects of a failure run alone, may a waiting request be one that must not start.
         is_running = self.pause_state is PauseState.RUNNING
-        is_choosy = not is_running or self._step_failures.is_choosy
+        must_ask = not is_running or self._step_failures.is_restricting_starts
         # A policy may be wrong: what does not fit is left out and counted, and the policy hears of it if the request
         # waits.
         for sequence, size in chunks:
@@ -486,7 +486,7 @@ class Scheduler:
             is_waiting = sequence.state is State.WAITING
             if is_waiting and sequence in self._table.displaced:  # it lost its slot after the decision was made
                 continue
-            if is_waiting and is_choosy and not self.may_start(sequence):
+            if is_waiting and must_ask and not self.may_start(sequence):
                 self._num_refused += 1
                 self._policy.on_refusal(sequence, self)
                 continue
@@ -562,7 +562,7 @@ class Scheduler:
             return NOTHING
         self.ledger.complete(record)
         events = self._results.apply(result, record, spans)
-        if self._step_failures.is_any:
+        if self._step_failures.is_recovering:
             self._step_failures.on_good_step(events.sequences, now)
         self._table.readmit()
         self._policy.on_step(
@@ -590,9 +590,9 @@ class Scheduler:
     def fail(self, failure: StepFailed, now: float) -> Events:
         """A step raised. It and the later steps in flight are void, since they ran on what it should have computed.
 
-        The rows at fault end with its error, the others are computed again. When it is not known which is at fault, all of
-        the step's are tried again, in smaller steps (`StepBisection`; `MemoryBackoff` if there was not enough memory), and a
-        request that fails alone ends.
+        The rows at fault end with its error, the others are computed again. If the rows at fault are not known, all requests
+        of the step are tried again in smaller steps (`Bisection`; `MemoryBackoff` if there was not enough memory). A request
+        that fails alone ends.
 
         Raises ContradictionError for a failure of rows that the step does not have, as `update`.
         """
@@ -621,16 +621,16 @@ class Scheduler:
         in_flight = [*self.ledger]
         if in_flight:
             self.ledger.void(in_flight[0].step)
-        self._step_failures.on_loss()
+        self._step_failures.on_lost_workers()
         self._table.restart()
         self._cache.reset(())
         waiting = self._table.waiting if self.pause_state is PauseState.RUNNING else self._table.resuming
-        guilty = self._step_failures.whom_they_died_of(in_flight, waiting, now)
-        return [self._table.end(sequence, "error", error=KILLED + error) for sequence in guilty]
+        blamed = self._step_failures.blamed_for_death(in_flight, waiting, now)
+        return [self._table.end(sequence, "error", error=KILLED + error) for sequence in blamed]
 
     @property
     def is_narrowing(self) -> bool:
-        """Whether the last death of the workers told more about which request they die of."""
+        """Whether the last death of the workers narrowed the search for the request that they die of."""
         return self._step_failures.is_narrowing
 
     # Simulation -------------------------------------------------------------------------------------------------------
@@ -652,7 +652,7 @@ class Scheduler:
             or not self.has_room
         ):
             return 0
-        if self.kv.has_copies or self._step_failures.is_any:
+        if self.kv.has_copies or self._step_failures.is_recovering:
             return 0
         batch, kv, rows = self.batch, self.kv, self.batch.rows()
         slots, index = rows.slots, rows.index
@@ -710,7 +710,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         waiting = self._table.waiting if self.pause_state is PauseState.RUNNING else self._table.resuming
-        if self._step_failures.is_restricted:
+        if self._step_failures.is_restricting_steps:
             return self._step_failures.num_startable(waiting)
         return len(waiting)
 
