@@ -139,6 +139,7 @@ def add_texts(source: Path, target: Path) -> None:
         (target / name).write_text(text)
         title = next(line.removeprefix("# ") for line in text.splitlines() if line.startswith("# "))
         lines.append(f"- [{title}]({name.as_posix()})")
+    shutil.copytree(DOCS / "pictures", target / "pictures")  # which the texts show
     (target / "llms.txt").write_text("\n".join(lines) + "\n")
 
 
