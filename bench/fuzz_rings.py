@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from report import environment, write_json
 
-from tests.actors import hostile_frontend
+from tests.messages import hostile_frontend
 from tests.ring import hostile
 
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from actorllm.messages import Submit
-from tests.actors import hostile_frontend
+from tests.messages import hostile_frontend
 from tests.ring import hostile
 from tests.ring.hostile import Report
 

@@ -1,0 +1,144 @@
+"""Equality of streams: batching, chunking, depth, preemption and topology change nothing (float32).
+
+Two checks. Every stream is held, token by token, against an oracle that shares no code with the engine's forward
+(`tests/oracle.py`). And all configurations are compared with one another up to their first difference.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actorllm import LLM, SamplingParams
+from tests.oracle import MAX_RATE, Account, Stream
+
+NUM_PROMPTS = 48
+MAX_TOKENS = 96
+MAX_MODEL_LEN = 320
+TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
+"""In the cache of the storyteller in float32: layers, key and value, heads, width, bytes."""
+ENOUGH_TOKENS, TOO_FEW_TOKENS = 8_000, 3_520
+"""In the cache, without and with preemptions; also the latter for more than 16 requests at a time."""
+
+
+def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts of 1 to 200 tokens, and every kind of sampling."""
+    rng = np.random.default_rng(7)
+    lengths = [1, 2, 15, 16, 17, 200, *rng.integers(1, 120, NUM_PROMPTS - 6).tolist()]
+    prompts = [rng.integers(1, 4096, n).tolist() for n in lengths]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_p": 0.95},
+        {"temperature": 1.3, "top_k": 40},
+        {"temperature": 0.9, "min_p": 0.02},
+        {"temperature": 1.0, "top_k": 300, "top_p": 0.9},
+        {"temperature": 0.0},
+    ]
+    params = [
+        SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, seed=1000 + i, **kinds[i % len(kinds)])
+        for i in range(NUM_PROMPTS)
+    ]
+    return prompts, params
+
+
+def run(**arguments: Any) -> tuple[list[Stream], dict[str, Any]]:
+    prompts, params = requests()
+    with LLM(
+        "storyteller", dtype="float32", max_model_len=MAX_MODEL_LEN, max_num_seqs=32, num_threads=1, **arguments
+    ) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        statistics = llm.stats()["scheduler"]["scheduler"]
+    return [output.outputs[0].token_ids for output in outputs], statistics
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[Stream]:
+    """Depth 1, roomy cache, whole prompts: the plainest run."""
+    streams, statistics = run(topology="inline", async_scheduling=False)
+    assert statistics["num_preemptions"] == 0
+    return streams
+
+
+GRID = [
+    (topology, depth, preempt, chunk)
+    for topology in ("inline", "process")
+    for depth in (1, 2)
+    for preempt in (False, True)
+    for chunk in (1, 16, 512)
+]
+
+
+def test_the_grid_is_what_the_readme_says() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    said = re.search(r"(\d+)\s+configurations, ([\d,]+) tokens", readme)
+    assert said is not None
+    assert (int(said[1]), int(said[2].replace(",", ""))) == (len(GRID), len(GRID) * NUM_PROMPTS * MAX_TOKENS)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("topology", "depth", "preempt", "chunk"), GRID)
+def test_streams_are_equal(
+    reference: list[Stream], totals: Account, topology: str, depth: int, preempt: bool, chunk: int
+) -> None:
+    streams, statistics = run(
+        topology=topology,
+        async_scheduling=depth == 2,
+        long_prefill_token_threshold=chunk,
+        kv_cache_memory_bytes=TOKEN_BYTES * (TOO_FEW_TOKENS if preempt else ENOUGH_TOKENS),
+    )
+    assert (statistics["num_preemptions"] > 0) == preempt
+    prompts, params = requests()
+    account = Account()
+    for prompt, one, stream, expected in zip(prompts, params, streams, reference, strict=True):
+        account.check(prompt, one, stream)
+        account.compare(prompt, one, stream, expected)
+    totals.tokens += account.tokens
+    if statistics["num_output_tokens"] >= 16 * statistics["num_steps"]:
+        totals.batched_tokens += account.tokens
+    totals.inside_margin += account.inside_margin
+    totals.real += account.real
+    assert account.tokens == NUM_PROMPTS * MAX_TOKENS
+    assert account.real == 0, account
+    assert account.inside_margin <= 10, "rows inside the margin are rare"
+
+
+@pytest.fixture(scope="module")
+def totals() -> Iterator[Account]:
+    account = Account()
+    yield account
+    if account.tokens >= len(GRID) * NUM_PROMPTS * MAX_TOKENS:  # the whole grid ran
+        assert account.batched_tokens >= 50_000
+        assert account.real <= account.tokens * MAX_RATE
+        print(
+            f"\n{account.tokens} tokens compared, {account.batched_tokens} of them in batches of 16 and more: "
+            f"{account.real} real differences, {account.inside_margin} in the margin"
+        )
+
+
+def test_an_off_by_one_in_the_counter_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: were noise drawn for the next token index, the comparison would fail."""
+    from actorllm.model.sampler import Sampler
+
+    right = Sampler.sample
+
+    def shifted(self: Sampler, logits: Any, columns: Any) -> Any:
+        columns.token_index += 1
+        try:
+            return right(self, logits, columns)
+        finally:
+            columns.token_index -= 1
+
+    monkeypatch.setattr(Sampler, "sample", shifted)
+    streams, _ = run(topology="inline")
+    monkeypatch.undo()
+    prompts, params = requests()
+    account = Account()
+    for prompt, one, stream in zip(prompts, params, streams, strict=True):
+        account.check(prompt, one, stream)
+    sampled_share = 5 / 6
+    assert account.real > 0.3 * account.tokens * sampled_share

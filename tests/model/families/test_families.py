@@ -1,0 +1,325 @@
+"""Families with a fused forward: logits against transformers, on the CPU and on the emulated device, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from actorllm.errors import CorruptModelError, UnsupportedModelError
+from actorllm.model.cpu.decoder import Decoder
+from actorllm.model.cpu.runner import CpuRunner
+from actorllm.model.cuda.decoder import DeviceDecoder
+from actorllm.model.cuda.device import HostDevice
+from actorllm.model.cuda.runner import CudaRunner
+from actorllm.model.cuda.transformers_model import DeviceTransformers
+from actorllm.model.families.decoder_config import DecoderConfig, TensorNames
+from actorllm.model.hf.transformers_backend import TransformersDecoder
+from actorllm.model.registry import FAMILIES, decoder_config, model_plan, way_of
+from tests.model.cuda.conftest import config_of
+from tests.model.cuda.twins import DeviceDriver
+from tests.model.driver import Driver
+from tests.model.hf.test_transformers_backend import ALTERNATING, TOLERANCE, difference, prompt, reference, save
+
+LONGER_THAN_THE_PROMPT = 200
+HEADS_OF_32 = {"hidden_size": 128}
+"""The kernels of the device take none of 12 dimensions."""
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {**HEADS_OF_32, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", HEADS_OF_32),
+    "qwen2": ("qwen2", HEADS_OF_32),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "phi3": ("phi3", HEADS_OF_32),
+    "phi3, tied, long window": (
+        "phi3",
+        {**HEADS_OF_32, "tie_word_embeddings": True, "sliding_window": LONGER_THAN_THE_PROMPT},
+    ),
+    "olmo2": ("olmo2", HEADS_OF_32),
+    "olmo2, tied, biases": ("olmo2", {**HEADS_OF_32, "tie_word_embeddings": True, "attention_bias": True}),
+    "gemma3": ("gemma3", {"head_dim": 32}),
+    "gemma3, own head, long window": (
+        "gemma3",
+        {"head_dim": 32, "tie_word_embeddings": False, "sliding_window": LONGER_THAN_THE_PROMPT},
+    ),
+}
+
+
+@pytest.fixture(params=VARIANTS)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """A random model of transformers, saved to the folder."""
+    name, differences = VARIANTS[request.param]
+    return save(name, tmp_path, max_position_embeddings=256, **differences)
+
+
+def cpu_driver(folder: Path, plan: Any = None, **arguments: Any) -> Driver:
+    config = config_of(folder, block_size=4, load_format="auto", **arguments)
+    runner = CpuRunner(config, show_progress=False, plan=plan)
+    runner.load()
+    runner.allocate(64)
+    return Driver(runner)
+
+
+def device_driver(
+    folder: Path, kind: type[CudaRunner] = CudaRunner, plan: Any = None, **arguments: Any
+) -> DeviceDriver:
+    config = config_of(folder, block_size=64, load_format="auto", **arguments)
+    runner = kind(config, show_progress=False, device=HostDevice(), plan=plan)
+    runner.load()
+    runner.allocate(24)
+    return DeviceDriver(runner, num_blocks=24)
+
+
+def chunks_and_decode_steps(driver: Any, model: Any) -> None:
+    """A prompt in chunks beside another one that decodes, then both; every row of every step is compared."""
+    runner = driver.runner
+    on_device = isinstance(runner, CudaRunner)
+    if on_device:
+        runner.model.head = None  # so that logits are written
+
+    def step(*arguments: Any, **more: Any) -> None:
+        driver.step(*arguments, **more)
+        if on_device:
+            driver.logits = runner.sampler.logits[: len(driver.rows)].clone()
+        assert difference(driver, model) < TOLERANCE
+
+    assert float(reference(model, prompt(1, 70)).std()) > 1.0, "the logits do not matter"
+    driver.add(0, prompt(1, 70))
+    driver.add(3, prompt(2, 5))
+    step({0: 40, 3: 5}, decode=[])
+    step({0: 30}, decode=[3])
+    for _ in range(6):
+        step(decode=[3, 0])
+
+
+def test_logits_on_the_cpu_are_those_of_transformers(model: Any, tmp_path: Path) -> None:
+    driver = cpu_driver(tmp_path)
+    assert isinstance(driver.runner.decoder, Decoder)
+    chunks_and_decode_steps(driver, model)
+
+
+def test_logits_on_the_device_are_those_of_transformers(model: Any, tmp_path: Path) -> None:
+    driver = device_driver(tmp_path)
+    assert isinstance(driver.runner.model, DeviceDecoder)
+    chunks_and_decode_steps(driver, model)
+
+
+def test_products_and_norms_of_many_rows_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of many rows, where each is a launch of its own."""
+    monkeypatch.setattr("actorllm.model.cuda.linear.is_skinny", lambda *_: False)
+    for name in ("olmo2", "gemma3"):
+        folder = tmp_path / name
+        variant, differences = VARIANTS[name]
+        model = save(variant, folder, max_position_embeddings=256, **differences)
+        chunks_and_decode_steps(device_driver(folder), model)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "olmo2", "phi3"])
+def test_bfloat16_stays_near_float32(name: str, tmp_path: Path) -> None:
+    """Norms of 1 + weight and scaled embeddings included, of which either would be rounded away in bfloat16."""
+    variant, differences = VARIANTS[name]
+    model = save(variant, tmp_path, max_position_embeddings=256, **differences)
+    expected = reference(model, prompt(1, 40))[-1]
+    distances = []
+    for driver in (
+        cpu_driver(tmp_path, dtype="bfloat16"),
+        cpu_driver(tmp_path, dtype="bfloat16", model_impl="transformers"),
+    ):
+        driver.add(0, prompt(1, 40))
+        driver.step({0: 40}, decode=[])
+        distances.append(float((driver.logits[0] - expected).square().mean().sqrt()))
+    assert distances[0] < 1.5 * distances[1] + 0.02
+
+
+SEEN: dict[str, dict[str, Any]] = {
+    "attention_scale": {"attention_scale": None},
+    "embedding_scale": {"embedding_scale": 1.0},
+    "window_rope": {"window_rope": None},
+    "windows": {"windows": (6, 6)},
+    "activation": {"activation": "silu"},
+    "norm_offset": {"names": TensorNames(mlp_norm="pre_feedforward_layernorm")},
+    "norms": {
+        "names": TensorNames(
+            mlp_norm="post_attention_layernorm", output_norm="pre_feedforward_layernorm", norm_offset=1.0
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("kind", [CpuRunner, CudaRunner])
+@pytest.mark.parametrize("switch", SEEN)
+def test_control_a_dropped_switch_is_seen(switch: str, kind: type[Any], tmp_path: Path) -> None:
+    variant, differences = VARIANTS["gemma3"]
+    model = save(variant, tmp_path, max_position_embeddings=256, **differences)
+    make = cpu_driver if kind is CpuRunner else device_driver
+    plan = replace(make(tmp_path).runner.model_config, **SEEN[switch])
+    driver = make(tmp_path, plan=plan)
+    driver.add(0, prompt(1, 40))
+    if kind is CudaRunner:
+        driver.runner.model.head = None
+    driver.step({0: 40}, decode=[])
+    driver.logits = driver.logits if kind is CpuRunner else driver.runner.sampler.logits[:1]
+    assert difference(driver, model) > 20 * TOLERANCE
+
+
+# Switches -------------------------------------------------------------------------------------------------------------
+
+
+class Narrow(CudaRunner):
+    """A backend that was written before OLMo 2 was."""
+
+    name = "narrow"
+    switches = CudaRunner.switches - {"norms_inputs", "norms_outputs", "qk_norm='all_heads'"}
+
+
+class Alone(Narrow):
+    """One that runs no modules of transformers either."""
+
+    name = "alone"
+    runs_modules = False
+
+
+NEEDS = "'Olmo2ForCausalLM' needs norms_inputs, norms_outputs, qk_norm='all_heads', which the fused forward of device="
+
+
+def olmo2(folder: Path) -> Any:
+    variant, differences = VARIANTS["olmo2"]
+    return save(variant, folder, max_position_embeddings=256, **differences)
+
+
+def test_what_a_backend_does_not_know_runs_through_transformers(tmp_path: Path) -> None:
+    """A healthy checkpoint with a switch that the forward does not know was once called corrupt."""
+    model = olmo2(tmp_path)
+    driver = device_driver(tmp_path, Narrow)
+    assert isinstance(driver.runner.model, DeviceTransformers)
+    driver.add(0, prompt(1, 30))
+    driver.step({0: 30}, decode=[])
+    assert driver.requests[0].tokens[-1] == int(reference(model, prompt(1, 30))[-1].argmax())
+    config, hf = driver.runner.config, json.loads((tmp_path / "config.json").read_text())
+    assert f"{NEEDS}'narrow'" in way_of(driver.runner.model_config, config.model, hf, Narrow)
+
+
+def test_what_a_backend_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
+    olmo2(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=f"{NEEDS}'narrow' does not know; leave model_impl at 'auto'"):
+        device_driver(tmp_path, Narrow, model_impl="vllm")
+    expected = f"{NEEDS}'alone' .* and not through transformers either: .* device='alone' does not; use device='cpu'"
+    with pytest.raises(UnsupportedModelError, match=expected):
+        device_driver(tmp_path, Alone)
+
+
+def test_no_backend_runs_the_shape_of_another_one(tmp_path: Path) -> None:
+    """With random weights, which have every name, a plan with unknown switches once ran as another model."""
+    olmo2(tmp_path)
+    config = config_of(tmp_path, block_size=64, load_format="dummy")
+    plan = CpuRunner(config, show_progress=False).model_config
+    assert isinstance(plan, DecoderConfig)
+    with pytest.raises(UnsupportedModelError, match=f"{NEEDS}'narrow'"):
+        Narrow(config, show_progress=False, device=HostDevice(), plan=plan)
+
+
+def test_a_switch_is_whatever_is_not_as_in_the_plain_decoder() -> None:
+    plain = decoder_config("LlamaForCausalLM", LLAMA)
+    assert plain.switches == set()
+    assert replace(plain, has_head=False).switches == set()
+    assert replace(plain, embedding_scale=2.0, has_mlp_bias=True).switches == {"embedding_scale", "has_mlp_bias"}
+    assert replace(plain, windows=(None, 5)).switches == {"windows"}
+    assert replace(plain, qk_norm="head", activation="gelu_tanh").switches == {
+        "qk_norm='head'",
+        "activation='gelu_tanh'",
+    }
+
+
+LLAMA: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def test_every_family_is_compared_with_transformers(tmp_path: Path) -> None:
+    compared = set()
+    for number, (name, differences) in enumerate(VARIANTS.values()):
+        save(name, tmp_path / str(number), max_position_embeddings=256, **differences)
+        compared |= set(json.loads((tmp_path / str(number) / "config.json").read_text())["architectures"])
+    assert compared == set(FAMILIES), "add the family to VARIANTS"
+
+
+def test_every_family_runs_fused_on_both_backends(tmp_path: Path) -> None:
+    for architecture in FAMILIES:
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"architectures": [architecture], "head_dim": 32}))
+        config, hf = config_of(tmp_path, max_model_len=64).model, json.loads((tmp_path / "config.json").read_text())
+        for backend in (CpuRunner, CudaRunner):
+            assert isinstance(model_plan(config, hf, backend), DecoderConfig)
+
+
+# What config.json may say ---------------------------------------------------------------------------------------------
+
+
+def test_gemma3_of_older_files_is_the_same(tmp_path: Path) -> None:
+    save("gemma3", tmp_path, num_hidden_layers=4, layer_types=None, sliding_window_pattern=2)
+    new = json.loads((tmp_path / "config.json").read_text())
+    old = {
+        key: value for key, value in new.items() if key not in ("rope_parameters", "layer_types", "hidden_activation")
+    }
+    old |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": None, "sliding_window_pattern": 2}
+    configs = [decoder_config("Gemma3ForCausalLM", hf) for hf in (new, old)]
+    for config in configs:
+        assert config.windows == (6, None, 6, None)
+        assert config.window_rope is not None
+        assert (config.rope["rope_theta"], config.window_rope["rope_theta"]) == (1e6, 1e4)
+    assert replace(configs[0], rope={}, window_rope={}) == replace(configs[1], rope={}, window_rope={})
+    scaled = decoder_config("Gemma3ForCausalLM", old | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert scaled.rope["factor"] == 8.0
+    assert scaled.window_rope == {"rope_theta": 1e4}
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 6,
+    "long_factor": [4.0] * 6,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "differences"),
+    [
+        ("gemma3", {"final_logit_softcapping": 8.0}),
+        ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+        ("phi3", {"rope_parameters": LONGROPE}),
+    ],
+    ids=["soft cap", "partial rotation", "longrope"],
+)
+def test_what_a_family_lacks_goes_through_transformers(name: str, differences: dict[str, Any], tmp_path: Path) -> None:
+    model = save(name, tmp_path, **differences)
+    driver = cpu_driver(tmp_path)
+    assert isinstance(driver.runner.decoder, TransformersDecoder)
+    driver.add(0, prompt(1, 30))
+    driver.step({0: 30}, decode=[])
+    assert difference(driver, model) < TOLERANCE
+    with pytest.raises(UnsupportedModelError, match=r"softcapping|partial_rotary_factor|longrope"):
+        cpu_driver(tmp_path, model_impl="vllm")
+
+
+def test_layer_types_that_contradict_the_number_of_layers() -> None:
+    with pytest.raises(CorruptModelError, match="layer_types has 3 entries for 2 layers"):
+        decoder_config("Gemma3ForCausalLM", LLAMA | {"layer_types": [*ALTERNATING["layer_types"], "full_attention"]})
+
+
+def test_a_checkpoint_with_a_tensor_too_few_is_corrupt(tmp_path: Path) -> None:
+    """Also where the tensor is a part of one that is fused."""
+    save("phi3", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.self_attn.qkv_proj.weight"
+    tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CorruptModelError, match=name):
+        cpu_driver(tmp_path)

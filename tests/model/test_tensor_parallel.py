@@ -1,0 +1,268 @@
+"""Several ranks compute one model together: the same streams as one rank, and errors that say what does not fit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import torch
+
+import actorllm.client.engine
+from actorllm import LLM, AsyncLLM, EngineDeadError, SamplingParams
+from actorllm.actors.topology import Topology, engine_topology
+from actorllm.config import ARGUMENTS, EngineConfig, read_model_folder
+from actorllm.errors import ConfigError, RequestFailedError, UnsupportedModelError
+from actorllm.model.cpu.runner import CpuRunner
+from actorllm.model.families.decoder_config import DecoderConfig
+from actorllm.model.parallel import HeadShare, Ranks
+from actorllm.model.registry import check_shares, model_plan
+from actorllm.model.weights import DummyWeights
+from tests.model.torn_worker import BLINDS, HANGS, RAISES, RAISES_BEFORE
+
+SHAPE: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 331,
+    "hidden_size": 48,
+    "intermediate_size": 90,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "dtype": "float32",
+}
+
+
+def model_folder(path: Path, **changes: Any) -> Path:
+    (path / "config.json").write_text(json.dumps(SHAPE | changes))
+    return path
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    return {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": 8, "num_threads": 1} | changes
+
+
+def streams(folder: Path, **changes: Any) -> list[tuple[int, ...]]:
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, 331, n).tolist() for n in (3, 40, 17, 64, 1, 25, 33, 9, 50, 12)]
+    params = [
+        SamplingParams(temperature=0.8 * (i % 3 > 0), seed=i, max_tokens=24, min_tokens=5, ignore_eos=i % 2 == 0)
+        for i in range(len(prompts))
+    ]
+    with LLM(folder, **arguments(max_num_batched_tokens=48, **changes)) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [
+        ((2, 4), {}),
+        ((2,), {"architectures": ["LlamaForCausalLM"], "mlp_bias": True, "attention_bias": True}),
+        ((4,), {"architectures": ["Olmo2ForCausalLM"], "attention_bias": True}),
+        pytest.param(
+            (2,),
+            {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 20, "sliding_window_pattern": 2},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param((2,), {"architectures": ["Phi3ForCausalLM"]}, marks=pytest.mark.slow),
+    ],
+    ids=["qwen3", "llama", "olmo2", "gemma3", "phi3"],
+)
+def test_several_ranks_give_the_streams_of_one(tmp_path: Path, sizes: tuple[int, ...], changes: dict[str, Any]) -> None:
+    """More ranks than key heads, a vocabulary and an MLP that do not divide evenly, biases that must be added once."""
+    folder = model_folder(tmp_path, **changes)
+    expected = streams(folder, topology="inline")
+    assert len({*expected}) == len(expected)
+    for size in sizes:
+        assert streams(folder, tensor_parallel_size=size) == expected
+
+
+def test_an_owner_that_is_killed_while_ranks_meet_leaves_no_file(tmp_path: Path) -> None:
+    """One rank is kept from coming, the other one waits, and the owner dies."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    program = f"import sys; from actorllm import LLM; LLM(sys.argv[1], **{arguments(tensor_parallel_size=2)!r})"
+    command = [sys.executable, "-c", program, str(model_folder(tmp_path))]
+    environment = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def named(name: str) -> int | None:
+        for children in Path(f"/proc/{owner.pid}/task").glob("*/children"):
+            with contextlib.suppress(FileNotFoundError):  # a thread, or a child, that is gone already
+                for pid in children.read_text().split():
+                    if Path(f"/proc/{pid}/comm").read_text() == f"actor:{name}\n":
+                        return int(pid)
+        return None
+
+    def files() -> list[Path]:
+        """Where ranks may have left word: in the folder for such files, or in a file that only the owner has."""
+        found = list(temporary.glob("actorllm-*"))
+        for fd in Path(f"/proc/{owner.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if "actorllm-rendezvous" in os.readlink(fd):
+                    found.append(fd)
+        return found
+
+    with subprocess.Popen(command, env=environment) as owner:
+        try:
+            while (last := named("worker1")) is None:
+                assert owner.poll() is None
+                time.sleep(0.005)
+            os.kill(last, signal.SIGSTOP)
+            while not any(path.stat().st_size for path in files()):
+                assert owner.poll() is None
+                time.sleep(0.01)
+        finally:
+            owner.kill()
+    assert list(temporary.glob("actorllm-*")) == []
+
+
+def test_grammars_and_cached_prefixes_with_two_ranks() -> None:
+    """A mask comes late, and to both; what is found in the cache is a half of each block at either."""
+    prompt = "Once upon a time there was a girl who lived in a house. " * 4
+    grammars = [{"regex": "[a-z ]{8,20}"}, {"choice": ["perhaps later", "no"]}, None]
+    params = [SamplingParams(seed=i, max_tokens=24, structured_outputs=grammar) for i, grammar in enumerate(grammars)]
+    told = []
+    for ranks in ({"topology": "inline"}, {"tensor_parallel_size": 2}):
+        with LLM("storyteller", dtype="float32", num_threads=1, **ranks) as llm:
+            first = llm.generate([prompt] * 3, params, use_tqdm=False)
+            again = llm.generate([prompt] * 3, params, use_tqdm=False)
+        assert all(output.num_cached_tokens for output in again)
+        assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in first]
+        told.append([(o.outputs[0].token_ids, o.outputs[0].text, o.outputs[0].finish_reason) for o in again])
+    assert told[0] == told[1]
+    assert told[0][1][1] in ("perhaps later", "no")
+
+
+def test_logits_in_chunks_and_bfloat16(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, vocab_size=150_000, num_hidden_layers=1)
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=2, ignore_eos=True)  # of a prompt, and of a decode step
+    prompts = [[i + 1] * 5 for i in range(120)]  # more logits than MAX_LOGITS_BYTES
+    results = []
+    for ranks in ({"topology": "inline"}, {"tensor_parallel_size": 2}):
+        with LLM(folder, **arguments(**ranks, max_num_seqs=120)) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        results.append([tuple(o.outputs[0].token_ids) for o in outputs])
+    assert results[0] == results[1]
+    with LLM(model_folder(tmp_path), **arguments(tensor_parallel_size=2, dtype="bfloat16")) as llm:
+        (output,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 2
+
+
+async def test_the_death_of_any_rank_ends_every_stream(tmp_path: Path) -> None:
+    llm = AsyncLLM(model_folder(tmp_path), **arguments(tensor_parallel_size=2, on_failure="raise"))
+    stream = llm.generate([1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True))
+    await stream.__anext__()
+    os.kill(llm._engine.pids["worker1"], signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="worker1"):
+        async for _ in stream:
+            pass
+    llm.shutdown()
+
+
+def torn(config: EngineConfig) -> Topology:
+    topology = engine_topology(config)
+    actors = [
+        replace(a, path="tests.model.torn_worker:TornWorkerActor") if a.name.startswith("worker") else a
+        for a in topology.actors
+    ]
+    return replace(topology, actors=tuple(actors))
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_ranks_find_out_together_that_nothing_is_finite_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank looks after the same step, and all are replaced; a request that breaks them twice is to blame."""
+    monkeypatch.setattr(actorllm.client.engine, "engine_topology", torn)
+    llm = AsyncLLM(model_folder(tmp_path), **arguments(tensor_parallel_size=2))
+    params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0)
+    expected = (await llm.complete([1, 2, 3], params)).outputs[0].token_ids
+    told = r"ran this request alone; the last time worker[01] failed with EngineError: no step"
+    with pytest.raises(RequestFailedError, match=told):
+        await llm.complete([1, BLINDS, 3], params)
+    assert (await llm.complete([1, 2, 3], params)).outputs[0].token_ids == expected
+    health = llm.health()
+    assert [health.actors[name].num_restarts for name in ("worker0", "worker1", "scheduler")] == [2, 2, 0]
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.parametrize(
+    ("token", "expected"),
+    [
+        (RAISES, r"worker1 failed with RuntimeError: planted between two collectives"),
+        (RAISES_BEFORE, r"worker1 failed with RuntimeError: planted before the collectives"),
+        pytest.param(HANGS, r"worker[01] was killed because it was stuck: step \d+ ran for", marks=pytest.mark.slow),
+    ],
+)
+async def test_a_rank_that_leaves_the_others_in_a_collective_is_the_one_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: int, expected: str
+) -> None:
+    """The others wait for it where nobody can call them back; they are killed with it, and it is its error that counts."""
+    monkeypatch.setattr(actorllm.client.engine, "engine_topology", torn)
+    final = {"on_failure": "raise"} if "on_failure" in ARGUMENTS else {}
+    llm = AsyncLLM(model_folder(tmp_path), **arguments(tensor_parallel_size=2, step_timeout_s=2, **final))
+    with anyio.fail_after(30), pytest.raises(EngineDeadError, match=expected):
+        async for _ in llm.generate([1, token, 3], SamplingParams(max_tokens=200, ignore_eos=True)):
+            pass
+    llm.shutdown()
+    assert llm._engine.pids == {}
+
+
+@pytest.mark.parametrize(("size", "possible"), [(3, "1, 2, 4, 8"), (16, "1, 2, 4, 8")])
+def test_heads_that_cannot_be_shared_out(tmp_path: Path, size: int, possible: str) -> None:
+    with pytest.raises(ConfigError, match=rf"tensor_parallel_size={size}.*possible are {possible}"):
+        LLM(model_folder(tmp_path), **arguments(tensor_parallel_size=size))
+
+
+def test_what_runs_through_transformers_is_not_shared_out() -> None:
+    config = EngineConfig.from_arguments("storyteller", model_impl="transformers", tensor_parallel_size=2)
+    _, hf = read_model_folder(config.model.path)
+    words = "tensor_parallel_size=2: only models with a fused forward .* runs through transformers; set tensor_parallel_size=1"
+    with pytest.raises(UnsupportedModelError, match=words):
+        check_shares(model_plan(config.model, hf, CpuRunner), config.model, 2)
+
+
+@pytest.mark.parametrize("size", [0, -1, "2", 1.5])
+def test_a_size_that_is_none(size: Any) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        EngineConfig.from_arguments("storyteller", tensor_parallel_size=size)
+
+
+def test_the_inline_topology_has_one_rank() -> None:
+    with pytest.raises(ConfigError, match="topology='process'"):
+        EngineConfig.from_arguments("storyteller", tensor_parallel_size=2, topology="inline")
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (8, 8), (12, 4), (4, 1)])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_query_head_is_with_its_key_head(heads: int, kv_heads: int, size: int) -> None:
+    config = DecoderConfig.from_hugging_face(SHAPE | {"num_attention_heads": heads, "num_key_value_heads": kv_heads})
+    seen = []
+    for rank in range(size):
+        share = HeadShare(config.num_heads, config.num_kv_heads, config.head_dim, Ranks(rank, size))
+        fold = share.num_heads // share.num_kv_heads
+        for i, head in enumerate(range(share.heads.start, share.heads.stop)):
+            seen.append(head)
+            assert head // (heads // kv_heads) == share.kv_heads.start + i // fold
+    assert seen == list(range(heads))
+
+
+def test_parts_of_a_tensor_are_parts_of_the_whole() -> None:
+    weights = DummyWeights(0, torch.float32)
+    whole = weights.take("model.layers.0.mlp.down_proj.weight", 6, 10)
+    assert torch.equal(weights.take("model.layers.0.mlp.down_proj.weight", 6, 10, rows=slice(1, 4)), whole[1:4])
+    assert torch.equal(weights.take("model.layers.0.mlp.down_proj.weight", 6, 10, columns=slice(2, 9)), whole[:, 2:9])

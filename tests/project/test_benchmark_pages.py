@@ -1,0 +1,108 @@
+"""The pages of figures: generated, complete, and true of the code that they name. Nothing is measured here."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+
+import report  # noqa: E402
+import ring  # noqa: E402
+import run_all  # noqa: E402
+
+import docs  # noqa: E402
+
+sys.path.remove(str(ROOT / "bench"))
+
+
+def benchmarks() -> set[str]:
+    """The scripts that write a result."""
+    scripts = {file.stem for file in (ROOT / "bench").glob("*.py") if '"--json"' in file.read_text()}
+    return scripts - {"report", "run_all"}
+
+
+@pytest.mark.parametrize(
+    "page", ["docs/benchmarks.md", "docs/reliability.md", "docs/slo.md", "docs/compatibility.md", "README.md"]
+)
+def test_pages_are_what_the_results_give(page: str) -> None:
+    generated = docs.generate(ROOT / "bench" / "results")[page]
+    assert (ROOT / page).read_text() == generated, "run `python bench/docs.py`"
+
+
+def test_every_benchmark_has_a_place_on_a_page() -> None:
+    assert {*docs.ORDER, *docs.RELIABILITY, *docs.EMBEDDED, "gpu"} == benchmarks()
+
+
+def test_what_make_bench_leaves_out_is_said() -> None:
+    assert {bench.name for bench in run_all.BENCHES} == benchmarks() - set(docs.LEFT_OUT)
+    for name in docs.LEFT_OUT:
+        assert f"`{name}`" in docs.HEAD
+        assert f"`{name}`" in (ROOT / "README.md").read_text()
+
+
+def test_a_result_that_is_missing_stands_there_as_not_measured(tmp_path: Path) -> None:
+    pages = docs.generate(tmp_path)
+    for name in docs.ORDER:
+        section = pages["docs/benchmarks.md"].split(f"\n## {name}\n")[1].split("\n## ")[0]
+        assert "Not measured yet." in section
+    assert pages["README.md"].count("| not measured |") >= len(docs.FIGURES)
+
+
+def test_every_figure_of_the_readme_was_measured() -> None:
+    assert "not measured" not in docs.figures(ROOT / "bench" / "results")
+
+
+def test_a_ratio_is_that_of_the_two_medians_beside_it() -> None:
+    ours, theirs = [1.0, 5.0, 3.0], [1.0, 2.0, 9.0]
+    assert report.ratio(ours, theirs) == statistics.median(ours) / statistics.median(theirs) == 1.5
+    assert report.ratio(ours, None) is None
+    quantities = {quantity for quantity, *_ in ring.TARGETS}
+    quantities |= {"4 readers 4 KiB over 4 rings, messages/s", "idle, % of a core per process"}
+    rounds = [
+        {quantity: {ring.RING: a, ring.ZMQ: b, ring.BLOCKING: b} for quantity in quantities}
+        for a, b in zip(ours, theirs, strict=True)
+    ]
+    ratios = {row["ring against"]: row["ratio"] for row in ring.compare(rounds)}
+    assert all(ratios[f"{quantity} / {other}"] == 1.5 for quantity, other, *_ in ring.TARGETS)
+
+
+def git(folder: Path, *words: str) -> str:
+    identity = ("-c", "user.name=x", "-c", "user.email=x@localhost", "-c", "commit.gpgsign=false")
+    command = ["git", "-C", str(folder), *identity, *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_a_result_says_of_which_code_it_is(tmp_path: Path) -> None:
+    for folder in ("actorllm", "kernels", "bench/results", "docs"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "file").touch()
+    assert report.code(tmp_path) == {}
+    git(tmp_path, "init")
+    assert report.code(tmp_path) == {}, "no commit yet"
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "x")
+    found = {"commit": git(tmp_path, "rev-parse", "HEAD")[:12], "dirty": False}
+    assert report.code(tmp_path) == found
+    assert report.code(tmp_path / "docs") == {}, "a folder in the repository of something else"
+    (tmp_path / "bench" / "results" / "file").write_text("a result of the same run")
+    (tmp_path / "docs" / "file").write_text("a page")
+    assert report.code(tmp_path) == found
+    (tmp_path / "actorllm" / "new").touch()
+    assert report.code(tmp_path) == found | {"dirty": True}
+
+
+def test_the_page_says_of_which_code_a_result_is() -> None:
+    environment = {"date": "2030-01-02", "processor": "Abacus", "cores": 3}
+    assert docs.circumstances({"environment": environment}) == "2030-01-02, Abacus, 3 cores."
+    environment |= {"commit": "0123456789ab", "dirty": False}
+    assert docs.circumstances({"environment": environment}) == "2030-01-02, Abacus, 3 cores, commit 0123456789ab."
+    environment["dirty"] = True
+    assert "commit 0123456789ab with changes." in docs.circumstances({"environment": environment})

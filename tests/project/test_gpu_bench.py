@@ -1,0 +1,471 @@
+"""bench/gpu.py cannot be run without a GPU, so it is walked through on a CPU: it must not rot until somebody has one."""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from actorllm.model.cuda import ops
+from actorllm.model.cuda.collectives import Collectives
+from actorllm.model.cuda.decoder import Activations, ResidualStream
+from actorllm.model.cuda.linear import DeviceDense
+from actorllm_kernels import reference
+from actorllm_kernels.configs import trying
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+
+import gpu  # noqa: E402
+from gpu_stages import attention, correctness, engine, products, readme, search, steps, tables, targets  # noqa: E402
+from gpu_stages.clock import Bench  # noqa: E402
+from gpu_stages.inputs import Paged  # noqa: E402
+from gpu_stages.models import MODELS, TINY  # noqa: E402
+from gpu_stages.record import Work  # noqa: E402
+
+sys.path.remove(str(ROOT / "bench"))
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "gpu.py"), *arguments], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.timeout(400)
+def test_every_stage_runs_and_no_kernel_is_wrong(tmp_path: Path) -> None:
+    work, result = tmp_path / "work", tmp_path / "gpu.json"
+    done = run("--cpu-check", "--work", str(work), "--json", str(result))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(result.read_text())
+    assert found["correctness"]["num_wrong"] == 0
+    assert found["decode"]["decode"][0]["GB/s"] > 0
+    assert found["order"]["order"]
+    assert not found["order"]["wrong"]
+    assert found["offline"]["offline"][0]["output tokens/s"] > 0
+    assert not any(row["problem"] for row in found["peers"]["peers"])
+    assert {row["stage"]: row["problem"] for row in found["stages"]} == dict.fromkeys(gpu.STAGES, "")
+    page = result.with_suffix(".md").read_text()
+    assert "Not measured" not in page
+    assert "a walk through the script on a CPU" in page
+    (work / "head.json").unlink()
+    again = run("--cpu-check", "--work", str(work), "--stage", "next")
+    assert again.returncode == 0, again.stderr
+    assert "head ..." in again.stdout
+    assert "ceilings ..." not in again.stdout, "what is there is not measured again"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cpu-check", "--stage", "tail"], "--stage tail is none of next, all, ceilings"),
+        (["--cpu-check", "--models", "gpt"], "--models gpt: the models are tiny-qwen3"),
+    ],
+)
+def test_bad_arguments_are_named(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
+    assert gpu.main() == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Of a walk through the script."""
+    return Bench(torch.device("cpu"), True)
+
+
+# What survives of a measurement -----------------------------------------------------------------------------------------
+
+
+def work_of(folder: Path, **changes: object) -> Work:
+    here = {"machine": "H200", "sources": "a", "table": "b", "models": ["x"]} | changes
+    return Work(folder, here, {name: stage.depends_on for name, stage in gpu.STAGES.items()})
+
+
+def launching(work: Work, failing: Mapping[str, str] = {}, wrong: Collection[str] = ()) -> tuple[gpu.Launch, list[str]]:
+    """Stages that find something at once, but for those whose process ends; and which were run."""
+    ran: list[str] = []
+
+    def launch(names: list[str]) -> str:
+        for name in names:
+            ran.append(name)
+            if name in failing:
+                return failing[name]
+            work.write(name, {"wrong": "one is"} if name in wrong else {})
+        return ""
+
+    return launch, ran
+
+
+def test_a_stage_that_fails_costs_nobody_else_the_results(tmp_path: Path) -> None:
+    work = work_of(tmp_path)
+    launch, ran = launching(work, {"steps": "its process ended with -9"})
+    assert gpu.run_stages("all", work, launch) == 1
+    assert ran == list(gpu.STAGES)
+    assert set(work.results()) == set(gpu.STAGES) - {"steps"}
+    assert {record.stage: record.problem for record in work.records() if record.problem} == {
+        "steps": "its process ended with -9"
+    }
+    launch, ran = launching(work)
+    assert gpu.run_stages("next", work, launch) == 0
+    assert ran == [], "it is known that this one fails"
+    assert gpu.run_stages("all", work, launch) == 0
+    assert ran == ["steps"]
+
+
+@pytest.mark.parametrize("gate", gpu.GATES)
+def test_nothing_is_measured_of_kernels_that_are_wrong(
+    tmp_path: Path, gate: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = work_of(tmp_path)
+    launch, ran = launching(work, wrong=[gate])
+    assert gpu.run_stages("all", work, launch) == 1
+    assert ran == list(gpu.STAGES)[: list(gpu.STAGES).index(gate) + 1]
+    assert f"{gate}: one is: no figure after this one would count" in capsys.readouterr().err
+    assert gpu.run_stages("next", work, launch) == 1
+    assert gpu.run_stages("peers", work, launch) == 0, "asked for by name"
+    assert ran[-1] == "peers"
+    assert gpu.run_stages("peers", work_of(tmp_path / "elsewhere"), launch) == 1, "shares are of the ceilings"
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        ({"machine": "H100"}, set()),
+        ({"sources": "z"}, {"ceilings"}),
+        ({"models": ["y"]}, {"ceilings", "correctness", "small", "decode", "prefill", "descriptors"}),
+        ({"table": "z"}, {"ceilings", *(name for name in gpu.STAGES if name.startswith("search-"))}),
+    ],
+)
+def test_results_of_something_else_do_not_count(tmp_path: Path, change: dict[str, object], kept: set[str]) -> None:
+    work = work_of(tmp_path)
+    gpu.run_stages("all", work, launching(work)[0])
+    work = work_of(tmp_path, **change)
+    assert set(work.results()) == kept
+    launch, ran = launching(work)
+    gpu.run_stages("all", work, launch)
+    assert set(ran) == set(gpu.STAGES) - kept
+
+
+def test_a_process_that_does_not_end_is_ended() -> None:
+    assert gpu.run_apart([sys.executable, "-c", "import signal; signal.pause()"], 0.1) == "it was ended after 0.1 s"
+    assert gpu.run_apart([sys.executable, "-c", "raise SystemExit(3)"], 60) == "its process ended with 3"
+    assert gpu.run_apart([sys.executable, "-c", ""], 60) == ""
+
+
+def test_a_stage_that_raises_says_so_in_its_record(
+    tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> dict[str, Any]:
+        raise ValueError("no room\nfor that")
+
+    monkeypatch.setitem(gpu.STAGES, "peers", gpu.Stage(broken))
+    work = work_of(tmp_path)
+    assert gpu.run_here(["peers"], bench, [], work) == 0
+    assert [record.problem for record in work.records()] == ["ValueError: no room"]
+
+
+def test_what_decides_the_speed_today_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '570.1, 1980 MHz, 1980 MHz, 3201 MHz, 700.00 W, Enabled, 34'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = gpu.nvidia_smi("GPU-1")
+    assert (found["driver_version"], found["power.limit"], found["ecc.mode.current"]) == (
+        "570.1",
+        "700.00 W",
+        "Enabled",
+    )
+    program.unlink()
+    assert gpu.nvidia_smi("GPU-1") == {}
+
+
+# What is measured -------------------------------------------------------------------------------------------------------
+
+
+def test_a_gpu_that_is_lost_ends_the_checks(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(correctness, "checks", lambda _: iter([("one", lost, 1.0), ("two", lambda _: 0.0, 1.0)]))
+    assert [row["kernel"] for row in correctness.run(bench)["checks"]] == ["one", "two"]
+    monkeypatch.setattr(Bench, "synchronize", lost)
+    found = correctness.run(bench)
+    assert [row["kernel"] for row in found["checks"]] == ["one"], "what came after it would look wrong as well"
+    assert found["wrong"] == "wrong kernels: one"
+
+
+@pytest.mark.parametrize("edge", ["last", "first", "page"])
+def test_attention_that_leaves_out_a_key_is_found_wrong(edge: str) -> None:
+    torch.manual_seed(0)
+    cache = Paged.make([3001], 8, 128, 64, torch.device("cpu")).sharpen()
+    q, (keys, values) = 2 * torch.randn(1, 16, 128).double(), (x.double() for x in cache.sequence(0))
+    whole = reference.attention(q, keys, values, 128**-0.5)
+    assert correctness.off_by_row(whole.to(torch.bfloat16), whole) < correctness.ATTENTION_TOLERANCE
+    left = {"last": slice(3000), "first": slice(1, 3001), "page": slice(64, 3001)}[edge]
+    less = reference.attention(q, keys[left], values[left], 128**-0.5)
+    assert correctness.off_by_row(less, whole) > 4 * correctness.ATTENTION_TOLERANCE
+
+
+def test_a_token_that_dependent_launches_change_is_wrong(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {False: [[1, 2], [3, 4], [5, 6]], True: [[1, 2], [3, 5], [5, 6]]}
+    monkeypatch.setattr(
+        steps,
+        "tokens_of",
+        lambda _, __, uses_pdl: [("prompts", torch.ones(1, 2)), ("batch 2", torch.tensor(found[uses_pdl]))],
+    )
+    result = steps.order(bench, [TINY["tiny-llama"]])
+    assert result["wrong"] == "dependent launches give other tokens: tiny-llama, batch 2"
+    assert [row["first difference"] for row in result["order"]] == [None, 1]
+
+
+def test_the_workload_is_that_of_nano_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = engine.workload(Bench(torch.device("cpu"), False), MODELS["Qwen3-0.6B"])
+    assert (sum(len(ids) for ids, _ in requests), sum(n for _, n in requests)) == (142827, 133966)
+
+
+def test_an_engine_is_measured_once_all_its_graphs_are_recorded() -> None:
+    with pytest.raises(RuntimeError, match="cannot be recorded as a graph"):
+        engine.is_settled({"workers": [{"num_graphs_wanted": 0, "num_graphs_refused": 1}]})
+    assert not engine.is_settled({"workers": [{"num_graphs_wanted": 2, "num_graphs_refused": 0}]})
+    assert engine.is_settled({"workers": [{"num_graphs_wanted": 0, "num_graphs_refused": 0}, {}]})
+
+
+def test_the_timed_steps_have_the_context_that_their_limit_is_of(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = []
+    with steps.runner_of(bench, TINY["tiny-llama"]) as runner:
+        run = runner.graphs.run
+
+        def noted(*key: Any) -> None:
+            run(*key)
+            lengths.append(int(runner._decode_rows.seq_lens[0]))
+
+        def rounds(_: Bench, call: Callable[[], None], before: Callable[[], None]) -> float:
+            lengths.clear()
+            for _ in range(3):
+                before()
+                call()
+            return 1.0
+
+        monkeypatch.setattr(runner.graphs, "run", noted)
+        monkeypatch.setattr(Bench, "eager_seconds", rounds)
+        monkeypatch.setattr(Bench, "pick", lambda _, real, tiny: real if real == steps.STEPS else tiny)
+        steps.step_seconds(bench, runner, 2, 40)
+        assert runner._pool.pool[:, :1].any(), "zeros would be no work"
+    assert len(lengths) == 3 * steps.STEPS
+    assert statistics.mean(lengths) == pytest.approx(40, abs=0.5)
+
+
+def test_the_other_way_of_a_product_is_what_the_decoder_launches(bench: Bench) -> None:
+    """Or the table would be decided by launches that nobody makes."""
+    shape, rows = TINY["tiny-llama"], 3
+    weights = {name: (outputs, inputs) for name, outputs, inputs in shape.linears}
+
+    def names(launch: Callable[[], None]) -> list[str]:
+        with ops.record() as launches:
+            launch()
+        return [one.func.__name__ for one in launches]
+
+    config = SimpleNamespace(
+        hidden_size=shape.hidden, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=shape.intermediate
+    )
+    a: Any = Activations(rows, config, torch.bfloat16, torch.device("cpu"))
+    weight = {name: DeviceDense(torch.zeros(*size, dtype=torch.bfloat16)) for name, size in weights.items()}
+    norm = torch.ones(shape.hidden, dtype=torch.bfloat16)
+    for max_rows, way in ((64, 0), (0, 1)):
+        with trying("skinny_gemm", MAX_ROWS=max_rows):
+            stream = ResidualStream(a, 1e-6, False, Collectives())
+            stream.add_product(a.out.view(rows, -1), weight["o"])
+
+            def launch(stream: ResidualStream = stream) -> None:
+                stream.normed_product(norm, weight["gate_up"], a.middle, activation="silu")
+                stream.add_product(a.middle, weight["down"])
+                stream.normed_product(norm, weight["qkv"], a.qkv)
+
+            theirs = names(launch)
+        ours = [
+            name
+            for product in ("gate_up", "down", "qkv")
+            for name in names(products.Product(shape, product, *weights[product], bench).calls(rows)[way][0])
+        ]
+        assert theirs == ours
+
+
+# What is made of it -----------------------------------------------------------------------------------------------------
+
+
+def test_the_best_configuration_loses_least_over_all_cases() -> None:
+    costs = {(1, 8): {"a": 1.0, "b": 4.0}, (2, 8): {"a": 1.3, "b": 2.0}, (3, 8): {"a": 9.0}}
+    rows = [
+        {"class": "d", "case": case, "us": us, "BLOCK": block, "warps": warps}
+        for (block, warps), by_case in costs.items()
+        for case, us in by_case.items()
+    ]
+    assert search.choose(rows, ("BLOCK", "warps")) == {"d": {"BLOCK": 2, "warps": 8}}
+
+    found = [
+        {"class": "narrow", "rows": count, "ratio": ratio}
+        for count, ratio in ((1, 0.7), (8, 0.9), (16, 1.1), (32, 0.9))
+    ]
+    assert products.max_rows(found) == {"narrow": 8}
+
+
+def test_a_search_in_which_nothing_runs_says_so(bench: Bench) -> None:
+    def broken() -> list[Callable[[], None]]:
+        raise RuntimeError("out of resource: shared memory")
+
+    with pytest.raises(RuntimeError, match="attn_decode a batch: no candidate runs"):
+        search.measure(bench, "attn_decode", [search.Case("a batch", "d128", broken)], [{"PER_SM": 1}])
+
+
+def test_programs_that_are_tried_fit_on_a_multiprocessor_together() -> None:
+    for config in attention.decode_candidates(Bench(torch.device("cpu"), False)):
+        assert config["PER_SM"] * config["num_warps"] * 32 * config["maxnreg"] <= 65536
+
+
+def test_what_was_found_goes_into_the_table(tmp_path: Path) -> None:
+    file = tmp_path / "configs.json"
+    file.write_text(tables.TABLE.read_text())
+    before = json.loads(file.read_text())
+    decode = {"PER_SM": 4, "TILE": 32, "num_warps": 4, "num_stages": 4, "maxnreg": 128}
+    results: dict[str, dict[str, Any]] = {
+        "products": {"max_rows": {"narrow": 8, "wide": 16}},
+        "search-products": {
+            "kernel": "skinny_gemm",
+            "chosen": {"narrow": {"BLOCK_N": 32, "PREFETCH": 0, "MAX_ROWS": 64}},
+        },
+        "search-decode": {"kernel": "attn_decode", "chosen": {"d128": decode}},
+        "decode": {"decode": []},
+    }
+    changes = tables.write_configs(results, file, "sm_90")
+    assert len(changes) == 3
+    table = json.loads(file.read_text())
+    assert table["attn_decode"]["sm_90"].pop("d128") == decode
+    assert before["attn_decode"]["sm_90"].pop("d128")
+    general = before["skinny_gemm"]["*"]
+    assert table["skinny_gemm"].pop("sm_90") == {
+        "narrow": general["narrow"] | {"BLOCK_N": 32, "PREFETCH": 0, "MAX_ROWS": 64},
+        "wide": general["wide"] | {"MAX_ROWS": 16},
+    }
+    assert table == before, "nothing else has changed"
+    assert tables.write_configs(results, file, "sm_90") == []
+    with pytest.raises(ValueError, match="no entry of attn_decode for sm_90, shape class 'd512'"):
+        tables.write_configs({"search-decode": {"kernel": "attn_decode", "chosen": {"d512": decode}}}, file, "sm_90")
+
+
+def test_the_table_is_written_as_it_is_checked_in(tmp_path: Path) -> None:
+    text = tables.TABLE.read_text()
+    assert tables._compact(json.loads(text)) == text
+
+
+def test_every_target_is_looked_for_where_a_stage_leaves_it() -> None:
+    results: dict[str, dict[str, Any]] = {}
+    for target in targets.TARGETS:
+        row = {**target.figure.row, target.figure.column: 0.5}
+        results.setdefault(target.figure.stage, {}).setdefault(target.figure.table, []).append(row)
+    assert set(results) <= set(gpu.STAGES)
+    found = {row["figure"]: row for row in targets.verdicts(results, "NVIDIA H200")}
+    assert found["decode step of Qwen3-0.6B, batch 1, ms"] == {
+        "figure": "decode step of Qwen3-0.6B, batch 1, ms", "measured": 0.5, "target": "≤ 0.55", "met": True,
+    }  # fmt: skip
+    assert not found["prefill attention at 8k, TFLOP/s"]["met"]
+    assert all(row["met"] == "—" for row in targets.verdicts(results, "NVIDIA H100 PCIe"))
+    assert all(row["measured"] is None and row["met"] is None for row in targets.verdicts({}, "NVIDIA H200"))
+
+
+def test_measured_figures_go_into_the_table_of_the_kernels(tmp_path: Path) -> None:
+    file = tmp_path / "README.md"
+    file.write_text(readme.README.read_text())
+    rows = {line.split("`")[1] for line in file.read_text().split("\n") if line.startswith("| `")}
+    assert rows - set(readme.FIGURES) == {"philox.py"}
+    assert set(readme.FIGURES) <= rows
+    assert readme.write_readme({}, "NVIDIA H200", file) == []
+    assert file.read_text() == readme.README.read_text(), "nothing is claimed of what was not measured"
+    small = [
+        {"kernel": "rmsnorm", "case": "8192 x 4096", "us": 70.0, "share of bandwidth": 0.876},
+        {"kernel": "step_prep", "case": "256 rows", "us": 2.34},
+    ]
+    changed = readme.write_readme({"small": {"small": small}}, "NVIDIA H200", file)
+    assert [line.rsplit(" | ", 1)[1] for line in changed] == ["2.3 us (256 rows) |", "88% (8192 x 4096) |"]
+    assert "Measured on a GPU: NVIDIA H200, 2" in file.read_text()
+    assert file.read_text().count("not measured") == len(rows) - 2
+
+
+def test_a_build_that_is_not_in_use_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> float:
+        raise RuntimeError("no allocator was set")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    asked = [check for _, check, *_ in correctness.checks(Bench(torch.device("cpu"), False))]
+    assert not any("by_tma" in str(check.args) for check in asked if isinstance(check, functools.partial))
+
+    allocators: list[object] = []
+    monkeypatch.setattr(attention.triton, "set_allocator", allocators.append)
+    monkeypatch.setattr(attention, "check_prefill", broken)
+    monkeypatch.setattr(attention, "prefill_call", broken)
+    rows = attention.descriptors(Bench(torch.device("cpu"), True))["descriptors"]
+    assert [(row["right"], row["by descriptors, TFLOP/s"]) for row in rows] == [(False, None)]
+    assert len(allocators) == 1, "descriptors take memory that nobody else provides"
+
+
+def test_the_memory_of_a_runner_is_free_when_its_block_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next runner asks for nearly all of the GPU, while this one's name is still bound."""
+    bench = Bench(torch.device("cpu"), True)
+    with steps.runner_of(bench, TINY["tiny-llama"]) as runner:
+        step = runner.steady_step(1, 5, is_recorded=False)
+        held = [weakref.ref(runner._pool.pool), weakref.ref(runner.model.embedding), weakref.ref(runner.graphs)]
+    assert [one() for one in held] == [None, None, None]
+    assert runner is not None
+    assert step is not None
+
+    monkeypatch.setattr(steps.CudaRunner, "profile_num_blocks", lambda _: 0)
+    with (
+        pytest.raises(RuntimeError, match="tiny-llama: the GPU has no memory left"),
+        steps.runner_of(bench, TINY["tiny-llama"]),
+    ):
+        pass
+
+
+def test_the_idle_time_between_steps_is_that_without_work() -> None:
+    def event(name: str, start: float, length: float, cat: str = "kernel") -> dict[str, object]:
+        return {"cat": cat, "name": name, "ts": start, "dur": length}
+
+    def step(at: float, layer: str = "attn_decode_kernel") -> list[dict[str, object]]:
+        """70 long; kernels overlap, as dependent launches do."""
+        return [event("step_prep_kernel", at, 2), event(layer, at + 1, 60), event("kv_clear_kernel", at + 60, 10)]
+
+    host = [
+        event("index_copy", 90, 4),
+        event("Memcpy HtoD", 95, 3, "gpu_memcpy"),
+        event("aten::zeros", 71, 20, "cpu_op"),
+    ]
+    found = engine.between_steps([*step(110), *host, *step(0), *step(210)])
+    gaps = [110 - 70 - 4 - 3, 210 - 180]
+    assert found == {
+        "steps": 2,
+        "step, us": (110 + 100) / 2,
+        "idle between steps, us": sum(gaps) / 2,
+        "share": sum(gaps) / 210,
+    }
+    prompt = [event("embed_kernel", 260, 1), event("attn_prefill_kernel", 261, 20), event("kv_clear_kernel", 290, 1)]
+    assert engine.between_steps([*step(0), *step(100), *step(200), *prompt, *step(300), *step(400)]) == {
+        "steps": 2,
+        "step, us": 100,
+        "idle between steps, us": 30,
+        "share": 60 / 200,
+    }
+    mixed = step(100, "attn_prefill_kernel")
+    assert engine.between_steps([*step(0), *mixed, *step(200)])["steps"] == 0, "steps with prompts are none of these"
+    assert engine.between_steps([event("step_prep_kernel", 50, 5, "cpu_op")])["share"] is None

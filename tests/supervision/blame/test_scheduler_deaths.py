@@ -1,0 +1,375 @@
+"""Which request do schedulers die of? The search alone, and real actors of several programs over many lives of a scheduler."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from actorllm.actors import constraints, detokenization, frontend, scheduler
+from actorllm.errors import RequestFailedError
+from actorllm.messages import ProbeGroup, Submit
+from actorllm.supervision.blame import scheduler_probes
+from actorllm.supervision.blame.scheduler_deaths import DeathRecord, SchedulerBisection, note_death
+from tests.actors import deadly_policies
+from tests.actors.deadly_policies import COMES, HAS_A_TOKEN, MOMENTS, STARTS, WAITS
+from tests.supervision.blame.lives import Caller, Killed, Lives
+
+SLOTS = 8
+GOOD = 6
+"""A token that nobody dies of."""
+
+
+class Search:
+    """Requests by rid, all of one frontend; some kill the scheduler when it takes them on, or when they are in a step."""
+
+    def __init__(self, num_requests: int, killers: set[int], is_in_step: bool) -> None:
+        self.records = {rid: DeathRecord() for rid in range(num_requests)}
+        self.killers = killers
+        self.is_in_step = is_in_step
+        self.num_deaths = 0
+        self.num_losses = 0
+        self.failed: set[int] = set()
+
+    def live(self) -> bool:
+        """One life. False: nobody died, and every request has had its tokens."""
+        search, told = SchedulerBisection(), None
+        for rid, record in sorted(self.records.items(), key=lambda item: -item[1].num_deaths):
+            submit = Submit(
+                rid=rid,
+                arrival=0.0,
+                prompt=np.ones(1, np.int32),
+                max_tokens=1,
+                num_deaths=record.num_deaths,
+                probe_size=record.probe_size,
+                num_losses=self.num_losses,
+            )
+            if record.num_deaths:
+                search.begin()
+            if search:
+                search.hold((0, rid), submit)
+            elif self._takes_on([rid], is_last=False):
+                return self._die(told)
+        if not search:
+            return self._die(told) if self._runs(list(self.records)) else False
+        while search:
+            group = [rid for (_, rid), _ in search.next_group()]
+            told = ProbeGroup(rids=np.array(group, np.int32), size=search.group_size, is_alone=len(group) == 1)
+            group = group or [rid for (_, rid), _ in search.take_all()]
+            if self._takes_on(group, is_last=True) or self._runs(group):
+                return self._die(told)
+            search.on_step((0, rid) for rid in group)
+        return False
+
+    def _takes_on(self, rids: list[int], is_last: bool) -> bool:
+        return not self.is_in_step and bool(self.killers.intersection(rids))
+
+    def _runs(self, rids: list[int]) -> bool:
+        """In steps of so many as there are slots."""
+        for first in range(0, len(rids), SLOTS):
+            step = rids[first : first + SLOTS]
+            for rid in step:
+                if self.num_deaths:  # those of the first life are not resumed
+                    self.records[rid].is_begun = True
+            if self.is_in_step and self.killers.intersection(step):
+                return True
+            for rid in step:
+                self.records[rid].clear()
+            self.num_losses = 0
+        return False
+
+    def _die(self, told: ProbeGroup | None) -> bool:
+        self.num_deaths += 1
+        note_death(self.records, told, is_second=self.num_losses > 0)
+        self.num_losses += 1
+        for rid in [rid for rid, record in self.records.items() if record.is_blamed]:
+            self.failed.add(rid)
+            del self.records[rid]
+        return True
+
+
+@pytest.mark.parametrize("is_in_step", [True, False])
+@pytest.mark.parametrize("num_requests", [1, 2, 3, 8, 50, 1000])
+def test_one_is_found_wherever_it_is(num_requests: int, is_in_step: bool) -> None:
+    for killer in sorted({0, num_requests // 3, num_requests // 2, num_requests - 1}):
+        search = Search(num_requests, {killer}, is_in_step)
+        while search.live():
+            assert search.num_deaths < 40
+        assert search.failed == {killer}
+        num_suspects = min(num_requests, SLOTS) if is_in_step else num_requests
+        assert search.num_deaths <= 5 + np.log2(num_suspects)
+
+
+@pytest.mark.parametrize("is_in_step", [True, False])
+def test_several_are_found_and_nobody_else(is_in_step: bool) -> None:
+    chance = random.Random(1)
+    for _ in range(30):
+        killers = set(chance.sample(range(40), 3))
+        search = Search(40, killers, is_in_step)
+        while search.live():
+            assert search.num_deaths < 60
+        assert search.failed == killers
+
+
+def test_accidents_are_nobodys_fault() -> None:
+    """However often the scheduler is killed, as long as everybody gets his tokens in between."""
+    search = Search(20, set(), is_in_step=True)
+    for _ in range(20):
+        assert not search.live()
+        search._die(None)
+    assert not any(record.num_deaths for record in search.records.values())
+
+
+def test_who_waits_is_no_suspect_for_those_who_run() -> None:
+    records = {rid: DeathRecord() for rid in range(3)}
+    records[1].is_begun = True
+    note_death(records, None, is_second=False)
+    assert [record.num_deaths for record in records.values()] == [0, 1, 0]
+    note_death(records, None, is_second=False)
+    assert [record.num_deaths for record in records.values()] == [0, 1, 0], (
+        "nobody was in a step, and others had tokens"
+    )
+    note_death(records, None, is_second=True)
+    assert [record.num_deaths for record in records.values()] == [1, 2, 1]
+
+
+# Whole programs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_lives(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lives]:
+    def die() -> None:
+        raise Killed
+
+    def make(*arguments: Any, **more: Any) -> Lives:
+        lives = Lives(*arguments, **more)
+        for module in (constraints, frontend, detokenization, scheduler, scheduler_probes):
+            monkeypatch.setattr(module, "now", lives.clock)
+        return lives
+
+    monkeypatch.setattr(deadly_policies, "die", die)
+    return make
+
+
+def prompt_of(lives: Lives, token: int = GOOD) -> list[int]:
+    return [5, token, 100 + len(lives.callers)]
+
+
+def check_ends(lives: Lives) -> None:
+    """Everything has ended as it should, and nothing is left of it."""
+    assert not lives.is_dead
+    for caller in lives.callers:
+        caller.check()
+        assert caller.is_over
+        deadly = set(caller.prompt).intersection(MOMENTS)
+        assert deadly or caller.error is None, caller.error
+        if deadly and deadly != {WAITS} and caller.reason != "abort":
+            assert isinstance(caller.error, RequestFailedError)
+    scheduler = lives.scheduler
+    assert scheduler.scheduler.is_idle
+    assert not scheduler._probes.has_held
+    assert not scheduler._probes.not_begun
+    assert scheduler.scheduler._admission.num_held == 0
+    assert not any(frontend._journal for frontend in lives.frontends if frontend is not None)
+
+
+@pytest.mark.parametrize("moment", [COMES, STARTS, HAS_A_TOKEN])
+@pytest.mark.parametrize("n", [1, 8])
+def test_one_of_an_attached_program_is_found_beside_a_busy_owner(
+    make_lives: Callable[..., Lives], moment: int, n: int
+) -> None:
+    """The owner's requests have tokens in every life; its sequences are one request."""
+    lives = make_lives(2)
+    for _ in range(6):
+        lives.submit(0, prompt_of(lives), 100)
+    for _ in range(5):
+        lives.turn()
+    lives.submit(1, prompt_of(lives, moment), 8, n)
+    lives.rest()
+    check_ends(lives)
+    assert lives.num_deaths <= 6
+
+
+@pytest.mark.parametrize("moment", [COMES, STARTS, HAS_A_TOKEN])
+@pytest.mark.parametrize("num_deadly", [1, 2, 3, 5, 8, 12])
+def test_as_many_as_this_are_found_without_a_token_of_anybody(
+    make_lives: Callable[..., Lives], moment: int, num_deadly: int
+) -> None:
+    lives = make_lives()
+    for _ in range(num_deadly):
+        lives.submit(0, prompt_of(lives, moment))
+    lives.rest()
+    check_ends(lives)
+    assert lives.num_deaths <= 2 + 2 * num_deadly + np.log2(num_deadly)
+
+
+@pytest.mark.parametrize("moment", [COMES, STARTS, HAS_A_TOKEN])
+def test_any_number_is_found_as_long_as_somebody_has_tokens(make_lives: Callable[..., Lives], moment: int) -> None:
+    """Before it is too many deaths in a row, those go on that are not suspected."""
+    lives = make_lives(2)
+    lives.submit(0, prompt_of(lives), 200)
+    for _ in range(5):
+        lives.turn()
+    for _ in range(12):
+        lives.submit(1, prompt_of(lives, moment))
+    lives.rest()
+    check_ends(lives)
+    assert lives.num_deaths <= 12 * 4
+
+
+def test_a_scheduler_that_dies_of_everything_is_not_the_fault_of_requests(make_lives: Callable[..., Lives]) -> None:
+    lives = make_lives(policy="Always")
+    for _ in range(16):
+        lives.submit(0, prompt_of(lives))
+    lives.rest()
+    assert lives.is_dead
+    assert lives.num_deaths == 5
+    assert not any(caller.is_over for caller in lives.callers), "they end with the engine, and none is accused"
+
+
+def test_who_kills_while_it_waits_is_let_in_first(make_lives: Callable[..., Lives]) -> None:
+    """Nobody dies of it then. Who is killed while nothing else is there, although that is of several sequences, fails."""
+    lives = make_lives(2)
+    for _ in range(8):
+        lives.submit(0, prompt_of(lives), 300)
+    lives.submit(0, prompt_of(lives, WAITS))
+    lives.rest()
+    check_ends(lives)
+    assert lives.callers[-1].error is None
+    assert lives.num_deaths <= 6
+    num_before = lives.num_deaths
+    lives.submit(1, prompt_of(lives, WAITS), 8, n=8)  # of which four start
+    lives.submit(0, prompt_of(lives), 30)
+    lives.rest()
+    check_ends(lives)
+    assert all(isinstance(caller.error, RequestFailedError) for caller in lives.callers[-9:-1])
+    assert lives.num_deaths - num_before <= 5
+
+
+def test_a_program_that_is_late_does_not_hold_up_the_others_for_long(make_lives: Callable[..., Lives]) -> None:
+    lives = make_lives(2)
+    (mine,), (other,) = (lives.submit(number, prompt_of(lives), 100) for number in (0, 1))
+    for _ in range(2):
+        lives.turn()
+        lives.turn()
+        lives.late_next = {1}
+        lives.die()
+    num_tokens = len(mine.tokens)
+    for _ in range(3):
+        lives.turn()
+    assert len(mine.tokens) == num_tokens, "there may be suspects among what is not here yet"
+    lives.now += 0.3
+    for _ in range(3):
+        lives.turn()
+    assert len(mine.tokens) > num_tokens
+    assert lives.late
+    lives.catch_up()
+    lives.rest()
+    check_ends(lives)
+    assert other.reason == "length"
+
+
+class Programs(RuleBasedStateMachine):
+    """Several programs, some of whose requests are deadly. The owner has one that is not, most of the time."""
+
+    def __init__(self, make: Callable[..., Lives]) -> None:
+        super().__init__()
+        self.make = make
+        self.num_deadly = self.num_accidents = 0
+        self.gone: list[Caller] = []
+
+    @initialize(num_frontends=st.integers(1, 3), is_busy=st.booleans())
+    def begin(self, num_frontends: int, is_busy: bool) -> None:
+        self.lives = self.make(num_frontends)
+        self.is_busy = is_busy
+        if is_busy:
+            self.lives.submit(0, prompt_of(self.lives), 150)
+            for _ in range(4):
+                self.lives.turn()
+
+    def _number(self, choice: int) -> int:
+        alive = [number for number, frontend in enumerate(self.lives.frontends) if frontend is not None]
+        return alive[choice % len(alive)]
+
+    @rule(choice=st.integers(0, 9), max_tokens=st.integers(1, 40), n=st.sampled_from([1, 1, 2, 5]))
+    def submit(self, choice: int, max_tokens: int, n: int) -> None:
+        self.lives.submit(self._number(choice), prompt_of(self.lives), max_tokens, n)
+
+    @precondition(lambda self: self.num_deadly < 8)
+    @rule(choice=st.integers(0, 9), moment=st.sampled_from(MOMENTS), n=st.sampled_from([1, 1, 3]))
+    def submit_deadly(self, choice: int, moment: int, n: int) -> None:
+        self.num_deadly += 1
+        self.lives.submit(self._number(choice), prompt_of(self.lives, moment), 8, n)
+
+    @rule(count=st.integers(1, 8))
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            self.lives.turn()
+
+    @rule(choice=st.integers(0, 99))
+    def abort(self, choice: int) -> None:
+        frontend = self.lives.frontends[self._number(choice)]
+        assert frontend is not None
+        rids = list(frontend._journal)
+        if rids and not (self.is_busy and frontend is self.lives.frontends[0]):
+            frontend.abort(rids[choice % len(rids)])
+
+    @precondition(lambda self: self.num_accidents == 0)
+    @rule()
+    def accident(self) -> None:
+        self.num_accidents += 1
+        self.lives.die()
+
+    @rule(choice=st.integers(0, 9))
+    def be_late(self, choice: int) -> None:
+        self.lives.late_next = {self._number(choice)}
+
+    @rule()
+    def catch_up(self) -> None:
+        self.lives.catch_up()
+
+    @rule(seconds=st.sampled_from([0.1, 0.3, 1.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.lives.now += seconds
+
+    @precondition(lambda self: len(self.lives.frontends) < 5)
+    @rule()
+    def join(self) -> None:
+        self.lives.join()
+
+    @rule(choice=st.integers(0, 9))
+    def leave(self, choice: int) -> None:
+        number = self._number(choice)
+        if number:
+            frontend = self.lives.frontends[number]
+            assert frontend is not None
+            mine = [entry.consumer for entry in frontend._journal.values()]
+            self.lives.leave(number)
+            self.lives.callers = [caller for caller in self.lives.callers if caller not in mine]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "lives"):
+            return
+        self.lives.rest()
+        check_ends(self.lives)
+        num_requests = len(self.lives.callers) + 1
+        most = 4 + self.num_accidents + self.num_deadly * (5 + np.log2(num_requests))
+        assert self.lives.num_deaths <= (most if self.num_deadly else 1)
+
+
+def test_whatever_programs_do_only_the_deadly_fail(make_lives: Callable[..., Lives]) -> None:
+    run_state_machine_as_test(
+        lambda: Programs(make_lives),
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=25,
+            deadline=None,
+            suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+        ),
+    )

@@ -1,0 +1,82 @@
+"""Starting and stopping engines again and again in one process: nothing grows."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import gc, json, os, sys, threading
+from pathlib import Path
+from actorllm import LLM, SamplingParams
+
+topology, count = sys.argv[1], int(sys.argv[2])
+params = SamplingParams(max_tokens=4, ignore_eos=True)
+
+def counts():
+    gc.collect()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    children = [
+        child for task in Path("/proc/self/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+    return {
+        "fds": len(os.listdir("/proc/self/fd")),
+        "threads": int(status["Threads"]),
+        "children": len(children),
+        "segments": sum(name.startswith(f"allm-{os.getpid():x}-") for name in os.listdir("/dev/shm")),
+        "objects": len(gc.get_objects()),
+        "kib": int(status["VmRSS"].split()[0]),
+    }
+
+for number in range(count):
+    llm = LLM("storyteller", topology=topology, num_threads=1, kv_cache_memory_bytes=4 << 20, max_model_len=128)
+    outputs = llm.generate(["Once", "Twice"], params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [4, 4]
+    ways = [llm.shutdown, lambda: llm.__exit__(), lambda: llm.drain() and llm.shutdown()]
+    ways[number % 3]()
+    del llm, outputs, ways
+    print(json.dumps(counts()), flush=True)
+"""
+
+
+def counts_after_each(topology: str, count: int) -> list[dict[str, Any]]:
+    program = subprocess.run(
+        [sys.executable, "-c", PROGRAM, topology, str(count)],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert (program.returncode, program.stderr) == (0, "")
+    return [json.loads(line) for line in program.stdout.splitlines()]
+
+
+def check(counts: list[dict[str, Any]], settled: int, max_kib: int) -> None:
+    """The first starts load libraries and fill caches; from then on everything stays as it is."""
+    first, last = counts[settled], counts[-1]
+    for name in ("fds", "threads", "children", "segments"):
+        assert {count[name] for count in counts[settled:]} == {first[name]}, name
+    assert first["children"] == first["segments"] == 0
+    assert last["objects"] - first["objects"] < 200 + (len(counts) - settled), "objects are left behind"
+    assert last["kib"] - first["kib"] < max_kib, [count["kib"] for count in counts]
+
+
+@pytest.mark.parametrize(("topology", "count"), [("inline", 6), ("process", 4)])
+def test_a_few_times(topology: str, count: int) -> None:
+    check(counts_after_each(topology, count), settled=2, max_kib=12_000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("topology", ["inline", "process"])
+def test_a_hundred_times(topology: str) -> None:
+    check(counts_after_each(topology, 100), settled=20, max_kib=16_000)
