@@ -210,6 +210,22 @@ class StepResult:
     ended: float = 0.0
 
     @property
+    def is_plain(self) -> bool:
+        """Whether no column but `tokens` holds anything: so are most results, and a step costs less where that is known."""
+        return (
+            self.counts is NO_I32
+            and self.vector_rows is NO_I32
+            and self.vectors is NO_F32
+            and self.nonfinite_rows is NO_I32
+            and self.nonfinite_counts is NO_I32
+            and self.nonfinite_prefills is NO_I32
+            and self.logprob_spans is NO_I32
+            and self.logprob_ids is NO_I32
+            and self.logprobs is NO_F32
+            and self.logprob_ranks is NO_I32
+        )
+
+    @property
     def came_to_nothing(self) -> bool:
         """Values were not finite, and no row shows that any are."""
         if self.nonfinite_rows is NO_I32 and self.nonfinite_prefills is NO_I32:

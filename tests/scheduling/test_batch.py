@@ -57,3 +57,16 @@ def test_rows_are_the_same_object_while_nobody_joins_or_leaves() -> None:
     assert batch.rows() is rows
     batch.stop_decoding(0)
     assert batch.rows().slots.tolist() == [1]
+
+
+def test_rows_are_all_there_until_one_of_them_leaves() -> None:
+    batch = _occupied(3)
+    rows = batch.start_decoding([0, 1])
+    assert batch.has_all(rows)
+    batch.vacate(2)  # which is no row of them
+    assert batch.has_all(rows)
+    batch.vacate(1)
+    assert not batch.has_all(rows)
+    batch.occupy(_sequence(9, 40))
+    assert not batch.has_all(rows), "the slot is taken again, and by another"
+    assert batch.has_all(batch.rows())
