@@ -302,8 +302,8 @@ NEW_ROW = np.dtype(
 _NEW_ROW = struct.Struct("<2iQ3i3f4iIi")
 
 
-def pack_rows(rows: Iterable[NewRow]) -> U8:
-    """Records, because a plan with one new row should not carry a dozen arrays of one element."""
+def pack_rows(rows: Iterable[tuple[float, ...]]) -> U8:
+    """Records with the fields of `NewRow`, because a plan with one new row should not carry a dozen arrays of one element."""
     return np.frombuffer(b"".join([_NEW_ROW.pack(*row) for row in rows]), np.uint8)
 
 

@@ -93,7 +93,7 @@ class Batch:
         slot = self._free_slots.pop()
         sequence.slot = slot
         self.sequences[slot] = sequence
-        self.num_prompt[slot] = sequence.num_prompt
+        self.num_prompt[slot] = sequence.submit.prompt.size
         self.num_known[slot] = sequence.known.size
         self.num_computed[slot] = sequence.num_done
         self.limit[slot] = sequence.limit
@@ -116,14 +116,13 @@ class Batch:
             self.num_late -= 1
         self._free_slots.append(slot)
 
-    def start_decoding(self, slots: list[int]) -> Rows:
-        """These slots are decode rows from now on, behind all others. Returns them."""
-        self.rows()  # drops who left, so that a slot which left and joins again is not listed twice
-        joining = self.select(slots)
-        self.is_decoding[joining.index] = True
-        if joining.index.size:
-            self._rows = self._of(np.concatenate((self._rows.index, joining.index)))
-        return joining
+    def start_decoding(self, slots: list[int]) -> None:
+        """These slots are decode rows from now on, behind all others."""
+        before = self.rows()  # drops who left, so that a slot which left and joins again is not listed twice
+        if slots:
+            joining = np.array(slots, np.intp)
+            self.is_decoding[joining] = True
+            self._rows = self._of(np.concatenate((before.index, joining)))
 
     def stop_decoding(self, slot: int) -> None:
         """The slot gets no more tokens: it is ending, or it gives its blocks away."""
