@@ -28,10 +28,12 @@ from actorllm.errors import (
 )
 from actorllm.scheduling.admission_policy import ADMISSIONS
 from actorllm.scheduling.policy import policy_path
-from actorllm.types.device import choose
+from actorllm.types.device import BackendRules, choose, dtype_name, rules_of
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
+from actorllm.types.model_files import read_object
 from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
+from actorllm.types.vllm_options import VLLM_ARGUMENTS
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +103,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of a step, and who decides its contents."""
+    """Limits of a step, and the policies that decide its contents."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -109,13 +111,13 @@ class SchedulerConfig:
     """Steps in flight: 2 plans step N+1 while step N runs."""
     policy: str
     admission: str | None = None
-    """Who may start when, besides (`scheduling.admission_policy`); None: whoever finds a slot and blocks."""
+    """Which requests may start when, besides (`scheduling.admission_policy`); None: all that find a slot and blocks."""
     long_prefill_token_threshold: int = 0
     """At most this many tokens of one prompt per step; 0: as many as the step has room for."""
     max_num_partial_prefills: int = 1
     """At most this many prompts at a time that are too long for what is left of a step."""
     watermark: float = 0.01
-    """Share of the KV blocks that admissions leave free for the growth of those who run."""
+    """Share of the KV blocks that admissions leave free for the growth of running requests."""
     max_waiting_requests: int | None = None
     """Sequences that may wait for their first slot, beyond those for which there is one; None: any number."""
     max_waiting_tokens: int | None = None
@@ -228,6 +230,7 @@ class EngineConfig:
         """
         given = _checked_arguments({**options})
         load_format = _choice("load_format", given["load_format"], ("auto", "safetensors", "dummy"))
+        # What depends on something else comes first and in order: folder, pooler, lengths, device, limits of a step.
         path, hf = read_model_folder(model, load_format)
         text = hf.get("text_config") or hf
         if not isinstance(text, dict):
@@ -239,11 +242,13 @@ class EngineConfig:
             path, given["max_model_len"], text, None if pooler is None else pooler.max_length
         )
         device = _device(given, pooler)
-        block_size = _block_size(given["block_size"], device)
+        rules = rules_of(device)
+        block_size = _positive("block_size", rules.block_size if given["block_size"] is None else given["block_size"])
         max_num_seqs = _positive("max_num_seqs", given["max_num_seqs"])
         max_num_batched_tokens = _positive("max_num_batched_tokens", given["max_num_batched_tokens"])
         if pooler is not None and pooler.is_encoder and max_num_batched_tokens == ARGUMENTS["max_num_batched_tokens"]:
             max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)  # a prompt goes through in one step
+        # The scheduler relies on this: every decode row fits into a step.
         if max_num_batched_tokens < max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={max_num_batched_tokens} is less than max_num_seqs={max_num_seqs}: a step "
@@ -252,6 +257,7 @@ class EngineConfig:
         if pooler is not None:
             _check_pooling(pooler, given, max_model_len, max_num_seqs, max_num_batched_tokens)
         generation = read_generation_config(path, given["generation_config"])
+        # All else is independent, and each value is checked where it is read.
         tokenizer = given["tokenizer"]
         if tokenizer is None and path.parent != shapes.FOLDER:  # those have none
             tokenizer = str(path)
@@ -261,7 +267,7 @@ class EngineConfig:
                 path=str(path),
                 tokenizer=None if tokenizer is None or given["skip_tokenizer_init"] else str(tokenizer),
                 architecture=_architecture(path, hf),
-                dtype=_dtype(given["dtype"], hf, device),
+                dtype=_dtype(given["dtype"], hf, rules),
                 max_model_len=max_model_len,
                 vocab_size=_config_int(path, text, "vocab_size"),
                 eos_token_ids=_eos_token_ids(text, generation),
@@ -279,7 +285,7 @@ class EngineConfig:
             cache=CacheConfig(
                 block_size=block_size,
                 num_blocks=None,
-                kv_cache_memory_bytes=_kv_cache_memory(given["kv_cache_memory_bytes"], device),
+                kv_cache_memory_bytes=_kv_cache_memory(given["kv_cache_memory_bytes"], rules),
                 memory_utilization=_fraction("gpu_memory_utilization", given["gpu_memory_utilization"]),
                 enable_prefix_caching=given["enable_prefix_caching"] is not False  # None, too, as in vLLM
                 and (pooler is None or not pooler.is_encoder),
@@ -322,255 +328,6 @@ class EngineConfig:
 ARGUMENTS: dict[str, Any] = DEFAULTS
 """What the front doors understand, with the defaults (`actorllm.types.options`). Those before `topology` are vLLM's names."""
 
-VLLM_ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "tokenizer_mode": ("auto",),
-    "revision": (None,),
-    "tokenizer_revision": (None,),
-    "quantization": (None,),
-    "served_model_name": (None,),
-    "config_format": ("auto",),
-    "download_dir": (None,),
-    "swap_space": (None, 0, 4),
-    "cpu_offload_gb": (0,),
-    "kv_cache_dtype": ("auto",),
-    "disable_log_stats": (True, False),
-    "disable_log_requests": (True, False),
-    "enable_log_requests": (False,),
-    "enable_chunked_prefill": (None, True),
-    "max_long_partial_prefills": (1,),
-    "enable_lora": (False, None),
-    "pipeline_parallel_size": (1,),
-    "data_parallel_size": (1,),
-    "distributed_executor_backend": (None, "mp", "uni"),
-    "disable_custom_all_reduce": (False, True),
-    "task": (None, "auto", "generate"),
-    "speculative_config": (None,),
-    "compilation_config": (None, {}, 0),
-    "limit_mm_per_prompt": (None, {}),
-    "mm_processor_kwargs": (None,),
-    "disable_sliding_window": (False,),
-    "disable_cascade_attn": (None, False, True),
-    "logits_processors": (None,),
-    "scheduler_cls": (None,),
-    "max_seq_len_to_capture": (None, 8192),
-    "calculate_kv_scales": (False, None),
-    "num_gpu_blocks_override": (None,),
-    "preemption_mode": (None, "recompute"),
-    "use_v2_block_manager": (True,),
-    "worker_use_ray": (False,),
-    "kv_transfer_config": (None,),
-    "additional_config": (None, {}),
-    "attention_backend": (None,),
-    "hf_config_path": (None,),
-    "hf_token": (None, False),
-    "code_revision": (None,),
-    "allowed_local_media_path": ("", None),
-    "allowed_media_domains": (None,),
-    "rope_scaling": (None, {}),
-    "rope_theta": (None,),
-    "enable_sleep_mode": (False,),
-    "logprobs_mode": ("raw_logprobs",),
-    "override_attention_dtype": (None,),
-    "io_processor_plugin": (None,),
-    "skip_mm_profiling": (False, True),
-    "use_tqdm_on_load": (True, False),
-    "pt_load_map_location": ("cpu",),
-    "model_loader_extra_config": ({}, None),
-    "ignore_patterns": (None, "original/**/*", ["original/**/*"]),
-    "max_parallel_loading_workers": (None,),
-    "prefix_caching_hash_algo": ("sha256",),
-    "kv_offloading_size": (None,),
-    "kv_sharing_fast_prefill": (False,),
-    "mamba_cache_dtype": ("auto",),
-    "mamba_ssm_cache_dtype": ("auto",),
-    "mamba_block_size": (None,),
-    "disable_hybrid_kv_cache_manager": (None, False, True),
-    "disable_chunked_mm_input": (False,),
-    "num_scheduler_steps": (1,),
-    "scheduler_delay_factor": (0.0,),
-    "num_lookahead_slots": (0,),
-    "prefill_context_parallel_size": (1,),
-    "decode_context_parallel_size": (1,),
-    "data_parallel_rank": (None,),
-    "data_parallel_start_rank": (None,),
-    "data_parallel_size_local": (None, 1),
-    "data_parallel_address": (None,),
-    "data_parallel_rpc_port": (None,),
-    "data_parallel_backend": ("mp",),
-    "data_parallel_hybrid_lb": (False,),
-    "data_parallel_external_lb": (False,),
-    "enable_expert_parallel": (False,),
-    "enable_eplb": (False,),
-    "eplb_config": (None, {}),
-    "enable_dbo": (False,),
-    "all2all_backend": (None, "allgather_reducescatter"),
-    "nnodes": (1,),
-    "node_rank": (0,),
-    "worker_cls": ("auto",),
-    "worker_extension_cls": ("",),
-    "ray_workers_use_nsight": (False,),
-    "cuda_graph_sizes": (None, []),
-    "max_loras": (1,),
-    "max_lora_rank": (16,),
-    "max_cpu_loras": (None,),
-    "lora_dtype": ("auto",),
-    "fully_sharded_loras": (False,),
-    "default_mm_loras": (None,),
-    "guided_decoding_backend": ("auto", "guidance"),
-    "structured_outputs_config": (None, {}, {"backend": "auto"}, {"backend": "guidance"}),
-    "reasoning_parser": ("", None),
-    "reasoning_parser_plugin": ("", None),
-    "interleave_mm_strings": (False,),
-    "media_io_kwargs": ({}, None),
-    "mm_processor_cache_gb": (4,),
-    "mm_encoder_only": (False,),
-    "mm_encoder_tp_mode": ("weights",),
-    "video_pruning_rate": (None,),
-    "otlp_traces_endpoint": (None,),
-    "collect_detailed_traces": (None,),
-    "show_hidden_metrics_for_version": (None,),
-    "kv_cache_metrics": (False,),
-    "kv_events_config": (None,),
-    "ec_transfer_config": (None,),
-    "aggregate_engine_logging": (False,),
-    "enable_fault_tolerance": (False,),
-    "max_num_queued_reqs": (None,),
-    "max_num_queued_tokens": (None,),
-    "enable_return_routed_experts": (False,),
-    "return_sampling_mask": (False,),
-    "model_weights": ("",),
-    "safetensors_load_strategy": (None,),
-    "safetensors_prefetch_num_threads": (8,),
-    "safetensors_prefetch_block_size": (16777216,),
-    "cudagraph_capture_sizes": (None,),
-    "max_cudagraph_capture_size": (None,),
-    "ir_op_priority": (None, {}),
-    "master_addr": ("127.0.0.1",),
-    "master_port": (29501,),
-    "distributed_timeout_seconds": (None,),
-    "cpu_distributed_timeout_seconds": (None,),
-    "numa_bind": (False,),
-    "numa_bind_nodes": (None,),
-    "numa_bind_cpus": (None,),
-    "device_ids": (None,),
-    "dcp_comm_backend": (None,),
-    "dcp_q_replicate": (None,),
-    "dcp_kv_cache_interleave_size": (1,),
-    "cp_kv_cache_interleave_size": (None,),
-    "data_parallel_multi_port_external_lb": (False,),
-    "enable_hc_sp": (False,),
-    "enable_batch_sharded_sampling": (None, False),
-    "enable_ep_weight_filter": (False,),
-    "moe_backend": ("auto",),
-    "linear_backend": ("auto",),
-    "sparse_indexer_topk_backend": ("auto",),
-    "enable_elastic_ep": (False,),
-    "elastic_ep_max_dp_size": (None,),
-    "ubatch_size": (0,),
-    "dbo_decode_token_threshold": (32,),
-    "dp_sync_interval": (16,),
-    "dbo_prefill_token_threshold": (512,),
-    "disable_nccl_for_dp_synchronization": (None, True, False),
-    "expert_placement_strategy": ("linear",),
-    "prefix_cache_retention_interval": (0,),
-    "offload_backend": ("auto",),
-    "cpu_offload_params": ((), [], set()),
-    "offload_group_size": (0,),
-    "offload_num_in_group": (1,),
-    "offload_prefetch_step": (1,),
-    "offload_params": ((), [], set()),
-    "max_num_scheduled_tokens": (None,),
-    "long_prefill_token_threshold_adaptive": (False,),
-    "max_num_active_seqs": (None,),
-    "use_fp64_gumbel": (False,),
-    "enable_trace_replay": (False,),
-    "model_class_overrides": ({}, None),
-    "quantization_config": (None,),
-    "allow_deprecated_quantization": (False,),
-    "enable_shm_tensor_arena": (False,),
-    "language_model_only": (False,),
-    "enable_mm_embeds": (False,),
-    "mm_processor_cache_type": ("lru",),
-    "mm_hasher_algorithm": ("blake3",),
-    "mm_shm_cache_max_object_size_mb": (128,),
-    "mm_encoder_attn_backend": (None,),
-    "mm_encoder_attn_dtype": (None,),
-    "mm_encoder_fp8_scale_path": (None,),
-    "mm_encoder_fp8_scale_save_path": (None,),
-    "mm_encoder_fp8_scale_save_margin": (1.5,),
-    "renderer_num_workers": (1,),
-    "video_pruning_method": ("evs",),
-    "mm_tensor_ipc": ("direct_rpc",),
-    "mm_processor_device": ("auto",),
-    "mm_ipc_gpu_memory_gb": (0,),
-    "mm_device_do_normalize": (True,),
-    "lora_target_modules": (None,),
-    "enable_tower_connector_lora": (False,),
-    "specialize_active_lora": (False,),
-    "enable_mixed_moe_lora_format": (False,),
-    "enable_moe_shared_loras": (False,),
-    "max_lora_cls_labels": (None,),
-    "scheduler_reserve_full_isl": (True,),
-    "prefill_schedule_interval": (1,),
-    "aux_output_config": (None, {}),
-    "spec_method": (None,),
-    "spec_model": (None,),
-    "spec_tokens": (None,),
-    "watermark_config": (None,),
-    "diffusion_config": (None,),
-    "per_request_spec_decode_metrics": ("none",),
-    "kv_cache_metrics_sample": (0.01,),
-    "custom_histogram_buckets": (None,),
-    "cudagraph_metrics": (False,),
-    "enable_layerwise_nvtx_tracing": (False,),
-    "enable_mfu_metrics": (False,),
-    "enable_logging_iteration_details": (False,),
-    "jit_monitor_mode": ("warn",),
-    "jit_monitor_verbose": (False,),
-    "enable_mm_processor_stats": (False,),
-    "attention_config": (None, {}),
-    "engram_config": (None,),
-    "mamba_config": (None, {}),
-    "kernel_config": (None, {}),
-    "enable_flashinfer_autotune": (None, True, False),
-    "logging_config": (None,),
-    "log_level": (None,),
-    "log_config_file": (None,),
-    "ec_manager_config": (None, {}),
-    "reasoning_config": (None,),
-    "sleep_mode_offload_cudagraph": (False,),
-    "sleep_preserve_parameter_names": ([], None),
-    "enable_cumem_allocator": (False,),
-    "enable_nccl_comm_suspend": (False,),
-    "kv_cache_dtype_skip_layers": ([], None),
-    "prefix_match_unit": (None,),
-    "mamba_cache_mode": ("none",),
-    "enable_mamba_shared_prefix_checkpoint": (False,),
-    "replayssm_buffer_len": (16,),
-    "use_replayssm": (False,),
-    "mamba_backend": ("triton", "TRITON"),
-    "mamba_ssu_algorithm": (None,),
-    "enable_mamba_cache_stochastic_rounding": (False,),
-    "mamba_cache_philox_rounds": (0,),
-    "swa_bounded_replay": (True,),
-    "optimization_level": (2,),
-    "performance_mode": ("balanced",),
-    "fault_tolerance_config": (None, {}),
-    "kv_offloading_backend": ("native",),
-    "tokens_only": (False,),
-    "shutdown_timeout": (0,),
-    "weight_transfer_config": (None,),
-    "fail_on_environ_validation": (False,),
-    "gdn_prefill_backend": (None,),
-    "kda_prefill_backend": (None,),
-    "kda_decode_backend": (None,),
-}
-"""Arguments of vLLM that we accept at these values, where they ask for what we do anyway, and refuse otherwise.
-
-All of 0.32's, and some of older releases; whose default is an object of vLLM's own are accepted at None and {}.
-"""
-
-
 NEAREST_OF_OURS = {"max_num_queued_reqs": "max_waiting_requests", "max_num_queued_tokens": "max_waiting_tokens"}
 """What to use where vLLM's argument means something else than ours."""
 
@@ -579,6 +336,7 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     for name, value in arguments.items():
         if name in ARGUMENTS:
             continue
+        # Three kinds of names: ours, vLLM's without effect here (taken at their defaults only), and unknown ones.
         if name not in VLLM_ARGUMENTS:
             known = [*ARGUMENTS, *VLLM_ARGUMENTS, "model"]
             raise UnknownArgumentError(f"there is no engine argument {name!r}{nearest_name(name, known)}")
@@ -587,6 +345,7 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
             instead = f", and use {NEAREST_OF_OURS[name]}" if name in NEAREST_OF_OURS else ""
             raise ConfigError(f"{name}={value!r} is not supported; leave it at {accepted}{instead}")
     given = ARGUMENTS | {k: v for k, v in arguments.items() if k in ARGUMENTS}
+    # Types that are checked nowhere else; numbers are checked where the parts of the configuration are made.
     if _positive("tensor_parallel_size", given["tensor_parallel_size"]) > 1 and given["topology"] == "inline":
         raise ConfigError(
             f"tensor_parallel_size={given['tensor_parallel_size']} needs a process per rank; use topology='process'"
@@ -599,6 +358,7 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     ):
         if not isinstance(given[name], bool) and (given[name] is not None or ARGUMENTS[name] is not None):
             raise ConfigError(f"{name}={given[name]!r} must be True or False")
+    # None is allowed where None is the default.
     for name in ("name", "scheduling_policy", "admission_policy"):
         if not isinstance(given[name], str) and (given[name] is not None or ARGUMENTS[name] is not None):
             raise ConfigError(f"{name}={given[name]!r} must be a string")
@@ -642,13 +402,7 @@ def read_model_folder(model: str | os.PathLike[str], load_format: str = "auto") 
         raise ModelNotFoundError(
             f"model folder {str(path)!r} has no config.json; give the folder of a Hugging Face model"
         )
-    try:
-        tree = orjson.loads(config.read_bytes())
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise CorruptModelError(f"{config} cannot be read: {error}") from error
-    if not isinstance(tree, dict):
-        raise CorruptModelError(f"{config} must hold a JSON object, not {type(tree).__name__}")
-    return path, tree
+    return path, read_object(config)
 
 
 def _local_folder(name: str) -> Path:
@@ -763,44 +517,26 @@ def _max_model_len(path: Path, given: Any, hf: dict[str, Any], advised: int | No
 
 
 def _device(given: dict[str, Any], pooler: Pooler | None) -> str:
-    """With "auto", what CUDA cannot do goes to the CPU. Raises ConfigError where CUDA was asked for."""
+    """With "auto", what CUDA cannot do goes to the CPU. Raises ConfigError where a backend was asked for by its name."""
     device = choose(given["device"])
-    reason = _why_not_on_cuda(given, pooler) if device == "cuda" else None
+    reason = None if device == "cpu" else rules_of(device).why_not(given, pools=pooler is not None)
     if reason is None:
         return device
-    if given["device"] == "cuda":
+    if given["device"] == device:
         raise ConfigError(f"{reason}, or device='cpu'")
     logger.warning("the model runs on the CPU although there is a GPU: %s", reason)
     return "cpu"
 
 
-def _why_not_on_cuda(given: dict[str, Any], pooler: Pooler | None) -> str | None:
-    """Which argument CUDA cannot do, and what it could; None: none that the driver need not be asked for."""
-    dtype, block_size = given["dtype"], given["block_size"]
-    if pooler is not None:
-        return f"runner={given['runner']!r}: vectors of prompts are not made on CUDA yet; use a model that generates"
-    if str(dtype).removeprefix("torch.") not in ("auto", "bfloat16"):
-        return f"dtype={dtype!r} is not supported on CUDA; use 'auto' or 'bfloat16'"
-    if isinstance(block_size, int) and block_size % 64:
-        return f"block_size={block_size}: on CUDA it must be a multiple of 64, which is the default there; use that"
-    return None
-
-
-def _block_size(given: Any, device: str) -> int:
-    return _positive("block_size", given if given is not None else 64 if device == "cuda" else 32)
-
-
-def _dtype(given: Any, hf: dict[str, Any], device: str) -> Literal["float32", "bfloat16"]:
-    name = str(given).removeprefix("torch.")
-    if device == "cuda":
-        return "bfloat16"  # `_device` let nothing else through; for weights of 32 bits as in vLLM, which takes 16
+def _dtype(given: Any, hf: dict[str, Any], rules: BackendRules) -> Literal["float32", "bfloat16"]:
+    name = dtype_name(given)
     if name == "auto":
         stored = hf.get("dtype") or hf.get("torch_dtype") or "float32"
-        return "float32" if stored == "float32" else "bfloat16"
-    if name in ("float32", "float"):
-        return "float32"
-    if name == "bfloat16":
-        return "bfloat16"
+        name = "float32" if stored == "float32" else "bfloat16"
+        return next((dtype for dtype in rules.dtypes if dtype == name), rules.dtypes[0])
+    for dtype in rules.dtypes:
+        if dtype == name:
+            return dtype
     raise ConfigError(f"dtype={given!r} is not supported; use 'auto', 'float32' or 'bfloat16'")
 
 
@@ -839,10 +575,10 @@ def _optional_positive(name: str, value: Any) -> int | None:
     return None if value is None else _positive(name, value)
 
 
-def _kv_cache_memory(value: Any, device: str) -> int | None:
+def _kv_cache_memory(value: Any, rules: BackendRules) -> int | None:
     size = _optional_positive("kv_cache_memory_bytes", value)
-    if device == "cuda":
-        return size  # the worker knows the memory of the GPU
+    if rules.has_own_memory:
+        return size  # the worker knows it
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size is not None and size > memory:
         raise ConfigError(f"kv_cache_memory_bytes={size} is more than the machine's memory of {memory} bytes")

@@ -17,7 +17,7 @@ import pytest
 
 import actorllm
 from actorllm import AsyncLLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
-from actorllm.config import ARGUMENTS, VLLM_ARGUMENTS
+from actorllm.config import ARGUMENTS
 from actorllm.types.params import (
     REQUEST_ARGUMENTS,
     VLLM_PARAMETERS,
@@ -25,6 +25,7 @@ from actorllm.types.params import (
     VLLM_POSITIONS,
     VLLM_REQUEST_ARGUMENTS,
 )
+from actorllm.types.vllm_options import VLLM_ARGUMENTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
 VLLM = json.loads(Path(__file__).with_name("vllm_names.json").read_text())

@@ -17,7 +17,6 @@ from actorllm import AsyncLLM
 from actorllm.config import (
     ARGUMENTS,
     BUNDLED_MODELS,
-    VLLM_ARGUMENTS,
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -30,6 +29,7 @@ from actorllm.errors import (
     UnknownArgumentError,
     UnsupportedModelError,
 )
+from actorllm.types.vllm_options import VLLM_ARGUMENTS
 
 STORYTELLER = BUNDLED_MODELS["storyteller"]
 

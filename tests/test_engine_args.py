@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from actorllm import LLM, AsyncEngineArgs, EngineArgs, EngineConfig, FlexibleArgumentParser
-from actorllm.config import ARGUMENTS, VLLM_ARGUMENTS
+from actorllm.config import ARGUMENTS
 from actorllm.errors import ConfigError, ModelNotFoundError, UnknownArgumentError
+from actorllm.types.vllm_options import VLLM_ARGUMENTS
 
 
 def parse(*options: str) -> EngineArgs:

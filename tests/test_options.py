@@ -7,8 +7,8 @@ import dataclasses
 import inspect
 import subprocess
 import sys
+import types
 import typing
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ import pytest
 from actorllm import LLM, AsyncEngineArgs, AsyncLLM, AsyncLLMEngine, EngineArgs, LLMEngine, cli
 from actorllm.cli.options import EngineFlags as CommandOptions
 from actorllm.cli.serve import ServedEngineOptions
-from actorllm.config import ARGUMENTS, VLLM_ARGUMENTS, EngineConfig
+from actorllm.config import ARGUMENTS, EngineConfig
 from actorllm.types.options import DEFAULTS, TYPES, EngineOptions, meanings, type_text
+from actorllm.types.vllm_options import VLLM_ARGUMENTS, VLLMOptions
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,7 +33,7 @@ def fits(value: Any, hint: Any) -> bool:
         return True
     if origin is typing.Literal:
         return value in parts
-    if parts and origin not in (Mapping,) and not isinstance(origin, type):
+    if origin in (typing.Union, types.UnionType):
         return any(fits(value, part) for part in parts)
     kind = origin or hint
     if kind in (type(None), None):
@@ -41,9 +42,9 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def test_every_argument_has_a_type_a_default_and_a_meaning() -> None:
-    assert list(EngineOptions.__annotations__) == list(TYPES) == list(DEFAULTS) == list(ARGUMENTS)
+    assert list(TYPES) == list(DEFAULTS) == list(ARGUMENTS)
     assert DEFAULTS == ARGUMENTS
-    assert EngineOptions.__optional_keys__ == set(TYPES)
+    assert EngineOptions.__optional_keys__ == {*TYPES, *VLLM_ARGUMENTS}
     for name, hint in TYPES.items():
         assert fits(DEFAULTS[name], hint) or any(fits(DEFAULTS[name], one) for one in typing.get_args(hint)), name
         told = meanings()[name]
@@ -56,6 +57,17 @@ def test_every_argument_has_a_type_a_default_and_a_meaning() -> None:
 
 def test_none_of_them_is_one_that_vllm_has_and_we_refuse() -> None:
     assert not set(TYPES) & set(VLLM_ARGUMENTS)
+
+
+def test_type_checkers_take_the_values_of_vllm_that_are_accepted() -> None:
+    """And no others, where a type can say that."""
+    hints = typing.get_type_hints(VLLMOptions)
+    for name, accepted in VLLM_ARGUMENTS.items():
+        hint = hints[name]
+        for value in accepted:
+            assert fits(value, hint), f"{name}={value!r} is no {hint}"
+        assert typing.get_origin(hint) is typing.Literal or not fits("made up", hint) or "str" in str(hint), name
+    assert not fits("awq", hints["quantization"])
 
 
 @pytest.mark.parametrize("taker", TAKERS)

@@ -16,9 +16,10 @@ from typing import Any, TypeVar, Unpack
 
 import orjson
 
-from actorllm.config import ARGUMENTS, VLLM_ARGUMENTS, EngineConfig
+from actorllm.config import ARGUMENTS, EngineConfig
 from actorllm.errors import InvalidParameterError, UnknownArgumentError, nearest_name
 from actorllm.types.options import EngineOptions, meanings, with_options
+from actorllm.types.vllm_options import VLLM_ARGUMENTS
 
 DEFAULT_MODEL = "storyteller"
 

@@ -554,6 +554,7 @@ class LLM:
         searches = [BeamSearch(one.ids.tolist(), params, ends, model.max_model_len) for one in tokenized]
         limit = len(searches) if concurrency_limit is None else _integer("concurrency_limit", concurrency_limit, low=1)
         progress = _progress(len(searches), use_tqdm)
+        # Each round is one batch: one token for every beam of every search that is not over.
         for first in range(0, len(searches), max(1, limit)):
             some = searches[first : first + limit]
             while under_way := [search for search in some if not search.is_over]:
@@ -601,7 +602,7 @@ class LLM:
         return self._engine.prompts.transformers_tokenizer
 
     def health(self) -> EngineHealth:
-        """The state of the engine and of each of its actors, and what has failed. Waits for nobody, starts nothing."""
+        """The state of the engine and of each of its actors, and what has failed. Waits for nothing, starts nothing."""
         return self._engine.health()
 
     def check_health(self) -> None:

@@ -1,8 +1,8 @@
 """`actorllm bench`: throughput, latency and start-up of one engine, measured from outside as an application sees them.
 
 The keys of the JSON that `--output-json` writes are those of `vllm bench`, so that the same scripts read both. So are the
-options, but not all of vLLM's are there: no data sets (prompts are random token ids), no other backends, no LoRA, and neither
-`--async-engine`, `--prequeue-requests` nor `--profile`. All requests go on to their full length, and prefix caching is off
+options, but not all of vLLM's are there. There are no data sets (prompts are random token ids), other backends or LoRA, and no
+`--async-engine`, `--prequeue-requests` or `--profile`. All requests go on to their full length, and prefix caching is off
 unless it is asked for. Called by the command line.
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from cyclopts import App
 
-from actorllm.cli.options import EngineFlags, SeededEngineFlags
+from actorllm.cli.options import EngineFlags, SeededEngineFlags, check_writable
 from actorllm.errors import ConfigError, EngineStartError
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def startup(
     """Seconds until an engine in a fresh process is ready.
 
     Cold: the model's files are not in the page cache. Nothing is ever compiled here, so the compilation times, which are
-    there for those who read vLLM's results, are 0.
+    there for readers of vLLM's results, are 0.
 
     Parameters
     ----------
@@ -285,11 +285,7 @@ def _check(output_json: Path | None, **at_least_one: int) -> None:
     for name, value in at_least_one.items():
         if value < 1:
             raise ConfigError(f"{name}={value} must be at least 1")
-    if output_json is not None:  # before the work is done, and not after
-        try:
-            output_json.open("ab").close()
-        except OSError as error:
-            raise ConfigError(f"output_json={str(output_json)!r} cannot be written: {error.strerror}") from error
+    check_writable(output_json=output_json)
 
 
 def _write(path: Path | None, results: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
 """Which way a model is run: by the fused forward of its family, or by transformers over our cache.
 
-A family comes first where it knows everything that config.json asks for, and the backend knows every switch of the shape that
-the family makes of it. All else goes to `hf`, which refuses by name and with the reason what it cannot run. `model_impl` narrows
-the choice, as in vLLM. transformers is imported only where it is needed. A new family is one entry. Called by the runners and
-`actorllm info`.
+A family comes first where it knows everything that config.json asks for. The backend must know every switch of the shape that
+the family makes of it, too. All else goes to `hf`, which refuses by name and with the reason what it cannot run. `model_impl`
+narrows the choice, as in vLLM. transformers is imported only where it is needed. A new family is one entry. Called by the
+runners and `actorllm info`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from actorllm.config import ModelConfig
 from actorllm.errors import UnsupportedModelError
 from actorllm.model.families.decoder_config import DecoderConfig
+from actorllm.types.device import rules_of
 
 if TYPE_CHECKING:
     from actorllm.model.hf.encoder import EncoderPlan
@@ -45,7 +46,6 @@ class Backend(Protocol):
     name: str
     switches: frozenset[str]
     runs_modules: bool
-    makes_vectors: bool
 
 
 def decoder_config(architecture: str, hf: Mapping[str, Any]) -> DecoderConfig:
@@ -63,7 +63,7 @@ def decoder_config(architecture: str, hf: Mapping[str, Any]) -> DecoderConfig:
 def model_plan(model: ModelConfig, hf: dict[str, Any], backend: Backend) -> Plan:
     """How the model of a config.json is run by this backend. Raises ModelError with the reason why it cannot be."""
     is_encoder = model.pooler is not None and model.pooler.is_encoder
-    if model.pooler is not None and not backend.makes_vectors:
+    if model.pooler is not None and not rules_of(backend.name).makes_vectors:
         raise UnsupportedModelError(f"device={backend.name!r} makes no vectors of prompts; use device='cpu'")
     reason: UnsupportedModelError | None = None
     if model.impl != "transformers":
@@ -76,8 +76,10 @@ def model_plan(model: ModelConfig, hf: dict[str, Any], backend: Backend) -> Plan
             check_switches(plan, model.architecture, backend)
             return plan if model.pooler is None else replace(plan, has_head=False)
         except UnsupportedModelError as error:
+            # The fused forward was demanded: its reason is the error.
             if model.impl == "vllm":
                 raise
+            # Of a known family both reasons are told if transformers cannot run it either.
             if model.architecture in FAMILIES or model.architecture in FAMILY_OF:
                 reason = error
     try:

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import orjson
 import tokenizers
 from numpy.typing import NDArray
 
 from actorllm.errors import CorruptModelError, InvalidPromptError, ModelNotFoundError, UnsupportedModelError
 from actorllm.text.token_length import max_token_characters
+from actorllm.types.model_files import read_object
 
 I32: TypeAlias = NDArray[np.int32]
 Side: TypeAlias = Literal["left", "right"]
@@ -46,7 +46,7 @@ class Tokenizer:
         self.path = Path(folder)
         if not self.path.is_dir():
             raise ModelNotFoundError(f"tokenizer folder {str(self.path)!r} does not exist")
-        self.config: dict[str, Any] = read_object(self.path / "tokenizer_config.json")
+        self.config: dict[str, Any] = read_object(self.path / "tokenizer_config.json", is_optional=True)
         """tokenizer_config.json as it is; empty if there is none."""
         file = self.path / "tokenizer.json"
         self.backend: Any = _from_file(file) if file.is_file() else _from_transformers(self.path)
@@ -54,7 +54,7 @@ class Tokenizer:
         self.backend.no_truncation()
         self.backend.no_padding()
         # Older folders name the special tokens in a file of their own, which wins.
-        names = self.names = self.config | read_object(self.path / "special_tokens_map.json")
+        names = self.names = self.config | read_object(self.path / "special_tokens_map.json", is_optional=True)
         try:
             self._add_missing_tokens(names)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -172,19 +172,6 @@ def _added_token(value: Any) -> Any:
         return tokenizers.AddedToken(value, normalized=False, special=True)
     flags = {key: flag for key, flag in value.items() if key not in ("content", "__type", "id")}
     return tokenizers.AddedToken(value["content"], **flags)
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """A JSON object of a model folder, empty where there is no such file. Raises CorruptModelError."""
-    if not file.is_file():
-        return {}
-    try:
-        tree = orjson.loads(file.read_bytes())
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise CorruptModelError(f"{file} cannot be read: {error}") from error
-    if not isinstance(tree, dict):
-        raise CorruptModelError(f"{file} must hold a JSON object, not {type(tree).__name__}")
-    return tree
 
 
 def _from_file(file: Path) -> Any:

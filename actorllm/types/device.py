@@ -1,18 +1,20 @@
-"""Which device an engine runs on, as far as that can be known without torch.
+"""Which device an engine runs on, and what that takes, as far as that can be known without torch.
 
-`choose` turns the argument `device` into "cpu", "cuda" or the name of another backend (`model.backends`). It is called where the
-configuration is made, in the application's process. So it asks files and never the driver: a process that has asked the driver
-cannot be forked any more. What only the driver knows (compute capability, memory) the worker checks when it starts
-(`model.cuda.device`). Standard library only.
+`choose` turns the argument `device` into "cpu", "cuda" or the name of another backend (`model.backends`); `rules_of` says which
+arguments that takes. They are called where the configuration is made, in the application's process. So they ask files and never
+the driver: a process that has asked the driver cannot be forked any more. What only the driver knows (compute capability,
+memory) the worker checks when it starts (`model.cuda.device`). Standard library only.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from actorllm.errors import ConfigError, nearest_name
 
@@ -24,7 +26,79 @@ DEVICES = ("auto", "cpu", "cuda")
 GROUP = "actorllm.backends"
 """Of the entry points by which installed packages announce theirs."""
 
+RULES_GROUP = "actorllm.backend_rules"
+"""Of the entry points that name the `BackendRules` of these."""
+
 _DEV = Path("/dev")
+
+
+@dataclass(frozen=True)
+class BackendRules:
+    """What a backend takes of an engine's arguments. Checked before anything is started, so it must not need torch."""
+
+    dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
+    """What it computes in. The first is that of models that are stored in another one."""
+    block_size: int = 32
+    """Where none is given."""
+    block_multiple: int = 1
+    """What a block size must be a multiple of."""
+    makes_vectors: bool = False
+    """Prompts are pooled here (`runner="pooling"`)."""
+    has_own_memory: bool = False
+    """The KV cache is not in the memory of the machine."""
+    title: str = ""
+    """In messages; empty: the argument."""
+
+    def why_not(self, options: Mapping[str, Any], *, pools: bool) -> str | None:
+        """Which argument it cannot do, and what it could; None: none. A subclass may know more such arguments.
+
+        Arguments:
+            options: the arguments of the engine, those that were not given at their defaults.
+            pools: vectors of prompts are wanted.
+        """
+        dtype, block_size, multiple = options["dtype"], options["block_size"], self.block_multiple
+        where = self.title or f"device={options['device']!r}"
+        if pools and not self.makes_vectors:
+            return f"runner={options['runner']!r}: vectors of prompts are not made on {where} yet; use a model that generates"
+        if dtype_name(dtype) not in ("auto", *self.dtypes):
+            known = ", ".join(map(repr, ("auto", *self.dtypes[:-1])))
+            return f"dtype={dtype!r} is not supported on {where}; use {known} or {self.dtypes[-1]!r}"
+        if isinstance(block_size, int) and block_size % multiple:
+            fix = (
+                ", which is the default there; use that" if multiple == self.block_size else f"; use {self.block_size}"
+            )
+            return f"block_size={block_size}: on {where} it must be a multiple of {multiple}{fix}"
+        return None
+
+
+OWN_RULES = {
+    "cpu": BackendRules(makes_vectors=True),
+    "cuda": BackendRules(dtypes=("bfloat16",), block_size=64, block_multiple=64, has_own_memory=True, title="CUDA"),
+}
+
+
+def dtype_name(dtype: Any) -> str:
+    """As `BackendRules.dtypes` has it: of torch's dtypes, and of names for the same."""
+    name = str(dtype).removeprefix("torch.")
+    return "float32" if name == "float" else name
+
+
+def rules_of(device: str) -> BackendRules:
+    """What a backend takes: ours, those that its package announces, or those of any. Raises ConfigError."""
+    if device in OWN_RULES:
+        return OWN_RULES[device]
+    point = _announced(RULES_GROUP).get(device)
+    if point is None:
+        return BackendRules()
+    try:
+        found = point.load()
+    except Exception as error:  # of a package of another's
+        raise ConfigError(
+            f"device={device!r}: {point.value} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(found, BackendRules):
+        raise ConfigError(f"device={device!r}: {point.value} is no actorllm.types.device.BackendRules")
+    return found
 
 
 def choose(device: Any) -> str:
@@ -47,9 +121,13 @@ def choose(device: Any) -> str:
 
 def others() -> dict[str, EntryPoint]:
     """The backends of installed packages, by name. None of them takes the place of ours."""
+    return _announced(GROUP)
+
+
+def _announced(group: str) -> dict[str, EntryPoint]:
     from importlib.metadata import entry_points  # reads every package's folder: only for a name that is not ours
 
-    return {point.name: point for point in entry_points(group=GROUP) if point.name not in DEVICES}
+    return {point.name: point for point in entry_points(group=group) if point.name not in DEVICES}
 
 
 def why_not_cuda() -> str | None:

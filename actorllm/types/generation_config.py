@@ -1,7 +1,7 @@
 """generation_config.json: what the author of a model recommends for sampling, and which ids end its text.
 
-Owns how that file is found (`generation_config=`), read and overridden, as vLLM does it: 'auto' takes the file of the
-model's folder, a folder takes the file there, 'vllm' takes nothing of it but the end-of-text ids. The result is part of
+Owns how that file is found (`generation_config=`), read and overridden, as vLLM does it. 'auto' takes the file of the model's
+folder, and a folder takes the file there. 'vllm' takes nothing of it but the end-of-text ids. The result is part of
 `EngineConfig`, so nothing reads the file again. Called by actorllm.config when an engine is configured, and by the front
 doors when a request brings no parameters.
 """
@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from actorllm.errors import ConfigError, CorruptModelError, InvalidParameterError
+from actorllm.errors import ConfigError, InvalidParameterError
+from actorllm.types.model_files import read_object
 from actorllm.types.params import SamplingParams
 
 RECOMMENDED = (
@@ -49,13 +48,7 @@ def read_generation_config(model_path: Path, source: Any) -> dict[str, Any] | No
                 f"generation_config.json"
             )
         return None
-    try:
-        tree = orjson.loads(file.read_bytes())
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise CorruptModelError(f"{file} cannot be read: {error}") from error
-    if not isinstance(tree, dict):
-        raise CorruptModelError(f"{file} must hold a JSON object, not {type(tree).__name__}")
-    return tree
+    return read_object(file)
 
 
 def sampling_defaults(tree: Mapping[str, Any], source: Any, override: Any) -> dict[str, Any]:

@@ -9,7 +9,9 @@ are checked in `actorllm.config`, and nothing here is imported for them.
 import os
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+from actorllm.types.vllm_options import VLLM_ARGUMENTS, VLLMOptions
 
 if TYPE_CHECKING:
     import inspect
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 Topology = Literal["process", "inline"]
 
 
-class EngineOptions(TypedDict, total=False):
+class EngineOptions(VLLMOptions, total=False):
     """Keyword arguments of `AsyncLLM`, `LLM`, `LLMEngine` and `EngineArgs`. Those before `topology` are vLLM's names."""
 
     tokenizer: Annotated[str | os.PathLike[str] | None, None]
@@ -64,8 +66,8 @@ class EngineOptions(TypedDict, total=False):
     async_scheduling: Annotated[bool | None, None]
     """Plan a step while the one before it runs; None: yes."""
     scheduling_policy: Annotated[str, "fcfs"]
-    """Who runs next: a built-in policy, a registered one, or a class of yours as 'module:Class' (on the command line also of a
-    module of this folder)."""
+    """Which requests run next: a built-in policy, a registered one, or a class of yours as 'module:Class' (on the command
+    line also of a module of this folder)."""
     long_prefill_token_threshold: Annotated[int, 0]
     """Most tokens of one prompt per step; 0: as many as the step has room for."""
     max_num_partial_prefills: Annotated[int, 1]
@@ -109,8 +111,8 @@ class EngineOptions(TypedDict, total=False):
     standby_worker: Annotated[bool | None, None]
     """Keep a process parked that takes the place of a worker that dies; None: where memory is plentiful."""
     admission_policy: Annotated[str | None, None]
-    """Who may start when: past-future, worst-case, credit, ttft-reject, or 'module:Class'. None: every request for which
-    there is a slot and room."""
+    """Which requests may start when: past-future, worst-case, credit, ttft-reject, or 'module:Class'. None: every
+    request for which there is a slot and room."""
     max_waiting_requests: Annotated[int | None, None]
     """Most sequences that may wait for their first slot; more are refused with EngineOverloaded, by a server with
     429. None: any number. vLLM's max_num_queued_reqs counts the running ones, too."""
@@ -122,10 +124,12 @@ class EngineOptions(TypedDict, total=False):
     """What steps take, for policies that ask: a file of `actorllm calibrate`, or a preset; None: they learn it."""
 
 
-TYPES: dict[str, Any] = {name: get_args(hint)[0] for name, hint in EngineOptions.__annotations__.items()}
+_OURS = {name: hint for name, hint in EngineOptions.__annotations__.items() if name not in VLLM_ARGUMENTS}
+
+TYPES: dict[str, Any] = {name: get_args(hint)[0] for name, hint in _OURS.items()}
 """The type of each argument."""
 
-DEFAULTS: dict[str, Any] = {name: get_args(hint)[1] for name, hint in EngineOptions.__annotations__.items()}
+DEFAULTS: dict[str, Any] = {name: get_args(hint)[1] for name, hint in _OURS.items()}
 """The default of each argument. They are kept in the order in which they are documented."""
 
 

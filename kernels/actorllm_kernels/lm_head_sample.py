@@ -1,4 +1,4 @@
-"""The last norm, the product with the LM head, and the draw of every tile of the vocabulary, without writing a logit
+"""The last norm, the product with the LM head, and the draw of every tile of the vocabulary. No logit is written
 (reference: `reference.fused_linear`, then `reference.sample`).
 
 A program computes the 256 logits of one tile for all rows, in float32, and leaves of them what `sample_pick` wants. For rows
@@ -41,7 +41,6 @@ def lm_head_sample_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
     UPCAST: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
@@ -74,8 +73,6 @@ def lm_head_sample_kernel(
             wide = x.to(tl.float32)
             squares += tl.sum(wide * wide, 0)
             norm = tl.load(weight_norm_ptr + column, mask=column < K, other=0.0).to(tl.float32)
-            if UNIT_OFFSET:
-                norm += 1.0
             x = (wide * norm[:, None]).to(x.dtype)
         if UPCAST:
             x = x.to(tl.float32)
@@ -107,7 +104,6 @@ def lm_head_sample(
     *,
     norm: torch.Tensor | None = None,
     eps: float = 1e-6,
-    unit_offset: bool = False,
     pdl: bool = False,
 ) -> None:
     """Fills the offers; `sample_pick` must follow.
@@ -143,7 +139,6 @@ def lm_head_sample(
         K=size,
         BLOCK_M=block_m,
         HAS_NORM=norm is not None,
-        UNIT_OFFSET=unit_offset,
         UPCAST=x.device.type == "cpu",
         PREFETCH=prefetches,
         **launch,

@@ -1,12 +1,12 @@
 """Between the projections and attention: norm of query and key heads, rotation, and the write to the paged cache
 (reference: `reference.qknorm_rope` and `reference.write_pages`).
 
-One program takes some heads of one token, whichever they are: query heads go to their own tensor, key and value heads to the
+One program takes some heads of one token, whichever they are. Query heads go to their own tensor, key and value heads to the
 token's slot of the cache. Everything is computed in float32 and rounded once. Pairs of a rotation are half a head apart,
 as in the checkpoints.
 
-A cache of one layer is [num_blocks, num_kv_heads, block_size, head_dim], one tensor for keys and one for values (they may be
-views of one pool: only the last three dimensions are contiguous). So the keys of a block and a head are one contiguous tile,
+A cache of one layer is [num_blocks, num_kv_heads, block_size, head_dim], one tensor for keys and one for values. They may be
+views of one pool: only the last three dimensions are contiguous. So the keys of a block and a head are one contiguous tile,
 which is what attention reads at a time.
 """
 
@@ -42,7 +42,6 @@ def qknorm_rope_kv_kernel(
     PAGE: tl.constexpr,
     HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
     BY_HEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -71,9 +70,6 @@ def qknorm_rope_kv_kernel(
         k2 = tl.load(weight_k_ptr + pair + HALF, mask=pair < HALF, other=0.0).to(tl.float32)
         weight1 = tl.where(is_query, q1[None, :], k1[None, :])
         weight2 = tl.where(is_query, q2[None, :], k2[None, :])
-        if UNIT_OFFSET:
-            weight1 += 1.0
-            weight2 += 1.0
         first = tl.where(is_value, first, first * scale[:, None] * weight1)
         second = tl.where(is_value, second, second * scale[:, None] * weight2)
 
@@ -119,7 +115,6 @@ def qknorm_rope_kv(
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 1e-6,
     *,
-    unit_offset: bool = False,
     pdl: bool = False,
 ) -> None:
     """Writes the queries to q and the keys and values to the cache.
@@ -155,7 +150,6 @@ def qknorm_rope_kv(
         HALF_BLOCK=triton.next_power_of_2(dim // 2),
         PAGE=page,
         HAS_NORM=norms is not None,
-        UNIT_OFFSET=unit_offset,
         BY_HEAD=q.dim() == 4,
         **dependent(pdl, qkv.device),
         **config,

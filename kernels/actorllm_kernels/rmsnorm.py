@@ -25,7 +25,6 @@ def rmsnorm_kernel(
     STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -43,8 +42,6 @@ def rmsnorm_kernel(
         tl.store(residual_ptr + row * SIZE + columns, x, mask=mask)
     x = x.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
-    if UNIT_OFFSET:
-        weight += 1.0
     tl.store(y_ptr + row * STRIDE + columns, (x * scale * weight).to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -55,14 +52,12 @@ def rmsnorm(
     y: torch.Tensor,
     residual: torch.Tensor | None = None,
     *,
-    unit_offset: bool = False,
     pdl: bool = False,
 ) -> None:
     """y = norm(x) * weight; with a residual: residual += x, and y is the norm of that.
 
     x, y, residual: [num_tokens, hidden_size]; y may be x. x and y may be columns of wider rows, both of the same width; the
-    residual is contiguous. weight: [hidden_size]; unit_offset: of a checkpoint that stores weight - 1. pdl: launch as a dependent
-    of the kernel before.
+    residual is contiguous. weight: [hidden_size]; pdl: launch as a dependent of the kernel before.
     """
     num_tokens, size = x.shape
     config = lookup("rmsnorm", "small" if size <= 2048 else "large", x.device)
@@ -76,7 +71,6 @@ def rmsnorm(
         STRIDE=x.stride(0),
         BLOCK=triton.next_power_of_2(size),
         HAS_RESIDUAL=residual is not None,
-        UNIT_OFFSET=unit_offset,
         **dependent(pdl, x.device),
         **config,
     )

@@ -1,13 +1,13 @@
 """x @ weight.T for few rows, with what comes before and after it in the same launch (reference: `reference.fused_linear`).
 
-For a handful of rows a product costs the reading of its weight and a launch; so the norm in front of it, and the bias, gated
-activation or residual behind it, are done here. The weight's rows are the long side of the tile (a tile of the result is
-[BLOCK_N, BLOCK_M], transposed when it is stored): the matrix units for large tiles want at least 64 there, which wide products
-have; narrow ones are cut into more and smaller tiles, so that there are programs enough. Padding a few rows of x to 16 on the
+For a handful of rows a product costs the reading of its weight and a launch. So the norm in front of it, and the bias, gated
+activation or residual behind it, are done here. The weight's rows are the long side of the tile: a tile of the result is
+[BLOCK_N, BLOCK_M], transposed when it is stored. The matrix units for large tiles want at least 64 there, which wide products
+have. Narrow ones are cut into more and smaller tiles, so that there are programs enough. Padding a few rows of x to 16 on the
 short side costs nothing. The norm needs no pass of its own: the sum of squares is gathered in the loop, and
 scales the result.
 
-As a dependent launch, a program asks for its weights before it waits for the kernel in front of it: they are constant, and
+As a dependent launch, a program asks for its weights before it waits for the kernel in front of it. They are constant, and
 the memory would be idle otherwise.
 
 `is_skinny` says for which shapes this is to be used; others go to cuBLAS (`torch.nn.functional.linear`).
@@ -53,7 +53,6 @@ def skinny_gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -96,8 +95,6 @@ def skinny_gemm_kernel(
                 norm = tl.load(weight_norm_ptr + column).to(tl.float32)
             else:
                 norm = tl.load(weight_norm_ptr + column, mask=column < K, other=0.0).to(tl.float32)
-            if UNIT_OFFSET:
-                norm += 1.0
             x = (wide * norm[:, None]).to(x.dtype)
         if UPCAST:
             x = x.to(tl.float32)
@@ -152,7 +149,6 @@ def skinny_gemm(
     *,
     norm: torch.Tensor | None = None,
     eps: float = 1e-6,
-    unit_offset: bool = False,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     activation: str = "",
@@ -187,7 +183,6 @@ def skinny_gemm(
         K=in_features,
         BLOCK_M=max(16, triton.next_power_of_2(num_rows)),
         HAS_NORM=norm is not None,
-        UNIT_OFFSET=unit_offset,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         ACTIVATION=activation,

@@ -14,7 +14,6 @@ def run(
     num_kv_heads: int,
     dim: int,
     has_norm: bool,
-    offset: int = 0,
     by_head: bool = False,
 ) -> None:
     page = 16
@@ -29,11 +28,11 @@ def run(
     pool = torch.randn(5, 2, num_kv_heads, page, dim).to(dtype)  # keys and values of a block side by side
     keys, values = pool[:, 0], pool[:, 1]
     expected = pool.double()
-    qknorm_rope_kv(qkv.view(4, -1), positions, slots, cos, sin, q, keys, values, norms, 1e-6, unit_offset=bool(offset))
+    qknorm_rope_kv(qkv.view(4, -1), positions, slots, cos, sin, q, keys, values, norms, 1e-6)
 
     x = qkv.double()
     queries, key_rows, value_rows = x.split((num_heads, num_kv_heads, num_kv_heads), 1)
-    weights = [weight.double() + offset for weight in norms] if norms else [None, None]
+    weights = [weight.double() for weight in norms] if norms else [None, None]
     c, s, where = cos.double(), sin.double(), positions.long()
     if by_head:
         q = q.transpose(0, 1).reshape(4, num_heads, dim)
@@ -57,10 +56,6 @@ def test_agrees_with_the_reference(dtype: torch.dtype, has_norm: bool) -> None:
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "dim"), [(1, 1, 80), (5, 1, 96), (7, 1, 128), (8, 8, 256)])
 def test_head_sizes_and_groups(num_heads: int, num_kv_heads: int, dim: int) -> None:
     run(torch.float32, num_heads, num_kv_heads, dim, True)
-
-
-def test_norms_stored_less_one() -> None:
-    run(torch.float32, 4, 2, 64, True, offset=1)
 
 
 def test_queries_head_by_head() -> None:

@@ -28,13 +28,17 @@ def announce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Announce:
     site = tmp_path / "site"
     site.mkdir()
 
-    def announce(**points: str) -> None:
+    def announce(*, rules: str | None = None, **points: str) -> None:
+        """rules: of the first."""
         info = site / "made_up-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up\nVersion: 1.0\n")
-        lines = "\n".join(f"{name} = {value}" for name, value in points.items())
-        (info / "entry_points.txt").write_text(f"[{device.GROUP}]\n{lines}\n")
+        lines = [f"[{device.GROUP}]", *(f"{name} = {value}" for name, value in points.items())]
+        if rules is not None:
+            lines += [f"[{device.RULES_GROUP}]", f"{next(iter(points))} = {rules}"]
+        (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
         (site / "made_up.py").write_text((HERE / "counting_backend.py").read_text())
+        (site / "made_up_rules.py").write_text((HERE / "counting_rules.py").read_text())
 
     monkeypatch.syspath_prepend(site)
     return announce
@@ -108,3 +112,43 @@ def test_what_it_does_not_know_is_refused_by_name(announce: Announce, folder: Pa
         UnsupportedModelError, match=r"'GPT2LMHeadModel' would run through transformers, which device='count"
     ):
         plan(architectures=["GPT2LMHeadModel"])
+
+
+def test_its_rules_decide_before_anything_starts(announce: Announce, folder: Path) -> None:
+    announce(counting="made_up:CountingRunner", rules="made_up_rules:RULES")
+
+    def config(**options: Any) -> EngineConfig:
+        return EngineConfig.from_arguments(folder, **arguments(device="counting", **options))
+
+    assert (config().model.dtype, config().cache.block_size) == ("bfloat16", 48)
+    assert config(block_size=32, dtype="bfloat16").cache.block_size == 32
+    for options, words in (
+        ({"dtype": "float32"}, "dtype='float32' is not supported on device='counting'; use 'auto' or 'bfloat16'"),
+        ({"block_size": 40}, "block_size=40: on device='counting' it must be a multiple of 16; use 48"),
+        ({"runner": "pooling"}, "runner='pooling': vectors of prompts are not made on device='counting' yet"),
+        ({"enforce_eager": True}, "enforce_eager=True: nothing is recorded by device='counting'; leave it out"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{words}.*, or device='cpu'$"):
+            config(**options)
+
+
+def test_one_without_rules_takes_what_the_cpu_takes(announce: Announce, folder: Path) -> None:
+    """All but vectors of prompts, which a backend must say that it makes."""
+    announce(counting="made_up:CountingRunner")
+    config = EngineConfig.from_arguments(folder, **arguments(device="counting", dtype="float32", block_size=7))
+    assert (config.model.dtype, config.cache.block_size) == ("float32", 7)
+    with pytest.raises(ConfigError, match="vectors of prompts are not made on device='counting'"):
+        EngineConfig.from_arguments(folder, **arguments(device="counting", runner="pooling"))
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("nowhere:RULES", "nowhere:RULES cannot be imported: ModuleNotFoundError"),
+        ("made_up_rules:CountingRules", r"made_up_rules:CountingRules is no actorllm\.types\.device\.BackendRules"),
+    ],
+)
+def test_rules_that_cannot_be_used_say_why(announce: Announce, folder: Path, value: str, reason: str) -> None:
+    announce(counting="made_up:CountingRunner", rules=value)
+    with pytest.raises(ConfigError, match=f"device='counting': {reason}"):
+        EngineConfig.from_arguments(folder, **arguments(device="counting"))

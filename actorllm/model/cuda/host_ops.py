@@ -1,6 +1,6 @@
 """What the kernels do, on CPU tensors by torch and numpy: the same arguments, the same results up to rounding.
 
-So the step of the GPU can be run where there is none, in milliseconds; Triton's interpreter does the same with the kernels
+So the step of the GPU can be run where there is none, in milliseconds. Triton's interpreter does the same with the kernels
 themselves, in seconds. Like them, nothing here looks at more than a kernel would: lengths come from tensors, padding rows do
 nothing. Called through `ops`, which chooses.
 """
@@ -67,13 +67,12 @@ def rmsnorm(
     y: torch.Tensor,
     residual: torch.Tensor | None = None,
     *,
-    unit_offset: bool = False,
     pdl: bool = False,
 ) -> None:
     if residual is not None:
         residual.add_(x)
         x = residual
-    y.copy_(_normed(x, weight + 1 if unit_offset else weight, eps))
+    y.copy_(_normed(x, weight, eps))
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -88,7 +87,6 @@ def skinny_gemm(
     *,
     norm: torch.Tensor | None = None,
     eps: float = 1e-6,
-    unit_offset: bool = False,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     activation: str = "",
@@ -123,7 +121,6 @@ def qknorm_rope_kv(
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 1e-6,
     *,
-    unit_offset: bool = False,
     pdl: bool = False,
 ) -> None:
     num_heads, dim = q.shape[1:]
@@ -247,7 +244,6 @@ def lm_head_sample(
     *,
     norm: torch.Tensor | None = None,
     eps: float = 1e-6,
-    unit_offset: bool = False,
     pdl: bool = False,
 ) -> None:
     final = x if norm is None else _normed(x, norm, eps)

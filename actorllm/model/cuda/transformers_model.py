@@ -1,23 +1,20 @@
 """Any decoder that `model.hf.transformers_backend` takes, on a device: transformers' modules, our attention over the cache there.
 
-`load` puts the weights on the device and holds the model against transformers' own attention there (`probe`). What its modules
-do in a step beside launches (read a value, remember something, choose by a number of Python's) is not known; so the runner tries
-a recorded step before it believes in one (`needs_trial`). Called by the runner.
+`load` puts the weights on the device and checks the model against transformers' own attention there (`probe`). In a step its
+modules may do more than launch: read a value, remember something, choose by a number of Python's. So the runner tries a recorded
+step before it relies on one (`needs_trial`). Called by the runner.
 """
 
 from __future__ import annotations
 
 import contextlib
-from contextvars import ContextVar
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AttentionInterface
 
 from actorllm.config import ModelConfig
-from actorllm.errors import EngineError
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.cache import DeviceCache
 from actorllm.model.cuda.decoder import AttentionShape, DeviceDecodeRows, PagedAttention, StepTokens, check_head_size
@@ -25,52 +22,58 @@ from actorllm.model.cuda.device import Device
 from actorllm.model.cuda.sampling import LMHead
 from actorllm.model.cuda.state import StateTable
 from actorllm.model.hf import transformers_backend
+from actorllm.model.hf.attention import AttentionStep
 from actorllm.model.hf.plan import TransformersPlan
 from actorllm.model.hf.probe import probe, probe_embeds
 from actorllm.model.hf.transformers_backend import TransformersDecoder, widened
 from actorllm.model.inputs import StepInputs
 
-ATTENTION = "actorllm_device"
-"""The name of our attention in transformers' AttentionInterface."""
 
+class DeviceStep(AttentionStep):
+    """A step over the cache of a device."""
 
-@dataclass(slots=True)
-class DeviceStep:
-    """What the attention of every layer needs to know of the step under way."""
+    def __init__(self, model: DeviceTransformers, tokens: StepTokens, cache: DeviceCache, state: StateTable) -> None:
+        super().__init__()
+        self._model, self._tokens, self._cache, self._state = model, tokens, cache, state
 
-    model: DeviceTransformers
-    tokens: StepTokens
-    cache: DeviceCache
-    state: StateTable
-    num_calls: int = 0
-
-
-_step_under_way: ContextVar[DeviceStep | None] = ContextVar("actorllm_device_step", default=None)
-
-
-def device_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: object,
-) -> tuple[torch.Tensor, None]:
-    """What transformers calls in every layer. query: [1, num_heads, num_tokens, width]; key and value alike.
-
-    Returns [1, num_tokens, num_heads, width of values].
-    """
-    step = _step_under_way.get()
-    if step is None:
-        raise EngineError("the paged attention was called outside of a step")
-    step.num_calls += 1
-    return step.model.attend(step, module, query, key, value, scaling, softcap or 0.0, s_aux), None
-
-
-AttentionInterface.register(ATTENTION, device_attention)
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Keys and values go to the cache, which is then attended to."""
+        model, tokens = self._model, self._tokens
+        shape = model.shape
+        index, window = model.loaded.layers[id(module)]
+        num_tokens, width, out_width = query.shape[2], query.shape[3], value.shape[3]
+        heads = torch.cat([widened(x[0], shape.head_dim, model.dtype) for x in (query, key, value)])
+        packed = heads.transpose(0, 1).reshape(num_tokens, -1)  # [num_tokens, (q + k + v heads) * head_dim]
+        q = torch.empty(num_tokens, shape.num_heads, shape.head_dim, dtype=model.dtype, device=packed.device)
+        out = torch.empty_like(q)
+        keys, values = self._cache.layers[index]
+        nowhere = torch.zeros(num_tokens, dtype=torch.int32, device=packed.device)
+        # The model has rotated them already: this is the write to the cache.
+        ops.qknorm_rope_kv(packed, nowhere, tokens.kv_slots, *model.no_rotation, q, keys, values)
+        model.attention.attend(
+            q,
+            keys,
+            values,
+            out,
+            tokens,
+            self._state.block_table,
+            scale=scaling if scaling is not None else width**-0.5,
+            window=window or 0,
+            softcap=softcap or 0.0,
+            sinks=s_aux,
+        )
+        return out.view(1, num_tokens, shape.num_heads, shape.head_dim)[..., :out_width]
 
 
 def load(
@@ -110,13 +113,12 @@ class DeviceTransformers:
         windows = tuple(dict.fromkeys(layer.window or 0 for layer in plan.layers))
         self.shape = AttentionShape(plan.num_heads, plan.num_kv_heads, plan.head_dim, windows)
         self.loaded = loaded
-        loaded.model.set_attn_implementation(ATTENTION)
         half, on = plan.head_dim // 2, device.torch_device
-        self._cos, self._sin = torch.ones(1, half, device=on), torch.zeros(1, half, device=on)
-        self._attention: PagedAttention
+        self.no_rotation = torch.ones(1, half, device=on), torch.zeros(1, half, device=on)
+        self.attention: PagedAttention
 
     def allocate(self, num_rows: int, attention: PagedAttention) -> None:
-        self._attention = attention
+        self.attention = attention
 
     def decode(
         self, rows: DeviceDecodeRows, cache: DeviceCache, state: StateTable, *, pdl: bool = False
@@ -134,53 +136,7 @@ class DeviceTransformers:
             embedded[0].index_copy_(0, *tokens.embedded)
             given = {"inputs_embeds": embedded}
         step = DeviceStep(self, tokens, cache, state)
-        token = _step_under_way.set(step)
-        try:
-            hidden = self.loaded.run_body(given, tokens.positions.long().unsqueeze(0))
-        finally:
-            _step_under_way.reset(token)
-        if step.num_calls != self.config.num_layers:
-            raise EngineError(
-                f"attention was called {step.num_calls} times in a step of {self.config.num_layers} layers"
-            )
-        return hidden
-
-    def attend(
-        self,
-        step: DeviceStep,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float | None,
-        softcap: float,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """One layer: keys and values go to the cache, which is then attended to."""
-        index, window = self.loaded.layers[id(module)]
-        tokens, shape = step.tokens, self.shape
-        num_tokens, width, out_width = query.shape[2], query.shape[3], value.shape[3]
-        heads = torch.cat([widened(x[0], shape.head_dim, self.dtype) for x in (query, key, value)])
-        packed = heads.transpose(0, 1).reshape(num_tokens, -1)  # [num_tokens, (q + k + v heads) * head_dim]
-        q = torch.empty(num_tokens, shape.num_heads, shape.head_dim, dtype=self.dtype, device=packed.device)
-        out = torch.empty_like(q)
-        keys, values = step.cache.layers[index]
-        nowhere = torch.zeros(num_tokens, dtype=torch.int32, device=packed.device)
-        # The model has rotated them already: this is the write to the cache.
-        ops.qknorm_rope_kv(packed, nowhere, tokens.kv_slots, self._cos, self._sin, q, keys, values)
-        self._attention.attend(
-            q,
-            keys,
-            values,
-            out,
-            tokens,
-            step.state.block_table,
-            scale=scale if scale is not None else width**-0.5,
-            window=window or 0,
-            softcap=softcap,
-            sinks=sinks,
-        )
-        return out.view(1, num_tokens, shape.num_heads, shape.head_dim)[..., :out_width]
+        return self.loaded.run_body(step, given, tokens.positions.long().unsqueeze(0))
 
     def select(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return hidden.index_select(0, rows)
@@ -205,7 +161,7 @@ class ProbedModel:
         model.allocate(self.num_rows, self._attention)
 
     def stock(self) -> contextlib.AbstractContextManager[torch.nn.Module]:
-        return self._model.loaded.stock(ATTENTION)
+        return self._model.loaded.stock()
 
     def place(self, ids: NDArray[np.int64]) -> torch.Tensor:
         return self._device.upload(ids)

@@ -1,37 +1,32 @@
 """Encoders of `transformers` (BERT, RoBERTa, DistilBERT ...), whose tokens see all others: packed, and without a cache.
 
-A step is one row of tokens with positions, as for decoders; our attention, registered under the name ATTENTION, keeps prompts
+A step is one row of tokens with positions, as for decoders. Our attention (`attention`) keeps prompts
 apart, so that nothing is padded and no mask is made. Whole prompts only: `Submit.is_chunkable` is false, and the runner's blocks
-are counted but hold nothing. What cannot be run so is refused by name and with the reason: by `read_plan`, which runs the model
-once on torch's meta device, where the structure shows it; by `load`, which holds the states of two prompts against those that
-transformers has for each of them alone, where only numbers do. Called by `registry`.
+are counted but hold nothing. What cannot be run so is refused by name and with the reason. `read_plan` runs the model once on
+torch's meta device, and refuses what the structure shows. `load` refuses what only numbers show: it compares the states of two
+prompts with those that transformers has for each of them alone. Called by `registry`.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
-from transformers import AttentionInterface, AutoModel
+from transformers import AutoModel
 
 from actorllm.config import ModelConfig
-from actorllm.errors import CorruptModelError, EngineError
+from actorllm.errors import EngineError
 from actorllm.model.cpu.attention import KVCache
 from actorllm.model.hf import packing
-from actorllm.model.hf.transformers_backend import IGNORED, draw_weights, quiet, read_config, refused
+from actorllm.model.hf.attention import ATTENTION, IGNORED, AttentionStep
+from actorllm.model.hf.loading import check_tensors, drawn, from_checkpoint, quiet, read_config, refused
 from actorllm.model.inputs import StepInputs
-from actorllm.model.weights import progress_is_shown, tensor_files
 from actorllm.types.pooling_params import position_offset
-
-ATTENTION = "actorllm_encoder"
-"""The name of our attention in transformers' AttentionInterface."""
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """Root mean square difference of states, in their standard deviations. Prompts that are mixed up cost 0.1 and more."""
@@ -59,49 +54,37 @@ class EncoderPlan:
     """The position of a prompt's first token."""
 
 
-@dataclass(slots=True)
-class EncoderStep:
-    """What the attention of every layer needs to know of the step under way."""
+class EncoderStep(AttentionStep):
+    """Whole prompts in one row, which do not see each other."""
 
-    bounds: list[tuple[int, int]]
-    """[start, end) of each prompt among the tokens."""
-    num_calls: int = 0
+    def __init__(self, bounds: list[tuple[int, int]]) -> None:
+        """bounds: [start, end) of each prompt among the tokens."""
+        super().__init__()
+        self._bounds = bounds
 
-
-_step_under_way: ContextVar[EncoderStep | None] = ContextVar("actorllm_encoder_step", default=None)
-
-
-def packed_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    scaling: float | None = None,
-    **arguments: Any,
-) -> tuple[torch.Tensor, None]:
-    """What transformers calls in every layer. query: [1, num_heads, num_tokens, width]; key and value alike.
-
-    Returns [1, num_tokens, num_heads, width]. Padding tokens belong to no prompt, and get zeros.
-    """
-    step = _step_under_way.get()
-    if step is None:
-        raise EngineError("the packed attention was called outside of a step")
-    unknown = sorted(name for name, given in arguments.items() if given is not None and name not in IGNORED)
-    if unknown or attention_mask is not None:
-        raise EngineError(f"its attention takes {unknown[0] if unknown else 'a mask'!r}, which ours does not know")
-    step.num_calls += 1
-    out = value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-    for start, end in step.bounds:
-        rows = slice(start, end)
-        attended = functional.scaled_dot_product_attention(
-            query[:, :, rows], key[:, :, rows], value[:, :, rows], scale=scaling
-        )
-        out[:, rows] = attended.transpose(1, 2)
-    return out, None
-
-
-AttentionInterface.register(ATTENTION, packed_attention)
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        scaling: float | None = None,
+        **given: Any,
+    ) -> torch.Tensor:
+        """Padding tokens belong to no prompt, and get zeros."""
+        unknown = sorted(name for name, value in given.items() if value is not None and name not in IGNORED)
+        if unknown or attention_mask is not None:
+            raise EngineError(f"its attention takes {unknown[0] if unknown else 'a mask'!r}, which ours does not know")
+        out = value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+        for start, end in self._bounds:
+            rows = slice(start, end)
+            attended = functional.scaled_dot_product_attention(
+                query[:, :, rows], key[:, :, rows], value[:, :, rows], scale=scaling
+            )
+            out[:, rows] = attended.transpose(1, 2)
+        return out
 
 
 def read_plan(model: ModelConfig, hf: dict[str, Any]) -> EncoderPlan:
@@ -164,17 +147,15 @@ class Encoder:
         device = self.model.device
         ids, where = torch.from_numpy(token_ids).to(device), torch.from_numpy(positions).to(device)
         step = EncoderStep(bounds)
-        token = _step_under_way.set(step)
         try:
-            output = self.model(
-                input_ids=ids.unsqueeze(0), position_ids=where.unsqueeze(0) + self.config.position_offset
-            )
+            with step.under_way():
+                output = self.model(
+                    input_ids=ids.unsqueeze(0), position_ids=where.unsqueeze(0) + self.config.position_offset
+                )
         except Exception as error:
             raise refused(
                 self.config.architecture, f"it cannot be run packed: {type(error).__name__}: {error}"
             ) from error
-        finally:
-            _step_under_way.reset(token)
         if step.num_calls != self.config.num_layers:
             raise refused(
                 self.config.architecture,
@@ -230,42 +211,14 @@ def _check(encoder: Encoder, prompts: list[Any], stock: torch.Tensor) -> None:
 
 def _read(plan: EncoderPlan, model: ModelConfig, dtype: torch.dtype, show_progress: bool | None) -> Any:
     if model.load_format == "dummy":
-        with quiet(), torch.random.fork_rng(devices=[]):
-            made = Model.from_config(copy.deepcopy(plan.config), dtype=dtype, attn_implementation=ATTENTION)
-        draw_weights(made, model.seed)
-        return made
-    tensor_files(Path(model.path))  # raises what is wrong with the files
-    with quiet(shows_progress=progress_is_shown(show_progress)):
-        try:
-            loaded, found = Model.from_pretrained(
-                model.path,
-                config=copy.deepcopy(plan.config),
-                dtype=dtype,
-                attn_implementation=ATTENTION,
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                ignore_mismatched_sizes=True,  # they are in the loading info, by name
-                output_loading_info=True,
-            )
-        except Exception as error:
-            raise CorruptModelError(f"{model.path}: the weights cannot be loaded: {error}") from error
-    # A head that the states were trained with is no part of the model, and a pooler is not used.
-    missing = sorted(key for key in found["missing_keys"] if not key.startswith("pooler."))
-    if missing:
-        raise CorruptModelError(f"{model.path} has no tensor {missing[0]!r}, which this architecture needs")
+        return drawn(Model, plan.config, ATTENTION, dtype, model.seed)
+    loaded, report = from_checkpoint(Model, plan.config, ATTENTION, dtype, model.path, show_progress)
     parts = {name for name, _ in loaded.named_children()}
-    unexpected = sorted(
-        key for key in found["unexpected_keys"] if key.split(".")[0] in parts and not key.endswith("_ids")
+    check_tensors(
+        model.path,
+        # A head that the states were trained with is no part of the model, and a pooler is not used.
+        [key for key in report["missing_keys"] if not key.startswith("pooler.")],
+        [key for key in report["unexpected_keys"] if key.split(".")[0] in parts and not key.endswith("_ids")],
+        report["mismatched_keys"],
     )
-    if unexpected:
-        raise CorruptModelError(
-            f"{model.path} has a tensor {unexpected[0]!r} that this architecture does not know: config.json describes "
-            f"another model"
-        )
-    if found["mismatched_keys"]:
-        name, shape, wanted = min(found["mismatched_keys"])
-        raise CorruptModelError(
-            f"{model.path}: tensor {name!r} has shape {tuple(shape)}, config.json asks for {tuple(wanted)}"
-        )
     return loaded

@@ -1,14 +1,13 @@
 """Any decoder of `transformers`, run over our paged KV cache: the way in for models without a fused forward.
 
-`read_plan` says from config.json alone whether a model can be served and what its attention looks like: the model is built
+`read_plan` says from config.json alone whether a model can be served and what its attention looks like. The model is built
 without memory (torch's meta device) and run once with an attention that only takes notes. `TransformersDecoder` is the
-model itself, with our attention registered under the name ATTENTION: the whole step is one row of tokens with positions,
-transformers builds no masks, and every layer finds the step's context in a context variable (keyword arguments do not
-reach the attention of all models). What a layer may look at was read off its mask function, not off what it says.
+model itself with our attention (`attention`). The whole step is one row of tokens with positions. What a layer may look at was
+read off its mask function, not off what it says.
 
 Served is what keeps all its state in keys and values, attends once per layer and step, causally or in a sliding window.
-Everything else is refused by name and with the reason (UnsupportedModelError): by the plan where the structure shows it,
-by `probe` on the loaded model where only the logits do. No code of a model's folder is ever run.
+Everything else is refused by name and with the reason (UnsupportedModelError). The plan refuses where the structure shows it,
+`probe` on the loaded model where only the logits do. No code of a model's folder is ever run.
 
 Called by `registry`, under its guarantee that transformers is imported only where it is needed.
 """
@@ -22,65 +21,42 @@ import logging
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 from transformers import (
-    CONFIG_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
-    AutoConfig,
     AutoModelForCausalLM,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_accelerate_available
 
 from actorllm.config import ModelConfig
-from actorllm.errors import CorruptModelError, EngineError, UnsupportedModelError
+from actorllm.errors import CorruptModelError, UnsupportedModelError
 from actorllm.model.cpu.attention import AttentionBatch, KVCache, KVWrites, Scoring
 from actorllm.model.embeds import place_rows
 from actorllm.model.hf import packing
+from actorllm.model.hf.attention import ATTENTION, IGNORED, AttentionStep
+from actorllm.model.hf.loading import built, check_tensors, drawn, from_checkpoint, quiet, read_config, refused
 from actorllm.model.hf.plan import TracedLayer, TransformersPlan
 from actorllm.model.inputs import StepInputs
-from actorllm.model.weights import progress_is_shown, stable_hash, tensor_files
 
-AutoModel: Any = AutoModelForCausalLM  # neither is typed
-hf_logging: Any = transformers_logging
+AutoModel: Any = AutoModelForCausalLM  # it is not typed
 
 logger = logging.getLogger(__name__)
 
-ATTENTION, TRACE = "actorllm", "actorllm_trace"
-"""The names of our attention, and of the one that takes notes, in transformers' AttentionInterface."""
+TRACE = "actorllm_trace"
+"""The name of the attention that takes notes, in transformers' AttentionInterface."""
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-
-IGNORED = {
-    "attention_mask",
-    "cache_position",
-    "dropout",
-    "is_causal",
-    "logits_to_keep",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "position_ids",
-    "return_dict",
-    "use_cache",
-}
-"""What models hand to attention without meaning for it."""
 
 NO_INTERFACE = "its attention does not go through transformers' AttentionInterface"
 
 TRACED_TOKENS = 5
-
-
-def refused(architecture: str, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"architecture {architecture!r} is not supported: {reason}")
 
 
 def read_plan(model: ModelConfig, hf: dict[str, Any]) -> TransformersPlan:
@@ -121,27 +97,6 @@ def read_plan(model: ModelConfig, hf: dict[str, Any]) -> TransformersPlan:
 
 
 # The configuration ----------------------------------------------------------------------------------------------------
-
-
-def read_config(model: ModelConfig, hf: dict[str, Any]) -> Any:
-    """The transformers configuration. Raises UnsupportedModelError or CorruptModelError."""
-    architecture, kind = model.architecture, hf.get("model_type")
-    if hf.get("quantization_config") is not None:
-        method = hf["quantization_config"].get("quant_method", "unknown")
-        raise UnsupportedModelError(f"quantized weights ({method}) are not supported; use the original model")
-    if kind not in CONFIG_MAPPING:
-        if hf.get("auto_map"):
-            reason = "it needs the code in its folder (auto_map), and no code of a model is run"
-        elif kind is None:
-            reason = "config.json says no model_type"
-        else:
-            reason = f"this version of transformers knows no model_type {kind!r}"
-        raise refused(architecture, reason)
-    try:
-        with quiet():
-            return AutoConfig.from_pretrained(model.path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        raise CorruptModelError(f"{model.path}/config.json cannot be used: {error}") from error
 
 
 def _check_config(config: Any, architecture: str) -> None:
@@ -268,6 +223,7 @@ def _check_trace(trace: ForwardTrace, model: Any, architecture: str, failure: Ex
     if failure is not None:
         raise refused(architecture, f"its forward depends on more than shapes: {type(failure).__name__}: {failure}")
     num_modules, num_layers = len({id(call.module) for call in calls}), model.config.get_text_config().num_hidden_layers
+    # The cache has room for the keys and values of one call per layer and step.
     if len(calls) != num_modules:
         raise refused(architecture, f"its {num_modules} attention modules are called {len(calls)} times in one step")
     if len(calls) != num_layers:
@@ -307,48 +263,35 @@ def _window(call: AttentionCall, architecture: str, max_positions: int) -> int |
 # The model ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class TransformersStep:
-    """What the attention of every layer needs to know of the step under way."""
+class TransformersStep(AttentionStep):
+    """A step over the paged cache of the CPU."""
 
-    batches: dict[int | None, AttentionBatch]
-    """By sliding window."""
-    layers: dict[int, tuple[int, int | None]]
-    """Index and window, by the identity of the calling module."""
-    head_dim: int
-    dtype: torch.dtype
-    num_calls: int = 0
+    def __init__(
+        self, batches: dict[int | None, AttentionBatch], layers: dict[int, tuple[int, int | None]], cache: KVCache
+    ) -> None:
+        """batches: by sliding window. layers: index and window, by the identity of the calling module."""
+        super().__init__()
+        self._batches, self._layers, self._head_dim, self._dtype = batches, layers, cache.head_dim, cache.pool.dtype
 
-
-_step_under_way: ContextVar[TransformersStep | None] = ContextVar("actorllm_step", default=None)
-
-
-def paged_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """What transformers calls in every layer. query: [1, num_heads, num_tokens, width]; key and value alike.
-
-    Returns [1, num_tokens, num_heads, width of values].
-    """
-    step = _step_under_way.get()
-    if step is None:
-        raise EngineError("the paged attention was called outside of a step")
-    step.num_calls += 1
-    index, window = step.layers[id(module)]
-    width, out_width = query.shape[3], value.shape[3]
-    query, key, value = (widened(x[0], step.head_dim, step.dtype) for x in (query, key, value))
-    scoring = Scoring(scaling if scaling is not None else width**-0.5, softcap, s_aux)
-    key_value = torch.cat((key, value)).transpose(0, 1)  # [num_tokens, 2 * num_kv_heads, head_dim]
-    out = step.batches[window].attend(index, query.transpose(0, 1), key_value, scoring)
-    return out.view(1, query.shape[1], query.shape[0], step.head_dim)[..., :out_width], None
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        index, window = self._layers[id(module)]
+        width, out_width = query.shape[3], value.shape[3]
+        query, key, value = (widened(x[0], self._head_dim, self._dtype) for x in (query, key, value))
+        scoring = Scoring(scaling if scaling is not None else width**-0.5, softcap, s_aux)
+        key_value = torch.cat((key, value)).transpose(0, 1)  # [num_tokens, 2 * num_kv_heads, head_dim]
+        out = self._batches[window].attend(index, query.transpose(0, 1), key_value, scoring)
+        return out.view(1, query.shape[1], query.shape[0], self._head_dim)[..., :out_width]
 
 
 def widened(heads: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -357,7 +300,6 @@ def widened(heads: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor
     return heads if heads.shape[-1] == width else functional.pad(heads, (0, width - heads.shape[-1]))
 
 
-AttentionInterface.register(ATTENTION, paged_attention)
 AttentionInterface.register(TRACE, _note_attention)
 AttentionMaskInterface.register(TRACE, _note_mask)
 
@@ -410,21 +352,15 @@ class TransformersDecoder:
         writes = KVWrites(inputs, cache)
         windows = dict.fromkeys(window for _, window in self.layers.values())
         batches = {w: AttentionBatch(inputs, cache, writes, fold, w) for w in windows}
-        step = TransformersStep(batches, self.layers, cache.head_dim, self.dtype)
-        token = _step_under_way.set(step)
-        try:
-            hidden = self.run_body(self._tokens(inputs), torch.from_numpy(inputs.positions).unsqueeze(0))
-        finally:
-            _step_under_way.reset(token)
-        if step.num_calls != self.config.num_layers:
-            raise EngineError(
-                f"attention was called {step.num_calls} times in a step of {self.config.num_layers} layers"
-            )
-        return hidden
+        step = TransformersStep(batches, self.layers, cache)
+        positions = torch.from_numpy(inputs.positions).unsqueeze(0)
+        return self.run_body(step, self._tokens(inputs), positions)
 
-    def run_body(self, tokens: dict[str, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
-        """What the model makes of one row of tokens, under an attention that knows the step: [num_tokens, hidden_size]."""
-        output = self._body(**tokens, position_ids=positions, use_cache=False)
+    def run_body(self, step: AttentionStep, tokens: dict[str, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
+        """What the model makes of one row of tokens, [num_tokens, hidden_size]."""
+        with step.under_way():
+            output = self._body(**tokens, position_ids=positions, use_cache=False)
+        step.check_calls(self.config.num_layers)
         self._output_kind = type(output) if hasattr(output, "last_hidden_state") else None
         return _hidden(output)[0]
 
@@ -468,13 +404,13 @@ class TransformersDecoder:
         return KVCache(plan.num_layers, plan.num_kv_heads, plan.head_dim, num_blocks, size, self.dtype)
 
     @contextlib.contextmanager
-    def stock(self, attention: str = ATTENTION) -> Iterator[Any]:
-        """The model with transformers' own attention, meanwhile. attention: what it has else."""
+    def stock(self) -> Iterator[Any]:
+        """The model with transformers' own attention, meanwhile."""
         self.model.set_attn_implementation("eager")
         try:
             yield self.model
         finally:
-            self.model.set_attn_implementation(attention)
+            self.model.set_attn_implementation(ATTENTION)
 
 
 def _with_part(module: torch.nn.Module, path: list[str], part: torch.nn.Module) -> torch.nn.Module:
@@ -548,7 +484,7 @@ def load_unchecked(
     show_progress: bool | None,
     device: torch.device | None = None,
 ) -> TransformersDecoder:
-    """The model with its weights, of which nobody knows yet what they give. Raises ModelError.
+    """The model with its weights; what it computes with them is not checked yet. Raises ModelError.
 
     device: where they are wanted; None: on the CPU. transformers reads to another device only by `accelerate`; without it, every
     tensor is read to the CPU and then moved.
@@ -556,98 +492,15 @@ def load_unchecked(
     # Weights must be ordinary tensors: views of inference tensors cannot be made outside of inference mode.
     with torch.inference_mode(False), torch.no_grad():
         if model.load_format == "dummy":
-            loaded = _dummy(plan, model.seed, dtype, device)
+            loaded = drawn(AutoModel, plan.config, "eager", dtype, model.seed, device)
         else:
-            loaded = _from_checkpoint(plan, model, dtype, show_progress, device)
+            place = {} if device is None or not is_accelerate_available() else {"device_map": {"": device}}
+            loaded, report = from_checkpoint(AutoModel, plan.config, "eager", dtype, model.path, show_progress, **place)
+            check_tensors(model.path, report["missing_keys"], report["unexpected_keys"], report["mismatched_keys"])
         return TransformersDecoder(plan, loaded if device is None else loaded.to(device))
 
 
 def without_weights(plan: TransformersPlan, dtype: torch.dtype) -> TransformersDecoder:
     """The model on torch's meta device."""
     with torch.inference_mode(False), torch.no_grad():
-        return TransformersDecoder(plan, _built(plan, dtype, torch.device("meta")))
-
-
-def _from_checkpoint(
-    plan: TransformersPlan,
-    model: ModelConfig,
-    dtype: torch.dtype,
-    show_progress: bool | None,
-    device: torch.device | None,
-) -> Any:
-    tensor_files(Path(model.path))  # raises what is wrong with the files
-    place = {} if device is None or not is_accelerate_available() else {"device_map": {"": device}}
-    with quiet(shows_progress=progress_is_shown(show_progress)):
-        try:
-            loaded, found = AutoModel.from_pretrained(
-                model.path,
-                config=copy.deepcopy(plan.config),
-                dtype=dtype,
-                attn_implementation="eager",
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                ignore_mismatched_sizes=True,  # they are in the loading info, by name
-                output_loading_info=True,
-                **place,
-            )
-        except Exception as error:
-            raise CorruptModelError(f"{model.path}: the weights cannot be loaded: {error}") from error
-    missing, unexpected = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
-    if missing:
-        raise CorruptModelError(f"{model.path} has no tensor {missing[0]!r}, which this architecture needs")
-    if unexpected:
-        raise CorruptModelError(
-            f"{model.path} has a tensor {unexpected[0]!r} that this architecture does not know: config.json describes "
-            f"another model"
-        )
-    if found["mismatched_keys"]:
-        name, shape, wanted = min(found["mismatched_keys"])
-        raise CorruptModelError(
-            f"{model.path}: tensor {name!r} has shape {tuple(shape)}, config.json asks for {tuple(wanted)}"
-        )
-    return loaded
-
-
-def _dummy(plan: TransformersPlan, seed: int, dtype: torch.dtype, device: torch.device | None) -> Any:
-    """Random weights from a seed, scaled as `weights.DummyWeights` does: what is sampled depends on them."""
-    model = _built(plan, dtype, device or torch.device("cpu"))
-    draw_weights(model, seed)
-    return model
-
-
-def _built(plan: TransformersPlan, dtype: torch.dtype, device: torch.device) -> Any:
-    """With whatever weights the architecture starts with."""
-    with quiet(), torch.random.fork_rng(devices=[]), device:
-        return AutoModel.from_config(
-            copy.deepcopy(plan.config), dtype=dtype, attn_implementation="eager", trust_remote_code=False
-        )
-
-
-def draw_weights(model: Any, seed: int) -> None:
-    """Fill a model with random weights, by the names of its parameters: on each kind of device others."""
-    outer = {
-        id(part.weight) for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part is not None
-    }
-    for name, parameter in model.named_parameters():
-        generator = torch.Generator(parameter.device).manual_seed((seed * 1_000_003 + stable_hash(name)) % 2**63)
-        if parameter.ndim < 2:  # a norm or a bias: near what the architecture starts it with
-            parameter.add_(torch.empty_like(parameter).normal_(0.0, 0.1, generator=generator))
-        else:
-            gain = 3.0 if id(parameter) in outer else 1.0
-            parameter.normal_(0.0, gain / parameter.shape[-1] ** 0.5, generator=generator)
-
-
-@contextlib.contextmanager
-def quiet(shows_progress: bool = False) -> Iterator[None]:
-    """transformers says nothing but errors, and shows its bars only if wanted."""
-    level, had_progress = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    hf_logging.set_verbosity_error()
-    switch: Callable[[], None] = hf_logging.enable_progress_bar if shows_progress else hf_logging.disable_progress_bar
-    switch()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(level)
-        switch = hf_logging.enable_progress_bar if had_progress else hf_logging.disable_progress_bar
-        switch()
+        return TransformersDecoder(plan, built(AutoModel, plan.config, "eager", dtype, torch.device("meta")))

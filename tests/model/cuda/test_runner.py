@@ -43,6 +43,17 @@ def test_chunks_and_decode_steps_give_the_tokens_of_the_cpu(make_twins: Callable
     assert len(twins.tokens(0)) == 70 + 6
 
 
+@pytest.mark.parametrize(("model_impl", "num_norms"), [("vllm", 0), ("transformers", 2 * (2 * 64 + 2 * 32) + 64)])
+def test_both_count_the_weights_that_a_step_reads(
+    make_twins: Callable[..., Twins], model_impl: str, num_norms: int
+) -> None:
+    """Not the embedding, of which a step reads a few rows. Modules are counted with their norms."""
+    twins = make_twins({"model_type": "qwen3"}, model_impl=model_impl)
+    qkv, output, gate_up, down, head = (128 + 2 * 64) * 64, 64 * 128, 2 * 96 * 64, 64 * 96, 300 * 64
+    expected = 4 * (2 * (qkv + output + gate_up + down) + head + num_norms)
+    assert (twins.cpu_runner.weight_bytes, twins.runner.weight_bytes) == (expected, expected)
+
+
 def record_all(twins: Twins) -> None:
     while twins.runner.record_next():
         pass

@@ -18,7 +18,7 @@ from actorllm.model.cuda.device import HostDevice
 from actorllm.model.cuda.graphs import MAX_MISSES
 from actorllm.model.cuda.runner import GRAPH_BYTES, CudaRunner
 from actorllm.model.cuda.transformers_model import DeviceTransformers
-from actorllm.model.hf import transformers_backend
+from actorllm.model.hf import loading, transformers_backend
 from actorllm.model.hf.transformers_backend import TransformersDecoder
 from tests.model.cuda.conftest import config_of
 from tests.model.cuda.twins import DeviceDriver, Twins, prompt
@@ -185,7 +185,7 @@ def test_weights_are_read_to_the_device_where_transformers_can_do_that(
     config = config_of(folder(**QWEN3), block_size=64, model_impl="transformers", load_format="auto")
     runner = CudaRunner(config, show_progress=False, device=HostDevice())
     monkeypatch.setattr(transformers_backend, "is_accelerate_available", lambda: can_place)
-    monkeypatch.setattr(transformers_backend, "tensor_files", lambda _: {})
+    monkeypatch.setattr(loading, "tensor_files", lambda _: {})
     monkeypatch.setattr(transformers_backend, "AutoModel", SimpleNamespace(from_pretrained=read))
     with pytest.raises(CorruptModelError, match="no weights"):
         runner.load()

@@ -1,0 +1,132 @@
+"""Models of transformers: their configuration, the modules without weights, and the weights, read or drawn.
+
+`auto` is the class of transformers that makes them (`AutoModelForCausalLM`, `AutoModel`). No code of a model's folder is ever run,
+and nothing is downloaded. Called by `transformers_backend` and `encoder`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig
+from transformers.utils import logging as transformers_logging
+
+from actorllm.config import ModelConfig
+from actorllm.errors import CorruptModelError, UnsupportedModelError
+from actorllm.model.weights import progress_is_shown, stable_hash, tensor_files
+
+hf_logging: Any = transformers_logging  # it is not typed
+
+
+def refused(architecture: str, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"architecture {architecture!r} is not supported: {reason}")
+
+
+def read_config(model: ModelConfig, hf: dict[str, Any]) -> Any:
+    """The transformers configuration. Raises UnsupportedModelError or CorruptModelError."""
+    architecture, kind = model.architecture, hf.get("model_type")
+    if hf.get("quantization_config") is not None:
+        method = hf["quantization_config"].get("quant_method", "unknown")
+        raise UnsupportedModelError(f"quantized weights ({method}) are not supported; use the original model")
+    if kind not in CONFIG_MAPPING:
+        if hf.get("auto_map"):
+            reason = "it needs the code in its folder (auto_map), and no code of a model is run"
+        elif kind is None:
+            reason = "config.json says no model_type"
+        else:
+            reason = f"this version of transformers knows no model_type {kind!r}"
+        raise refused(architecture, reason)
+    try:
+        with quiet():
+            return AutoConfig.from_pretrained(model.path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise CorruptModelError(f"{model.path}/config.json cannot be used: {error}") from error
+
+
+def built(auto: Any, config: Any, attention: str, dtype: torch.dtype, device: torch.device | None = None) -> Any:
+    """The modules, with whatever weights the architecture starts with. device: None: the CPU."""
+    with quiet(), torch.random.fork_rng(devices=[]), device or torch.device("cpu"):
+        return auto.from_config(
+            copy.deepcopy(config), dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )
+
+
+def drawn(
+    auto: Any, config: Any, attention: str, dtype: torch.dtype, seed: int, device: torch.device | None = None
+) -> Any:
+    """The same with random weights from a seed, by the names of the parameters: on each kind of device others.
+
+    They are scaled as `weights.DummyWeights` does, so that what is sampled depends on them.
+    """
+    model = built(auto, config, attention, dtype, device)
+    outer = {
+        id(part.weight) for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part is not None
+    }
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator(parameter.device).manual_seed((seed * 1_000_003 + stable_hash(name)) % 2**63)
+        if parameter.ndim < 2:  # a norm or a bias: near what the architecture starts it with
+            parameter.add_(torch.empty_like(parameter).normal_(0.0, 0.1, generator=generator))
+        else:
+            gain = 3.0 if id(parameter) in outer else 1.0
+            parameter.normal_(0.0, gain / parameter.shape[-1] ** 0.5, generator=generator)
+    return model
+
+
+def from_checkpoint(
+    auto: Any, config: Any, attention: str, dtype: torch.dtype, path: str, show_progress: bool | None, **how: Any
+) -> tuple[Any, dict[str, Any]]:
+    """The modules with the weights of a folder, and transformers' report of them. Raises ModelError."""
+    tensor_files(Path(path))  # raises what is wrong with the files
+    with quiet(shows_progress=progress_is_shown(show_progress)):
+        try:
+            model, report = auto.from_pretrained(
+                path,
+                config=copy.deepcopy(config),
+                dtype=dtype,
+                attn_implementation=attention,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # they are in the report, by name
+                output_loading_info=True,
+                **how,
+            )
+        except Exception as error:
+            raise CorruptModelError(f"{path}: the weights cannot be loaded: {error}") from error
+    return model, report
+
+
+def check_tensors(
+    path: str, missing: Iterable[str], unexpected: Iterable[str], mismatched: Iterable[tuple[str, Any, Any]]
+) -> None:
+    """Raises CorruptModelError for a checkpoint that is not of the model that config.json describes."""
+    for name in sorted(missing):
+        raise CorruptModelError(f"{path} has no tensor {name!r}, which this architecture needs")
+    for name in sorted(unexpected):
+        raise CorruptModelError(
+            f"{path} has a tensor {name!r} that this architecture does not know: config.json describes another model"
+        )
+    for name, shape, wanted in sorted(mismatched):
+        raise CorruptModelError(
+            f"{path}: tensor {name!r} has shape {tuple(shape)}, config.json asks for {tuple(wanted)}"
+        )
+
+
+@contextlib.contextmanager
+def quiet(shows_progress: bool = False) -> Iterator[None]:
+    """transformers says nothing but errors, and shows its bars only if wanted."""
+    level, had_progress = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    switch: Callable[[], None] = hf_logging.enable_progress_bar if shows_progress else hf_logging.disable_progress_bar
+    switch()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        switch = hf_logging.enable_progress_bar if had_progress else hf_logging.disable_progress_bar
+        switch()
