@@ -212,6 +212,22 @@ class StepResult:
     ended: float = 0.0
 
     @property
+    def is_plain(self) -> bool:
+        """Whether no column but `tokens` holds anything: so are most results, and a step costs less where that is known."""
+        return (
+            self.counts is NO_I32
+            and self.vector_rows is NO_I32
+            and self.vectors is NO_F32
+            and self.nonfinite_rows is NO_I32
+            and self.nonfinite_counts is NO_I32
+            and self.nonfinite_prefills is NO_I32
+            and self.logprob_spans is NO_I32
+            and self.logprob_ids is NO_I32
+            and self.logprobs is NO_F32
+            and self.logprob_ranks is NO_I32
+        )
+
+    @property
     def came_to_nothing(self) -> bool:
         """Values were not finite, and no row shows that any are."""
         if self.nonfinite_rows is NO_I32 and self.nonfinite_prefills is NO_I32:
@@ -288,8 +304,8 @@ NEW_ROW = np.dtype(
 _NEW_ROW = struct.Struct("<2iQ3i3f4iIi")
 
 
-def pack_rows(rows: Iterable[NewRow]) -> U8:
-    """Records, because a plan with one new row should not carry a dozen arrays of one element."""
+def pack_rows(rows: Iterable[tuple[float, ...]]) -> U8:
+    """Records with the fields of `NewRow`, because a plan with one new row should not carry a dozen arrays of one element."""
     return np.frombuffer(b"".join([_NEW_ROW.pack(*row) for row in rows]), np.uint8)
 
 

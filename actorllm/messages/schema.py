@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import compress
-from operator import attrgetter, is_not
+from operator import attrgetter, call, is_not
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -233,6 +233,14 @@ def violation(message: object, sender: str) -> str | None:
         if not compiled.checks[i](values[i]):
             return f"{name}.{compiled.names[i]}={shown(values[i])}"
     return None
+
+
+def check_of_fields(name: str, fields: tuple[str, ...]) -> Check:
+    """The test of some fields of a message: whether they hold what the entry of this name allows."""
+    values_of = getter_of(fields)
+    checks = tuple(check_of(SCHEMA[name].fields[field]) for field in fields)
+
+    return lambda message: all(map(call, checks, values_of(message)))
 
 
 def getter_of(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:

@@ -56,7 +56,7 @@ from actorllm.scheduling.policy_fallback import StalledPolicyError
 from actorllm.scheduling.prefix_cache import PrefixCache
 from actorllm.scheduling.request_table import RequestTable
 from actorllm.scheduling.results import Results
-from actorllm.scheduling.sequence import Key, Sequence, State
+from actorllm.scheduling.sequence import WAITING, Key, Sequence, State
 from actorllm.scheduling.stopping import Stopping
 from actorllm.scheduling.telemetry.statistics import SchedulerStatistics
 from actorllm.scheduling.validation import SubmitValidation
@@ -401,8 +401,8 @@ class Scheduler:
                 if self._table.followers.leaders:
                     forks = self._forks.fork(completed)
                     completed += [fork.slot for fork in forks]
-                joining = batch.start_decoding(completed)
-                sampling = batch.rows() if rows is decode.rows else rows.joined(joining)
+                batch.start_decoding(completed)
+                sampling = batch.rows() if rows is decode.rows else rows.joined(batch.select(completed))
                 computed = batch.num_computed[sampling.index]
         batch.stop_rows(sampling.index[computed >= sampling.limits - ONE])  # their last token is in flight now
         self._admission.num_left = self._admission.num_requests - self._admission.num_held - len(self._table.blocked)
@@ -470,8 +470,11 @@ class Scheduler:
         free_blocks = self.kv.num_free
         embeds_room = self._message_budget.embeds_room()
         self._message_budget.begin_plan()
+        num_free_slots = batch.num_free_slots
         num_prompt_logprobs = 0
         max_tokens = self.limits.max_tokens
+        has_embedded = self._message_budget.num_embedded > 0
+        displaced = self._table.displaced
         seen: set[Sequence] = set()
         # Only in a pause, or while suspects of a failure run alone, may a waiting request be one that must not start.
         is_running = self.pause_state is PauseState.RUNNING
@@ -483,20 +486,24 @@ class Scheduler:
                 self._num_refused += 1
                 continue
             seen.add(sequence)
-            is_waiting = sequence.state is State.WAITING
-            if is_waiting and sequence in self._table.displaced:  # it lost its slot after the decision was made
+            is_waiting = sequence.state is WAITING
+            if is_waiting and sequence in displaced:  # it lost its slot after the decision was made
                 continue
             if is_waiting and must_ask and not self.may_start(sequence):
                 self._num_refused += 1
                 self._policy.on_refusal(sequence, self)
                 continue
-            remaining = self._remaining_if_any(sequence)
+            if is_waiting:
+                self._cache.look_up(sequence)
+                remaining = sequence.num_remaining
+            else:
+                remaining = self.remaining(sequence) if sequence in self.prefilling else 0
             # Three bounds on the chunk besides what is left of the prompt: log-probabilities, embeddings, tokens.
             told = None  # the rules by which this chunk tells log-probabilities
             if sequence.rules is not None and sequence.wants_prompt_logprobs and not sequence.is_whole:
                 told = sequence.rules
                 size = self._message_budget.chunk(told, size, num_prompt_logprobs)
-            has_embeds = self._message_budget.num_embedded and sequence.submit.prompt_embeds.size
+            has_embeds = has_embedded and sequence.submit.prompt_embeds.size
             if has_embeds:
                 size = min(size, embeds_room)
             wanted, size = size, min(size, remaining, max_tokens - num_tokens)
@@ -512,13 +519,13 @@ class Scheduler:
                 # Blocks of cached hits that other requests hold are shared and cost nothing. Blocks are only counted
                 # here; all that start get theirs in one call below.
                 taken = num_blocks - self._cache.num_held(sequence) if sequence.hits.size else num_blocks
-                fits = self._message_budget.has_row_room(sequence) and self._message_budget.has_plan_room(sequence)
-                if not batch.num_free_slots or taken > free_blocks or not fits:
+                has_room = num_free_slots and taken <= free_blocks
+                if not has_room or not self._message_budget.take(sequence):
                     self._num_refused += 1
                     self._policy.on_refusal(sequence, self)
                     continue
                 free_blocks -= taken
-                self._message_budget.add_to_plan(sequence)
+                num_free_slots -= 1
                 self._table.start(sequence)
                 started.append((sequence, num_blocks))
                 if sequence.hits.size:
@@ -541,10 +548,6 @@ class Scheduler:
             for sequence, _ in started:
                 self._policy.on_admit(sequence, self)
         return accepted, completed
-
-    def _remaining_if_any(self, sequence: Sequence) -> int:
-        """How many tokens of its prompt a request has left to compute, whether it has a slot or waits for one."""
-        return self.remaining(sequence) if sequence.state is State.WAITING or sequence in self.prefilling else 0
 
     # Results ----------------------------------------------------------------------------------------------------------
 
