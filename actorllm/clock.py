@@ -1,7 +1,7 @@
 """One time base for all processes of an engine: CLOCK_MONOTONIC seconds, shown to users as epoch seconds.
 
-The monotonic clock is the same for every process of a machine, never steps, and is what the scheduler, the worker and
-the frontend stamp their messages with. The pure core never calls it: there `now` is an argument.
+The monotonic clock is the same for every process of a machine and never steps. The scheduler, the worker and
+the frontend stamp their messages with it. The pure core never calls it: there `now` is an argument.
 """
 
 from __future__ import annotations

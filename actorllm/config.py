@@ -103,7 +103,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of a step, and who decides its contents."""
+    """Limits of a step, and the policies that decide its contents."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -111,13 +111,13 @@ class SchedulerConfig:
     """Steps in flight: 2 plans step N+1 while step N runs."""
     policy: str
     admission: str | None = None
-    """Who may start when, besides (`scheduling.admission_policy`); None: whoever finds a slot and blocks."""
+    """Which requests may start when, besides (`scheduling.admission_policy`); None: all that find a slot and blocks."""
     long_prefill_token_threshold: int = 0
     """At most this many tokens of one prompt per step; 0: as many as the step has room for."""
     max_num_partial_prefills: int = 1
     """At most this many prompts at a time that are too long for what is left of a step."""
     watermark: float = 0.01
-    """Share of the KV blocks that admissions leave free for the growth of those who run."""
+    """Share of the KV blocks that admissions leave free for the growth of running requests."""
     max_waiting_requests: int | None = None
     """Sequences that may wait for their first slot, beyond those for which there is one; None: any number."""
     max_waiting_tokens: int | None = None
@@ -230,6 +230,7 @@ class EngineConfig:
         """
         given = _checked_arguments({**options})
         load_format = _choice("load_format", given["load_format"], ("auto", "safetensors", "dummy"))
+        # What depends on something else comes first and in order: folder, pooler, lengths, device, limits of a step.
         path, hf = read_model_folder(model, load_format)
         text = hf.get("text_config") or hf
         if not isinstance(text, dict):
@@ -247,6 +248,7 @@ class EngineConfig:
         max_num_batched_tokens = _positive("max_num_batched_tokens", given["max_num_batched_tokens"])
         if pooler is not None and pooler.is_encoder and max_num_batched_tokens == ARGUMENTS["max_num_batched_tokens"]:
             max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)  # a prompt goes through in one step
+        # The scheduler relies on this: every decode row fits into a step.
         if max_num_batched_tokens < max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={max_num_batched_tokens} is less than max_num_seqs={max_num_seqs}: a step "
@@ -255,6 +257,7 @@ class EngineConfig:
         if pooler is not None:
             _check_pooling(pooler, given, max_model_len, max_num_seqs, max_num_batched_tokens)
         generation = read_generation_config(path, given["generation_config"])
+        # All else is independent, and each value is checked where it is read.
         tokenizer = given["tokenizer"]
         if tokenizer is None and path.parent != shapes.FOLDER:  # those have none
             tokenizer = str(path)
@@ -333,6 +336,7 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     for name, value in arguments.items():
         if name in ARGUMENTS:
             continue
+        # Three kinds of names: ours, vLLM's without effect here (taken at their defaults only), and unknown ones.
         if name not in VLLM_ARGUMENTS:
             known = [*ARGUMENTS, *VLLM_ARGUMENTS, "model"]
             raise UnknownArgumentError(f"there is no engine argument {name!r}{nearest_name(name, known)}")
@@ -341,6 +345,7 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
             instead = f", and use {NEAREST_OF_OURS[name]}" if name in NEAREST_OF_OURS else ""
             raise ConfigError(f"{name}={value!r} is not supported; leave it at {accepted}{instead}")
     given = ARGUMENTS | {k: v for k, v in arguments.items() if k in ARGUMENTS}
+    # Types that are checked nowhere else; numbers are checked where the parts of the configuration are made.
     if _positive("tensor_parallel_size", given["tensor_parallel_size"]) > 1 and given["topology"] == "inline":
         raise ConfigError(
             f"tensor_parallel_size={given['tensor_parallel_size']} needs a process per rank; use topology='process'"
@@ -353,6 +358,7 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     ):
         if not isinstance(given[name], bool) and (given[name] is not None or ARGUMENTS[name] is not None):
             raise ConfigError(f"{name}={given[name]!r} must be True or False")
+    # None is allowed where None is the default.
     for name in ("name", "scheduling_policy", "admission_policy"):
         if not isinstance(given[name], str) and (given[name] is not None or ARGUMENTS[name] is not None):
             raise ConfigError(f"{name}={given[name]!r} must be a string")

@@ -310,6 +310,14 @@ BOUNDS = (
         "400, and the connection is closed",
     ),
     Bound(
+        "connections of one API process",
+        ("server.connections: ConnectionLimit._open", "server.connections: ConnectionLimit._idle"),
+        "clients that connect",
+        ("server.connections:DEFAULT_MAX_CONNECTIONS=8192", "server.connections:RESERVED_DESCRIPTORS=256"),
+        "connections; less if the process may open fewer files; `--max-connections`",
+        "the longest idle one is closed; 503 if all are busy",
+    ),
+    Bound(
         "grammars that wait to be compiled",
         (
             "actors.constraints: Constraints._jobs",

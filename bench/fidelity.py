@@ -51,7 +51,7 @@ from actorllm.slo.workload import (
 )
 
 ENGINE: dict[str, Any] = {
-    "num_threads": 1,  # one core for the worker, one for everybody else
+    "num_threads": 1,  # one core for the worker, one for all else
     "max_num_seqs": 64,
     "max_num_batched_tokens": 256,
     "kv_cache_memory_bytes": 200_000_000,
@@ -122,7 +122,7 @@ class Turns:
         return run
 
     async def capacity(self, llm: AsyncLLM, seconds: float) -> float:
-        """Requests per second when there is always somebody who waits."""
+        """Requests per second when a request is always waiting."""
         await self.take("warm", llm, SATURATE, 1.0, 8.0)
         run = await self.take("saturated", llm, SATURATE + 1, 1.0, max(8.0, 30 * seconds))
         return len(run.workload) / run.timeline.duration

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 if "--cpu-check" in sys.argv:
-    os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports Triton
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 import torch
 import triton

@@ -3,8 +3,8 @@
     python bench/hostile.py [--rounds 3] [--json FILE]
 
 One server with the bundled storyteller in float32 and the policy vtc streams to 32 clients, in rounds: undisturbed, then
-beside four attackers. Each attacker is a process of its own at nice 19, so that it gets the processor time that nobody else
-wants; what it used is reported. The attackers:
+beside four attackers. Each attacker is a process of its own at nice 19, so that it gets the processor time that no other
+process wants; what it used is reported. The attackers:
 
 - blank bombs: prompts of millions of blanks and an "x", which some tokenizers never come back from;
 - grammar floods: structural tags of 130 KB, each another one, cancelled before they are compiled;

@@ -3,7 +3,7 @@
 One engine per model, in its processes, with one request at a time, timed from `generate` to its first output as an
 application sees it: block hashes in the frontend, messages and detokenizing are part of it, and tokenizing is not, since
 prompts are token ids. Rounds take turns: a prompt of 16 tokens, which is shorter than a block and never cached; one of 1,000
-whose full blocks are in the cache, from one of several such prompts; and one of 1,000 that nobody has sent before, for
+whose full blocks are in the cache, from one of several such prompts; and one of 1,000 that was not sent before, for
 comparison. The ratio is that of the medians of all rounds.
 
     python bench/prefix.py [--json FILE] [--rounds N] [--models storyteller,135M]

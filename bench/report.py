@@ -56,7 +56,7 @@ def code(root: Path = ROOT) -> dict[str, Any]:
     try:
         top, commit = _git(root, "rev-parse", "--show-toplevel", "HEAD").splitlines()
         if Path(top).resolve() != root.resolve():
-            return {}  # within somebody else's repository
+            return {}  # within another repository
         return {"commit": commit[:12], "dirty": bool(_git(root, "status", "--porcelain", "--", *MEASURED))}
     except (OSError, ValueError, subprocess.CalledProcessError):
         return {}
@@ -68,7 +68,7 @@ def _git(root: Path, *words: str) -> str:
 
 
 _CODE = code()
-"""When the benchmark began: who commits while it runs does not change what ran."""
+"""When the benchmark began: a commit while it runs does not change what ran."""
 
 
 def environment() -> dict[str, Any]:

@@ -5,7 +5,7 @@
 The first part counts the CPU time of the server's process (its engine thread is in it; scheduler and worker are not) per token
 that a client got, against an application that streams the same JSON from an asyncio queue at the same pace (bench/queue_app.py):
 both send one event per token, which is checked. The second part is vLLM's own serving benchmark (`vllm.benchmarks.serve`)
-against `actorllm serve` and vLLM's server, in turns; who is not measured is stopped.
+against `actorllm serve` and vLLM's server, in turns; the one that is not measured is stopped.
 """
 
 from __future__ import annotations

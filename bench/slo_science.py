@@ -14,7 +14,7 @@ somewhere below the lowest of them, "> 3.42" somewhere above the highest.
 
 A claim of a paper is held against the same table: by how much one policy beats another there, and here.
 
-Fairness is another question, asked of the first trace only: four tenants, one of whom sends 70 % of the requests, at a rate
+Fairness is another question, asked of the first trace only: four tenants, one of which sends 70 % of the requests, at a rate
 beyond what the engine can take.
 
 --store keeps every point, so that a run may be continued: FILE.conv, FILE.code. --only runs some of the policies, by their
@@ -63,7 +63,7 @@ VARIANTS = dict(FCFS + OTHERS)
 """Label and variant. Chunks of those with a dynamic one are what a step may hold at most."""
 STARTS = {"conv": 2.5, "code": 0.4}
 TARGETS = {"conv": (0.99, 0.9), "code": (0.9,)}
-"""On code, with its bursts, 99 % is out of reach of everybody at any rate worth running at."""
+"""On code, with its bursts, 99 % is out of reach of every policy at any rate worth running at."""
 TENANTS = (0.7, 0.1, 0.1, 0.1)
 FAIRNESS_RATE = 4.5
 READINGS: tuple[Reading, ...] = ("deadline", "tpot")
@@ -74,8 +74,8 @@ CLAIMS = [
     ("QoServe: 1.2 to 1.4 times edf", "qoserve as published", ("edf 512",), (1.2, 1.4)),
     ("FairBatching: 1.2 times Sarathi's fcfs", "fairbatch", ("fcfs 256", "fcfs 512"), (1.2, math.inf)),
 ]
-"""What was published (ASPLOS 2026; arXiv 2510.14392), for chunks of 256 to 512 tokens: who, compared with the best of whom, and
-how many times the rate."""
+"""What was published (ASPLOS 2026; arXiv 2510.14392), for chunks of 256 to 512 tokens: which policy, compared with the best
+of which others, and how many times the rate."""
 
 
 def num_requests(trace: str, arguments: argparse.Namespace) -> int:

@@ -125,7 +125,7 @@ class Soak:
             if self._has_guest or self.chaos.engine.health().state != "running":
                 continue
             pids = [os.getpid(), *self.chaos.pids().values()]
-            with contextlib.suppress(OSError):  # somebody is gone, or no file can be opened now
+            with contextlib.suppress(OSError):  # a process is gone, or no file can be opened now
                 self.samples.append(
                     {
                         "memory of the owner, MiB": resident_mib(pids[:1]),
@@ -202,7 +202,7 @@ class Soak:
         return await anyio.open_process(command, stdout=subprocess.PIPE, stderr=None, env=environment)
 
     async def _take_memory(self) -> None:
-        """Somebody else uses a gibibyte for a while."""
+        """Another program uses a gibibyte for a while."""
         hog = "import time; x = bytearray(1 << 30); x[::4096] = b'1' * len(x[::4096]); time.sleep(3)"
         await anyio.run_process([sys.executable, "-c", hog])
 

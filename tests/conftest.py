@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import shutil
 import signal
@@ -81,8 +82,19 @@ def no_lane_process_leaks() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
     """No shared memory, child process or file descriptor of ours outlives the test that made it."""
-    names, children, fds = _shared_memory_names(), _children(), len(os.listdir("/proc/self/fd"))
+    names, children, fds = _shared_memory_names(), _children(), _descriptors()
     yield
     assert _shared_memory_names() <= names, "left in /dev/shm"
     assert _children() <= children, "left a child process"
-    assert len(os.listdir("/proc/self/fd")) <= fds + 4, "left file descriptors open"
+    after = _descriptors()
+    left = [f"{number}: {target}" for number, target in after.items() if fds.get(number) != target]
+    assert len(after) <= len(fds) + 4, f"left file descriptors open: {', '.join(left)}"
+
+
+def _descriptors() -> dict[int, str]:
+    """The open descriptors of this process, and what they are."""
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            found[int(number)] = os.readlink(f"/proc/self/fd/{number}")
+    return found

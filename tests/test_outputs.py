@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from actorllm.actors.frontend import Delta
@@ -85,3 +87,45 @@ def test_who_takes_deltas_has_the_first_token_in_its_metrics() -> None:
     assert output.metrics is not None
     assert output.metrics.time_to_first_token == pytest.approx(1.0)
     assert output.metrics.scheduled_ts == output.metrics.first_token_ts
+
+
+async def waits(stream: RequestStream) -> bool:
+    """Whether `wait` waits for the next wake-up."""
+    waiting = asyncio.ensure_future(stream.wait())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    has_waited = not waiting.done()
+    stream.mailbox.wake()
+    await waiting
+    return has_waited
+
+
+def test_a_stream_waits_only_where_there_is_nothing_to_take() -> None:
+    """One wake-up may stand for several deltas, and for the end behind those that were taken."""
+
+    async def check() -> None:
+        mailbox = Mailbox()
+        stream = RequestStream("r", None, RequestOutputKind.DELTA, 1.0, mailbox, lambda mailbox: None)
+        await stream.wait()  # from here on it belongs to this loop
+        assert await waits(stream)
+        mailbox.push(Delta([7], "a", None, 2.0))
+        assert not await waits(stream)
+        mailbox.push(Delta([8], "b", RequestEnd(0, "length", None, None, 1.0, 1.0, 1.0, 1.0, 0, 0, 0), 2.0))
+        assert stream.take_deltas() == [(0, Delta([7], "a", None, 2.0))]
+        assert not await waits(stream), "the end has come"
+        assert stream.take_deltas() is None
+
+    asyncio.run(check())
+
+
+def test_a_stream_of_one_output_waits_for_its_end() -> None:
+    async def check() -> None:
+        mailbox = Mailbox()
+        stream = RequestStream("r", None, RequestOutputKind.FINAL_ONLY, 1.0, mailbox, lambda mailbox: None)
+        await stream.wait()
+        mailbox.push(Delta([7], "a", None, 2.0))
+        assert await waits(stream)
+        mailbox.fail(RequestFailedError("x"))
+        assert not await waits(stream)
+
+    asyncio.run(check())

@@ -1,4 +1,6 @@
-"""The documents by the rules for their sentences: short sentences, short pages, and no words for persons where things are meant.
+"""Documents and docstrings by the rules: short sentences, short pages, and no words for persons where things are meant.
+
+The docstrings of modules are read like pages. All other docstrings, and comments, are looked through for words only.
 
 A sentence ends with ".", "?" or "!". Not counted are code blocks, tables, headings, comments, and what `bench/docs.py` writes
 between two comments. Inline code counts as one word, and so does a list of names in inline code.
@@ -7,7 +9,9 @@ between two comments. Inline code counts as one word, and so does a list of name
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -21,10 +25,10 @@ MAX_WORDS = 25
 MAX_LINES = 250
 
 PERSONS = re.compile(
-    r"\b(who|whoever|whom|whomever|he|him|his|himself|somebody|somebody's|nobody|nobody's|everybody|everybody's|anybody)\b",
+    r"\b(who|whoever|whom|whomever|he|him|his|himself|she|her|(some|any|every|no)body('s)?|(some|any|every)one who)\b",
     re.IGNORECASE,
 )
-PERSONS_MEANT = re.compile(r"\b(person|people|users?|readers?|authors?|contributors?) who\b")
+PERSONS_MEANT = re.compile(r"\b(person|people|users?|readers?|authors?|contributors?)\s+who\b")
 FIGURATIVE = re.compile(
     r"\b(acquit\w*|guilty|guilt|innocent\w*|custody|verdicts?|condemn\w*|punish\w*|accus\w+|culprits?)\b", re.IGNORECASE
 )
@@ -42,19 +46,8 @@ PAGES = sorted(
 )
 
 MODULES = sorted(
-    str(file.relative_to(ROOT))
-    for pattern in (
-        "supervision/blame/*.py",
-        "attach/[!v]*.py",
-        "actors/scheduler.py",
-        "actors/frontend.py",
-        "actors/worker.py",
-        "scheduling/scheduler.py",
-        "scheduling/request_table.py",
-    )
-    for file in (ROOT / "actorllm").glob(pattern)
+    str(file.relative_to(ROOT)) for package in ("actorllm", "kernels") for file in (ROOT / package).rglob("*.py")
 )
-"""Those whose docstrings have been mended."""
 
 
 def sentences_of(text: str) -> list[str]:
@@ -80,12 +73,18 @@ def num_words(sentence: str) -> int:
     return sum(re.search(r"\w", word) is not None for word in sentence.split())
 
 
+def unfit_word(text: str) -> str | None:
+    """The first word of a text that stands for persons where things are meant, or is figurative."""
+    found = PERSONS.search(PERSONS_MEANT.sub("", text)) or FIGURATIVE.search(text)
+    return None if found is None else found[0]
+
+
 def offence(sentence: str) -> str | None:
     """What a sentence does that it should not."""
     if (words := num_words(sentence)) > MAX_WORDS:
         return f"{words} words"
-    found = PERSONS.search(PERSONS_MEANT.sub("", sentence)) or FIGURATIVE.search(sentence)
-    return None if found is None else repr(found[0])
+    found = unfit_word(sentence)
+    return None if found is None else repr(found)
 
 
 def offences(page: str) -> list[str]:
@@ -106,6 +105,41 @@ def num_lines(page: str) -> int:
 @pytest.mark.parametrize("page", [*PAGES, *MODULES])
 def test_sentences_are_short_and_name_things_as_things(page: str) -> None:
     assert offences(page) == []
+
+
+def remarks(source: str) -> list[tuple[int, str]]:
+    """The docstrings and comments of a module, with the numbers of their lines; inline code left out."""
+    found = [
+        (node.lineno, node.value.value)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    found += [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
+    return [(number, re.sub(r"`[^`]+`", "Code", text)) for number, text in found]
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if "/blame/" not in module])
+def test_docstrings_and_comments_name_things_as_things(module: str) -> None:
+    found = [(number, unfit_word(text)) for number, text in remarks((ROOT / module).read_text())]
+    assert [f"{module}:{number}: {word!r}" for number, word in found if word is not None] == []
+
+
+SOURCE = '''"""Says who."""
+text = "nobody's"  # of everybody
+limit = 1
+"""Of `who`, and of people who read."""
+def who(): ...  # noqa
+'''
+
+
+def test_docstrings_and_comments_are_looked_through_and_nothing_else_is() -> None:
+    assert [(number, unfit_word(text)) for number, text in remarks(SOURCE)] == [
+        (1, "who"),
+        (4, None),
+        (2, "everybody"),
+        (5, None),
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES)

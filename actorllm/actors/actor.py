@@ -1,17 +1,17 @@
 """The life of an actor: what a subclass overrides, and the runner that drives it.
 
 `Actor` is what the frontend, the scheduler and the workers derive from. All of an actor runs on one loop, its handlers
-are synchronous and run to completion, so nothing inside needs a lock. `Runner` owns the life cycle and is the same for
-an actor in a process of its own, in a thread, and on the engine thread:
+are synchronous and run to completion, so nothing inside needs a lock. `Runner` owns the life cycle. It is the same for an
+actor in a process of its own, in a thread, and on the engine thread:
 
     setup      on_start(config) -> facts … on_configure(resolved config) … on_link(link) for each link
     running    run() until stopped; on_message(link, message)*, on_batch(); answer(verb, arguments); on_peer_lost(link)
     teardown   on_stop() or on_failure(error); every ask that is still open, here or at the peers, is answered
 
-Invariants: an exception in a handler or in `run` is a failure and ends the actor (let it crash: whoever restarts it
-starts from a known state); an exception in `answer` belongs to the one who asked. Every Ask gets exactly one Reply
-while its link is open, and every `ask` ends: with the value, with the peer's error, with TimeoutError, or with
-PeerLostError. The runner is called by `child.main` and by the supervisor.
+Invariants: an exception in a handler or in `run` is a failure and ends the actor; a restart begins from a known state. An
+exception in `answer` belongs to the peer that asked. Every Ask gets exactly one Reply while its link is open. Every `ask`
+ends: with the value, the peer's error, TimeoutError or PeerLostError. The runner is called by `child.main` and by the
+supervisor.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Actor:
         self.is_running = False
         """True from the start of `run` until a stop is asked for. A main loop is `while self.is_running:`."""
         self.heartbeat: Heartbeat | None = None
-        """Where the actor of a process shows what it is at; None: nobody watches it."""
+        """Where the actor of a process shows what it is at; None: no watchdog looks at it."""
         self.on_work: Callable[[], object] = bool
         """To be called when `has_work` becomes true."""
         self._runner: Runner
@@ -111,7 +111,7 @@ class Actor:
 
     def on_batch(self) -> None:
         """Everything that had arrived was delivered. The default wakes the main loop."""
-        self.wake()
+        self._wakeup.set()
 
     def answer(self, verb: str, arguments: dict[str, Any]) -> Any:
         """The value for an Ask, as JSON values, or a coroutine that returns it. An exception becomes the error reply."""
@@ -138,7 +138,7 @@ class Actor:
 
     @property
     def has_work(self) -> bool:
-        """Whether an actor of the owner waits for others, who are watched while it does."""
+        """Whether an actor of the owner waits for other actors, which are watched while it does."""
         return False
 
     # Services
@@ -160,7 +160,7 @@ class Actor:
         self._runner.break_link(link, error)
 
     def denounce(self, link: Link, what: str) -> None:
-        """The peer has a defect, as its words show ("contradicting its plans: ..."): whoever watches over it is to end it.
+        """The peer has a defect, as its words show ("contradicting its plans: ..."): the supervisor is to end it.
 
         Its end follows as any other (`on_peer_lost`), unless it is the end of the engine.
         """
@@ -184,13 +184,13 @@ class Actor:
         """Run a function that takes long on a thread beside the loop, and then `then` with its result on the loop.
 
         Its exception fails the actor, also one that is no `Exception` (a panic in a Rust library). Threads are started as
-        they are needed; `statistics` counts what they do. When the actor ends meanwhile, nobody waits for it and its result
+        they are needed; `statistics` counts what they do. When the actor ends meanwhile, the work is not waited for, and its result
         is dropped.
         """
         self._runner.work_aside(function, then)
 
     def report_progress(self) -> None:
-        """Something came of the work: whoever counts the deaths in a row begins anew. Once after each is enough."""
+        """Something came of the work: the supervisor's count of deaths in a row begins anew. Once after each is enough."""
         self._runner.report_progress()
 
     def statistics(self) -> dict[str, Any]:
@@ -223,7 +223,7 @@ class Failure:
         return f"{self.type_name}: {self.message}" if self.message else self.type_name
 
     def to_start_error(self, actor: str) -> ActorLLMError:
-        """The exception for the one who started the engine: of the original class if that is one of ours."""
+        """The exception for the caller that started the engine: of the original class if that is one of ours."""
         cls = own_class(self.type_name)
         error = cls(self.message) if cls is not None else EngineStartError(f"{actor} failed to start: {self.summary}")
         error.add_note(f"In {actor}:\n{self.traceback}")
@@ -414,8 +414,14 @@ class Runner:
             self.fail(error)
 
     def end_batch(self) -> None:
-        if not self._is_ending:
-            self._attempt(self.actor.on_batch)
+        if self._is_ending:
+            return
+        try:
+            self.actor.on_batch()
+        except BaseException as error:  # of the actor; also a panic in Rust, which is no Exception
+            if not is_failure(error):
+                raise
+            self.fail(error)
 
     def break_link(self, link: Link, error: BaseException) -> None:
         link = link.group or link
@@ -490,7 +496,7 @@ class Runner:
     def _reply(self, link: Link, reply: Reply) -> None:
         target = link.group or link
         if not target.is_open:
-            self._num_refused += 1  # whoever asked is gone
+            self._num_refused += 1  # the peer that asked is gone
             return
         try:
             target.send_nowait(reply)
@@ -499,13 +505,13 @@ class Runner:
         except (TypeError, ValueError) as error:  # too long for a message, or nothing that travels: so says the answer
             logger.error("%s cannot send what %s asked for: %s", self.actor.name, link.peer, error)
             self._reply(link, Reply(id=reply.id, error=f"{EngineError.__name__}: the answer cannot be sent: {error}"))
-        except TransportError as error:  # the words of the one who asked are impossible
+        except TransportError as error:  # the words of the peer that asked are impossible
             self.break_link(target, error)
 
     # The end
 
     def _refuse(self, link: Link, message: Message) -> None:
-        """A message that nobody will handle any more: an ask is answered all the same."""
+        """A message that no handler will see any more: an ask is answered all the same."""
         self._num_refused += 1
         if isinstance(message, Ask):
             self._reply(link, Reply(id=message.id, error=self._last_words()))

@@ -1,8 +1,8 @@
 """The main program of a spawned actor, and the control protocol between it and the supervisor.
 
-Run as `python -P child.py <control descriptor> <pid of the owner>`: by path, so that it works whatever sys.path is
-before the first frame has set it to that of the owner, and so that the owner's `__main__` is never imported (no guard
-needed; a REPL, a notebook, stdin and `python -c` work). Until then only the standard library is imported.
+Run as `python -P child.py <control descriptor> <pid of the owner>`. It is run by path, so that it works before the first frame
+has set sys.path to that of the owner. The owner's `__main__` is thereby never imported: no guard is needed, and a REPL, a
+notebook, stdin and `python -c` work. Until the first frame only the standard library is imported.
 
 The control socket is a SEQPACKET pair: one JSON object per packet, in order, descriptors beside it.
 
@@ -15,9 +15,9 @@ The control socket is a SEQPACKET pair: one JSON object per packet, in order, de
                           broken {link, generation, error}: this link is corrupt, and the actor goes on without it
                           denounced {peer, link, generation, what}: this peer has a defect, and is to be ended
 
-Invariants: the child never outlives the owner (parent-death signal, and the end of the control socket); Ctrl-C and
-SIGTERM belong to the owner, who may have work to finish when a terminal or a service manager sends them to all processes;
-a failure is reported before the process exits. Exit code 0 after a stop, 1 after a failure. Started by the supervisor only.
+Invariants: the child never outlives the owner, by the parent-death signal and by the end of the control socket. Ctrl-C and
+SIGTERM belong to the owner, which may have work to finish when a terminal or a service manager signals all processes. A failure
+is reported before the process exits. Exit code 0 after a stop, 1 after a failure. Started by the supervisor only.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FOR_THE_OWNER = (signal.SIGINT, signal.SIGTERM)
 """Signals that processes of an engine ignore. They are spawned with them blocked."""
 
 OWNER_GONE = 117
-"""Exit code of a child whose owner went away; nobody is left to see it."""
+"""Exit code of a child whose owner went away; no process is left to see it."""
 
 LOWEST_PRIORITY = 19
 NUM_TRIES = 20
@@ -129,7 +129,7 @@ def main() -> None:
     if is_failed:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # at once: somebody waits to replace this process, and its state is not to be trusted
+        os._exit(1)  # at once: the supervisor waits to replace this process, and its state is not to be trusted
     gc.unfreeze()  # what is never collected is reported as leaked, on standard error, by some libraries (nanobind)
 
 
@@ -207,7 +207,7 @@ def report_failure(control: socket.socket, type_name: str, message: str, text: s
 
 
 def live(control: socket.socket, start: dict[str, Any], fds: tuple[int, ...]) -> bool:
-    """The actor's whole life; True when it failed. fds: its heartbeat, if somebody watches over it."""
+    """The actor's whole life; True when it failed. fds: its heartbeat, if a watchdog looks at it."""
     from actorllm.actors.actor import Failure, Runner
     from actorllm.actors.engine_thread import run_loop
     from actorllm.actors.heartbeat import Heartbeat

@@ -2,15 +2,15 @@
 
 A request with a grammar is blocked until its matcher is made, on a thread beside the loop (`CompileJob.run`, run by a
 `FairExecutor`). From there on the plans flag its rows, and the worker computes their step and waits for its late inputs before
-it samples. They are due when the results of all earlier steps are applied: the matchers have seen their tokens then
-(`advance`), and the masks are filled while the step's forward runs (`late_inputs`).
+it samples. Late inputs are due when the results of all earlier steps are applied, since the matchers have seen their tokens
+then (`advance`). The masks are filled while the step's forward runs (`late_inputs`).
 
-Where a grammar ends, its mask has nothing but the ends of text: one of them is sampled like any token, and ends the request; with
-`ignore_eos` it does not, and what follows is free. Where the request's own rules forbid every end of text, or the model has none,
-the request ends without one.
+Where a grammar ends, its mask allows nothing but the ends of text. One of them is sampled like any token, and ends the request.
+With `ignore_eos` it does not, and what follows is free. Where the request's own rules forbid every end of text, or the model has
+none, the request ends without one.
 
-Invariants: the matcher of a sequence (`Sequence.grammar`) has seen exactly the tokens that count as its output; a step has a mask
-for every constrained row that can still get a token from it, also for one that was preempted meanwhile. Requests without a
+Invariants: the matcher of a sequence (`Sequence.grammar`) has seen exactly the tokens that count as its output. A step has a
+mask for every constrained row that can still get a token from it, also for one that was preempted meanwhile. Requests without a
 grammar cost nothing here. Owned by SchedulerActor; everything but `CompileJob.run` and `CompileJob.is_wanted` on its loop.
 """
 
@@ -113,7 +113,7 @@ class Constraints:
         self._new: list[CompileJob] = []
         self._queue: FairExecutor[CompileJob] | None = None
         self._jobs: dict[tuple[int, str], CompileJob] = {}
-        """Those that are not done, by frontend and grammar: who asks for the same waits for the same job."""
+        """Those that are not done, by frontend and grammar: requests for the same grammar wait for the same job."""
         self._unsent: deque[tuple[int, I32, NDArray[Any]]] = deque()
         """Steps whose late inputs are due: number, slots, and the sequences that had these when it was planned."""
         self._awaited: deque[int] = deque()
@@ -235,7 +235,7 @@ class Constraints:
             self._queue.close()
 
     def is_making_matcher(self, key: Key) -> bool:
-        """Whether a request waits for its matcher: nobody else can unblock it."""
+        """Whether a request waits for its matcher: nothing else can unblock it."""
         sequence = self._scheduler.sequence(key)
         return sequence is not None and sequence.submit.grammar is not None and sequence.grammar is None
 
@@ -273,6 +273,8 @@ class Constraints:
         has_any: list[bool] = (np.bitwise_or.reduce(allowed, axis=1) != 0).tolist()
         for row, (_, sequence) in enumerate(here):
             matcher = sequence.grammar
+            # The grammar is complete here: only an end of text may follow. Without one that may be sampled the request
+            # ends now.
             if is_last[row]:
                 if not has_any[row] or not _may_end_text(sequence, matcher, self._compiler.eos_ids):
                     matcher.end()
@@ -300,7 +302,7 @@ class Constraints:
         return with_ends(events, self.end([], failed, at)) if failed else events
 
     def _push(self, events: Events) -> list[tuple[Sequence, str]]:
-        """Returns who failed, with the reason."""
+        """Returns the sequences that failed, with the reason."""
         failed: list[tuple[Sequence, str]] = []
         tokens = events.tokens.tolist()
         counts = events.counts.tolist() if events.counts.size else [1] * len(tokens)
@@ -321,7 +323,7 @@ class Constraints:
         return failed
 
     def end(self, over: list[Sequence], failed: list[tuple[Sequence, str]], at: float) -> list[End]:
-        """End those who are at the end of their grammars, and those whose grammars failed, with the reasons."""
+        """End the sequences that are at the end of their grammars, and those whose grammars failed, with the reasons."""
         ends: list[End] = []
         for sequence, reason in failed:
             logger.error("the grammar of request %s: %s", sequence.key, reason)

@@ -16,7 +16,7 @@ import numpy as np
 from actorllm.actors.output_buffer import OutputBuffer
 from actorllm.clock import now
 from actorllm.errors import is_failure
-from actorllm.messages import NO_I32, Outputs, Submit
+from actorllm.messages import NO_F32, NO_I32, Outputs, Submit
 from actorllm.messages.embeds import ids_before_text
 from actorllm.messages.logprobs import LogprobSpan, columns_of
 from actorllm.scheduling.events import End, Events
@@ -131,8 +131,6 @@ class OutputRows:
         )
 
     def _logprob_columns(self) -> dict[str, Any]:
-        if not self.spans:
-            return {}
         columns = columns_of(self.spans)
         text = "".join(self.logprob_texts)
         if text:
@@ -141,7 +139,7 @@ class OutputRows:
         return columns
 
     def message(self, emitted: float) -> Outputs:
-        is_plain = len(self.tokens) == len(self.rids) and all(count == 1 for count in self.counts)
+        is_plain = self.counts.count(1) == len(self.counts)
         return Outputs(
             rids=np.array(self.rids, np.int32),
             index=np.array(self.index, np.int32),
@@ -150,9 +148,9 @@ class OutputRows:
             text="".join(self.text),
             text_ends=np.array(self.text_ends, np.int32) if self.text_length else NO_I32,
             ends=self.ends,
-            vector_rows=np.array(self.vector_rows, np.int32),
-            vectors=np.concatenate(self.vectors) if self.vectors else np.zeros(0, np.float32),
-            **self._logprob_columns(),
+            vector_rows=np.array(self.vector_rows, np.int32) if self.vectors else NO_I32,
+            vectors=np.concatenate(self.vectors) if self.vectors else NO_F32,
+            **(self._logprob_columns() if self.spans else {}),
             cached=np.array(self.cached, np.int32) if self.cached else NO_I32,
             emitted=emitted,
         )
@@ -245,6 +243,7 @@ class Renderer:
         counts = events.counts.tolist() if events.counts.size else None
         output_buffer = self.output_buffer if self.output_buffer else None
         at = 0
+        # Every row with new tokens: its text, its stop string if there is one, and then its place in a message.
         for row, (sequence, index) in enumerate(zip(events.sequences, events.index.tolist(), strict=True)):
             count = counts[row] if counts is not None else 1
             new = tokens[at : at + count]
@@ -273,17 +272,20 @@ class Renderer:
                     end = failed[0] if failed else end
             elif spans:
                 logprobs = _with_texts(sequence, spans.pop(sequence, ()), len(new))
+            # Tokens behind the stop string were cut off above. The scheduler has not ended such a request yet.
             if stop is not None:
                 if end is None:
                     (end,) = self._finish([(sequence, "stop", stop)], began)
                 else:  # the same token also reached a limit: the text decides
                     end = End(sequence, "stop", stop)
             frontend, rid = sequence.key
+            # A request with stream_interval is held back until enough tokens are there, or its end.
             if output_buffer is not None:
                 due = output_buffer.due(sequence.key, (index, new, piece, logprobs), end is not None)
                 if due is None:
                     continue
                 index, new, piece, logprobs = due
+            # One message per frontend, and another one when it is full.
             rows = last.get(frontend)
             if rows is None or rows.is_full:
                 rows = outgoing.rows_for(frontend)
@@ -298,6 +300,7 @@ class Renderer:
             first = outgoing.first_of(frontend)  # it is to be known before the token, which may be in any of them
             if first is not None:  # else nothing is due of it yet, and the end says it
                 first.cached += (rid, sequence.num_cached_tokens)
+        # Left over are spans, vectors and ends of requests without a new token in this step.
         if spans:
             self._add_prompt_logprobs(outgoing, spans, ends)
         if events.vectors:
@@ -327,7 +330,7 @@ class Renderer:
             rows.add_logprobs(logprobs)
 
     def _add_vectors(self, outgoing: Outgoing, events: Events, ends: dict[Sequence, End]) -> None:
-        """Takes from ends those who got theirs."""
+        """Takes from `ends` the requests that got their vector."""
         for sequence, vector in events.vectors:
             frontend, rid = sequence.key
             rows = outgoing.rows_for(frontend)

@@ -2,15 +2,15 @@
 
 Owns everything that knows a backend (the rest of the actors speaks anyio):
 
-- `HostLoop`: one running event loop, ours or the caller's (asyncio, uvloop, trio), reduced to "run this there, soon" and
-  to `Waiter`, an auto-reset event that costs a future. `ThreadHost` is the same for callers without a loop.
+- `HostLoop`: one running event loop, ours or the caller's (asyncio, uvloop, trio), reduced to two things. One is "run this
+  there, soon". The other is `Waiter`, an auto-reset event that costs a future. `ThreadHost` is the same for callers without a loop.
 - `LoopThread`: a daemon thread with an uvloop loop of its own. The inline topology runs each thread-placed actor on one.
 - `EngineThread`: the LoopThread that the owner process talks to. It runs one `Service` (the supervisor with the
-  owner-placed actors), starts it, stops it synchronously, and stops it at interpreter exit when nobody else did.
+  owner-placed actors), starts it, and stops it synchronously, at interpreter exit at the latest.
 
-Invariants: whatever is handed to a loop either runs there or is reported as refused, also while that loop is closing; a
-future from `call` is always resolved; nothing of this is usable in a forked child (`ForkedProcessError`), where none of
-these threads exists. The front doors call EngineThread and HostLoop, the supervisor and the links call the rest.
+Invariants: whatever is handed to a loop either runs there or is reported as refused, also while that loop is closing. A
+future from `call` is always resolved. Nothing of this is usable in a forked child, where none of these threads exists
+(`ForkedProcessError`). The front doors call EngineThread and HostLoop, the supervisor and the links call the rest.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ STOP_TIMEOUT_S = 5.0
 """How long an orderly stop may take before what is left is killed."""
 
 
-# Loops of anybody -----------------------------------------------------------------------------------------------------
+# Loops, ours and others' ----------------------------------------------------------------------------------------------
 
 
 class Waiter(ABC):
@@ -64,7 +64,7 @@ class Waiter(ABC):
     async def wait(self, until: float | None = None) -> bool:
         """True when it was set (a set that came before counts), False when the monotonic clock passed `until`.
 
-        Always lets the loop turn once, so that a task that sets its own waiter starves nobody. A cancelled wait loses
+        Always lets the loop turn once, so that a task that sets its own waiter starves no other. A cancelled wait loses
         no set.
         """
 
@@ -157,7 +157,7 @@ class AsyncioLoop(HostLoop):
         self.loop.add_reader(fd, function, *args)
 
     def unwatch(self, fd: int) -> None:
-        """Must come before the fd is closed: the kernel keeps watching a description that somebody else still holds."""
+        """Must come before the fd is closed: the kernel keeps watching a description that another descriptor still holds."""
         self.loop.remove_reader(fd)
 
     def waiter(self) -> AsyncioWaiter:
@@ -273,7 +273,7 @@ def _host_of(loop: Any, make: Callable[[Any], HostLoop]) -> HostLoop:
 
 
 class ThreadHost(HostLoop):
-    """The host of a caller without a loop: what is handed over waits until the caller runs it himself.
+    """The host of a caller without a loop: what is handed over waits until the caller runs it.
 
     `run_pending` and `run_until` belong to the thread that made the object.
     """
@@ -370,7 +370,7 @@ class LoopThread:
             raise as_start_error(self._failure)
 
     def post(self, function: Callable[..., object], *args: Any) -> None:
-        """Run a function on the loop; nobody hears of its result. Raises EngineShutdownError when the loop is over."""
+        """Run a function on the loop; its result is dropped. Raises EngineShutdownError when the loop is over."""
         loop = self.loop
         if loop is None or self._is_over or not loop.call_soon_threadsafe(function, *args):
             raise EngineShutdownError(f"thread {self.name!r} does not run")
@@ -598,7 +598,7 @@ class EngineThread(LoopThread):
         async def run() -> None:
             try:
                 await self._service.run(decided.set)
-            except Exception as error:  # who started the service is told, or the log
+            except Exception as error:  # the caller that started the service is told, or the log
                 if decided.is_set():
                     logger.exception("the engine's service failed")
                 errors.append(error)

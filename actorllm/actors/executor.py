@@ -1,9 +1,9 @@
 """`FairExecutor`: work that takes long, on threads beside an actor's loop, bounded in number, size and time.
 
 Two threads serve the jobs: one takes small ones only, so that these never wait for a large one; the other takes any. Among those
-that wait, the owner and then the tenant that was served least recently comes first, and among the jobs of one tenant a small one
-before a large one that came shortly before it. Jobs that nobody waits for any more are dropped before they run; while they run,
-they can ask (`is_wanted`).
+that wait, the owner and then the tenant that was served least recently comes first. Among the jobs of one tenant, a small one
+comes before a large one that came shortly before it. A job whose outcome is no longer waited for is dropped before it runs.
+While it runs, it can ask (`is_wanted`).
 
 A job that takes longer than the limit ends with TimeoutError then, whatever its thread does: native code cannot be interrupted.
 Such a thread is replaced, a few of them at a time, and ends when the job returns. Whatever a job raises is its outcome, a panic of
@@ -45,7 +45,7 @@ JOIN_S = 1.0
 
 
 class JobDropped(Exception):
-    """Nobody waited for a job any more, and it was not run."""
+    """A job's outcome was no longer waited for, and the job was not run."""
 
 
 class ExecutorJob(Protocol):
@@ -122,7 +122,7 @@ class QueueStatistics:
     num_waiting: int = 0
     num_running: int = 0
     num_dropped: int = 0
-    """Jobs that nobody waited for any more when it was their turn."""
+    """Jobs whose outcome was no longer waited for when it was their turn."""
     num_refused: int = 0
     num_timeouts: int = 0
     num_abandoned: int = 0
@@ -272,6 +272,7 @@ class FairExecutor(Generic[J]):
             self._counts.num_restarted += 1
             if lane.entry is not None:
                 self._tell(lane.entry, RuntimeError("the thread of the job has ended"))
+        # One lane of each kind works, besides those that are stuck in a job beyond its limit.
         for is_small in (True, False):
             lanes = [lane for lane in self._lanes if lane.is_small == is_small]
             num_abandoned = sum(lane.is_abandoned for lane in lanes)

@@ -102,15 +102,15 @@ class Delta(NamedTuple):
 
 
 class Consumer(Protocol):
-    """Who takes the outputs of one request. Called on the engine thread."""
+    """The receiver of the outputs of one request. Called on the engine thread."""
 
     @property
     def host(self) -> HostLoop | None:
-        """Whose loop to wake; None: nobody waits yet."""
+        """The loop to wake; None: no caller waits yet."""
 
     @property
     def is_aborted(self) -> bool:
-        """Nobody wants more of it."""
+        """Its caller wants no more of it."""
 
     @property
     def wakes_at_end(self) -> bool:
@@ -181,7 +181,7 @@ class FrontendActor(Actor):
         self._pause_mode: str | None = None
         self._has_timeline = False
         self._trial: OnTrial | None = None  # the last word of the scheduler about it
-        self._num_losses = 0  # schedulers in a row, without a token of anybody
+        self._num_losses = 0  # schedulers in a row, without a token of any request
         self.num_recoveries = 0
         self._num_resubmitted = 0
         self.max_recovery_s = 0.0
@@ -318,7 +318,7 @@ class FrontendActor(Actor):
             self._unsent.popleft()
 
     def _forget_unsent(self) -> None:
-        """Nobody is there to send it to. Who has a question looks for somebody else."""
+        """There is no scheduler to send it to. A caller with a question looks for another one."""
         for message in self._unsent:
             if isinstance(message, _UnsentAsk):
                 message.has_come.set()
@@ -349,7 +349,7 @@ class FrontendActor(Actor):
             if self._has_timeline:
                 await self.ask(link, "start_timeline", math.inf, lost=lost, lost_at=self._lost_at)
             if self._pause_mode is not None:
-                # What "abort" had to end has ended; whoever was about to say so, says it again (`ask_scheduler`).
+                # What "abort" had to end has ended; a caller that was about to pause asks again (`ask_scheduler`).
                 mode = "wait" if self._pause_mode == "wait" else "keep"
                 await self.ask(link, "pause_generation", math.inf, mode=mode, clear_cache=False, is_restored=True)
         except PeerLostError:
@@ -412,7 +412,7 @@ class FrontendActor(Actor):
         )
 
     def _note_death(self, lost: BaseException) -> None:
-        """It is put on the record of the requests that it may be due to; who is found guilty fails."""
+        """The requests that the death may be due to get it on their records; the one that it is traced to fails."""
         records = {rid: entry.record for rid, entry in self._journal.items()}
         note_death(records, self._trial, is_second=self._num_losses > 0)
         self._trial = None
@@ -449,7 +449,8 @@ class FrontendActor(Actor):
     def on_batch(self) -> None:
         if self._unsent:
             self._flush()
-        self._tell_if_idle()
+        if self._idle is not None:
+            self._tell_if_idle()
 
     # Outputs
 
@@ -459,17 +460,19 @@ class FrontendActor(Actor):
         counts = outputs.counts.tolist() if outputs.counts.size else None
         text, text_ends = outputs.text, outputs.text_ends.tolist()
         ends = {end[0]: RequestEnd(*end) for end in outputs.ends} if outputs.ends else None
-        vectors = self._vectors(outputs)
+        vectors = self._vectors(outputs) if outputs.vector_rows.size else {}
         logprobs = self._logprobs_by_row(outputs) if outputs.logprob_spans.size else None
         if self._interrupted:
             self._recover(rids)
         if self._num_losses and (tokens or vectors):
             self._num_losses = 0
+        # A request that has tokens already was told by an earlier scheduler.
         if outputs.cached.size:
             for rid, num_tokens in outputs.cached.reshape(-1, 2).tolist():
                 entry = self._journal.get(rid)
                 if entry is not None and not entry.emitted:
                     entry.consumer.note_cached(num_tokens)
+        # Rows share one column of tokens and one text: each takes what is next of both.
         at = text_at = 0
         woken: list[Consumer] = []
         for row, rid in enumerate(rids):
@@ -484,6 +487,8 @@ class FrontendActor(Actor):
             if entry is None:
                 continue  # its consumer is gone, and so is its journal
             consumer = entry.consumer
+            # The journal says which token is the next one. A gap means that tokens were lost for good. Tokens from
+            # before it come again after a restart of the scheduler, and the consumer must not see them twice.
             if new and index[row] != len(entry.emitted):
                 if index[row] > len(entry.emitted):
                     self._fail_gap(rid, entry, index[row])
@@ -494,8 +499,10 @@ class FrontendActor(Actor):
             entry.emitted += new
             if entry.first_token is None and new:
                 entry.first_token = outputs.emitted
+            # A new token shows that the request does not kill schedulers: deaths before it do not count.
             if entry.num_recoveries and new:
                 entry.record.clear()
+            # Also of a repeated row: what it brings of the prompt is kept, what it brings of tokens is not.
             of_tokens: list[dict[int, Logprob]] | None = None
             if logprobs is not None and row in logprobs:
                 of_tokens = self._take_logprobs(entry, logprobs[row])
@@ -503,6 +510,7 @@ class FrontendActor(Actor):
                     of_tokens = None
             end = ends.get(row) if ends is not None else None
             if end is not None:
+                # From here on the request is not submitted again, whatever dies.
                 del self._journal[rid]
                 self._num_finished += 1
                 if entry.num_recoveries:
@@ -511,6 +519,7 @@ class FrontendActor(Actor):
                     consumer.fail(_error_of(end))
                     woken.append(consumer)
                     continue
+            # Prompt log-probabilities may come in rows without a token; they wait for the first delta.
             if new or piece or end is not None:
                 of_prompt = None
                 if entry.prompt_logprobs:
@@ -571,8 +580,6 @@ class FrontendActor(Actor):
     @staticmethod
     def _vectors(outputs: Outputs) -> dict[int, Any]:
         rows = outputs.vector_rows.tolist()
-        if not rows:
-            return {}
         of_rows = outputs.vectors.reshape(len(rows), -1)
         return {row: vector.copy() for row, vector in zip(rows, of_rows, strict=True)}  # none keeps the others alive
 
@@ -586,7 +593,7 @@ class FrontendActor(Actor):
                 self._drop_consumers(host)
 
     def _drop_consumers(self, host: HostLoop) -> None:
-        """The loop is closed: nobody will ever take these outputs."""
+        """The loop is closed: these outputs will never be taken."""
         left = {rid: entry for rid, entry in self._journal.items() if entry.consumer.host is host}
         num_open = sum(not entry.consumer.is_aborted for entry in left.values())
         if num_open:
@@ -611,7 +618,7 @@ class FrontendActor(Actor):
             case "start_timeline" | "take_timeline":
                 self._has_timeline = verb == "start_timeline"
         self._num_asking += 1
-        self.on_work()  # whoever waits for an answer is looked after like whoever waits for a token
+        self.on_work()  # an answer that is waited for is watched over like a token that is waited for
         try:
             while True:
                 link = await self._wait_for_turn()

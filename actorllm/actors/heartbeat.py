@@ -1,7 +1,7 @@
 """`Heartbeat`: a page of memory in which a process shows that it lives and what it is at.
 
-The actor's own process writes it with plain stores of aligned words, and the supervisor's looks at it now and then; neither
-waits for the other, and no system call is made. What each word proves:
+The actor's own process writes it with plain stores of aligned words, and the supervisor's process looks at it now and then.
+Neither waits for the other, and no system call is made. What each word proves:
 
     BEATS     grows while the process's loop turns, four times a second when there is nothing to do
     STEPS     how many steps were begun: another value means another step
@@ -11,7 +11,7 @@ waits for the other, and no system call is made. What each word proves:
 That a process is stopped (SIGSTOP, a debugger) it cannot say itself; the kernel does (`is_stopped`).
 
 Made by the supervisor for each of its processes; the descriptor travels with the "start" frame. A thread of this process
-has one as well (`Heartbeat.of_thread`), of memory that nobody else sees.
+has one as well (`Heartbeat.of_thread`), in memory that no other process sees.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Heartbeat:
         words[STEP] = 0
         words[BEATS] += 1
 
-    # Who watches it
+    # The watchdog's side
 
     def read(self, *, is_stopped: bool = False) -> Sign:
         words = self._words

@@ -1,18 +1,18 @@
 """What an actor holds of a peer: an ordered, bounded, lossless connection for the messages of `actorllm.messages`.
 
 Two transports with one meaning. `RingLink` carries columns through shared memory between processes; `MemoryLink` hands
-the objects themselves from one loop or thread to another. A link has a hub and one or more spokes: a pair has one; a
-broadcast has a hub whose messages reach every spoke, and hears from each spoke apart (`Broadcast`).
+the objects themselves from one loop or thread to another. A link has a hub and one or more spokes. A pair has one spoke. A
+broadcast (`Broadcast`) has a hub whose messages reach every spoke, and hears from each spoke apart.
 
 Invariants:
 
 - messages arrive in the order in which they were sent, each once; a full link refuses (`WouldBlock`), it never drops;
 - a receiver runs on the loop that opened its end, at most once per wake-up of that loop for a whole batch;
-- a link has one generation for its whole life. Whoever is restarted gets new links; nothing of an old link is reused;
+- a link has one generation for its whole life. A restarted actor gets new links; nothing of an old link is reused;
 - that the peer died is said by the supervisor (`Inbox.lose` of the runner), never guessed from a transport error.
 
-Links are made by the supervisor (memory) or from descriptors that it sent (rings), and used by the one actor that they
-were made for, on its own loop only.
+The supervisor makes memory links itself; an actor makes ring links from descriptors that the supervisor sent. A link is used by
+the one actor that it was made for, on its own loop only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Never, Protocol
 
 from numpy.typing import NDArray
 
@@ -157,10 +157,9 @@ class Link(ABC):
             fill_received=fill_received,
         )
 
-    def _check_open(self) -> None:
-        if not self.is_open:
-            kind = PeerRestartedError if isinstance(self.lost, PeerRestartedError) else PeerLostError
-            raise kind(f"{self.peer} is gone: {self.lost or 'the link was closed'}") from self.lost
+    def _refuse_closed(self) -> Never:
+        kind = PeerRestartedError if isinstance(self.lost, PeerRestartedError) else PeerLostError
+        raise kind(f"{self.peer} is gone: {self.lost or 'the link was closed'}") from self.lost
 
     def __repr__(self) -> str:
         state = "open" if self.is_open else "closed"
@@ -256,7 +255,8 @@ class MemoryLink(Link):
         self._loop.call_soon(self._drain)
 
     def send_nowait(self, message: Message) -> None:
-        self._check_open()
+        if not self.is_open:
+            self._refuse_closed()
         self.refuse_if_full()
         self.hand_over(message)
 
@@ -334,7 +334,8 @@ class MemoryBroadcast(Broadcast):
             line.open(inbox)
 
     def send_nowait(self, message: Message) -> None:
-        self._check_open()
+        if not self.is_open:
+            self._refuse_closed()
         for line in self.lines:  # all or none
             line.refuse_if_full()
         for line in self.lines:
@@ -393,7 +394,8 @@ class _RingEnd(Link):
         self._channel.start()
 
     def send_nowait(self, message: Message) -> None:
-        self._check_open()
+        if not self.is_open:
+            self._refuse_closed()
         self._channel.sender.send_nowait(*pack(message))
         self._num_sent += 1
 

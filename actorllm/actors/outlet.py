@@ -1,10 +1,10 @@
 """`Outlet`: one frontend as the scheduler actor sees it, and what it is owed while it takes nothing.
 
-A frontend may be stopped, swapped out or busy for long; its link is then full. Nobody waits for it: outputs that its link
-has no room for are held here, in order, and its new submissions are put off until they are gone. So what is held is
-bounded by the tokens that its requests may still produce, nothing of a living frontend is lost, and the others do not
-notice. Whoever is dead is reported by the supervisor, and its outlet is dropped. Outputs that no message can hold are lost:
-their requests, and nobody else's, fail. Used by SchedulerActor only.
+A frontend may be stopped, swapped out or busy for long; its link is then full. The scheduler does not wait for it: outputs that
+do not fit into the link are held here, in order. New submissions of that frontend are put off until the outputs are sent. So
+what is held is bounded by the tokens that its requests may still produce. Nothing of a living frontend is lost, and the others
+do not notice. The supervisor reports a frontend that is dead, and its outlet is dropped. Outputs that no message can hold are
+lost: their requests, and no others, fail. Used by SchedulerActor only.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Outlet:
         self.deferred: list[Submit | Abort | Unblock] = []
         """Submissions that came while outputs wait, and what came after them about requests."""
         self.failed: list[int] = []
-        """The rids of requests whose output could not be sent: the frontend is told that they have failed, and whoever
-        sends is to end them."""
+        """The rids of requests whose output could not be sent: the frontend is told that they have failed, and the caller
+        of `send` is to end them."""
         self._last_word: Outputs | None = None
 
     def send(self, outputs: ForFrontend) -> bool:

@@ -1,6 +1,6 @@
 """Output that is not due yet: for requests that want fewer outputs than tokens, or one at their end.
 
-Owns the new tokens and the text of such requests until they are sent, so that what nobody waits for crosses no ring. A
+Owns the new tokens and the text of such requests until they are sent, so that output which is not waited for crosses no ring. A
 request that is not here has every token sent at once and costs nothing. Called by the scheduler actor, which finds stop
 strings token by token all the same.
 """
@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from actorllm.scheduling.sequence import Key
 
 MAX_HELD_LOGPROBS = 1 << 16
-"""Who holds back so many sends them, due or not: about 1 MiB. What is joined here must still fit into a message."""
+"""A request that holds back so many sends them, due or not: about 1 MiB. What is joined here must still fit into a message."""
 
 Row: TypeAlias = tuple[int, list[int], str, list[Any]]
 """Output index of the first token (-1: no token), tokens, text, log-probabilities."""
@@ -86,6 +86,6 @@ class OutputBuffer:
         return held.take()
 
     def drop_frontend(self, frontend: int) -> None:
-        """Nobody takes the output of these requests any more."""
+        """The output of these requests is not taken any more."""
         for key in [key for key in self._held if key[0] == frontend]:
             del self._held[key]

@@ -1,4 +1,4 @@
-"""`Pausing`: how generation is paused and resumed, how an engine drains, and who is told when it is done.
+"""`Pausing`: how generation is paused and resumed, how an engine drains, and when callers and frontends are told.
 
 Owns the mode of the pause, which every frontend can tell the next scheduler, and the events that callers wait for. A part of the
 scheduler actor's loop.
@@ -45,7 +45,7 @@ class Pausing(LoopPart):
         self._full = full
         self._mode: str | None = None
         self._is_known = False
-        """Somebody has paused or resumed this scheduler, or has told it of a pause."""
+        """A caller has paused or resumed this scheduler, or a frontend has told it of a pause."""
         self._drained: anyio.Event | None = None
         self._idle: anyio.Event | None = None
         self.is_draining = False

@@ -1,12 +1,12 @@
 """Steps that are launched before the last ones are done: how a worker runs whose model computes elsewhere, on a GPU.
 
-The loop stays free. A plan is launched as soon as it is here, also while the step before computes, so that the device goes
-from one to the next; a thread waits for the end of the oldest one and wakes the loop, which reports the result. Sampling that
-needs something from the host (`LateInputs`, or the tokens of the step before) is launched once that is there, and until
-then no later plan is.
+The loop stays free. A plan is launched as soon as it is here, also while the step before computes. So the device goes from one
+to the next. A thread waits for the end of the oldest step and wakes the loop, which reports the result. Sampling may need
+something from the host (`LateInputs`, or the tokens of the step before). It is launched once that is there, and until then no
+later plan is.
 
-Invariants: steps are launched, sampled and reported in the order of their plans, at most MAX_FLIGHTS at a time; a failure is
-reported in its place; while any step is under way, the heartbeat shows the oldest. Used by `WorkerActor.run`, on its loop.
+Invariants: steps are launched, sampled and reported in the order of their plans, at most MAX_FLIGHTS at a time. A failure is
+reported in its place. While any step is under way, the heartbeat shows the oldest. Used by `WorkerActor.run`, on its loop.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Pipeline:
             while (wait := self._awaited.get()) is not None:
                 try:
                     wait()
-                except Exception:  # whoever finishes the step meets it again
+                except Exception:  # the code that finishes the step meets it again
                     logger.debug("a step ended with an error", exc_info=True)
                 host.call_soon_threadsafe(worker.wake)
 
@@ -127,7 +127,7 @@ class Pipeline:
 
     @property
     def wakes_at(self) -> float | None:
-        """When `turn` is to be called though nobody has woken the worker; monotonic seconds."""
+        """When `turn` is to be called though nothing has woken the worker; monotonic seconds."""
         is_free = not self._flights and not self._worker.plans
         return self._idle_from if is_free and self._runner.wants_to_record else None
 
@@ -258,10 +258,10 @@ class Pipeline:
             heartbeat.begin(WITHOUT_NUMBER, NEW_BUDGET_S)
         try:
             self._runner.record_next()
-        except Exception:  # of a step that nobody asked for: it is done without
+        except Exception:  # of a step that no request asked for: it is done without
             if self._runner.is_torn:
                 raise
-            logger.exception("a step for nobody failed; those of its size may fail as well")
+            logger.exception("a step for no request failed; those of its size may fail as well")
         finally:
             if heartbeat is not None:
                 heartbeat.end()

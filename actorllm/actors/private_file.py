@@ -1,6 +1,6 @@
 """Files that hold what users wrote: prompts, request ids. For their owner alone, and never through a link.
 
-A name in a folder that others may write to, /tmp above all, may be a link that somebody has put there, or somebody's file.
+A name in a folder that others may write to, such as /tmp, may be a link that another user made, or that user's file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MODE = 0o600
 def open_private(path: str | Path, *, is_emptied: bool = True) -> IO[bytes]:
     """Open a file for writing, with mode 0600. What cannot be written raises OSError; what must not be, ConfigError."""
     try:
-        # O_NONBLOCK: a pipe that nobody reads is refused and not waited for.
+        # O_NONBLOCK: a pipe without a reader is refused and not waited for.
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, MODE)
     except OSError as error:
         if error.errno == errno.ELOOP and os.path.islink(path):

@@ -79,11 +79,11 @@ WORKERS = "workers"
 """The name of the link to them."""
 
 MAX_LIVE_STEPS = 500
-"""So many are told at a time to somebody who looks."""
+"""So many are told at a time to a page that looks."""
 
 
 Report: TypeAlias = tuple[Link, StepResult | StepFailed]
-"""What became of a step, and who says so."""
+"""What became of a step, and the link that says so."""
 
 
 class SchedulerActor(Actor):
@@ -119,7 +119,7 @@ class SchedulerActor(Actor):
         self._workers: Link
         self.has_workers = False
         self._is_unproven = True
-        """Nobody has had a token since the last death that this actor knows of; its own included."""
+        """No request has had a token since the last death that this actor knows of; its own included."""
         self._num_workers = 1
         self._constraints: Constraints
         self._is_configured = False
@@ -187,7 +187,7 @@ class SchedulerActor(Actor):
             return Scheduler(**arguments)
         self._record_path = Path(config.record)
         self._record = RecordFile(config, eos_token_ids, primary)
-        if is_of_user(config.scheduler):  # who reads the recording may not have it
+        if is_of_user(config.scheduler):  # a reader of the recording may not have the policy
             arguments["policy"] = TellingPolicy(arguments["policy"], self._write_entry)
         return RecordedScheduler(sink=self._write_entry, **arguments)
 
@@ -212,7 +212,7 @@ class SchedulerActor(Actor):
         return build_policy(config, log, log_admission)
 
     def _ends_stall(self) -> bool:
-        """Nothing was planned. If that is a stall, whoever is to blame is replaced; whether planning is worth another try."""
+        """Nothing was planned. If that is a stall, the policy at fault is replaced; whether planning is worth another try."""
         reason = self._watch.stall(self.scheduler)
         if reason is None:
             return False
@@ -394,7 +394,11 @@ class SchedulerActor(Actor):
 
     def turn(self) -> bool:
         """One turn of the loop: plan what there is room for, work off one result. False: there is no result yet."""
-        self.take_inbox()
+        if self._inbox:
+            self.take_inbox()
+        if self._results and not self.scheduler.ledger.has_room:  # no step can be planned before it
+            self._take_result()
+            return True
         for part in self._before_plan:
             part()
         self._plan_steps()
@@ -424,7 +428,7 @@ class SchedulerActor(Actor):
         events = self._apply(*self._results.popleft())
         if ends := self._send_late_inputs():
             events = with_ends(events, ends)
-        # While the next step runs; whoever is at a stop string ends before it is planned.
+        # While the next step runs; a request at a stop string ends before it is planned.
         self._send(*self._renderer.render(events))
         for part in self._after_result:
             part(events)
@@ -461,7 +465,7 @@ class SchedulerActor(Actor):
                     if self._trial.is_on:
                         ends += self._trial.abort(keys)
                 case Unblock() if self._constraints.is_making_matcher((frontend, message.rid)):
-                    pass  # nobody but this actor can make it
+                    pass  # this actor alone can make the matcher
                 case Unblock():
                     end = self.scheduler.unblock((frontend, message.rid), message.error, now())
                     ends += [end] if end is not None else []
@@ -476,7 +480,7 @@ class SchedulerActor(Actor):
             self._send(*self._renderer.render(Events(NOTHING.sequences, NO_I32, NO_I32, ends=tuple(ends))))
 
     def _check_deferred(self, outlet: Outlet) -> None:
-        """Who reads nothing cannot be told either that it is too much: an attached frontend is left at its limit."""
+        """A frontend that reads nothing cannot be told either that it is too much: an attached one is dropped at its limit."""
         limit = self._max_waiting_attached
         if limit is not None and outlet.link in self._foreign and len(outlet.deferred) > limit:
             error = f"{outlet.link.peer} takes no outputs and has submitted more than {limit} requests meanwhile"
@@ -526,7 +530,7 @@ class SchedulerActor(Actor):
             self._timeline.launched(plan.step, record.launched, now(), record.num_decode, record.num_tokens)
 
     def _send_late_inputs(self) -> list[End]:
-        """A step's late inputs are due when the results of all steps before it are known. Returns whom that ends."""
+        """A step's late inputs are due when the results of all steps before it are known. Returns the ends that they bring."""
         ends: list[End] = []
         constraints = self._constraints
         while constraints.is_due(self.scheduler.ledger.last_done) and self.has_workers:
@@ -536,7 +540,7 @@ class SchedulerActor(Actor):
         return ends
 
     def _apply(self, link: Link, result: StepResult | StepFailed) -> Events:
-        """link: whose word it is. If that cannot be, nothing of it is used."""
+        """link: that of the worker which says so. If that cannot be, nothing of it is used."""
         began = now()
         try:
             if isinstance(result, StepFailed):
@@ -598,7 +602,7 @@ class SchedulerActor(Actor):
         self._renderer.render(Events(NOTHING.sequences, NO_I32, NO_I32, ends=ends))  # which forgets them
 
     def _flush(self) -> None:
-        """Try again those whose link was full. Who has taken everything may submit again."""
+        """Try again the outlets whose link was full. A frontend that has taken everything may submit again."""
         has_moved = False
         for outlet in list(self._full.values()):
             held = len(outlet.unsent)
@@ -628,7 +632,7 @@ class SchedulerActor(Actor):
                 if not arguments.get("is_restored"):
                     return self._pausing.pause(arguments["mode"], bool(arguments["clear_cache"]))
                 self._pausing.restore(arguments["mode"])
-                return True  # who tells of it has yet to submit what a pause might wait for
+                return True  # the frontend that tells of it has yet to submit what a pause might wait for
             case "resume_generation":
                 self._pausing.resume()
                 return True
@@ -697,7 +701,7 @@ class SchedulerActor(Actor):
         }
 
     def _live(self, after: int, at_most: int) -> dict[str, Any]:
-        """What a page shows that somebody looks at now. after: the last step that it knows of."""
+        """What the live page shows now. after: the last step that it knows of."""
         counts = asdict(self.scheduler.statistics())
         shown = (
             *("num_running", "num_waiting", "num_steps", "num_output_tokens", "num_prefill_tokens"),

@@ -1,8 +1,8 @@
 """What a scheduler shows before it tries requests for the death of the schedulers before it: that it can schedule one of its own.
 
 A policy that its process dies of whatever the request is would otherwise fail one request after the other. So a second, pure
-Scheduler with policies of its own takes a tiny request through every hook. If the process dies of that, no request is accused
-(nothing was on trial), and deaths like that in a row are the end of the engine. Called by `SchedulerTrial`, once a life.
+Scheduler with policies of its own takes a tiny request through every hook. If the process dies of that, no request is suspected,
+because none was on trial. Deaths like that in a row are the end of the engine. Called by `SchedulerTrial`, once a life.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_TOKENS = 3
 
 
 def check_policy(config: EngineConfig) -> None:
-    """Take a request of nobody from its arrival to its end. What the policies raise is for the real ones to tell of."""
+    """Take a made-up request from its arrival to its end. What the policies raise is for the real ones to tell of."""
     try:
         scheduler = Scheduler(policy=build_policy(config.scheduler), **scheduler_arguments(config, (), None))
         _run(scheduler, is_pooled=config.model.pooler is not None)

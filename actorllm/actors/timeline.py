@@ -1,7 +1,7 @@
 """`Timeline`: what the engine did when, as Chrome-trace events (open the file in Perfetto or chrome://tracing).
 
-Kept by the scheduler actor, which knows every time of a step: when it was planned and sent, when the worker ran it, when
-its result was applied and when its text was made. So one sees step N+1 run while step N is detokenized.
+Kept by the scheduler actor, which knows every time of a step. These are when it was planned and sent, when the worker ran it,
+when its result was applied and when its text was made. So one sees step N+1 run while step N is detokenized.
 Deaths of other actors are marked.
 Format: the Trace Event Format, complete events ("X") and instants ("i"), times in microseconds of CLOCK_MONOTONIC.
 """
@@ -14,7 +14,7 @@ from typing import Any
 SCHEDULER, WORKER = 1, 2
 
 MAX_EVENTS = 80_000
-"""What is kept if nobody takes it: some 20,000 steps, the newest. The answer to who takes them is one message."""
+"""What is kept until it is taken: some 20,000 steps, the newest. The answer to the call that takes them is one message."""
 
 Event = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""The wiring as data: which actors there are, where each runs, and who is linked with whom.
+"""The wiring as data: which actors there are, where each runs, and which of them are linked.
 
 A Topology is checked when it is built and never changes. `engine_topology` gives the engine's own; tests and other
 programs build theirs from the same two specs. Read by the supervisor, which makes it real.

@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from actorllm.actors.actor import Actor
@@ -125,7 +124,8 @@ class WorkerActor(Actor):
         if not self.plans:
             return False
         link, plan = self.plans.popleft()
-        self.take_over(link)
+        if link is not self.owner:
+            self.take_over(link)
         if link.is_open or not self.is_alone:
             await self._step(link, plan)
             if self.unsent is not None:
@@ -136,10 +136,9 @@ class WorkerActor(Actor):
 
     def take_over(self, link: Link) -> None:
         """A plan comes over this link: what another one's requests left is forgotten."""
-        if link is not self.owner:
-            if self.owner is not None:
-                self._forget_requests()
-            self.owner = link
+        if self.owner is not None and link is not self.owner:
+            self._forget_requests()
+        self.owner = link
 
     def _forget_requests(self) -> None:
         """They were those of a scheduler that is gone."""
@@ -182,7 +181,7 @@ class WorkerActor(Actor):
         self.plans = mine
 
     def count_orphan(self) -> None:
-        """A step of a scheduler that is gone, which nobody computes."""
+        """A step of a scheduler that is gone; it is not computed."""
         self._num_orphaned += 1
 
     def failure_of(self, link: Link, plan: StepPlan, error: Exception) -> StepFailed:
@@ -200,7 +199,6 @@ class WorkerActor(Actor):
         return failure
 
     async def _compute(self, link: Link, plan: StepPlan) -> None:
-        started = now()
         try:
             handle = self.runner.execute(plan)
             late = await self._late_inputs(link, plan.step) if plan.late_slots.size else None
@@ -215,14 +213,13 @@ class WorkerActor(Actor):
             self.check_itself(plan.step, failure.error)
             self.report(link, failure)
             return
-        ended = now()
         if result.came_to_nothing:
             self.check_itself(plan.step, "nothing in it was finite")
         self._num_steps += 1
-        self._busy_s += ended - started
+        self._busy_s += result.ended - result.started
         if self.rank:
-            result = StepResult(step=plan.step)
-        self.report(link, replace(result, started=started, ended=ended))
+            result = StepResult(step=plan.step, started=result.started, ended=result.ended)
+        self.report(link, result)
 
     def check_itself(self, step: int, error: str) -> None:
         """After a step that failed. Raises EngineError when no other works either."""
@@ -238,7 +235,7 @@ class WorkerActor(Actor):
         self._num_checks += 1
         try:
             self.runner.check_itself()
-        except Exception as error:  # of a step for nobody: it is the finding
+        except Exception as error:  # of a step for no request: it is the finding
             if self.runner.is_torn or not self.runner.is_memory_shortage(error):
                 return error
             logger.warning("there is no memory for the worker to find out whether it works: %s", error)
@@ -265,7 +262,7 @@ class WorkerActor(Actor):
             try:
                 await link.wait_flushed()
             except TransportError:
-                logger.debug("step %d is reported to nobody: %s is gone", message.step, link.peer)
+                logger.debug("step %d is not reported: %s is gone", message.step, link.peer)
             self.report(link, message)
 
     async def _late_inputs(self, link: Link, step: int) -> LateInputs:

@@ -184,7 +184,7 @@ class AsyncLLM:
             slo: what the request is promised, for policies and reports: an SLO, or seconds per output token; None: nothing.
             is_latency_sensitive: for policies: every pause of this request counts; default False.
             type_info: for policies and reports: the kind of the request; None: none.
-            tenant: for whom the request is, for policies that share the engine among tenants; None: nobody in particular.
+            tenant: the name under which policies share the engine among tenants; None: no particular tenant.
             deadline: monotonic seconds; a request that has not ended by then is ended within a step, wherever it is. Its last
                 output has what there is, with finish_reason "abort" and stop_reason "deadline". None: no deadline.
             timeout: the same in seconds from now; None: no deadline.
@@ -612,7 +612,7 @@ class AsyncLLM:
         return bool(await HostLoop.current().result_of(self._engine.ask_scheduler("is_paused")))
 
     def health(self) -> EngineHealth:
-        """The state of the engine and of each of its actors, and what has failed. Waits for nobody, starts nothing."""
+        """The state of the engine and of each of its actors, and what has failed. Waits for nothing, starts nothing."""
         return self._engine.health()
 
     async def start_profile(

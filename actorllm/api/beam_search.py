@@ -1,9 +1,9 @@
 """Beam search: the most likely continuations of a prompt, found a token at a time by requests for one token each.
 
-`BeamSearch` is the search over one prompt, without I/O: it says which sequences want their next token, and takes the
-likely ones with their log probabilities. The front doors ask the engine in between (`step_params`). Scores, ties and ends
-are vLLM's: log probability divided by length (prompt included, a final end-of-text not) to the power of length_penalty;
-2 * beam_width candidates of every beam; sequences that end leave the beam and compete at the end. What ends them is the
+`BeamSearch` is the search over one prompt, without I/O: it says which sequences want their next token, and takes the likely
+ones with their log-probabilities. The front doors ask the engine in between (`step_params`). Scores, ties and ends are vLLM's. A
+score is the log-probability divided by length (prompt included, a final end-of-text not) to the power of length_penalty. Every
+beam has 2 * beam_width candidates. Sequences that end leave the beam and compete at the end. What ends them is the
 tokenizer's own end-of-text (`end_ids`), and no other that the model's generation_config may name.
 """
 

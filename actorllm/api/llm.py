@@ -548,6 +548,7 @@ class LLM(BlockingDoor):
         searches = [BeamSearch(one.ids.tolist(), params, ends, model.max_model_len) for one in tokenized]
         limit = len(searches) if concurrency_limit is None else _integer("concurrency_limit", concurrency_limit, low=1)
         progress = _progress(len(searches), use_tqdm)
+        # Each round is one batch: one token for every beam of every search that is not over.
         for first in range(0, len(searches), max(1, limit)):
             some = searches[first : first + limit]
             while under_way := [search for search in some if not search.is_over]:

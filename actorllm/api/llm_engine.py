@@ -1,6 +1,6 @@
 """`LLMEngine`: requests in, outputs out, one `step` at a time, for programs that own their loop.
 
-With topology="inline" a step is computed by the call, on the caller's thread; with topology="process" the engine's own
+With topology="inline" a step is computed by the call, on the caller's thread. With topology="process" the engine's own
 processes compute, and `step` waits for what they bring next. Not for several threads at once.
 """
 

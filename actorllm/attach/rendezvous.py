@@ -51,7 +51,7 @@ LOCK = ".lock"
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who is at the other end of a socket, as the kernel says."""
+    """The process at the other end of a socket, as the kernel says."""
 
     pid: int
     """0: it lives in another pid namespace."""
@@ -59,7 +59,7 @@ class Peer:
 
 
 def peer_of(control: socket.socket) -> Peer:
-    """Of a connected socket: on the engine's side who connected, on the other side who began to listen."""
+    """Of a connected socket: on the engine's side the process that connected, on the other the one that began to listen."""
     pid, uid, _ = struct.unpack("3i", control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return Peer(pid, uid)
 
@@ -94,7 +94,7 @@ def folder() -> Path:
 
 @contextlib.contextmanager
 def _open_folder(path: Path) -> Iterator[int]:
-    """A descriptor of the folder. FileNotFoundError, or ConfigError when somebody else can get in."""
+    """A descriptor of the folder. FileNotFoundError, or ConfigError when another user can get in."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         info = os.fstat(fd)
@@ -111,7 +111,7 @@ def _open_folder(path: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _locked(folder_fd: int) -> Iterator[None]:
-    """Alone among those who make and remove entries; held for microseconds."""
+    """Alone among the processes that make and remove entries; held for microseconds."""
     lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=folder_fd)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -133,7 +133,7 @@ def _reach(folder_fd: int, name: str, timeout_s: float) -> socket.socket | None:
         control.connect(_address(folder_fd, name))
         if is_alive(peer_of(control).pid):
             return control
-        # The owner is dead, and a fork of it holds the socket: nobody will ever answer.
+        # The owner is dead, and a fork of it holds the socket: no answer will ever come.
     except (FileNotFoundError, ConnectionRefusedError):
         pass
     except BaseException:
@@ -144,7 +144,7 @@ def _reach(folder_fd: int, name: str, timeout_s: float) -> socket.socket | None:
 
 
 def _owner(folder_fd: int, name: str) -> int | None:
-    """The pid of the process whose engine has this name; None: nobody's. 0: somebody's who cannot be asked now."""
+    """The pid of the process whose engine has this name; None: there is none. 0: one that cannot be asked now."""
     try:
         control = _reach(folder_fd, name, HANDSHAKE_TIMEOUT_S)
     except OSError:
@@ -172,7 +172,7 @@ class Claim:
         self.listener.close()
         entry = f"{self.name}{SUFFIX}"
         with contextlib.suppress(FileNotFoundError, ConfigError), _open_folder(self._path) as fd, _locked(fd):
-            if os.stat(entry, dir_fd=fd).st_ino == self._inode:  # else somebody cleared up, and the name is another's
+            if os.stat(entry, dir_fd=fd).st_ino == self._inode:  # else the entry was removed, and the name is another's
                 os.unlink(entry, dir_fd=fd)
 
 

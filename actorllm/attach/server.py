@@ -47,14 +47,14 @@ from actorllm.supervision.supervisor import Supervisor
 logger = logging.getLogger(__name__)
 
 ACCEPT_PAUSE_S = 1.0
-"""How long nobody is let in when this process has no descriptor left."""
+"""How long no connection is accepted when this process has no descriptor left."""
 
 COUNTS_TIMEOUT_S = 2.0
 """How long a description waits for the scheduler's counts."""
 
 
 class AttachServer:
-    """A Service (see `engine_thread`): the supervisor's life, and beside it the answers to those who come by name."""
+    """A Service (see `engine_thread`): the supervisor's life, and beside it the answers to programs that come by name."""
 
     def __init__(self, name: str, supervisor: Supervisor, frontend: FrontendActor) -> None:
         self.name = name
@@ -112,7 +112,7 @@ class AttachServer:
             except BlockingIOError:
                 return
             except OSError as error:
-                logger.error("engine %r lets nobody in: %s", self.name, error)
+                logger.error("engine %r accepts no program: %s", self.name, error)
                 self._loop.unwatch(listener.fileno())
                 self._loop.call_later(ACCEPT_PAUSE_S, self._reopen)
                 return
@@ -133,7 +133,7 @@ class AttachServer:
             )
 
     def on_frame(self, visitor: Visitor, frame: dict[str, Any]) -> None:
-        """What a visitor wants. An ActorLLMError is what he is refused with; anything else is his own nonsense."""
+        """What a visitor wants. An ActorLLMError is its refusal; anything else means that the frame made no sense."""
         match frame["op"]:
             case "hello":
                 self._greet(visitor, str(frame["version"]))
@@ -225,9 +225,9 @@ class Visitor:
     def __init__(self, reception: AttachServer, control: socket.socket, loop: AsyncioLoop) -> None:
         self.peer: Peer = peer_of(control)
         self.is_welcome = False
-        """He has shown that he fits."""
+        """It has shown that its version fits."""
         self.child: AttachedChild | None = None
-        """What he is to the supervisor, once he has joined."""
+        """What it is to the supervisor, once it has joined."""
         self._reception = reception
         self._control: socket.socket | None = control
         self._loop = loop
@@ -236,7 +236,7 @@ class Visitor:
         loop.watch(control.fileno(), self._on_readable)
 
     def send(self, op: str, fds: tuple[int, ...] = (), **fields: Any) -> None:
-        """Nothing is sent to who is gone; who does not read his socket is not waited for, and is seen out."""
+        """Nothing is sent to a visitor that is gone; one that does not read its socket is not waited for, and is closed."""
         if self._control is None:
             return
         try:
@@ -248,7 +248,7 @@ class Visitor:
             self._loop.call_soon(self.close)
 
     def watch_process(self) -> None:
-        """From now on its death is seen whoever else holds its socket. ProcessLookupError: it is dead."""
+        """From now on its death is seen, whichever process still holds its socket. ProcessLookupError: it is dead."""
         if self.peer.pid:
             self._pidfd = os.pidfd_open(self.peer.pid)
             self._loop.watch(self._pidfd, self.close)
@@ -297,7 +297,7 @@ class Visitor:
 
 
 class AttachedChild(RemoteChild):
-    """A frontend in another program, as the supervisor sees it. Nobody started it, so it has no start here."""
+    """A frontend in another program, as the supervisor sees it. The engine did not start it, so it has no start here."""
 
     def __init__(self, spec: ActorSpec, visitor: Visitor, farewell: Callable[[], EngineError]) -> None:
         super().__init__(spec, lambda *_: None)
@@ -310,7 +310,7 @@ class AttachedChild(RemoteChild):
 
     async def spawn(self, tasks: TaskGroup, config: Any) -> None:
         # Supervisor.admit takes it in where others have been started already.
-        raise NotImplementedError(f"{self.spec.name} was started by somebody else")
+        raise NotImplementedError(f"{self.spec.name} was started by another program")
 
     async def start(self, config: Any) -> dict[str, Any]:
         return {}

@@ -100,6 +100,7 @@ def parse_line(line: bytes, defaults: Mapping[str, Any], model: str) -> BatchReq
     if not isinstance(tree, dict):
         raise InvalidParameterError(f"a line must be a JSON object, not {type(tree).__name__}")
     custom_id, url, body = tree.get("custom_id"), tree.get("url"), tree.get("body")
+    # The envelope: what every line has.
     if not isinstance(custom_id, str):
         raise InvalidParameterError(f"custom_id={custom_id!r:.80} must be a string")
     if tree.get("method") != "POST":
@@ -114,6 +115,8 @@ def parse_line(line: bytes, defaults: Mapping[str, Any], model: str) -> BatchReq
         )
     if body.get("stream"):
         raise InvalidParameterError("stream=true: the responses of a batch are whole; leave it out")
+    # From here on fields are taken out of `given`. What is left is sampling parameters, and an unknown one is refused
+    # by name.
     given = {name: value for name, value in body.items() if name not in IGNORED}
     for name, values in ONLY_AS.items():
         if name in given and given.pop(name) not in values:
@@ -123,6 +126,7 @@ def parse_line(line: bytes, defaults: Mapping[str, Any], model: str) -> BatchReq
     salt = given.pop("cache_salt", None)
     priority = given.pop("priority", None) or 0
     prompts: tuple[Prompt, ...]
+    # The two endpoints name the prompt and the limit of tokens differently, and the limit has different defaults.
     if url == CHAT:
         if salt is not None:
             raise InvalidParameterError(f"cache_salt={salt!r:.80} is not supported for conversations; leave it out")
@@ -134,6 +138,7 @@ def parse_line(line: bytes, defaults: Mapping[str, Any], model: str) -> BatchReq
         texts = _prompts_of(given.pop("prompt", None))
         prompts = tuple(text if salt is None else _salted(text, salt) for text in texts)
         given.setdefault("max_tokens", 16)
+    # With echo, the log-probabilities of a completion are those of the prompt as well.
     echo = bool(given.pop("echo", False))
     num_logprobs = _num_logprobs(url, given)
     if num_logprobs is not None:

@@ -1,8 +1,8 @@
 """`actorllm bench`: throughput, latency and start-up of one engine, measured from outside as an application sees them.
 
 The keys of the JSON that `--output-json` writes are those of `vllm bench`, so that the same scripts read both. So are the
-options, but not all of vLLM's are there: no data sets (prompts are random token ids), no other backends, no LoRA, and neither
-`--async-engine`, `--prequeue-requests` nor `--profile`. All requests go on to their full length, and prefix caching is off
+options, but not all of vLLM's are there. There are no data sets (prompts are random token ids), other backends or LoRA, and no
+`--async-engine`, `--prequeue-requests` or `--profile`. All requests go on to their full length, and prefix caching is off
 unless it is asked for. Called by the command line.
 """
 
@@ -171,7 +171,7 @@ def startup(
     """Seconds until an engine in a fresh process is ready.
 
     Cold: the model's files are not in the page cache. Nothing is ever compiled here, so the compilation times, which are
-    there for those who read vLLM's results, are 0.
+    there for readers of vLLM's results, are 0.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
 """`actorllm simulate`, `sweep`, `report` and `explain`: the latency laboratory on the command line.
 
-What is simulated is said by the same options everywhere (`ScenarioOptions`); policies are written as `Variant.parse` reads
-them: `edf`, `fcfs@512`, `qoserve,anchor=first@2048`, `edf+past-future`, `my_module:MyPolicy` (also from the folder that one is
-in). Called by the command line.
+What is simulated is said by the same options everywhere (`ScenarioOptions`). Policies are written as `Variant.parse` reads them:
+`edf`, `fcfs@512`, `qoserve,anchor=first@2048`, `edf+past-future`. `my_module:MyPolicy` is one from a file, also of the folder
+that one is in. Called by the command line.
 """
 
 from __future__ import annotations
@@ -541,6 +541,7 @@ def _print_sweep(found: SweepResults, searched: Sequence[float]) -> None:
                 if best is None:
                     cells.append("-")
                     continue
+                # Footnotes are printed only if a cell refers to them.
                 mark = "" if best.verdict == "stationary" else "*" if best.verdict == "growing" else "~"
                 flagged |= bool(mark)
                 is_open |= best.band.low_is_open or best.band.high_is_open

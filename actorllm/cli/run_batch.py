@@ -1,9 +1,9 @@
 """`actorllm run-batch`: a file of requests to a file of responses, through one engine in this process.
 
-Owns the two files and which requests are in flight. Every line that is written is whole, in the order of completion; a run
-that was interrupted goes on where it stopped, because lines whose custom_id has a response are left out. A bad line has an
-error as its response and disturbs no other. Those that failed for no fault of their own (status 500 and above) are tried
-again by the next run, which appends their response behind the old one. Called by the command line.
+Owns the two files and which requests are in flight. Every line that is written is whole, in the order of completion. A run that
+was interrupted goes on where it stopped, because lines whose custom_id has a response are left out. A bad line has an
+error as its response and disturbs no other. Lines that failed for no fault of their own (status 500 and above) are tried again
+by the next run. It appends their response behind the old one. Called by the command line.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`actorllm serve`: an engine and its server in one process or several, until a signal ends them.
 
-Owns the options, most of which are those of `vllm serve` by name; what they mean is in `actorllm.server`, which is imported
+Owns the options, most of which are those of `vllm serve` by name. What they mean is in `actorllm.server`, which is imported
 only here, so that the other commands work without the extra.
 """
 
@@ -60,6 +60,7 @@ def serve(
     served_model_name: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     api_processes: Annotated[int, Parameter(name=["--api-processes", "--api-server-count"])] = 1,
     max_concurrent_requests: int | None = None,
+    max_connections: int | None = None,
     max_body_bytes: int = 8 << 20,
     body_timeout: float = 30.0,
     drain_timeout: float = 30.0,
@@ -92,7 +93,7 @@ def serve(
     unix_socket
         Listen there instead.
     unix_socket_mode
-        Who may connect to it, as chmod has it: 600 for the user of the server alone, which is the default; 660 for its group.
+        The users who may connect to it, as in chmod: 600 for the user of the server alone, which is the default; 660 for its group.
     api_key
         Clients must send one of these as a bearer token; $ACTORLLM_API_KEY without the option.
     served_model_name
@@ -102,6 +103,9 @@ def serve(
         connections and is started again.
     max_concurrent_requests
         More than so many requests under way are refused with 429.
+    max_connections
+        Connections that each API process keeps open. One more replaces the longest idle one, or gets a 503 if all are
+        busy. Default: 8192, or what the limit on open files allows.
     max_body_bytes
         Of a request.
     body_timeout
@@ -156,6 +160,7 @@ def serve(
         log_level=uvicorn_log_level,
         access_log=not disable_uvicorn_access_log,
         drain_timeout_s=drain_timeout,
+        max_connections=max_connections,
     )
     listener.tls()
     llm = AsyncLLM(model_tag or engine_options.model, **arguments)

@@ -36,7 +36,7 @@ class AttachedEngine(Engine):
         self._death = error
 
     def _remake(self) -> bool:
-        """There is nothing of ours to be stopped: who joined goes on joining."""
+        """There is nothing of ours to be stopped: a program that joined goes on joining."""
         return False
 
     async def _wait_until_idle(self) -> None:

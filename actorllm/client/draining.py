@@ -128,7 +128,7 @@ class Draining:
                 self._answer.set_exception(error)
 
     def _resolve(self, is_drained: bool) -> None:
-        with contextlib.suppress(InvalidStateError):  # who asked has gone
+        with contextlib.suppress(InvalidStateError):  # the caller that asked has gone
             self._answer.set_result(is_drained)
 
     def _on_answered(self, _: Future[bool]) -> None:

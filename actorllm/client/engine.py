@@ -1,8 +1,8 @@
 """`Engine`: what both front doors share. Intake of requests, the engine thread, start and shutdown.
 
-A request goes from the caller's thread to a lane of the intake (`actorllm.intake`: starts the engine if need be, tokenizes,
-checks against the model), from there to the frontend actor on the engine thread, and from there to the scheduler. So the
-caller's loop never waits for a tokenizer, and a bad prompt fails its own request only.
+A request goes from the caller's thread to a lane of the intake (`actorllm.intake`). The lane starts the engine if need be,
+tokenizes, and checks against the model. From there the request goes to the frontend actor on the engine thread, and then to the
+scheduler. So the caller's loop never waits for a tokenizer, and a bad prompt fails its own request only.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ class Hold:
 class Engine:
     """One engine, owned by the process that builds it. All methods may be called from any thread.
 
-    Its threads keep it alive, so it does not end by being dropped; whoever should end it that way keeps a `new_hold`.
+    Its threads keep it alive, so it does not end by being dropped; a caller that wants that keeps a `new_hold`.
 
-    is_synchronous: whoever submits tokenizes and checks, there are no lanes; and with topology="inline" the
+    is_synchronous: the submitting thread tokenizes and checks, there are no lanes; and with topology="inline" the
     engine computes in the calls of its `stepper`, on no thread of its own.
     """
 
@@ -114,7 +114,7 @@ class Engine:
         self._giving_up = threading.Lock()
         """Held while a start is taken back; before the next one, and before the end, that must be through."""
         self._wanting: set[object] = set()
-        """Who waits for the start."""
+        """The callers that wait for the start."""
         self._has_started = False
         self._streams: weakref.WeakValueDictionary[str, RequestStream] = weakref.WeakValueDictionary()
         self._num_requests = 0
@@ -197,7 +197,7 @@ class Engine:
                 self._has_started = True
 
     def start_in_background(self) -> Future[None]:
-        """As `start`, on a lane. Who does not wait for it any more says so with `give_up_start`."""
+        """As `start`, on a lane. A caller that does not wait for it any more says so with `give_up_start`."""
         call = FunctionJob(self._start, lambda: self._give_up_wanting(call.future))
         with self._lock:
             self._wanting.add(call.future)
@@ -228,7 +228,7 @@ class Engine:
         return call.future
 
     def give_up_start(self, future: Future[None]) -> None:
-        """Who had asked for this start has gone. If nobody else wants it, what was begun is stopped, and can begin anew.
+        """The caller that asked for this start has gone. If no other wants it, what was begun is stopped, and can begin anew.
 
         Waits until it is stopped.
         """
@@ -276,7 +276,7 @@ class Engine:
 
         Resolved when all have ended: True if none had to be aborted. `shutdown` is the caller's. What has not reached the
         frontend by then, because the engine still starts, ends here. A scheduler that does not say that it has aborted the
-        others keeps nobody for more than STOP_TIMEOUT_S; if it comes back, or another one does, they end then. Cancelling
+        others delays the result by no more than STOP_TIMEOUT_S; if it comes back, or another one does, they end then. Cancelling
         the future leaves the requests going on.
         """
         self._check()
@@ -294,7 +294,7 @@ class Engine:
         return future
 
     def wait_drained(self, timeout: float | None = None) -> bool:
-        """As `drain`, for a caller that waits; who is interrupted leaves the requests going on."""
+        """As `drain`, for a caller that waits; an interruption leaves the requests going on."""
         future = self.drain(timeout)
         try:
             return future.result()
@@ -329,7 +329,7 @@ class Engine:
 
     @property
     def is_new(self) -> bool:
-        """Nobody has asked it to start yet, nor to end."""
+        """It was not asked to start yet, nor to end."""
         return not self._is_start_asked and not self._is_shut_down and os.getpid() == self._pid
 
     @property
@@ -368,7 +368,7 @@ class Engine:
         if self._death is not None:
             error = type(self._death)(
                 str(self._death)
-            )  # not the one itself, which would collect everybody's tracebacks
+            )  # not the one itself, which would collect the tracebacks of all callers
             for note in getattr(self._death, "__notes__", ()):
                 error.add_note(note)
             raise error
@@ -693,7 +693,7 @@ class Engine:
         return self.ask_scheduler("stop_profile", timeout=math.inf, folder=folder)
 
     def statistics(self) -> dict[str, Any]:
-        """What this side knows without asking anybody."""
+        """What this side knows without asking another process."""
         return {
             "num_requests": self._num_requests,
             "intake": {} if self._lanes is None else self._lanes.statistics(),
@@ -703,7 +703,7 @@ class Engine:
 
 
 def _drop(engine: Engine) -> None:
-    """The last who held the engine let go, on any thread, perhaps in the middle of a collection: no lock, no waiting."""
+    """The last holder of the engine let go, on any thread, perhaps in the middle of a collection: no lock, no waiting."""
     if os.getpid() != engine._pid or engine._is_shut_down:
         return
     with contextlib.suppress(RuntimeError):  # the interpreter ends, and the engine with it

@@ -1,5 +1,5 @@
-"""`PoolingStream`: one pooling request as its caller sees it. A `RequestStream` in all but what comes out of it, which is one
-`PoolingRequestOutput`: how it waits, is aborted, times out and keeps the engine alive is that class's business.
+"""`PoolingStream`: one pooling request as its caller sees it. A `RequestStream` in all but its output, which is one
+`PoolingRequestOutput`. That class owns how it waits, is aborted, times out and keeps the engine alive.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PoolingStream:
 
     @property
     def request_stream(self) -> RequestStream:
-        """The same request for those who only abort it, or ask whether it has ended."""
+        """The same request for callers that only abort it, or ask whether it has ended."""
         return self._outputs
 
     @property
@@ -67,7 +67,7 @@ class PoolingStream:
 
     @property
     def mailbox(self) -> Mailbox:
-        """For whoever takes its output otherwise than by waiting for it."""
+        """For callers that take its output otherwise than by waiting for it."""
         return self._outputs.mailbox
 
     def __aiter__(self) -> PoolingStream:

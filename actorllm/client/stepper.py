@@ -1,13 +1,13 @@
 """The actors of an engine, driven by calls: what `LLMEngine.step` runs with topology="inline".
 
-No loop, thread, process or ring: a message is a call of its receiver, and `step` plans one step of the model, computes
-it and hands out what it brought, all in the caller. So a debugger sees one stack, and nothing goes on between two steps.
+No loop, thread, process or ring: a message is a call of its receiver. `step` plans one step of the model, computes it and hands
+out what it brought, all in the caller. So a debugger sees one stack, and nothing goes on between two steps.
 
 Ctrl-C waits for the end of the step, so that the next one finds everything in order. What breaks into the middle of one
 all the same (a second Ctrl-C, a signal handler of the host's that raises) ends the engine.
 
-Invariants: the actors run only within `start`, `run_pending`, `step`, `call` and `stop`, and by one thread at a time;
-what is posted from anywhere else (an object's end, say) waits for the next of them. There is one worker and one step in
+Invariants: the actors run only within `start`, `run_pending`, `step`, `call` and `stop`, and by one thread at a time.
+What is posted from anywhere else (an object's end, say) waits for the next of them. There is one worker and one step in
 flight: a second could not run meanwhile.
 
 Offers `Engine` the same verbs as EngineThread and Supervisor together.
@@ -253,7 +253,8 @@ class CallLink(Link):
         self._other: CallLink
 
     def send_nowait(self, message: Message) -> None:
-        self._check_open()
+        if not self.is_open:
+            self._refuse_closed()
         self._num_sent += 1
         self._other._num_received += 1
         self.target.on_message(self._other, message)
@@ -311,7 +312,7 @@ class CallRunner(Runner):
 
 
 class NoWaiter(Waiter):
-    """Nobody waits where everything is called."""
+    """Nothing waits where everything is called."""
 
     __slots__ = ()
 

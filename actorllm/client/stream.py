@@ -1,8 +1,8 @@
 """`RequestStream`: one request as its caller sees it, from `async for` to the final output.
 
-The engine thread pushes what is new; the consumer takes everything that has accumulated in one output, so a slow consumer
+The engine thread pushes what is new; the consumer takes everything that has accumulated in one output. So a slow consumer
 gets fewer and larger outputs instead of a growing queue, and what waits for it costs no more than its tokens. No cancel scope
-is held across a yield: leaving the loop, cancelling the task or dropping the last reference posts the abort, and the blocks
+is held across a yield. Leaving the loop, cancelling the task or dropping the last reference posts the abort, and the blocks
 are free within one step.
 """
 
@@ -108,7 +108,7 @@ class Mailbox:
             self.push(Delta([], "", end, now), index)
 
     def _join(self) -> None:
-        """Make few of the deltas that nobody takes. The consumer, who may come meanwhile, finds them in order or gone."""
+        """Make few of the deltas that are not taken. The consumer, which may come meanwhile, finds them in order or gone."""
         taken: list[tuple[int, Delta]] = []
         with contextlib.suppress(IndexError):
             while True:
@@ -134,7 +134,7 @@ class Mailbox:
     # On the host's loop
 
     def wake(self) -> None:
-        if self.waiter is not None and (self.has_ended or not self.wakes_at_end):
+        if self.waiter is not None and (not self.wakes_at_end or self.has_ended):
             self.waiter.set()
 
     @property
@@ -303,7 +303,7 @@ class RequestStream:
 
     @property
     def mailbox(self) -> Mailbox:
-        """For who takes its outputs otherwise than by waiting for them."""
+        """For callers that take its outputs otherwise than by waiting for them."""
         return self._mailbox
 
     @property
@@ -331,12 +331,16 @@ class RequestStream:
             await self.wait()
 
     async def wait(self) -> None:
-        """Until there may be something to `take`. Cancelled, it aborts the request."""
+        """Until there may be something to `take`; not at all where there is. Cancelled, it aborts the request."""
         mailbox = self._mailbox
+        if mailbox.has_end or mailbox.error is not None or self._ahead:
+            return
+        if mailbox.deltas and self._kind is not RequestOutputKind.FINAL_ONLY:
+            return
         if mailbox.waiter is None:
             host = HostLoop.current()
             mailbox.waiter = host.waiter()
-            mailbox.host = host  # after the waiter: who finds the host may wake
+            mailbox.host = host  # after the waiter: a thread that finds the host may wake
             return
         try:
             self._is_late = not await mailbox.waiter.wait(self._ends_at)
@@ -345,7 +349,7 @@ class RequestStream:
             raise
 
     def take_deltas(self) -> list[tuple[int, Delta]] | None:
-        """As `take` with RequestOutputKind.DELTA, for those who make something else of it than an output.
+        """As `take` with RequestOutputKind.DELTA, for callers that make something else of it than an output.
 
         Returns (index of the sequence, what is new of it), none of which is the end of a sequence. None: an end comes next, or
         an error, and `take` has it.
@@ -448,10 +452,11 @@ class RequestStream:
         arrival = to_epoch(self._arrival)
         num_tokens = sum([completion.num_tokens for completion in self._completions])
         if not is_finished:
+            first_emitted, last_emitted = self._first_emitted, self._last_emitted
             return RequestMetrics(
                 arrival,
-                first_token_ts=_epoch([self._first_emitted], min),
-                last_token_ts=_epoch([self._last_emitted], max),
+                first_token_ts=0.0 if first_emitted is None else to_epoch(first_emitted),
+                last_token_ts=0.0 if last_emitted is None else to_epoch(last_emitted),
                 num_generation_tokens=num_tokens,
                 num_cached_tokens=self._mailbox.num_cached,
             )

@@ -1,5 +1,5 @@
 """From the caller to the scheduler: prompts are read on lanes, off every event loop.
 
-`job` is what a lane does for one request, `job_queue` which job comes next, `lanes` the threads and what watches them,
-`lane_process` (and its program, `lane_program`) where what may take long is read, because a process can be killed.
+`job` is what a lane does for one request, `job_queue` decides which job comes next. `lanes` has the threads and what watches
+them. `lane_process` (and its program, `lane_program`) reads what may take long, because a process can be killed.
 """

@@ -36,15 +36,15 @@ class Job(ABC):
 
     @abstractmethod
     def end(self, error: BaseException | None) -> None:
-        """It will not be done. None: nobody wants it any more. Nothing happens if it has ended."""
+        """It will not be done. None: its outcome is not wanted any more. Nothing happens if it has ended."""
 
     def is_gone(self, now: float) -> bool:
-        """Whether nobody wants it any more."""
+        """Whether its outcome is not wanted any more."""
         return False
 
 
 class FunctionJob(Job):
-    """A function that somebody waits for."""
+    """A function that a caller waits for."""
 
     def __init__(self, function: Callable[[], None], on_end: Callable[[], object] = bool) -> None:
         """on_end: called in any case, at the end, before the future is resolved."""
@@ -52,14 +52,14 @@ class FunctionJob(Job):
         self._function = function
         self._on_end = on_end
         self._turns = iter((True,))
-        """Who takes the one turn runs it, or ends it."""
+        """The thread that takes the one turn runs the function, or ends it."""
 
     def run(self, lane: JobLane | None) -> None:
         if not next(self._turns, False):
             return
         if not self.future.set_running_or_notify_cancel():
             self._on_end()
-            return  # who asked has gone
+            return  # the caller that asked has gone
         try:
             self._function()
         except BaseException as error:  # it is the outcome of this call, and the lane goes on
@@ -77,7 +77,7 @@ class FunctionJob(Job):
 
 
 class Reading(Job, Generic[T]):
-    """A prompt that somebody only wants to know something of. Who does not wait any more cancels the future."""
+    """A prompt that a caller only wants to know something of. One that does not wait any more cancels the future."""
 
     def __init__(self, function: Callable[[JobLane | None], T], is_heavy: bool) -> None:
         self.future: Future[T] = Future()

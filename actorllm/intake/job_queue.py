@@ -1,4 +1,4 @@
-"""`JobQueue`: which job a lane does next. Pure: no time, no threads; whoever uses it holds a lock.
+"""`JobQueue`: which job a lane does next. Pure: no time, no threads; its user holds a lock.
 
 1. The jobs of one submitter are done in order, the light ones and the heavy ones each for themselves: one at a time. A job
    that has run for longer than ORDER_GRACE_S loses its place, and the next one overtakes it.
@@ -159,7 +159,7 @@ class JobQueue:
             self._forget(job)
 
     def drop(self, is_gone: Callable[[Job], bool]) -> list[Job]:
-        """Take out the jobs that wait and that nobody wants any more."""
+        """Take out the jobs that wait and are not wanted any more."""
         dropped: list[Job] = []
         for waiting in (self._light, self._heavy):
             for submitter, jobs in list(waiting.items()):

@@ -1,8 +1,8 @@
 """`LaneProcess`: a process that reads texts and renders templates for a lane, and that can be killed at any moment.
 
-The owner's side; `lane_program` is the other. It is exec'd, so that no `__main__` guard is needed, inherits one end of a
-socket and nothing else, takes no signals of the terminal, and dies with its owner. What it sends is checked like the words
-of a stranger: a template that breaks out of its sandbox is in there. Its memory is limited.
+The owner's side; `lane_program` is the other. It is exec'd, so that no `__main__` guard is needed. It inherits one end of a
+socket and nothing else, takes no signals of the terminal, and dies with its owner. What it sends is not trusted and is checked:
+a template that breaks out of its sandbox is in there. Its memory is limited.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class LaneProcess:
         return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
 
     def kill(self) -> None:
-        """End it at once. Who waits for an answer of it hears that it has ended."""
+        """End it at once. A thread that waits for an answer of it hears that it has ended."""
         self.is_killed = True
         self._process.kill()
         with contextlib.suppress(OSError):

@@ -1,14 +1,14 @@
 """`Lanes`: the threads on which the prompts of an engine are read, and the thread that watches them.
 
-A lane is a thread; it takes jobs from one queue (`job_queue`). What may take long, or does what a request pleases (texts above
-LARGE_TEXT characters, long conversations, chat templates that a request brings), it has done by a lane process, which is
-killed when nobody wants the request any more, when its deadline passes, and when the work takes longer than
-`intake_timeout_s`. The model's own template, and short texts, are read on the thread: a process would add its way to every
-chat, and its memory to every engine, for a template that whoever runs the engine has chosen.
+A lane is a thread; it takes jobs from one queue (`job_queue`). Work that may take long, or that a
+request decides, goes to a lane process: large texts (LARGE_TEXT), long conversations, templates of requests. The process is
+killed when the request is not wanted any more, when its deadline passes, and when the work takes longer than
+`intake_timeout_s`. The model's own template, which the user of the engine has chosen, and short texts are read on the thread.
+A process would add its way to every chat, and its memory to every engine.
 
 A thread that has worked on one job for longer than `intake_timeout_s` is stuck: a thread cannot be ended. Its request fails,
 and another lane takes its place, so twice at most at a time. After MAX_REPLACED replacements all texts are read in lane
-processes, which can be ended, so that no more lanes get stuck; further lanes that do are missing until they come back. If
+processes, which can be ended, so that no more lanes get stuck. Further lanes that do are missing until they come back. If
 none is left, the engine's health says so and requests fail at once.
 
 The watcher looks while there is work, and sleeps when there is none. A lane, or the watcher, that dies is started again.
@@ -61,7 +61,7 @@ class Lane:
         self.job: Job | None = None
         self.process: LaneProcess | None = None
         self.is_cut = False
-        """Nobody wants the job that it does: its process is killed, or not begun."""
+        """The job that it does is not wanted any more: its process is killed, or not begun."""
         self.is_stuck = False
         self.is_aside = False
         """A process works for it, and not the thread."""
@@ -134,7 +134,7 @@ class Lanes:
         self._counts = dict.fromkeys(("done", "dropped", "timed_out", "processes_started", "processes_killed"), 0)
         self._waited_s = self._worked_s = 0.0
 
-    # For those who submit
+    # For submitters
 
     def submit(self, job: Job, put: Callable[[JobQueue, Job], None] = JobQueue.put) -> bool:
         """Take a job. False: the lanes are closed. Raises EngineError when no lane can take it."""
@@ -149,7 +149,7 @@ class Lanes:
         return True
 
     def look(self) -> None:
-        """Somebody does not want his job any more. Also from `__del__`: takes no lock."""
+        """A caller does not want a job of its own any more. Also from `__del__`: takes no lock."""
         self._calls.put(None)
 
     @property
@@ -173,7 +173,7 @@ class Lanes:
     def join(self, timeout: float) -> list[Job]:
         """Wait for the threads, behind `close`; those that do not end in time are left alone.
 
-        Returns the jobs that nobody does any more.
+        Returns the jobs that no thread does any more.
         """
         until = now() + timeout
         with self._changed:
@@ -205,7 +205,7 @@ class Lanes:
             }
 
     def note_dropped(self) -> None:
-        """Nobody wanted a request any more, before its prompt had been read."""
+        """A request was not wanted any more, before its prompt had been read."""
         with self._changed:
             self._counts["dropped"] += 1
 
@@ -230,7 +230,7 @@ class Lanes:
     # Under the lock
 
     def _dispatch(self) -> None:
-        """If a job may be done now, have one more lane that does it. Who takes a job calls this for the next one."""
+        """If a job may be done now, have one more lane that does it. A lane that takes a job calls this for the next one."""
         if not self._queue.has_next(now(), self._is_serial()):
             return
         if self._num_idle:
@@ -273,7 +273,7 @@ class Lanes:
         try:
             while self._do_next(lane):
                 pass
-        except BaseException as error:  # a defect here: whoever waits for a lane gets another one
+        except BaseException as error:  # a defect here: callers that wait for a lane get another one
             failure = error
         finally:
             self._on_lane_end(lane, failure)
@@ -390,7 +390,7 @@ class Lanes:
                 logger.exception("a job of the intake could not be ended")
 
     def _look_after(self) -> bool:
-        """Drop what nobody wants any more, and end what takes too long. Whether there is anything to look after."""
+        """Drop what is not wanted any more, and end what takes too long. Whether there is anything to look after."""
         at = now()
         gone: list[Job] = []
         late: list[Job] = []

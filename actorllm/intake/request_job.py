@@ -125,7 +125,7 @@ class RequestJob(Job):
 
 
 def _told(error: BaseException) -> BaseException:
-    """What the request is told: nothing that is meant for those who know what goes on inside."""
+    """What the request is told: nothing of the inside of the engine."""
     if isinstance(error, ActorLLMError):
         return error
     told = InvalidPromptError(f"this prompt cannot be read ({type(error).__name__}: {error!s:.200})")

@@ -1,1 +1,1 @@
-"""The paged KV cache, as bookkeeping: which block belongs to whom. Pure and synchronous; the bytes are the worker's."""
+"""The paged KV cache, as bookkeeping: which block belongs to which request. Pure and synchronous; the worker has the bytes."""

@@ -1,17 +1,17 @@
 """`BlockPool`: the blocks of the KV cache, free or referenced, and which of the free ones keep what they hold.
 
-A block is *kept* when it has a label: the prefix index put it in and can find it again. A kept block that nobody references
-is free like any other, but it is handed out last: first come the blocks without a label (the recently used before the
-never used, whose memory was never touched), and only when those are out the kept ones, least recently used first and
-some (a 500th of the pool) at a time. The label is then gone, and the index is told.
+A block is *kept* when it has a label: the prefix index put it in and can find it again. A kept block without a reference is
+free like any other, but it is handed out last. First come the blocks without a label: the recently used before the never used,
+whose memory was never touched. When those are out, the kept ones follow, least recently used first and some (a 500th of the
+pool) at a time. The label is then gone, and the index is told.
 
 Invariants (`check_integrity`): every block is free with a reference count of zero, or has a positive one; never both. A
-free block is on the stack (no label) or in the queue (label); never both, never twice. Blocks come off in a fixed order,
-and two requests for m and n blocks yield the same blocks as one for m + n, so that a replayed or simulated run allocates
-exactly as the live one did.
+free block is on the stack (no label) or in the queue (label); never both, never twice. Blocks come off in a fixed order, and
+two requests for m and n blocks yield the same blocks as one for m + n. So a replayed or simulated run allocates exactly as the
+live one did.
 
-A freed block may be handed out again at once, although a step in flight still names it: steps run in launch order, so
-the step that writes into it for its next owner runs after every step that was planned for the last one.
+A freed block may be handed out again at once, although a step in flight still names it. Steps run in launch order, so the step
+that writes into it for its next owner runs after every step of the last owner.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class BlockPool:
         self.has_shared = True
 
     def release(self, blocks: I32) -> I32:
-        """One reference less to each of these (distinct) blocks; those that nobody references any more, now free.
+        """One reference less to each of these (distinct) blocks; those without any reference left, now free.
 
         Of those that are kept, the last one will be the first to be evicted.
         """
@@ -138,7 +138,7 @@ class BlockPool:
         self._has_labels = True
 
     def _write_labels(self) -> None:
-        """What `keep` was told, before somebody looks."""
+        """What `keep` was told, before the labels are read."""
         if len(self._unlabelled) <= FEW:
             for blocks, label in self._unlabelled:
                 self._labels[blocks.astype(np.intp)] = label
@@ -172,7 +172,7 @@ class BlockPool:
         return self._labels[blocks]
 
     def num_referenced(self, blocks: I32) -> int:
-        """How many of these somebody references: sharing the others takes them from the free ones."""
+        """How many of these have a reference: sharing the others takes them from the free ones."""
         return int(np.count_nonzero(self._references[blocks.astype(np.intp)]))
 
     def num_exclusive(self, blocks: I32) -> int:

@@ -1,18 +1,19 @@
 """`KVCacheManager`: the block table of every slot, and what has to be done to blocks before the next step.
 
 Owned by the scheduler. Tables are columns by slot and KV group (one group today): `tables[group, slot, i]` is the block of
+Owned by the scheduler. Tables are columns by slot and KV group (one group today): `tables[group, slot, i]` is the block of
 tokens i * block_size and following. `capacity[slot]` is how many tokens the slot's blocks hold. Besides the KV, the blocks
-address the *ids* of sampled tokens: `token_ids[block, offset]`, written for a whole step in one scatter, so that no request
-needs an array of its own that grows token by token.
+address the *ids* of sampled tokens: `token_ids[block, offset]`. These are written for a whole step in one scatter, so that no
+request needs an array of its own that grows token by token.
 
 With prefix caching, full blocks that were published stay findable after their last request has gone, until the pool runs
-out of others. A published block is never written again: whoever takes it over goes on in a block of its own.
+out of others. A published block is never written again: a request that takes it over goes on in a block of its own.
 
 A fork (`fork`) shares the full blocks of another slot's tokens as well. The block in which they end is being written by the
-step that is planned then, and by nobody else: the copy is made before the step after that.
+step that is planned then, and by no other. The copy is made before the step after that.
 
-Invariants (`check_integrity`): a slot's table entries are distinct allocated blocks; every allocated block is in some table;
-a block that is to be copied to belongs to one slot.
+Invariants (`check_integrity`): a slot's table entries are distinct allocated blocks; every allocated block is in some table.
+A block that is to be copied to belongs to one slot.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ class KVCacheManager:
         is_first = np.ones(sorted_slots.size, np.bool_)
         np.not_equal(sorted_slots[1:], sorted_slots[:-1], out=is_first[1:])
         firsts = is_first.nonzero()[0]
-        if firsts.size == sorted_slots.size:  # nobody comes up twice
+        if firsts.size == sorted_slots.size:  # no slot comes up twice
             counts = self.num_blocks[sorted_slots]
             self._table[sorted_slots, counts] = blocks[order]
             counts += self._one
@@ -234,7 +235,7 @@ class KVCacheManager:
     ) -> None:
         """The blocks behind those that have hashes (and are published) are computed as well, up to num_blocks.
 
-        They are hashed when somebody gets that far. known: their first token ids, as many as are not paged. run: what
+        They are hashed when a prompt gets that far. known: their first token ids, as many as are not paged. run: what
         `publish` returned, if that was called. is_new: it was not, and nothing in the index begins like this.
         """
         if self.index is None:
@@ -328,7 +329,7 @@ class KVCacheManager:
         assert (references == self.pool._references).all(), "reference counts differ from the block tables"
         assert (self.capacity == self.num_blocks * self.block_size).all(), "capacity differs from the number of blocks"
         targets = [] if self._actions is None else [target for _, target in self._actions.copy_later]
-        assert (references[targets] == 1).all(), "a block is to be copied to that nobody or several hold"
+        assert (references[targets] == 1).all(), "a block that is copied to must have one holder"
 
 
 class KVCacheManagerWithoutIds(KVCacheManager):

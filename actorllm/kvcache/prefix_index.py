@@ -1,21 +1,21 @@
 """`PrefixIndex`: finds the blocks whose KV a prompt can take over; and the block hashes by which it finds them.
 
-A block's hash covers its token ids, the hash of the block before it, and an extra key (cache salt, adapter, image) that
+A block's hash covers its token ids, the hash of the block before it, and an extra key (cache salt, adapter, image). The key
 keeps apart what has the same ids and must not share KV. The frontend computes the hashes of the prompt, which travel in
 `Submit`; those of output are computed here.
 
-The index is a tree of runs: a `BlockRun` is a stretch of consecutive blocks that one request published at once, and a child
-goes on where its parent ends. Work is per run and not per block, whatever the length of a prompt: because a hash covers
-everything before it, two runs agree up to the block where a bisection says so.
+The index is a tree of runs. A `BlockRun` is a stretch of consecutive blocks that one request published at once, and a child
+goes on where its parent ends. Work is per run and not per block, whatever the length of a prompt. A hash covers everything
+before it, so a bisection finds the block up to which two runs agree.
 
-Output that a finished request leaves behind is a *tail* without hashes: they are computed from the paged token ids when a
+Output that a finished request leaves behind is a *tail* without hashes. They are computed from the paged token ids when a
 prompt gets that far for the first time, which most never do. The first request that leaves a run with a tail puts it into
-the run itself, as blocks behind those with hashes; the tails of others hang at it as runs of their own.
+the run itself, as blocks behind those with hashes. The tails of others hang at it as runs of their own.
 
-Invariants (`check_integrity`): the children of a run have distinct first hashes and are found under them; the blocks of
-every run that can be found are kept in the pool under the run's number. Who holds a block of a run holds those before it
-too, so that a run loses its blocks from the end. A run that was cut off (evicted, forgotten) may
-leave children that nobody finds any more; their blocks stay kept until they are evicted in turn.
+Invariants (`check_integrity`): the children of a run have distinct first hashes and are found under them. The blocks of
+every run that can be found are kept in the pool under the run's number. A request that holds a block of a run holds those
+before it too, so that a run loses its blocks from the end. A run that was cut off (evicted, forgotten) may leave children that
+no look-up finds any more. Their blocks stay kept until they are evicted in turn.
 Called by `KVCacheManager` only.
 """
 
@@ -126,7 +126,7 @@ class PrefixIndex:
         self._last_number = 0
         self._num_resets = 0
         self._has_orphans = False
-        """Whether runs are left that nobody finds; a request may still hold their blocks and publish them once more."""
+        """Whether runs are left that no look-up finds; a request may still hold their blocks and publish them once more."""
         self._root = BlockRun(0, None, 0, NO_I32, b"")
 
     def find(self, hashes: bytes, count: int) -> I32:
@@ -198,7 +198,7 @@ class PrefixIndex:
                 self._split(run, start)
         if self._has_orphans:
             self._take_from_orphans(blocks[start:])
-        if run.blocks.item(-1) == blocks.item(start - 1):  # no tail yet, and who holds its last block holds all of it
+        if run.blocks.item(-1) == blocks.item(start - 1):  # no tail yet; a holder of its last block holds all of it
             self._pool.keep(blocks[start:], run.number)
             run.blocks = blocks[run.start :] if run.start else blocks
             run.known = known
@@ -272,7 +272,7 @@ class PrefixIndex:
             first = end
 
     def _take_from_orphans(self, blocks: I32) -> None:
-        """Who publishes these blocks has held them since a run of theirs was left: that is none any more."""
+        """The publisher of these blocks has held them since a run of theirs was left: that is none any more."""
         for number in set(self._pool.labels(blocks).tolist()):
             self._runs.pop(number, None)
 

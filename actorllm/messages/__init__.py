@@ -1,8 +1,8 @@
-"""Every message of the engine, grouped by who receives it. One closed set of types per inbox.
+"""Every message of the engine, grouped by its receiver. One closed set of types per inbox.
 
 A message is columns: scalars, and one-dimensional numpy arrays that travel as binary segments. `pack` and `unpack` turn
-a message into `(kind, scalars, arrays)` and back; what carries that over a ring is `actorllm.ring.codec`, and in the
-inline topology the object itself is handed over. Whoever sends a message never changes its arrays afterwards.
+a message into `(kind, scalars, arrays)` and back. `actorllm.ring.codec` carries that over a ring; in the inline topology the
+object itself is handed over. The sender of a message never changes its arrays afterwards.
 
 Commands are imperatives to their receiver (Submit, Abort, StepPlan), facts are reports from their sender (StepResult,
 Outputs). Rows name requests by small integers: `rid` between a frontend and the scheduler (unique per frontend), `slot`
@@ -92,7 +92,7 @@ class Submit:
     most_beside: int = 0
     """With how many it was tried, itself included, when the last of them died; 0: it was not tried."""
     num_losses: int = 0
-    """Schedulers in a row that died before its frontend had a token of anybody."""
+    """Schedulers in a row that died before its frontend had a token of any request."""
     ignore_eos: bool = False
     stop_token_ids: Sequence[int] = ()
     stop: Sequence[str] = ()
@@ -132,7 +132,7 @@ class Submit:
     prompt_embeds: U8 = field(default_factory=no_u8)
     """Of every position of the prompt whose id is `embeds.EMBEDDED`, its row in the bytes of the model's dtype."""
     name: str | None = None
-    """The caller's request_id, where the scheduler is recorded: for those who read the recording."""
+    """The caller's request_id, where the scheduler is recorded: for readers of the recording."""
 
     @property
     def has_started(self) -> bool:
@@ -223,7 +223,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StepFailed:
-    """The step raised: nothing of it or of later steps in flight counts. rows: whose fault it is (empty: not known)."""
+    """The step raised: nothing of it or of later steps in flight counts. rows: those at fault (empty: not known)."""
 
     step: int
     error: str
@@ -419,7 +419,7 @@ class OnTrial:
     """Of what this frontend has submitted again, the scheduler is about to take these on, and nothing else for now.
 
     num_tried: with those of other frontends; 0: the trial is over, and everything is taken on again. is_alone: nothing else
-    runs, not even what was acquitted.
+    runs, not even requests that were found harmless.
     """
 
     rids: I32 = field(default_factory=no_i32)
@@ -553,6 +553,8 @@ def unpack(kind: int, scalars: Any, arrays: Sequence[NDArray[Any]]) -> Message:
     form = _FORMS[cls]
     if not isinstance(scalars, list) or len(scalars) != form.num_values:
         raise ValueError(f"{cls.__name__}: {form.num_values} scalars expected, got {reprlib.repr(scalars)}")
+    # Columns at their defaults do not travel: `present` has a bit for each one that does, `absent` for each that is
+    # None.
     present, absent = scalars[0], scalars[1]
     if not isinstance(present, int) or not isinstance(absent, int):
         raise ValueError(f"{cls.__name__}: masks {reprlib.repr(present)} and {reprlib.repr(absent)} must be integers")
@@ -562,6 +564,7 @@ def unpack(kind: int, scalars: Any, arrays: Sequence[NDArray[Any]]) -> Message:
         raise ValueError(f"{cls.__name__}: masks {present:#x} and {absent:#x} of {len(columns)} columns")
     values = dict(zip(form.scalars, scalars[2:], strict=True))
     incoming = iter(arrays)
+    # Bit by bit from the lowest: only columns that differ from the default cost anything.
     while rest:
         bit = rest & -rest
         rest ^= bit

@@ -1,9 +1,9 @@
 """Prompts that are given as embeddings, on their way from the front door to the worker.
 
-Where a prompt has an embedding its token id is EMBEDDED, everywhere from `Submit` to the worker's batch; the rows of those
+Where a prompt has an embedding its token id is EMBEDDED, everywhere from `Submit` to the worker's batch. The rows of those
 positions travel beside the ids, in their order, as the bytes of the model's dtype. `Submit` carries all of them, and each
-`StepPlan` those of its chunks, so that a plan stays small; the scheduler keeps them until the request ends, because it may
-have to be computed again. Nothing here is torch: a tensor is asked for its values by the caller's own torch.
+`StepPlan` those of its chunks, so that a plan stays small. The scheduler keeps them until the request ends, because it may have
+to be computed again. Nothing here is torch: the caller's own torch is asked for the values of a tensor.
 
 Called by the engine's intake, the scheduler and the worker's batch.
 """

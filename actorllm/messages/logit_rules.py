@@ -1,9 +1,9 @@
 """`SamplingRules`: what a request wants done to its logits, and told about its probabilities.
 
-Owns the way of these parameters from the front door to the worker. Most requests have none: then there is no object, no
-byte travels, and nobody looks. A frontend makes the rules, checked against the model (`rules_of`); they travel in `Submit`
-as one mapping of what is not at its default (`to_fields`), and with each new row of a plan as two ragged segments, one
-record per row that has any (`encode_rules`). Called by the engine's intake, the scheduler and the worker's batch.
+Owns the way of these parameters from the front door to the worker. Most requests have none: then there is no object, no byte
+travels, and nothing looks for them. A frontend makes the rules and checks them against the model (`rules_of`). They travel in
+`Submit` as one mapping of what is not at its default (`to_fields`). With each new row of a plan they travel as two ragged
+segments, one record per row that has any (`encode_rules`). Called by the engine's intake, the scheduler and the worker's batch.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class SamplingRules:
 
     def check(self, vocab_size: int) -> None:
         """Raises ValueError or TypeError for what `rules_of` would not have made, and what would harm others."""
+        # Ids index arrays in the worker, so each must be an id of the vocabulary.
         for ids in (self.bias_ids, self.allowed_ids, self.logprob_ids, *self.bad_words):
             array = _flat(ids)
             if not isinstance(ids, tuple) or array is None:
@@ -106,6 +107,7 @@ class SamplingRules:
             or self.repetition_penalty <= 0
         ):
             raise ValueError("penalties and biases must be finite 32-bit numbers, the repetition penalty more than 0")
+        # The worker pairs biases with their ids by position.
         if len(self.biases) != len(self.bias_ids) or not all(self.bad_words) or len(self.bad_words) > MAX_BAD_WORDS:
             raise ValueError("biases do not fit their ids, or bad words are empty or too many")
         for number in (self.num_logprobs, self.num_prompt_logprobs):
@@ -113,6 +115,7 @@ class SamplingRules:
                 raise ValueError(f"{number!r:.80} log-probabilities in a vocabulary of {vocab_size}")
         if self.logprob_ids and len(self.logprob_ids) != self.num_logprobs:
             raise ValueError(f"{len(self.logprob_ids)} ids for {self.num_logprobs!r:.80} log-probabilities")
+        # Each token costs work by the number of pattern sizes, so these are bounded.
         if self.repetition is not None:
             largest, smallest, count = self.repetition
             if not 1 <= smallest <= largest <= MAX_PATTERN_SIZE or not 2 <= count <= MAX_COUNT:

@@ -1,10 +1,10 @@
-"""Log-probabilities on their way from the worker to the caller: columns in messages, spans for whoever looks into them.
+"""Log-probabilities on their way from the worker to the caller: columns in messages, spans for their readers.
 
-A span is `count` consecutive positions of one row, each with the same number of tokens: first the one that was chosen (or
-that stands in the prompt), then the most likely ones in order. Position 0 stands for the tokens that the row got in this
-message; a larger one is that of the span's first token in the prompt. In a message all spans share four arrays:
-`logprob_spans` (row, position, count, size for each), `logprob_ids` and `logprobs` (count x size for each), and
-`logprob_ranks` (count for each: the rank of the first token). Empty arrays: nobody asked.
+A span is `count` consecutive positions of one row, each with the same number of tokens. The first token is the one that was
+chosen (or that stands in the prompt); the most likely ones follow in order. Position 0 stands for the tokens that the row got in
+this message. A larger one is that of the span's first token in the prompt. In a message all spans share four arrays.
+`logprob_spans` has row, position, count and size for each span. `logprob_ids` and `logprobs` have count x size entries for each,
+and `logprob_ranks` count for each: the rank of the first token. Empty arrays: log-probabilities were not asked for.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What every field of every message may hold, and who may send which message: one table, `SCHEMA`.
+"""What every field of every message may hold, and the senders of each message: one table, `SCHEMA`.
 
-Owns types, ranges and nullability. `messages.pack` and `unpack` take the columns of a message from here. `violation` holds a
-message against its entry; it is asked where a sender is not trusted: of attached frontends by `messages.untrusted`, of
-workers by the scheduler. What depends on the model or on other fields (a token id within the vocabulary, rows of a plan) is
-not said here; those who use the values check it.
+Owns types, ranges and nullability. `messages.pack` and `unpack` take the columns of a message from here. `violation` checks a
+message against its entry, where a sender is not trusted. `messages.untrusted` asks it of attached frontends, the scheduler of
+workers. What depends on the model or on other fields is not said here: a token id within the vocabulary, the rows of a plan.
+The code that uses the values checks it.
 
 Entries are compiled once, at import. Named by class, because `actorllm.messages` itself imports this module.
 """
@@ -41,7 +41,7 @@ SMALLEST = sys.float_info.min * sys.float_info.epsilon
 """More than zero."""
 
 MAX_NESTING = 32
-"""Of a value without a type of its own. Readers of JSON go down to 1024 levels, and whoever walks what they return, to print or
+"""Of a value without a type of its own. Readers of JSON go down to 1024 levels, and code that walks what they return, to print or
 to compare it, has no room for that on its stack."""
 
 Check = Callable[[Any], bool]
@@ -68,7 +68,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Of one message: who may send it, and its fields by name."""
+    """Of one message: which actors may send it, and its fields by name."""
 
     senders: frozenset[str]
     fields: Mapping[str, Field]

@@ -1,9 +1,9 @@
-"""What the scheduler takes from a frontend that runs in somebody else's program.
+"""What the scheduler takes from a frontend that runs in another program.
 
 The ring has checked that a frame is whole, and `messages.unpack` that it has the columns of its type. That is enough
-of the engine's own scheduler and frontend; workers are held against the table by the scheduler. An attached program may
-be wrong in any way, and what it sends is worked on together with what others sent; so here every value is held against the table of
-messages (`messages.schema`) before anything uses it, and against what the table cannot say. Called by SchedulerActor for
+of the engine's own scheduler and frontend; the scheduler checks workers against the table. An attached program may be wrong in
+any way, and what it sends is worked on together with what others sent. So every value is checked here before anything uses it,
+against the table of messages (`messages.schema`) and against what the table cannot say. Called by SchedulerActor for
 attached frontends only.
 """
 

@@ -1,8 +1,8 @@
 """What a worker knows of its requests: columns by slot, changed by each `StepPlan` and read by each step.
 
-Invariants (`check_integrity`): a slot is live from the plan that lists it as new until the plan that frees it; a live
-slot has num_computed < num_known and blocks for what is computed; its known tokens are kept only while some of them wait
-for prefill; the decode rows are live and distinct. In steady decode a step costs a fixed number of numpy calls, whatever
+Invariants (`check_integrity`): a slot is live from the plan that lists it as new until the plan that frees it. A live slot has
+num_computed < num_known and blocks for what is computed. Its known tokens are kept only while some of them wait for prefill. The
+decode rows are live and distinct. In steady decode a step costs a fixed number of numpy calls, whatever
 the number of rows. Called by the runner only; nothing here is torch.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actorllm.messages import I32, U8, StepPlan, no_u8
+from actorllm.messages import I32, NO_U8, U8, StepPlan, no_u8
 from actorllm.messages.embeds import EMBEDDED
 from actorllm.messages.logit_rules import decode_rules
 from actorllm.model.logits import LogitRules
@@ -243,6 +243,7 @@ class PersistentBatch:
             result_tokens=result_tokens,
             forks=[],
             rows_version=self.rows_version,
+            embeds=NO_U8,
         )
         if plan.prefill_slots.size:
             self._add_prefill(plan, inputs)
@@ -256,8 +257,9 @@ class PersistentBatch:
             columns.num_computed[slot] += count
         for slot, _ in inputs.forks:
             columns.num_computed[slot] = columns.num_known[slot]
-        for slot in [s for s in self.known_tokens if columns.num_computed[s] == columns.num_known[s]]:
-            del self.known_tokens[slot]
+        if self.known_tokens:
+            for slot in [s for s in self.known_tokens if columns.num_computed[s] == columns.num_known[s]]:
+                del self.known_tokens[slot]
 
     def store(self, slots: I32, tokens: I32) -> None:
         """What was sampled for these rows: the next plan may decode them without naming the tokens."""
@@ -316,6 +318,7 @@ class PersistentBatch:
     def _add(self, plan: StepPlan) -> None:
         new = plan.new
         slots, columns, num_tokens = new["slot"], self.columns, new["num_tokens"]
+        # A plan is checked before anything is changed: a wrong index would write into another request's row.
         if int(slots.min()) < 0:
             raise ValueError(f"step {plan.step}: slot {int(slots.min())} is negative")
         if int(slots.max()) >= self.num_slots:
@@ -334,6 +337,7 @@ class PersistentBatch:
         counts = plan.new_num_blocks.reshape(-1, self.num_groups)
         if len(counts) != len(slots) or counts.max(initial=0) > self.max_blocks:
             raise ValueError(f"step {plan.step}: a new slot can have at most {self.max_blocks} blocks per group")
+        # One assignment per column for all new rows.
         columns.is_live[slots] = True
         columns.num_known[slots] = num_tokens
         columns.num_computed[slots] = new["num_computed"]
@@ -347,6 +351,7 @@ class PersistentBatch:
         columns.sample_index[slots] = new["sample_index"]
         columns.pooling[slots] = new["pooling"]
         self.num_slot_blocks[:, slots] = counts.T
+        # Ragged parts, row by row: tokens, blocks and stop ids of all rows follow each other.
         token_ends = np.cumsum(num_tokens)
         stop_ends = np.cumsum(new["num_stop_ids"])
         block_end = 0
@@ -358,6 +363,7 @@ class PersistentBatch:
                 count = int(counts[i, group])
                 self.block_tables[group, slot, :count] = plan.new_blocks[block_end : block_end + count]
                 block_end += count
+            # Stop ids are taken out of the logits until there are min_tokens.
             if new["min_tokens"][i] > new["num_outputs"][i]:
                 ids = plan.new_stop_ids[stop_ends[i] - new["num_stop_ids"][i] : stop_ends[i]]
                 known = ids[(ids >= 0) & (ids < self.vocab_size)].astype(np.int64)

@@ -1,10 +1,10 @@
 """`LogitRules`: what requests want done to their logits before a token is chosen, applied to all rows at once.
 
-The order is vLLM's: allowed ids, bad words and min_tokens take ids out (they become -inf), biases are added, then come the
-repetition, frequency and presence penalties; temperature and the filters of the sampler follow. Penalties touch the tokens
-that a request has seen, so they are kept as one entry per slot and distinct token: memory and time go with those, not with
-slots times vocabulary. The worker counts the tokens that it samples itself (`store`), as it must at depth 2: the plan of
-the next step was made before they were known.
+The order is vLLM's. Allowed ids, bad words and min_tokens take ids out (they become -inf), then biases are added. Then come the
+repetition, frequency and presence penalties; temperature and the filters of the sampler follow. Penalties touch the tokens that a
+request has seen, so they are kept as one entry per slot and distinct token. Memory and time go with those, not with slots times
+vocabulary. The worker counts the tokens that it samples itself (`store`), as it must at depth 2. The plan of the next step was
+made before they were known.
 
 Invariants (`check_integrity`): entries exist for live slots only, and each (slot, id) has at most one in each table. Owned
 by the persistent batch, which adds and removes slots and stores tokens; the runner calls `apply`. numpy only.
@@ -225,6 +225,7 @@ class LogitRules:
             self._allowed[slot] = AllowedIds.of(rules.allowed_ids, self.vocab_size)
         if rules.bad_words:
             self._slots.add(slot)
+            # A bad word of one token is an id that is never allowed; a longer one depends on the tokens before.
             single = [word[0] for word in rules.bad_words if len(word) == 1]
             if single:
                 self._taken_out.append(slot=slot, id=np.unique(single), until=MAX_COUNT)

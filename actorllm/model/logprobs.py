@@ -5,7 +5,7 @@ of tokens at least as likely. Among equally likely ones the smaller id comes fir
 asked only.
 
 Only three things look at every logit: the maxima of tiles, the normalizer and the rank. They do so a few rows at a time,
-because what they make then stays in the caches, and with 2 ** x, which takes torch a quarter of the time of e ** x.
+because what they make then stays in the caches. They use 2 ** x, which takes torch a quarter of the time of e ** x.
 """
 
 from __future__ import annotations

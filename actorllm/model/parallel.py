@@ -1,8 +1,8 @@
 """Tensor parallelism: the ranks that compute one model together, and what they exchange.
 
-Every rank holds its share of the heads, of the MLP and of the vocabulary (Shoeybi et al., Megatron-LM, arXiv:1909.08053):
-products whose output is shared out need no exchange, those whose input is are followed by a sum over all ranks. Every
-rank gets every plan and enters the same collectives in the same order; rank 0 alone sees whole logits and samples, and
+Every rank holds its share of the heads, of the MLP and of the vocabulary (Shoeybi et al., Megatron-LM, arXiv:1909.08053).
+Products whose output is shared out need no exchange; those whose input is are followed by a sum over all ranks. Every
+rank gets every plan and enters the same collectives in the same order. Rank 0 alone sees whole logits and samples, and
 tells the others what. A rank that leaves a step between two collectives (`ModelRunner.is_torn`) cannot go on, because
 the others wait for it.
 

@@ -1,7 +1,7 @@
 """Counter-based random numbers for the sampler: Philox4x32-10, and the Gumbel noise made from its words.
 
 Owns the vectorised bits of docs/sampling.md. A word depends on the request's seed and on where it is used (token index,
-id, domain, sample index) and on nothing else: not on the batch, not on what was drawn before. So a stream can be batched
+id, domain, sample index). It depends on nothing else: not on the batch, not on what was drawn before. So a stream can be batched
 in any way, or taken up again at any token. `actorllm_kernels.reference` states the same with plain integers.
 
 Called by `actorllm.model.sampler`. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
@@ -58,7 +58,8 @@ def philox_words(keys: U32, c0: NDArray[Any], c1: NDArray[Any], c2: int, c3: NDA
     a[0], a[1], b[0], b[1] = c0, c2, c1, c3
     products = np.empty((2, 2, *shape), np.uint64)  # two buffers, because b is a view of the last round's products
     halves = products.view(np.uint32).reshape(2, 2, *shape, 2)[:, ::-1]
-    steps = [(products[i], halves[i, ..., _HIGH], halves[i, ..., _LOW]) for i in (0, 1)]
+    highs, lows = halves[..., _HIGH], halves[..., _LOW]
+    steps = (products[0], highs[0], lows[0]), (products[1], highs[1], lows[1])
     for i in range(NUM_ROUNDS):
         product, high, low = steps[i & 1]
         np.multiply(a64, _MULTIPLIERS, out=product)

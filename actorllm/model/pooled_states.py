@@ -1,8 +1,8 @@
 """`PooledStates`: from the final states of prompts, which come in chunks, to one vector per prompt.
 
 The last state of a prompt is what a step gives for its result rows anyway. For the mean of all states, and for the first one,
-something is kept by slot from chunk to chunk: it begins with a prompt's first token, since such a prompt never reads the prefix
-cache, and is dropped when its vector is made or its slot is freed. Sums are float32, in the order of the tokens, and depend on
+something is kept by slot from chunk to chunk. It begins with a prompt's first token, since such a prompt never reads the prefix
+cache. It is dropped when its vector is made or its slot is freed. Sums are float32, in the order of the tokens, and depend on
 nothing else in the batch. Called by the runner, under inference mode.
 """
 

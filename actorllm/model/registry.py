@@ -1,9 +1,9 @@
 """Which way a model is run: by the fused forward of its family, or by transformers over our cache.
 
-A family comes first where it knows everything that config.json asks for, and the backend knows every switch of the shape that
-the family makes of it. All else goes to `hf`, which refuses by name and with the reason what it cannot run. `model_impl` narrows
-the choice, as in vLLM. transformers is imported only where it is needed. A new family is one entry. Called by the runners and
-`actorllm info`.
+A family comes first where it knows everything that config.json asks for. The backend must know every switch of the shape that
+the family makes of it, too. All else goes to `hf`, which refuses by name and with the reason what it cannot run. `model_impl`
+narrows the choice, as in vLLM. transformers is imported only where it is needed. A new family is one entry. Called by the
+runners and `actorllm info`.
 """
 
 from __future__ import annotations
@@ -76,8 +76,10 @@ def model_plan(model: ModelConfig, hf: dict[str, Any], backend: Backend) -> Plan
             check_switches(plan, model.architecture, backend)
             return plan if model.pooler is None else replace(plan, has_head=False)
         except UnsupportedModelError as error:
+            # The fused forward was demanded: its reason is the error.
             if model.impl == "vllm":
                 raise
+            # Of a known family both reasons are told if transformers cannot run it either.
             if model.architecture in FAMILIES or model.architecture in FAMILY_OF:
                 reason = error
     try:

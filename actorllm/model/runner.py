@@ -2,13 +2,13 @@
 
 Life: `load` -> `profile_num_blocks` -> `allocate` -> `execute` and `sample`, again and again -> `close`. `execute` applies a
 plan and runs the forward, `sample` chooses the tokens; between the two a worker may wait for `LateInputs`. `step` does both. A step
-that raises counts for nothing: what it may have written into the cache is cleared, and the caller reports `StepFailed`,
-whereupon the scheduler frees all slots and begins again. Whether it was the requests' fault, `check_itself` says: a step of
-the runner's own.
+that raises counts for nothing. What it may have written into the cache is cleared, and the caller reports `StepFailed`.
+Then the scheduler frees all slots and begins again. `check_itself` says whether the requests were at fault, by a step of the
+runner's own.
 
 A backend is a subclass (`model.backends` finds it by its name). It says which switches of a shape its fused forward knows, and
-whether it runs modules of transformers. Here are the rules that do not depend on where tensors are: which rows sample, which
-prompts are bad, what a result says, what the largest steps are, what is forgotten.
+whether it runs modules of transformers. The rules that do not depend on where tensors are stand here. They say which rows sample,
+which prompts are bad, what a result says, what the largest steps are, and what is forgotten.
 
 Not thread-safe: one thread owns a runner and everything torch. Called by the worker actor.
 """
@@ -59,12 +59,10 @@ class SamplingRows(Generic[How]):
     """(sample, how many of the most likely) for those that want log-probabilities."""
     logprob_ids: dict[int, NDArray[np.int64]]
     """By sample, for those that want them of these ids."""
+    has_logprobs: bool
+    """Some sample wants log-probabilities."""
     how: How
     """What the backend wants to know of them."""
-
-    @property
-    def has_logprobs(self) -> bool:
-        return bool(self.num_logprobs or self.logprob_ids)
 
     def row_of(self, sample: int) -> int:
         """Of the result."""
@@ -170,7 +168,7 @@ class ModelRunner(ABC, Generic[Handle, How]):
         self._pooled = PooledStates()
 
     def close(self) -> None:
-        """Let go of weights, cache and requests, whoever still holds this object, and leave the other ranks. Idempotent.
+        """Let go of weights, cache and requests, even if this object is still held, and leave the other ranks. Idempotent.
 
         Nothing else may be called afterwards.
         """
@@ -194,7 +192,7 @@ class ModelRunner(ABC, Generic[Handle, How]):
 
     @property
     def weight_bytes(self) -> int:
-        """Of what one decode step reads, for those who start an engine; 0 where the backend does not count them."""
+        """Of what one decode step reads, for the log of the start; 0 where the backend does not count them."""
         return 0
 
     @property
@@ -299,7 +297,7 @@ class ModelRunner(ABC, Generic[Handle, How]):
             profile.export_chrome_trace(str(file))
             with file.open("rb") as written:
                 written.seek(-min(16, file.stat().st_size), os.SEEK_END)
-                is_whole = written.read().rstrip().endswith(b"}")  # torch tells nobody that it found no room
+                is_whole = written.read().rstrip().endswith(b"}")  # torch does not tell that it found no room
         except (OSError, RuntimeError) as error:
             raise EngineError(f"the profile cannot be written to {str(file)!r}: {error}") from error
         if not is_whole:
@@ -321,11 +319,14 @@ class ModelRunner(ABC, Generic[Handle, How]):
 
     @abstractmethod
     def sample(self, handle: Handle, late: LateInputs | None = None) -> StepResult:
-        """Choose the tokens of an executed step and remember them as their slots' last tokens."""
+        """Choose the tokens of an executed step and remember them as their slots' last tokens.
+
+        The result says when the step began and when it ended.
+        """
 
     @abstractmethod
     def check_itself(self) -> None:
-        """Compute the simplest step that there is, with nothing of anybody's in it, and leave everything as it was.
+        """Compute the simplest step that there is, with nothing of any request in it, and leave everything as it was.
 
         To be called between two steps, by every rank after the same one. Raises whatever a step raises, and EngineError
         when no row has finite logits.
@@ -333,7 +334,7 @@ class ModelRunner(ABC, Generic[Handle, How]):
 
     @torch.inference_mode()
     def discard(self) -> None:
-        """The last step raised: clear the blocks that it was to write. Nobody looked whether that was finite."""
+        """The last step raised: clear the blocks that it was to write. It was not checked whether that was finite."""
         written = self._written[self._written >= 0]
         if written.size:
             self._zero(np.unique(written // self.config.cache.block_size).astype(np.int32))
@@ -365,10 +366,12 @@ class ModelRunner(ABC, Generic[Handle, How]):
         columns, slots, rules = self.batch.columns, inputs.result_slots, self.batch.rules
         rows: NDArray[np.intp] | None = None
         states: NDArray[np.intp] | None = None
+        # A fork has no state of its own yet: it samples from that of its leader, in the same step.
         if inputs.forks:
             states = np.arange(len(slots))
             sources = [np.flatnonzero(slots == source)[0] for _, source in inputs.forks]
             states[-len(sources) :] = sources
+        # Rows that pool give a vector and no token.
         if columns.pooling[slots].any():
             rows = np.flatnonzero(columns.pooling[slots] == 0)
             slots = slots[rows]
@@ -382,8 +385,11 @@ class ModelRunner(ABC, Generic[Handle, How]):
                 elif slot in rules.num_logprobs:
                     wanted.append((i, rules.num_logprobs[slot]))
         has_rules = rules.concerns(slots)
-        how = self._how(slots, has_rules=has_rules, has_logprobs=bool(wanted or of_ids))
-        self._rows = SamplingRows(inputs.rows_version, rows, states, slots, has_rules, wanted, of_ids, how)
+        has_logprobs = bool(wanted or of_ids)
+        how = self._how(slots, has_rules=has_rules, has_logprobs=has_logprobs)
+        self._rows = SamplingRows(
+            inputs.rows_version, rows, states, slots, has_rules, wanted, of_ids, has_logprobs, how
+        )
         return self._rows
 
     @abstractmethod
@@ -433,7 +439,7 @@ class ModelRunner(ABC, Generic[Handle, How]):
         """What a step says. is_void, num_bad: of each sample, whether it counts for nothing, and how many of its values were
         not finite. vectors: of the rows of `handle.pooled`."""
         rows = handle.sampling.rows
-        more: dict[str, Any] = {}
+        more = columns_of(spans) if spans else {}
         void = np.flatnonzero(is_void)
         counts = num_bad[void]
         if rows is not None:
@@ -447,14 +453,13 @@ class ModelRunner(ABC, Generic[Handle, How]):
             order = np.argsort(void)
             void, counts = void[order], np.concatenate((counts, np.ones(is_bad.sum(), np.int32)))[order]
             vector_rows, values = pooled.astype(np.int32), vectors.reshape(-1).copy()
-            more = {"counts": per_row, "vector_rows": vector_rows, "vectors": values}
+            more |= {"counts": per_row, "vector_rows": vector_rows, "vectors": values}
         return StepResult(
             step=handle.step,
             tokens=tokens,
             nonfinite_rows=void.astype(np.int32) if void.size else NO_I32,
             nonfinite_counts=counts.astype(np.int32) if void.size else NO_I32,
             nonfinite_prefills=bad_prompts,
-            **columns_of(spans),
             **more,
             started=handle.started,
             ended=clock.now(),

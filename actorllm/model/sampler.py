@@ -1,15 +1,15 @@
 """Choosing the next token of every row from its logits, on the CPU.
 
-Owns the one definition of docs/sampling.md in its vectorised form: temperature, min_p, top_k and top_p keep a set of ids;
-of these a tile of 256 ids is drawn by its logsumexp plus noise, then an id within the tile by its logit plus noise. The
-noise is a function of seed, sample index, token index and id (actorllm.model.philox), so the choice does not depend on
+Owns the one definition of docs/sampling.md in its vectorised form. temperature, min_p, top_k and top_p keep a set of ids. Of
+these a tile of 256 ids is drawn by its logsumexp plus noise, then an id within the tile by its logit plus noise. The
+noise is a function of seed, sample index, token index and id (actorllm.model.philox). So the choice does not depend on
 what else is in the batch, nor on where a stream was taken up again. Temperature 0 is the argmax of the logits as given.
 
-Rows never influence each other: a row with NaN or infinite logits gets some id of the vocabulary and raises nothing (the
+Rows never influence each other. A row with NaN or infinite logits gets some id of the vocabulary and raises nothing (the
 caller reports such rows). The model runner calls `Sampler.sample` once a step, on one thread.
 
 The masses of rows that keep every id come from torch's softmax, which is one pass over the logits on all threads. The
-rest is numpy on purpose: at these sizes its argmax, exp and partition are several times faster than torch's on one
+rest is numpy on purpose. At these sizes its argmax, exp and partition are several times faster than torch's on one
 thread, and a call costs less.
 """
 

@@ -1,7 +1,7 @@
 """How many threads a worker computes with, and how they wait. Free of torch: read before the worker is exec'd.
 
 The wait policy can only be set through the environment of the process, because the OpenMP runtime reads it once, when
-torch is loaded. The supervisor (or whoever execs the worker) merges `worker_environment` into the child's environment;
+torch is loaded. The supervisor (or other code that execs the worker) merges `worker_environment` into the child's environment;
 the inline topology lives with what the host process has.
 """
 

@@ -1,8 +1,8 @@
 """Where the weights of a model come from: safetensors files, or a seeded generator for dummy weights.
 
-A model asks for every tensor it needs by name and shape (`take`) while it is built, and `close` then checks that nothing
-of the checkpoint was left over. Every tensor is read when it is asked for and converted to the target type at once, so
-that loading needs little more memory than the model itself. Called by `families.tensors`;
+A model asks for every tensor it needs by name and shape (`take`) while it is built. `close` then checks that nothing of the
+checkpoint was left over. Every tensor is read when it is asked for and converted to the target type at once. So loading needs
+little more memory than the model itself. Called by `families.tensors`;
 `hf` shares the checks of files.
 
 Format: https://huggingface.co/docs/safetensors (one file, or several and `model.safetensors.index.json`).

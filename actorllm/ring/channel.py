@@ -6,12 +6,12 @@ Owns the outbox of a sender, the reassembly of a receiver, and which descriptor 
 A link joins a hub with N spokes: one ring down, which every spoke reads, and one ring up per spoke. N = 1 is a plain
 duplex link. `create_link` makes all of it as descriptors; every end goes to the process that opens it.
 
-Invariants: messages of one sender arrive in order, whole, and once. Sending never blocks: what the ring has no room for
-waits in a bounded outbox that the space doorbell flushes, and beyond the bound `send_nowait` raises WouldBlock with
+Invariants: messages of one sender arrive in order, whole, and once. Sending never blocks. What the ring has no room for
+waits in a bounded outbox that the space doorbell flushes. Beyond the bound `send_nowait` raises WouldBlock with
 nothing of the message sent. Nothing polls: an idle channel costs nothing. Corruption stops the channel and is reported
 once; it never raises into the loop.
 
-All objects belong to the thread of the loop they were started on and are not re-entrant: call them neither from other
+All objects belong to the thread of the loop they were started on and are not re-entrant. Call them neither from other
 threads nor from signal handlers or finalizers. Callers: actorllm.actors.
 """
 
@@ -68,7 +68,7 @@ class SenderStatistics:
     max_outbox_bytes: int
     flushes: int
     rechecks_needed: int
-    """Times that `recheck` found room nobody had rung for; more than a few mean that doorbells get lost."""
+    """Times that `recheck` found room for which no bell had rung; more than a few mean that doorbells get lost."""
     ring: WriterStatistics
 
 
@@ -82,7 +82,7 @@ class ReceiverStatistics:
     turns_cut_short: int
     """Times that the loop's other callbacks were let in before the ring was empty."""
     rechecks_needed: int
-    """Times that `recheck` found messages nobody had rung for; more than a few mean that doorbells get lost."""
+    """Times that `recheck` found messages for which no bell had rung; more than a few mean that doorbells get lost."""
     ring: ReaderStatistics
 
 
@@ -295,7 +295,7 @@ class Sender:
         return has_moved
 
     def exclude_reader(self, index: int) -> None:
-        """The spoke is dead: it holds nobody back any more."""
+        """The spoke is dead: it holds the sender back no more."""
         if self._error is None:
             self.writer.exclude_reader(index)
             self._flush_safely()
@@ -315,7 +315,7 @@ class Sender:
     def close(self) -> None:
         """Ends the channel for good; frames in the ring stay readable, those in the outbox are dropped.
 
-        Whoever waits in `send` gets PeerLostError. `await wait_flushed()` first where the peer is to get everything.
+        A task that waits in `send` gets PeerLostError. `await wait_flushed()` first where the peer is to get everything.
         """
         self._stop(PeerLostError("the channel is closed"))
         self.writer.close()
@@ -611,7 +611,7 @@ class LinkEnd:
     fds: tuple[int, ...]
 
     def close(self) -> None:
-        """For who created the link and passed the end on (or could not)."""
+        """For the process that created the link and passed the end on (or could not)."""
         for fd in self.fds:
             os.close(fd)
 

@@ -4,10 +4,10 @@
     +8 per array: u32 dtype code << 28 | number of elements, u32 offset from the start of the body
     JSON | fill to 8 | array 0 | fill to 8 | array 1 ...            (no fill after the last part)
 
-Little-endian. Every array starts at a multiple of 8, in the ring and in a copied frame. There is one valid form:
-offsets follow from the sizes before them, and the last part ends where the body ends, so that a truncated or damaged
-body is recognised from its first bytes on. Owns this format; called by channel. Arrays decode to read-only views of the
-body: no element is copied or converted.
+Little-endian. Every array starts at a multiple of 8, in the ring and in a copied frame. There is one valid form: offsets follow
+from the sizes before them, and the last part ends where the body ends. So a truncated or damaged body is recognised from its
+first bytes on. Owns this format; called by channel. Arrays decode to read-only views of the body: no element is copied or
+converted.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ def encode(scalars: object, arrays: Sequence[NDArray[Any]] = ()) -> list[bytes |
         code = _CODES.get(array.dtype)
         if code is None or array.ndim != 1 or array.size > MAX_ELEMENTS:
             raise TypeError(f"an array of {array.dtype} and shape {array.shape} cannot travel")
+        # Every array begins at a multiple of 8, so that the reader can use it in place.
         fill = -position & 7
         if fill:
             pieces.append(_FILL[fill])
@@ -73,6 +74,7 @@ def encode(scalars: object, arrays: Sequence[NDArray[Any]] = ()) -> list[bytes |
             large.append(len(pieces))
         pieces.append(array)
     pieces[0] = _ENVELOPE.pack(len(text), count, VERSION) + _TABLES[count].pack(*table)
+    # Small pieces are joined, since each buffer costs a call; large ones go into the ring without a copy here.
     if not large:
         return [_join(pieces)]
     buffers: list[bytes | memoryview] = []
@@ -111,6 +113,7 @@ def decode(body: bytes | bytearray | memoryview) -> tuple[Any, list[NDArray[Any]
         raise CorruptLinkError(f"a body of {count} arrays")
     start = _ENVELOPE_BYTES + 8 * count
     end = start + text_bytes
+    # Sizes are the peer's words: each is checked against the body before it is used.
     if end > size or (not count and end != size):
         raise CorruptLinkError(f"the scalars end at byte {end} of {size}")
     try:
@@ -126,6 +129,7 @@ def decode(body: bytes | bytearray | memoryview) -> tuple[Any, list[NDArray[Any]
         code = word >> 28
         elements = word & MAX_ELEMENTS
         dtype = _DTYPE_OF_CODE[code]
+        # There is one valid offset for each array; the table must name it.
         offset = (end + 7) & -8
         end = offset + elements * _ITEM_BYTES[code]
         if dtype is None or offset != table[index + 1] or end > size:

@@ -1,14 +1,17 @@
 """Wake-ups between processes: an eventfd that is rung, watched by the running loop, and cleared.
 
 Owns the descriptor and the registration with the loop; the only module of the package that knows asyncio. A doorbell is
-sticky: rung before anybody watches, it is found ringing. It says "look again", never how much there is.
+sticky: one that is rung before it is watched is found ringing. It says "look again", never how much there is.
 
-Invariants: always non-blocking (libuv sets O_NONBLOCK on the open file description, so a peer's duplicate would change
-under its feet otherwise); the reader is removed from the loop before the descriptor is closed (an epoll entry lives as
-long as any duplicate does, and the loop would spin on it); close-on-exec, so that only pass_fds hands it on.
+Invariants:
 
-Two ways to wait: `watch` registers a persistent callback on asyncio or uvloop (9 µs from the peer's store to the
-callback when asleep); `await wait()` works on trio too and costs twice as much.
+- always non-blocking: libuv sets O_NONBLOCK on the open file description, so a peer's duplicate would otherwise change;
+- the reader is removed from the loop before the descriptor is closed. An epoll entry lives as long as any duplicate does, and
+  the loop would spin on it;
+- close-on-exec, so that only pass_fds hands it on.
+
+Two ways to wait: `watch` registers a persistent callback on asyncio or uvloop. It takes 9 µs from the peer's store to the
+callback when asleep. `await wait()` works on trio too and costs twice as much.
 """
 
 from __future__ import annotations

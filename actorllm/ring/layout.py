@@ -14,11 +14,11 @@ A segment is one header page and a ring of `capacity` bytes (a power of two). Th
     ├─── 128  WRITER_PID, 136 WRITER_START   for people            writer                never read
     │    144  CLOSED           1: no frame will follow             writer (supervisor)   readers
     │    152  HEARTBEAT        CLOCK_MONOTONIC ns                  writer                readers
-    ├─── 192  SPACE_WANTED     1: the writer waits for room        writer sets, the reader who rings clears
+    ├─── 192  SPACE_WANTED     1: the writer waits for room        writer sets, the reader that rings clears
     ├─── 512  reader 0 ─┬─  +0 HEAD      released bytes            reader                writer, when it looks full
     │                   ├─ +64 SLEEP     1: ring my bell           reader sets, the writer clears before it rings
     │                   ├─ +72 PID, +80 START    for people        reader                never read
-    │                   └─ +88 STATE     EXPECTED ACTIVE DEAD      reader; DEAD: whoever saw it die
+    │                   └─ +88 STATE     EXPECTED ACTIVE DEAD      reader; DEAD: also the writer
     ├─── 640  reader 1 ...                                         (128 bytes each, at most MAX_READERS)
     ├── 4096  the ring
     └── 4096 + capacity
@@ -30,7 +30,7 @@ A frame starts at a multiple of 16 and never wraps; a PAD frame fills the ring t
 
     +0 u32 payload length | +4 u16 kind | +6 u16 flags | +8 u32 stamp | +12 u32 checksum | payload | fill to 16
 
-The stamp is the frame's own position / 16 (low 32 bits): a frame of an earlier lap, or any other bytes, is recognised
+The stamp is the frame's own position / 16 (low 32 bits). So a frame of an earlier lap, or any other bytes, is recognised
 without a second counter that would have to agree with TAIL. The checksum is crc32 of the payload seeded with the stamp
 when CHECKSUM is set, else 0.
 """

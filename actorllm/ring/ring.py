@@ -1,16 +1,16 @@
 """A byte ring in shared memory: one writer, N readers that each see every frame (N = 1: a plain queue).
 
-Owns the protocol: who stores which word, in which order, and what is checked when a peer's word is read. Positions are
+Owns the protocol: which side stores which word, in which order, and what is checked when a peer's word is read. Positions are
 absolute byte counts: `tail_position` of the writer, `head_position` of a reader.
 
 Invariants
-  1. Every word has one writer. SLEEP and SPACE_WANTED are set by the sleeper and cleared by the waker, who then rings.
+  1. Every word has one writer. SLEEP and SPACE_WANTED are set by the sleeper and cleared by the waker, which then rings.
   2. 0 <= TAIL - HEAD <= capacity and all positions are multiples of 16; checked at every read of a peer's word. A
      violation, like any other impossible value, raises CorruptLinkError before anything is used: drop the link.
-  3. TAIL is the only commit. A writer killed in a frame leaves bytes beyond TAIL, which nobody looks at.
+  3. TAIL is the only commit. A writer killed in a frame leaves bytes beyond TAIL, which are never looked at.
   4. A frame never wraps, and the room of the PAD before it is accounted before anything is written.
   5. A reader's HEAD moves after the reads of what it releases; a successor gets the unreleased frames again.
-  6. Who is about to sleep sets its word, fences, and looks again; the other side stores, fences, and looks at that
+  6. A side that is about to sleep sets its word, fences, and looks again; the other side stores, fences, and looks at that
      word. One of the two sees the other (Dekker), so no wake-up is lost.
 
 The fence is the release and the acquisition of a lock that is always held. In that order it is a full barrier on x86
@@ -139,7 +139,7 @@ class RingWriter:
         checksum: bool = False,
         debug: bool = False,
     ) -> None:
-        """Goes on at the committed tail, whoever wrote before.
+        """Goes on at the committed tail, whichever writer was there before.
 
         checksum: put a crc32 into every frame (0.2 µs at 200 B, 9 µs at 64 KiB; tests and debugging).
         debug: assert that one thread uses the object.
@@ -307,7 +307,7 @@ class RingWriter:
                 bell.ring()
 
     def want_space(self) -> None:
-        """Asks to be rung at the next release. Try once more after it: room made meanwhile rings nobody."""
+        """Asks to be rung at the next release. Try once more after it: room made meanwhile rings no bell."""
         self._words[SPACE_WANTED_WORD] = 1
         self._fence_release()
         self._fence_acquire()  # SYNC POINT space: SPACE_WANTED before the look at HEAD
@@ -353,7 +353,7 @@ class RingWriter:
     def check_integrity(self) -> None:
         """Asserts the invariants on the writer's side; for tests."""
         words = self._words
-        assert words[TAIL_WORD] == self._published_position, "somebody else moved TAIL"
+        assert words[TAIL_WORD] == self._published_position, "another writer moved TAIL"
         assert self.tail_position % 16 == 0
         assert 0 <= self.tail_position - self._published_position <= self._capacity
         slowest = self._read_heads()
@@ -424,7 +424,7 @@ class RingReader:
     def __init__(
         self, segment: Segment, bell: Doorbell, space_bell: Doorbell, *, index: int = 0, debug: bool = False
     ) -> None:
-        """Goes on at the released head, whoever read before under this index.
+        """Goes on at the released head, whichever reader had this index before.
 
         debug: assert that one thread uses the object, fill released bytes (when this is the only reader), and fail a
         `release` while a view lent by drain(copy=False) is still held.
@@ -503,6 +503,7 @@ class RingReader:
             self._assert_owner()
         waiting = tail - head
         capacity = self._capacity
+        # TAIL is the peer's word: a value that cannot be is found here, before any byte is read by it.
         if waiting & 15 or not 0 < waiting <= capacity:
             raise self._impossible(f"the tail is at {tail}, the head at {head}")
         self._fence_release()
@@ -519,12 +520,14 @@ class RingReader:
             while position != stop and limit:
                 length, kind, flags, stamp, checksum = unpack(memory, position)
                 need = (length + 31) & -16
+                # The header is the peer's as well. Each check bounds what the next one, and the copy, relies on.
                 if stamp != expected:
                     problem = f"stamp {stamp:#x}"
                     break
                 if need > stop - position:
                     problem = f"a payload of {length} bytes beyond the committed ones"
                     break
+                # Rare: a pad at the end of the ring, a checksum in tests, or corruption.
                 if flags or checksum:
                     if flags == PAD:
                         if need != capacity + HEADER_BYTES - position or length & 15 or kind or checksum:
@@ -552,6 +555,7 @@ class RingReader:
         self.head_position = head
         self._num_frames += len(frames)
         self._num_batches += 1
+        # Good frames before a corrupt one are handed out first. The head stays before it, so the next call raises.
         if problem is not None and not frames:
             raise self._impossible(f"{problem} in the frame at position {head}")
         if copy:
@@ -613,7 +617,7 @@ class RingReader:
     def check_integrity(self) -> None:
         """Asserts the invariants on the reader's side and walks all committed frames; for tests."""
         words = self._words
-        assert words[self._base + HEAD] == self._released_position, "somebody else moved HEAD"
+        assert words[self._base + HEAD] == self._released_position, "another reader moved HEAD"
         tail = self.committed_position()
         assert 0 <= tail - self._released_position <= self._capacity
         position = self._released_position
@@ -654,7 +658,7 @@ class RingReader:
     def _lend(self, view: memoryview, position: int, length: int, kind: int) -> memoryview:
         """A view of one payload; in debug mode one whose death can be observed.
 
-        numpy and torch re-wrap a memoryview, so its own reference says nothing about who still looks at the bytes. All
+        numpy and torch re-wrap a memoryview, so its own reference says nothing about what still looks at the bytes. All
         of them keep the exporting array alive, so that is what is watched.
         """
         if not self._debug:

@@ -1,10 +1,9 @@
 """Shared memory without names: made, validated, mapped. Owns creation, the header's static words, and the mapping.
 
-A segment is created under a name that only its creator knows, unlinked at once, and from then on exists as a file
+A segment is created under a name that only its creator knows and unlinked at once. From then on it exists as a file
 descriptor that is passed to the processes that need it (pass_fds or SCM_RIGHTS). So no kill leaves anything in
-/dev/shm, and nobody can open a segment that was not given to him. The name carries the creator's pid and start time:
-should a process be killed in the microseconds between creation and unlink, `sweep_stale` of a later start removes what
-it left.
+/dev/shm, and no process can open a segment that was not given to it. The name carries the creator's pid and start time. If a
+process is killed in the microseconds between creation and unlink, `sweep_stale` of a later start removes what it left.
 
 posix_ipc, not multiprocessing.shared_memory: the latter's resource tracker unlinks live segments of other processes.
 
@@ -208,7 +207,7 @@ class Segment:
         return None
 
     def close(self) -> None:
-        """Unmaps, or leaves that to the garbage collector while somebody still holds a view of a frame."""
+        """Unmaps, or leaves that to the garbage collector while a view of a frame is still held."""
         self.words.release()
         self.view.release()
         # Unmapping under a live view would be a crash, so Python refuses; the mapping then goes with the last view.

@@ -1,13 +1,13 @@
-"""`Admission`: how much may wait, and who is told that it is too much.
+"""`Admission`: how many requests and prompt tokens may wait, and which requests are refused for it.
 
 Owns the counts of requests that have not started, by frontend: from their submission to their first slot, or to their end.
-What is counted against the limits is what really waits: requests for which there is a slot, and that nobody has to let pass,
-do not. A prompt that comes while none waits is taken, however long it is. Several frontends share the limits evenly,
-those that have something waiting: one that floods the engine is refused at its share, and leaves the others theirs.
+Only requests that really wait count against the limits. A request for which a slot is free, with no other before it, does not.
+A prompt that comes while none waits is taken, however long it is. The limits are shared evenly by the frontends that have
+something waiting. A frontend that floods the engine is refused at its share, and leaves the others theirs.
 
-The sequences of one request are taken or refused together. A request that has been taken is never refused later: neither
-after a preemption nor when it is handed over again with what it had emitted. Who is held back before the scheduler (`hold`)
-waits as well. Used by Scheduler; costs nothing per step.
+The sequences of one request are taken or refused together. A request that has been taken is never refused later, not even
+after a preemption. Nor is it when it is handed over again with what it had emitted. A request that is held back before the
+scheduler (`hold`) waits as well. Used by Scheduler; costs nothing per step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Queue:
     """Of the prompts."""
     num_held_requests: int = 0
     num_held_tokens: int = 0
-    """Of those that wait: what is held back by whoever gives them to the scheduler."""
+    """Of those that wait: what the caller of the scheduler holds back."""
     max_requests: int | None = None
     """A limit of its own, whatever the others do."""
     num_decided: int = 0
@@ -71,7 +71,7 @@ class Refusal:
 
 
 class Admission:
-    """Who may wait. max_requests, max_tokens: None means no limit."""
+    """Which requests may wait. max_requests, max_tokens: None means no limit."""
 
     def __init__(self, max_requests: int | None = None, max_tokens: int | None = None) -> None:
         self.max_requests = max_requests

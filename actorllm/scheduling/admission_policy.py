@@ -1,14 +1,15 @@
 """`AdmissionGate`: an admission policy before any scheduling policy, and the interface of admission policies.
 
-A scheduling policy says who is next; an `AdmissionPolicy` says whether the next one may start yet, and who had better go
-elsewhere. The two are chosen independently: the `AdmissionGate` is a `PlanPolicy` itself. It asks while a `KeyPlanner` packs, so
-that what one request does not get another one has; decisions of other policies it thins out afterwards.
+A scheduling policy says which request is next. An `AdmissionPolicy` says whether it may start yet, and which requests are
+rejected. The two are chosen independently, since the `AdmissionGate` is a `PlanPolicy` itself. While a `KeyPlanner` packs, the
+gate is asked about each request, so that a place that one does not get is free for another. From the decisions of other
+policies the gate removes requests afterwards.
 
-Nobody is displaced for the sake of room that an admission policy only keeps free: an urgent request waits for it, too.
+No request is displaced for room that an admission policy only keeps free: an urgent request waits for it, too.
 
-A request that has had a slot, or that a scheduler had taken which died, is never rejected, and how much may wait at all is
-`admission.Admission`'s. What an admission policy raises ends its rule and nothing more: from then on everybody is admitted,
-and `failure` says why.
+A request is never rejected after it had a slot, or after a scheduler that died had taken it. `admission.Admission` owns how
+much may wait at all. The first exception of an admission policy ends its rule and nothing more: from then on all requests are
+admitted, and `failure` says why.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ if TYPE_CHECKING:
 
 
 class AdmissionPolicy:
-    """Whether the next one may start. The base class admits everybody. As a policy, it reads no clock but `view.now`."""
+    """Whether the next one may start. The base class admits all. As a policy, it reads no clock but `view.now`."""
 
     name = "open"
     ignores_decode_steps = True
-    """Steps in which nobody waits or prefills need not be told of, and all rows decode in them (`PlanPolicy`)."""
+    """Steps in which none waits or prefills need not be told of, and all rows decode in them (`PlanPolicy`)."""
 
     def admit(self, sequence: Sequence, joining: list[Sequence], leaving: list[Sequence], view: View) -> Admit:
         """Whether a waiting request gets a slot; it may be asked again, and in the end not get one for other reasons.
@@ -48,7 +49,7 @@ class AdmissionPolicy:
         return None
 
     def reject(self, view: View) -> Iterable[tuple[Sequence, str]]:
-        """Requests that wait in vain, with the reason that their callers get. Asked for each step while somebody waits."""
+        """Requests that wait in vain, with the reason that their callers get. Asked for each step while any waits."""
         return ()
 
     def on_arrival(self, sequence: Sequence, view: View) -> None:
@@ -103,7 +104,7 @@ class AdmissionGate:
         self._rejected: set[Sequence] = set()
         """In the decision that is made now."""
         self._has_held_back = False
-        """Somebody, in the last decision."""
+        """A request, in the last decision."""
         self._asks_while_packing = isinstance(policy, KeyPlanner) and type(policy).plan is KeyPlanner.plan
         if isinstance(policy, KeyPlanner):
             policy.gatekeeper = self
@@ -207,7 +208,7 @@ class AdmissionGate:
         return getattr(self.admission, what)(*arguments)
 
     def give_up(self, error: Exception, view: View) -> bool:
-        """Requests are kept waiting for nothing. If it is here that they are, everybody is admitted from now on."""
+        """Requests are kept waiting for nothing. If this gate keeps them, all are admitted from now on. Returns whether it does."""
         return self._has_held_back and self._open("admit", error)
 
     def _open(self, what: str, error: Exception) -> bool:

@@ -2,7 +2,7 @@
 
 Invariants: a slot is free or holds one RUNNING sequence. `generation[slot]` changes whenever the slot changes hands, so
 that a result planned for the previous owner is told apart. A decoding slot has exactly one token more (known or in
-flight) than computed. `rows` lists the decoding slots and is brought up to date only after a change of membership; its
+flight) than computed. `rows` lists the decoding slots and is brought up to date only after a change of membership. Its
 arrays are handed to plans and to the ledger and never changed in place.
 """
 
@@ -110,7 +110,7 @@ class Batch:
 
     def start_decoding(self, slots: list[int]) -> Rows:
         """These slots are decode rows from now on, behind all others. Returns them."""
-        self.rows()  # drops who left, so that a slot which left and joins again is not listed twice
+        self.rows()  # drops rows that left, so that a slot which left and joins again is not listed twice
         joining = self.select(slots)
         self.is_decoding[joining.index] = True
         if joining.index.size:
@@ -130,7 +130,7 @@ class Batch:
             self._has_left = True
 
     def rows(self) -> Rows:
-        """The decode rows: the same object as last time while nobody joined or left."""
+        """The decode rows: the same object as last time while none joined or left."""
         if self._has_left:
             self._rows = self._rows.where(self.is_decoding[self._rows.index])
             self._has_left = False

@@ -5,9 +5,9 @@
     prefill_context  tokens computed before the chunks of this step, summed over the chunks
     prefill_pairs    (query, key) pairs within the attention of the chunks
 
-`LinearModel` is a sum of these with coefficients for small and for large steps: two regimes, because a small step waits
-for the weights and a large one for the arithmetic units (QoServe, ASPLOS 2026). What the sum cannot explain is kept as
-quantiles of measured / predicted, from which simulated steps draw. `RooflineModel` is for machines nobody has measured.
+`LinearModel` is a sum of these with coefficients for small and for large steps. There are two regimes because a small step
+waits for the weights and a large one for the arithmetic units (QoServe, ASPLOS 2026). What the sum cannot explain is kept as
+quantiles of measured / predicted, from which simulated steps draw. `RooflineModel` is for machines without measurements.
 Everything is seconds. Pure; the simulator, policies and `fit` use it.
 """
 
@@ -227,6 +227,7 @@ def from_json(text: str) -> AnyModel:
         if name not in known:
             raise ConfigError(f"step-time model: {name!r} is not known{nearest_name(name, known)}")
     try:
+        # JSON has no infinity: the last regime has null for it.
         if "regimes" in given:
             given["regimes"] = tuple(
                 Regime(math.inf if r["max_tokens"] is None else float(r["max_tokens"]), tuple(r["coefficients"]))

@@ -1,9 +1,9 @@
 """`Deadlines`: when the next token of every running request is due, by column; and when waiting ones are.
 
 For policies that size their steps by what the tightest stream can stand. Owned by a policy, which forwards `on_admit` and
-`on_step`. Token i of a request is due at its anchor + i * tpot. The anchor is when the first token was due, or came if that
-was later ("slo": who reads steadily has a buffer after an early start; QoServe), or always when it came ("first": every
-pause is minded). Without a promise per token nothing is ever due.
+`on_step`. Token i of a request is due at its anchor + i * tpot. With "slo" the anchor is when the first token was due, or when
+it came if that was later. So a steady reader has a buffer after an early start (QoServe). With "first" the anchor is always when
+the first token came, so that every pause counts. Without a promise per token nothing is ever due.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Events` and `End`: what a call of the scheduler changed, for whoever tells the requests of it."""
+"""`Events` and `End`: what a call of the scheduler changed; the scheduler actor tells the requests of it."""
 
 from __future__ import annotations
 

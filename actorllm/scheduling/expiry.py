@@ -1,8 +1,8 @@
 """`Expiry`: which requests must have ended by when.
 
-Owns the order of the deadlines of the requests alive. Entries of requests that ended stay until they are the next ones due
-or until they are the most: both ends of a request's life cost O(log n) at most, and what is kept is bounded by the requests
-alive. Used by Scheduler; who drives it asks `next_at`, which costs a float comparison where nobody has a deadline.
+Owns the order of the deadlines of the requests alive. The entry of a request that ended stays until it is the next one due, or
+until such entries are the most. So both ends of a request's life cost O(log n) at most, and the requests alive bound the
+entries. Used by Scheduler. Its caller asks `next_at`, which costs a float comparison where no request has a deadline.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Followers`: who waits for a sibling to compute the prompt they share (see `forks`). Owned by the table."""
+"""`Followers`: which requests wait for a sibling to compute the prompt they share (see `forks`). Owned by the table."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from actorllm.scheduling.sequence import Sequence, State
 
 
 class Followers:
-    """Who follows whom, in the order of arrival."""
+    """Which request follows which, in the order of arrival."""
 
     def __init__(self) -> None:
         self.leaders: dict[Sequence, Sequence] = {}
-        """Of everybody who follows; empty as long as nobody has siblings."""
+        """The leader of every request that follows one; empty as long as no request has siblings."""
         self._followers: dict[Sequence, dict[Sequence, None]] = {}
 
     def has_any(self, leader: Sequence) -> bool:
@@ -25,7 +25,7 @@ class Followers:
         self._followers.setdefault(leader, {})[sequence] = None
 
     def discard(self, sequence: Sequence) -> None:
-        """It follows nobody any more, if it did."""
+        """It follows no request any more, if it did."""
         leader = self.leaders.pop(sequence, None)
         if leader is not None:
             del self._followers[leader][sequence]
@@ -33,7 +33,7 @@ class Followers:
                 del self._followers[leader]
 
     def take(self, leader: Sequence) -> list[Sequence]:
-        """Everybody who follows this one, and does no longer."""
+        """The requests that follow this one, and do no longer."""
         taken = list(self._followers.pop(leader, ()))
         for sequence in taken:
             del self.leaders[sequence]
@@ -47,6 +47,6 @@ class Followers:
             assert leader.state is not State.FINISHED, f"{leader.key} has ended and has followers"
             assert leader.known.size == leader.num_prompt, f"{leader.key} has output, and followers still"
             for sequence in followers:
-                assert self.leaders[sequence] is leader, f"{sequence.key} does not know whom it follows"
+                assert self.leaders[sequence] is leader, f"{sequence.key} does not know its leader"
                 assert sequence.state is State.FOLLOWING, f"{sequence.key} follows and is {sequence.state}"
         assert sum(map(len, self._followers.values())) == len(self.leaders), "count of followers"

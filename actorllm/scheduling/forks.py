@@ -1,14 +1,15 @@
 """`Forks`: requests that take over the prompt of a sibling instead of computing it.
 
 A request with n > 1 is several requests with one prompt. The first, the *leader*, goes through the policy like any other. Its
-siblings follow it, unseen by the policy, until the step that computes the end of its prompt: who finds a slot and blocks then
-becomes a *fork*, which shares the full blocks, gets a copy of the block that the prompt ends in, and samples from the leader's
-logits. Whoever does not fit waits from then on like any other request, and so do all of them if the leader ends before.
+siblings follow it, unseen by the policy, until the step that computes the end of its prompt. A follower that then finds a slot
+and blocks becomes a *fork*. It shares the full blocks, gets a copy of the block that the prompt ends in, and samples from the
+leader's logits. A follower that does not fit waits from then on like any other request. So do all of them if the leader ends
+before.
 
-Until then a policy by keys keeps slots and blocks for them from whoever comes behind the leader (`View.fork_room`).
+Until then a policy by keys keeps slots and blocks for them from requests behind the leader (`View.fork_room`).
 
 A preempted leader keeps its followers: it comes back, and has its prompt still to compute. Owned by the
-scheduler; who follows whom is in `followers`.
+scheduler; `followers` has which request follows which.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from actorllm.scheduling.sequence import Sequence, State
 
 
 class Forks:
-    """Who follows whom, and what becomes of them when the prompt they share is computed.
+    """Makes requests follow their leader, and forks of them when the prompt they share is computed.
 
     spare: tokens that a row needs room for beyond the one that a step samples.
     """
@@ -54,17 +55,17 @@ class Forks:
             self._table.follow(sequence, leader)
 
     def leader_of(self, sequence: Sequence) -> Sequence | None:
-        """Who will compute the prompt of a new request as well as its own; None: the request itself."""
+        """The request that will compute the prompt of a new one as well as its own; None: the new request itself."""
         submit, table = sequence.submit, self._table
         leader = table.alive.get((sequence.key[0], submit.fork_of or 0))
         if leader is None or leader is sequence or not hasattr(self._policy, "may_fork"):
             return None
         if submit.had_slot:
-            return None  # a pause waits for it: it follows nobody that may not start
+            return None  # a pause waits for it: it follows no request that may not start
         if table.followers.has_any(sequence):
             return None  # it was blocked when they came
         if leader.state not in (State.BLOCKED, State.WAITING) and leader not in table.prefilling:
-            return None  # its prompt is computed, or it follows somebody itself
+            return None  # its prompt is computed, or it follows another itself
         if sequence.known.size > sequence.num_prompt or leader.known.size > leader.num_prompt:
             return None
         other = leader.submit
@@ -76,7 +77,7 @@ class Forks:
         return leader if is_same else None
 
     def room_of(self, leader: Sequence) -> tuple[int, int]:
-        """Slots and blocks that those take who follow this one."""
+        """Slots and blocks that the followers of this request take."""
         count = self._table.followers.count(leader) if self._table.followers.leaders else 0
         if not count:
             return 0, 0
@@ -86,7 +87,7 @@ class Forks:
         return count, count * num_blocks
 
     def fork(self, completed: list[int]) -> list[Sequence]:
-        """Whoever follows one of the prompts that end in this step (their slots) gets a slot if it fits, or waits for one.
+        """A follower of a prompt that ends in this step gets a slot if it fits, or waits for one. completed: the prompts' slots.
 
         Returns the forks.
         """
@@ -120,9 +121,9 @@ class Forks:
         return forks
 
     def _room(self, last: Sequence) -> tuple[int, int]:
-        """Slots and blocks that nobody has a better claim to than these forks; `last` is the last of them to have come.
+        """Slots and blocks to which no request has a better claim than these forks; `last` is the one that came last.
 
-        Those who come before it and wait are left theirs, and whoever lost his and will wait for them again.
+        Requests that come before it and wait are left theirs, and so are preempted ones, which will wait again.
         """
         view, preempted = self._view, self._table.preempted
         num_slots = view.batch.num_free_slots - len(preempted)

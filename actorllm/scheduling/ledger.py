@@ -31,7 +31,7 @@ class StepRecord(NamedTuple):
 
     @property
     def named(self) -> list[Sequence]:
-        """Everybody who is in the step, those that sample first; twice, who samples and prefills."""
+        """The sequences in the step, those that sample first; one that samples and prefills stands twice."""
         return [*self.rows.sequences, *(sequence for sequence, _ in self.prefills)]
 
 

@@ -17,4 +17,4 @@ class Limits:
     max_partial_prefills: int = 1
     """At most this many prompts at a time that do not fit into what is left of a step."""
     headroom_blocks: int = 0
-    """Blocks that an admission leaves free for the growth of those who run, if anybody does."""
+    """Blocks that an admission leaves free for the growth of running requests, if there are any."""

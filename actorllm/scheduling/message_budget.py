@@ -1,10 +1,9 @@
 """`MessageBudget`: what a step carries beside token ids, and how much of it fits into its messages.
 
-A plan and a result are one message each, and of either two may be on their way. Log-probabilities (of prompts, by chunk; of
-sampled tokens, by row) make results large; prompts that are given as embeddings make plans large, and so do new rows, with all
-their known tokens and what is to be done to their logits. So all of these bound what a step may hold. Owns the counts of what is
-there: prompts with embeddings among the requests alive, log-probabilities among those that run, bytes of the plan that is being
-made. Used by Scheduler.
+A plan and a result are one message each, and of either two may be on their way. Log-probabilities make results large: those of
+prompts by chunk, those of sampled tokens by row. Prompts that are given as embeddings make plans large. So do new rows, with
+all their known tokens and logit rules. So all of these bound what a step may hold. Owns three counts: requests alive whose
+prompts have embeddings, log-probabilities of those that run, and bytes of the plan that is being made. Used by Scheduler.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ MAX_CHUNK_LOGPROBS = 1 << 16
 MAX_PROMPT_LOGPROBS = 1 << 19
 """Of all prompts of one step: 4 MiB of its result. The others wait for the next step; a prompt has at least one token."""
 MAX_ROW_LOGPROBS = 1 << 19
-"""Of all sampled tokens of one step, likewise. Who would exceed it is not admitted beside others."""
+"""Of all sampled tokens of one step, likewise. A request that would exceed it is not admitted beside others."""
 
 MAX_NEW_BYTES = 2 << 20
-"""Of the new rows of one plan. Who would exceed it beside others is admitted by a later one."""
+"""Of the new rows of one plan. A request that would exceed it beside others is admitted by a later one."""
 
 
 class MessageBudget:

@@ -1,7 +1,7 @@
 """`PlanBuilder`: collects the difference to the worker's persistent batch and turns it into the next `StepPlan`.
 
-What is collected stays until a plan carries it: a slot freed while no step is due is dropped by the worker with the next
-plan. The worker applies freed before new, so a slot may change hands within one plan.
+What is collected stays until a plan carries it. A slot that is freed while no step is due is dropped by the worker with the
+next plan. The worker applies freed before new, so a slot may change hands within one plan.
 """
 
 from __future__ import annotations

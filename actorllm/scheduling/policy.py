@@ -1,12 +1,12 @@
-"""Who runs next: the two-level policy interface.
+"""Which requests run next: the two-level policy interface.
 
 Level 1, `KeyPolicy`: say in which order requests are served, and the engine packs the steps (5 to 40 lines a policy).
 Level 2, `PlanPolicy`: decide the whole step. Level 1 runs as the level-2 policy `KeyPlanner`.
 
-A policy sees the scheduler through a `View`: columns by slot where it is hot (the decode), `Sequence` objects where it is
-rare (arrival, admission, preemption, end). It reads no clock (`view.now`), draws no random numbers of its own and imports
-neither torch nor I/O, so the same object runs live, replayed and simulated. The scheduler checks every decision: what
-does not fit is left out and counted, never carried out.
+A policy sees the scheduler through a `View`. It has columns by slot where access is hot (the decode), and `Sequence` objects
+where it is rare (arrival, admission, preemption, end). A policy reads no clock but `view.now`, draws no random numbers of its
+own and imports neither torch nor I/O. So the same object runs live, replayed and simulated. The scheduler checks every
+decision: what does not fit is left out and counted, never carried out.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Admit(enum.Enum):
 
     ADMIT = enum.auto()
     WAIT = enum.auto()
-    """Not now, and nobody behind it either."""
+    """Not now, and none behind it either."""
     SKIP = enum.auto()
     """Not now; look at the next one. A step looks at every request that is skipped: see SKIP_LINE."""
     SKIP_LINE = enum.auto()
-    """Not now, and nobody behind it in its line (`KeyPolicy.line`) either; look at the next one of the other lines."""
+    """Not now, and none behind it in its line (`KeyPolicy.line`) either; look at the next one of the other lines."""
 
 
 class StepDone(NamedTuple):
@@ -117,7 +117,7 @@ class View(Protocol):
 
     @property
     def is_paused(self) -> bool:
-        """Only who has had a slot before may get one, until generation is resumed."""
+        """Only requests that have had a slot before may get one, until generation is resumed."""
         ...
 
     def may_start(self, sequence: Sequence) -> bool:
@@ -139,7 +139,7 @@ class View(Protocol):
     def admission_blocks(self, sequence: Sequence) -> int:
         """Free blocks that a waiting request takes to be admitted: those of all its known tokens.
 
-        Without cached ones that others hold already; cached ones that nobody holds count as free until it takes them.
+        Without cached ones that others hold already; cached ones without a holder count as free until the request takes them.
         """
         ...
 
@@ -148,7 +148,7 @@ class View(Protocol):
         ...
 
     def fork_room(self, sequence: Sequence) -> tuple[int, int]:
-        """Slots and blocks for the siblings of a request who start when its prompt is computed."""
+        """Slots and blocks for the siblings of a request that start when its prompt is computed."""
         ...
 
     def running(self) -> list[Sequence]:
@@ -164,14 +164,14 @@ class View(Protocol):
 class PlanPolicy(Protocol):
     """Level 2: decides whole steps and hears of every event that its order depends on.
 
-    A policy with an attribute `ignores_decode_steps` that is true says that in steps in which nobody waits or prefills all
+    A policy with an attribute `ignores_decode_steps` that is true says that in steps in which none waits or prefills all
     rows decode, and that it need hear nothing of such steps: a simulation may run many of them at once.
     """
 
     def plan(self, view: View) -> Decision: ...
 
     def victim(self, view: View) -> Sequence | None:
-        """Who gives its blocks back when the decode does not fit although the decision said so."""
+        """The request that gives its blocks back when the decode does not fit although the decision said so."""
         ...
 
     def on_arrival(self, sequence: Sequence, view: View) -> None:
@@ -207,7 +207,7 @@ class KeyPolicy:
 
     name = "key"
     ignores_decode_steps: bool | None = None
-    """Whether steps in which nobody waits or prefills need neither ask this policy anything nor tell it anything. None: if
+    """Whether steps in which none waits or prefills need neither ask this policy anything nor tell it anything. None: if
     it overrides none of `decode_mask`, `wake_at` and `on_step`. Simulations run such steps many at a time."""
     keys_grow = False
     """Whether the key of a waiting request never falls. Then it is made anew of a request that seems to be next, and of no
@@ -232,7 +232,7 @@ class KeyPolicy:
     def line(self, sequence: Sequence, view: View) -> Hashable:
         """The line in which a request waits, for `Admit.SKIP_LINE`; None: the main one.
 
-        Asked whenever a request comes to wait. Lines do not change the order. Every line that has anybody in it costs
+        Asked whenever a request comes to wait. Lines do not change the order. Every line with a request in it costs
         something in every step, so there should be tens of them at most.
         """
         return None
@@ -254,7 +254,7 @@ class KeyPolicy:
     def preempt_for(self, sequence: Sequence, victim: Sequence, view: View) -> bool:
         """Whether a waiting request may displace a running one, when slots, blocks or tokens are out.
 
-        Asked for the request that is next in line. Who is displaced keeps its tokens, waits again, and finds what it has
+        Asked for the request that is next in line. A displaced one keeps its tokens, waits again, and finds what it has
         computed in the prefix cache while that lasts. Must not be true of a pair both ways round, or they take turns.
         """
         return False

@@ -1,9 +1,10 @@
 """`check_policy`: what every hook of a policy answers, tried on made-up requests, without an engine.
 
-A stage is a scheduler that works off made-up requests first come, first served: with and without objectives, tenants and
-priorities, waiting, prefilling, running, preempted, forked, aborted. The policy under check hears of all that happens there and is
-asked, in every step, whatever a scheduler might ask it; nothing of what it answers is carried out. Then another scheduler works off
-the same requests under a fresh object of the policy. Pure, and for `actorllm policy check`; no engine calls it.
+A stage is a scheduler that works off made-up requests first come, first served. The requests come with and without objectives,
+tenants and priorities. They wait, prefill, run, are preempted, forked and aborted. The policy under check hears of all that
+happens there. In every step it is asked whatever a scheduler might ask; none of its answers is carried out. Then another
+scheduler works off the same requests under a fresh object of the policy. Pure, and for `actorllm policy check`; no engine calls
+it.
 """
 
 from __future__ import annotations

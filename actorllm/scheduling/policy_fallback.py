@@ -1,9 +1,9 @@
-"""`PolicyWithFallback`: a policy of somebody else's, whose exceptions end its rule and nothing more.
+"""`PolicyWithFallback`: a policy of the user's own, whose exceptions end its rule and nothing more.
 
-A policy is called in the middle of things: while a step is packed, requests have a slot and no blocks yet. So nothing that
-it raises gets through. The first exception, or a decision that is none, replaces it by "fcfs" for good; whoever waits is
-announced to that again, and the call that raised is made there. Requests lose nothing. What is merely wrong, the scheduler
-leaves out and counts, as of every policy.
+A policy is called in the middle of things: while a step is packed, requests have a slot and no blocks yet. So no exception of
+the policy gets through. The first exception, or a decision that is none, replaces the policy by "fcfs" for good. Waiting
+requests are then announced to "fcfs", and the call that raised is made there. Requests lose nothing. A decision that is merely
+wrong is left out and counted by the scheduler, as of every policy.
 
 Built by the scheduler actor around policies that are not built in.
 """

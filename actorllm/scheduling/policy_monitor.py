@@ -1,13 +1,13 @@
 """`PolicyMonitor`: what a scheduling policy does to requests that no single decision of it shows.
 
-    stall        nothing is planned although somebody could run, and nothing will happen that changes it
+    stall        nothing is planned although a request could run, and nothing will happen that changes it
     starvation   requests wait and wait while others that came later are started
     objectives   a promise that not even the fastest step keeps
     timers       it asks to be woken at times that have passed (`WakeTimer`)
 
-Says what is wrong in a sentence without the policy's name, which the caller adds. Costs nothing per step: stalls are looked
-for when nothing was planned, starvation when a request comes, objectives in a few steps after a new one was seen. Used by
-the scheduler actor, and its timers by the simulator; pure.
+Says what is wrong in a sentence without the policy's name, which the caller adds. Costs nothing per step. Stalls are looked for
+when nothing was planned, starvation when a request comes, objectives in a few steps after a new one was seen. Used by the
+scheduler actor, and its timers by the simulator; pure.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from actorllm.scheduling.sequence import Sequence
 MAX_IDLE_S = 60.0
 """A policy that asks to be woken later may plan nothing for so long."""
 STARVED_S = 60.0
-"""Who waits for longer than this, and than was promised, starves if others overtake it."""
+"""A request that waits for longer than this, and than was promised, starves if others overtake it."""
 LOOK_S = 10.0
 MAX_LOOK = 5000
-"""Where more are waiting, nobody looks: it is no news then that some wait for long, and to look would keep the others waiting."""
+"""Where more are waiting, starvation is not looked for: long waits are no news then, and the search would add to them."""
 NUM_STEPS = 20
 """In which the fastest step is looked for."""
 MAX_OBJECTIVES = 1000
@@ -84,7 +84,7 @@ class PolicyMonitor:
     # Starvation
 
     def starvation(self, scheduler: Scheduler, now: float) -> str | None:
-        """Called when a request comes. Who starves, at most once in LOOK_S seconds."""
+        """Called when a request comes. The request that starves, at most once in LOOK_S seconds."""
         if now < self._look_at or scheduler.num_waiting > MAX_LOOK:
             return None
         self._look_at = now + LOOK_S

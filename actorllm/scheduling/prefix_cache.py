@@ -3,14 +3,14 @@
 The scheduler's side of prefix caching: which blocks of a request are hashed, looked up, published and forgotten, and when.
 Which hash is which block, the tree of them and their eviction are `kvcache.prefix_index`.
 
-A block is published when the step that computed it is reported: those of a prompt chunk by chunk, those of output when the
-request ends or is preempted. Nothing is published of a step that failed, of tokens without known ids, or of a request whose
-logits are not finite: what it had published before is forgotten, and whoever took it over meanwhile, in a step that is in
-flight, is computed again.
+A block is published when the step that computed it is reported. Blocks of a prompt are published chunk by chunk, those of output
+when the request ends or is preempted. Three things are never published: a step that failed, tokens without known ids, and a
+request whose logits are not finite. What such a request had published before is forgotten. A request that took it over
+meanwhile, in a step that is in flight, is computed again.
 
-Invariants: `Sequence.num_published` of its first blocks are in the index or were found there; `can_publish` is false from a
-reset until the next time that it looks. What a look-up found (`hits`, `num_remaining`, `num_needed_blocks`) is of the version
-of the index in `looked_up`. Used by Scheduler; without an index only the sizes are left of it.
+Invariants: the first `Sequence.num_published` blocks of a request are in the index or were found there. `can_publish` is false
+from a reset until the request is looked up again. What a look-up found (`hits`, `num_remaining`, `num_needed_blocks`) is of the
+version of the index in `looked_up`. Used by Scheduler; without an index only the sizes are left of it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PrefixCache:
         self._ledger = ledger
         self._spare = spare
         self._fresh: dict[bytes, Sequence] = {}
-        """By their first hash, requests that run and what they published: the index has it as soon as somebody looks."""
+        """By their first hash, requests that run and what they published: the index has it once a look-up wants it."""
         self._looked_up = [0, 0, 0]  # requests, queries, hits
         self._looked_up_again = [0, 0, 0]
 
@@ -119,7 +119,7 @@ class PrefixCache:
     def _publish(self, sequence: Sequence) -> None:
         """Have the first `num_published` blocks of a request in a slot found from now on.
 
-        Most prompts begin like no other. Those are put into the index when somebody looks for them, or else together with
+        Most prompts begin like no other. Those are put into the index when a look-up wants them, or else together with
         their output when they end.
         """
         index, first = self._kv.index, sequence.hashes[:HASH_BYTES]
@@ -198,7 +198,7 @@ class PrefixCache:
     # Forgetting -------------------------------------------------------------------------------------------------------
 
     def forget(self, sequence: Sequence) -> bool:
-        """The KV of a request is not what it should be: nobody finds it any more.
+        """The KV of a request is not what it should be: no look-up finds it any more.
 
         Returns whether a step in flight may have taken it over after the worker had cleared it.
         """

@@ -1,8 +1,8 @@
 """`RepetitionWatch`: notices when the output of a request has become a loop.
 
-The output loops when it ends with `count` copies in a row of the same p tokens, for some p between the limits. That is so
-when the last p * (count - 1) tokens each equal the one p before, and such runs can be counted as the tokens come: a token
-costs one pass over the pattern sizes, however long the output is. Lives as long as its sequence, through preemptions.
+The output loops when it ends with `count` copies in a row of the same p tokens, for some p between the limits. Then each of the
+last p * (count - 1) tokens equals the one p before. Such runs can be counted as the tokens come: a token costs one pass over the
+pattern sizes, however long the output is. Lives as long as its sequence, through preemptions.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class RequestTable:
         self.readmit()
 
     def preempt_all(self) -> None:
-        """Everybody who runs is computed again."""
+        """All that run are computed again."""
         for sequence in self.running():
             self.preempt(sequence)
 
@@ -167,7 +167,7 @@ class RequestTable:
                     self.wait(sequence)
 
     def compute_again(self, voided: Iterable[StepRecord]) -> None:
-        """These steps do not count, and may not even have been begun: everybody goes on from his known tokens.
+        """These steps do not count, and may not even have been begun: each request goes on from its known tokens.
 
         Blocks that they were to clear are cleared once more: nothing valid has been written there since. Copies were for
         the sake of requests that are computed again from their tokens.
@@ -178,7 +178,7 @@ class RequestTable:
         self.restart()
 
     def restart(self) -> None:
-        """Everybody who runs goes on from his known tokens, on workers of whose batch nothing is known."""
+        """All that run go on from their known tokens, on workers of whose batch nothing is known."""
         self.preempt_all()
         self._builder.forget_worker()
         self.readmit()

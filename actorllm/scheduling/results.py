@@ -1,12 +1,12 @@
-"""`Results`: what a reported step is worth to its requests.
+"""`Results`: how a reported step changes its requests.
 
-Owns how tokens get to where they belong: to the column of known tokens and the paged ids in the steady case, row by row where
-rows left meanwhile, got several tokens or none, or have logits that are not finite. A result is held against the record of its
-step first: one that contradicts its plan (`ContradictionError`) changes nothing, because nothing of it can be believed. Used
-by `Scheduler.update`.
+Owns how tokens get to where they belong. In the steady case they go to the column of known tokens and the paged ids at once.
+They go row by row where rows left meanwhile, got several tokens or none, or have logits that are not finite. A result is first
+checked against the record of its step. One that contradicts its plan (`ContradictionError`) changes nothing, because nothing of
+it can be believed. Used by `Scheduler.update`.
 
-A row that left its slot keeps its token if it was preempted, and loses it if it ended. Whoever has logits or states that are
-not finite ends, what he had published is forgotten, and if somebody in a later step in flight may have taken that over, the
+A row that left its slot keeps its token if it was preempted, and loses it if it ended. A request whose logits or states are not
+finite ends, and what it had published is forgotten. If another request in a later step in flight may have taken that over, the
 later steps are computed again.
 """
 
@@ -39,7 +39,7 @@ NO_RULES = SamplingRules()
 
 
 class ContradictionError(ValueError):
-    """A result cannot be that of its plan: whoever made it is broken. Nothing of it was used."""
+    """A result cannot be that of its plan: the worker that made it is broken. Nothing of it was used."""
 
 
 class Results:
@@ -88,7 +88,7 @@ class Results:
         return self._logprob_spans(result, record) if result.logprob_spans.size else NO_SPANS
 
     def apply(self, result: StepResult, record: StepRecord, spans: list[LogprobSpan]) -> Events:
-        """Publish what the step computed, append what it sampled, and end whoever ends with it."""
+        """Publish what the step computed, append what it sampled, and end the requests that end with it."""
         bad_prompts = () if result.nonfinite_prefills is NO_I32 else set(result.nonfinite_prefills.tolist())
         if record.prefills:
             self._cache.publish_prefills(record.prefills, bad_prompts)
@@ -204,7 +204,7 @@ class Results:
     def _logprobs(
         record: StepRecord, spans: list[LogprobSpan], events: Events
     ) -> tuple[tuple[Sequence, LogprobSpan], ...]:
-        """Those of the tokens that count, and those of prompts that nobody had yet (after a preemption some had)."""
+        """Those of the tokens that count, and those of prompts that were not told yet (after a preemption some were)."""
         got = set(events.sequences)
         found: list[tuple[Sequence, LogprobSpan]] = []
         for span in spans:
@@ -260,11 +260,13 @@ class Results:
         pooled: list[tuple[Sequence, NDArray[np.float32]]] = []
         cached: list[Sequence] = []
         is_tainted = False
+        # A row is still here if its slot has not changed hands since the step was planned.
         for row, sequence in enumerate(rows.sequences):
             tokens = result.tokens[first[row] : first[row] + counts[row]]
             slot = int(rows.slots[row])
             is_here = int(batch.generation[slot]) == int(rows.generations[row])
             if row in bad:
+                # Also of a request that has ended meanwhile: its blocks may have been found since.
                 is_tainted |= self._cache.forget(sequence)
             if not is_here and sequence.state is not State.PREEMPTED:
                 continue  # ended meanwhile; the token was counted as wasted then
@@ -277,15 +279,19 @@ class Results:
                 pooled.append((sequence, vectors[row]))
                 ends.append(self._table.end(sequence, "stop"))
                 continue
+            # A preempted row keeps its tokens: they are appended to the request and not to the slot.
             start = self._append(sequence, tokens, slot if is_here else -1)
             for position, token in enumerate(tokens.tolist()):
                 if sequence.watch is not None:
                     sequence.watch.push(token)
                 end = self._stop(sequence, token, start + position + 1)
+                # Tokens behind the one that ends the request are not part of its output.
                 if end is not None:
                     tokens = tokens[: position + 1]
                     ends.append(end)
                     break
+            # The column path looks for first tokens only among rows that end a prompt: a row that got none then is
+            # remembered.
             if sequence.first_token is None:
                 if tokens.size:
                     sequence.first_token = self._view.now
@@ -297,6 +303,7 @@ class Results:
             self.num_output_tokens += tokens.size
             if tokens.size:
                 got.append((sequence, tokens, start))
+        # Another request may have taken over forgotten blocks in a step that is in flight already.
         if is_tainted:
             self._table.compute_again(self._ledger.void(record.step + 1))
         sequences = np.empty(len(got), object)
@@ -323,7 +330,7 @@ class Results:
         return self._table.end(sequence, "error", error=error, zero=True)._replace(details={"kind": INVALID})
 
     def _end_bad_prompts(self, record: StepRecord, rows: list[int]) -> list[End]:
-        """Prompts that the worker cleared since their states are not finite; who was to sample has ended already.
+        """Prompts that the worker cleared since their states are not finite; those that were to sample have ended already.
 
         Also of those that left their slot meanwhile: what they had published before is cleared with the rest.
         """

@@ -93,7 +93,7 @@ class Scheduler:
     ) -> None:
         """eos_token_ids: what ends a text; all but the primary one, the tokenizer's own, are told as the stop_reason.
         embedding_bytes: of each position of a prompt that is given as an embedding; 0: none is. pools_only: no request
-        samples. is_simulated: nobody looks at the contents of plans, nor for the ids of sampled tokens, and neither is
+        samples. is_simulated: the contents of plans and the ids of sampled tokens are read by nothing, and neither is
         made; not with prefix caching."""
         # Room kept per row, beyond the token that a step samples: for what every step in flight may return beyond one.
         spare = num_lookahead_tokens * depth
@@ -247,7 +247,7 @@ class Scheduler:
 
     @property
     def expires_at(self) -> float:
-        """When `expire` is due, in monotonic seconds; infinity: nobody has a deadline."""
+        """When `expire` is due, in monotonic seconds; infinity: no request has a deadline."""
         return self._expiry.next_at
 
     def expire(self, now: float) -> list[End]:
@@ -346,8 +346,8 @@ class Scheduler:
         return plan
 
     def _plan_unhindered(self) -> StepPlan | None:
-        """Nobody of those who may run can. After failed steps, whoever keeps room from them gives it back; and suspects
-        do not wait for others that may not start (`pause`)."""
+        """No request of those that may run can. After failed steps, a part that keeps room from them gives it back; and
+        suspects do not wait for others that may not start (`pause`)."""
         self._step_failures.end_rest()
         if not self._step_failures.is_restricted:
             return self._plan_step()
@@ -363,6 +363,7 @@ class Scheduler:
     def _plan_step(self) -> StepPlan | None:
         batch, decode = self.batch, self._decode
         decode.find()
+        # The policy decides; from here on its decision is checked and carried out.
         decision = self._policy.plan(self)
         self.wake_at = decision.wake_at
         if decision.reject:
@@ -371,6 +372,7 @@ class Scheduler:
         for victim in decision.preempt:
             if victim.state is State.RUNNING:
                 self._table.preempt(victim)
+        # Decode rows: all by default, fewer if the policy or a search for a poison request says so.
         rows = decode.rows
         wanted = self._wanted_slots(decision.decode)
         if self._step_failures.is_restricted:
@@ -378,6 +380,7 @@ class Scheduler:
             wanted = wanted if on_trial is None else on_trial
         if decision.preempt or wanted is not None:
             rows = decode.choose(wanted)
+        # Every row that crosses into a new block needs one now; the policy names what gives way.
         while decode.growing.size > self.kv.num_free:
             self._table.preempt(self._victim_of_need())
             rows = decode.choose(wanted)
@@ -388,6 +391,7 @@ class Scheduler:
         prefill: list[tuple[Sequence, int]] = []
         sampling = rows
         forks: Iterable[Sequence] = ()
+        # Prompts, and forks of those that end in this step: these rows sample for the first time.
         if decision.prefill:
             prefill, completed = self._prefill(decision.prefill, num_tokens)
             num_prefill_tokens = sum(n for _, n in prefill)
@@ -402,9 +406,11 @@ class Scheduler:
                 computed = batch.num_computed[sampling.index]
         batch.stop_rows(sampling.index[computed >= sampling.limits - ONE])  # their last token is in flight now
         self._admission.num_left = self._admission.num_requests - self._admission.num_held - len(self._table.blocked)
+        # Nothing to compute. What the builder has collected goes with the next plan.
         if not num_tokens:
             return None
         late = sampling.slots[batch.is_late[sampling.index]] if batch.num_late else NO_I32
+        # The plan is the difference to the last one; the ledger keeps what `update` will need.
         step = self.ledger.next_step
         actions = self.kv.take_actions()
         plan = self._builder.build(step, rows, extended, actions, prefill, late)
@@ -445,7 +451,7 @@ class Scheduler:
         return self._decode.rows.slots[mask]
 
     def _victim_of_need(self) -> Sequence:
-        """Who must give blocks back although the decision did not say so; the latest arrival if the policy has no answer."""
+        """The request that must give blocks back although the decision did not say so; the latest arrival by default."""
         victim = self._policy.victim(self)
         if victim is None or victim.state is not State.RUNNING:
             self._num_refused += 1
@@ -467,8 +473,11 @@ class Scheduler:
         num_prompt_logprobs = 0
         max_tokens = self.limits.max_tokens
         seen: set[Sequence] = set()
+        # Only in a pause, or while suspects of a failure run alone, may a waiting request be one that must not start.
         is_running = self.pause_state is PauseState.RUNNING
         is_choosy = not is_running or self._step_failures.is_choosy
+        # A policy may be wrong: what does not fit is left out and counted, and the policy hears of it if the request
+        # waits.
         for sequence, size in chunks:
             if sequence in seen:
                 self._num_refused += 1
@@ -482,6 +491,7 @@ class Scheduler:
                 self._policy.on_refusal(sequence, self)
                 continue
             remaining = self._remaining_if_any(sequence)
+            # Three bounds on the chunk besides what is left of the prompt: log-probabilities, embeddings, tokens.
             told = None  # the rules by which this chunk tells log-probabilities
             if sequence.rules is not None and sequence.wants_prompt_logprobs and not sequence.is_whole:
                 told = sequence.rules
@@ -491,6 +501,7 @@ class Scheduler:
                 size = min(size, embeds_room)
             wanted, size = size, min(size, remaining, max_tokens - num_tokens)
             self._num_refused += size < wanted
+            # No room, or a prompt that must go through in one step and does not fit.
             if size <= 0 or (size < remaining and sequence.is_whole):
                 if is_waiting:  # with a slot and no token it would run without being in any plan
                     self._num_refused += size == wanted
@@ -498,6 +509,8 @@ class Scheduler:
                 continue
             if is_waiting:
                 num_blocks = sequence.num_needed_blocks
+                # Blocks of cached hits that other requests hold are shared and cost nothing. Blocks are only counted
+                # here; all that start get theirs in one call below.
                 taken = num_blocks - self._cache.num_held(sequence) if sequence.hits.size else num_blocks
                 fits = self._message_budget.has_row_room(sequence) and self._message_budget.has_plan_room(sequence)
                 if not batch.num_free_slots or taken > free_blocks or not fits:
@@ -511,6 +524,7 @@ class Scheduler:
                 if sequence.hits.size:
                     self.kv.share(sequence.hits)
                     shared[sequence.slot] = sequence.hits
+            # Accepted: counted as computed from now on, since results apply in launch order.
             accepted.append((sequence, size))
             num_tokens += size
             if has_embeds:
@@ -538,7 +552,7 @@ class Scheduler:
         """Apply the result of the oldest step in flight. Any other is dropped and counted.
 
         Raises ContradictionError for one that contradicts its plan (wrong number of rows, ids outside the vocabulary): the
-        step is still in flight then, and whoever drives this has to part with the workers (`lose_workers`).
+        step is still in flight then, and the caller has to part with the workers (`lose_workers`).
         """
         self.now = now
         record = self.ledger.oldest(result.step)
@@ -576,9 +590,9 @@ class Scheduler:
     def fail(self, failure: StepFailed, now: float) -> Events:
         """A step raised. It and the later steps in flight are void, since they ran on what it should have computed.
 
-        The rows at fault end with its error, the others are computed again. When it is not known whose fault it is, all of
-        the step's are tried again, in smaller steps (`StepBisection`; `MemoryBackoff` if there was not enough memory), and who
-        fails alone ends.
+        The rows at fault end with its error, the others are computed again. When it is not known which is at fault, all of
+        the step's are tried again, in smaller steps (`StepBisection`; `MemoryBackoff` if there was not enough memory), and a
+        request that fails alone ends.
 
         Raises ContradictionError for a failure of rows that the step does not have, as `update`.
         """
@@ -597,7 +611,7 @@ class Scheduler:
         return Events(NOTHING.sequences, NO_I32, NO_I32, ends=tuple(ends))
 
     def lose_workers(self, error: str, now: float) -> list[End]:
-        """The workers died, and with them the KV; others will come, of whom nothing is known.
+        """The workers died, and with them the KV; others will come, of which nothing is known.
 
         Steps in flight are void, and every request goes on from its known tokens. Ends those that the workers have died
         of (`worker_deaths`).
@@ -616,7 +630,7 @@ class Scheduler:
 
     @property
     def is_narrowing(self) -> bool:
-        """Whether the last death of the workers told more about whom they die of."""
+        """Whether the last death of the workers told more about which request they die of."""
         return self._step_failures.is_narrowing
 
     # Simulation -------------------------------------------------------------------------------------------------------
@@ -624,7 +638,7 @@ class Scheduler:
     def advance(self, steps: int, now: float) -> int:
         """Run up to `steps` steady decode steps in one call, as schedule() and update() one after the other would.
 
-        Only while nothing happens: nobody waiting or prefilling, nobody at the end, enough blocks, room for a step, every
+        Only while nothing happens: none waiting or prefilling, none at its end, enough blocks, room for a step, every
         step in flight of the same rows, and a policy that need not be asked (`ignores_decode_steps`). As many steps are in
         flight afterwards as before, the last ones. Returns how many were run; 0 when the next one is not steady. Ids of
         sampled tokens are not simulated.
@@ -649,13 +663,13 @@ class Scheduler:
         steps = min(steps, int((rows.limits - batch.num_computed[index]).min()) - 2)
         # A row with room for `spare` more steps gets a block in step number `spare`, and every block_size steps after.
         spare = np.maximum(kv.capacity[index] - batch.num_computed[index] - self._ahead, 0)
-        if slots.size * (steps // kv.block_size + 1) > kv.num_free:  # more than so many nobody can need
+        if slots.size * (steps // kv.block_size + 1) > kv.num_free:  # an upper bound of what all rows can need
             while steps > 0 and int(-(-np.maximum(steps - spare, 0) // kv.block_size).sum()) > kv.num_free:
                 steps -= 1
         if steps <= 0:
             return 0
         first = int(spare.min())
-        if first + kv.block_size >= steps > first:  # nobody gets two
+        if first + kv.block_size >= steps > first:  # no row gets two
             grown = (spare < steps).nonzero()[0]
             kv.extend_in_order(slots[grown[spare[grown].argsort(kind="stable")]])
         elif steps > first:

@@ -1,7 +1,7 @@
 """`Sequence`: one request as the scheduler sees it, from arrival to end.
 
-What changes every step lives in columns by slot (`batch.Batch`); a Sequence holds what changes rarely: identity, the
-submitted parameters, state, and what has to outlive the slot over a preemption.
+What changes every step lives in columns by slot (`batch.Batch`). A Sequence holds what changes rarely: identity, the submitted
+parameters, state, and what has to outlive the slot over a preemption.
 
     BLOCKED ──unblock──> WAITING ──admit──> RUNNING ──> FINISHED
                             ^                  │
@@ -123,7 +123,7 @@ class Sequence:
     policy_state: dict[str, object] = field(default_factory=dict)
     """A policy's own notes on it."""
     attachment: Any = None
-    """Whatever the one who drives the scheduler keeps with the request (its text); the scheduler never looks at it."""
+    """Whatever the caller of the scheduler keeps with the request (its text); the scheduler never looks at it."""
     grammar: Any = None
     """The same, of a request whose output must match one: where it stands in it."""
     _slo: SLO | None = field(default=None, init=False, repr=False)
@@ -143,7 +143,7 @@ class Sequence:
 
     @property
     def tenant(self) -> str | None:
-        """For whom it is; None: nobody in particular."""
+        """The party that the request is served for; None: no particular one."""
         return self.submit.tenant
 
     @property
@@ -184,8 +184,8 @@ class Sequence:
 
     @property
     def is_taken(self) -> bool:
-        """Whether it is refused by nobody any more: it had a slot, or a scheduler had it that died. Who had a slot there is
-        known of those alone that had a token."""
+        """Whether nothing refuses it any more: it had a slot, or a scheduler had it that died. That it had a slot there is
+        known only of a request that had a token."""
         return self.scheduled is not None or self.submit.is_resumed or self.submit.output.size > 0
 
     @property

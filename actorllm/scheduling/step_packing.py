@@ -46,7 +46,7 @@ class Room:
         self.slots = 0
         self.blocks = 0
         self.admitted: list[Sequence] = []
-        """Those of the waiting who get a slot in this step."""
+        """Those of the waiting requests that get a slot in this step."""
         self.paused: frozenset[int] = frozenset()
         """Slots of decode rows that this step leaves out: they take no token of it, and have none to give."""
         self._chunk = chunk
@@ -81,7 +81,7 @@ class Room:
         self.blocks += view.kv.num_exclusive(victim.slot, sequence.hits)
 
     def keep(self, slots: int, blocks: int) -> None:
-        """So much is for somebody who comes before all that are still to be served, as far as there is as much."""
+        """So much is for a request that comes before all that are still to be served, as far as there is as much."""
         if slots:
             self.slots = max(0, self.slots - slots)
             self.blocks = max(0, self.blocks - blocks)
@@ -171,7 +171,7 @@ class KeyPlanner:
             else policy.ignores_decode_steps
         )
         self._hopeless: Sequence | None = None
-        """Nobody who runs would give way to this one; true until somebody else is admitted."""
+        """No running request would give way to this one; true until another is admitted."""
 
     def plan(self, view: View) -> Decision:
         policy = self.policy
@@ -214,17 +214,20 @@ class KeyPlanner:
 
     def _fill(self, room: Room, decision: Decision, view: View) -> None:
         """Started prompts and waiting requests in the order of their keys; of equal keys, the started ones first."""
+        # The common case, one long prompt beside decodes, needs no order.
         if not view.num_waiting and len(view.prefilling) == 1:
             (sequence,) = view.prefilling
             if sequence not in decision.preempt:
                 room.serve(sequence, view.remaining(sequence))
             decision.prefill = room.chunks()
             return
+        # Few prompts are in progress at a time, so they are sorted each step; waiting ones are in a heap.
         started: list[tuple[SortKey, int, Sequence]] = []
         if view.prefilling:
             ready = [s for s in view.prefilling if s not in decision.preempt]
             started = [(self.policy.key(s, view), s.arrival_index, s) for s in ready]
             started.sort(key=lambda entry: entry[:2], reverse=True)
+        # Requests that a pause kept back come into the order again once it has ended.
         if self._aside and not view.is_paused:
             aside, self._aside = self._aside, []
             for sequence in aside:
@@ -233,7 +236,8 @@ class KeyPlanner:
         skipped: list[Sequence] = []
         num_passed = 0
         self._order.reopen()
-        is_open = view.num_waiting > 0  # else nobody may start, however many are in the heap
+        is_open = view.num_waiting > 0  # else none may start, however many are in the heap
+        # A merge of both orders: of equal keys the started prompt is served first.
         while True:
             head = self._order.head(view) if is_open else None
             if started and (head is None or started[-1][0] <= self._order.head_key):
@@ -245,6 +249,8 @@ class KeyPlanner:
             if head is None:
                 break
             verdict = self._admit(head, room, decision, view)
+            # WAIT stops the whole order, SKIP_LINE one tenant's line, SKIP this request alone. An admitted one leaves
+            # the order.
             if verdict is Admit.WAIT:
                 is_open = False
                 continue
@@ -257,6 +263,7 @@ class KeyPlanner:
             if view.is_paused and not head.has_started:
                 self._aside.append(head)
                 continue
+            # The search beyond requests that do not fit is bounded: a step's cost must not grow with the queue.
             skipped.append(head)
             num_passed += room.has_long
             is_open = num_passed < MAX_PASSED
@@ -269,17 +276,21 @@ class KeyPlanner:
         if not view.may_start(sequence):
             return Admit.SKIP
         if decision.preempt and not any(self.policy.preempt_for(sequence, victim, view) for victim in decision.preempt):
-            return Admit.WAIT  # who was admitted right after somebody of its rank had to go would only thrash
+            return Admit.WAIT  # to admit a request right after another of its rank had to go would only thrash
+        # Cheap tests first: most steps of a full engine end here.
         is_full = room.left <= 0 or room.slots <= 0
         if is_full and not self._can_displace:
             return Admit.WAIT
         blocks = view.admission_blocks(sequence)
+        # With no other request running, headroom would be kept for nothing.
         headroom = view.limits.headroom_blocks if room.slots < view.limits.max_seqs else 0
         victims: list[Sequence] = []
         if is_full or blocks + headroom > room.blocks:
             victims = self._who_gives_way(sequence, blocks, headroom, room, decision, view)
             if not victims:
                 return Admit.WAIT
+        # Policies are asked last, about requests that would fit; the admission policy also hears which ones would give
+        # way.
         verdict = self.policy.admit(sequence, view)
         if verdict is Admit.ADMIT and self.gatekeeper is not None:
             verdict = self.gatekeeper.admit(sequence, room.admitted, [*decision.preempt, *victims], view)
@@ -288,6 +299,7 @@ class KeyPlanner:
         if verdict is not Admit.ADMIT:
             return verdict
         remaining = view.remaining(sequence)
+        # Only now is anything taken away: before this line the decision is unchanged.
         if victims and room.fits(sequence, remaining, sum(room.tokens_of(v, view) for v in victims)):
             for victim in victims:
                 room.take_from(victim, sequence, view)
@@ -307,6 +319,7 @@ class KeyPlanner:
         if not self._can_displace or self._hopeless is sequence:
             return []
         less_urgent = [s for s in view.running() if self.policy.preempt_for(sequence, s, view)]
+        # Its key will not change by time, so it is not asked again for this request until another one is admitted.
         if not less_urgent and self.policy.key_horizon(sequence, view) == math.inf:
             self._hopeless = sequence
         allowed = [s for s in less_urgent if s not in decision.preempt and not room.has(s)]
@@ -314,6 +327,7 @@ class KeyPlanner:
         victims: list[Sequence] = []
         tokens, slots, free = room.left, room.slots, room.blocks
         needed = view.remaining(sequence) if sequence.is_whole else 1
+        # As few as needed, by what each would give back; shared blocks give nothing.
         while allowed and (tokens < needed or slots <= 0 or blocks + headroom > free):
             victim = allowed.pop()
             victims.append(victim)

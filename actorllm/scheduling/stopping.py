@@ -1,7 +1,7 @@
 """`Stopping`: at which token a request ends, and which rows of a step have to be looked at for it.
 
-Owns what the requests alive look out for together: how many of them end at each token id (the model's own ends of text
-count for everybody), and how many watch for repetitions. A steady step pays one look into that column for all its rows; only
+Owns what the requests alive look out for together. That is how many of them end at each token id, and how many watch for
+repetitions. The model's own ends of text count for all. A steady step pays one look into that column for all its rows. Only
 rows that hit something are looked at one by one. Used by Scheduler.
 """
 
@@ -21,7 +21,7 @@ REPETITION_DETECTED = "repetition_detected"
 """The stop_reason beside finish_reason "repetition", as in vLLM."""
 
 ALWAYS = 1 << 30
-"""The count of an id that everybody's row is looked at for."""
+"""The count of an id for which the row of every request is looked at."""
 
 
 class Stopping:

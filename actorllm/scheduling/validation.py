@@ -74,6 +74,7 @@ class SubmitValidation:
             return f"{size} tokens leave no room for output: max_model_len is {self._limits.max_model_len}"
         if size >= sequence.limit and submit.pooling is None:
             return f"max_tokens={submit.max_tokens} are emitted already"
+        # EMBEDDED is the one id below zero, and counts only where the prompt has rows for it.
         lowest = int(sequence.known.min())
         if submit.prompt_embeds.size:
             if error := wrong_rows(submit, self._embedding_bytes):
@@ -86,6 +87,7 @@ class SubmitValidation:
             return (
                 f"{submit.block_hashes.size} bytes of block hashes are not {HASH_BYTES} for each of {num_full} blocks"
             )
+        # In the worst case every other slot decodes. A whole prompt must fit beside them, or it might wait for ever.
         always_free = self._limits.max_tokens
         if not self._pools_only:
             always_free -= self._limits.max_seqs - 1

@@ -1,14 +1,14 @@
 """`WaitingOrder`: the waiting requests in the order of a `KeyPolicy`, at a cost that follows what changes and not how many wait.
 
-Entries are in a heap by key. Three things keep anybody from going through all of them:
+Entries are in a heap by key. Three things keep the planner from going through all of them:
 
     groups      requests that always keep their order among each other (`KeyPolicy.group`) have one entry together, that of
                 the first: a tenant whose counter grows is moved once, however many requests it has waiting
     horizons    when that of a key passes (`KeyPolicy.key_horizon`), this key is made anew and no other
-    growth      keys that never fall (`KeyPolicy.keys_grow`) are made anew only of who seems to be next: an old key is at most
-                the present one, so whoever is first with a present key is first
+    growth      keys that never fall (`KeyPolicy.keys_grow`) are made anew only of the request that seems to be next: an old
+                key is at most the present one, so the request that is first with a present key is first
 
-An entry counts if it is the newest of its group or request; the others, and those of requests that no longer wait, are dropped
+An entry counts if it is the newest of its group or request. The others, and those of requests that no longer wait, are dropped
 when they come up, or when they are the most. Pure; owned by `KeyPlanner`.
 
 `WaitingLines` is several of them, of which a step may leave some alone (`KeyPolicy.line`).
@@ -68,7 +68,7 @@ class WaitingOrder:
             self._enter(group, sequence, view)
 
     def head(self, view: View) -> Sequence | None:
-        """Who is next; it stays where it is."""
+        """The next request; it stays where it is."""
         if self._horizons and self._horizons[0][0] <= view.now:
             self._renew(view)
         heap = self._heap
@@ -145,7 +145,7 @@ class WaitingOrder:
         return not self._keys_grow or (self._policy.key(sequence, view), sequence.arrival_index) < order
 
     def clean(self, view: View) -> None:
-        """Leave out whoever waits no more."""
+        """Leave out requests that wait no more."""
         left: list[Sequence] = [member[-1] for members in self._groups.values() for member in members]
         left += [
             entry[-1] for entry in self._heap if entry[-1] is entry[-2] and self._newest.get(entry[-1]) == entry[2]
@@ -194,14 +194,14 @@ class WaitingOrder:
 class WaitingLines:
     """A `WaitingOrder` for each line of a policy (`KeyPolicy.line`). Next is the first one of all lines that are not closed.
 
-    Looking for it costs by the number of lines that have anybody in them.
+    Looking for it costs by the number of lines that have a request in them.
     """
 
     def __init__(self, policy: KeyPolicy) -> None:
         self._policy = policy
         self._main = WaitingOrder(policy)
         self._lines: dict[Hashable, WaitingOrder] = {None: self._main}
-        """By name. Only the main line, which is None, is kept while nobody is in it."""
+        """By name. Only the main line, which is None, is kept while it is empty."""
         self._head = self._main
         """The line of the request that `head` has just returned."""
         self._closed: list[WaitingOrder] = []
@@ -219,7 +219,7 @@ class WaitingLines:
         line.push(sequence, view)
 
     def head(self, view: View) -> Sequence | None:
-        """Who is next of those in lines that are not closed; it stays where it is."""
+        """The next request of those in lines that are not closed; it stays where it is."""
         if len(self._lines) == 1:
             self._head = self._main
             return None if self._closed else self._main.head(view)
@@ -264,6 +264,6 @@ class WaitingLines:
             yield from line.before(order, view)
 
     def clean(self, view: View) -> None:
-        """Leave out whoever waits no more."""
+        """Leave out requests that wait no more."""
         for line in self._lines.values():
             line.clean(view)

@@ -5,10 +5,10 @@
 
     my_app.mount("/llm", create_app(AsyncLLM("storyteller")))
 
-Reading order: `protocol` (what may come), `sampling` (what the engine is asked), `completions` and `chat` (what goes back),
-`answer` (how it goes: whole or streamed, and what happens when the client leaves), `operations` (everything that is not
-generation), `guards` (keys and limits), `app` (all of it together), `warmup` (before the first request), `listener` and
-`launcher` (a process of its own).
+Reading order: what may come (`protocol`), what the engine is asked (`sampling`), what goes back (`completions` and `chat`). Then
+how it goes back: whole or streamed, and what happens when the client leaves (`answer`). Everything that is not generation is in
+`operations`, keys and limits are in `guards`, and `app` puts all of it together. `warmup` runs before the first request;
+`listener` and `launcher` make a process of its own.
 """
 
 from __future__ import annotations

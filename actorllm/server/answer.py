@@ -1,9 +1,13 @@
 """`Answer`: how a request's outputs reach its client, and what happens when the client leaves.
 
-Invariants: the status is decided by the first output, so that a prompt that turns out to be impossible, or an engine that is
-overloaded, is a 4xx or 5xx also when a stream was asked for; every output is one write, the last one with the end of the
-stream; a client that goes away is noticed while nothing is sent, too, and its requests are aborted at once. Endpoints return
-an Answer; from there on it is on its own.
+Invariants:
+
+- the status is decided by the first output. So an impossible prompt, or an engine that is overloaded, is a 4xx or 5xx
+  also when a stream was asked for;
+- every output is one write, the last one with the end of the stream;
+- a client that goes away is noticed while nothing is sent, too, and its requests are aborted at once.
+
+Endpoints return an Answer; from there on it is on its own.
 """
 
 from __future__ import annotations
@@ -64,6 +68,7 @@ class Answer(Response, ABC):
         self._prompt_field = prompt_field
         self._more_headers = [(name.encode(), _shown(value)) for name, value in headers.items()]
         self._has_started = False
+        self._error: Exception | None = None
         self._send_middle: Send
         self.params: SamplingParams | None = None
         """What was asked of the engine, for a trace."""
@@ -74,30 +79,34 @@ class Answer(Response, ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         token = request_id.set(self._shape.id)
-        began, error = time.time(), None
+        began = time.time()
         try:
             with self._state.under_way(self._shape.id, self._streams):
+                self._send_middle = scope.get(SEND, send)
                 async with anyio.create_task_group() as group:
-                    group.start_soon(self._watch, receive, group.cancel_scope)
-                    try:
-                        self._send_middle = scope.get(SEND, send)
-                        await self._respond(send)
-                    except Exception as caught:  # of one request: its client is told
-                        error = caught
-                        await self._tell(error, send)
-                    group.cancel_scope.cancel()
+                    # In a task of its own: the loop resumes every coroutine that awaits another, for each token.
+                    group.start_soon(self._respond_or_tell, send, group.cancel_scope)
+                    await self._watch(receive, group.cancel_scope)
         finally:
-            self._note(scope, began, error)
+            self._note(scope, began)
             request_id.reset(token)
 
-    def _note(self, scope: Scope, began: float, error: Exception | None) -> None:
-        """For who logs requests, or traces them."""
-        state, outputs = self._state, self._last_outputs
+    def _note(self, scope: Scope, began: float) -> None:
+        """For the log of requests, and for traces."""
+        state, outputs, error = self._state, self._last_outputs, self._error
         if state.logs_requests:
             log_request(scope["path"], time.time() - began, outputs, error)
         if state.tracing is not None:
             headers, model = scope["headers"], state.model_names[0]
             state.tracing.record(headers, self._shape.id, model, self.params, began, time.time(), outputs, error)
+
+    async def _respond_or_tell(self, send: Send, scope: anyio.CancelScope) -> None:
+        try:
+            await self._respond(send)
+        except Exception as error:  # of one request: its client is told
+            self._error = error
+            await self._tell(error, send)
+        scope.cancel()
 
     async def _watch(self, receive: Receive, scope: anyio.CancelScope) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -207,8 +216,7 @@ class StreamedAnswer(Answer):
         while (deltas := take_deltas()) is not None:
             if deltas:
                 await send({"type": "http.response.body", "body": plain_events(number, deltas), "more_body": True})
-            else:
-                await stream.wait()
+            await stream.wait()
 
     async def _write(self, send: Send, chunk: bytes, is_last: bool) -> None:
         if not self._has_started:

@@ -1,8 +1,8 @@
 """One of several API processes of a server: it joins the engine of the process that started it, and serves.
 
-Started by `processes` with one end of a `ControlLine`, over which it is asked to serve (with the listening socket and the board as
-descriptors) and to drain, and asks what only the owner knows. Invariants: it never outlives the owner; signals for all
-processes of a terminal or a service are the owner's to act upon; it dies alone, and with it only its own connections.
+Started by `processes` with one end of a `ControlLine`. Over it the process is asked to serve, with the listening socket and the
+board as descriptors, and to drain. It asks there what only the owner knows. Invariants: it never outlives the owner. Signals for
+all processes of a terminal or a service are the owner's to act upon. It dies alone, and with it only its own connections.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class ApiProgram:
 
 
 class OtherProcesses(Peers):
-    """What one process asks the others of, through their owner. Who does not answer has nothing to say."""
+    """What one process asks the others of, through their owner. A process that does not answer counts as having nothing."""
 
     def __init__(self, line: ControlLine) -> None:
         self._line = line
@@ -147,7 +147,7 @@ def _portions(names: Sequence[str] | None) -> Iterator[list[str] | None]:
     for name in names:
         size = 6 * len(name) + 4  # as JSON, at most
         if size > MAX_NAMES_BYTES:
-            continue  # nobody's
+            continue  # too long to be the name of a request
         if size > room:
             yield portion
             portion, room = [], MAX_NAMES_BYTES

@@ -1,7 +1,7 @@
 """`create_app`: the ASGI application, to be served by `actorllm serve` or mounted into another one.
 
-It needs no lifespan, owns no engine and knows no event loop: whoever mounts it starts and ends the engine, or lets the first
-request start it. One `ServerState` is shared by all endpoints (`app.state.server`).
+It needs no lifespan, owns no engine and knows no event loop. The application that mounts it starts and ends the engine, or lets
+the first request start it. One `ServerState` is shared by all endpoints (`app.state.server`).
 """
 
 from __future__ import annotations
@@ -102,13 +102,14 @@ def create_app(
         from actorllm.server.tracing import Tracing
 
         app.state.server.tracing = Tracing(tracer_provider)
-    app.include_router(router)
-    app.include_router(live.router)
-    app.include_router(pooling.router)
+    # First what is asked for most: a request is held against one route after the other.
     app.add_api_route("/v1/completions", complete, methods=["POST"], openapi_extra=takes(CompletionRequest))
     app.add_api_route("/v1/chat/completions", converse, methods=["POST"], openapi_extra=takes(ChatCompletionRequest))
     app.add_api_route("/v1/responses", respond, methods=["POST"], openapi_extra=takes(responses.ResponsesRequest))
     app.add_api_route("/generate", generate, methods=["POST"], openapi_extra=takes(demo.GenerateRequest))
+    app.include_router(router)
+    app.include_router(live.router)
+    app.include_router(pooling.router)
     app.add_exception_handler(HTTPException, _tell_of_routing)
     app.add_exception_handler(ApiError, _tell)
     app.add_exception_handler(ActorLLMError, _tell)

@@ -2,8 +2,8 @@
 
 Each process writes its own row only, and reads all of them; a number is one aligned word. So any of them can tell what all
 have under way, and a scrape of any of them is whole. What a process has counted stays there when it dies and goes on with
-the next one in its place; what it had under way is cleared by whoever saw it die (`clear`). A server of one process has a
-board of one row in its own memory.
+the next one in its place. What it had under way is cleared by the owner of the processes (`clear`). A server of one process has
+a board of one row in its own memory.
 """
 
 from __future__ import annotations

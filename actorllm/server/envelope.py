@@ -88,7 +88,7 @@ def error_of(
     """What a client is told of an exception. fields: what its body may hold; prompt: where in it the prompt is; renamed:
     what parameters are called there, by their names.
 
-    What is not an error of this library is not shown to anybody: its text may be about anything.
+    What is not an error of this library is not shown to any client: its text may be about anything.
     """
     if isinstance(error, ApiError):
         return error
@@ -115,7 +115,7 @@ def error_of(
 def error_of_validation(error: ValidationError) -> ApiError:
     """The first thing that is wrong with a body, by the name of its field."""
     first = error.errors(include_url=False, include_context=False)[0]
-    # Below the field there are the names of the alternatives of a type, which nobody wrote.
+    # Below the field there are the names of the alternatives of a type, which no client wrote.
     location = [str(part)[:MAX_SHOWN] for part in first["loc"]]
     param = location[0] if location else None
     told = first["msg"].removeprefix("Value error, ")

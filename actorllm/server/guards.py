@@ -1,7 +1,7 @@
 """`Guards`: what every HTTP request passes before any endpoint sees it. One ASGI middleware without per-message work.
 
 API keys, the sizes of headers, address and body, and the time a body may take to arrive. HEAD is answered wherever GET is, as
-that without the body. Behind all of it, an exception that nobody foresaw becomes a 500 with OpenAI's envelope, and a line in the
+that without the body. Behind all of it, an unforeseen exception becomes a 500 with OpenAI's envelope, and a line in the
 log. Nothing is parsed here.
 """
 

@@ -1,9 +1,9 @@
 """A server process: uvicorn around the application, and an orderly end.
 
-On SIGTERM or SIGINT nothing new is taken (503 with Retry-After, `/health` included, so that load balancers turn away), what
-is under way is finished or, after the drain timeout, answered with what there is; then the listeners close. A second signal
-ends it at once, and one that comes while the engine starts ends the start. Called by `actorllm serve`. Of several API
-processes each has the `Server` of here, and `processes` has the signals.
+On SIGTERM or SIGINT nothing new is taken: 503 with Retry-After, `/health` included, so that load balancers turn away. What is
+under way is finished or, after the drain timeout, answered with what there is. Then the listeners close. A second signal ends it
+at once, and one that comes while the engine starts ends the start. Called by `actorllm serve`. Of several API processes each has
+the `Server` of here, and `processes` has the signals.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from fastapi import FastAPI
 
 from actorllm.api.async_llm import AsyncLLM
 from actorllm.errors import EngineError
+from actorllm.server.connections import limited, max_connections
 from actorllm.server.header_bytes import bounded
 from actorllm.server.listener import BACKLOG, Listener
 from actorllm.server.state import ServerState
@@ -33,7 +34,6 @@ from actorllm.server.warmup import warm_up
 
 logger = logging.getLogger(__name__)
 
-HEADERS_TIMEOUT_S = 30.0
 GRACE_S = 5
 """For responses to reach their clients, after the engine has ended them."""
 
@@ -50,11 +50,14 @@ def config_of(listener: Listener, app: Any) -> uvicorn.Config:
         log_level=listener.log_level,
         access_log=listener.access_log,
         lifespan="off",
+        ws="none",  # a connection that changed its protocol would leave the limit of connections
         timeout_graceful_shutdown=GRACE_S,
         **listener.tls(),
     )
     config.load()
-    _close_silent_connections(config)
+    base = config.http_protocol_class
+    if hasattr(base, "on_headers_complete"):  # h11's has no such moment
+        config.http_protocol_class = bounded(limited(base, max_connections(listener.max_connections)))
     return config
 
 
@@ -183,32 +186,3 @@ async def drain_engine(llm: AsyncLLM, timeout_s: float) -> None:
             logger.warning("requests that took longer than %g s were ended", timeout_s)
     except EngineError as error:
         logger.warning("there is nothing to finish: %s", error)
-
-
-def _close_silent_connections(config: uvicorn.Config) -> None:
-    """Close connections on which a request begins and does not go on: uvicorn only looks at those that begin none."""
-    base: Any = config.http_protocol_class
-    if not hasattr(base, "on_headers_complete"):  # h11 has no such moment
-        return
-
-    class Protocol(base):  # type: ignore[misc]
-        """The headers of a request must be here within HEADERS_TIMEOUT_S; `Guards` sees to its body."""
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self.headers_timer = self.loop.call_later(HEADERS_TIMEOUT_S, transport.close)
-
-        def on_message_begin(self) -> None:
-            self.headers_timer.cancel()
-            self.headers_timer = self.loop.call_later(HEADERS_TIMEOUT_S, self.transport.close)
-            super().on_message_begin()
-
-        def on_headers_complete(self) -> None:
-            self.headers_timer.cancel()
-            super().on_headers_complete()
-
-        def connection_lost(self, error: Exception | None) -> None:
-            self.headers_timer.cancel()
-            super().connection_lost(error)
-
-    config.http_protocol_class = bounded(Protocol)

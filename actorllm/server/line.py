@@ -1,7 +1,7 @@
 """`ControlLine`: questions and answers between the owner of a server and its API processes, over one socket, in both directions.
 
 A SEQPACKET pair with the frames of `actors.child`: ask {id, verb, arguments} + descriptors, answer {id, value} or
-{id, type_name, message}. Nobody waits for a peer that is gone: the end of the socket ends every open question. Used by
+{id, type_name, message}. No side waits for a peer that is gone: the end of the socket ends every open question. Used by
 `processes` (the owner) and `api_process`.
 """
 
@@ -89,7 +89,7 @@ class ControlLine:
     async def _reply(self, frame: dict[str, Any], fds: tuple[int, ...]) -> None:
         try:
             told = {"value": await self._answer(frame["verb"], frame["arguments"], fds)}
-        except Exception as error:  # of one question: whoever asked is told
+        except Exception as error:  # of one question: the process that asked is told
             if not isinstance(error, ActorLLMError):
                 logger.exception("%r cannot be answered", frame["verb"])
             told = {"type_name": type(error).__name__, "message": str(error)[:MAX_TEXT]}

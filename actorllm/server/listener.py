@@ -1,7 +1,7 @@
 """`Listener`: where a server listens, and how. `Bound`: its sockets, which are its own before the engine starts.
 
 What is wrong with an address, a port, a path or a certificate is said before anything is loaded, as a ConfigError. From `bind`
-on no other server can have the place; connections are refused until `Bound.listen`, as long as nobody could answer them.
+on no other server can have the place; connections are refused until `Bound.listen`, as long as they cannot be answered.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actorllm.errors import ConfigError, nearest_name
+from actorllm.server.connections import max_connections
 
 BACKLOG = 2048
 MAX_PORT = 65535
@@ -59,6 +60,8 @@ class Listener:
     log_level: str = "info"
     access_log: bool = True
     drain_timeout_s: float = 30.0
+    max_connections: int | None = None
+    """Of each API process; None: as many as its descriptors allow (`connections.max_connections`)."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= MAX_PORT:
@@ -72,12 +75,14 @@ class Listener:
             raise ConfigError(f"log_level={self.log_level!r:.80} must be one of {', '.join(LOG_LEVELS)}{near}")
         if not 0 <= self.drain_timeout_s < math.inf:
             raise ConfigError(f"drain_timeout={self.drain_timeout_s!r} must be a number of seconds, 0 or more")
+        max_connections(self.max_connections)
 
     def tls(self) -> dict[str, Any]:
         """uvicorn's options for TLS, which were tried. Raises ConfigError when it cannot be set up with these."""
         if self.ssl_cert_reqs not in CERT_REQS:
             known = ", ".join(f"{number} ({name})" for number, name in CERT_REQS.items())
             raise ConfigError(f"ssl_cert_reqs={self.ssl_cert_reqs!r} must be one of {known}")
+        # Half of a configuration is refused: the server would listen without TLS.
         if self.ssl_certfile is None:
             if self.ssl_keyfile is not None or self.ssl_ca_certs is not None or self.ssl_cert_reqs:
                 raise ConfigError("TLS needs ssl_certfile, too")
@@ -85,12 +90,14 @@ class Listener:
         if self.ssl_cert_reqs == ssl.CERT_REQUIRED and self.ssl_ca_certs is None:
             raise ConfigError("ssl_cert_reqs=2 needs ssl_ca_certs: without them no certificate of a client is valid")
         files = {name: getattr(self, name) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
+        # Errors of files are told by name first, because OpenSSL's do not say which file is meant.
         for name, file in files.items():
             if file is not None:
                 try:
                     open(file, "rb").close()
                 except OSError as error:
                     raise ConfigError(f"{name}={file!r}: TLS cannot be set up with it: {_reason(error)}") from None
+        # The same that uvicorn will do, before an engine is loaded.
         tried = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             tried.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password=self._refuse_password)
@@ -166,7 +173,7 @@ class Bound:
             raise ConfigError(f"cannot listen on {each.getsockname()}: {_reason(error)}") from None
 
     def unlink(self) -> None:
-        """The path ends, unless it has become another one's. Called while the socket is open, so that nobody takes it over."""
+        """The path ends, unless it has become another one's. Called while the socket is open, so that no server takes it over."""
         if self._path is not None:
             with contextlib.suppress(OSError):
                 if _inode(self._path) == self._inode:
@@ -213,7 +220,7 @@ def _reserve(family: int, address: tuple[Any, ...], is_only: bool) -> socket.soc
 
     SO_REUSEADDR is needed where connections of a server that has ended linger. On Linux it also lets a second socket be bound
     beside one that does not listen, and of both only one can listen. So this one listens for a moment, is closed to other
-    sockets, and goes back to refusing connections. A port that the system chooses is nobody else's.
+    sockets, and goes back to refusing connections. A port that the system chooses belongs to no other server.
     """
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -233,7 +240,7 @@ def _reserve(family: int, address: tuple[Any, ...], is_only: bool) -> socket.soc
 
 
 def _bind_unix(path: str, mode: int) -> Bound:
-    """Nobody can connect before `listen`, and by then it has its mode. Raises OSError and ValueError."""
+    """No client can connect before `listen`, and by then it has its mode. Raises OSError and ValueError."""
     made = socket.socket(socket.AF_UNIX)
     try:
         with _one_at_a_time(os.path.dirname(path) or "."):
@@ -269,7 +276,7 @@ def _remove_stale(path: str) -> None:
 def _one_at_a_time(folder: str) -> Iterator[None]:
     """Two servers must not both find a stale socket, and the later one remove what the other has made.
 
-    A lock that somebody else holds for long is not waited for.
+    A lock that another process holds for long is not waited for.
     """
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

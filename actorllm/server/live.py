@@ -1,7 +1,7 @@
-"""The live page: one file without a build or a network, and what it asks for while somebody looks at it.
+"""The live page: one file without a build or a network, and what it asks for while it is visible.
 
 `GET /` is the page, `GET /live` what it shows. The engine is asked when the page asks, once a second and only while it is
-visible; a server that nobody looks at does nothing for it.
+visible. A server whose page is not open does nothing for it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ async def live(request: Request) -> Response:
         "state": state.engine.health().state,
         "engine": None,
     }
-    if not state.engine.is_new:  # an engine that nobody has used is not started to be looked at
+    if not state.engine.is_new:  # an engine without a request so far is not started to be looked at
         asked = state.engine.ask_scheduler("live", after=int(text), at_most=MAX_REQUESTS)
         tree["engine"] = await HostLoop.current().result_of(asked)
     return JSONResponse(tree)

@@ -1,7 +1,7 @@
 """`GET /metrics`: the engine's `stats()` in Prometheus' text format. Pure but for the question; keeps nothing itself.
 
 Names are vLLM's core names behind our prefix, `actorllm:`. Whatever the scheduler counts is counted there, over all programs
-that use the engine, so any of them gives the whole picture; a scheduler that was started again counts from zero, as
+that use the engine, so any of them gives the whole picture. A scheduler that was started again counts from zero, as
 Prometheus expects of one that was restarted.
 """
 

@@ -152,7 +152,7 @@ async def tokenize(request: Request) -> Response:
         strings = None
         if body.return_token_strs:
             strings = await to_thread.run_sync(lambda: [_tokenizer(state).decode([i]) for i in ids])
-    except (ActorLLMError, ApiError, RecursionError) as error:  # any other is logged where nobody foresaw it
+    except (ActorLLMError, ApiError, RecursionError) as error:  # any other is unforeseen, and logged as such
         prompt_field = "prompt" if body.messages is None else "messages"
         raise error_of(error, TokenizeRequest.model_fields, prompt_field) from error
     tree: dict[str, Any] = {"count": len(ids), "max_model_len": state.engine.config.model.max_model_len, "tokens": ids}

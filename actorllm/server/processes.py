@@ -1,7 +1,7 @@
 """`ApiProcesses`: several API processes on one engine, started one for one when they die.
 
 The owner holds the engine and the listening socket, and serves nothing itself. Each API process joins the engine by name
-(`AsyncLLM.attach`) and accepts from the same socket, so that one that dies loses its own connections and nothing else; its
+(`AsyncLLM.attach`) and accepts from the same socket. So one that dies loses its own connections and nothing else. Its
 place is taken again after a pause that doubles while deaths follow each other. Numbers that all of them must know are on the
 `Board`, questions to the others go through here. Called by `actorllm serve --api-processes N`.
 """
@@ -224,7 +224,7 @@ class ApiProcesses:
         return sum(counts)
 
     def _begin_end(self) -> None:
-        """Nobody who dies is started again from here on."""
+        """No process that dies is started again from here on."""
         self._is_ending = True
         self._starting.cancel()
         self._ending.set()

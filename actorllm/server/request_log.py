@@ -1,7 +1,7 @@
 """The id of the request that a line of the log is about, and a line per request on demand.
 
-Whatever is logged while a request is answered carries its id (`RequestIdFilter`): ours, the web server's access log, and what an
-application logs that this one is mounted into, if it puts the filter on its handlers.
+Whatever is logged while a request is answered carries its id (`RequestIdFilter`): our lines and the web server's access log. The
+lines of an application that this one is mounted into carry it, too, if that application puts the filter on its handlers.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 stream of typed events around one.
 
 Nothing is kept: a response cannot be asked for later, nor gone on from (`previous_response_id` is refused, `store` has no
-effect and says so). Invariants of a stream: events are numbered from 0; created, in_progress, the item and its part are
-announced once, before the first text, and closed once; the last event is one of completed, incomplete and failed, and has the
+effect and says so). Invariants of a stream: events are numbered from 0. created, in_progress, the item and its part are
+announced once, before the first text, and closed once. The last event is one of completed, incomplete and failed, and has the
 whole response.
 """
 
@@ -90,6 +90,7 @@ def ask(
         extras.warnings.append("reasoning: models write their text at once here, and it has no effect")
     if (body.text or {}).get("verbosity") is not None:
         extras.warnings.append("text.verbosity has no effect")
+    # From here on as for chat: a conversation, parameters, and a shape of the answer.
     conversation = Conversation.of(_messages(body), is_own=True, chat_template_kwargs=body.chat_template_kwargs)
     for message in conversation.messages:
         if body.truncate_prompt_tokens is None and isinstance(content := message.get("content"), str):
@@ -121,12 +122,14 @@ def ask(
 def _check(body: ResponsesRequest) -> None:
     """Fields that cannot be honoured."""
     given = {**(body.model_extra or {}), **body.given()}
+    # Values that ask for nothing are accepted, since clients send them by default.
     for name in NOT_HERE:
         value = given.get(name)
         if value not in (None, False) and not (name in ("n", "best_of") and value == 1):
             raise ApiError(400, f"{name} is not supported by this server; leave it out", name)
     if body.max_tokens is not None:
         raise ApiError(400, "max_tokens: in this API it is called max_output_tokens", "max_tokens")
+    # Fields that exist in both APIs, and mean or are called something else here.
     if body.tools and body.tool_choice != "none":
         raise ApiError(
             400, 'tools: this API calls none yet; use /v1/chat/completions, or send tool_choice="none"', "tools"

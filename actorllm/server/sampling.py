@@ -1,6 +1,6 @@
 """From a checked body to what the engine is asked: sampling parameters, and what a request brings beside them.
 
-Invariant: what a client sends has an effect, or is refused with the name of the field, or is named in a warning; nothing is
+Invariant: what a client sends has an effect, or is refused with the name of the field, or is named in a warning. Nothing is
 dropped in silence. Called by `completions` and `chat`.
 """
 
@@ -74,7 +74,7 @@ NOT_HONOURED: dict[str, tuple[Any, ...]] = {
 
 MAX_WARNED = 200
 MAX_UNKNOWN = 10
-"""So many fields that nobody knows are named, and for the first MAX_COMPARED a name is looked for that may be meant."""
+"""So many unknown fields are named, and for the first MAX_COMPARED a name is looked for that may be meant."""
 MAX_COMPARED = 3
 MAX_NAME = 256
 

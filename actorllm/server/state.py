@@ -1,7 +1,7 @@
-"""`ServerState`: what the endpoints of one application share. It owns no engine: who made that, ends it.
+"""`ServerState`: what the endpoints of one application share. It owns no engine: the code that made the engine ends it.
 
-It knows the streams of every request under way, by the id that its client was told, and how many there are; and where the
-server has several API processes, what it must ask the others (`Peers`).
+It knows the streams of every request under way, by the id that its client was told, and how many there are. Where the
+server has several API processes, it knows what to ask the others (`Peers`).
 """
 
 from __future__ import annotations

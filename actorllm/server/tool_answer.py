@@ -52,7 +52,7 @@ class ToolAnswer:
         return [piece for piece in pieces if isinstance(piece, Text) or piece.number == 0]
 
     def _reason(self, reason: str | None) -> str | None:
-        """Of an answer with calls, as OpenAI tells it: who named the function knows that it is called."""
+        """Of an answer with calls, as OpenAI tells it: a client that named the function knows that it is called."""
         return "tool_calls" if reason == "stop" and not self._use.is_named else reason
 
 

@@ -1,11 +1,11 @@
 """Tool calls in what a model writes: a parser for each way in which models write them.
 
-A parser gets the text of one sequence as it comes and gives out pieces: text for the reader, the beginning of a call with the name
-of its function, parts of its arguments. A whole answer goes the same way, so it says the same as a stream. Arguments are passed
-on as they are written, without being understood. A call is told of when it is certain: where a marker announces it, with its
-name and the beginning of its arguments; where nothing does, its name must be that of a tool and its arguments an object, too,
-since an answer in JSON begins as a call does. What turns out to be none is text again. `tag` is the other direction: the
-structural tag (`text.structural_tag`) with which a call is demanded.
+A parser gets the text of one sequence as it comes and gives out pieces. A piece is text for the reader, the beginning of a call
+with the name of its function, or a part of its arguments. A whole answer goes the same way, so it says the same as a stream.
+Arguments are passed on as they are written, without being understood. A call is told of when it is certain. Where a marker
+announces it, that is with its name and the beginning of its arguments. Where nothing does, its name must be that of a tool, and
+its arguments an object. The reason is that an answer in JSON begins as a call does. What turns out to be none is text again.
+`tag` is the other direction: the structural tag (`text.structural_tag`) with which a call is demanded.
 
 Pure; called by server.tools and server.tool_answer. Names are vLLM's.
 """
@@ -155,9 +155,11 @@ class CallObject:
 
     def _step(self, text: str, at: int, pieces: list[Piece]) -> int:
         char = text[at]
+        # Keys and values are taken in pieces, however the text is cut; all else is one character.
         if self._state in ("key", "value"):
             end, is_over = self._value.end(text, at)
             part = text[at:end]
+            # Arguments are streamed. Other values are needed whole.
             if self._state == "value" and self._key in ARGUMENT_KEYS:
                 if part:
                     self._arguments = (self._arguments or "") + part
@@ -172,6 +174,7 @@ class CallObject:
         match self._state, char:
             case "open", "{":
                 self._state = "before key"
+            # The end of the object. Without a list of names, a call may have no arguments.
             case (("before key" | "comma"), "}"):
                 self.is_done = True
                 if self._arguments is None and self._names is None:
@@ -182,6 +185,7 @@ class CallObject:
                 return at
             case "colon", ":":
                 self._state = "before value"
+            # With names to go by, arguments must be an object: else the answer is JSON of another kind.
             case "before value", _:
                 self._state, self._value, self._held = "value", Value(), ""
                 if self._key in ARGUMENT_KEYS:
@@ -483,6 +487,7 @@ class CallList:
         pieces: list[Piece] = []
         rest = text
         while rest and not self.is_done and not self.is_none:
+            # Within a call its own parser takes what is its part; the rest is between calls.
             if self._object is not None:
                 found, rest = self._object.push(rest)
                 pieces += found
@@ -495,6 +500,8 @@ class CallList:
                     self._object = None
                     self.is_done = not self._is_list
                 continue
+            # The first character decides between a list of calls and a single one. Anything else, and the answer is
+            # text.
             char = rest[0]
             if char == "{" and (self._is_list or self._is_list is None):
                 self._is_list = bool(self._is_list)
@@ -528,6 +535,7 @@ class LlamaJsonParser(ToolParser):
             found, self._buffer = self._object.push(self._buffer)
             pieces += found
             self.num_calls += any(isinstance(piece, ToolCallStart) for piece in found)
+            # It was no call, and nothing of one was given out: all of it is text again.
             if self._object.is_none and not self._object.has_begun:
                 pieces.append(Text(self._gap + self._object.raw))
                 self._object, self._state, self._gap = None, "text", ""
@@ -537,6 +545,7 @@ class LlamaJsonParser(ToolParser):
         if self._state == "text":
             return self._text(pieces)
         bare = self._buffer.lstrip("; \t\r\n" if self._state == "between" else " \t\r\n")
+        # White space, or the beginning of a marker: the next piece of text decides.
         if not bare or (self.MARKER.startswith(bare) and bare != self.MARKER):
             return False
         gap = self._buffer[: len(self._buffer) - len(bare)]
@@ -548,6 +557,7 @@ class LlamaJsonParser(ToolParser):
         self._buffer = bare
         if bare[0] == "{":
             self._gap += gap
+            # Behind the marker every name is a call. Without it only a name of a tool is.
             self._object = CallObject(self.num_calls, None if self.MARKER in self._gap else self._names)
         else:
             if self._gap or (gap and not self.num_calls):

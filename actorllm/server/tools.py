@@ -1,7 +1,7 @@
 """What a request says of output in a form: tools and how they are to be called, `response_format`, `structured_outputs`.
 
-Owns the checks of these fields, and what the engine is asked for them: nothing, where the model may answer as it likes and only
-its text is looked through for calls; else a grammar. Called by `sampling` and `chat`.
+Owns the checks of these fields, and what the engine is asked for them. That is nothing where the model may answer as it likes
+and only its text is looked through for calls; else it is a grammar. Called by `sampling` and `chat`.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ def _told(text: str) -> str:
 def tool_use_of(body: Any, parser: type[ToolParser]) -> ToolUse | None:
     """None: the request has no tools, or must not call them. Raises ApiError."""
     choice = body.tool_choice
+    # Which tools there are, and whether a call is possible at all.
     if body.tools is None:
         if choice not in (None, "none", "auto"):
             raise ApiError(400, f"tool_choice={choice!r:.80} needs tools", "tool_choice")
@@ -123,12 +124,15 @@ def tool_use_of(body: Any, parser: type[ToolParser]) -> ToolUse | None:
         raise ApiError(
             400, f"tool_choice={choice!r:.80} must be one of {', '.join(CHOICES)}, or a function", "tool_choice"
         )
+    # A demanded call leaves no room for another form of answer.
     is_demanded = name is not None or choice == "required"
     is_parallel = body.parallel_tool_calls is not False and name is None
     format = response_format_of(body)
     field = "structured_outputs" if body.structured_outputs is not None else "response_format"
     if is_demanded and format is not None:
         raise ApiError(400, f"tool_choice={choice!r:.80} demands a call, and {field} another form of answer", field)
+    # What the answer may be, as a structural tag: a call, a call or the JSON that is asked for, or free text in which a
+    # marker begins a call. Without any of these no grammar is needed.
     called = tools if name is None else [tool for tool in tools if tool.name == name]
     calls = parser.tag(called, is_single=not is_parallel)
     is_strict = any(_is_strict(one) for one in body.tools)
@@ -145,10 +149,13 @@ def tool_use_of(body: Any, parser: type[ToolParser]) -> ToolUse | None:
                     f"structured_outputs: {option} is not supported beside tools; leave it out",
                     "structured_outputs",
                 )
+        # json_object is the schema that admits every object.
         schema = format.json or {"type": "object"}
         if isinstance(schema, str):
             schema = json.loads(schema)
         tag = {"type": "or", "elements": [calls, {"type": "json_schema", "json_schema": schema}]}
+    # Strict tools with a free choice: the grammar begins at the marker. Calls without a marker cannot be told from text
+    # before they have ended, so strict has no effect there, and a warning says so.
     elif is_strict and _is_marked(calls, parser.MARKER):
         tag = {"type": "triggered_tags", "triggers": [parser.MARKER], "tags": calls["tags"]}
         tag["stop_after_first"] = not is_parallel

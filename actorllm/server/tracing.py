@@ -1,6 +1,6 @@
 """`Tracing`: one OpenTelemetry span per HTTP request for text, under the names of the GenAI conventions. Extra `actorllm[otel]`.
 
-A span is made when its request has ended, from the times that the engine has kept: a request that nobody traces costs nothing,
+A span is made when its request has ended, from the times that the engine has kept. A request that is not traced costs nothing,
 and one that is traced costs nothing while it runs. The trace of the caller (W3C `traceparent`) goes on. Imported only where
 there is a tracer provider (`create_app(tracer_provider=...)`, `actorllm serve --otlp-traces-endpoint`).
 """
@@ -109,6 +109,7 @@ def _used(outputs: Sequence[RequestOutput], metrics: Sequence[RequestMetrics]) -
         "gen_ai.latency.time_to_first_token": [one.time_to_first_token for one in metrics],
         "gen_ai.latency.e2e": [one.last_token_ts - one.arrival_time for one in metrics if one.last_token_ts],
     }
+    # Of several outputs the slowest one: the span is that of the whole HTTP request.
     for name, values in latencies.items():
         known = [value for value in values if value is not None]
         if known:

@@ -1,9 +1,9 @@
 """`warm_up`: what a first request needs is read, compiled and imported before there is one.
 
 A chat is rendered and tokenized as the endpoint would do it, and the scheduler reads the vocabulary for grammars. Nothing of it
-is a request: no figure, seed, cache or recording knows of it. What a model does not have (a chat template, a tokenizer), or an
-installation (llguidance), is left out without a word; a request that needs it is told. Called by the launchers before the
-server listens, and by an application that mounts ours, if it likes to.
+is a request: no figure, seed, cache or recording knows of it. What a model (a chat template, a tokenizer) or an installation
+(llguidance) does not have is left out without a word. A request that needs it is told. Called by the
+launchers before the server listens, and by an application that mounts ours, if it likes to.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import math
 from typing import Any
 
+import anyio
 from anyio import to_thread
 from fastapi import FastAPI
 
@@ -31,14 +32,23 @@ MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
 async def warm_up(app: FastAPI) -> None:
     """Start the engine of an application of `create_app`, and make its first request as quick as the next ones.
 
-    Raises what keeps the engine from starting.
+    Raises what keeps the engine from starting. What takes longer than `intake_timeout_s` is left to the requests, which
+    that limit ends as well.
     """
     state: ServerState = app.state.server
     await state.llm.start()
     model = state.engine.config.model
     if model.tokenizer is None:
         return
-    await to_thread.run_sync(_read, state, abandon_on_cancel=True)
+    timeout_s = state.engine.config.intake_timeout_s
+    with anyio.move_on_after(timeout_s) as scope:
+        await to_thread.run_sync(_read, state, abandon_on_cancel=True)
+    if scope.cancelled_caught:
+        logger.warning(
+            "the chat template or the tokenizer took longer than intake_timeout_s=%g to read a greeting: requests for "
+            "chats will fail",
+            timeout_s,
+        )
     if model.pooler is None:
         asked = state.engine.ask_scheduler("warm_up_grammars", timeout=math.inf)
         try:

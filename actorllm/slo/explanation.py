@@ -7,7 +7,7 @@ The time to the first token and that of the tokens after it are each divided up 
     preemption  from losing its blocks to its next token
     decoding    what its tokens take alone; the decode rows and the prompts of its batch-mates; steps that left it out
 
-What a step would have taken with less in it is not measured, so those parts need a step-time model: the one that the
+What a step would have taken with less in it is not measured, so those parts need a step-time model. That is the one that the
 simulation ran on, or one fitted to the engine's steps. They are scaled to what the steps took. Pure.
 """
 

@@ -28,7 +28,7 @@ class Fairness:
     jain: float
     """Of what each got of what it asked for: demands differ."""
     gap: float
-    """The most that the service of two tenants differed by in one window in which both had somebody waiting all the time."""
+    """The most that the service of two tenants differed by in one window in which requests of both waited all the time."""
     num_windows: int
     """How many windows there were in which at least two waited."""
 

@@ -48,10 +48,10 @@ class Event:
     kind: EventKind
     key: Key
     why: str = ""
-    """Of a preemption: `blocks` (the KV of those who run needed room), or `displaced` (for somebody who waits). Of a start:
-    `fork`, or `relegated` (given up by its policy: it goes behind everybody who can be in time)."""
+    """Of a preemption: `blocks` (the KV of running requests needed room), or `displaced` (for one that waits). Of a start:
+    `fork`, or `relegated` (given up by its policy: it goes behind all that can be in time)."""
     by: tuple[Key, ...] = ()
-    """Of a displacement: who started instead."""
+    """Of a displacement: the requests that started instead."""
     is_sensitive: bool = False
 
 
@@ -71,7 +71,7 @@ class StepEntry:
     """p, d, decode_context, prefill_context, prefill_pairs (`cost_model`), of the first step of a run."""
     prefills: tuple[tuple[Key, int], ...]
     rows: Rows
-    """Who got a token."""
+    """The requests that got a token."""
     num_waiting: int
     num_running: int
     kv_usage: float
@@ -157,7 +157,7 @@ class Journal:
         planned = column((e.planned for e in entries), np.float64)
         known = [self.ends.get((replica, s), (math.nan, math.nan)) for s in step.tolist()]
         start, end = np.array(known, np.float64).reshape(-1, 2).T
-        if any(e.is_skipped for e in entries):  # of a simulation, where nobody tells when these ended
+        if any(e.is_skipped for e in entries):  # of a simulation, which does not tell when these ended
             ends = timeline.step_ends[replica] - timeline.deliver_s  # on the clock of the steps, as all the others
             end = np.where(step <= ends.size, ends[np.minimum(step, ends.size) - 1], math.nan)
         before = np.concatenate(([-math.inf], end[:-1]))
@@ -254,7 +254,7 @@ class WatchedScheduler(Scheduler):
     def _count_sensitive(self, rows: Rows, num_decode: int) -> int:
         """How many of the decode rows are latency sensitive."""
         if self._sensitive_of is None or self._sensitive_of[0] is not rows or self._sensitive_of[1] != num_decode:
-            self._sensitive_of = rows, num_decode  # the same object as long as nobody joins or leaves
+            self._sensitive_of = rows, num_decode  # the same object as long as none joins or leaves
             self._num_sensitive = sum(s.submit.is_latency_sensitive for s in rows.sequences[:num_decode].tolist())
         return self._num_sensitive
 

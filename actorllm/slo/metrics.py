@@ -1,7 +1,7 @@
 """Figures of a finished run: latencies, attainment and goodput, for all requests and for each class.
 
-Latencies have the keys of `vllm bench serve`, in milliseconds, so that scripts for its JSON read ours:
-ttft (arrival to first token, queueing included), tpot (mean gap of a request), itl (every gap), e2el; of those that ran to
+Latencies have the keys of `vllm bench serve`, in milliseconds, so that scripts for its JSON read ours. They are ttft (arrival to
+first token, queueing included), tpot (mean gap of a request), itl (every gap) and e2el. They count requests that ran to
 their end. A request is *good* when it did and kept its whole objective; goodput is good requests per second. Both readings of TPOT
 (`objective`) are computed, and neither is the default in what is printed. A request without an objective is good when it
 ran to its end. Aborted, failed and unfinished requests are never good, however early their tokens came.
@@ -99,7 +99,7 @@ def overrun(timeline: RunTimeline, promises: Promises) -> F64:
 
 
 def told_of_cut(timeline: RunTimeline, promises: Promises, num_left_out: int, until: float) -> list[str]:
-    """What one has to know of a run that was cut off at this time: who is not in it, and who is judged too early."""
+    """What one has to know of a run that was cut off at this time: what is not in it, and what is judged too early."""
     found = []
     if num_left_out:
         found.append(
@@ -149,7 +149,7 @@ class Attainment:
     goodput: dict[Reading, float]
     """Good ones per second."""
     fluidity: float
-    """Mean share of tokens that met their deadline, none of who got none; NaN when it was not asked for."""
+    """Mean share of tokens that met their deadline, none for a request that got none; NaN when it was not asked for."""
     latency_ms: dict[str, float]
     """{mean, median, std, p50, p90, p95, p99}_{ttft, tpot, e2el}_ms of those that finished."""
     worst_miss: float

@@ -58,7 +58,7 @@ class RoundRobin:
 
 
 class _Counted:
-    """Load as seen, plus what was sent there since: without the latter, a stale view sends everybody to one replica."""
+    """Load as seen, plus what was sent there since: without the latter, a stale view sends all requests to one replica."""
 
     needs_views = True
 
@@ -102,7 +102,7 @@ class PowerOfTwo(_Counted):
 
 
 class PrefixAware(_Counted):
-    """To who has the longest part of the prompt's prefix, unless it is much busier than the least busy one.
+    """To the replica that has the longest part of the prompt's prefix, unless it is much busier than the least busy one.
 
     It remembers where it sent which prefix ids, as the router of SGLang does; what was evicted there it does not know.
     """

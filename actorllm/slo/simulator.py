@@ -4,14 +4,14 @@
     print(run.evaluate().summary["actorllm_goodput_deadline"])
 
 A `Replica` turns the same loop as `SchedulerActor.turn`: take what has arrived, plan while there is room, apply a result.
-So up to `depth` steps are in flight, a step is planned while the one before it runs, and a request that is aborted has
-tokens computed in vain. Runs of decode steps in which nothing happens are made by one `Scheduler.advance`; their times
+So up to `depth` steps are in flight, and a step is planned while the one before it runs. A request that is aborted has
+tokens computed in vain. Runs of decode steps in which nothing happens are made by one `Scheduler.advance`. Their times
 and everything after them are the same to the last bit as step by step (`skip=False`).
 
 Replicas do not know of each other. Requests reach them in the order of arrival, by a `Router` that sees views of them. The
 same arguments give the same run: residuals of the step-time model and routers draw from streams of the seed.
 
-`rerun` is the other way round: a recording of a live scheduler (`scheduling.telemetry.recording`) gives the times of
+`rerun` is the other way round. A recording of a live scheduler (`scheduling.telemetry.recording`) gives the times of
 everything, and the replica's own loop must come to the same plans.
 """
 
@@ -121,7 +121,7 @@ class EngineShape:
     def scheduler(self, policy: PlanPolicy, *, has_plans: bool = True) -> Scheduler:
         """For simulated requests: they end by their length, so that token ids and what ends a text do not matter.
 
-        has_plans: False: somebody simulates it who does not look at its plans, which makes it faster.
+        has_plans: False: the simulation does not look at its plans, which makes it faster.
         """
         is_simulated = not has_plans and not self.enable_prefix_caching
         return Scheduler(policy=policy, is_simulated=is_simulated, **self.scheduler_arguments())
@@ -223,7 +223,7 @@ class ModelledWorker:
             self.next_result_at = self._free_at
 
     def _draw(self, num: int) -> list[float]:
-        """The next residuals; who uses them deletes them from `_factors`."""
+        """The next residuals; the caller deletes those that it uses from `_factors`."""
         assert self._residuals is not None
         while len(self._factors) < num:
             at = self._rng.random(1024) * (self._residuals.size - 1)
@@ -399,7 +399,7 @@ class Replica:
         self._happened(now)
 
     def abort_at(self, at: float, key: Key) -> None:
-        """Somebody will give up then, if it is not done by then."""
+        """The request's client will give up then, if it is not done by then."""
         heapq.heappush(self._aborts, (at, key))
 
     def finish_after(self, step: int, stops: list[tuple[Key, Any, Any]]) -> None:
@@ -444,6 +444,7 @@ class Replica:
         scheduler, worker = self.scheduler, self._worker
         is_timer = self._timer_at <= self._turn_at
         self._turn_at = self._timer_at = math.inf
+        # Steady decode steps in one call, up to the next event that may change them.
         if self._can_skip and not scheduler.num_waiting:
             ends = worker.skip(scheduler, now, min(until, self._next_abort()))
             if ends:
@@ -464,13 +465,14 @@ class Replica:
             has_launched = True
             if self._on_plan is not None:
                 self._on_plan(plan)
+        # A policy that only asks to be woken would make virtual time stand still.
         self._num_idle_wakes = self._num_idle_wakes + 1 if is_timer and not has_launched else 0
         if self._num_idle_wakes > MAX_IDLE_WAKES:
             self.is_stalled = True
             self._timer_at = math.inf
 
     def _next_abort(self) -> float:
-        """When somebody who is still there gives up."""
+        """When the client of a request that is still there gives up."""
         aborts = self._aborts
         while aborts and self.scheduler.sequence(aborts[0][1]) is None:
             heapq.heappop(aborts)
@@ -502,7 +504,7 @@ class TokenLog:
 
     def __init__(self) -> None:
         self.step_ends = array("d")
-        self._streaming: dict[Request, int] = {}  # who got a token in the last step, and since which step in a row
+        self._streaming: dict[Request, int] = {}  # what got a token in the last step, and since which step in a row
         self._last: Any = None
         self._request = array("i")
         self._first_step = array("q")
@@ -510,7 +512,7 @@ class TokenLog:
 
     def push(self, sequences: NDArray[Any], ends: Sequence[float]) -> None:
         """Steps that ended then gave each of these a token."""
-        if sequences is not self._last:  # the same array as long as nobody joins or leaves
+        if sequences is not self._last:  # the same array as long as none joins or leaves
             self._last = sequences
             step = len(self.step_ends)
             streaming, got = self._streaming, dict.fromkeys(sequences.tolist(), step)
@@ -626,7 +628,7 @@ def simulate(
 
     policy: as `scheduling_policy=` of the engine, or what builds a fresh one; every replica has its own. admission: as
     `admission_policy=`, likewise; None: that of the shape. view_interval_s: how old the router's views may get; 0: they
-    are exact. until: cut the run off at this time; who comes later is left out. skip: make steady decode steps many at a
+    are exact. until: cut the run off at this time; what comes later is left out. skip: make steady decode steps many at a
     time; not with shared prefixes, where output is to be found later by its token ids, nor with on_plan(replica, plan), which
     gets every plan. make_scheduler(replica, policy): instead of `EngineShape.scheduler` (a `RecordedScheduler`, say). Raises
     what a policy raises, with its name.
@@ -689,6 +691,7 @@ def _run_all(
     next_view_at = -math.inf
     for row, at in enumerate(workload.arrival.tolist()):
         if len(replicas) > 1:
+            # Replicas are independent between arrivals, so each runs only as far as its state is needed.
             if router.needs_views and at >= next_view_at:
                 for replica in replicas:
                     replica.run_until(at)
@@ -821,7 +824,7 @@ def _collect(
 
 
 def _starvation(workload: Workload, outcomes: _Outcomes, policy: object) -> list[str]:
-    """Who waited longer than can be expected of it while others that came later were started."""
+    """Requests that waited longer than can be expected of them while others that came later were started."""
     scheduled = np.where(np.isfinite(outcomes.scheduled), outcomes.scheduled, np.inf)
     last = np.nanmax(np.concatenate((outcomes.end, outcomes.scheduled, workload.arrival)), initial=0.0)
     until = np.minimum(np.where(np.isfinite(outcomes.end), outcomes.end, last), scheduled)

@@ -1,7 +1,7 @@
 """`RunTimeline`: what became of every request of a run, live or simulated, as columns; and when every token came.
 
-One row per request, in the order of the workload. A token comes with a step, so the times of tokens are not kept apart:
-`step_ends` has the end of every step of a replica, and a *span* says that a request got one token in each of so many
+One row per request, in the order of the workload. A token comes with a step, so the times of tokens are not kept apart.
+`step_ends` has the end of every step of a replica. A *span* says that a request got one token in each of so many
 consecutive steps. An uninterrupted stream is one span; a preemption, or a step that a policy skipped, begins another.
 That is how a million requests with 200 million tokens fit into some hundred megabytes.
 

@@ -1,4 +1,4 @@
-"""Reading workloads from published traces. Nothing is downloaded here; who has a file names it.
+"""Reading workloads from published traces. Nothing is downloaded here; the caller names a file.
 
     azure     TIMESTAMP,ContextTokens,GeneratedTokens            Azure/AzurePublicDataset, LLM inference 2023 and 2024
     vidur     arrived_at,num_prefill_tokens,num_decode_tokens     microsoft/vidur, processed traces (seconds)
@@ -7,11 +7,11 @@
     timed     the same keys with seconds and blocks of 16 tokens, as `vllm bench serve --dataset-name timed_trace` reads
     servegen  a folder of chunk-N-trace.csv and chunk-N-dataset.json               alibaba/ServeGen; drawn from, not replayed
 
-Rows of the JSON formats may also carry slo (seconds per token, or an object with the fields of SLO), type_info, tenant,
-priority, is_latency_sensitive, patience (seconds), and block_tokens where a hash id does not stand for as many tokens as is
-usual in the format; `write_trace` writes these. Who shares all of them but the objective and the tenant is a class
-(`workload.classes_of`). A row that cannot be used is left out and reported with its line number and what is wrong; a file
-without any usable row is an error.
+Rows of the JSON formats may also carry slo: seconds per token, or an object with the fields of SLO. They may carry type_info,
+tenant, priority, is_latency_sensitive and patience (seconds), too. block_tokens is needed where a hash id does not stand for as
+many tokens as is usual in the format. `write_trace` writes all of these. Rows that share all of them but the objective and the
+tenant are a class (`workload.classes_of`). A row that cannot be used is left out and reported with its line number and what is
+wrong. A file without any usable row is an error.
 """
 
 from __future__ import annotations
@@ -433,8 +433,10 @@ def draw_servegen(
     for file in files:
         client = file.name.split("-")[1]
         lengths = _servegen_lengths(file.with_name(f"chunk-{client}-dataset.json"), report)
+        # A stream for each client: the others change none of its requests.
         rng = seed_stream(seed, f"client {client}")
         for begin, end, gaps in _servegen_windows(file, start, stop, report):
+            # Lengths change less often than rates: the last ones before the window hold.
             of_window = [lengths[at] for at in sorted(lengths) if at <= begin] or list(lengths.values())[:1]
             if not of_window:
                 continue
@@ -445,6 +447,7 @@ def draw_servegen(
     if not sum(times.size for times, *_ in parts):
         raise ConfigError(f"no request of {str(folder)!r} comes between {start} and {stop} s; {report}")
     arrival = np.concatenate([times for times, *_ in parts]) - start
+    # All clients in one order of arrival, each a tenant.
     order = np.argsort(arrival, kind="stable")
     tenants = sorted({client for *_, client in parts})
     prompt = np.maximum(np.concatenate([p for _, p, _, _ in parts]), 1).astype(np.int32)[order]

@@ -25,7 +25,7 @@ def unattainable(workload: Workload, model: StepModel) -> list[str]:
         one = predict(model, np.stack((row, none, row, sizes, none, none), axis=1))[which]
         for label, limit, least, why in (
             ("ttft", limits.ttft + limits.ttft_per_prompt_token * size, prefill, "the prompt alone takes"),
-            ("tpot", limits.tpot, one, "a step with nobody else takes"),
+            ("tpot", limits.tpot, one, "a step with no other request takes"),
             ("e2e", limits.e2e, prefill + steps * one, "on an empty engine it takes"),
         ):
             missed = int((least > limit).sum())

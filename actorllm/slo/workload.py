@@ -2,7 +2,7 @@
 
 A workload is put together from independent parts, each a function of its own seed stream: arrivals, lengths, shared
 prefixes, and classes with their objectives. So the same seed at another rate gives the same requests, only closer
-together (common random numbers), and another mix of objectives changes nothing but the objectives.
+together (common random numbers). Another mix of objectives changes nothing but the objectives.
 
     workload = synthetic(10_000, rate=4.0, seed=1)                       # or traces.load_trace(path).workload
     workload = assign_classes(workload, parse_mix("ls:0.5:ttft=0.5+p/4000,tpot=0.05 be:0.5:e2e=120"), seed=1)
@@ -443,7 +443,7 @@ def classes_of(
 ) -> tuple[tuple[RequestClass, ...], I32, Promises | None]:
     """Classes of requests that tell of themselves: (type_info, slo, is_latency_sensitive, priority, patience).
 
-    A class is who shares all but the objective. Returns the classes in order of their first request, the class of each
+    A class is the requests that share all but the objective. Returns the classes in order of their first request, the class of each
     request, and what each is promised unless all of every class are promised the same.
     """
     numbers: dict[tuple[str | None, bool, int, float | None], int] = {}
@@ -451,6 +451,7 @@ def classes_of(
     slos: list[set[SLO | None]] = [set() for _ in numbers]
     for number, kind in zip(ids.tolist(), kinds, strict=True):
         slos[number].add(kind[1])
+    # Names tell classes of one type_info apart by what differs, and at last by a number.
     num_of = Counter(key[0] for key in numbers)
     classes = []
     names: set[str] = set()
@@ -461,7 +462,7 @@ def classes_of(
             name += f", priority {priority}" if priority else ""
             name += f", patience {patience:g} s" if patience is not None else ""
         plain, again = name, 1
-        while name in names:  # somebody's type_info reads like that
+        while name in names:  # a request's type_info may read like that
             again += 1
             name = f"{plain} ({again})"
         names.add(name)
@@ -490,7 +491,7 @@ def parse_mix(text: str) -> list[tuple[RequestClass, float]]:
 
     `ls:0.5:ttft=0.5+p/4000,tpot=0.05 be:0.5:e2e=120` has half of the requests latency sensitive, with half a second and one
     for every 4000 prompt tokens until the first token. Keys: ttft, tpot, e2e and patience in seconds, priority, and
-    sensitive (0 or 1; without it, who has a ttft or a tpot is).
+    sensitive (0 or 1; without it, a class that has a ttft or a tpot is).
     """
     found: list[tuple[RequestClass, float]] = []
     for entry in text.split():

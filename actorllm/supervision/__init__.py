@@ -1,1 +1,1 @@
-"""Which processes an engine has: who starts, watches, restarts and stops them."""
+"""Start, supervision, restart and stop of the processes of an engine."""

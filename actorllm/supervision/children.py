@@ -1,8 +1,8 @@
 """One life of one actor, wherever it runs: on the engine's loop, in a thread, in a process, in another program.
 
 `Child` is the supervisor's view, the same verbs for every placement. A process has a control socket, a pidfd and a pipe
-for its stderr; everything of it is released when it is gone. Invariants: processes are spawned from the engine thread
-only (the parent-death signal follows the thread), by exec; a process that reported a failure is gone soon after. Made by
+for its stderr; everything of it is released when it is gone. Invariants: processes are spawned by exec, from the engine thread
+only, since the parent-death signal follows the thread. A process that reported a failure is gone soon after. Made by
 the supervisor; `AttachServer` makes those of attached frontends.
 """
 
@@ -97,7 +97,7 @@ class Child(ABC):
     def kill(self) -> None:
         """End it at once, if it can be. From any thread."""
 
-    def end_denounced(self, what: str) -> None:  # noqa: B027 - who attached is dropped by those who hear it
+    def end_denounced(self, what: str) -> None:  # noqa: B027 - an attached program is dropped by the actors that hear it
         """A peer has found this one at fault (what: "contradicting its plans: ..."): it ends, as a death."""
 
     @abstractmethod
@@ -202,8 +202,9 @@ class ThreadChild(LocalChild):
         living.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self.gone.set))
         try:
             await alive.wait()
-        except BaseException:
+        except BaseException:  # a stop during the start; the supervisor does not have this child yet
             self._thread.request_stop()
+            self._thread.join(STOP_TIMEOUT_S)
             raise
 
     async def start(self, config: Any) -> dict[str, Any]:
@@ -271,7 +272,7 @@ class ThreadChild(LocalChild):
         return await self._loop.result_of(self._thread.call(function, *args))
 
     def _post(self, function: Callable[..., object], *args: Any) -> None:
-        with contextlib.suppress(EngineShutdownError):  # the thread has ended: there is nobody to tell
+        with contextlib.suppress(EngineShutdownError):  # the thread has ended: there is no actor to tell
             self._thread.post(function, *args)
 
 

@@ -1,6 +1,6 @@
-"""`ActorDeath`: the end of an actor that nobody had asked to end, in the words that everybody hears of it.
+"""`ActorDeath`: the end of an actor that was not asked to end, in the words that every peer and caller hears of it.
 
-Made by the children of the supervisor (`children`), and by whoever else sees one end. Plain values.
+Made by the children of the supervisor (`children`), and where else an end is seen (`supervisor`, `client/stepper`). Plain values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from actorllm.actors.actor import Failure
 from actorllm.errors import ActorLLMError, EngineDeadError, EngineStartError
 
 OUT_OF_MEMORY_HINT = (
-    "the kernel kills a process this way when the memory of the machine, or of its container, is used up; if nobody else "
+    "the kernel kills a process this way when the memory of the machine, or of its container, is used up; if nothing else "
     "killed it, lower kv_cache_memory_bytes or gpu_memory_utilization, max_num_seqs or max_model_len"
 )
 
@@ -27,7 +27,7 @@ MAX_BEFORE = 5
 
 @dataclass(frozen=True, slots=True)
 class ActorDeath:
-    """The end of an actor that nobody had asked to end."""
+    """The end of an actor that was not asked to end."""
 
     actor: str
     exit_code: int | None = None
@@ -80,7 +80,7 @@ class ActorDeath:
         return error
 
     def to_start_error(self) -> ActorLLMError:
-        """What the one who started the engine gets."""
+        """What the caller that started the engine gets."""
         if self.failure is not None:
             return self.failure.to_start_error(self.actor)
         hint = f"\n{OUT_OF_MEMORY_HINT}" if self.is_killed else ""

@@ -1,16 +1,16 @@
-"""When is a process stuck, and when is it only busy? The decision: signs of life in, verdicts out.
+"""`HangDetector`: decides from signs of life whether a process is stuck or only busy.
 
 `StepBudget` (`actors.step_budget`) says before a step how long it may take. `HangDetector` watches over processes by looking at
 their signs of life (`heartbeat`) now and then:
 
     a process is stopped                 for heartbeat_timeout_s, whatever it is at
     a step takes longer than its budget  its loop cannot turn meanwhile, so nothing else can be asked of it
-    so does its start                    after a restart; how long the first may take is for the one who waits for it
+    so does its start                    after a restart; the caller that waits for the first start has its own limit
     outside of a step, the loop stands   for heartbeat_timeout_s: a policy that never returns, a deadlock
 
-Time counts as it was *observed*: between two looks that are far apart, because the one who looks was himself stopped (or
-the machine was asleep, or starved), only as much passes as between two regular ones. So nobody is condemned for the time
-in which nobody could work, whatever the clocks say. Pure; the watching itself is in `watchdog`.
+Time counts as it was *observed*. Looks may be far apart because the looking process was itself stopped, the machine was asleep,
+or it was starved. Then only as much time passes as between two regular looks. So no process counts as stuck for time in which
+none could work, whatever the clocks say. Pure; the watching itself is in `watchdog`.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class _Watched:
 
 
 class HangDetector:
-    """Whoever is looked at regularly, from the first look on until `forget`."""
+    """Holds what was seen of each process that is looked at regularly, from the first look on until `forget`."""
 
     def __init__(self, heartbeat_timeout_s: float, interval_s: float) -> None:
-        """interval_s: how far apart looks are when nothing keeps the one who looks."""
+        """interval_s: how far apart looks are when nothing keeps the looking process from them."""
         self._timeout_s = heartbeat_timeout_s
         self._most_s = 2 * interval_s
         self._last: float | None = None
@@ -76,6 +76,7 @@ class HangDetector:
 
     def _reason(self, watched: _Watched, sign: Sign, passed: float) -> str | None:
         last, watched.sign = watched.sign, sign
+        # Three clocks, each set back by the sign of life that it waits for: of the step, of the loop, of the process.
         is_same_step = sign.step and sign.num_steps == last.num_steps
         watched.step_s = watched.step_s + passed if is_same_step else 0.0
         has_moved = sign.beats != last.beats or sign.num_steps != last.num_steps
@@ -92,6 +93,6 @@ class HangDetector:
         return None
 
     def forget(self) -> None:
-        """Nobody looks any more, for now."""
+        """There are no more looks, for now."""
         self._watched.clear()
         self._last = None

@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 class MeetingPlace:
     """Where the ranks of one start find each other: a file in memory, which they open by the number that it has in this process.
 
-    It has no name of its own, so whoever is killed, and whenever, it goes with this process. Of one rank nothing is made.
+    It has no name of its own, so it goes with this process, whichever process is killed and when. Of one rank nothing is made.
     """
 
     def __init__(self) -> None:
         self._fd = -1
 
     def renewed(self, config: EngineConfig) -> EngineConfig:
-        """Before workers are started: several meet at a place where nobody was before. Raises OSError."""
+        """Before workers are started: several meet at a place that no rank has used before. Raises OSError."""
         if config.world_size == 1:
             return config
         self.close()
@@ -33,7 +33,7 @@ class MeetingPlace:
         return replace(config, rendezvous=f"/proc/{os.getpid()}/fd/{self._fd}")
 
     def close(self) -> None:
-        """Nobody meets there any more. Idempotent; not while processes are started."""
+        """No rank meets there any more. Idempotent; not while processes are started."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

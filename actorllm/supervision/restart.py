@@ -1,8 +1,8 @@
 """When an actor that died is started again, how soon, and when no more: the counting of deaths.
 
-A *group* lives and dies together (the workers), or is one actor. Deaths in a row are counted per group; a token that
-reached somebody ends all rows, because it shows that everything works. So an engine outlives any number of accidents,
-and one that cannot work ends soon, with the error of the last death. Plain arithmetic, without a clock; asked by the
+A *group* lives and dies together (the workers), or is one actor. Deaths in a row are counted per group. A token that reached a
+caller ends all rows, because it shows that everything works. So an engine outlives any number of accidents, and one that
+cannot work ends soon, with the error of the last death. Plain arithmetic, without a clock; asked by the
 supervisor.
 """
 

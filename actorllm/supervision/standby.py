@@ -1,12 +1,13 @@
-"""`Standby`: processes that are parked until somebody dies whose place they can take.
+"""`Standby`: processes that are parked until a process dies whose place they can take.
 
 Most of what a worker's start takes is the import of torch. A parked process has done that, at the lowest priority, knows
-nothing of any engine, has no CUDA context, and waits. Owns those that nobody has taken yet; one that dies is replaced, a few
+nothing of any engine, has no CUDA context, and waits. Owns those that are not taken yet; one that dies is replaced, a few
 times. Used by the supervisor, on the engine's loop.
 
-With `standby_worker=None`, the default, an engine of one worker parks one process, when it has run for `PARK_AFTER_S` (most
-engines that end sooner never pay for it) and while memory is plentiful. Ranks are started again together, so that one parked
-process would make none of them sooner: of several, only `standby_worker=True` parks, one for each and at once.
+With `standby_worker=None`, the default, an engine of one worker parks one process. It does so when it has run for
+`PARK_AFTER_S` and while memory is plentiful, so that most engines that end sooner never pay for it. Ranks are started again
+together, so that one parked process would make none of them sooner. Of several, only `standby_worker=True` parks: one for each
+and at once.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Standby:
 
     @property
     def parked(self) -> tuple[ProcessChild, ...]:
-        """Those that nobody has taken, ready or not."""
+        """Those that are not taken, ready or not."""
         return tuple(self._parked)
 
     @property
@@ -107,7 +108,7 @@ class Standby:
         return None
 
     def close(self) -> list[ProcessChild]:
-        """Kill those that are parked, and park no more. They are the caller's, who waits for their end."""
+        """Kill those that are parked, and park no more. Returns them: the caller waits for their end."""
         self._num_deaths = MAX_DEATHS
         parked, self._parked = self._parked, []
         for child in parked:

@@ -1,6 +1,6 @@
 """`StderrPipe`: what a process of the engine writes to stderr and stdout.
 
-Owns the reading end of its pipe: everything is shown on the owner's stderr, and the last lines are kept for the report of
+Owns the reading end of its pipe. Everything is shown on the owner's stderr, and the last lines are kept for the report of
 its death. Nothing here blocks. Used by ProcessChild, on the engine's loop.
 """
 

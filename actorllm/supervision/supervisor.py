@@ -1,6 +1,6 @@
-"""Who starts, wires, watches and stops the actors of an engine. Runs on the engine thread as its service.
+"""`Supervisor`: starts, wires, watches and stops the actors of an engine. Runs on the engine thread as its service.
 
-Owns every child: an actor on this loop, in a thread, or in a process of its own; with a process its control socket, its
+Owns every child: an actor on this loop, in a thread, or in a process of its own. Of a process it owns the control socket, the
 pidfd and its stderr. The start has phases, each for all actors at once:
 
     spawn · start(config) → facts · resolve(config, facts) → resolved · configure(resolved) · link · run
@@ -13,10 +13,10 @@ Invariants:
 - every (re)connection makes new links with the next generation for all their ends (`wiring`);
 - after `run` nothing of it exists: no process, zombie, thread, descriptor or shared memory.
 
-With `restarts`, the tree outlives its processes. Who dies is started again with its group (`ActorSpec.group`), whoever is
-linked with it hears `PeerRestartedError` and then gets new links, and nobody else is touched: a scheduler's workers keep
-their weights. `restart` counts when that is in vain. Else, and when an actor in this process dies, the engine ends: peers are
-told, `on_death` hears, everything is stopped. Callers: the front doors, through EngineThread.
+With `restarts`, the tree outlives its processes. A dead process is started again with its group (`ActorSpec.group`). Each actor
+that is linked with it hears `PeerRestartedError` and then gets new links. No other actor is touched: a scheduler's workers keep
+their weights. `restart` counts when that is in vain. Without restarts, after too many of them, and when an actor in this process
+dies, the engine ends. Peers are told, `on_death` hears, everything is stopped. Callers: the front doors, through EngineThread.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ FIRST_SHORTAGE_DELAY_S = 0.02
 MAX_SHORTAGE_DELAY_S = 1.0
 """How soon it is tried again, from the first delay to the longest."""
 GUEST_PATIENCE_S = 5.0
-"""So long everybody waits for the links of attached programs as well; whose cannot be made then is dropped."""
+"""How long all wait for the links of attached programs as well; a program whose link cannot be made in it is dropped."""
 SHORTAGE_PATIENCE_S = 60.0
 """A shortage that lasts longer counts as a death before ready."""
 
@@ -292,7 +292,7 @@ class Supervisor:
             try:
                 with anyio.move_on_after(timeout_s) as in_time:
                     await self._start_phases()
-            except Exception as raised:  # who waits for the start is told
+            except Exception as raised:  # the caller that waits for the start is told
                 error = raised
         self._start_scope = None
         death = self._start_death
@@ -310,7 +310,7 @@ class Supervisor:
         return True
 
     async def _may_try_again(self, death: ActorDeath) -> bool:
-        """An exception is the caller's to hear; somebody's SIGKILL, or the kernel's for want of memory, may pass."""
+        """An exception is the caller's to hear; a SIGKILL from outside, or the kernel's for want of memory, may pass."""
         if self._counter is None or death.signal is None or death.failure is not None:
             return False
         delay_s = self._counter.died("start", was_ready=False)
@@ -329,7 +329,7 @@ class Supervisor:
             sweep_stale()
         new: list[Child] = []
         for spec in self.topology.actors:
-            if spec.name not in self._children:  # who is there was not killed when it was tried before
+            if spec.name not in self._children:  # one that is there was not killed when it was tried before
                 child = self._new_child(spec)
                 await child.spawn(self._tasks, self.config)
                 self._children[spec.name] = child
@@ -420,7 +420,7 @@ class Supervisor:
             self._fall(group, death)
 
     def _on_broken(self, link: str, generation: int, error: str) -> None:
-        """One end found the link corrupt, closed it and goes on: whoever is at the others has lost it."""
+        """One end found the link corrupt, closed it and goes on: the actors at the other ends have lost it."""
         self._wiring.drop(link, generation, EngineDeadError(f"the link was dropped: {error}"))
 
     def _on_denounced(self, peer: str, link: str, generation: int, what: str) -> None:
@@ -493,7 +493,7 @@ class Supervisor:
     async def _bring_up(self, group: Group) -> ActorDeath | None:
         """New processes, linked and running. Returns why that failed; what is left of them is gone then.
 
-        A shortage of descriptors, processes or memory may pass: as long as nobody dies of it, it is waited for.
+        A shortage of descriptors, processes or memory may pass: as long as no actor dies of it, it is waited for.
         """
         began, delay_s = now(), FIRST_SHORTAGE_DELAY_S
         while True:

@@ -1,12 +1,12 @@
 """`Watchdog`: looks after the processes of an engine while they start or have work, and kills those that are stuck.
 
-Runs on the engine thread's loop. There is work while an actor of this process says so (`Actor.has_work`: requests that
-have not ended, questions that are not answered) or a visitor is attached; with no work and nobody who starts, nothing is
-looked at and nothing wakes up. What it sees it gives to the `HangDetector`, and who is stuck gets a moment to write down where
-(the stacks go to its stderr, whose last lines are part of the error) and SIGKILL. From there on it is a death like any
-other. Of a thread of this process only the steps are watched; it cannot be killed, so one that is stuck is the end of the
-engine. A look that fails is logged, and the next one follows: whoever watches ends nothing but what is stuck. Owned by the
-supervisor.
+Runs on the engine thread's loop. There is work while an actor of this process says so (`Actor.has_work`), that is while requests
+have not ended or questions are not answered. There is work, too, while a program is attached. With no work and no process that
+starts, nothing is looked at and nothing wakes up. The watchdog gives what it sees to the `HangDetector`. A process that is stuck
+gets a moment to write down where, and then SIGKILL. Its stacks go to its stderr, and the error has the last lines. From there
+on it is a death like any other. Of a thread of this process only the steps are watched. It cannot be killed, so a thread that is
+stuck is the end of the engine. A look that fails is logged, and the next one follows: the watchdog ends nothing but what is
+stuck. Owned by the supervisor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOOKS_PER_TIMEOUT = 8
 
 
 class Watchdog:
-    """children: the supervisor's, by name; whoever is there when it looks is watched. parked: processes beside them."""
+    """children: the supervisor's, by name; those that are there at a look are watched. parked: processes beside them."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Watchdog:
         if any(child.phase != "running" for child in processes):
             return True
         if not processes and not any(isinstance(child, ThreadChild) for child in self._children.values()):
-            return False  # who is spawned next wakes it
+            return False  # the next process that is spawned wakes it
         for child in self._children.values():
             if isinstance(child, OwnerChild):
                 if child.runner.actor.has_work:
@@ -92,6 +92,7 @@ class Watchdog:
             for name, child in self._children.items()
             if isinstance(child, ProcessChild) and child.is_alive
         }
+        # Named with their pids, so that a process which takes another's place begins with a clean record.
         parked = {f"parked {child.pid}": child for child in self._parked()}
         signs = {key: sign for key, child in processes.items() if (sign := child.sign(self.start_budget_s)) is not None}
         signs |= {key: sign for key, child in parked.items() if (sign := child.sign(math.inf)) is not None}

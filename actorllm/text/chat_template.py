@@ -3,7 +3,7 @@
 Owns what a conversation may look like (`Conversation`, checked when it is made) and the template of a model folder
 (`ChatTemplate`). Rendering is that of transformers' `apply_chat_template`, reached below the tokenizer classes, so that
 the process of the application loads no torch for it. Called where prompts are tokenized: on the engine's lanes, and in the
-lane process (`actorllm.intake`); the text already holds its special tokens, so it is encoded without adding any.
+lane process (`actorllm.intake`). The text already holds its special tokens, so it is encoded without adding any.
 """
 
 from __future__ import annotations
@@ -64,12 +64,14 @@ class Conversation:
     def of(cls, messages: Any, *, is_own: bool = False, **options: Any) -> Conversation:
         """A checked copy. Raises InvalidPromptError for the messages, InvalidParameterError for the options.
 
-        is_own: nobody will change messages and tools, so that what is in them is not copied.
+        is_own: no caller will change messages and tools, so that what is in them is not copied.
         """
         made = cls(_checked_messages(messages, is_own), **{k: v for k, v in options.items() if v is not None})
         for name in ("add_generation_prompt", "continue_final_message"):
             if not isinstance(getattr(made, name), bool):
                 raise InvalidParameterError(f"{name}={getattr(made, name)!r} must be True or False")
+        # Options that contradict each other, and types: errors name the argument, since templates would fail far from
+        # it.
         if made.add_generation_prompt and made.continue_final_message:
             raise InvalidParameterError(
                 "continue_final_message=True goes on with the last message; set add_generation_prompt=False with it"
@@ -83,6 +85,7 @@ class Conversation:
             raise InvalidParameterError(f"chat_template={made.chat_template!r} must be a Jinja template as a string")
         if not isinstance(made.chat_template_kwargs, Mapping):
             raise InvalidParameterError(f"chat_template_kwargs={made.chat_template_kwargs!r} must be a mapping")
+        # A variable of the caller's must not shadow one that rendering sets, nor an argument of the tokenizer.
         for name in made.chat_template_kwargs:
             if name in ARGUMENTS_OF_CHAT:
                 raise InvalidParameterError(f"chat_template_kwargs: give {name!r} as an argument of chat()")
@@ -95,6 +98,7 @@ class Conversation:
             or not all(isinstance(tool, Mapping) for tool in tools)
         ):
             raise InvalidParameterError("tools must be a list of mappings (functions as JSON schema)")
+        # Copied, since the conversation is rendered later, on another thread.
         return replace(
             made,
             tools=None if tools is None else list(tools) if is_own else copy.deepcopy(list(tools)),
@@ -295,7 +299,7 @@ def _read_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def chat_templates(folder: str | os.PathLike[str]) -> list[str]:
-    """The texts of a model's chat templates; none where they cannot be read, which is told by whoever renders one."""
+    """The texts of a model's chat templates; none where they cannot be read, which the renderer of one is told."""
     try:
         config = read_object(Path(folder) / "tokenizer_config.json", is_optional=True)
         return list(_read_templates(Path(folder), config).values())

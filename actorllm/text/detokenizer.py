@@ -1,15 +1,15 @@
 """Token ids to text, as they come.
 
-Owns the state of one request's stream: a `tokenizers` DecodeStream, which gives text out as soon as no later token can
-change it, and what must be known to get out of its dead ends:
+Owns the state of one request's stream: a `tokenizers` DecodeStream, and what must be known to get out of its dead ends. The
+DecodeStream gives text out as soon as no later token can change it. The dead ends:
 
 1. a character that is never completed would be withheld for ever: `finish` gives it out, as U+FFFD;
-2. bytes that never become text (a model with random weights) would pile up, each token costing more than the one before:
-   after MAX_WITHHELD tokens without text, what there is goes out and the stream starts anew;
+2. bytes that never become text (a model with random weights) would pile up, and each token would cost more than the one before.
+   After MAX_WITHHELD tokens without text, what there is goes out and the stream starts anew;
 3. a stream seeded with a prompt that ends within a character would repeat the prompt's text: such a prompt is not used;
 4. some decoders rewrite text that was given out ("Invalid prefix"): what is pending goes out and the stream starts anew.
 
-The pieces put together are the text of the output as it follows the prompt; for text that is valid UTF-8 that is what
+The pieces put together are the text of the output as it follows the prompt. For text that is valid UTF-8 that is what
 decoding all at once gives. Called by actorllm.text.request_text, in the process that makes the text.
 """
 

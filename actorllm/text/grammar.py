@@ -1,17 +1,17 @@
 """Grammars: what the output of a request may be, as masks over the vocabulary. llguidance does the work.
 
 `GrammarCompiler` makes a `Matcher` of what a request asks for (`structured_outputs.StructuredOutputsParams.to_fields`). That
-takes milliseconds, with a large schema seconds, and the first time also what the vocabulary takes to be read; so it is called
+takes milliseconds, with a large schema seconds, and the first time also what the vocabulary takes to be read. So it is called
 from threads, and lets other threads run meanwhile. A Matcher follows the output of one sequence, token by token: `push`, then
-`masks` says what may come next, in microseconds. It is a function of the tokens, so who is computed again goes on from its
-output so far.
+`masks` says what may come next, in microseconds. It is a function of the tokens, so a request that is computed again goes on
+from its output so far.
 
 The matchers of one grammar share its lexer, which grows as they are used and can reach its limit. So a compiled grammar is
 renewed now and then, and is not used again once one of its matchers has failed (`forget`).
 
-Invariants: matching is bounded by llguidance's own limits, and whoever reaches them fails with the reason; what compiling takes
-is bounded by `actors.executor`. What compiled grammars take, in the cache or in use, is estimated from their text. Called by
-actors.constraints.
+Invariants: matching is bounded by llguidance's own limits, and a matcher that reaches them fails with the reason.
+`actors.executor` bounds the resources of compiling. What compiled grammars take, in the cache or in use, is estimated from their
+text. Called by actors.constraints.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class NotInGrammarError(GrammarError):
 
 
 class CompileDropped(Exception):
-    """Nobody waits for the grammar any more."""
+    """The grammar is not waited for any more."""
 
 
 class Compiled:
@@ -226,7 +226,7 @@ class GrammarCompiler:
         if not made.is_error() and not is_wanted():
             raise CompileDropped
         if not made.is_error():
-            first = made.compute_bitmask()  # takes longest of all, and whoever copies this matcher has it
+            first = made.compute_bitmask()  # takes longest of all, and every copy of this matcher has it
             _try_first_token(made, first)  # what follows it, and how long that takes
         if made.is_error():
             raise GrammarError(_reason(made.get_error()))
@@ -254,7 +254,7 @@ class GrammarCompiler:
         llguidance.LLMatcher(self._vocabulary, text, log_level=0).compute_bitmask()
 
     def forget(self, matcher: Matcher) -> None:
-        """A matcher has failed: who asks for its grammar from now on gets one that is compiled anew."""
+        """A matcher has failed: requests for its grammar get one that is compiled anew from now on."""
         with self._lock:
             known = self._known.get(matcher.compiled.key)
             if known is not None and known.compiled is matcher.compiled:

@@ -1,8 +1,8 @@
 """JSON schemas as llguidance can hold them: an equivalent schema, and a refusal by name of what it cannot hold.
 
-What is rewritten: a `format` that llguidance does not know is an annotation and goes; `multipleOf` and the bounds beside it become
-the multiples that they stand for, since llguidance does not see that a range holds no multiple of a fraction and finds out in the
-middle of an answer. `uniqueItems` is no property of a context-free grammar: it is left to the model, and said so. Every other
+A `format` that llguidance does not know is an annotation and goes. `multipleOf` and the bounds beside it become the multiples
+that they stand for. llguidance does not see that a range holds no multiple of a fraction, and finds out in the middle of an
+answer. `uniqueItems` is no property of a context-free grammar: it is left to the model, and said so. Every other
 keyword that cannot be held is refused, or dropped and said so where the schema is only a hint. Pure; called by text.grammar and
 by the server, which tells clients of what is dropped.
 """
@@ -61,9 +61,11 @@ def held(schema: Any, *, is_hint: bool) -> list[str]:
             dropped.append(_named("uniqueItems", place))
         for name in NAMES_ONLY:
             part.pop(name, None)
+        # Keywords without an equivalent, in any schema.
         for name in [name for name in part if name in NOT_HELD]:
             _drop(part, name, place, dropped, is_hint=is_hint)
         pattern = part.get("pattern")
+        # Of these llguidance holds some. It refuses the others itself, which only a demand may lead to.
         if is_hint and isinstance(pattern, str) and UNHELD_PATTERN.search(pattern):
             _drop(part, "pattern", place, dropped, is_hint=True)
         if is_hint and ("minProperties" in part or "maxProperties" in part) and part.get("properties"):
@@ -71,6 +73,7 @@ def held(schema: Any, *, is_hint: bool) -> list[str]:
                 if name in part:
                     _drop(part, name, place, dropped, is_hint=True)
         format = part.get("format")
+        # An unknown format is an annotation, by the standard.
         if isinstance(format, str) and format not in FORMATS:
             if format in UUIDS:
                 part["format"] = "uuid"

@@ -1,10 +1,10 @@
 """The text of one request, from its tokens: detokenization and stop strings together.
 
-Owns, for one request, which text may be given out after which token. It is a function of the tokens alone, so a request
-that is submitted again with the tokens it has had (after a crash) goes on at the same character: nothing is repeated,
-and what had been held back comes later.
+Owns, for one request, which text may be given out after which token. It is a function of the tokens alone. So a request that is
+submitted again with the tokens it has had (after a crash) goes on at the same character. Nothing is repeated, and what had been
+held back comes later.
 
-Called by the scheduler actor after a step. Where nobody reads the text, there is no RequestText.
+Called by the scheduler actor after a step. Where the text is not asked for, there is no RequestText.
 """
 
 from __future__ import annotations

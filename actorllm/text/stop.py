@@ -1,9 +1,9 @@
 """Stop strings, found while the text comes in.
 
-Owns an automaton over the stop strings of a request (Aho and Corasick, "Efficient string matching", CACM 1975), its place
-in the text so far, and the text that is held back: exactly the longest end of the text that is the beginning of a stop
-string, because only that can still turn out not to belong to the output. Where the stop string is part of the output,
-nothing needs to be held back.
+Owns an automaton over the stop strings of a request (Aho and Corasick, "Efficient string matching", CACM 1975). Owns its place
+in the text so far, and the text that is held back. That is the longest end of the text that is the beginning of a stop string:
+only that may still not belong to the output. Where the stop string is part of the output, nothing needs to be held
+back.
 
 The stop string that is complete first ends the text; of several that are complete at the same character, the one that
 begins first. Called by actorllm.text.request_text.

@@ -1,9 +1,9 @@
 """Structural tags: formats around JSON schemas, such as those in which models write tool calls, as a Lark grammar.
 
-What is understood is vLLM's and xgrammar's `{"type": "structural_tag", "format": FORMAT}`, with FORMAT one of const_string, regex,
-any_text, json_schema, sequence, or, tag, triggered_tags and tags_with_separator; and the older form with "structures" and
-"triggers". Texts that are special tokens of the model are matched as these tokens, since a grammar of characters never
-matches them. Pure; called by text.grammar.
+Formats are those of vLLM and xgrammar: `{"type": "structural_tag", "format": FORMAT}`. FORMAT is one of const_string, regex,
+any_text, json_schema, sequence, or, tag, triggered_tags and tags_with_separator. The older form with "structures" and
+"triggers" is understood as well. Texts that are special tokens of the model are matched as these tokens, since a grammar of
+characters never matches them. Pure; called by text.grammar.
 """
 
 from __future__ import annotations
@@ -134,6 +134,7 @@ class _Writer:
         if not ends or not all(isinstance(end, str) for end in ends):
             raise ValueError(f"the end of a tag must be text, not {tag.get('end')!r:.80}")
         content = tag.get("content")
+        # Free text up to its end is one rule: as two, the text could swallow the end.
         if isinstance(content, Mapping) and content.get("type") == "any_text" and any(ends):
             closing = " | ".join(self._until(end) for end in ends)
             return self._rule(f"{opening} ({closing})")
@@ -166,6 +167,8 @@ class _Writer:
         by_trigger: dict[str, list[str]] = {}
         for tag in tags:
             begin = _string(tag, "begin") if isinstance(tag, Mapping) else ""
+            # A trigger in free text decides that one of its tags follows, so the tag's rest is what the grammar
+            # demands.
             trigger = next((t for t in triggers if begin.startswith(t)), None)
             if trigger is None:
                 raise ValueError(f"a tag begins with {begin!r:.80}, and the triggers are {triggers!r:.80}")
@@ -173,6 +176,7 @@ class _Writer:
         calls = self._rule(
             " | ".join(f"{self._until(trigger)} ({' | '.join(bodies)})" for trigger, bodies in by_trigger.items())
         )
+        # How often a call may come: exactly once, at most once, at least once, or any number of times.
         many = "" if format.get("stop_after_first") else "+" if format.get("at_least_one") else "*"
         if format.get("stop_after_first") and not format.get("at_least_one"):
             many = "?"

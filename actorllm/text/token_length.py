@@ -45,7 +45,7 @@ def max_token_characters(backend: Any) -> int | None:
 
 
 def _tree(part: Any) -> dict[str, Any] | None:
-    """A part of a tokenizer as it stands in tokenizer.json; an unreadable one as of a type that nobody knows."""
+    """A part of a tokenizer as it stands in tokenizer.json; an unreadable one as of an unknown type."""
     if part is None:
         return None
     try:

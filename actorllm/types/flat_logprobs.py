@@ -1,10 +1,10 @@
 """`FlatLogprobs`: the log-probabilities of many positions in a few flat lists, as `SamplingParams(flat_logprobs=True)` asks.
 
-It reads as a list with one mapping per position, and what it holds are numbers and strings: the garbage collector has six
-lists to look at, however long an output is. Fields and behaviour are vLLM's.
+It reads as a list with one mapping per position, and holds numbers and strings only. So the garbage collector has six lists to
+look at, however long an output is. Fields and behaviour are vLLM's.
 
-The beginning of one (`flat[:n]`) is made without a copy, and copied when somebody looks at its fields or appends to it: every
-output of a stream holds everything so far, and most consumers look at the end of it only.
+The beginning of one (`flat[:n]`) is made without a copy. It is copied when its fields are read or something is appended to it.
+Every output of a stream holds everything so far, and most consumers look at the end of it only.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class FlatLogprobs(MutableSequence[dict[int, Logprob] | None]):
             self.append(value)
 
     def __getattr__(self, name: str) -> list[Any]:
-        """A field that is not there: that of a beginning which nobody has looked at yet."""
+        """A field that is not there: that of a beginning which was not read yet."""
         beginning = self.__dict__.get("_beginning") if name in FIELDS else None
         if beginning is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """generation_config.json: what the author of a model recommends for sampling, and which ids end its text.
 
-Owns how that file is found (`generation_config=`), read and overridden, as vLLM does it: 'auto' takes the file of the
-model's folder, a folder takes the file there, 'vllm' takes nothing of it but the end-of-text ids. The result is part of
+Owns how that file is found (`generation_config=`), read and overridden, as vLLM does it. 'auto' takes the file of the model's
+folder, and a folder takes the file there. 'vllm' takes nothing of it but the end-of-text ids. The result is part of
 `EngineConfig`, so nothing reads the file again. Called by actorllm.config when an engine is configured, and by the front
 doors when a request brings no parameters.
 """

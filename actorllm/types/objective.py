@@ -2,7 +2,7 @@
 
 TPOT has two readings, and which one counts turns the ranking of policies round, so both are computed everywhere:
 
-    tpot       for who minds every pause: (last token - first token) / (tokens - 1) <= tpot, as `vllm bench serve` counts
+    tpot       for readers who mind every pause: (last token - first token) / (tokens - 1) <= tpot, as in `vllm bench serve`
     deadline   for a steady reader: token i is due at arrival + ttft + i * tpot, so what came early may be late later
                (QoServe, ASPLOS 2026; the fluidity index of Etalon judges every token by it, goodput the first and last)
 

@@ -66,8 +66,8 @@ class EngineOptions(VLLMOptions, total=False):
     async_scheduling: Annotated[bool | None, None]
     """Plan a step while the one before it runs; None: yes."""
     scheduling_policy: Annotated[str, "fcfs"]
-    """Who runs next: a built-in policy, a registered one, or a class of yours as 'module:Class' (on the command line also of a
-    module of this folder)."""
+    """Which requests run next: a built-in policy, a registered one, or a class of yours as 'module:Class' (on the command
+    line also of a module of this folder)."""
     long_prefill_token_threshold: Annotated[int, 0]
     """Most tokens of one prompt per step; 0: as many as the step has room for."""
     max_num_partial_prefills: Annotated[int, 1]
@@ -111,8 +111,8 @@ class EngineOptions(VLLMOptions, total=False):
     standby_worker: Annotated[bool | None, None]
     """Keep a process parked that takes the place of a worker that dies; None: where memory is plentiful."""
     admission_policy: Annotated[str | None, None]
-    """Who may start when: past-future, worst-case, credit, ttft-reject, or 'module:Class'. None: every request for which
-    there is a slot and room."""
+    """Which requests may start when: past-future, worst-case, credit, ttft-reject, or 'module:Class'. None: every
+    request for which there is a slot and room."""
     max_waiting_requests: Annotated[int | None, None]
     """Most sequences that may wait for their first slot; more are refused with EngineOverloaded, by a server with
     429. None: any number. vLLM's max_num_queued_reqs counts the running ones, too."""

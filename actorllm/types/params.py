@@ -314,6 +314,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        # Each helper returns the value in its final type, or raises with the name of the parameter and the fix.
         self.temperature = _number("temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE)
         self.top_p = _number("top_p", self.top_p, above=0.0, high=1.0)
         self.min_p = _number("min_p", self.min_p, low=0.0, high=1.0)
@@ -337,6 +338,7 @@ class SamplingParams:
         if self.seed is not None:
             seed = _integer("seed", self.seed)
             self.seed = None if seed == NO_SEED else seed & MAX_SEED
+        # Parameters that depend on each other come after those that they depend on.
         if self.max_tokens is not None:
             self.max_tokens = _integer("max_tokens", self.max_tokens, low=1)
         self.min_tokens = _integer("min_tokens", self.min_tokens, low=0)

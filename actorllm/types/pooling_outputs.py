@@ -1,7 +1,7 @@
 """What pooling requests give: vLLM's output types, field by field, and what is done to a vector on its way there.
 
-A worker returns float32 vectors as they are pooled; shortening, scaling to length 1 and cosines are done here, by whoever takes
-them. torch is imported only when somebody asks for a tensor. Called by `stream`, the front doors and the server.
+A worker returns float32 vectors as they are pooled. Shortening, scaling to length 1 and cosines are done here, by the receiver
+of the vectors. torch is imported only when a tensor is asked for. Called by `stream`, the front doors and the server.
 """
 
 from __future__ import annotations

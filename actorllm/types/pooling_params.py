@@ -1,9 +1,9 @@
 """How prompts become vectors: which models are run for that, how their states are pooled, and what a request may change.
 
-`read_pooler` says it of a model's folder, as vLLM's `runner`, `convert` and `pooler_config` do and, where these leave it open,
-the files of sentence-transformers in the folder: modules.json (a Pooling module, perhaps a Normalize one), the Pooling module's
-config.json, sentence_bert_config.json. `Pooler.resolved` holds one request's `PoolingParams` against it. Pure, but for reading
-those files. Called by `config` and by the engine.
+`read_pooler` says it of a model's folder, as vLLM's `runner`, `convert` and `pooler_config` do. Where these leave it open, the
+files of sentence-transformers in the folder decide. They are modules.json (a Pooling module, perhaps a Normalize one), the
+Pooling module's config.json, and sentence_bert_config.json. `Pooler.resolved` checks one request's `PoolingParams` against
+it. Pure, but for reading those files. Called by `config` and by the engine.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Pooler:
     use_activation: bool
     """They are scaled to length 1."""
     embedding_size: int
-    """Numbers of a vector that nobody shortens."""
+    """Numbers of a vector that is not shortened."""
     dimensions: int | None = None
     """Only the first so many; None: all."""
     matryoshka: tuple[int, ...] | None = None
@@ -200,6 +200,8 @@ def read_pooler(
     kind = str(hf.get("model_type"))
     names = hf.get("architectures")
     architecture = str(names[0]) if isinstance(names, list) and names else "?"  # its own error comes later
+    # Three signs that a model was made for vectors: its type, the files of sentence-transformers, a class without a
+    # head.
     writes = architecture.endswith(WRITING_ARCHITECTURES)
     is_encoder = kind in ENCODERS and not hf.get("is_decoder") and not writes
     files = None if runner == "generate" else _read_sentence_files(path)
@@ -208,6 +210,7 @@ def read_pooler(
     if runner == "generate" and is_encoder:
         raise ConfigError(f"runner='generate': {architecture} is an encoder and writes no text; leave runner at 'auto'")
     pools = runner == "pooling" or (runner == "auto" and (convert == "embed" or is_made_for_it))
+    # Arguments that only pooling reads are refused where the engine generates text.
     if not pools:
         for name, value in (("convert", convert if convert == "embed" else None), ("pooler_config", pooler_config)):
             if value is not None:
@@ -218,6 +221,7 @@ def read_pooler(
             f"architecture {architecture!r} is not supported: it classifies (a cross-encoder, a reward model), and engines "
             f"pool embeddings only"
         )
+    # A generating model pools only when it is converted.
     if convert == "none" and not is_made_for_it:
         raise ConfigError(
             f"convert='none': {architecture} generates text; use convert='embed' or 'auto' to pool its states"
@@ -233,6 +237,7 @@ def read_pooler(
         is_encoder=is_encoder,
         **_read_sentence_config(path),
     )
+    # What a request may ask for is checked with each request; the default for all of them is checked here.
     if given.dimensions is not None:
         try:
             pooler.check_dimensions(given.dimensions, path.name)
@@ -358,14 +363,17 @@ def _read_sentence_files(path: Path) -> SentenceFiles | None:
     if "Pooling" not in kinds:
         return None
     other = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
+    # A further module (Dense, for one) would change the vectors: better refused than left out.
     if other:
         raise UnsupportedModelError(
             f"{file}: a module of type {other[0]!r} is not supported; Pooling and Normalize are"
         )
     folder = str(modules[kinds.index("Pooling")].get("path", ""))
+    # The path is the model author's: it must not lead out of the folder.
     if Path(folder).is_absolute() or ".." in Path(folder).parts:
         raise CorruptModelError(f"{file} names {folder!r}, which is not in this folder")
     config = read_object(path / folder / "config.json")
+    # Old files have a switch per mode, new ones a string.
     modes = [str(key).removeprefix("pooling_mode_") for key, value in config.items() if value is True]
     modes = [mode for mode in modes if mode != "include_prompt"]
     if isinstance(config.get("pooling_mode"), str):
@@ -379,6 +387,7 @@ def _read_sentence_files(path: Path) -> SentenceFiles | None:
         "last": "LAST",
         "last_token": "LAST",
     }
+    # An unsupported mode is an error only if the user does not choose another one (`_pooling_type`).
     unsupported = None
     if len(modes) > 1:
         unsupported = f"{folder}/config.json joins the vectors of {' and '.join(modes)}, which is not supported"

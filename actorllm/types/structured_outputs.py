@@ -63,7 +63,7 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
     structural_tag: str | None = None
     _source: str = field(default="structured_outputs", init=False, repr=False, compare=False)
-    """What errors call it: the field of whoever asked for it in other words."""
+    """What errors call it: the field of a caller that asked for it in other words."""
     _is_hint: bool = field(default=False, init=False, repr=False, compare=False)
     """What no grammar can hold of a schema is dropped, and not refused."""
     _checked: str | None = field(default=None, init=False, repr=False, compare=False)

@@ -85,14 +85,14 @@ class Bench:
             torch.cuda.synchronize()
 
     def held_bytes(self) -> int:
-        """Of the GPU's memory, by everybody."""
+        """Of the GPU's memory, by all programs."""
         if self.is_check:
             return 0
         free, total = torch.cuda.mem_get_info()
         return total - free
 
     def empty_cache(self) -> None:
-        """Give back the memory of tensors that nobody holds, those that hold each other included."""
+        """Give back the memory of tensors that nothing holds, those that hold each other included."""
         gc.collect()
         if not self.is_check:
             torch.cuda.synchronize()

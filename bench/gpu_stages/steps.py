@@ -49,7 +49,7 @@ def runner_of(bench: Bench, shape: Shape, uses_pdl: bool = True, **more: Any) ->
 def prepared(bench: Bench, shape: Shape, uses_pdl: bool = True, **more: Any) -> Iterator[CudaRunner]:
     """A runner that has loaded nothing yet.
 
-    Its memory is given back when the block ends, whoever still holds it: the next runner asks for nearly all there is.
+    Its memory is given back when the block ends, even if it is still held: the next runner asks for nearly all there is.
     """
     sizes = bench.pick(
         {"max_model_len": 16384, "max_num_seqs": 256, "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.85},

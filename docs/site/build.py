@@ -37,7 +37,7 @@ CONTENTS = """
 PARTS = {
     "Use": ["compatibility", "serving", "lifecycle", "sampling", "gpu", "api"],
     "Latency laboratory": ["slo", "slo_reference"],
-    "Inside": ["architecture", "internals/*", "glossary*"],
+    "Inside": ["build_the_engine", "architecture", "internals/*", "glossary*"],
     "Results": ["benchmarks", "reliability"],
     "Project": ["contributing", "changelog", "*"],
 }

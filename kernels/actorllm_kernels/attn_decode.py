@@ -1,13 +1,13 @@
 """Attention of the last 1 to 4 tokens of every sequence over the paged cache (reference: `reference.attention`).
 
-A fixed number of programs share the key tiles of all sequences and heads as `plan_decode` has divided them; every length is
-read from the device, so that one graph serves all lengths. A program walks its tiles, and whatever it finds of a sequence is
-either the whole of it, which it writes to the output, or a part, which it writes to `partials` together with the logsumexp of
-its scores; `attn_combine` merges those. A program has at most two parts: one that began before it, one that goes on after it.
+A fixed number of programs share the key tiles of all sequences and heads as `plan_decode` has divided them. Every length is
+read from the device, so that one graph serves all lengths. A program walks its tiles. What it finds of a sequence may be the whole
+of it, which it writes to the output. Or it is a part, which it writes to `partials` together with the logsumexp of its scores.
+`attn_combine` merges the parts. A program has at most two: one that began before it, one that goes on after it.
 
-All heads of a group and all new tokens of a sequence are rows of one tile of queries, so that keys and values are read
-once. A tile of keys lies within one block of the cache, so that it is one contiguous piece of memory: its block id is one
-number, and nothing is masked but the scores. That needs a cache that is finite everywhere, since what lies behind the end of
+All heads of a group and all new tokens of a sequence are rows of one tile of queries. So keys and values are read once. A tile of
+keys lies within one block of the cache, so that it is one contiguous piece of memory. Its block id is one number, and nothing is
+masked but the scores. That needs a cache that is finite everywhere, since what lies behind the end of
 a sequence is read and multiplied by 0.
 """
 

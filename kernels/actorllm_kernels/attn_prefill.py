@@ -1,12 +1,12 @@
 """Attention of chunks of prompts over the paged cache (reference: `reference.attention`).
 
-The chunk's own keys and values are in the cache already. A program takes some tokens of one sequence with all query heads of
-one key-value head, 128 rows at best, so that the matrix units for large tiles are used; it walks the keys from the first
-that any of its tokens may see. Most tiles of keys are seen by all of them: only the tiles at the diagonal, and those at the
+The chunk's own keys and values are in the cache already. A program takes some tokens of one sequence with all query heads of one
+key-value head. That is 128 rows at best, so that the matrix units for large tiles are used. It walks the keys from the first that
+any of its tokens may see. Most tiles of keys are seen by all of them. Only the tiles at the diagonal, and those at the
 left edge of a window, are masked. As in `attn_decode`, a tile lies within one block of the cache, and the cache is finite.
 
-There is a second build for sm_90, which nobody has run yet: queries, keys and values are fetched by tensor descriptors, and by
-warps that do nothing else. The compiler wants all three so, four warps and one loop, in which every tile is masked.
+There is a second build for sm_90, which has not run on a GPU yet. Queries, keys and values are fetched by tensor descriptors, and
+by warps that do nothing else. The compiler wants all three so, four warps and one loop, in which every tile is masked.
 Descriptors take memory that `triton.set_allocator` provides.
 
 The host cuts the step into tiles of queries (`query_tiles`), once for all layers: prefill is not in a graph.

@@ -1,6 +1,6 @@
 """Changes single logits of some rows before sampling: ids taken out, biases and penalties (reference: `reference.edit_logits`).
 
-What to change comes as one list for the whole batch, with at most one entry for each row and id, since a row's rules touch few
+What to change comes as one list for the whole batch. It has at most one entry for each row and id, since a row's rules touch few
 ids (actorllm/model/logits.py keeps them so). The list has a fixed length in a graph; entries of row -1 do nothing.
 """
 

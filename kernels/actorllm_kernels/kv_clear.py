@@ -1,7 +1,7 @@
 """Clears what some tokens of a step have written to the cache (reference: `reference.clear_pages`).
 
 The cache must be finite everywhere (see `attn_decode`). Which tokens are at fault is known on the device at the end of their
-step, and this is the last thing in it: whoever gets the block next, in a step that is launched already, finds zeros.
+step, and this is the last thing in it. The next owner of the block, in a step that is launched already, finds zeros.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The last norm, the product with the LM head, and the draw of every tile of the vocabulary, without writing a logit
+"""The last norm, the product with the LM head, and the draw of every tile of the vocabulary. No logit is written
 (reference: `reference.fused_linear`, then `reference.sample`).
 
 A program computes the 256 logits of one tile for all rows, in float32, and leaves of them what `sample_pick` wants. For rows

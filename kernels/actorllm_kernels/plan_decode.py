@@ -1,7 +1,7 @@
 """How the key tiles of a decode step are divided among a fixed number of programs (reference: `reference.plan_decode`).
 
 The tiles of all sequences and key-value heads form one line: head by head, within a head sequence by sequence. Each program
-gets `quota` consecutive tiles of it, whatever the lengths are, so that all end at about the same time (stream-K: Osama et
+gets `quota` consecutive tiles of it, whatever the lengths are, so that all end at about the same time. This is stream-K (Osama et
 al., arXiv:2301.03598). The plan is made on the device, once per step, and used by every layer of the same window.
 """
 

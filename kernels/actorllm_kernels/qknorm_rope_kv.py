@@ -1,12 +1,12 @@
 """Between the projections and attention: norm of query and key heads, rotation, and the write to the paged cache
 (reference: `reference.qknorm_rope` and `reference.write_pages`).
 
-One program takes some heads of one token, whichever they are: query heads go to their own tensor, key and value heads to the
+One program takes some heads of one token, whichever they are. Query heads go to their own tensor, key and value heads to the
 token's slot of the cache. Everything is computed in float32 and rounded once. Pairs of a rotation are half a head apart,
 as in the checkpoints.
 
-A cache of one layer is [num_blocks, num_kv_heads, block_size, head_dim], one tensor for keys and one for values (they may be
-views of one pool: only the last three dimensions are contiguous). So the keys of a block and a head are one contiguous tile,
+A cache of one layer is [num_blocks, num_kv_heads, block_size, head_dim], one tensor for keys and one for values. They may be
+views of one pool: only the last three dimensions are contiguous. So the keys of a block and a head are one contiguous tile,
 which is what attention reads at a time.
 """
 

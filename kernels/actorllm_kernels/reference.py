@@ -1,6 +1,6 @@
 """What the kernels compute, stated plainly in torch: the oracle of their tests.
 
-Owns the statement of the sampler (docs/sampling.md), one row at a time, with integers of any size for the random words
+Owns the statement of the sampler (docs/sampling.md), one row at a time. It has integers of any size for the random words
 and a choice of precision for the logits. Slow on purpose: nothing here is arranged for speed, so that it can be read
 beside the document. Called by tests, of the CPU sampler and of the compiled kernels.
 """

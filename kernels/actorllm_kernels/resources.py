@@ -1,8 +1,8 @@
 """Compiles the shipped launches for a GPU that is not there, and reads what they take of it.
 
-Owns the resource table `resources/triton-X.Y.json`: for every shipped launch and architecture its registers, spilled bytes,
-shared memory, and how often the instructions occur that the kernel is meant to be made of. A launch is recorded by calling
-the launcher itself, on meta tensors, so that what is compiled here is what runs there, with the same specializations.
+Owns the resource table `resources/triton-X.Y.json`. For every shipped launch and architecture it has registers, spilled bytes
+and shared memory. It also has how often the instructions occur that the kernel is meant to be made of. A launch is recorded by
+calling the launcher itself, on meta tensors. So what is compiled here is what runs there, with the same specializations.
 
     python -m actorllm_kernels.resources            compare with the table
     python -m actorllm_kernels.resources --write    write the table of this version of Triton

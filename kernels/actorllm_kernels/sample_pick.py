@@ -1,8 +1,8 @@
 """The last stage of sampling: of what every tile of 256 ids offers, the best (reference: `reference.sample`).
 
-A tile offers the id that it would choose, the largest of its logits, and its logsumexp relative to that with the noise of
-the tile added (docs/sampling.md). `lm_head_sample` and `sample_topk_topp` make the offers. Here the tile with the best
-score wins, the token goes to the batch's outputs and to the state table, and the next step may begin.
+A tile offers the id that it would choose and the largest of its logits (docs/sampling.md). It also offers its logsumexp
+relative to that logit, with the noise of the tile added. `lm_head_sample` and `sample_topk_topp` make the offers. Here the tile
+with the best score wins. The token goes to the batch's outputs and to the state table, and the next step may begin.
 """
 
 from __future__ import annotations

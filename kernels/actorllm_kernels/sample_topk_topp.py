@@ -2,12 +2,12 @@
 (reference: `reference.kept` and `reference.sample`).
 
 For steps whose logits are changed, filtered or reported, and for batches too large for `lm_head_sample`. Nothing is sorted but
-the maxima of the tiles. A filter keeps what is at least a pivot, and the pivot is searched by bisection of the bits of the
-logits (of y in docs/sampling.md: y <= 0, so that the bits of -y are in the order of the values); a pass looks only at
-tiles whose largest logit is above the pivot in question, which are few where a filter is worth its name.
+the maxima of the tiles. A filter keeps what is at least a pivot. The pivot is searched by bisection of the bits of the logits.
+They are those of y in docs/sampling.md: y <= 0, so that the bits of -y are in the order of the values. A pass looks only at
+tiles whose largest logit is above the pivot in question. These are few where a filter is worth its name.
 
-Three launches, then `sample_pick`: the maxima of the tiles; the cutoff of each row, one program per row; the draw, of the tiles in
-which something is kept.
+Three launches, then `sample_pick`. They are the maxima of the tiles, the cutoff of each row (one program per row), and the draw.
+It looks at the tiles in which something is kept.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Launches that stand for those of the worker, by name, as calls on meta tensors (see `resources`).
 
-Every entry of the table of configurations is in at least one of them, and so are all ways to launch a kernel: with and without
+Every entry of the table of configurations is in at least one of them. So are all ways to launch a kernel: with and without
 each fused part, as a dependent or not, by blocks of rows. Shapes are those of the five models of bench/gpu.py, and of the head
-sizes and group sizes that other models have; all launches of the five models are compiled by a slow test.
+sizes and group sizes that other models have. A slow test compiles all launches of the five models.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """x @ weight.T for few rows, with what comes before and after it in the same launch (reference: `reference.fused_linear`).
 
-For a handful of rows a product costs the reading of its weight and a launch; so the norm in front of it, and the bias, gated
-activation or residual behind it, are done here. The weight's rows are the long side of the tile (a tile of the result is
-[BLOCK_N, BLOCK_M], transposed when it is stored): the matrix units for large tiles want at least 64 there, which wide products
-have; narrow ones are cut into more and smaller tiles, so that there are programs enough. Padding a few rows of x to 16 on the
+For a handful of rows a product costs the reading of its weight and a launch. So the norm in front of it, and the bias, gated
+activation or residual behind it, are done here. The weight's rows are the long side of the tile: a tile of the result is
+[BLOCK_N, BLOCK_M], transposed when it is stored. The matrix units for large tiles want at least 64 there, which wide products
+have. Narrow ones are cut into more and smaller tiles, so that there are programs enough. Padding a few rows of x to 16 on the
 short side costs nothing. The norm needs no pass of its own: the sum of squares is gathered in the loop, and
 scales the result.
 
-As a dependent launch, a program asks for its weights before it waits for the kernel in front of it: they are constant, and
+As a dependent launch, a program asks for its weights before it waits for the kernel in front of it. They are constant, and
 the memory would be idle otherwise.
 
 `is_skinny` says for which shapes this is to be used; others go to cuBLAS (`torch.nn.functional.linear`).

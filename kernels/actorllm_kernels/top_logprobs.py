@@ -1,7 +1,7 @@
 """Log-probabilities of the chosen token and of the most likely ones, and the rank of the former (reference:
 `reference.top_logprobs`).
 
-From logits as the model gave them. The most likely ids are found by the maxima of the tiles: the largest of the maxima names the
+From logits as the model gave them. The most likely ids are found by the maxima of the tiles. The largest of the maxima names the
 tile, of which 256 logits are read, and so on for each id that is wanted.
 """
 

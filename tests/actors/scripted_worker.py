@@ -92,7 +92,8 @@ class ScriptedRunner:
         return plan
 
     def sample(self, plan: StepPlan, late: LateInputs | None = None) -> StepResult:
-        return self.worker.run(plan, late)
+        started = time.monotonic()
+        return replace(self.worker.run(plan, late), started=started, ended=time.monotonic())
 
 
 class ScriptedWorkerActor(WorkerActor):

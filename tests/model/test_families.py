@@ -243,6 +243,14 @@ LLAMA: dict[str, Any] = {
 }
 
 
+def test_every_family_is_compared_with_transformers(tmp_path: Path) -> None:
+    compared = set()
+    for number, (name, differences) in enumerate(VARIANTS.values()):
+        save(name, tmp_path / str(number), max_position_embeddings=256, **differences)
+        compared |= set(json.loads((tmp_path / str(number) / "config.json").read_text())["architectures"])
+    assert compared == set(FAMILIES), "add the family to VARIANTS"
+
+
 def test_every_family_runs_fused_on_both_backends(tmp_path: Path) -> None:
     for architecture in FAMILIES:
         (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"architectures": [architecture], "head_dim": 32}))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+import threading
 from typing import Any
 
 import pytest
 
 from actorllm import AsyncLLM
-from actorllm.server import create_app, launcher, warm_up
+from actorllm.server import create_app, launcher, warm_up, warmup
 from actorllm.server.listener import Listener
 from actorllm.text import chat_template as chat
 from tests.server.conftest import client_of
@@ -63,3 +64,19 @@ async def test_a_server_does_not_look_through_what_its_start_made(monkeypatch: p
     await launcher.serve(create_app(llm), Listener(port=0))
     assert [count > 10_000 for count in counts] == [True]
     assert gc.get_freeze_count() == 0
+
+
+async def test_a_template_that_does_not_end_keeps_no_server_from_starting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The start goes on after the limit that a request has, and says why the first chats will fail."""
+    ended = threading.Event()
+    monkeypatch.setattr(warmup, "_read", lambda state: ended.wait(60))
+    caplog.set_level(logging.WARNING, "actorllm")
+    app = create_app(AsyncLLM("storyteller", topology="inline", num_threads=1, intake_timeout_s=0.2))
+    try:
+        await warm_up(app)
+        assert "intake_timeout_s=0.2" in caplog.text
+    finally:
+        ended.set()
+        app.state.server.llm.shutdown()

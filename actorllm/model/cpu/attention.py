@@ -1,20 +1,20 @@
 """The paged KV cache of a worker, and attention over it.
 
-Invariants: the pool is finite between steps (it starts as zeros, and the runner zeroes at once what a row without finite
-states or logits has written), because padded positions are read and multiplied by 0. Block ids are
-those of the scheduler, [0, num_blocks); two more blocks belong to the pool itself: one stays zero and fills up short
-block tables, one takes the writes of padding tokens.
+Invariants: the pool is finite between steps, because padded positions are read and multiplied by 0. It starts as zeros, and the
+runner zeroes at once what a row without finite states or logits has written. Block ids are those of the scheduler,
+[0, num_blocks). Two more blocks belong to the pool itself: one stays zero and fills up short block tables, one takes the writes
+of padding tokens.
 
 Layout, per layer: [num_blocks + 2, 2 * num_kv_heads, block_size * head_dim]. The first half of a block's heads are keys,
 stored as [head_dim, block_size], the second half values, as [block_size, head_dim]. So either product of attention is a
-sum of weighted rows of the pool: scores are the key rows of a block weighted by the query, outputs the value rows
+sum of weighted rows of the pool. Scores are the key rows of a block weighted by the query, outputs the value rows
 weighted by the probabilities. That is what `torch.embedding_bag` computes, straight from the pages and for all rows of a
-batch at once; batched matrix products would first gather keys and values, and then be slower. A row's sums do not
+batch at once. Batched matrix products would first gather keys and values, and then be slower. A row's sums do not
 depend on what else is in the batch. Only rows of very different length are split into groups. The indices of a group
 are kept for the next step of the same rows, and change where a row gets a new block.
 
-Prefill works row by row, in tiles of queries, with matrix products over keys and values that the step has just computed,
-or over gathered ones where a part of the row is in the cache already.
+Prefill works row by row, in tiles of queries, with matrix products over keys and values that the step has just computed.
+Where a part of the row is in the cache already, they are gathered.
 
 `KVCache` is owned by the runner; `KVWrites` and `AttentionBatch` are made from it once per step and passed through the
 layers.
@@ -80,6 +80,8 @@ class KVCache:
         self.pool = _zero_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
         self.layers = [KVLayer(blocks, num_kv_heads, head_dim, block_size) for blocks in self.pool.unbind(0)]
         rows_per_layer = shape[1] * shape[2] * max(head_dim, block_size)
+        self.scoring = Scoring(head_dim**-0.5)
+        """Of layers without one of their own."""
         self.index_type: Any = np.int32 if rows_per_layer <= np.iinfo(np.int32).max else np.int64
         self.decodes: dict[int | None, DecodeContext] = {}
         """By sliding window."""
@@ -117,7 +119,7 @@ class KVWrites:
     def __init__(self, inputs: StepInputs, cache: KVCache) -> None:
         self._cache = cache
         size, heads, dim = cache.block_size, cache.num_kv_heads, cache.head_dim
-        whole, block_ids = _whole_blocks(inputs, size)
+        whole, block_ids = _whole_blocks(inputs, size) if inputs.prefill_slots else _NO_BLOCKS
         self._loose: torch.Tensor | None = None  # tokens that are written one by one; None: all
         kv_slots = inputs.kv_slots
         self._whole: torch.Tensor | None = None  # [num_whole * block_size] tokens
@@ -162,8 +164,11 @@ def _whole_blocks(inputs: StepInputs, size: int) -> tuple[I64, I64]:
             tokens.append(np.arange(start + low * size - first, start + high * size - first))
             blocks.append(table[low:high].astype(np.int64))
     if not blocks:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        return _NO_BLOCKS
     return np.concatenate(tokens), np.concatenate(blocks)
+
+
+_NO_BLOCKS: tuple[I64, I64] = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
 
 class DecodeGroup:
@@ -243,24 +248,22 @@ class Scoring:
 
 
 class AttentionBatch:
-    """Who looks at what in one step, for one sliding window (None: everything before)."""
+    """Which token attends to which in one step, for one sliding window (None: everything before)."""
 
     def __init__(
         self, inputs: StepInputs, cache: KVCache, writes: KVWrites, queries_per_kv: int, window: int | None
     ) -> None:
         self.queries_per_kv = queries_per_kv
-        self.scoring = Scoring(cache.head_dim**-0.5)
         self._cache = cache
         self._writes = writes
         self._window = window
         self.groups = self._decode_groups(inputs) if inputs.num_decodes else []
-        self.rows = [
-            self._prefill_row(inputs, start, count, first)
-            for start, count, first in zip(
-                inputs.prefill_starts, inputs.prefill_counts, inputs.prefill_first, strict=True
-            )
-        ]
-        self._has_fresh_rows = any(row.block_ids is None for row in self.rows)
+        self.rows: list[PrefillRow] = []
+        self._has_fresh_rows = False
+        for start, count, first in zip(inputs.prefill_starts, inputs.prefill_counts, inputs.prefill_first, strict=True):
+            row = self._prefill_row(inputs, start, count, first)
+            self.rows.append(row)
+            self._has_fresh_rows |= row.block_ids is None
 
     def attend(
         self, layer: int, query: torch.Tensor, key_value: torch.Tensor, scoring: Scoring | None = None
@@ -270,7 +273,7 @@ class AttentionBatch:
         query: [num_tokens, num_heads, head_dim]; key_value: [num_tokens, 2 * num_kv_heads, head_dim].
         Returns [num_tokens, num_heads * head_dim].
         """
-        scoring = scoring or self.scoring
+        scoring = scoring or self._cache.scoring
         self._writes.store(layer, key_value)
         if len(self.groups) == 1 and self.groups[0].end == query.shape[0]:
             return self._decode(layer, query, self.groups[0], scoring)
@@ -287,14 +290,15 @@ class AttentionBatch:
         views = self._cache.layers[layer]
         num_rows, num_heads, dim = query.shape
         weights = query.unsqueeze(2).expand(-1, -1, group.num_blocks, -1).reshape(-1)
-        scores = _weighted_sums(views.key_rows, group.key_index, group.key_bags, weights)
+        # One sum of weighted rows per bag; a bag is the part of the index from its entry in the bags on.
+        scores = torch.embedding_bag(views.key_rows, group.key_index, group.key_bags, False, 0, False, weights)[0]
         scores = scores.view(num_rows, num_heads, -1)
         if scoring.softcap is None:
             scores = torch.add(group.bias, scores, alpha=scoring.scale)
         else:
             scores = _capped_(scores.mul_(scoring.scale), scoring.softcap).add_(group.bias)
         weights = torch.softmax(scores, -1).view(-1)  # [num_rows, num_heads, num_blocks * block_size]
-        out = _weighted_sums(views.value_rows, group.value_index, group.value_bags, weights)
+        out = torch.embedding_bag(views.value_rows, group.value_index, group.value_bags, False, 0, False, weights)[0]
         out = out.view(num_rows, num_heads, dim)
         if scoring.sinks is not None:
             out.mul_(_share_beside_sinks(scores, scoring.sinks.unsqueeze(1)))
@@ -340,16 +344,21 @@ class AttentionBatch:
 
     def _decode_groups(self, inputs: StepInputs) -> list[DecodeGroup]:
         """The groups of the step before with one more token per row, or new ones."""
-        context = self._cache.decodes.get(self._window)
+        context, lengths = self._cache.decodes.get(self._window), inputs.decode_lengths
         if (
-            context is None
-            or context.version != inputs.decode_version
-            or not _is_one_step_on(context.lengths, inputs.decode_lengths)
-            or not all(self._extend(group, inputs) for group in context.groups)
+            context is not None
+            and context.version == inputs.decode_version
+            and _is_one_step_on(context.lengths, lengths)
         ):
-            context = DecodeContext(inputs.decode_version, inputs.decode_lengths, self._new_groups(inputs))
-            self._cache.decodes[self._window] = context
-        context.lengths = inputs.decode_lengths
+            for group in context.groups:
+                if not self._extend(group, inputs):
+                    break
+            else:
+                context.lengths = lengths
+                return context.groups
+        context = self._cache.decodes[self._window] = DecodeContext(
+            inputs.decode_version, lengths, self._new_groups(inputs)
+        )
         return context.groups
 
     def _extend(self, group: DecodeGroup, inputs: StepInputs) -> bool:
@@ -449,12 +458,6 @@ def _is_one_step_on(before: I64, after: I64) -> bool:
     """Whether every row has one token more than before; rows of the padding slot stay at their only one."""
     grown = after - before
     return bool(((grown == 1) | ((grown == 0) & (after == 1))).all())
-
-
-def _weighted_sums(rows: torch.Tensor, index: torch.Tensor, bags: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """One sum of weighted rows per bag, [num_bags, row_size]; a bag is the part of `index` from its entry in `bags` on."""
-    out: torch.Tensor = torch.embedding_bag(rows, index, bags, False, 0, False, weights)[0]
-    return out
 
 
 def _capped_(scores: torch.Tensor, softcap: float) -> torch.Tensor:

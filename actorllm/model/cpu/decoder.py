@@ -1,8 +1,8 @@
 """The fused forward of every family (`model.families`) on the CPU.
 
-With several ranks, each holds its heads, its part of the MLP and of the vocabulary (`parallel`).
-Per layer: norm, one product for query, key and value, rotation, attention, output product plus residual, norm, one
-product for gate and up, the activation, down product plus residual. Called by the runner, under inference mode.
+With several ranks, each holds its heads, its part of the MLP and of the vocabulary (`parallel`). A layer is: norm, one product
+for query, key and value, rotation, attention, output product plus residual. The MLP follows: norm, one product for gate and up,
+the activation, down product plus residual. Called by the runner, under inference mode.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class DecoderLayer:
             self._ranks.sum_(part)
         x = part.add_(x) if self.output_norm is None else self.output_norm(part).add(x)
         seen = x if self.mlp_norm is None else self.mlp_norm(x)
-        part = self.down(self.activation(self.gate_up(seen)))
+        gate, up = self.gate_up(seen).chunk(2, 1)  # [num_tokens, intermediate_size] each
+        part = self.down(self.activation(gate).mul_(up))
         if self._is_shared:
             self._ranks.sum_(part)
         return part.add_(x) if self.mlp_output_norm is None else self.mlp_output_norm(part).add(x)
@@ -154,6 +155,7 @@ class Decoder:
             for rope in (config.rope, config.window_rope)
             if rope is not None
         ]
+        self._windows = tuple(dict.fromkeys(config.windows))
         self._vocab_part = self.ranks.part(config.vocab_size)
         self.embedding = tensors.embedding()
         self._embedding_scale = tensors.embedding_scale
@@ -181,11 +183,14 @@ class Decoder:
         """The hidden states before the final norm, [num_tokens, hidden_size]; keys and values go to the cache."""
         fold = self.share.num_heads // self.share.num_kv_heads
         writes = KVWrites(inputs, cache)
-        attention = {w: AttentionBatch(inputs, cache, writes, fold, w) for w in dict.fromkeys(self.config.windows)}
+        attention: dict[int | None, AttentionBatch] = {}
+        for window in self._windows:
+            attention[window] = AttentionBatch(inputs, cache, writes, fold, window)
         positions = torch.from_numpy(inputs.positions)
         rotations = [rotary.rotations(positions) for rotary in self.rotary]
         x = self._embed(torch.from_numpy(inputs.token_ids))
-        place_rows(x, inputs)
+        if inputs.embedded is not None:
+            place_rows(x, inputs)
         for layer in self.layers:
             x = layer(x, rotations[layer.rope], attention[layer.window])
         return x

@@ -6,6 +6,8 @@ Called by `decoder`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,19 +69,10 @@ class RMSNorm:
         return torch.native_layer_norm(both, self.shape, self.weight, None, self.eps)[0][:, : self.size]
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, for [num_tokens, 2 * size] with the gate in the first half."""
-    gate, up = gate_up.chunk(2, 1)
-    return torch.nn.functional.silu(gate).mul_(up)  # [num_tokens, size]
-
-
-def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """The same with gelu in its approximation by tanh."""
-    gate, up = gate_up.chunk(2, 1)
-    return torch.nn.functional.gelu(gate, approximate="tanh").mul_(up)
-
-
-ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+}
 
 
 class RotaryEmbedding:
@@ -87,7 +80,7 @@ class RotaryEmbedding:
 
     Pairs are kept adjacent ("interleaved"), so that a rotation is one complex product. Checkpoints of the Hugging Face
     kind hold the pairs half a head apart: `interleave` reorders the rows of their projections once, at loading. Scores
-    are sums over the dimensions of a head, so that no one else notices.
+    are sums over the dimensions of a head, so that the order changes nothing.
     """
 
     def __init__(self, angles: torch.Tensor) -> None:

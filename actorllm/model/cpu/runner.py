@@ -206,7 +206,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self.cache.copy(sources, targets)
 
     def check_itself(self) -> None:
-        """A prefill and a decode step, in a batch and a cache that nobody else has."""
+        """A prefill and a decode step, in a batch and a cache of their own."""
         kept = self.cache, self.batch, self._rows, self._written, self._is_half_done, self._pooled
         self._pooled = PooledStates()
         try:
@@ -265,7 +265,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                 hidden = self.decoder.select(states, inputs.result_tokens)
             if len(sampling.how) == 1:
                 logits = self._logits(hidden, sampling, 0, len(sampling.slots))
-            self._team.observe(size, time.perf_counter() - wall, time.thread_time() - cpu)
+            if size > 1:
+                self._team.observe(size, time.perf_counter() - wall, time.thread_time() - cpu)
             if self.batch.prompt_logprobs:
                 prompt_logprobs = self._prompt_logprobs(inputs, states)
         self.batch.advance(inputs)
@@ -363,7 +364,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     def _clear_bad_prompts(self, states: torch.Tensor, inputs: StepInputs) -> I32:
         """Look for prompts without finite states, and clear what they have written. Returns which prefill rows they are.
 
-        Now, because a prompt that goes on in another step may be aborted or preempted before anyone sees its logits.
+        Now, because a prompt that goes on in another step may be aborted or preempted before its logits are looked at.
         """
         first = inputs.num_decodes
         is_finite = torch.isfinite(states[first:].sum(1, dtype=torch.float32)).numpy()

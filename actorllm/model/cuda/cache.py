@@ -1,7 +1,7 @@
 """The paged KV cache on a device.
 
-One pool, [num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]: what a block holds of a layer is one contiguous piece,
-keys first, and the keys of a block and a head are one tile of attention. Block ids are the scheduler's.
+One pool: [num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]. What a block holds of a layer is one contiguous piece,
+keys first. The keys of a block and a head are one tile of attention. Block ids are the scheduler's.
 
 Invariant: the pool is finite everywhere between steps. It starts as zeros, and each step clears what it has written for
 tokens without finite states or logits, on the device (`ops.kv_clear`).

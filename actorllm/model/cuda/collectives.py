@@ -1,9 +1,9 @@
-"""What the ranks of one model exchange on their devices; `model.parallel` says who holds what.
+"""What the ranks of one model exchange on their devices; `model.parallel` says which rank holds what.
 
-All of them make the same launches in the order of the plans, and an exchange is one launch among them, on the stream of the
-step and inside its graph. So whatever decides which launches are made must be the same everywhere: plans, and what ranks
-have told each other (`all_agree`), never what a rank sees alone, as its idle time. What a rank has to find out about itself it
-computes with nothing exchanged (`alone`).
+All of them make the same launches in the order of the plans. An exchange is one launch among them, on the stream of the step
+and inside its graph. So whatever decides which launches are made must be the same everywhere. That is plans, and what ranks have
+told each other (`all_agree`). It is never what a rank sees alone, such as its idle time. What a rank has to find out about
+itself it computes with nothing exchanged (`alone`).
 
 On GPUs torch.distributed goes through NCCL, on CPU tensors through gloo. With one rank nothing here launches anything. Owned by
 the runner.
@@ -40,7 +40,7 @@ def own_device(config: EngineConfig, rank: int) -> CudaDevice:
             f"tensor_parallel_size={config.world_size} needs a GPU for every rank, and {count} can be seen (CUDA_VISIBLE_DEVICES "
             f"may hide some); set tensor_parallel_size={count} or less, or device='cpu'"
         )
-    # A launch behind one of NCCL's may not begin early: nobody has seen that the two go together.
+    # A launch behind one of NCCL's may not begin early: the two together were never tried.
     device = CudaDevice(rank, uses_pdl=False)
     if not torch.distributed.is_nccl_available():
         raise ConfigError(

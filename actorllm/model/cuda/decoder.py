@@ -1,9 +1,9 @@
 """The fused forward of every family (`model.families`) on a device.
 
-A layer is: norm and the product for query, key and value; norm of heads, rotation and the write to the cache in one launch;
-attention; output product plus residual; norm, the product for gate and up, and the activation; down product plus residual.
-For few rows the norm before a product and whatever follows it are part of its launch (`linear`), else the product is cuBLAS's and
-the rest are kernels of their own.
+A layer begins with the norm and the product for query, key and value. Norm of heads, rotation and the write to the cache are one
+launch. Attention and the output product plus residual follow. The MLP is the norm, the product for gate and up, the activation,
+and the down product plus residual. For few rows the norm before a product and whatever follows it are part of its
+launch (`linear`). Else the product is cuBLAS's and the rest are kernels of their own.
 
 `decode` makes the launches of a step of one token per sequence, and nothing else, so that they can be recorded as a graph.
 `prefill` works on chunks of prompts, with any decode rows in front of them, and is launched kernel by kernel.
@@ -262,7 +262,7 @@ class DeviceModel(Protocol):
     num_bytes: int
     """Bytes of weights that one decode step reads."""
     needs_trial: bool
-    """Whether nobody knows that `decode` makes nothing but launches: a recording of it is tried before it is used."""
+    """Whether `decode` may make more than launches: a recording of it is tried before it is used."""
     head: LMHead | None
     """What follows the hidden states, where sampling may do it itself."""
 

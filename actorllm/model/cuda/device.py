@@ -1,7 +1,7 @@
 """Where the tensors of a runner are, and the few things that are done differently there.
 
-`CudaDevice` is a GPU: one stream, on which everything of a runner happens in the order of its calls; uploads from pinned memory,
-downloads into pinned memory behind an event, graphs by capture. `HostDevice` has the same surface on CPU
+`CudaDevice` is a GPU. It has one stream, on which everything of a runner happens in the order of its calls. Uploads come from
+pinned memory, downloads go into pinned memory behind an event, graphs come from capture. `HostDevice` has the same surface on CPU
 tensors: launches run at once, and a graph is the list of what it repeats (`host_graph`). So CI runs every line of the step but
 those of `CudaDevice`.
 
@@ -50,7 +50,7 @@ class Download(ABC):
     def waiter(self) -> Callable[[], None]:
         """What blocks as `wait` does, for another thread. It holds none of the tensors.
 
-        Whoever frees the last copy tells the stream so, which must not happen while it is captured; so that is left to the
+        The thread that frees the last copy tells the stream so, which must not happen while it is captured; so that is left to the
         runner's own thread.
         """
 
@@ -157,7 +157,7 @@ class CudaDevice(Device):
         copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
         for copy, tensor in zip(copies, tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)
-        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits for it sleeps
+        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a thread that waits for it sleeps
         event.record(self._stream)
         return CudaDownload(copies, event)
 
@@ -165,7 +165,7 @@ class CudaDevice(Device):
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()  # one for all: no two of them run at the same time
-        # What is freed meanwhile may leave an event on the captured stream, which nobody can ask about later.
+        # What is freed meanwhile may leave an event on the captured stream, which cannot be asked about later.
         collects_garbage = gc.isenabled()
         gc.disable()
         try:

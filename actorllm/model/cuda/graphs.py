@@ -1,9 +1,9 @@
 """Decode steps recorded as graphs, one per number of rows that is in use.
 
-A step of n rows runs as one of the next larger size, filled up with rows of no slot. Sizes are recorded when they are wanted:
-the smallest and the largest at the start, the others while the worker has nothing to do, or between two steps once one
-has been launched kernel by kernel for MAX_MISSES times. Recording launches nothing, but it takes the loop's time; and every
-kernel must have been compiled before, which is why a part is launched once, for rows of no slot, before it is recorded.
+A step of n rows runs as one of the next larger size, filled up with rows of no slot. Sizes are recorded when they are wanted.
+The smallest and the largest are recorded at the start, the others while the worker has nothing to do. A size is recorded between
+two steps once it has been launched kernel by kernel for MAX_MISSES times. Recording launches nothing, but it takes the loop's
+time. Every kernel must have been compiled before, so a part is launched once, for rows of no slot, before it is recorded.
 What cannot be recorded is launched kernel by kernel for good.
 
 Owned by the runner, which says what the launches are.

@@ -1,7 +1,7 @@
 """A graph of a step on CPU tensors: what a capture would hold, in its order, and repeated in the same memory.
 
 It is made of two kinds of nodes. Launches of ours (`ops`) are noted and not run. Operations of torch, as modules of
-transformers make them, run once while they are recorded, because what comes next needs their results; they read whatever is in
+transformers make them, run once while they are recorded, because what comes next needs their results. They read whatever is in
 their inputs then, and write to tensors of their own. Replayed, each writes its result where the recording had put it. So what
 Python has computed by itself stays what it was, and a value cannot be read: as on a GPU. Used by `HostDevice`.
 """

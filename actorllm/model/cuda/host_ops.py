@@ -1,6 +1,6 @@
 """What the kernels do, on CPU tensors by torch and numpy: the same arguments, the same results up to rounding.
 
-So the step of the GPU can be run where there is none, in milliseconds; Triton's interpreter does the same with the kernels
+So the step of the GPU can be run where there is none, in milliseconds. Triton's interpreter does the same with the kernels
 themselves, in seconds. Like them, nothing here looks at more than a kernel would: lengths come from tensors, padding rows do
 nothing. Called through `ops`, which chooses.
 """

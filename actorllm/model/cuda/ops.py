@@ -2,8 +2,8 @@
 
 On CPU tensors the kernels run in Triton's interpreter where TRITON_INTERPRET=1, and else `host_ops` stands in for them.
 
-No operation here allocates, reads a value on the host or returns one. So a list of them with their arguments is a step: on a
-GPU it is captured as a graph, elsewhere `record` collects it, without running it, as a capture would. Everything that may be
+No operation here allocates, reads a value on the host or returns one. So a list of them with their arguments is a step. On a
+GPU it is captured as a graph; elsewhere `record` collects it, without running it, as a capture would. Everything that may be
 inside a graph goes through here, but for what modules of transformers do.
 """
 

@@ -1,8 +1,8 @@
 """Compiles the kernels of a model before its weights are there.
 
-A step is rehearsed on tensors without memory (torch's meta device): the launches that the runner makes are handed to Triton
-with the order to compile and not to run. It does so in threads, while the weights are read, and keeps the results where the
-real launches look for them, and in its cache folder (TRITON_CACHE_DIR) for the next start. What is not rehearsed is
+A step is rehearsed on tensors without memory (torch's meta device). The launches that the runner makes are handed to Triton
+with the order to compile and not to run. It does so in threads, while the weights are read. It keeps the results where the real
+launches look for them, and in its cache folder (TRITON_CACHE_DIR) for the next start. What is not rehearsed is
 compiled when it is first launched. Called by the runner.
 """
 

@@ -8,7 +8,7 @@
     result = runner.finish(handle)          the StepResult, once it is done; handles are finished in the order of their plans
     runner.close()                          gives the memory back
 
-`execute` of the next plan may be called before `finish`: the next inputs are on the device (`state`), and the host's batch knows
+`execute` of the next plan may be called before `finish`. The next inputs are on the device (`state`), and the host's batch knows
 how many tokens there are without knowing which. `sample(handle, late)` and `step(plan, late)` do all the rest and wait.
 
 Decode steps are whole graphs (`graphs`); steps with prompts are launched kernel by kernel, because their kernels are large.
@@ -70,7 +70,7 @@ DEFAULT_MEMORY_SHARE = 0.9
 """gpu_memory_utilization where it is not given, as in vLLM."""
 
 GRAPH_BYTES = 256 << 20
-"""Left free for what the driver keeps of recorded steps. An estimate: nobody has measured it."""
+"""Left free for what the driver keeps of recorded steps. An estimate, not a measurement."""
 
 LOGITS_COPIES = 3
 """Of the logits of a step that a module has before they are done, in its type: a head, its bias, its cap."""
@@ -268,7 +268,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             )
 
     def _cache_bytes(self) -> int:
-        """What the largest prefill and decode steps, the weights and everybody else leave of gpu_memory_utilization."""
+        """What the largest prefill and decode steps, the weights and other programs leave of gpu_memory_utilization."""
         cache = self.config.cache
         num_blocks, plans = self._largest_steps()
         with self.device.active():
@@ -381,7 +381,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
 
     @torch.inference_mode()
     def check_itself(self) -> None:
-        """A decode step with a row of no slot, which changes nothing for anybody.
+        """A decode step with a row of no slot, which changes nothing for any request.
 
         Of several ranks each looks at what it has itself: they need not come here between the same two launches.
         """

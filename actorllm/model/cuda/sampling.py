@@ -1,8 +1,8 @@
 """Choosing the next tokens on the device, as docs/sampling.md defines it.
 
 Three ways, by what the rows of a step want (`Way`). HEAD: temperature alone; the product with the LM head leaves no
-logits behind. LOGITS: logits are written, filtered by the columns of the state table and drawn from; for more rows
-than HEAD takes, for filters, and where log-probabilities are wanted. EDITED: logits are also changed in between, by rules and
+logits behind. LOGITS: logits are written, filtered by the columns of the state table and drawn from. It serves more rows than
+HEAD takes, filters, and log-probabilities. EDITED: logits are also changed in between, by rules and
 bit masks which the host uploads; when it can, the forward has been launched already. The first two are part of the
 step's graph.
 

@@ -2,8 +2,8 @@
 
 A decode step names slots and reads everything else from here: the last token, how much is computed, the block table, how to
 sample. It also advances the table, so that the next step can be launched before the host knows this one's tokens. The
-host's `DeviceBatch` has the same columns but for the tokens; what it writes here is what a plan says, and of a slot that is
-in use only block tables (`extend`) and, for prompts, how much is computed.
+host's `DeviceBatch` has the same columns but for the tokens. What it writes here is what a plan says. Of a slot that is in use
+it writes only block tables (`extend`) and, for prompts, how much is computed.
 
 `DeviceBatch` is the host's side of that: a `PersistentBatch` that is told at the launch of a step that tokens were sampled,
 and later which. Both are owned by the runner.

@@ -1,8 +1,8 @@
 """Any decoder that `model.hf.transformers_backend` takes, on a device: transformers' modules, our attention over the cache there.
 
-`load` puts the weights on the device and holds the model against transformers' own attention there (`probe`). What its modules
-do in a step beside launches (read a value, remember something, choose by a number of Python's) is not known; so the runner tries
-a recorded step before it believes in one (`needs_trial`). Called by the runner.
+`load` puts the weights on the device and checks the model against transformers' own attention there (`probe`). In a step its
+modules may do more than launch: read a value, remember something, choose by a number of Python's. So the runner tries a recorded
+step before it relies on one (`needs_trial`). Called by the runner.
 """
 
 from __future__ import annotations

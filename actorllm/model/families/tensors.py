@@ -107,7 +107,7 @@ class DecoderTensors:
     def close(self) -> None:
         """All that is needed has been read. Raises CorruptModelError for a tensor that is left over."""
         needs_no_head = self._config.ties_embeddings or not self._config.has_head
-        self._weights.close(  # the config determines them, or nobody needs them
+        self._weights.close(  # the config determines them, or no layer needs them
             is_ignorable=lambda name: (
                 name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and needs_no_head)
             )

@@ -1,10 +1,10 @@
 """Encoders of `transformers` (BERT, RoBERTa, DistilBERT ...), whose tokens see all others: packed, and without a cache.
 
-A step is one row of tokens with positions, as for decoders; our attention (`attention`) keeps prompts
+A step is one row of tokens with positions, as for decoders. Our attention (`attention`) keeps prompts
 apart, so that nothing is padded and no mask is made. Whole prompts only: `Submit.is_chunkable` is false, and the runner's blocks
-are counted but hold nothing. What cannot be run so is refused by name and with the reason: by `read_plan`, which runs the model
-once on torch's meta device, where the structure shows it; by `load`, which holds the states of two prompts against those that
-transformers has for each of them alone, where only numbers do. Called by `registry`.
+are counted but hold nothing. What cannot be run so is refused by name and with the reason. `read_plan` runs the model once on
+torch's meta device, and refuses what the structure shows. `load` refuses what only numbers show: it compares the states of two
+prompts with those that transformers has for each of them alone. Called by `registry`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Linear layers of a transformers model, with their weights as the fused forwards have them (`model.linear`).
 
-`pack` puts a `PackedModule` in place of every plain linear layer, one after the other, so that no more than one weight is in
-memory twice; an embedding that is also the head stays beside its packed copy. Other modules that multiply by a weight (the
-three-dimensional ones of experts, routers of their own) are left as they are. Called by `transformers_backend.load`, which
+`pack` puts a `PackedModule` in place of every plain linear layer, one after the other. So no more than one weight is in
+memory twice. An embedding that is also the head stays beside its packed copy. Other modules that multiply by a weight are left
+as they are: the three-dimensional ones of experts, routers of their own. Called by `transformers_backend.load`, which
 checks the logits afterwards.
 """
 
@@ -22,7 +22,7 @@ class PackedModule(torch.nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.weight = torch.empty_like(weight, device="meta")
-        """Tells type and shape to whoever asks; there are no values."""
+        """Tells type and shape to code that asks; there are no values."""
         self._linear = linear(Dense(weight, bias))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

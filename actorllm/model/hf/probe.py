@@ -1,7 +1,7 @@
-"""The last part of the guard: does a loaded model, in chunks and through our cache, say what transformers says?
+"""The last check of a model of transformers: in chunks and through our cache, it must say what transformers says.
 
 Two sequences of random ids run together, one in short chunks, one as decode rows, over blocks in no order. The logits of
-every token after the first step must be those that the stock model with transformers' own eager attention has for the
+every token after the first step must equal those of the stock model with transformers' own eager attention, for the
 whole sequence. What this finds is state that is kept outside of keys and values, or that mixes neighbours in the batch,
 whatever the model calls it. Called by `transformers_backend.load`, which repeats the check when it has packed the weights, and
 by `cuda.transformers_model.load`, for the attention of a GPU.

@@ -1,13 +1,13 @@
 """Any decoder of `transformers`, run over our paged KV cache: the way in for models without a fused forward.
 
-`read_plan` says from config.json alone whether a model can be served and what its attention looks like: the model is built
+`read_plan` says from config.json alone whether a model can be served and what its attention looks like. The model is built
 without memory (torch's meta device) and run once with an attention that only takes notes. `TransformersDecoder` is the
-model itself with our attention (`attention`): the whole step is one row of tokens with positions. What a layer may look at was
+model itself with our attention (`attention`). The whole step is one row of tokens with positions. What a layer may look at was
 read off its mask function, not off what it says.
 
 Served is what keeps all its state in keys and values, attends once per layer and step, causally or in a sliding window.
-Everything else is refused by name and with the reason (UnsupportedModelError): by the plan where the structure shows it,
-by `probe` on the loaded model where only the logits do. No code of a model's folder is ever run.
+Everything else is refused by name and with the reason (UnsupportedModelError). The plan refuses where the structure shows it,
+`probe` on the loaded model where only the logits do. No code of a model's folder is ever run.
 
 Called by `registry`, under its guarantee that transformers is imported only where it is needed.
 """
@@ -223,6 +223,7 @@ def _check_trace(trace: ForwardTrace, model: Any, architecture: str, failure: Ex
     if failure is not None:
         raise refused(architecture, f"its forward depends on more than shapes: {type(failure).__name__}: {failure}")
     num_modules, num_layers = len({id(call.module) for call in calls}), model.config.get_text_config().num_hidden_layers
+    # The cache has room for the keys and values of one call per layer and step.
     if len(calls) != num_modules:
         raise refused(architecture, f"its {num_modules} attention modules are called {len(calls)} times in one step")
     if len(calls) != num_layers:
@@ -483,7 +484,7 @@ def load_unchecked(
     show_progress: bool | None,
     device: torch.device | None = None,
 ) -> TransformersDecoder:
-    """The model with its weights, of which nobody knows yet what they give. Raises ModelError.
+    """The model with its weights; what it computes with them is not checked yet. Raises ModelError.
 
     device: where they are wanted; None: on the CPU. transformers reads to another device only by `accelerate`; without it, every
     tensor is read to the CPU and then moved.

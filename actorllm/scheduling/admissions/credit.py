@@ -1,9 +1,9 @@
 """Credits: slow streams make room for fast ones (the TPOT guard of SCORPIO, arXiv 2505.23022).
 
 A stream that promises a token every 100 ms needs half of the steps that one with 50 ms needs. So requests are counted by
-their weight, tightest tpot / own tpot: their sum is the virtual batch size. Who is next starts while steps of such a batch
-stay within the tightest promise, by prediction times `safety`. And while steps with everybody in them would not, a stream
-earns its weight in each step and runs when it has a whole credit: the batch shrinks to its virtual size.
+their weight, tightest tpot / own tpot: their sum is the virtual batch size. The next request starts while steps of such a batch
+stay within the tightest promise, by prediction times `safety`. When a step with all running streams would not, a stream earns
+its weight in each step and runs when it has a whole credit. The batch thereby shrinks to its virtual size.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Past-Future (LightLLM, ASPLOS 2025): admit as many as will fit, by how long answers have been lately.
 
-The past: the lengths of the last `window` answers. What a running request has still to say is drawn from those that were
-longer than what it has said. The future: requests end one after the other, and each end is preceded by a peak of memory;
-in the order of their ends, the k longest hold all their tokens and k times what the shortest of them has still to say. Who
-is next starts if the highest peak stays below `share` of the KV cache in each of `num_draws` draws. Until there is a past,
-everybody is expected to use his whole `max_tokens`. Who gave up counts with what it had still to say, by the same draw: else
-clients without patience would make all answers look short (Efron 1967).
+The past is the lengths of the last `window` answers. The rest of a running request's answer is drawn from those that were
+longer than what it has emitted. The future is a series of ends, and memory peaks before each of them. At such a peak the k
+longest requests hold all their tokens, and k times the rest of the shortest of them. The next request starts if the highest
+peak stays below `share` of the KV cache in each of `num_draws` draws. Until there is a past, every request is expected to use
+its whole `max_tokens`. A request that was aborted or failed counts with its rest, by the same draw. Otherwise clients without
+patience would make all answers look short (Efron 1967).
 
 Draws are no random numbers: each request has its own place in the distribution, made of its number, so that runs repeat.
 """
@@ -43,7 +43,7 @@ class PastFuture(AdmissionPolicy):
     def admit(self, sequence: Sequence, joining: list[Sequence], leaving: list[Sequence], view: View) -> Admit:
         running = [s for s in view.running() if s not in leaving]
         if not running and not joining:
-            return Admit.ADMIT  # whoever is taken at all fits alone
+            return Admit.ADMIT  # a request that was taken at all fits alone
         kv, batch = view.kv, view.batch
         everybody = [*running, *joining, sequence]
         slots = np.array([s.slot for s in running], np.intp)

@@ -1,9 +1,9 @@
-"""Reject who cannot have its first token in time (the TTFT guard of SCORPIO, arXiv 2505.23022).
+"""Reject requests that cannot have their first token in time (the TTFT guard of SCORPIO, arXiv 2505.23022).
 
-In an overload somebody must miss; who computes prompts that are late already makes the others late, too. A waiting request
-is rejected when its prompt alone, begun at once, would take until after its deadline, by what steps took lately times
-`safety`. It may then be tried elsewhere while that makes sense. Requests that promise no time to their first token stay, and
-so do those that a scheduler had taken which died: it is not for the load that they are late.
+In an overload some requests miss their deadline; computing prompts that are late already makes others late, too. A waiting
+request is rejected when its prompt alone, begun at once, would end after its deadline. The estimate is what steps took lately,
+times `safety`. The rejected request may be tried elsewhere while that makes sense. Requests that promise no time to their first
+token stay. So do requests that a scheduler which died had taken: the load is not what made them late.
 """
 
 from __future__ import annotations

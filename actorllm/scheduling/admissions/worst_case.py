@@ -1,6 +1,6 @@
-"""Worst case: who starts has room for its prompt and its `max_tokens`, whatever the others come to (Orca, OSDI 2022).
+"""Worst case: a request that starts has room for its prompt and its `max_tokens`, whatever others use (Orca, OSDI 2022).
 
-Nobody is ever preempted because those who run want memory (a policy may displace them for others), and memory that answers
+No request is ever preempted because running ones want memory; a policy may still displace it for others. Memory that answers
 shorter than `max_tokens` would have needed stays empty.
 """
 
@@ -19,7 +19,7 @@ class WorstCase(AdmissionPolicy):
     def admit(self, sequence: Sequence, joining: list[Sequence], leaving: list[Sequence], view: View) -> Admit:
         running = [s for s in view.running() if s not in leaving]
         if not running and not joining:
-            return Admit.ADMIT  # whoever is taken at all fits alone
+            return Admit.ADMIT  # a request that was taken at all fits alone
         kv = view.kv
         free = kv.num_free + sum(kv.num_exclusive(s.slot) for s in leaving)
         to_come = sum(max(0, kv.blocks_for(s.limit) - kv.num_blocks.item(s.slot)) for s in running)

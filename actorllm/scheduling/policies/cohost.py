@@ -5,9 +5,9 @@ Sensitive requests (`is_latency_sensitive`) are served as QoServe serves them; b
     prompts   come after those that are due earlier, and leave `reserve` of the KV blocks free for sensitive ones. The first
               one that cannot holds back those behind it that need about as many blocks (the same power of two), in this
               step: no step goes through all of best effort
-    decode    its rows pause in steps in which a sensitive prompt waits or is computed: they cost time, and nobody waits for
-              their next token. All run in one step of `turns`, and who has used up `yields` of what it was promised until
-              its end pauses no more
+    decode    its rows pause in steps in which a sensitive prompt waits or is computed: they cost time, and no reader waits
+              for their next token. All run in one step of `turns`. A request that has used up `yields` of what it was
+              promised until its end pauses no more
     memory    it is preempted when a sensitive request finds no room
 """
 
@@ -69,7 +69,7 @@ class Cohost(QoServe):
         return Admit.ADMIT if left >= self.reserve * view.kv.pool.num_blocks else Admit.SKIP_LINE
 
     def decode_mask(self, view: View) -> NDArray[np.bool_] | None:
-        # Who waits for what an admission policy keeps free waits for running ones to end, and pauses would put that off.
+        # What waits for room that an admission policy keeps free waits for ends of running ones; pauses would put those off.
         is_held_back, self._is_held_back = self._is_held_back, False
         waits = self._waiting and not is_held_back
         if not waits and not any(s.submit.is_latency_sensitive for s in view.prefilling):

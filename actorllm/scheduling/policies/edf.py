@@ -8,7 +8,7 @@ from actorllm.scheduling.sequence import Sequence
 
 
 class Edf(KeyPolicy):
-    """Who has no promise comes after all who have one; the latest deadline is preempted first."""
+    """Requests without a promise come after all that have one; the latest deadline is preempted first."""
 
     name = "edf"
 

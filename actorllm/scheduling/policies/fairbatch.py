@@ -2,8 +2,8 @@
 
 Token i of a request is due at arrival + ttft + i * tpot. A step may take as long as the tightest stream allows. It first has
 the decode rows that are due within `horizon` such steps, then prompts in the order of their deadlines. The other decode rows
-pause: who is ahead of its reader loses nothing by that. So that nobody who promises nothing stands still for ever, all rows
-decode in one step of `turns`.
+pause: a stream that is ahead of its reader loses nothing by that. All rows decode in one step of `turns`, so that requests
+without a promise never stand still for ever.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class FairBatch(KeyPolicy):
     """step_time: a fitted model; None: what steps take is learned while they run."""
 
     name = "fairbatch"
-    ignores_decode_steps = True  # without prompts everybody decodes
+    ignores_decode_steps = True  # without prompts all rows decode
     safety = 1.2
     horizon = 2.0
     turns = 4

@@ -1,7 +1,7 @@
 """Highest response ratio next (Brinch Hansen 1971): shortest first, but waiting counts in proportion to the work.
 
-(waited + work) / work, with the work of a prompt in seconds at the rate at which prompts were computed lately. Nobody
-starves: the ratio of whoever waits grows without bound.
+(waited + work) / work, with the work of a prompt in seconds at the rate at which prompts were computed lately. No request
+starves: the ratio of one that waits grows without bound.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from actorllm.scheduling.sequence import Sequence
 
 
 class Hrrn(KeyPolicy):
-    """Ratios change all the time, so they are made anew every `refresh_s`: of equal work, that of who came first."""
+    """Ratios change all the time, so they are made anew every `refresh_s`: of equal work, that of the earliest arrival."""
 
     name = "hrrn"
     ignores_decode_steps = True  # they tell nothing of the rate of prompts

@@ -1,10 +1,10 @@
 """Priorities, lower is sooner: `priority=` of a request, ties by `arrival_time` (vLLM's policy of that name); may age.
 
-That is when the caller asked, or what he says; the order in which requests reach the scheduler decides only what is left. So it is
-the same with the next scheduler after a death, however many frontends submit to it.
+The arrival is when the caller asked, or what the caller says. The order in which requests reach the scheduler decides only what
+is left. So the order is the same with the next scheduler after a death, however many frontends submit to it.
 
-With `ageing_s`, so many seconds of waiting are worth one level: who arrives that much later must be a level more urgent to come
-first. Everybody ages alike, so the order of two requests never changes, and nobody waits for ever.
+With `ageing_s`, so many seconds of waiting are worth one level. A request that arrives that much later must be a level more
+urgent to come first. All age alike, so the order of two requests never changes, and none waits for ever.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Priority(KeyPolicy):
 
     name = "priority"
     ageing_s = 0.0
-    """0: nobody ages, and the low priorities may starve, as in vLLM."""
+    """0: no request ages, and the low priorities may starve, as in vLLM."""
 
     def key(self, sequence: Sequence, view: View) -> SortKey:
         priority = sequence.priority

@@ -2,8 +2,8 @@
 
     order       first deadline + alpha * remaining prompt tokens (those not cached when it came to wait): from earliest
                 deadline to shortest first as alpha grows
-    chunk       the largest step that is over, by prediction times `safety`, before the next token of anybody is due
-    relegation  who cannot keep the promise any more, and holds no KV, goes behind everybody who can
+    chunk       the largest step that is over, by prediction times `safety`, before the next token of any request is due
+    relegation  a request that cannot keep its promise any more, and holds no KV, goes behind all that can
 
 Knobs are class attributes, to be changed in a subclass; each of the three can be switched off. The published policy has
 anchor "slo", which is right for readers and wrong for the mean gap (`actorllm.types.objective`): with "first" it serves both.

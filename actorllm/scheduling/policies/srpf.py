@@ -1,7 +1,7 @@
 """Shortest remaining prefill first: the best mean time to first token, and long prompts starve under load.
 
-The prefill counterpart of shortest remaining processing time (Schrage 1968). What is cached when a request comes to wait
-counts as done; what others compute of its prompt while it waits does not change its place.
+The prefill counterpart of shortest remaining processing time (Schrage 1968). Tokens that are cached when a request comes to
+wait count as done. What others compute of its prompt while it waits does not change its place.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Virtual token counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): fair to tenants.
 
 Every tenant has a counter of the service it got: `per_prompt` for a prompt token when it is admitted, `per_output` for each
-output token. Who got least is served next. A tenant that comes back after a pause starts at the least counter of those who
-are active, or where nobody is at that of who was so last: nobody saves up. Requests without a tenant share one. `weights`: a
-tenant of weight 2 may have twice as much.
+output token. The tenant that got least is served next. A tenant that comes back after a pause starts at the least counter of
+the active ones. Where none is active, it starts at the counter of the last that was. So no tenant saves up service. Requests
+without a tenant share one. `weights`: a tenant of weight 2 may have twice as much.
 
 Clients write the names of tenants, so no step costs by the number of them, and idle tenants are forgotten:
 
@@ -13,8 +13,8 @@ Clients write the names of tenants, so no step costs by the number of them, and 
     kept, the highest counters. So the credit is the smallest that there is, it is less than what the tenant has had, and it
     is no more than what any new name gets anyway. A tenant that has had much is not washed out by many that had little.
 
-Fair means fair to names: a client that invents tenants has the share of each. Where that matters, who authenticates clients
-has to write the tenant.
+Fair means fair to names: a client that invents tenants has the share of each. Where that matters, the program that
+authenticates clients has to write the tenant.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Vtc(KeyPolicy):
     def __init__(self) -> None:
         self._numbers: dict[str | None, int] = {}
         self._tenants: list[str | None] = []  # by number
-        self._free: list[int] = []  # numbers that nobody has
+        self._free: list[int] = []  # numbers that no tenant has
         self._served: NDArray[np.float64] = np.zeros(8)
         self._alive: NDArray[np.int64] = np.zeros(8, np.int64)
         self._per_token: NDArray[np.float64] = np.zeros(8)
@@ -55,7 +55,7 @@ class Vtc(KeyPolicy):
         self._least = 0.0
         """Of the counters of those active, when it was asked for last."""
         self._tenant_of: NDArray[np.intp] = np.zeros(0, np.intp)  # by slot
-        self._last = 0  # who was active last
+        self._last = 0  # the tenant that was active last
 
     @property
     def num_tenants(self) -> int:
@@ -88,7 +88,7 @@ class Vtc(KeyPolicy):
             self._tenant_of = np.zeros(view.limits.max_seqs, np.intp)
         tenant = sequence.tenant
         number = self._tenant_of[sequence.slot] = self._number(tenant)
-        if not sequence.num_preemptions:  # what is computed again is nobody's wish
+        if not sequence.num_preemptions:  # computing again is no service to the tenant
             self._served[number] += self.per_prompt * sequence.num_prompt / self.weights.get(tenant, 1.0)
 
     def on_step(self, done: StepDone, view: View) -> None:
@@ -143,7 +143,7 @@ class Vtc(KeyPolicy):
     def _forget(self) -> None:
         """All idle tenants whose counters say nothing; if too many are left, those that are least above.
 
-        Whoever has a token in flight stays: it will be counted.
+        A tenant with a token in flight stays: the token will be counted.
         """
         is_idle = self._alive[: len(self._tenants)] == 0
         is_idle[self._tenant_of] = False

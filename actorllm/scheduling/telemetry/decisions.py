@@ -2,8 +2,8 @@
 
 A recording has the inputs of a scheduler, and its decisions follow from them as long as the policy is at hand. One of the
 user's own may not be: another folder, another machine, edited since. So a recording of such an engine also has every answer
-that its policy gave (calls that begin with "decide"), and can be gone through anywhere, exactly as it was. Requests are
-named by their keys. Built in policies are part of the package and need none of it.
+that its policy gave (calls that begin with "decide"). It can be replayed anywhere, exactly as it was. Requests are named by
+their keys. Built in policies are part of the package and need none of it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Recording what goes into a scheduler, and replaying it.
 
-A Scheduler is a function of its calls. `RecordedScheduler` hands every call to a sink before it makes it; `replay` makes
-the same calls on a fresh scheduler and yields the plans, which are the same byte for byte. A live run can so be looked at
-again, step by step, and the simulator be held against it.
+A Scheduler is a function of its calls. `RecordedScheduler` hands every call to a sink before it makes it. `replay` makes the
+same calls on a fresh scheduler and yields the plans, which are the same byte for byte. So a live run can be looked at again,
+step by step, and the simulator can be compared with it.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[StepPlan]
     """Make the recorded calls on a fresh scheduler of the same configuration; yields its plans in order."""
     for call, now, argument in entries:
         verb, _, frontend = call.partition(" ")
+        # Calls of the scheduler by name, with the arguments as they were written.
         match verb:
             case "submit":
                 scheduler.submit(int(frontend), argument, now)

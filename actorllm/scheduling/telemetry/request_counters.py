@@ -1,7 +1,7 @@
-"""`RequestCounters`: how requests ended and how long they took, added up for who asks (a metrics endpoint). Pure.
+"""`RequestCounters`: how requests ended and how long they took, added up for a metrics endpoint. Pure.
 
-Kept where all frontends' requests are, so that whoever asks hears of all of them; it begins anew with the scheduler. An end
-costs one tuple: the sums are made many at a time. Called by the scheduler actor.
+Kept in the scheduler's process, where all frontends' requests are, so that one answer covers all of them. The counts begin anew
+with the scheduler. An end costs one tuple: the sums are made many at a time. Called by the scheduler actor.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RequestCounters:
         submit = sequence.submit
         scheduled, first = sequence.scheduled, sequence.first_token
         if scheduled is not None and first is not None and first < scheduled:
-            scheduled = None  # it had its first slot from a scheduler that died; when, nobody knows
+            scheduled = None  # it had its first slot from a scheduler that died; when is not known
         has_moved = submit.is_resumed or (first is not None and first < sequence.queued)  # from a scheduler that died
         self._reasons[end.reason] += 1
         self._ends.append(
@@ -88,7 +88,7 @@ class RequestCounters:
             self._fold()
 
     def _judge(self, end: End, slo: SLO | None, num_output: int) -> None:
-        """Whether a promise was kept; of requests that somebody aborted nobody knows."""
+        """Whether a promise was kept; of requests that were aborted it is not known."""
         if slo is None or (end.reason == "abort" and end.stop_reason != DEADLINE_PASSED):
             return
         self._num_promised += 1

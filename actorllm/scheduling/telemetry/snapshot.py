@@ -1,4 +1,4 @@
-"""`glance`: the requests of a scheduler as somebody sees them who looks at the engine now. Pure; costs nothing unasked."""
+"""`glance`: the requests of a scheduler as the live page shows them now. Pure; costs nothing unasked."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from actorllm.kvcache.manager import KVCacheStatistics
 class PrefixCacheStatistics:
     """Counted at admission, in tokens; a request that is admitted again after a preemption counts apart, as in vLLM.
 
-    Forks are not counted: nobody looks for a prompt that a sibling has just computed.
+    Forks are not counted: a prompt that a sibling has just computed is not looked up.
     """
 
     requests: int

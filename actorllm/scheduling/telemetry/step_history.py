@@ -1,7 +1,7 @@
-"""`StepHistory`: the newest steps for who looks at the engine now, and what all of them add up to for who asks later. Pure.
+"""`StepHistory`: the newest steps for the live page, and the sums of all of them for a metrics endpoint. Pure.
 
-Kept always, so that somebody who begins to look finds the last seconds: a step costs two tuples, and the sums are made many at
-a time. The gap between tokens is that between two results, counted once per decode row: a row that decodes is in every
+Kept always, so that a page that has just been opened shows the last seconds. A step costs two tuples, and the sums are made
+many at a time. The gap between tokens is that between two results, counted once per decode row: a row that decodes is in every
 step. Called by the scheduler actor.
 """
 

@@ -1,6 +1,6 @@
 """Bodies of HTTP requests: read, bounded, and parsed where no stream waits for it.
 
-Reading order: `limits` (how much of what a body may hold), `packing` (a large body on its way between processes), `frames`
-and `parse_process` (the program that parses large ones, which imports nothing else of this package, so that it starts
-quickly), `owned_process` (a child that answers questions), `reader` (what an endpoint calls).
+Reading order: how much of what a body may hold (`limits`), and a large body on its way between processes (`body_codec`). Then
+comes the program that parses large bodies (`frames` and `parse_process`). It imports nothing else of this package, so that it
+starts quickly. Last come a child that answers questions (`owned_process`) and what an endpoint calls (`reader`).
 """

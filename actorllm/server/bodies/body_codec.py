@@ -1,7 +1,7 @@
 """A parsed body on its way from the parse process to the loop: one reply, which the loop takes in without a walk over it.
 
-What may be long and is of one kind travels as it lies in memory: token ids as integers of 32 bits (of 64, if one of them needs
-that), a text as UTF-8. All the rest is JSON again, and has at most `limits.MAX_ITEMS` items. A question is the names of the fields
+What may be long and is of one kind travels as it lies in memory. Token ids are integers of 32 bits (of 64, if one of them needs
+that), a text is UTF-8. All the rest is JSON again, and has at most `limits.MAX_ITEMS` items. A question is the names of the fields
 that may be long lists of token ids, separated by commas, a line feed, and the body. A reply is
 
     the length of the head (4 bytes) · head · rest · segments, one after the other
@@ -86,6 +86,7 @@ def _headed(head: dict[str, Any]) -> list[bytes]:
 def _segment_of(value: Any, is_token_field: bool) -> Segment | None:
     if type(value) is str and len(value) >= MIN_SEGMENT:
         return "text", value.encode(), None
+    # Types are compared exactly: a bool is no token id, and goes as JSON to be refused with its name.
     if not is_token_field or type(value) is not list or not value:
         return None
     if type(value[0]) is int:

@@ -1,7 +1,7 @@
 """How much of what the body of a request may hold. Counted before any item is looked at.
 
 Both sides use it: the loop for small bodies, the parse process for large ones. The engine has limits of its own for many of
-these fields, and the better messages; these here are what the loop can check in a few milliseconds.
+these fields, and the better messages. These here are what the loop can check in a few milliseconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`OwnedProcess`: a child that answers one question after the other, over a socket, with frames of any size.
 
-Owns the life of the child: started by exec from the thread that asks (the parent-death signal follows that thread), it ignores
-the signals of a terminal, ends with the socket, and is killed when a question is given up, as nothing else can stop it. Nothing
-here is bound to an event loop.
+Owns the life of the child. It is started by exec from the thread that asks, since the parent-death signal follows that thread.
+It ignores the signals of a terminal and ends with the socket. It is killed when a question is given up, as nothing else can stop
+it. Nothing here is bound to an event loop.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The program that parses large bodies: a frame with a question in, a frame with the reply of `packing.pack` out.
+"""The program that parses large bodies: a frame with a question in, a frame with the reply of `body_codec.pack` out.
 
-One at a time, in the order in which the owner asks; the owner knows who waits. It runs at a lower priority than the processes
-that compute. Invariants: it never outlives its owner (parent-death signal, and the end of the socket); signals of a terminal
-are the owner's; no body changes how the next one is parsed, and what a body of many items took is given back by ending.
+One at a time, in the order in which the owner asks; the owner knows which request waits for which. It runs at a lower priority
+than the processes that compute. Invariants: it never outlives its owner (parent-death signal, and the end of the socket).
+Signals of a terminal are the owner's. No body changes how the next one is parsed. What a body of many items took is given back
+by ending.
 """
 
 from __future__ import annotations

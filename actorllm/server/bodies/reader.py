@@ -1,10 +1,10 @@
 """`BodyReader`: the body of a request as a tree, without a stall of the loop, however large the body is.
 
-A small body is parsed where it is. What is large in bytes, or in separators (each of which may be an object to be made), goes to
-a parse process, which starts when it is first needed. It takes one body at a time. Of those that wait, the next one is the
-oldest, where a byte of a body counts as SECONDS_PER_BYTE of age less: short ones go before long ones, and none waits for ever.
-A client that leaves ends the work for its body; so does the time limit. A process that ends by itself is replaced, and the body
-is tried once more. Owned by `ServerState`.
+A small body is parsed where it is. Each separator in a body may be an object to be made. So what is large in bytes, or in
+separators, goes to a parse process, which starts when it is first needed. It takes one body at a time. Of those that wait, the
+next one is the oldest, where a byte of a body counts as SECONDS_PER_BYTE of age less. So short ones go before long ones, and
+none waits for ever. A client that leaves ends the work for its body; so does the time limit. A process that ends by itself is
+replaced, and the body is tried once more. Owned by `ServerState`.
 """
 
 from __future__ import annotations

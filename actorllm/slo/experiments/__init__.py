@@ -1,4 +1,4 @@
-"""Experiments: a policy against another over rates, seeds and strictness, with bands and a verdict on every point.
+"""Experiments: a policy against another over rates, seeds and strictness, with bands and a finding on every point.
 
 `Sweep` runs them (`sweep.py` has an example); `Scenario`, `Variant` and `Point` say what is run, `SweepResults` what came out.
 This is the one part of the laboratory that starts processes and writes files.

@@ -1,15 +1,15 @@
 """How sure an attainment is: bootstrap bands over seeds and requests.
 
-Requests that come together fare together, so what is drawn anew is not single requests but the blocks of consecutive ones
-into which every point is cut (`record.NUM_BLOCKS`); and first, the seeds. The draws are the same for all points with the
-same number of seeds: with common random numbers, differences between two variants are sharper than their bands.
+Requests that come together fare together. So seeds are drawn anew first, and then no single requests but blocks of consecutive
+ones. Every point is cut into such blocks (`record.NUM_BLOCKS`). The draws are the same for all points with the same number
+of seeds. With common random numbers, differences between two variants are sharper than their bands.
 
-A band is never narrower than independent requests would make it (Wilson 1927): a hundred good ones out of a hundred leave
+A band is never narrower than independent requests would make it (Wilson 1927). A hundred good ones out of a hundred leave
 room for a bad one, which no drawing from them shows. Copies of a request, where a trace is shorter than what is drawn from it,
 count once there.
 
 A highest rate is only known where rates were simulated. A draw that fails at the lowest of them is somewhere below it, and one
-that does well at the highest somewhere above; a band whose end is such a draw is open there (`Band`).
+that does well at the highest somewhere above. A band whose end is such a draw is open there (`Band`).
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     variant    what is compared: a policy, its knobs, how many tokens a step may hold, an admission policy
     point      a variant at one rate, with one seed and objectives scaled by one factor
 
-So a point can be handed to another process, and its key (a hash over all of this, the bytes of the files that it names and
-those of a policy of the user's own) says whether a result that is there already is its result. The same seed gives every
-variant and every rate the same requests: the same window of the trace, the same lengths, the same classes.
+So a point can be handed to another process. Its key is a hash over this, the bytes of the files that it names and those of
+a policy of the user's own. The key says whether a result that is there already is the result of this point. The same seed
+gives every variant and every rate the same requests: the same window of the trace, the same lengths, the same classes.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Scenario:
             parse_mix(self.mix)
 
     def check_files(self) -> None:
-        """Raises ConfigError if what it names is not there. Only who simulates needs it: results are read without."""
+        """Raises ConfigError if what it names is not there. Only simulations need it: results are read without."""
         if self.workload not in ("sample", "synthetic") and not Path(self.workload).exists():
             raise ConfigError(f"workload={self.workload!r} is neither sample nor synthetic nor the path of a trace")
         if self.model not in PRESETS:
@@ -207,7 +207,7 @@ class Variant:
 
     @classmethod
     def of_results(cls, given: Mapping[str, Any]) -> Variant:
-        """As a results file has it. Its policy may not be there any more, which only those hear of who build it."""
+        """As a results file has it. Its policy may not be there any more, which is an error only when it is built."""
         values = _known(cls, given)
         values["knobs"] = tuple((name, value) for name, value in values["knobs"])
         variant = object.__new__(cls)

@@ -1,4 +1,4 @@
-"""What is kept of a point: its figures, the counts that bands are made of, where good and bad requests are, a verdict."""
+"""What is kept of a point: its figures, the counts that bands are made of, where good and bad requests are, a finding."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Bisection to the highest rate at which a target is attained.
 
-Rates are the rungs of a ladder, each a few per cent above the one before, so that all searches of a variant (99 %, 90 %, 50 %;
-worst class and overall; both readings) ask for the same rates and share what was simulated, also with an earlier run.
+Rates are the rungs of a ladder, each a few per cent above the one before. So all searches of a variant ask for the same rates
+and share what was simulated, also with an earlier run. They differ in target (99 %, 90 %, 50 %), in worst class or overall, and
+in the reading.
 """
 
 from __future__ import annotations
@@ -42,16 +43,18 @@ def search(ladder: Ladder, target: float, known: Mapping[int, float]) -> Generat
     """Ask for rungs, get what each attains, and return (the highest one known to reach the target, the one that does not).
 
     The two are next to each other. (None, lowest): not even the lowest rung does; (last, last): the highest one does, too.
-    known: rungs that were asked for before, kept up to date by whoever drives this.
+    known: rungs that were asked for before, kept up to date by the caller that drives this.
     """
     high = min((rung for rung, value in known.items() if value < target), default=None)
     low = max((r for r, value in known.items() if value >= target and (high is None or r < high)), default=None)
     stride = FIRST_STRIDE
+    # Nothing is known: begin with rung 0, the start of the ladder.
     if low is None and high is None:
         if (yield 0) >= target:
             low = 0
         else:
             high = 0
+    # Strides that double find a bracket in few steps, upwards or downwards, and end at the ends of the ladder.
     while high is None:
         assert low is not None
         rung = min(low + stride, ladder.last)
@@ -71,6 +74,7 @@ def search(ladder: Ladder, target: float, known: Mapping[int, float]) -> Generat
         else:
             high = rung
         stride *= 2
+    # Then bisection within the bracket.
     while high - low > 1:
         middle = (low + high) // 2
         if (yield middle) >= target:

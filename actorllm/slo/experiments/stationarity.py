@@ -1,14 +1,14 @@
 """Whether a run shows what its rate does in the long run, or only how long a queue takes to build up.
 
-A run that is shorter than its promises can "sustain" any rate: whoever is promised two minutes waits in a backlog that the
-end of the run dissolves. So every point carries a verdict on the backlog while requests arrive (not on what is left to be
+A run that is shorter than its promises can "sustain" any rate. A request that is promised two minutes waits in a backlog that
+the end of the run dissolves. So every point carries a finding on the backlog while requests arrive (not on what is left to be
 drained afterwards):
 
     growing      requests, or the tokens that they stand for, pile up: the rate is more than the engine can take
     short        nothing piles up that can be seen, but the run lasts too little to see it
     stationary   neither
 
-The slope of the backlog over time is fitted to means of batches, without the first fifth; its standard error counts only as
+The slope of the backlog over time is fitted to means of batches, without the first fifth. Its standard error counts only as
 many batches as are independent of each other by their first autocorrelation. It must be both significant and material.
 """
 
@@ -41,7 +41,7 @@ MIN_PROMISES = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Stationarity:
-    """The verdict with its reason."""
+    """The finding with its reason."""
 
     verdict: Verdict
     message: str
@@ -68,7 +68,7 @@ def backlog(timeline: RunTimeline, times: F64, weights: F64 | None = None) -> F6
 def judge(
     timeline: RunTimeline, classes: tuple[RequestClass, ...] = (), promises: Promises | None = None
 ) -> Stationarity:
-    """The verdict on a run; classes, and promises of the requests' own: for the length of what they are promised."""
+    """The finding on a run; classes, and promises of the requests' own: for the length of what they are promised."""
     num = len(timeline)
     if num < MIN_REQUESTS:
         return Stationarity("short", f"{num} requests are too few to tell; {MIN_REQUESTS} are needed", 0.0, 0.0)

@@ -1,6 +1,7 @@
-"""`Store`: the results file. One JSON object a line, appended in one write, so that a kill leaves whole lines and at most a
-part of the last one, which is cut off before anything is added. Reading changes nothing, and a file whose first line is no
-scenario, nor the beginning of one, is somebody else's: it is refused as it is.
+"""`Store`: the results file. One JSON object a line, appended in one write, so that a kill leaves whole lines.
+
+At most a part of the last line is left; it is cut off before anything is added. Reading changes nothing. A file whose first line
+is no scenario, nor the beginning of one, belongs to another program: it is refused as it is.
 
     {"scenario": hash, "values": {...}, "stamp": {...}}     before the first point of a scenario
     {"key": hash, "scenario": hash, ...}                     a point (`record.record_of`)

@@ -276,7 +276,7 @@ class Sweep:
         num_processes: int | None = None,
         on_progress: Progress | None = None,
     ) -> SweepResults:
-        """The grid rates x scales, and searches for the highest rate at every target, reading and who.
+        """The grid rates x scales, and searches for the highest rate at every target, reading and `who`.
 
         scales other than 1 are simulated at scale_rates (None: at all rates). ladder: where searches begin and how fine
         they are; None: at the middle one of the rates. brackets_bands: searches go on, further down and up, until the bands of

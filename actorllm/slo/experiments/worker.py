@@ -19,7 +19,7 @@ from actorllm.slo.experiments.record import record_of
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who started this, and ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this, and ends it
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -27,7 +27,7 @@ def main() -> None:
         try:
             answers.write(answer + "\n")
             answers.flush()
-        except BrokenPipeError:  # nobody wants it any more
+        except BrokenPipeError:  # the answers are not wanted any more
             os._exit(0)
 
 

@@ -1,9 +1,9 @@
 """Calibration: let an engine run so that its steps tell what they cost, and fit a step-time model to them.
 
-The steps are read from a recording of the scheduler (`record=`), which knows of every one what was in it and when it began and
+The steps are read from a recording of the scheduler (`record=`). It knows of every one what was in it and when it began and
 ended. `exercise` keeps a number of requests in flight, level after level, so that prompts and decode rows come in many numbers
-and mixtures, and, with one request at a time, on an idle worker. A recording of any other run will do as well, as far as that
-had several batch sizes.
+and mixtures. With one request at a time, they come on an idle worker. A recording of any other run will do as well, as far as
+that had several batch sizes.
 """
 
 from __future__ import annotations

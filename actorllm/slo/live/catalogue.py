@@ -1,7 +1,7 @@
-"""The public traces that this laboratory reads, and downloading them. Nothing is downloaded unless somebody asks for it.
+"""The public traces that this laboratory reads, and downloading them. Nothing is downloaded unless it is asked for.
 
-A download goes to NAME.part, goes on where it was broken off (if the server still has the same file: its entity tag is kept
-beside the part), is held against its size and checksum, and only then gets its name. So a file that is there is whole.
+A download goes to NAME.part. It goes on where it was broken off, if the server still has the same file: the entity tag is kept
+beside the part. A download is checked against its size and checksum, and only then gets its name. So a file that is there is whole.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PublicTrace:
     size: int | None = None
     """Bytes; None: not known here."""
     sha256: str | None = None
-    """None: nobody here has seen the file, so that only its transfer can be checked."""
+    """None: this project has not seen the file, so that only its transfer can be checked."""
 
     @property
     def file_name(self) -> str:

@@ -2,7 +2,7 @@
 
 Prompts are token ids, and `ignore_eos` asks for the full length; servers that know neither refuse. What a request is promised
 travels as the headers x-slo-ttft-ms and x-slo-tpot-ms, as routers that look at objectives read it. Tokens are counted by the
-usage that the server tells with every piece (`continuous_usage_stats`), or once at the end; a piece without it is one token.
+usage that the server tells with every piece (`continuous_usage_stats`), or once at the end. A piece without it is one token.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     run = await replay(workload, EmbeddedTarget(llm))
     print(run.evaluate().worst("deadline"), run.warnings)
 
-The schedule says when a request arrives, not the client: who cannot send in time waits in the client's queue, and latencies
-count from the schedule, so that an overloaded client makes nothing look better (no coordinated omission). How late requests
+The schedule says when a request arrives, not the client. A request that cannot be sent in time waits in the client's queue, and
+latencies count from the schedule. So an overloaded client makes nothing look better (no coordinated omission). How late requests
 were sent is told apart (`LiveRun.lag`). A request that fails is a row with its error; the others go on.
 
 The result is a `RunTimeline` like that of a simulation, so `metrics.evaluate` gives the same report.
@@ -201,7 +201,7 @@ class LiveRun:
                 "latencies": _zeros(timeline.e2e),
                 "start_times": _zeros(timeline.arrival + self.lag),
                 "queue_times": _zeros(self.lag),
-                "generated_texts": [""] * len(timeline),  # random tokens, of which nobody made a text
+                "generated_texts": [""] * len(timeline),  # random tokens, of which no text was made
                 "errors": list(self.errors),
                 "actorllm_itl_p99s": _nulls(timeline.pauses),
             }
@@ -233,8 +233,8 @@ async def replay(
 ) -> LiveRun:
     """Send every request when it is due, and wait for all of them.
 
-    until: seconds after the first arrival at which the run is cut off; who is still there then is unfinished, and who was not
-    due by then is left out. num_warmups: requests before that, one after the other, that are not part of it. on_end(row)
+    until: seconds after the first arrival at which the run is cut off; a request that is still there then is unfinished, and one
+    that was not due by then is left out. num_warmups: requests before that, one after the other, not part of it. on_end(row)
     hears of every request that ends.
     Raises what makes the target as a whole impossible, ConfigError for a workload that does not fit.
     """

@@ -1,7 +1,7 @@
 """Charts as SVG text: lines with bands, ranges, tables in colours, and areas over time.
 
-Colours are variables of the page, so that a chart is right in its light and its dark theme; series differ by marker and dash,
-too, for those who do not see colours apart and for paper. Every mark has a title that is shown under the mouse.
+Colours are variables of the page, so that a chart is right in its light and its dark theme. Series differ by marker and dash,
+too, for readers who do not see colours apart and for paper. Every mark has a title that is shown under the mouse.
 """
 
 from __future__ import annotations
@@ -166,11 +166,13 @@ def lines(
     if not xs or not ys:
         return '<p class="none">nothing to draw</p>'
     found = y_range or (0.0, 1.08 * max(max(ys), 1e-9))
+    # A single x has no range; a made-up one puts it in the middle.
     low, high = min(xs), max(xs)
     if low == high:
         low, high = low / 1.5, high * 1.5 or 1.0
     plot = Plot((low, high), found, width, height, is_log_x=is_log_x)
     plot.axes(x_label, y_label, y_format=y_format, x_ticks=sorted(set(xs)) if is_log_x else None)
+    # In drawing order: targets, then all bands, then lines and markers above them.
     for target in targets:
         y = plot.y(target.at)
         plot.add(f'<line x1="{plot.left}" x2="{width - plot.right}" y1="{y}" y2="{y}" class="target"/>')
@@ -190,6 +192,7 @@ def lines(
             )
         for i, (x, y) in enumerate(zip(s.x, s.y, strict=True)):
             if has_markers and math.isfinite(y):
+                # Columns that a series does not have stand for plain markers of one size.
                 hollow = bool(s.is_hollow[i]) if len(s.is_hollow) else False
                 note = s.notes[i] if len(s.notes) else f"{s.name}: {number(y)} at {number(x)}"
                 size = 4.0 if not len(s.is_large) or s.is_large[i] else 2.4
@@ -303,6 +306,7 @@ def over_time(
     height = 118 if has_x else 96
     stacked: list[list[float]] = []
     total = [0.0] * (len(edges) - 1)
+    # Stacked layers are drawn as bands between running sums, others as areas from the axis.
     for _, values, _ in layers:
         total = [t + v for t, v in zip(total, values, strict=True)] if is_stacked else list(values)
         stacked.append(total)
@@ -328,6 +332,7 @@ def over_time(
             below = values
         else:
             plot.add(f'<path d="{path(upper)}" class="{kind}"/>')
+    # More marks than this would be one line.
     for at, note in instants[:400]:
         x = plot.x(at)
         plot.add(f'<path d="M{x} 2v7" class="{instant_class}"><title>{escape(note)}</title></path>')

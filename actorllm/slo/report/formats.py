@@ -28,7 +28,7 @@ def bench_json(
 ) -> dict[str, Any]:
     """The keys of the file that `vllm bench serve --save-result --save-detailed` writes, and ours: `actorllm_*`.
 
-    summary: `RunMetrics.to_dict()`. model: what took the time, and warnings: of the run. Texts are empty: nobody wrote any.
+    summary: `RunMetrics.to_dict()`. model: what took the time, and warnings: of the run. Texts are empty: none was made.
     """
     num = len(timeline)
     end = np.where(np.isfinite(timeline.end), timeline.end, timeline.last_token)
@@ -44,7 +44,7 @@ def bench_json(
             "itls": [np.diff(timeline.token_times(row)).round(9).tolist() for row in range(num)],
             "latencies": _plain(end - timeline.arrival),
             "start_times": _plain(timeline.arrival),
-            "queue_times": [0.0] * num,  # of vLLM's client, before it sends: nobody waits there
+            "queue_times": [0.0] * num,  # of vLLM's client, before it sends: no request waits there
             "generated_texts": [""] * num,
             "errors": ["" if o == 0 else OUTCOMES[o] for o in timeline.outcome.tolist()],
             "rtfx": 0.0,  # of audio
@@ -64,7 +64,7 @@ def _plain(values: F64) -> list[float | None]:
 
 
 def results_csv(results: SweepResults) -> str:
-    """A row for each point: what it is, what it attained, its latencies, and the verdict on it."""
+    """A row for each point: what it is, what it attained, its latencies, and the finding on it."""
     out = io.StringIO()
     figures = sorted({key for r in results.records for key in r["summary"] if not isinstance(r["summary"][key], dict)})
     names = [
@@ -244,14 +244,17 @@ def _request_track(
     name = f"{row} {kind.name}"
     found: list[dict[str, Any]] = [{"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}}]
     end = float(timeline.end[row])
+    # A request that never got a slot is queued until its end, or until that of the run.
     started = next((at for at in (scheduled, first, end) if math.isfinite(at)), timeline_end)
     found.append(_slice("queued", 0, row, arrival, started, prompt_tokens=int(timeline.num_prompt[row])))
+    # Without a journal the prompt is one slice, from its slot to its first token.
     if chunks:
         found += [_slice(f"prefill {size}", 0, row, b, e, tokens=size) for b, e, size in chunks]
     elif math.isfinite(first) and math.isfinite(scheduled):
         found.append(_slice("prefill", 0, row, scheduled, first, tokens=int(timeline.num_prompt[row])))
     times = timeline.token_times(row)
     begin = first
+    # Decoding is cut at every preemption. It goes on with the first token after the prompt was computed again.
     for at in [at for at in lost if at < last] if times.size else []:
         again = next((b for b, _, _ in chunks if b >= at), None)
         after = times[times > at]

@@ -1,4 +1,4 @@
-"""The page on one run, and what of it a page on a sweep shows as well: tables by class, and how the run went over time."""
+"""The page on one run, and what a page on a sweep shows of it as well: tables by class, and its course over time."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ def timelines(timeline: RunTimeline, workload: Workload, journal: Journal | None
             over_time(shown, [("preemptions", counts, "area2")], "preemptions over time", instants=given_up),
             "Preemptions",
             f"{len(preempted)} in all; red marks: {len(given_up)} requests that started although they could not be in time "
-            f"any more, behind everybody who could",
+            f"any more, behind all that could",
         )
     for replica in range(len(timeline.step_ends)) if journal is not None else ():
         assert journal is not None
@@ -381,12 +381,12 @@ def fairness_section(found: Sequence[tuple[str, Fairness]]) -> Section:
             f"{name}: {number(service / 1000)}k ({number(queue)} s)"
             for name, service, queue in zip(fair.tenants, fair.service, fair.queue_p99_s, strict=True)
         )
-        gap = number(fair.gap) if fair.num_windows else "nobody waited beside another"
+        gap = number(fair.gap) if fair.num_windows else "no tenant waited beside another"
         rows.append([escape(label), f"{fair.jain:.3f}", escape(gap), escape(served)])
     section.add(table(["", "Jain's index", "largest gap in service", "service (queue p99) by tenant"], rows))
     section.paragraph(
         "Service counts a prompt token once and an output token twice, as VTC does. Jain's index is of what each tenant got "
-        "for what it asked: 1 is even. The gap is the most by which two tenants differed while both had somebody waiting.",
+        "for what it asked: 1 is even. The gap is the most by which two tenants differed while requests of both waited.",
         "note",
     )
     return section

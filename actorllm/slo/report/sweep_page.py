@@ -88,7 +88,7 @@ def _baseline(results: SweepResults) -> str:
 
 
 def _lead(results: SweepResults, rate: float) -> list[str]:
-    """What one would say to somebody who has a minute."""
+    """What one would say to a reader who has a minute."""
     told = []
     target = next((t for t in TARGETS if any(results.max_rate(x, t, "deadline") for x in results.labels())), None)
     winners: dict[Reading, str] = {}
@@ -183,6 +183,7 @@ def _rate_table(results: SweepResults, targets: Sequence[float], who: Sequence[W
             if one is None:
                 cells.append("–")
                 continue
+            # A rate may be an artefact of a short run, or only a lower bound; the cell says so.
             mark = "" if one.verdict == "stationary" else f' <span class="{one.verdict}">{MARKS[one.verdict]}</span>'
             text = f"{'' if one.is_bounded else '≥ '}{one.rate:.2f}{mark}"
             text = f"<b>{text}</b>" if one.rate == best[column] else text
@@ -274,7 +275,7 @@ def _attainment(results: SweepResults, label: str, reading: Reading, who: Who, c
 
 
 def _is_of_grid(results: SweepResults, rate: float) -> bool:
-    """Whether every policy was simulated at it; the others are steps of somebody's search."""
+    """Whether every policy was simulated at it; the others are steps of one policy's search."""
     return all(rate in results.rates(label) for label in results.labels() if results.rates(label))
 
 
