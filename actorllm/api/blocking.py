@@ -35,7 +35,7 @@ class BlockingDoor(ABC):
         return self._engine.prompts.transformers_tokenizer
 
     def health(self) -> EngineHealth:
-        """The state of the engine and of each of its actors, and what has failed. Waits for nobody, starts nothing."""
+        """The state of the engine and of each of its actors, and what has failed. Waits for nothing, starts nothing."""
         return self._engine.health()
 
     def check_health(self) -> None:
