@@ -204,6 +204,23 @@ def test_no_package_but_the_package(folder: str) -> None:
     assert list((ROOT / folder).rglob("__init__.py")) == []
 
 
+def test_helpers_of_tests_stand_in_modules_of_their_own() -> None:
+    """A test file is imported by pytest alone: what two of them need is in a helper or in a conftest.py."""
+    imported = {
+        f"{file.relative_to(ROOT)} imports {module}"
+        for file in modules_of(ROOT / "tests")
+        for module in imports_of(file)
+        if module.startswith("tests.") and any(part.startswith("test_") for part in module.split("."))
+    }
+    assert imported == set()
+
+
+def test_the_root_of_the_tests_has_helpers_alone() -> None:
+    """Every test stands in the folder that a reader of the package looks for."""
+    here = {file.name for file in (ROOT / "tests").glob("*.py")}
+    assert here == {"conftest.py", "oracle.py", "random_schemas.py", "stories.py"}
+
+
 # What is public -------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from actorllm.model.cuda.graphs import GraphPart
 from tests.kernels.conftest import interpreter as interpreter
-from tests.model.cuda.test_runner import rules_of
+from tests.model.cuda.rules import rules_of
 from tests.model.cuda.twins import Twins, prompt
 
 

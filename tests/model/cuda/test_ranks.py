@@ -23,8 +23,8 @@ from actorllm.model.cuda import collectives
 from actorllm.model.cuda.device import HostDevice
 from actorllm.model.cuda.runner import CudaRunner
 from tests.model.cuda.conftest import config_of
-from tests.model.cuda.test_pipeline import ARGUMENTS, generate, load
-from tests.model.cuda.test_processes import on_the_host, tell
+from tests.model.cuda.host_engine import ARGUMENTS, generate, load
+from tests.model.cuda.host_processes import on_the_host, tell
 from tests.model.cuda.twins import prompt
 
 pytestmark = pytest.mark.timeout(120)

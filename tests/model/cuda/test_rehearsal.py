@@ -23,7 +23,7 @@ from actorllm.model.parallel import Ranks
 from actorllm_kernels import configs, resources
 from actorllm_kernels.resources import Launch, recording
 from tests.model.cuda.conftest import config_of
-from tests.model.cuda.test_transformers_model import GEMMA2, GPT_OSS
+from tests.model.cuda.decoders import GEMMA2, GPT_OSS
 from tests.model.cuda.twins import DeviceDriver, prompt
 
 
