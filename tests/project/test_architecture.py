@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import io
 import re
@@ -28,16 +29,19 @@ def modules_of(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.py"))
 
 
-def imports_of(file: Path) -> Iterator[str]:
+@functools.cache
+def imports_of(file: Path) -> tuple[str, ...]:
     """Every imported module, also within functions; of `from a import b` both `a` and `a.b`."""
+    found: list[str] = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
             assert node.module is not None
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found.append(node.module)
+            found += (f"{node.module}.{alias.name}" for alias in node.names)
+    return tuple(found)
 
 
 def is_within(module: str, packages: set[str]) -> bool:
@@ -68,6 +72,7 @@ def test_the_core_is_pure(folder: str) -> None:
     assert offenders(files, forbidden) == []
 
 
+@functools.cache
 def import_graph() -> dict[str, set[str]]:
     """Which module of ours imports which, within functions and for type checkers, too; the package itself left out."""
     modules = {
