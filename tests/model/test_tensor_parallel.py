@@ -39,9 +39,13 @@ from tests.model.torn_worker import BLINDS, HANGS, RAISES, RAISES_BEFORE
         pytest.param(
             (2,),
             {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 20, "sliding_window_pattern": 2},
-            marks=pytest.mark.slow,
+            marks=pytest.mark.slow(reason="ranks as processes; three families stand for all"),
         ),
-        pytest.param((2,), {"architectures": ["Phi3ForCausalLM"]}, marks=pytest.mark.slow),
+        pytest.param(
+            (2,),
+            {"architectures": ["Phi3ForCausalLM"]},
+            marks=pytest.mark.slow(reason="ranks as processes; three families stand for all"),
+        ),
     ],
     ids=["qwen3", "llama", "olmo2", "gemma3", "phi3"],
 )
@@ -169,7 +173,11 @@ async def test_ranks_find_out_together_that_nothing_is_finite_any_more(
     [
         (RAISES, r"worker1 failed with RuntimeError: planted between two collectives"),
         (RAISES_BEFORE, r"worker1 failed with RuntimeError: planted before the collectives"),
-        pytest.param(HANGS, r"worker[01] was killed because it was stuck: step \d+ ran for", marks=pytest.mark.slow),
+        pytest.param(
+            HANGS,
+            r"worker[01] was killed because it was stuck: step \d+ ran for",
+            marks=pytest.mark.slow(reason="a step has to be stuck for seconds before it is killed"),
+        ),
     ],
 )
 async def test_a_rank_that_leaves_the_others_in_a_collective_is_the_one_that_is_named(

@@ -108,7 +108,7 @@ def test_the_metadata_say_what_the_package_says(metadata: Message) -> None:
     assert not required & {"pytest", "hypothesis", "ruff", "mypy", "build", "hatchling"}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="installs the wheel and its dependencies in an empty environment")
 @pytest.mark.timeout(1800)
 def test_an_empty_environment_runs_the_wheel(tmp_path: Path) -> None:
     """`python -m build` with its isolation, from the source distribution; then `pip install .` over it."""

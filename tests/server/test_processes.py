@@ -134,7 +134,7 @@ def test_a_client_that_leaves_frees_its_blocks(server: Server) -> None:
         becomes_true(lambda: sample(client, "num_requests_running") == sample(client, "kv_cache_usage_perc") == 0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="a thousand clients of two processes")
 @pytest.mark.timeout(180)
 def test_a_thousand_that_hang_up_leave_nothing_behind() -> None:
     server = Server("--api-processes", "2", "--num-threads", "1", "--disable-uvicorn-access-log")
