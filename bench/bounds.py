@@ -102,8 +102,8 @@ BOUNDS = (
             "actors.scheduler: SchedulerActor._frontend_of",
             "actors.scheduler: SchedulerActor._foreign",
             "actors.scheduler: SchedulerActor._full",
-            "supervision.blame.scheduler_trial: SchedulerTrial.resubmitting",
-            "supervision.blame.scheduler_deaths: Trial._losses",
+            "supervision.blame.scheduler_probes: SchedulerProbes.resubmitting",
+            "supervision.blame.scheduler_deaths: SchedulerBisection._losses",
             "actors.actor: Actor.links",
             "attach.server: AttachServer._visitors",
             "attach.server: AttachServer._waiting",
@@ -130,9 +130,9 @@ BOUNDS = (
     Bound(
         "requests held back while the scheduler looks for the one it dies of",
         (
-            "supervision.blame.scheduler_deaths: Trial._held",
-            "supervision.blame.scheduler_deaths: Trial._untried",
-            "supervision.blame.scheduler_trial: SchedulerTrial.not_begun",
+            "supervision.blame.scheduler_deaths: SchedulerBisection._held",
+            "supervision.blame.scheduler_deaths: SchedulerBisection._pending",
+            "supervision.blame.scheduler_probes: SchedulerProbes.not_begun",
         ),
         "requests that kill processes",
         WAITING,
@@ -142,8 +142,8 @@ BOUNDS = (
     Bound(
         "requests that failed steps or dead workers are blamed on",
         (
-            "supervision.blame.worker_deaths: WorkerBisection._suspects",
-            "supervision.blame.bisection: StepBisection._groups",
+            "supervision.blame.bisection: Bisection._suspects",
+            "supervision.blame.bisection: Bisection.group",
             "supervision.blame.step_failures: StepFailures._interrupted",
             "scheduling.request_table: RequestTable.tokenless",
         ),
@@ -557,7 +557,6 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "kvcache.prefix_index: _NO_CHILDREN",
         "kvcache.prefix_index: _NO_TAILS",
         "scheduling.results: NO_SPANS",
-        "supervision.blame.bisection: NOBODY",
         "server.envelope: NOTHING_RENAMED",
         "client.stream: _NOTHING",
     ),

@@ -2,7 +2,10 @@
 
 Churn is measured once more without the prefix cache, to tell what that costs.
 
-    python bench/scheduler.py [--json FILE]
+    python bench/scheduler.py [--json FILE] [--against PATH]
+
+--against: the same script runs in the tree at PATH and in this one, one round after the other, and the table says how
+many times as long this tree takes: what else runs on the machine slows both down.
 
 Prints milliseconds per step: the median over all steps, in rounds that are interleaved over the batch sizes, and how far
 the medians of the first and the second half of the rounds lie apart (spread).
@@ -11,9 +14,14 @@ the medians of the first and the second half of the rounds lie apart (spread).
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -114,12 +122,52 @@ def hashing() -> dict[str, Any]:
     return {"prompt tokens": tokens.size, "block_size": BLOCK_SIZE, "median ms": round(statistics.median(times), 4)}
 
 
+def round_in(tree: Path, steps: int) -> dict[tuple[int, str], float]:
+    """One round of the script of a tree, in a process of its own: the median milliseconds of every row."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "rows.json"
+        command = [sys.executable, "bench/scheduler.py", "--rounds", "1", "--steps", str(steps), "--json", str(found)]
+        paths = os.pathsep.join((str(tree), str(tree / "kernels")))
+        environ = {**os.environ, "PYTHONPATH": paths}
+        subprocess.run(command, cwd=tree, env=environ, check=True, stdout=subprocess.DEVNULL)
+        rows = json.loads(found.read_text())["rows"]
+    return {(row["running"], row["load"]): row["median ms"] for row in rows}
+
+
+def compare(other: Path, rounds: int, steps: int) -> list[dict[str, Any]]:
+    """This tree and another in turns; the ratio is the median over the rounds."""
+    here = Path(__file__).resolve().parents[1]
+    pairs = []
+    for i in range(rounds):
+        first, second = (here, other) if i % 2 else (other, here)
+        times = {first: round_in(first, steps)}
+        times[second] = round_in(second, steps)
+        pairs.append((times[other], times[here]))
+    return [
+        {
+            "running": key[0],
+            "load": key[1],
+            "other ms": round(statistics.median(old[key] for old, _ in pairs), 4),
+            "this ms": round(statistics.median(new[key] for _, new in pairs), 4),
+            "ratio": round(statistics.median(new[key] / old[key] for old, new in pairs), 3),
+        }
+        for key in pairs[0][0]
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--against", type=Path, metavar="PATH", help="another tree to compare this one with")
     arguments = parser.parse_args()
+    if arguments.against is not None:
+        print_table(
+            f"schedule + update, against {arguments.against}",
+            compare(arguments.against.resolve(), arguments.rounds, arguments.steps),
+        )
+        return
     load_before = os.getloadavg()
     times: dict[tuple[int, str], list[list[float]]] = {}
     for _ in range(arguments.rounds):

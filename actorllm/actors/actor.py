@@ -159,12 +159,12 @@ class Actor:
         """The peer sent something impossible: as if its words had been (`on_peer_lost`, then `on_link_error`)."""
         self._runner.break_link(link, error)
 
-    def denounce(self, link: Link, what: str) -> None:
+    def report_defect(self, link: Link, what: str) -> None:
         """The peer has a defect, as its words show ("contradicting its plans: ..."): the supervisor is to end it.
 
         Its end follows as any other (`on_peer_lost`), unless it is the end of the engine.
         """
-        self._runner.denounce(link, what)
+        self._runner.report_defect(link, what)
 
     async def ask(self, link: Link, verb: str, timeout: float = ASK_TIMEOUT_S, **arguments: Any) -> Any:
         """The peer's answer. Raises what the peer raised, TimeoutError, PeerLostError, or WouldBlock (link full)."""
@@ -269,7 +269,7 @@ class Runner:
     `live` is the task that owns the actor's tasks; beside it, and in this order: start, configure, install (each link),
     run. `on_end` hears of a failure, or (None) that `run` returned by itself, as soon as it happens; `live` returns
     when the teardown is through. `on_broken` hears of a corrupt link that the actor goes on without, `on_progress` of
-    `Actor.report_progress`, `on_denounced` of `Actor.denounce`.
+    `Actor.report_progress`, `on_defect` of `Actor.report_defect`.
     """
 
     def __init__(
@@ -278,14 +278,14 @@ class Runner:
         on_end: Callable[[BaseException | None], None],
         on_broken: Callable[[LinkInfo, BaseException], None] | None = None,
         on_progress: Callable[[], object] | None = None,
-        on_denounced: Callable[[LinkInfo, str], None] | None = None,
+        on_defect: Callable[[LinkInfo, str], None] | None = None,
     ) -> None:
         self.actor = actor
         self.failure: BaseException | None = None
         self._on_end = on_end
         self._on_broken = on_broken
         self._on_progress = on_progress
-        self._on_denounced = on_denounced
+        self._on_defect = on_defect
         self._tasks: TaskGroup
         self._ended: anyio.Event
         self._run_returned: anyio.Event | None = None
@@ -372,9 +372,9 @@ class Runner:
         if self._on_progress is not None:
             self._on_progress()
 
-    def denounce(self, link: Link, what: str) -> None:
-        if self._on_denounced is not None:
-            self._on_denounced(link.info, what)
+    def report_defect(self, link: Link, what: str) -> None:
+        if self._on_defect is not None:
+            self._on_defect(link.info, what)
 
     def stop(self) -> None:
         """Begin the orderly end."""

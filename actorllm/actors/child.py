@@ -13,7 +13,7 @@ The control socket is a SEQPACKET pair: one JSON object per packet, in order, de
     child → supervisor    parked {memory_bytes}: everything is imported
                           started {facts} · configured · ready · failed {type_name, message, traceback} · progress
                           broken {link, generation, error}: this link is corrupt, and the actor goes on without it
-                          denounced {peer, link, generation, what}: this peer has a defect, and is to be ended
+                          defect {peer, link, generation, what}: this peer has a defect, and is to be ended
 
 Invariants: the child never outlives the owner, by the parent-death signal and by the end of the control socket. Ctrl-C and
 SIGTERM belong to the owner, which may have work to finish when a terminal or a service manager signals all processes. A failure
@@ -227,11 +227,11 @@ def live(control: socket.socket, start: dict[str, Any], fds: tuple[int, ...]) ->
     def report_broken(info: LinkInfo, error: BaseException) -> None:
         send_frame(control, "broken", link=info.name, generation=info.generation, error=str(error)[:MAX_TRACEBACK])
 
-    def report_denounced(info: LinkInfo, what: str) -> None:
+    def report_defect(info: LinkInfo, what: str) -> None:
         about, link = what[:MAX_TRACEBACK], info.name
-        send_frame(control, "denounced", peer=info.peer, link=link, generation=info.generation, what=about)
+        send_frame(control, "defect", peer=info.peer, link=link, generation=info.generation, what=about)
 
-    runner = Runner(actor, report, report_broken, lambda: send_frame(control, "progress"), report_denounced)
+    runner = Runner(actor, report, report_broken, lambda: send_frame(control, "progress"), report_defect)
     run_loop(ChildProgram(control, runner, config_class).run, config_class.from_json(start["config"]))
     return runner.failure is not None
 

@@ -46,9 +46,9 @@ from actorllm.messages import (
     Abort,
     Begun,
     Message,
-    OnTrial,
     Outputs,
     PauseChanged,
+    ProbeGroup,
     Submit,
     sequences_of,
 )
@@ -150,7 +150,7 @@ class JournalEntry:
     lost_at: float = 0.0
     """When the scheduler died that it is waiting to hear from again."""
     record: DeathRecord = field(default_factory=DeathRecord)
-    """Whether schedulers died of it; the sequences of one request have one."""
+    """Which deaths of schedulers it may be to blame for; the sequences of one request share one."""
 
 
 class _UnsentAsk:
@@ -180,7 +180,7 @@ class FrontendActor(Actor):
         self._interrupted: set[int] = set()  # their scheduler died, and nothing of them has come since
         self._pause_mode: str | None = None
         self._has_timeline = False
-        self._trial: OnTrial | None = None  # the last word of the scheduler about it
+        self._probe: ProbeGroup | None = None  # the last group that the scheduler named
         self._num_losses = 0  # schedulers in a row, without a token of any request
         self.num_recoveries = 0
         self._num_resubmitted = 0
@@ -371,7 +371,7 @@ class FrontendActor(Actor):
                     had_slot=entry.had_slot,
                     first_token=entry.first_token,
                     num_deaths=entry.record.num_deaths,
-                    most_beside=entry.record.most_beside,
+                    probe_size=entry.record.probe_size,
                     num_losses=self._num_losses,
                 )
             self._unsent.append(submit)
@@ -412,13 +412,13 @@ class FrontendActor(Actor):
         )
 
     def _note_death(self, lost: BaseException) -> None:
-        """The requests that the death may be due to get it on their records; the one that it is traced to fails."""
+        """Put the death on the record of the requests that it may be due to. The request that is to blame fails."""
         records = {rid: entry.record for rid, entry in self._journal.items()}
-        note_death(records, self._trial, is_second=self._num_losses > 0)
-        self._trial = None
+        note_death(records, self._probe, is_second=self._num_losses > 0)
+        self._probe = None
         self._num_losses += 1
         reason = f"the scheduler died {MAX_ALONE} times while it had this request alone; the last time {lost}"
-        for rid in [rid for rid, record in records.items() if record.is_guilty]:
+        for rid in [rid for rid, record in records.items() if record.is_blamed]:
             logger.error("request %d fails: %s", rid, reason)
             self._fail(rid, RequestFailedError(reason))
 
@@ -437,8 +437,8 @@ class FrontendActor(Actor):
                 for rid in message.started.tolist():
                     if rid in self._journal:
                         self._journal[rid].had_slot = True
-            case OnTrial():
-                self._trial = message
+            case ProbeGroup():
+                self._probe = message
             case Begun():
                 for rid in message.rids.tolist():
                     if rid in self._journal:

@@ -16,7 +16,7 @@ from actorllm.messages import Submit
 from actorllm.scheduling.events import End, Events
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key
-from actorllm.supervision.blame.scheduler_trial import SchedulerTrial
+from actorllm.supervision.blame.scheduler_probes import SchedulerProbes
 
 
 class LoopHost(Protocol):
@@ -59,50 +59,50 @@ def hooks(parts: Iterable[LoopPart], name: str) -> tuple[Callable[..., Any], ...
 
 
 class PoisonIsolation(LoopPart):
-    """Takes on requests that schedulers may have died of, one group after the other (`SchedulerTrial`)."""
+    """Takes on requests that schedulers may have died of, one probe group after the other (`SchedulerProbes`)."""
 
-    def __init__(self, host: LoopHost, trial: SchedulerTrial[Outlet]) -> None:
+    def __init__(self, host: LoopHost, probes: SchedulerProbes[Outlet]) -> None:
         self._host = host
-        self._trial = trial
+        self._probes = probes
 
     def before_plan(self) -> None:
-        if not self._trial.is_on:
+        if not self._probes.is_on:
             return
         ends: list[End] = []
-        while requests := self._trial.next_requests():
+        while requests := self._probes.next_requests():
             for key, message in requests:
                 ends += self._host.take_on(key, message, is_let_in=True)
         self._host.send_ends(ends)
 
     def after_plan(self) -> None:
-        if self._trial.is_on and self._trial.is_stuck(self._host.has_workers):
-            self._trial.on_step(())  # there is nothing to wait for
+        if self._probes.is_on and self._probes.is_stuck(self._host.has_workers):
+            self._probes.on_step(())  # there is nothing to wait for
             self._host.wake()
 
     def after_result(self, events: Events) -> None:
-        if self._trial.is_on:
-            self._trial.on_step(sequence.key for sequence in events.sequences)
+        if self._probes.is_on:
+            self._probes.on_step(sequence.key for sequence in events.sequences)
 
     def next_deadline(self) -> float:
-        return self._trial.wakes_at if self._trial.is_on else math.inf
+        return self._probes.wakes_at if self._probes.is_on else math.inf
 
 
 class DeadlineExpiry(LoopPart):
     """Ends what is past its deadline at once, and not only when the step in flight is done."""
 
-    def __init__(self, host: LoopHost, trial: SchedulerTrial[Outlet]) -> None:
+    def __init__(self, host: LoopHost, probes: SchedulerProbes[Outlet]) -> None:
         self._host = host
-        self._trial = trial
+        self._probes = probes
 
     def before_plan(self) -> None:
         scheduler = self._host.scheduler
-        if scheduler.expires_at == math.inf and not self._trial.is_on:
+        if scheduler.expires_at == math.inf and not self._probes.is_on:
             return
         at = now()
         if scheduler.expires_at <= at:
             self._host.send_ends(scheduler.expire(at))
-        if self._trial.is_on:
-            self._host.send_ends(self._trial.expire(at))
+        if self._probes.is_on:
+            self._host.send_ends(self._probes.expire(at))
 
     def next_deadline(self) -> float:
         return self._host.scheduler.expires_at

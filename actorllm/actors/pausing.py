@@ -1,4 +1,4 @@
-"""`Pausing`: how generation is paused and resumed, how an engine drains, and when callers and frontends are told.
+"""`Pausing`: how generation is paused and resumed, how an engine drains, and which callers are told when it is done.
 
 Owns the mode of the pause, which every frontend can tell the next scheduler, and the events that callers wait for. A part of the
 scheduler actor's loop.
@@ -18,7 +18,7 @@ from actorllm.clock import now
 from actorllm.messages import PauseChanged
 from actorllm.scheduling.events import End
 from actorllm.scheduling.pause import PauseState
-from actorllm.supervision.blame.scheduler_trial import SchedulerTrial
+from actorllm.supervision.blame.scheduler_probes import SchedulerProbes
 
 
 class PausedHost(LoopHost, Protocol):
@@ -37,10 +37,14 @@ class Pausing(LoopPart):
     """
 
     def __init__(
-        self, host: PausedHost, trial: SchedulerTrial[Outlet], outlets: Mapping[int, Outlet], full: Mapping[int, Outlet]
+        self,
+        host: PausedHost,
+        probes: SchedulerProbes[Outlet],
+        outlets: Mapping[int, Outlet],
+        full: Mapping[int, Outlet],
     ) -> None:
         self._host = host
-        self._trial = trial
+        self._probes = probes
         self._outlets = outlets
         self._full = full
         self._mode: str | None = None
@@ -130,13 +134,13 @@ class Pausing(LoopPart):
         state = self._host.scheduler.pause_state
         is_over = self._host.scheduler.is_drained
         if state is PauseState.NOTHING_NEW:  # what had started finishes, wherever it is now
-            is_over = is_over and not self._trial.resubmitting and not self._trial.has_started
+            is_over = is_over and not self._probes.resubmitting and not self._probes.has_started
         if is_over or state is PauseState.RUNNING:
             self._drained.set()
             self._drained = None
 
     def _tell_if_idle(self) -> None:
-        if self._idle is None or not self._host.scheduler.is_idle or self._trial.resubmitting or self._trial.has_held:
+        if self._idle is None or not self._host.scheduler.is_idle or self._probes.resubmitting or self._probes.has_held:
             return
         if not any(outlet.deferred for outlet in self._full.values()):
             self._idle.set()

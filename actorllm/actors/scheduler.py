@@ -62,7 +62,7 @@ from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler
 from actorllm.scheduling.telemetry.request_counters import RequestCounters
 from actorllm.scheduling.telemetry.snapshot import glance
 from actorllm.scheduling.telemetry.step_history import StepHistory
-from actorllm.supervision.blame.scheduler_trial import SchedulerTrial, end_of_unknown
+from actorllm.supervision.blame.scheduler_probes import SchedulerProbes, end_of_unknown
 from actorllm.text.grammar import GrammarCompiler
 from actorllm.text.tokenizer import Tokenizer
 
@@ -129,7 +129,7 @@ class SchedulerActor(Actor):
         self._counters = RequestCounters()
         self._step_log = StepHistory()
         self._retry_s = RETRY_S
-        self._trial: SchedulerTrial[Outlet]
+        self._probes: SchedulerProbes[Outlet]
         self._pausing: Pausing
         self._timeline: Timeline | None = None
         self._policy_name = "fcfs"
@@ -164,11 +164,11 @@ class SchedulerActor(Actor):
         self._constraints = Constraints(compiler, self.scheduler)
         self._is_configured = True
         check = partial(check_policy, config)
-        self._trial = SchedulerTrial(self.scheduler, self._outlets, self.send_to, self.report_progress, check)
-        self._pausing = Pausing(self, self._trial, self._outlets, self._full)
+        self._probes = SchedulerProbes(self.scheduler, self._outlets, self.send_to, self.report_progress, check)
+        self._pausing = Pausing(self, self._probes, self._outlets, self._full)
         parts = (
-            PoisonIsolation(self, self._trial),
-            DeadlineExpiry(self, self._trial),
+            PoisonIsolation(self, self._probes),
+            DeadlineExpiry(self, self._probes),
             Grammars(self, self._constraints),
             self._pausing,
         )
@@ -276,7 +276,7 @@ class SchedulerActor(Actor):
             self._outlets[number] = Outlet(number, link)
             self._frontend_of[link] = number
             self._pausing.on_frontend(self._outlets[number])
-            self._trial.on_frontend(number, link.generation)
+            self._probes.on_frontend(number, link.generation)
             if link.peer.startswith(ATTACHED):
                 self._foreign.add(link)
                 if self._max_waiting_attached is not None:
@@ -291,7 +291,7 @@ class SchedulerActor(Actor):
             self._foreign.discard(link)
             del self._outlets[number]
             self._full.pop(number, None)
-            self._trial.drop_frontend(number)
+            self._probes.drop_frontend(number)
             self._inbox = deque(entry for entry in self._inbox if entry[0] != number)
             self.scheduler.abort_frontend(number, now())
             self._renderer.output_buffer.drop_frontend(number)
@@ -320,7 +320,7 @@ class SchedulerActor(Actor):
         logger.error("%s contradicts its plans: %s", link.peer, contradiction, extra={"event": "contradiction"})
         self.has_workers = False
         self._results.clear()
-        self.denounce(link, f"contradicting its plans: {contradiction}")
+        self.report_defect(link, f"contradicting its plans: {contradiction}")
 
     def on_link_error(self, link: Link, error: BaseException) -> None:
         """An attached frontend that writes nonsense harms only itself; a worker is replaced for it."""
@@ -458,12 +458,12 @@ class SchedulerActor(Actor):
                     for sequence in sequences_of(message):
                         ends += self._submit(frontend, sequence)
                 case Abort() if not message.rids.size:
-                    self._trial.resubmitting.discard(frontend)
+                    self._probes.resubmitting.discard(frontend)
                 case Abort():
                     keys = [(frontend, rid) for rid in message.rids.tolist()]
                     ends += self.scheduler.abort(keys, now())
-                    if self._trial.is_on:
-                        ends += self._trial.abort(keys)
+                    if self._probes.is_on:
+                        ends += self._probes.abort(keys)
                 case Unblock() if self._constraints.is_making_matcher((frontend, message.rid)):
                     pass  # this actor alone can make the matcher
                 case Unblock():
@@ -475,8 +475,8 @@ class SchedulerActor(Actor):
     def send_ends(self, ends: list[End]) -> None:
         """Of requests that end without a step."""
         if ends:
-            if self._trial.not_begun:
-                self._trial.not_begun.difference_update(end.sequence.key for end in ends)
+            if self._probes.not_begun:
+                self._probes.not_begun.difference_update(end.sequence.key for end in ends)
             self._send(*self._renderer.render(Events(NOTHING.sequences, NO_I32, NO_I32, ends=tuple(ends))))
 
     def _check_deferred(self, outlet: Outlet) -> None:
@@ -492,9 +492,9 @@ class SchedulerActor(Actor):
         if self._pausing.is_draining and not is_known and self._outlets[frontend].link in self._foreign:
             return [_refusal_to_drain(key, message)]
         if message.num_deaths:
-            message = self._trial.weigh(frontend, message)
-        if self._trial.is_on and self.scheduler.sequence(key) is None:  # else it is said again
-            return self._trial.hold_back(key, message)
+            message = self._probes.with_trusted_deaths(frontend, message)
+        if self._probes.is_on and self.scheduler.sequence(key) is None:  # else it is said again
+            return self._probes.hold_back(key, message)
         return self.take_on(key, message)
 
     def take_on(self, key: Key, message: Submit, is_let_in: bool = False) -> list[End]:
@@ -510,14 +510,14 @@ class SchedulerActor(Actor):
             return [end]
         sequence = self.scheduler.sequence(key)
         if message.is_resumed:
-            self._trial.not_begun.add(key)
+            self._probes.not_begun.add(key)
         if is_new and message.grammar is not None and sequence is not None:
             self._constraints.add(sequence)
         return self._renderer.add(key, message, sequence) if is_new else []
 
     def _launch(self, plan: StepPlan) -> None:
-        if self._trial.not_begun:
-            self._trial.tell_begun(self.scheduler.ledger.newest)
+        if self._probes.not_begun:
+            self._probes.tell_begun(self.scheduler.ledger.newest)
         self._workers.send_nowait(plan)
         self._step_log.launched(self.scheduler.ledger.newest)
         if self._step_watch is not None:
@@ -597,7 +597,7 @@ class SchedulerActor(Actor):
     def _end_failed(self, outlet: Outlet) -> None:
         """Requests whose output could not be sent. Their frontend has been told."""
         keys = [(outlet.number, rid) for rid in outlet.take_failed()]
-        self._trial.not_begun.difference_update(keys)
+        self._probes.not_begun.difference_update(keys)
         ends = tuple(end._replace(reason="error") for end in self.scheduler.abort(keys, now()))
         self._renderer.render(Events(NOTHING.sequences, NO_I32, NO_I32, ends=ends))  # which forgets them
 
@@ -666,8 +666,8 @@ class SchedulerActor(Actor):
         return super().answer(verb, arguments)
 
     def abort_held(self) -> list[End]:
-        """End what was submitted and is not the scheduler's yet: held for a trial, or put off while outputs wait."""
-        ends = self._trial.abort_all()
+        """End what was submitted and is not the scheduler's yet: held back during a search, or put off while outputs wait."""
+        ends = self._probes.abort_all()
         for number, outlet in self._full.items():
             for message in outlet.take_deferred():
                 if isinstance(message, Submit):
@@ -687,7 +687,7 @@ class SchedulerActor(Actor):
         return super().statistics() | {
             "scheduler": asdict(self.scheduler.statistics()),
             "policy_failure": self._policy_failure,
-            "num_held_requests": len(self._trial),
+            "num_held_requests": len(self._probes),
             "admission_failure": self._admission_failure,
             "num_starving": self._watch.num_starving,
             "num_wakes_in_vain": self._timer.num_in_vain,

@@ -1,8 +1,9 @@
-"""What a scheduler shows before it tries requests for the death of the schedulers before it: that it can schedule one of its own.
+"""The self-check of a scheduler: before it probes suspects, it shows that it can schedule a request of its own.
 
-A policy that its process dies of whatever the request is would otherwise fail one request after the other. So a second, pure
-Scheduler with policies of its own takes a tiny request through every hook. If the process dies of that, no request is suspected,
-because none was on trial. Deaths like that in a row are the end of the engine. Called by `SchedulerTrial`, once a life.
+A policy may end its process whatever the request is. Without the check, one request after the other would be blamed for
+that. A second, pure Scheduler with policies of its own takes a tiny request through every hook. If the process dies of
+that, no request is blamed, since none was in a probe group. Such deaths in a row end the engine. `SchedulerProbes` calls
+it once a life.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ NUM_TOKENS = 3
 
 
 def check_policy(config: EngineConfig) -> None:
-    """Take a made-up request from its arrival to its end. What the policies raise is for the real ones to tell of."""
+    """Take a made-up request from its arrival to its end. An exception of a policy is reported when a real request meets it."""
     try:
         scheduler = Scheduler(policy=build_policy(config.scheduler), **scheduler_arguments(config, (), None))
         _run(scheduler, is_pooled=config.model.pooler is not None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -13,6 +12,7 @@ from typing import Any, Protocol, Self, TypeVar, Unpack
 
 from actorllm.actors.engine_thread import ThreadHost
 from actorllm.api.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, end_ids, step_params
+from actorllm.api.blocking import BlockingDoor
 from actorllm.api.engine_args import EngineArgs, check_idle_arguments
 from actorllm.api.llm_engine import LLMEngine
 from actorllm.client.attached_engine import AttachedEngine
@@ -20,10 +20,9 @@ from actorllm.client.engine import Engine
 from actorllm.client.pooling_stream import PoolingStream
 from actorllm.client.stream import RequestStream
 from actorllm.clock import now
-from actorllm.config import EngineConfig, ModelConfig
+from actorllm.config import EngineConfig
 from actorllm.errors import InvalidParameterError
 from actorllm.intake.tokenization import Prompt, as_batch
-from actorllm.supervision.health import EngineHealth
 from actorllm.text.chat_template import ContentFormat, Conversation, Message, is_batch, load_template
 from actorllm.types.options import EngineOptions, with_options
 from actorllm.types.outputs import RequestOutput
@@ -51,7 +50,7 @@ class TakenAtEnd(Protocol[O_co]):
 
 
 @with_options
-class LLM:
+class LLM(BlockingDoor):
     """A synchronous engine: starts in the constructor, works from any thread, also inside a running event loop. Stops with
     `shutdown`, when it is dropped, or at interpreter exit.
 
@@ -113,11 +112,6 @@ class LLM:
     def config(self) -> EngineConfig:
         """The configuration; complete (number of KV blocks) once the engine has started."""
         return self._engine.config
-
-    @property
-    def model_config(self) -> ModelConfig:
-        """The model and what its config.json says about it."""
-        return self._engine.config.model
 
     @property
     def llm_engine(self) -> LLMEngine:
@@ -593,83 +587,6 @@ class LLM:
             progress.close()
         return [output for output in outputs if output is not None]
 
-    def get_tokenizer(self) -> Any:
-        """The tokenizer as transformers has it.
-
-        Raises:
-            InvalidPromptError: the engine was built with skip_tokenizer_init.
-        """
-        return self._engine.prompts.transformers_tokenizer
-
-    def health(self) -> EngineHealth:
-        """The state of the engine and of each of its actors, and what has failed. Waits for nothing, starts nothing."""
-        return self._engine.health()
-
-    def check_health(self) -> None:
-        """Whether the engine can serve.
-
-        Raises:
-            EngineDeadError, EngineShutdownError, ForkedProcessError: it cannot.
-            EngineError: no prompt can be read.
-        """
-        self._engine.check_health()
-
-    def stats(self) -> dict[str, Any]:
-        """What every part of the engine counts. Workers answer between two steps: this waits for the one in flight.
-
-        Raises:
-            EngineDeadError, EngineShutdownError, ForkedProcessError: the engine is gone.
-        """
-        scheduler = self._engine.ask_scheduler("statistics").result()
-        workers = self._engine.ask_scheduler("worker_statistics", timeout=math.inf).result()
-        return {**self._engine.statistics(), "scheduler": scheduler, "workers": workers}
-
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget all cached KV, as `AsyncLLM.reset_prefix_cache`. Returns whether it did.
-
-        Arguments:
-            reset_running_requests: compute the KV of running requests again, too; default False: they keep theirs, and leave none
-                behind.
-            reset_connector: refused unless False (default); there is no KV outside of the engine.
-
-        Raises:
-            InvalidParameterError: reset_connector is not False.
-            EngineDeadError, EngineShutdownError: the engine is gone.
-        """
-        check_idle_arguments(reset_connector=reset_connector)
-        asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
-        return bool(asked.result())
-
-    def start_profile(
-        self,
-        profile_prefix: str | None = None,
-        *,
-        delay_iterations: int | None = None,
-        max_iterations: int | None = None,
-    ) -> None:
-        """Trace every torch operation of the workers, until `stop_profile`.
-
-        The engine must have profiler_config={'profiler': 'torch', 'torch_profiler_dir': FOLDER}.
-
-        Arguments:
-            profile_prefix: what the names of the files begin with: up to 128 letters, digits, ".", "_" and "-"; None: the time.
-            delay_iterations, max_iterations: accepted at None and 0, where they ask for nothing.
-
-        Raises:
-            ConfigError: the engine was built without profiler_config.
-            InvalidParameterError: an argument is wrong.
-            EngineError: a profile is under way, or the engine is gone.
-        """
-        self._engine.start_profile(profile_prefix, delay_iterations, max_iterations).result()
-
-    def stop_profile(self) -> None:
-        """Write the traces, one file per rank in the format of chrome://tracing.
-
-        Raises:
-            EngineError: there is no profile, or the engine is gone.
-        """
-        self._engine.stop_profile().result()
-
     def drain(self, timeout: float | None = None) -> bool:
         """Take no new request and wait for those of other threads; see `AsyncLLM.drain`.
 
@@ -691,12 +608,6 @@ class LLM:
             timeout: seconds after which processes that do not stop by themselves are killed; default 5.
         """
         self._engine.shutdown(timeout)
-
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.shutdown()
 
 
 def _conversations(messages: Sequence[Message] | Sequence[Sequence[Message]], **template: Any) -> list[Prompt]:

@@ -6,12 +6,12 @@ processes compute, and `step` waits for what they bring next. Not for several th
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Self, Unpack
 
 from actorllm.actors.engine_thread import ThreadHost, Waiter
+from actorllm.api.blocking import BlockingDoor
 from actorllm.api.engine_args import EngineArgs, check_idle_arguments
 from actorllm.client.engine import Engine, Hold
 from actorllm.client.pooling_stream import PoolingStream
@@ -19,7 +19,6 @@ from actorllm.client.stream import RequestStream
 from actorllm.config import EngineConfig, ModelConfig
 from actorllm.errors import EngineError, InvalidParameterError, RequestError
 from actorllm.intake.tokenization import Prompt
-from actorllm.supervision.health import EngineHealth
 from actorllm.types.options import EngineOptions, with_options
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 from actorllm.types.params import PoolingParams, SamplingParams
@@ -27,7 +26,7 @@ from actorllm.types.pooling_outputs import PoolingOutput, PoolingRequestOutput
 
 
 @with_options
-class LLMEngine:
+class LLMEngine(BlockingDoor):
     """An engine to step through by hand. Starts in the constructor; stops with `shutdown`, at the end of `with`, or when it
     is dropped.
 
@@ -107,11 +106,6 @@ class LLMEngine:
     def vllm_config(self) -> EngineConfig:
         """The configuration, complete with the number of KV blocks."""
         return self._engine.config
-
-    @property
-    def model_config(self) -> ModelConfig:
-        """The model and what its config.json says about it."""
-        return self._engine.config.model
 
     # Requests
 
@@ -269,86 +263,13 @@ class LLMEngine:
         """As `model_config`."""
         return self.model_config
 
-    def get_tokenizer(self) -> Any:
-        """The tokenizer as transformers has it.
-
-        Raises:
-            InvalidPromptError: the engine was built with skip_tokenizer_init.
-        """
-        return self._engine.prompts.transformers_tokenizer
-
     @property
     def tokenizer(self) -> Any:
         """As `get_tokenizer`; None with skip_tokenizer_init."""
         return None if self._engine.config.model.tokenizer is None else self.get_tokenizer()
 
-    def check_health(self) -> None:
-        """Whether the engine can serve.
-
-        Raises:
-            EngineDeadError, EngineShutdownError, ForkedProcessError: it cannot.
-            EngineError: no prompt can be read.
-        """
-        self._engine.check_health()
-
-    def health(self) -> EngineHealth:
-        """The state of the engine and of each of its actors, and what has failed. Waits for nothing."""
-        return self._engine.health()
-
     def do_log_stats(self) -> None:
         """Nothing: see `stats`."""
-
-    def stats(self) -> dict[str, Any]:
-        """What every part of the engine counts.
-
-        Raises:
-            EngineDeadError, EngineShutdownError, ForkedProcessError: the engine is gone.
-        """
-        scheduler = self._engine.ask_scheduler("statistics").result()
-        workers = self._engine.ask_scheduler("worker_statistics", timeout=math.inf).result()
-        return {**self._engine.statistics(), "scheduler": scheduler, "workers": workers}
-
-    def start_profile(
-        self,
-        profile_prefix: str | None = None,
-        *,
-        delay_iterations: int | None = None,
-        max_iterations: int | None = None,
-    ) -> None:
-        """As `LLM.start_profile`.
-
-        Arguments:
-            profile_prefix: what the names of the files begin with: up to 128 letters, digits, ".", "_" and "-"; None: the time.
-            delay_iterations, max_iterations: accepted at None and 0, where they ask for nothing.
-
-        Raises:
-            ConfigError, InvalidParameterError, EngineError: as `LLM.start_profile`.
-        """
-        self._engine.start_profile(profile_prefix, delay_iterations, max_iterations).result()
-
-    def stop_profile(self) -> None:
-        """As `LLM.stop_profile`.
-
-        Raises:
-            EngineError: there is no profile, or the engine is gone.
-        """
-        self._engine.stop_profile().result()
-
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget all cached KV, as `AsyncLLM.reset_prefix_cache`. Returns whether it did.
-
-        Arguments:
-            reset_running_requests: compute the KV of running requests again, too; default False: they keep theirs, and leave none
-                behind.
-            reset_connector: refused unless False (default); there is no KV outside of the engine.
-
-        Raises:
-            InvalidParameterError: reset_connector is not False.
-            EngineDeadError, EngineShutdownError: the engine is gone.
-        """
-        check_idle_arguments(reset_connector=reset_connector)
-        asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
-        return bool(asked.result())
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take no new request and compute those there are to their end; their outputs come out of `step`, as always.
@@ -374,12 +295,6 @@ class LLMEngine:
         self._streams.clear()
         self._ready.clear()
         self._host.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.shutdown()
 
 
 class Note(Waiter):

@@ -203,7 +203,7 @@ class Stepper:
                 return False
             actor = self._scheduler
             self._scheduler.turn()
-        except DenouncedError as found:
+        except DefectError as found:
             self._die(ActorDeath(self._worker.name, failure=Failure.of(found)))
         except Exception as error:  # it is the death of that actor
             self._die(ActorDeath(actor.name, failure=Failure.of(error)))
@@ -286,8 +286,8 @@ def _connect(hub: Actor, spoke: Actor, name: str) -> None:
         actor.on_link(link)
 
 
-class DenouncedError(EngineError):
-    """The scheduler has found the worker at fault (`Actor.denounce`)."""
+class DefectError(EngineError):
+    """The scheduler has found the worker at fault (`Actor.report_defect`)."""
 
 
 class CallRunner(Runner):
@@ -296,8 +296,8 @@ class CallRunner(Runner):
     def __init__(self, actor: Actor) -> None:
         super().__init__(actor, lambda _: None)
 
-    def denounce(self, link: Link, what: str) -> None:
-        raise DenouncedError(f"it was found {what}")
+    def report_defect(self, link: Link, what: str) -> None:
+        raise DefectError(f"it was found {what}")
 
     async def ask(self, link: Link, verb: str, timeout: float, arguments: dict[str, Any]) -> list[Any]:
         assert isinstance(link, CallLink)

@@ -81,6 +81,8 @@ class Submit:
     """The rid of a sibling with the same prompt: it computes the prompt, and this request takes that over."""
     num_sequences: int = 1
     """Of the request that this is one sequence of (`sequences_of`): they are refused together."""
+    # After the death of a scheduler, the next six fields tell the next one what is known of the request. Three keep its
+    # place; three are for the search for the request that schedulers die of. They have their defaults before any death.
     is_resumed: bool = False
     """A scheduler had taken it before: it is never refused for want of room, and no policy turns it away."""
     had_slot: bool = False
@@ -89,8 +91,8 @@ class Submit:
     """When the first of `output` was sent, in monotonic seconds, if a scheduler before this one did that."""
     num_deaths: int = 0
     """Schedulers in a row that may have died of it (`supervision.blame.scheduler_deaths`)."""
-    most_beside: int = 0
-    """With how many it was tried, itself included, when the last of them died; 0: it was not tried."""
+    probe_size: int = 0
+    """Members of its probe group when one of them last died of a group with it; 0: of none (`supervision.blame.bisection`)."""
     num_losses: int = 0
     """Schedulers in a row that died before its frontend had a token of any request."""
     ignore_eos: bool = False
@@ -210,6 +212,22 @@ class StepResult:
     ended: float = 0.0
 
     @property
+    def is_plain(self) -> bool:
+        """Whether no column but `tokens` holds anything: so are most results, and a step costs less where that is known."""
+        return (
+            self.counts is NO_I32
+            and self.vector_rows is NO_I32
+            and self.vectors is NO_F32
+            and self.nonfinite_rows is NO_I32
+            and self.nonfinite_counts is NO_I32
+            and self.nonfinite_prefills is NO_I32
+            and self.logprob_spans is NO_I32
+            and self.logprob_ids is NO_I32
+            and self.logprobs is NO_F32
+            and self.logprob_ranks is NO_I32
+        )
+
+    @property
     def came_to_nothing(self) -> bool:
         """Values were not finite, and no row shows that any are."""
         if self.nonfinite_rows is NO_I32 and self.nonfinite_prefills is NO_I32:
@@ -286,8 +304,8 @@ NEW_ROW = np.dtype(
 _NEW_ROW = struct.Struct("<2iQ3i3f4iIi")
 
 
-def pack_rows(rows: Iterable[NewRow]) -> U8:
-    """Records, because a plan with one new row should not carry a dozen arrays of one element."""
+def pack_rows(rows: Iterable[tuple[float, ...]]) -> U8:
+    """Records with the fields of `NewRow`, because a plan with one new row should not carry a dozen arrays of one element."""
     return np.frombuffer(b"".join([_NEW_ROW.pack(*row) for row in rows]), np.uint8)
 
 
@@ -415,15 +433,15 @@ class PauseChanged:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class OnTrial:
+class ProbeGroup:
     """Of what this frontend has submitted again, the scheduler is about to take these on, and nothing else for now.
 
-    num_tried: with those of other frontends; 0: the trial is over, and everything is taken on again. is_alone: nothing else
-    runs, not even requests that were found harmless.
+    size: requests, with those of other frontends; 0: the search is over, and everything is taken on again. is_alone: nothing
+    else runs, not even requests that were cleared.
     """
 
     rids: I32 = field(default_factory=no_i32)
-    num_tried: int = 0
+    size: int = 0
     is_alone: bool = False
 
 
@@ -457,7 +475,7 @@ class Reply:
 
 ToScheduler: TypeAlias = Submit | Abort | Unblock | StepResult | StepFailed | Ask | Reply
 ToWorker: TypeAlias = StepPlan | LateInputs | Ask
-ToFrontend: TypeAlias = Outputs | PauseChanged | OnTrial | Begun | Ask | Reply
+ToFrontend: TypeAlias = Outputs | PauseChanged | ProbeGroup | Begun | Ask | Reply
 Message: TypeAlias = ToScheduler | ToWorker | ToFrontend
 
 KINDS: dict[int, type[Any]] = {
@@ -472,7 +490,7 @@ KINDS: dict[int, type[Any]] = {
     9: Ask,
     10: Reply,
     11: PauseChanged,
-    12: OnTrial,
+    12: ProbeGroup,
     13: Begun,
 }
 """The numbers are part of the wire format: a number is never used again for something else."""

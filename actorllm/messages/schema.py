@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import compress
-from operator import attrgetter, is_not
+from operator import attrgetter, call, is_not
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -118,7 +118,7 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
             had_slot=BOOL,
             first_token=TIME_OR_NONE,
             num_deaths=COUNT,
-            most_beside=COUNT,
+            probe_size=COUNT,
             num_losses=COUNT,
             ignore_eos=BOOL,
             stop_token_ids=Field("ints", I32_MIN, I32_MAX),
@@ -212,7 +212,7 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
             emitted=NUMBER,
         ),
         "PauseChanged": _entry(SCHEDULER, mode=STR_OR_NONE, started=I32),
-        "OnTrial": _entry(SCHEDULER, rids=I32, num_tried=COUNT, is_alone=BOOL),
+        "ProbeGroup": _entry(SCHEDULER, rids=I32, size=COUNT, is_alone=BOOL),
         "Begun": _entry(SCHEDULER, rids=I32),
         "Ask": _entry(FRONTEND, SCHEDULER, WORKER, id=ASK_ID, verb=STR, arguments=Field("map")),
         "Reply": _entry(FRONTEND, SCHEDULER, WORKER, id=ASK_ID, value=Field("any"), error=STR_OR_NONE),
@@ -233,6 +233,14 @@ def violation(message: object, sender: str) -> str | None:
         if not compiled.checks[i](values[i]):
             return f"{name}.{compiled.names[i]}={shown(values[i])}"
     return None
+
+
+def check_of_fields(name: str, fields: tuple[str, ...]) -> Check:
+    """The test of some fields of a message: whether they hold what the entry of this name allows."""
+    values_of = getter_of(fields)
+    checks = tuple(check_of(SCHEMA[name].fields[field]) for field in fields)
+
+    return lambda message: all(map(call, checks, values_of(message)))
 
 
 def getter_of(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:

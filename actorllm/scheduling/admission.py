@@ -152,8 +152,9 @@ class Admission:
         queue = self._queue(sequence.key[0])
         self.num_requests -= 1
         queue.num_requests -= 1
-        queue.num_tokens -= sequence.num_prompt
-        self.num_left = min(self.num_left, self.num_requests - self.num_held)
+        queue.num_tokens -= sequence.submit.prompt.size
+        if self.num_left:
+            self.num_left = min(self.num_left, self.num_requests - self.num_held)
 
     def hold(self, frontend: int, submit: Submit, count: int = 1) -> None:
         """A request waits that is not in the scheduler's hands yet; count=-1: it does so no more."""

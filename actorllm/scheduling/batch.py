@@ -1,9 +1,9 @@
 """`Batch`: the running sequences as numpy columns by slot, and the cached row set of the decode.
 
 Invariants: a slot is free or holds one RUNNING sequence. `generation[slot]` changes whenever the slot changes hands, so
-that a result planned for the previous owner is told apart. A decoding slot has exactly one token more (known or in
-flight) than computed. `rows` lists the decoding slots and is brought up to date only after a change of membership. Its
-arrays are handed to plans and to the ledger and never changed in place.
+that a result planned for the previous owner is told apart; none does while `num_vacated` stays. A decoding slot has
+exactly one token more (known or in flight) than computed. `rows` lists the decoding slots and is brought up to date only
+after a change of membership. Its arrays are handed to plans and to the ledger and never changed in place.
 """
 
 from __future__ import annotations
@@ -23,22 +23,26 @@ ONE: I32 = np.ones((), np.int32)
 class Rows:
     """An immutable set of rows: slots, with what belongs to them for as long as their sequences stay."""
 
-    __slots__ = ("generations", "index", "limits", "sequences", "slots")
+    __slots__ = ("generations", "index", "limits", "num_vacated", "sequences", "slots")
 
-    def __init__(self, index: NDArray[np.intp], generations: I32, limits: I32, sequences: NDArray[Any]) -> None:
+    def __init__(
+        self, index: NDArray[np.intp], generations: I32, limits: I32, sequences: NDArray[Any], num_vacated: int
+    ) -> None:
         self.index = index
         """The slots as numpy indexes with: from any other integers it makes these first, at each use."""
         self.slots: I32 = index.astype(np.int32)
         self.generations = generations
         self.limits = limits
         self.sequences = sequences
+        self.num_vacated = num_vacated
+        """`Batch.num_vacated` when every row was last known to be in its slot."""
 
     def __len__(self) -> int:
         return self.slots.size
 
     def where(self, mask: NDArray[np.bool_]) -> Rows:
         """Those of the rows that the mask selects, in the same order."""
-        return Rows(self.index[mask], self.generations[mask], self.limits[mask], self.sequences[mask])
+        return Rows(self.index[mask], self.generations[mask], self.limits[mask], self.sequences[mask], self.num_vacated)
 
     def joined(self, other: Rows) -> Rows:
         """These rows followed by the others."""
@@ -51,6 +55,7 @@ class Rows:
             np.concatenate((self.generations, other.generations)),
             np.concatenate((self.limits, other.limits)),
             np.concatenate((self.sequences, other.sequences)),
+            min(self.num_vacated, other.num_vacated),
         )
 
 
@@ -73,6 +78,8 @@ class Batch:
         """Some of the slot's token ids were never known here (`Scheduler.advance`)."""
         self.is_late: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         self.num_late = 0
+        self.num_vacated = 0
+        """How often any slot was."""
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._rows = self.select([])
         self._has_left = False
@@ -86,7 +93,7 @@ class Batch:
         slot = self._free_slots.pop()
         sequence.slot = slot
         self.sequences[slot] = sequence
-        self.num_prompt[slot] = sequence.num_prompt
+        self.num_prompt[slot] = sequence.submit.prompt.size
         self.num_known[slot] = sequence.known.size
         self.num_computed[slot] = sequence.num_done
         self.limit[slot] = sequence.limit
@@ -101,6 +108,7 @@ class Batch:
         self.sequences[slot].slot = -1
         self.sequences[slot] = None
         self.generation[slot] += 1
+        self.num_vacated += 1
         self.stop_decoding(slot)
         self.is_simulated[slot] = False
         if self.num_late and self.is_late[slot]:
@@ -108,14 +116,13 @@ class Batch:
             self.num_late -= 1
         self._free_slots.append(slot)
 
-    def start_decoding(self, slots: list[int]) -> Rows:
-        """These slots are decode rows from now on, behind all others. Returns them."""
-        self.rows()  # drops rows that left, so that a slot which left and joins again is not listed twice
-        joining = self.select(slots)
-        self.is_decoding[joining.index] = True
-        if joining.index.size:
-            self._rows = self._of(np.concatenate((self._rows.index, joining.index)))
-        return joining
+    def start_decoding(self, slots: list[int]) -> None:
+        """These slots are decode rows from now on, behind all others."""
+        before = self.rows()  # drops rows that left, so that a slot which left and joins again is not listed twice
+        if slots:
+            joining = np.array(slots, np.intp)
+            self.is_decoding[joining] = True
+            self._rows = self._of(np.concatenate((before.index, joining)))
 
     def stop_decoding(self, slot: int) -> None:
         """The slot gets no more tokens: it is ending, or it gives its blocks away."""
@@ -142,7 +149,16 @@ class Batch:
 
     def _of(self, index: NDArray[np.intp]) -> Rows:
         """The rows of these taken slots."""
-        return Rows(index, self.generation[index], self.limit[index], self.sequences[index])
+        return Rows(index, self.generation[index], self.limit[index], self.sequences[index], self.num_vacated)
+
+    def has_all(self, rows: Rows) -> bool:
+        """Whether every one of these rows is still in its slot."""
+        if rows.num_vacated == self.num_vacated:
+            return True
+        if np.count_nonzero(self.generation[rows.index] != rows.generations):
+            return False
+        rows.num_vacated = self.num_vacated
+        return True
 
     def check_integrity(self) -> None:
         """AssertionError when an invariant of the module docstring does not hold."""

@@ -83,6 +83,16 @@ class MessageBudget:
         """Whether a request fits the plan as a new row, beside those that it has."""
         return not self._num_new_bytes or self._num_new_bytes + _row_bytes(sequence) <= MAX_NEW_BYTES
 
+    def take(self, sequence: Sequence) -> bool:
+        """Make a request one of the new rows of the plan, if it has room in it and in the result."""
+        num_bytes = _row_bytes(sequence)
+        if self._num_new_bytes and self._num_new_bytes + num_bytes > MAX_NEW_BYTES:
+            return False
+        if sequence.rules is not None and not self.has_row_room(sequence):
+            return False
+        self._num_new_bytes += num_bytes
+        return True
+
     def add_to_plan(self, sequence: Sequence) -> None:
         """It is one of them."""
         self._num_new_bytes += _row_bytes(sequence)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from actorllm.messages import I32, POOLING_CODES, NewRow, StepPlan, pack_rows
+from actorllm.messages import I32, POOLING_CODES, StepPlan, pack_rows
 from actorllm.messages.logit_rules import encode_rules
 from actorllm.scheduling.batch import Rows
 from actorllm.scheduling.sequence import Sequence
@@ -107,7 +107,7 @@ class NoPlanBuilder(PlanBuilder):
 def _new_columns(
     new: list[tuple[Sequence, int]], eos_ids: frozenset[int], sources: dict[Sequence, int]
 ) -> dict[str, Any]:
-    rows: list[NewRow] = []
+    rows: list[tuple[float, ...]] = []
     stop_ids: list[int] = []
     ruled: list[Sequence] = []
     for sequence, _ in new:
@@ -119,7 +119,7 @@ def _new_columns(
         if sequence.rules is not None and sequence.rules.is_for_worker:
             ruled.append(sequence)
         rows.append(
-            NewRow(
+            (  # a NewRow
                 sequence.slot,
                 num_tokens,
                 submit.seed,

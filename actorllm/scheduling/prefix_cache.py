@@ -54,25 +54,29 @@ class PrefixCache:
         if sequence.known.size - done >= size:
             digest = hashes[-HASH_BYTES:] or first_digest(extra_key(submit.cache_salt, submit.adapter_id))
             hashes += continue_hashes(digest, sequence.known[done:], size)
-        sequence.hashes = hashes
+        sequence.hashes, sequence.first_hash = hashes, hashes[:HASH_BYTES]
 
     def look_up(self, sequence: Sequence) -> None:
         """Find what is cached of a waiting request, and what its admission takes; again only when that may have changed.
 
         At least one token is left to compute: its logits are needed.
         """
-        index, num_known = self._kv.index, sequence.known.size
+        index = self._kv.index
         version = 0 if index is None else index.version
         if sequence.looked_up == version:
             return
         sequence.looked_up = version
-        sequence.num_remaining = num_known
-        most_tokens = min(num_known + 1 + self._spare, sequence.limit + self._spare)
+        sequence.num_remaining = num_known = sequence.known.size
+        most_tokens = min(num_known + 1, sequence.limit) + self._spare
         sequence.num_needed_blocks = self._kv.blocks_for(most_tokens)
         if index is None or not sequence.hashes or not sequence.may_read_cache:
             return
-        if self._fresh:
-            self._settle(sequence.hashes)
+        first = sequence.first_hash
+        if first in self._fresh:
+            self._settle(first)
+        if not index.begins(first):
+            sequence.hits = NO_I32
+            return
         most = min(len(sequence.hashes) // HASH_BYTES, (num_known - 1) // self._kv.block_size)
         sequence.hits = hits = index.find(sequence.hashes, most)
         if hits.size:
@@ -122,7 +126,7 @@ class PrefixCache:
         Most prompts begin like no other. Those are put into the index when a look-up wants them, or else together with
         their output when they end.
         """
-        index, first = self._kv.index, sequence.hashes[:HASH_BYTES]
+        index, first = self._kv.index, sequence.first_hash
         if index is None:
             return
         owner = self._fresh.get(first)
@@ -133,9 +137,9 @@ class PrefixCache:
         self._settle(first)
         sequence.run = self._kv.publish(sequence.slot, sequence.hashes, sequence.num_published)
 
-    def _settle(self, hashes: bytes) -> None:
-        """Put into the index what begins like this."""
-        owner = self._fresh.pop(hashes[:HASH_BYTES], None)
+    def _settle(self, first: bytes) -> None:
+        """Put into the index what begins with the block of this hash."""
+        owner = self._fresh.pop(first, None)
         if owner is not None:
             owner.run = self._kv.publish(owner.slot, owner.hashes, owner.num_published)
 
@@ -148,7 +152,7 @@ class PrefixCache:
             self.settle(sequence)
         elif num_hashed and num_hashed == sequence.num_published:
             known = sequence.known[num_hashed * size :].copy()
-            first = sequence.hashes[:HASH_BYTES]
+            first = sequence.first_hash
             is_fresh = self._fresh.get(first) is sequence
             if is_fresh:
                 del self._fresh[first]
@@ -156,13 +160,13 @@ class PrefixCache:
         else:
             sequence.known = self._known_tokens(sequence)
             self.hash_known(sequence)
-            self._settle(sequence.hashes)
+            self._settle(sequence.first_hash)
             self._kv.publish(sequence.slot, sequence.hashes, num_blocks)
 
     def settle(self, sequence: Sequence) -> None:
         """A request is about to leave its slot with nothing more to publish."""
-        if self._fresh.get(sequence.hashes[:HASH_BYTES]) is sequence:
-            self._settle(sequence.hashes)
+        if self._fresh.get(sequence.first_hash) is sequence:
+            self._settle(sequence.first_hash)
 
     def publish_known(self, sequence: Sequence) -> None:
         """A request leaves its slot and comes back: it will look for what it has computed, by all its known tokens."""
@@ -176,7 +180,7 @@ class PrefixCache:
         is_valid = sequence.can_publish
         self.hash_known(sequence)  # from here on it may publish again, if a reset had forbidden it
         if is_valid and num_blocks > sequence.num_published:
-            self._settle(sequence.hashes)
+            self._settle(sequence.first_hash)
             self._kv.publish(sequence.slot, sequence.hashes, num_blocks)
 
     def _num_reported(self, sequence: Sequence) -> int:
@@ -205,11 +209,11 @@ class PrefixCache:
         index = self._kv.index
         if index is None or not sequence.hashes:
             return False
-        self._settle(sequence.hashes)
+        self._settle(sequence.first_hash)
         index.forget(sequence.hashes)
         if sequence.slot >= 0:
             index.drop(self._kv.tables[0, sequence.slot, : self._kv.num_blocks[sequence.slot]])
-        first = sequence.hashes[:HASH_BYTES]
+        first = sequence.first_hash
         return any(
             other is not sequence and other.num_done and other.hashes.startswith(first)
             for record in self._ledger

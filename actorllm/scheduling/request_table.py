@@ -25,7 +25,7 @@ from actorllm.scheduling.message_budget import MessageBudget
 from actorllm.scheduling.plan import PlanBuilder
 from actorllm.scheduling.policy import PlanPolicy, View
 from actorllm.scheduling.prefix_cache import PrefixCache
-from actorllm.scheduling.sequence import Key, Sequence, State
+from actorllm.scheduling.sequence import FINISHED, RUNNING, Key, Sequence, State
 from actorllm.scheduling.stopping import Stopping
 from actorllm.supervision.blame.step_failures import StepFailures
 from actorllm.types.outputs import FinishReason
@@ -111,8 +111,9 @@ class RequestTable:
     def start(self, sequence: Sequence) -> None:
         """A waiting request gets a slot. Its blocks follow: all that start in one step are filled together."""
         self.waiting.discard(sequence)
-        self.resuming.discard(sequence)
-        sequence.state = State.RUNNING
+        if self.resuming:
+            self.resuming.discard(sequence)
+        sequence.state = RUNNING
         self._cache.take_over(sequence)
         if sequence.scheduled is None:
             self._admission.leave(sequence)
@@ -208,10 +209,11 @@ class RequestTable:
             self._leave_slot(sequence, zero=zero)
         else:
             self._leave_line(sequence)
-        self.tokenless.discard(sequence)
-        if self._step_failures.is_any:
+        if self.tokenless:
+            self.tokenless.discard(sequence)
+        if self._step_failures.is_recovering:
             self._step_failures.discard(sequence)
-        sequence.state = State.FINISHED
+        sequence.state = FINISHED
         sequence.finish_reason = reason
         sequence.last_token = self._view.now if sequence.first_token is not None else None
         del self.alive[sequence.key]

@@ -21,7 +21,7 @@ from actorllm.kvcache.manager import KVCacheManager
 from actorllm.messages import I32, INVALID, NO_I32, StepFailed, StepResult
 from actorllm.messages.logit_rules import SamplingRules
 from actorllm.messages.logprobs import LogprobSpan, spans_of
-from actorllm.messages.schema import WORKER, violation
+from actorllm.messages.schema import WORKER, check_of_fields, violation
 from actorllm.scheduling.batch import ONE, Batch
 from actorllm.scheduling.events import End, Events
 from actorllm.scheduling.ledger import Ledger, StepRecord
@@ -36,6 +36,12 @@ NO_SPANS: list[LogprobSpan] = []
 
 
 NO_RULES = SamplingRules()
+
+U32_DTYPE = np.dtype(np.uint32)
+"""To look at token ids with: a negative one is a very large one."""
+
+_is_right_if_plain = check_of_fields("StepResult", ("step", "tokens", "started", "ended"))
+"""Whether a result that is plain is as the schema says: its other columns are the shared empty ones."""
 
 
 class ContradictionError(ValueError):
@@ -78,14 +84,15 @@ class Results:
 
         record: None if the step is not the oldest in flight; the result is held against the schema alone.
         """
-        error = violation(result, WORKER)
+        is_plain = result.is_plain and _is_right_if_plain(result)
+        error = None if is_plain else violation(result, WORKER)
         if error is None and record is not None:
-            error = self._contradiction(result, record)
+            error = self._plain_contradiction(result, record) if is_plain else self._contradiction(result, record)
         if error is not None:
             raise ContradictionError(f"step {result.step}: {error}")
-        if record is None:
+        if is_plain or record is None or not result.logprob_spans.size:
             return NO_SPANS
-        return self._logprob_spans(result, record) if result.logprob_spans.size else NO_SPANS
+        return self._logprob_spans(result, record)
 
     def apply(self, result: StepResult, record: StepRecord, spans: list[LogprobSpan]) -> Events:
         """Publish what the step computed, append what it sampled, and end the requests that end with it."""
@@ -96,7 +103,7 @@ class Results:
         plain = not (
             result.counts.size or result.nonfinite_rows.size or result.vector_rows.size or self._table.tokenless
         )
-        if plain and not np.count_nonzero(self._batch.generation[rows.index] != rows.generations):
+        if plain and self._batch.has_all(rows):
             events = self._append_column(record, result.tokens)
         else:
             events = self._append_rows(record, result)
@@ -114,6 +121,18 @@ class Results:
             error = _wrong_rows(failure.rows, len(record.named))
         if error is not None:
             raise ContradictionError(f"step {failure.step}: {error}")
+
+    def _plain_contradiction(self, result: StepResult, record: StepRecord) -> str | None:
+        """As `_contradiction`, of a result that is plain (`StepResult.is_plain`)."""
+        num_rows = len(record.rows)
+        if result.tokens.size != num_rows:
+            return f"{result.tokens.size} tokens for a plan of {num_rows}"
+        if num_rows and np.maximum.reduce(result.tokens.view(U32_DTYPE)) >= self._vocab_size:
+            return self._wrong_token()
+        return self._wrong_vectors(result, record) if record.num_decode < num_rows else None
+
+    def _wrong_token(self) -> str:
+        return f"a token id outside the vocabulary of {self._vocab_size}"
 
     def _contradiction(self, result: StepResult, record: StepRecord) -> str | None:
         """What of a result is not of its plan; each field for itself is as the schema says."""
@@ -133,8 +152,8 @@ class Results:
         tokens = result.tokens
         if result.nonfinite_rows.size and not result.counts.size:
             tokens = np.delete(tokens, result.nonfinite_rows)  # those are void
-        if tokens.size and int(tokens.view(np.uint32).max()) >= self._vocab_size:  # a negative id is a very large one
-            return f"a token id outside the vocabulary of {self._vocab_size}"
+        if tokens.size and np.maximum.reduce(tokens.view(U32_DTYPE)) >= self._vocab_size:
+            return self._wrong_token()
         if (
             result.nonfinite_prefills is not NO_I32 or result.nonfinite_counts is not NO_I32
         ):  # what unpack makes of none

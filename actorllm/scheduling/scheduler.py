@@ -56,7 +56,7 @@ from actorllm.scheduling.policy_fallback import StalledPolicyError
 from actorllm.scheduling.prefix_cache import PrefixCache
 from actorllm.scheduling.request_table import RequestTable
 from actorllm.scheduling.results import Results
-from actorllm.scheduling.sequence import Key, Sequence, State
+from actorllm.scheduling.sequence import WAITING, Key, Sequence, State
 from actorllm.scheduling.stopping import Stopping
 from actorllm.scheduling.telemetry.statistics import SchedulerStatistics
 from actorllm.scheduling.validation import SubmitValidation
@@ -324,7 +324,7 @@ class Scheduler:
         return self.pause_state is not PauseState.RUNNING
 
     def may_start(self, sequence: Sequence) -> bool:
-        if self._step_failures.is_choosy and not self._step_failures.may_start(sequence):
+        if self._step_failures.is_restricting_starts and not self._step_failures.may_start(sequence):
             return False
         return self.pause_state is PauseState.RUNNING or sequence in self._table.resuming
 
@@ -346,17 +346,17 @@ class Scheduler:
         return plan
 
     def _plan_unhindered(self) -> StepPlan | None:
-        """No request of those that may run can. After failed steps, a part that keeps room from them gives it back; and
-        suspects do not wait for others that may not start (`pause`)."""
+        """No request that may run can. After failed steps, requests outside the probe group give their room back. After
+        deaths of the workers, suspects do not wait for others that may not start (`pause`)."""
         self._step_failures.end_rest()
-        if not self._step_failures.is_restricted:
+        if not self._step_failures.is_restricting_steps:
             return self._plan_step()
         held_back = self._step_failures.held_back(self.running())
         for sequence in held_back:
             self._table.preempt(sequence)
         plan = self._plan_step() if held_back else None
         if plan is None and self.wake_at == math.inf:
-            self._step_failures.forgive()
+            self._step_failures.lift_restrictions()
             plan = self._plan_step()
         return plan
 
@@ -375,9 +375,9 @@ class Scheduler:
         # Decode rows: all by default, fewer if the policy or a search for a poison request says so.
         rows = decode.rows
         wanted = self._wanted_slots(decision.decode)
-        if self._step_failures.is_restricted:
-            on_trial = self._step_failures.slots_on_trial(decode.rows.slots if wanted is None else wanted)
-            wanted = wanted if on_trial is None else on_trial
+        if self._step_failures.is_restricting_steps:
+            probed = self._step_failures.probed_slots(decode.rows.slots if wanted is None else wanted)
+            wanted = wanted if probed is None else probed
         if decision.preempt or wanted is not None:
             rows = decode.choose(wanted)
         # Every row that crosses into a new block needs one now; the policy names what gives way.
@@ -401,8 +401,8 @@ class Scheduler:
                 if self._table.followers.leaders:
                     forks = self._forks.fork(completed)
                     completed += [fork.slot for fork in forks]
-                joining = batch.start_decoding(completed)
-                sampling = batch.rows() if rows is decode.rows else rows.joined(joining)
+                batch.start_decoding(completed)
+                sampling = batch.rows() if rows is decode.rows else rows.joined(batch.select(completed))
                 computed = batch.num_computed[sampling.index]
         batch.stop_rows(sampling.index[computed >= sampling.limits - ONE])  # their last token is in flight now
         self._admission.num_left = self._admission.num_requests - self._admission.num_held - len(self._table.blocked)
@@ -470,12 +470,15 @@ class Scheduler:
         free_blocks = self.kv.num_free
         embeds_room = self._message_budget.embeds_room()
         self._message_budget.begin_plan()
+        num_free_slots = batch.num_free_slots
         num_prompt_logprobs = 0
         max_tokens = self.limits.max_tokens
+        has_embedded = self._message_budget.num_embedded > 0
+        displaced = self._table.displaced
         seen: set[Sequence] = set()
         # Only in a pause, or while suspects of a failure run alone, may a waiting request be one that must not start.
         is_running = self.pause_state is PauseState.RUNNING
-        is_choosy = not is_running or self._step_failures.is_choosy
+        must_ask = not is_running or self._step_failures.is_restricting_starts
         # A policy may be wrong: what does not fit is left out and counted, and the policy hears of it if the request
         # waits.
         for sequence, size in chunks:
@@ -483,20 +486,24 @@ class Scheduler:
                 self._num_refused += 1
                 continue
             seen.add(sequence)
-            is_waiting = sequence.state is State.WAITING
-            if is_waiting and sequence in self._table.displaced:  # it lost its slot after the decision was made
+            is_waiting = sequence.state is WAITING
+            if is_waiting and sequence in displaced:  # it lost its slot after the decision was made
                 continue
-            if is_waiting and is_choosy and not self.may_start(sequence):
+            if is_waiting and must_ask and not self.may_start(sequence):
                 self._num_refused += 1
                 self._policy.on_refusal(sequence, self)
                 continue
-            remaining = self._remaining_if_any(sequence)
+            if is_waiting:
+                self._cache.look_up(sequence)
+                remaining = sequence.num_remaining
+            else:
+                remaining = self.remaining(sequence) if sequence in self.prefilling else 0
             # Three bounds on the chunk besides what is left of the prompt: log-probabilities, embeddings, tokens.
             told = None  # the rules by which this chunk tells log-probabilities
             if sequence.rules is not None and sequence.wants_prompt_logprobs and not sequence.is_whole:
                 told = sequence.rules
                 size = self._message_budget.chunk(told, size, num_prompt_logprobs)
-            has_embeds = self._message_budget.num_embedded and sequence.submit.prompt_embeds.size
+            has_embeds = has_embedded and sequence.submit.prompt_embeds.size
             if has_embeds:
                 size = min(size, embeds_room)
             wanted, size = size, min(size, remaining, max_tokens - num_tokens)
@@ -512,13 +519,13 @@ class Scheduler:
                 # Blocks of cached hits that other requests hold are shared and cost nothing. Blocks are only counted
                 # here; all that start get theirs in one call below.
                 taken = num_blocks - self._cache.num_held(sequence) if sequence.hits.size else num_blocks
-                fits = self._message_budget.has_row_room(sequence) and self._message_budget.has_plan_room(sequence)
-                if not batch.num_free_slots or taken > free_blocks or not fits:
+                has_room = num_free_slots and taken <= free_blocks
+                if not has_room or not self._message_budget.take(sequence):
                     self._num_refused += 1
                     self._policy.on_refusal(sequence, self)
                     continue
                 free_blocks -= taken
-                self._message_budget.add_to_plan(sequence)
+                num_free_slots -= 1
                 self._table.start(sequence)
                 started.append((sequence, num_blocks))
                 if sequence.hits.size:
@@ -542,10 +549,6 @@ class Scheduler:
                 self._policy.on_admit(sequence, self)
         return accepted, completed
 
-    def _remaining_if_any(self, sequence: Sequence) -> int:
-        """How many tokens of its prompt a request has left to compute, whether it has a slot or waits for one."""
-        return self.remaining(sequence) if sequence.state is State.WAITING or sequence in self.prefilling else 0
-
     # Results ----------------------------------------------------------------------------------------------------------
 
     def update(self, result: StepResult, now: float) -> Events:
@@ -562,7 +565,7 @@ class Scheduler:
             return NOTHING
         self.ledger.complete(record)
         events = self._results.apply(result, record, spans)
-        if self._step_failures.is_any:
+        if self._step_failures.is_recovering:
             self._step_failures.on_good_step(events.sequences, now)
         self._table.readmit()
         self._policy.on_step(
@@ -590,9 +593,9 @@ class Scheduler:
     def fail(self, failure: StepFailed, now: float) -> Events:
         """A step raised. It and the later steps in flight are void, since they ran on what it should have computed.
 
-        The rows at fault end with its error, the others are computed again. When it is not known which is at fault, all of
-        the step's are tried again, in smaller steps (`StepBisection`; `MemoryBackoff` if there was not enough memory), and a
-        request that fails alone ends.
+        The rows at fault end with its error, the others are computed again. If the rows at fault are not known, all requests
+        of the step are tried again in smaller steps (`Bisection`; `MemoryBackoff` if there was not enough memory). A request
+        that fails alone ends.
 
         Raises ContradictionError for a failure of rows that the step does not have, as `update`.
         """
@@ -621,16 +624,16 @@ class Scheduler:
         in_flight = [*self.ledger]
         if in_flight:
             self.ledger.void(in_flight[0].step)
-        self._step_failures.on_loss()
+        self._step_failures.on_lost_workers()
         self._table.restart()
         self._cache.reset(())
         waiting = self._table.waiting if self.pause_state is PauseState.RUNNING else self._table.resuming
-        guilty = self._step_failures.whom_they_died_of(in_flight, waiting, now)
-        return [self._table.end(sequence, "error", error=KILLED + error) for sequence in guilty]
+        blamed = self._step_failures.blamed_for_death(in_flight, waiting, now)
+        return [self._table.end(sequence, "error", error=KILLED + error) for sequence in blamed]
 
     @property
     def is_narrowing(self) -> bool:
-        """Whether the last death of the workers told more about which request they die of."""
+        """Whether the last death of the workers narrowed the search for the request that they die of."""
         return self._step_failures.is_narrowing
 
     # Simulation -------------------------------------------------------------------------------------------------------
@@ -652,7 +655,7 @@ class Scheduler:
             or not self.has_room
         ):
             return 0
-        if self.kv.has_copies or self._step_failures.is_any:
+        if self.kv.has_copies or self._step_failures.is_recovering:
             return 0
         batch, kv, rows = self.batch, self.kv, self.batch.rows()
         slots, index = rows.slots, rows.index
@@ -710,7 +713,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         waiting = self._table.waiting if self.pause_state is PauseState.RUNNING else self._table.resuming
-        if self._step_failures.is_restricted:
+        if self._step_failures.is_restricting_steps:
             return self._step_failures.num_startable(waiting)
         return len(waiting)
 

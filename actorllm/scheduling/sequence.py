@@ -37,6 +37,10 @@ class State(enum.Enum):
     FINISHED = "finished"
 
 
+WAITING, RUNNING, FINISHED = State.WAITING, State.RUNNING, State.FINISHED
+"""Where each request passes. Python finds a member of an enum by a search for its name, at each use."""
+
+
 class Counter(Protocol):
     """A part of the scheduler that keeps count of what some requests ask for."""
 
@@ -92,6 +96,8 @@ class Sequence:
     """What it waited in all for the next token after that."""
     hashes: bytes = b""
     """Of its first full blocks, as many as are hashed."""
+    first_hash: bytes = b""
+    """The first of these."""
     hits: I32 = field(default_factory=no_i32)
     """While it waits: the cached blocks that it would begin with. While it runs: those that it began with."""
     num_remaining: int = 0
@@ -174,7 +180,10 @@ class Sequence:
     @property
     def may_read_cache(self) -> bool:
         """Whether it may begin with what others have computed. Of cached tokens there are no logits."""
-        return not (self.submit.skip_reading_prefix_cache or self.is_whole or self.wants_prompt_logprobs)
+        submit = self.submit
+        if submit.skip_reading_prefix_cache or (not submit.is_chunkable and self.is_whole):
+            return False
+        return self.rules is None or not self.wants_prompt_logprobs
 
     @property
     def wants_prompt_logprobs(self) -> bool:

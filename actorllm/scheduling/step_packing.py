@@ -12,9 +12,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from actorllm.scheduling.limits import Limits
 from actorllm.scheduling.policy import Admit, Decision, KeyPolicy, SortKey, StepDone, View
 from actorllm.scheduling.sequence import Sequence, State
 from actorllm.scheduling.waiting_order import NUM_STALE, WaitingLines
+
+ADMIT = Admit.ADMIT
+"""Asked of every admission. Python finds a member of an enum by a search for its name, at each use."""
 
 MAX_PASSED = 16
 """How many long prompts that wait a step passes over to find a short one behind them."""
@@ -24,8 +28,8 @@ class Room:
     """What is left of one step while it is packed.
 
     A prompt that cannot be finished in this step is long. It does not keep the short ones behind it waiting: up to half of
-    the tokens that it finds go to those that can be finished, and it gets the other half and what they leave over. At most
-    `max_partial` long prompts are worked on in a step; the others wait their turn, as first come, first served wants it.
+    the tokens that it finds go to those that can be finished, and it gets the other half and what they leave over. A step
+    works on `Limits.max_partial_prefills` long prompts at most; the others wait their turn, in the order of arrival.
     """
 
     __slots__ = (
@@ -36,12 +40,14 @@ class Room:
         "_sizes",
         "admitted",
         "blocks",
+        "limits",
         "paused",
         "slots",
         "tokens",
     )
 
-    def __init__(self, tokens: int, chunk: int, max_partial: int) -> None:
+    def __init__(self, tokens: int, chunk: int, limits: Limits) -> None:
+        self.limits = limits
         self.tokens = tokens
         self.slots = 0
         self.blocks = 0
@@ -50,7 +56,7 @@ class Room:
         self.paused: frozenset[int] = frozenset()
         """Slots of decode rows that this step leaves out: they take no token of it, and have none to give."""
         self._chunk = chunk
-        self._max_partial = max_partial
+        self._max_partial = limits.max_partial_prefills
         self._others = tokens
         """What those behind a long prompt may have; no limit before there is one."""
         self._sizes: dict[Sequence, int] = {}
@@ -101,7 +107,7 @@ class Room:
 
     def serve(self, sequence: Sequence, remaining: int) -> bool:
         """Whether a prompt gets tokens in this step. How many a long one gets is settled by `chunks`."""
-        left = self.left
+        left = self.tokens if self.tokens < self._others else self._others
         if left <= 0:
             return False
         wanted = remaining
@@ -161,12 +167,12 @@ class KeyPlanner:
         self._aside: list[Sequence] = []
         self._num_ended = 0
         """Since those that wait no more were cleaned out."""
-        self._can_displace = type(policy).preempt_for is not KeyPolicy.preempt_for
+        self._can_displace = _overrides(policy, "preempt_for")
+        self._decides_on_admission = _overrides(policy, "admit")
+        self._hears_of_admissions = _overrides(policy, "on_admit")
+        self._hears_of_ends = _overrides(policy, "on_end")
         self.ignores_decode_steps = type(self).plan is KeyPlanner.plan and (
-            all(
-                getattr(type(policy), hook) is getattr(KeyPolicy, hook)
-                for hook in ("decode_mask", "wake_at", "on_step")
-            )
+            not any(_overrides(policy, hook) for hook in ("decode_mask", "wake_at", "on_step"))
             if policy.ignores_decode_steps is None
             else policy.ignores_decode_steps
         )
@@ -184,8 +190,9 @@ class KeyPlanner:
         decision = Decision(decode=mask, wake_at=wake_at)
         num_growing, num_decode = self._make_room(decision, view)
         budget = policy.budget(view)
-        tokens = min(budget.tokens, view.limits.max_tokens) - num_decode
-        room = Room(tokens, budget.prefill_chunk or tokens, view.limits.max_partial_prefills)
+        limits = view.limits
+        tokens = min(budget.tokens, limits.max_tokens) - num_decode
+        room = Room(tokens, budget.prefill_chunk or tokens, limits)
         room.slots = view.batch.num_free_slots
         room.blocks = view.kv.num_free - num_growing
         if decision.decode is not None and self._can_displace:
@@ -251,6 +258,9 @@ class KeyPlanner:
             verdict = self._admit(head, room, decision, view)
             # WAIT stops the whole order, SKIP_LINE one tenant's line, SKIP this request alone. An admitted one leaves
             # the order.
+            if verdict is ADMIT:
+                self._order.pop(view)
+                continue
             if verdict is Admit.WAIT:
                 is_open = False
                 continue
@@ -258,8 +268,6 @@ class KeyPlanner:
                 self._order.close()
                 continue
             self._order.pop(view)
-            if verdict is not Admit.SKIP:
-                continue
             if view.is_paused and not head.has_started:
                 self._aside.append(head)
                 continue
@@ -278,12 +286,12 @@ class KeyPlanner:
         if decision.preempt and not any(self.policy.preempt_for(sequence, victim, view) for victim in decision.preempt):
             return Admit.WAIT  # to admit a request right after another of its rank had to go would only thrash
         # Cheap tests first: most steps of a full engine end here.
-        is_full = room.left <= 0 or room.slots <= 0
+        is_full = room.slots <= 0 or room.left <= 0
         if is_full and not self._can_displace:
             return Admit.WAIT
         blocks = view.admission_blocks(sequence)
         # With no other request running, headroom would be kept for nothing.
-        headroom = view.limits.headroom_blocks if room.slots < view.limits.max_seqs else 0
+        headroom = room.limits.headroom_blocks if room.slots < room.limits.max_seqs else 0
         victims: list[Sequence] = []
         if is_full or blocks + headroom > room.blocks:
             victims = self._who_gives_way(sequence, blocks, headroom, room, decision, view)
@@ -291,14 +299,16 @@ class KeyPlanner:
                 return Admit.WAIT
         # Policies are asked last, about requests that would fit; the admission policy also hears which ones would give
         # way.
-        verdict = self.policy.admit(sequence, view)
-        if verdict is Admit.ADMIT and self.gatekeeper is not None:
+        if self._decides_on_admission:
+            verdict = self.policy.admit(sequence, view)
+            if verdict is not ADMIT:
+                return verdict
+        if self.gatekeeper is not None:
             verdict = self.gatekeeper.admit(sequence, room.admitted, [*decision.preempt, *victims], view)
-            if verdict is not Admit.ADMIT:
+            if verdict is not ADMIT:
                 self.policy.on_held_back(sequence, view)
-        if verdict is not Admit.ADMIT:
-            return verdict
-        remaining = view.remaining(sequence)
+                return verdict
+        remaining = sequence.num_remaining  # of the look-up by which its blocks were counted
         # Only now is anything taken away: before this line the decision is unchanged.
         if victims and room.fits(sequence, remaining, sum(room.tokens_of(v, view) for v in victims)):
             for victim in victims:
@@ -309,8 +319,10 @@ class KeyPlanner:
         room.slots -= 1
         room.blocks -= blocks
         room.admitted.append(sequence)
-        room.keep(*view.fork_room(sequence))
-        return Admit.ADMIT
+        num_forks, fork_blocks = view.fork_room(sequence)
+        if num_forks:
+            room.keep(num_forks, fork_blocks)
+        return ADMIT
 
     def _who_gives_way(
         self, sequence: Sequence, blocks: int, headroom: int, room: Room, decision: Decision, view: View
@@ -348,7 +360,8 @@ class KeyPlanner:
 
     def on_admit(self, sequence: Sequence, view: View) -> None:
         self._hopeless = None
-        self.policy.on_admit(sequence, view)
+        if self._hears_of_admissions:
+            self.policy.on_admit(sequence, view)
 
     def on_refusal(self, sequence: Sequence, view: View) -> None:
         self._order.push(sequence, view)
@@ -369,11 +382,23 @@ class KeyPlanner:
 
     def on_end(self, sequence: Sequence, view: View) -> None:
         self._num_ended += 1
-        if self._num_ended > NUM_STALE + (len(self._order) + len(self._aside)) // 2:  # many of them may be still there
+        if self._num_ended > NUM_STALE:
+            self._clean(view)
+        if self._hears_of_ends:
+            self.policy.on_end(sequence, view)
+
+    def _clean(self, view: View) -> None:
+        """Many of those that ended may be in the order still."""
+        if self._num_ended > NUM_STALE + (len(self._order) + len(self._aside)) // 2:
             self._num_ended = 0
             self._order.clean(view)
             self._aside = [sequence for sequence in self._aside if sequence.state is State.WAITING]
-        self.policy.on_end(sequence, view)
 
     def on_step(self, done: StepDone, view: View) -> None:
         self.policy.on_step(done, view)
+
+
+def _overrides(policy: KeyPolicy, hook: str) -> bool:
+    """Whether a policy has a method of its own for this hook: the others need not be called."""
+    method = getattr(policy, hook)
+    return getattr(method, "__func__", method) is not getattr(KeyPolicy, hook)

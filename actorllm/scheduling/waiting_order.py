@@ -21,7 +21,7 @@ import math
 from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from actorllm.scheduling.sequence import Sequence, State
+from actorllm.scheduling.sequence import WAITING, Sequence, State
 
 if TYPE_CHECKING:
     from actorllm.scheduling.policy import KeyPolicy, SortKey, View
@@ -76,7 +76,7 @@ class WaitingOrder:
             key, arrival, number, sequence, item = heap[0]
             if self._newest.get(item) != number:
                 heapq.heappop(heap)
-            elif sequence.state is not State.WAITING:
+            elif sequence.state is not WAITING:
                 self.pop(view)
             elif self._keys_grow and (present := self._policy.key(sequence, view)) > key:
                 heapq.heapreplace(heap, (present, arrival, number, sequence, item))

@@ -1,8 +1,9 @@
 """`ConnectionLimit`: how many connections an API process keeps open, and which of them are closed early.
 
-Each connection holds a descriptor, and a process that has none left can accept nobody. At the limit, a new connection replaces
-the one that has been idle longest. A connection is idle while no request is under way on it: before the headers of its first
-request are complete, and between an answer and the next request. If all are busy, the new connection gets a 503 and is closed.
+Each connection holds a descriptor, and a process that has none left can accept no other. At the limit, a new connection
+replaces the one that has been idle longest. A connection is idle while no request is under way on it. That is before the
+headers of its first request are complete, and between an answer and the next request. If all are busy, the new connection gets
+a 503 and is closed.
 
 A connection whose request begins and does not go on is closed after `HEADERS_TIMEOUT_S`; uvicorn closes only those on which none
 has begun. `Guards` limits how long a body may take. Called by `launcher.config_of`; used on the loop of the server alone.

@@ -1,1 +1,1 @@
-"""Start, supervision, restart and stop of the processes of an engine."""
+"""Supervision: starts, watches, restarts and stops the processes of an engine."""

@@ -1,9 +1,11 @@
-"""One life of one actor, wherever it runs: on the engine's loop, in a thread, in a process, in another program.
+"""`Child`: one life of one actor, wherever it runs: on the engine's loop, in a thread, in a process, in another program.
 
-`Child` is the supervisor's view, the same verbs for every placement. A process has a control socket, a pidfd and a pipe
-for its stderr; everything of it is released when it is gone. Invariants: processes are spawned by exec, from the engine thread
-only, since the parent-death signal follows the thread. A process that reported a failure is gone soon after. Made by
-the supervisor; `AttachServer` makes those of attached frontends.
+It is the supervisor's view, with the same verbs for every placement. A process has a control socket, a pidfd and a pipe
+for its stderr; everything of it is released when it is gone. Made by the supervisor; `AttachServer` makes those of
+attached frontends.
+
+Invariants: processes are spawned by exec, from the engine thread only, since the parent-death signal follows the thread.
+A process that reported a failure is gone soon after.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ class Child(ABC):
         """Hears (link, generation, error) of a link that the actor found corrupt and goes on without."""
         self.on_progress: Callable[[], object] = lambda: None
         """Hears that the actor's work has come to something (`Actor.report_progress`)."""
-        self.on_denounced: Callable[[str, str, int, str], None] = lambda peer, link, generation, what: None
-        """Hears (peer, link, generation, what) of a defect that the actor has found in a peer (`Actor.denounce`)."""
+        self.on_defect: Callable[[str, str, int, str], None] = lambda peer, link, generation, what: None
+        """Hears (peer, link, generation, what) of a defect that the actor has found in a peer (`Actor.report_defect`)."""
         self._on_end = on_end
 
     @property
@@ -97,7 +99,7 @@ class Child(ABC):
     def kill(self) -> None:
         """End it at once, if it can be. From any thread."""
 
-    def end_denounced(self, what: str) -> None:  # noqa: B027 - an attached program is dropped by the actors that hear it
+    def end_defective(self, what: str) -> None:  # noqa: B027 - an attached program is dropped by its peers
         """A peer has found this one at fault (what: "contradicting its plans: ..."): it ends, as a death."""
 
     @abstractmethod
@@ -120,10 +122,10 @@ class LocalChild(Child):
     def _report_broken(self, info: LinkInfo, error: BaseException) -> None:
         self.on_broken(info.name, info.generation, str(error))
 
-    def _report_denounced(self, info: LinkInfo, what: str) -> None:
-        self.on_denounced(info.peer, info.name, info.generation, what)
+    def _report_defect(self, info: LinkInfo, what: str) -> None:
+        self.on_defect(info.peer, info.name, info.generation, what)
 
-    def end_denounced(self, what: str) -> None:
+    def end_defective(self, what: str) -> None:
         message = f"it was found {what}"
         self._on_end(self, ActorDeath(self.spec.name, failure=Failure(EngineError.__name__, message, "")))
 
@@ -137,7 +139,7 @@ class OwnerChild(LocalChild):
 
     def __init__(self, spec: ActorSpec, on_end: Callable[[Any, ActorDeath], None], actor: Actor) -> None:
         super().__init__(spec, on_end)
-        self.runner = Runner(actor, self._report_end, self._report_broken, on_denounced=self._report_denounced)
+        self.runner = Runner(actor, self._report_end, self._report_broken, on_defect=self._report_defect)
 
     async def spawn(self, tasks: TaskGroup, config: Any) -> None:
         alive = anyio.Event()
@@ -272,7 +274,7 @@ class ThreadChild(LocalChild):
         return await self._loop.result_of(self._thread.call(function, *args))
 
     def _post(self, function: Callable[..., object], *args: Any) -> None:
-        with contextlib.suppress(EngineShutdownError):  # the thread has ended: there is no actor to tell
+        with contextlib.suppress(EngineShutdownError):  # the thread has ended and hears nothing
             self._thread.post(function, *args)
 
 
@@ -452,7 +454,7 @@ class ProcessChild(RemoteChild):
             self._process.send_signal(child_program.DUMP_SIGNAL)
             self._loop.call_later(DUMP_TIME_S, self.kill)
 
-    def end_denounced(self, what: str) -> None:
+    def end_defective(self, what: str) -> None:
         self._kill_reason = what
         self.kill()
 
@@ -515,8 +517,8 @@ class ProcessChild(RemoteChild):
             if op == "progress":
                 self.on_progress()
                 continue
-            if op == "denounced":
-                self.on_denounced(frame["peer"], frame["link"], frame["generation"], frame["what"])
+            if op == "defect":
+                self.on_defect(frame["peer"], frame["link"], frame["generation"], frame["what"])
                 continue
             if op == "failed":
                 if self.failure is not None:

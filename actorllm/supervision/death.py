@@ -1,6 +1,6 @@
-"""`ActorDeath`: the end of an actor that was not asked to end, in the words that every peer and caller hears of it.
+"""`ActorDeath`: the end of an actor that was not asked to end, in the words of every error and log line about it.
 
-Made by the children of the supervisor (`children`), and where else an end is seen (`supervisor`, `client/stepper`). Plain values.
+Made by the children of the supervisor (`children`), and by other parts that see one end. Plain values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`Group`: the actors that the supervisor kills and starts again together, and where such a restart stands.
 
-Several workers compute one model together and wait for each other in every step, so none of them can be replaced alone.
-Any other process is a group of its own. Plain state of the supervisor.
+The workers compute one model together and wait for each other in every step. None of them can be replaced alone, so they
+are one group. Any other process is a group of its own. Plain state of the supervisor.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""`HangDetector`: decides from signs of life whether a process is stuck or only busy.
+"""`HangDetector`: decides which processes are stuck and which are only busy, from their signs of life.
 
-`StepBudget` (`actors.step_budget`) says before a step how long it may take. `HangDetector` watches over processes by looking at
-their signs of life (`heartbeat`) now and then:
+`StepBudget` (`actors.step_budget`) says before a step how long it may take. The detector looks at the signs of all
+processes (`actors.heartbeat`) now and then. A process is stuck in four cases:
 
-    a process is stopped                 for heartbeat_timeout_s, whatever it is at
+    it is stopped                        for heartbeat_timeout_s, whatever it does
     a step takes longer than its budget  its loop cannot turn meanwhile, so nothing else can be asked of it
-    so does its start                    after a restart; the caller that waits for the first start has its own limit
+    so does its start                    after a restart; the caller of the first start has a limit of its own
     outside of a step, the loop stands   for heartbeat_timeout_s: a policy that never returns, a deadlock
 
-Time counts as it was *observed*. Looks may be far apart because the looking process was itself stopped, the machine was asleep,
-or it was starved. Then only as much time passes as between two regular looks. So no process counts as stuck for time in which
-none could work, whatever the clocks say. Pure; the watching itself is in `watchdog`.
+Time counts as *observed*. Two looks may be far apart, because the watching process itself was stopped, or the machine was
+asleep or starved. Then only as much time passes as between two regular looks. A process is therefore not killed for time
+in which it could not run. Pure; `watchdog` looks and kills.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CAUGHT = "its loop has not turned for"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class StuckProcess:
     """A process is stuck."""
 
     actor: str
@@ -43,23 +43,23 @@ class _Watched:
 
 
 class HangDetector:
-    """Holds what was seen of each process that is looked at regularly, from the first look on until `forget`."""
+    """Watches the processes that are looked at regularly, from the first look on until `forget`."""
 
     def __init__(self, heartbeat_timeout_s: float, interval_s: float) -> None:
-        """interval_s: how far apart looks are when nothing keeps the looking process from them."""
+        """interval_s: how far apart looks are when nothing delays them."""
         self._timeout_s = heartbeat_timeout_s
         self._most_s = 2 * interval_s
         self._last: float | None = None
         self._watched: dict[str, _Watched] = {}
 
-    def look(self, now: float, signs: dict[str, Sign]) -> list[Verdict]:
-        """The signs of all processes at this time (any monotonic seconds). Those that are stuck are told once.
+    def look(self, now: float, signs: dict[str, Sign]) -> list[StuckProcess]:
+        """The signs of all processes at this time (any monotonic seconds). Those that are stuck are returned once.
 
         A process that is not in `signs` is forgotten; under its name another one may come.
         """
         passed = 0.0 if self._last is None else min(max(0.0, now - self._last), self._most_s)
         self._last = now
-        verdicts: list[Verdict] = []
+        stuck: list[StuckProcess] = []
         seen: dict[str, _Watched] = {}
         for actor, sign in signs.items():
             watched = self._watched.get(actor)
@@ -70,9 +70,9 @@ class HangDetector:
             if reason is None:
                 seen[actor] = watched
             else:
-                verdicts.append(Verdict(actor, reason))
+                stuck.append(StuckProcess(actor, reason))
         self._watched = seen
-        return verdicts
+        return stuck
 
     def _reason(self, watched: _Watched, sign: Sign, passed: float) -> str | None:
         last, watched.sign = watched.sign, sign
@@ -93,6 +93,6 @@ class HangDetector:
         return None
 
     def forget(self) -> None:
-        """There are no more looks, for now."""
+        """No more looks, for now."""
         self._watched.clear()
         self._last = None

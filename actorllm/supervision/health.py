@@ -1,4 +1,4 @@
-"""What `health()` of a front door tells: the state of every actor of an engine. Plain values, cheap to ask for."""
+"""`EngineHealth`: what `health()` of a front door returns, with the state of every actor. Plain values, cheap to ask for."""
 
 from __future__ import annotations
 

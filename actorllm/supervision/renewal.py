@@ -1,4 +1,8 @@
-"""What is changed in an engine's configuration before its processes are started, again or for the first time."""
+"""What changes in an engine's configuration before its processes are started again.
+
+A start of several ranks gets a new meeting place (`MeetingPlace`). A scheduler that was stuck in a policy of the user's
+own is followed by one without that policy (`without_endless_policies`). Used by the supervisor.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +22,14 @@ logger = logging.getLogger(__name__)
 class MeetingPlace:
     """Where the ranks of one start find each other: a file in memory, which they open by the number that it has in this process.
 
-    It has no name of its own, so it goes with this process, whichever process is killed and when. Of one rank nothing is made.
+    It has no name of its own, so it goes with this process, whichever process is killed. Of one rank nothing is made.
     """
 
     def __init__(self) -> None:
         self._fd = -1
 
     def renewed(self, config: EngineConfig) -> EngineConfig:
-        """Before workers are started: several meet at a place that no rank has used before. Raises OSError."""
+        """Before workers are started: several get a new place to meet. Raises OSError."""
         if config.world_size == 1:
             return config
         self.close()
@@ -33,7 +37,7 @@ class MeetingPlace:
         return replace(config, rendezvous=f"/proc/{os.getpid()}/fd/{self._fd}")
 
     def close(self) -> None:
-        """No rank meets there any more. Idempotent; not while processes are started."""
+        """Release the place. Idempotent; not while processes are started."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

@@ -1,9 +1,8 @@
-"""When an actor that died is started again, how soon, and when no more: the counting of deaths.
+"""`RestartCounter`: decides whether an actor that died is started again, and how soon, by counting deaths.
 
-A *group* lives and dies together (the workers), or is one actor. Deaths in a row are counted per group. A token that reached a
-caller ends all rows, because it shows that everything works. So an engine outlives any number of accidents, and one that
-cannot work ends soon, with the error of the last death. Plain arithmetic, without a clock; asked by the
-supervisor.
+Deaths in a row are counted per group (`group`). A token of any request ends all rows, because it shows that everything
+works. An engine therefore outlives any number of accidents. One that cannot work ends soon, with the error of the last
+death. Plain arithmetic, without a clock; asked by the supervisor.
 """
 
 from __future__ import annotations

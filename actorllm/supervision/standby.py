@@ -1,13 +1,13 @@
-"""`Standby`: processes that are parked until a process dies whose place they can take.
+"""`Standby`: parked processes, each of which can take the place of a worker that dies.
 
-Most of what a worker's start takes is the import of torch. A parked process has done that, at the lowest priority, knows
-nothing of any engine, has no CUDA context, and waits. Owns those that are not taken yet; one that dies is replaced, a few
-times. Used by the supervisor, on the engine's loop.
+Most of a worker's start is the import of torch. A parked process has done that, at the lowest priority. It knows nothing
+of any engine, has no CUDA context, and waits. Owns those that are not taken yet; one that dies is replaced, a few times.
+Used by the supervisor, on the engine's loop.
 
-With `standby_worker=None`, the default, an engine of one worker parks one process. It does so when it has run for
-`PARK_AFTER_S` and while memory is plentiful, so that most engines that end sooner never pay for it. Ranks are started again
-together, so that one parked process would make none of them sooner. Of several, only `standby_worker=True` parks: one for each
-and at once.
+With `standby_worker=None`, the default, an engine of one worker parks one process while memory is plentiful. It does so
+`PARK_AFTER_S` after its start, because most engines that end sooner never need it. Ranks are started again together: one
+parked process would make none of them sooner. So several ranks have none by default, and with `standby_worker=True` one
+each, at once.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Standby:
 
     @property
     def parked(self) -> tuple[ProcessChild, ...]:
-        """Those that are not taken, ready or not."""
+        """Those that are not taken yet, ready or not."""
         return tuple(self._parked)
 
     @property
@@ -108,7 +108,7 @@ class Standby:
         return None
 
     def close(self) -> list[ProcessChild]:
-        """Kill those that are parked, and park no more. Returns them: the caller waits for their end."""
+        """Kill those that are parked, and park no more. They are the caller's now, which waits for their end."""
         self._num_deaths = MAX_DEATHS
         parked, self._parked = self._parked, []
         for child in parked:

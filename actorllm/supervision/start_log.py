@@ -1,6 +1,6 @@
 """`StartLog`: lines of the log about the start of an engine: what is loaded, that it still is, and what memory it has taken.
 
-In the owner's process, through `logging` alone. Where such lines are not wanted, it costs nothing.
+In the owner's process, through `logging` alone. Costs nothing if no logger takes such lines.
 """
 
 from __future__ import annotations

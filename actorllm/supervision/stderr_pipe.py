@@ -1,7 +1,7 @@
 """`StderrPipe`: what a process of the engine writes to stderr and stdout.
 
-Owns the reading end of its pipe. Everything is shown on the owner's stderr, and the last lines are kept for the report of
-its death. Nothing here blocks. Used by ProcessChild, on the engine's loop.
+Owns the reading end of its pipe. Everything is shown on the owner's stderr. The last lines are kept for the report of the
+process's death. Nothing here blocks. Used by ProcessChild, on the engine's loop.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`Supervisor`: starts, wires, watches and stops the actors of an engine. Runs on the engine thread as its service.
 
-Owns every child: an actor on this loop, in a thread, or in a process of its own. Of a process it owns the control socket, the
-pidfd and its stderr. The start has phases, each for all actors at once:
+Owns every child: an actor on this loop, in a thread, or in a process of its own. To a process belong its control socket,
+its pidfd and its stderr. The start has phases, each for all actors at once:
 
     spawn · start(config) → facts · resolve(config, facts) → resolved · configure(resolved) · link · run
 
@@ -13,10 +13,10 @@ Invariants:
 - every (re)connection makes new links with the next generation for all their ends (`wiring`);
 - after `run` nothing of it exists: no process, zombie, thread, descriptor or shared memory.
 
-With `restarts`, the tree outlives its processes. A dead process is started again with its group (`ActorSpec.group`). Each actor
-that is linked with it hears `PeerRestartedError` and then gets new links. No other actor is touched: a scheduler's workers keep
-their weights. `restart` counts when that is in vain. Without restarts, after too many of them, and when an actor in this process
-dies, the engine ends. Peers are told, `on_death` hears, everything is stopped. Callers: the front doors, through EngineThread.
+With `restarts`, the tree outlives its processes. A dead actor is started again with its group (`ActorSpec.group`). Its
+peers get `PeerRestartedError` and then new links. No other process is touched: a scheduler's workers keep their weights.
+`restart` counts the deaths in a row and says when to stop. Then, and when an actor in this process dies, the engine ends.
+Peers are told, `on_death` is called, and everything is stopped. Callers: the front doors, through EngineThread.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ FIRST_SHORTAGE_DELAY_S = 0.02
 MAX_SHORTAGE_DELAY_S = 1.0
 """How soon it is tried again, from the first delay to the longest."""
 GUEST_PATIENCE_S = 5.0
-"""How long all wait for the links of attached programs as well; a program whose link cannot be made in it is dropped."""
+"""How long a restart waits for the links of attached programs. A program whose link cannot be made by then is dropped."""
 SHORTAGE_PATIENCE_S = 60.0
 """A shortage that lasts longer counts as a death before ready."""
 
@@ -310,7 +310,7 @@ class Supervisor:
         return True
 
     async def _may_try_again(self, death: ActorDeath) -> bool:
-        """An exception is the caller's to hear; a SIGKILL from outside, or the kernel's for want of memory, may pass."""
+        """An exception is for the caller; a SIGKILL, from outside or from the kernel for want of memory, may pass."""
         if self._counter is None or death.signal is None or death.failure is not None:
             return False
         delay_s = self._counter.died("start", was_ready=False)
@@ -329,7 +329,7 @@ class Supervisor:
             sweep_stale()
         new: list[Child] = []
         for spec in self.topology.actors:
-            if spec.name not in self._children:  # one that is there was not killed when it was tried before
+            if spec.name not in self._children:  # those that are there survived the attempt before
                 child = self._new_child(spec)
                 await child.spawn(self._tasks, self.config)
                 self._children[spec.name] = child
@@ -347,7 +347,7 @@ class Supervisor:
         child = self._make_child(spec, current_loop())
         child.on_broken = self._on_broken
         child.on_progress = self._on_progress
-        child.on_denounced = self._on_denounced
+        child.on_defect = self._on_defect
         if isinstance(child, OwnerChild):
             child.runner.actor.on_work = self._watch.wake
         return child
@@ -365,7 +365,7 @@ class Supervisor:
             child.adopt(spec, self._on_end)
             child.on_broken = self._on_broken
             child.on_progress = self._on_progress
-            child.on_denounced = self._on_denounced
+            child.on_defect = self._on_defect
         return child
 
     def _make_child(self, spec: ActorSpec, loop: AsyncioLoop) -> Child:
@@ -420,14 +420,14 @@ class Supervisor:
             self._fall(group, death)
 
     def _on_broken(self, link: str, generation: int, error: str) -> None:
-        """One end found the link corrupt, closed it and goes on: the actors at the other ends have lost it."""
+        """One end found the link corrupt, closed it and goes on: the actors at its other ends have lost it."""
         self._wiring.drop(link, generation, EngineDeadError(f"the link was dropped: {error}"))
 
-    def _on_denounced(self, peer: str, link: str, generation: int, what: str) -> None:
-        """One end of a link has found the other one at fault, which dies of it, unless it is dead or another one already."""
+    def _on_defect(self, peer: str, link: str, generation: int, what: str) -> None:
+        """One end of a link reports a defect of the other one, which is ended, unless it is dead or replaced already."""
         child = self._children.get(peer)
         if child is not None and self._wiring.is_current(link, generation):
-            child.end_denounced(what)
+            child.end_defective(what)
 
     def _on_progress(self) -> None:
         if self._counter is not None:
@@ -493,7 +493,7 @@ class Supervisor:
     async def _bring_up(self, group: Group) -> ActorDeath | None:
         """New processes, linked and running. Returns why that failed; what is left of them is gone then.
 
-        A shortage of descriptors, processes or memory may pass: as long as no actor dies of it, it is waited for.
+        A shortage of descriptors, processes or memory may pass: as long as no process dies of it, it is waited for.
         """
         began, delay_s = now(), FIRST_SHORTAGE_DELAY_S
         while True:

@@ -1,12 +1,12 @@
-"""`Watchdog`: looks after the processes of an engine while they start or have work, and kills those that are stuck.
+"""`Watchdog`: looks at the processes of an engine while they start or have work, and kills those that are stuck.
 
-Runs on the engine thread's loop. There is work while an actor of this process says so (`Actor.has_work`), that is while requests
-have not ended or questions are not answered. There is work, too, while a program is attached. With no work and no process that
-starts, nothing is looked at and nothing wakes up. The watchdog gives what it sees to the `HangDetector`. A process that is stuck
-gets a moment to write down where, and then SIGKILL. Its stacks go to its stderr, and the error has the last lines. From there
-on it is a death like any other. Of a thread of this process only the steps are watched. It cannot be killed, so a thread that is
-stuck is the end of the engine. A look that fails is logged, and the next one follows: the watchdog ends nothing but what is
-stuck. Owned by the supervisor.
+Runs on the engine thread's loop. There is work while an actor of this process says so (`Actor.has_work`: open requests or
+questions), or a visitor is attached. With no work and no start under way, nothing is looked at and nothing wakes up.
+
+The `HangDetector` decides from what it sees. A stuck process gets a moment to write its stacks to stderr, whose last
+lines are part of the error. Then it gets SIGKILL, and its death is like any other. Of a thread of this process only the
+steps are watched. A thread cannot be killed, so one that is stuck ends the engine. A look that fails is logged, and the
+next one follows: a defect here ends nothing. Owned by the supervisor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOOKS_PER_TIMEOUT = 8
 
 
 class Watchdog:
-    """children: the supervisor's, by name; those that are there at a look are watched. parked: processes beside them."""
+    """children: the supervisor's, by name; those that are there when it looks are watched. parked: processes beside them."""
 
     def __init__(
         self,
@@ -98,8 +98,8 @@ class Watchdog:
         signs |= {key: sign for key, child in parked.items() if (sign := child.sign(math.inf)) is not None}
         threads = {name: child for name, child in self._children.items() if isinstance(child, ThreadChild)}
         signs |= {key: sign for key, child in threads.items() if (sign := child.sign()) is not None}
-        for verdict in self._detector.look(now(), signs):
-            if verdict.actor in threads:
-                threads[verdict.actor].give_up_stuck(verdict.reason)
+        for stuck in self._detector.look(now(), signs):
+            if stuck.actor in threads:
+                threads[stuck.actor].give_up_stuck(stuck.reason)
             else:
-                (processes | parked)[verdict.actor].kill_stuck(verdict.reason)
+                (processes | parked)[stuck.actor].kill_stuck(stuck.reason)

@@ -1,8 +1,8 @@
 """`Wiring`: the links of a running tree, made and made again.
 
-Owns which links there are and of which generation. A link is made when all its ends are configured. So of two ends that
-are started at the same time the later one makes it. Every making is a new generation with rings of its own, for all its
-ends; nothing of an old one is used again. Used by the supervisor, on the engine's loop.
+Owns which links there are and of which generation. A link is made when all its ends are configured. Of two ends that
+start at the same time, the later one therefore makes it. Every making is a new generation with rings of its own, for all
+its ends; nothing of an old one is used again. Used by the supervisor, on the engine's loop.
 """
 
 from __future__ import annotations
@@ -83,15 +83,15 @@ class Wiring:
         generation = self._generations.get(link.name)
         if generation is None:
             return
-        # Of a broadcast the hub loses the whole, and the other spokes have lost no peer.
+        # Of a broadcast the hub loses the whole; spokes are no peers of each other.
         ends = link.ends if not except_for or link.hub in except_for else (link.hub,)
         for end in ends:
             child = None if end in except_for else self._children.get(end)
-            if child is not None and child.is_linkable:  # one that is being started again has not heard of the link yet
+            if child is not None and child.is_linkable:  # one that is started again does not know the link yet
                 child.lose(link.name, generation, error)
 
     def _make_if_ready(self, *links: LinkSpec) -> None:
-        """All of those whose ends are there (an end that comes later makes the others), or none when one cannot be made."""
+        """All of those whose ends are there (the last end to start makes the others), or none when one cannot be made."""
         ready = [link for link in links if all(self._children[name].is_linkable for name in link.ends)]
         made: list[LinkEnds | None] = []
         try:

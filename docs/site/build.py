@@ -15,6 +15,7 @@ from pathlib import Path
 from sphinx.cmd.build import main as sphinx
 
 import actorllm
+from actorllm.api.blocking import BlockingDoor
 
 HERE = Path(__file__).resolve().parent
 DOCS, ROOT = HERE.parent, HERE.parents[1]
@@ -115,9 +116,12 @@ def reference() -> str:
         "```{currentmodule} actorllm\n```",
     ]
     for name in sorted(actorllm.__all__):
-        is_class = isinstance(getattr(actorllm, name), type)
+        value = getattr(actorllm, name)
+        is_class = isinstance(value, type)
         directive = "autoclass" if is_class else "autodata"
         options = ":members:\n:show-inheritance:\n" if is_class else ""
+        if is_class and BlockingDoor in value.__bases__:  # which is no public name
+            options = ":members:\n:inherited-members:\n"
         parts.append(f"## {name}\n\n```{{eval-rst}}\n.. {directive}:: actorllm.{name}\n{indented(options)}```")
     return "\n\n".join(parts) + "\n"
 
@@ -139,6 +143,7 @@ def add_texts(source: Path, target: Path) -> None:
         (target / name).write_text(text)
         title = next(line.removeprefix("# ") for line in text.splitlines() if line.startswith("# "))
         lines.append(f"- [{title}]({name.as_posix()})")
+    shutil.copytree(DOCS / "pictures", target / "pictures")  # which the texts show
     (target / "llms.txt").write_text("\n".join(lines) + "\n")
 
 

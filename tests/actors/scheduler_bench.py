@@ -63,7 +63,7 @@ class Bench:
         self.ranks = [FakeLink("workers", rank) for rank in range(world_size)]
         self.late: dict[int, LateInputs] = {}
         self.progress: list[None] = []
-        self.denounced: list[tuple[int, str]] = []
+        self.defects: list[tuple[int, str]] = []
 
     @property
     def plans(self) -> list[StepPlan]:
@@ -112,7 +112,7 @@ async def running(**arguments: Any) -> AsyncIterator[Bench]:
     actor._wakeup = HostLoop.current().waiter()
     actor._runner = SimpleNamespace(  # type: ignore[assignment]
         report_progress=lambda: bench.progress.append(None),
-        denounce=lambda link, what: bench.denounced.append((link.rank, what)),
+        report_defect=lambda link, what: bench.defects.append((link.rank, what)),
     )
     await actor.on_start(bench.config)
     actor.on_configure(bench.config)

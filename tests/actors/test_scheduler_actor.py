@@ -266,9 +266,9 @@ async def test_the_rank_that_contradicts_its_plan_is_named(said: Any, told: str,
         await bench.send(submit())
         await bench.send(StepResult(step=1, tokens=np.array([7], np.int32)), bench.ranks[1 - liar])
         await bench.send(said, bench.ranks[liar])
-        assert bench.denounced == [(liar, f"contradicting its plans: {told}")]
+        assert bench.defects == [(liar, f"contradicting its plans: {told}")]
         await bench.send(StepResult(step=2), bench.ranks[liar])
-        assert len(bench.denounced) == 1, "nothing more of it is listened to"
+        assert len(bench.defects) == 1, "nothing more of it is listened to"
         assert bench.outputs == []
 
 
@@ -285,8 +285,8 @@ async def test_the_rank_that_contradicts_its_plan_is_named(said: Any, told: str,
 async def test_a_worker_says_nothing_but_what_is_a_workers_to_say(message: Any, told: str) -> None:
     async with running() as bench:
         assert not bench.actor.admits(bench.ranks[0], message)  # type: ignore[arg-type]
-        assert not bench.actor.admits(bench.ranks[0], message), "and is not denounced twice"  # type: ignore[arg-type]
-        ((rank, what),) = bench.denounced
+        assert not bench.actor.admits(bench.ranks[0], message), "and is not reported twice"  # type: ignore[arg-type]
+        ((rank, what),) = bench.defects
         assert rank == 0
         assert what.startswith(f"contradicting its plans: it sent {told}")
 
@@ -295,7 +295,7 @@ async def test_what_a_worker_may_say_is_admitted() -> None:
     async with running() as bench:
         for message in (Reply(id=1 << 32, value={"a": 1}), Ask(id=1, verb="ping"), StepResult(step=1)):
             assert bench.actor.admits(bench.ranks[0], message)  # type: ignore[arg-type]
-        assert bench.denounced == []
+        assert bench.defects == []
 
 
 async def test_a_lost_frontend_takes_its_requests_with_it_and_its_number_is_not_reused() -> None:
@@ -494,7 +494,7 @@ async def test_a_request_that_goes_on_has_had_its_first_output() -> None:
         assert [len(o.tokens) for o in bench.outputs] == [4, 1]
 
 
-async def test_deadlines_pass_for_those_who_wait_for_a_trial_as_well() -> None:
+async def test_deadlines_pass_for_those_who_wait_for_a_search_as_well() -> None:
     """A suspect is tried, and its step is long; whoever is held meanwhile has a deadline all the same."""
     async with running() as bench:
         bench.frontend = FakeLink("frontend")
@@ -503,14 +503,14 @@ async def test_deadlines_pass_for_those_who_wait_for_a_trial_as_well() -> None:
         await bench.send(submit(rid=1, num_deaths=1, is_resumed=True))
         await bench.send(submit(rid=2, is_resumed=True, deadline=now() + 0.05))
         await bench.send(Abort(rids=NO_I32))  # that was all
-        assert bench.actor._trial.has_held
+        assert bench.actor._probes.has_held
         ended: list[list[Any]] = []
         with anyio.fail_after(10):
             while not ended:
                 await anyio.sleep(0.01)
                 ended = [end for m in bench.frontend.sent if isinstance(m, Outputs) for end in m.ends]
         assert ended[0][1:3] == ["abort", "deadline"]
-        assert not bench.actor._trial.has_held
+        assert not bench.actor._probes.has_held
 
 
 def resubmitted(rid: int, num_emitted: int = 0, **columns: Any) -> Submit:
@@ -555,7 +555,7 @@ async def test_a_pause_waits_for_those_who_had_started_wherever_they_are() -> No
         assert answers == [True]
         ends = {int(o.rids[end[0]]) for o in told(bench.frontend) for end in o.ends}
         assert ends == {1, 2}
-        assert len(bench.actor._trial) == 2
+        assert len(bench.actor._probes) == 2
         assert bench.actor.next_deadline() is None, "nothing is done meanwhile"
         num_plans = len(bench.plans)
         bench.actor.answer("resume_generation", {})
@@ -566,7 +566,7 @@ async def test_a_pause_waits_for_those_who_had_started_wherever_they_are() -> No
             for rid, token in zip(outputs.rids.tolist(), outputs.tokens.tolist(), strict=True):
                 streams.setdefault(rid, []).append(token)
         assert streams == {1: stream_of(1)[2:], 2: stream_of(2)[3:], 3: stream_of(3), 4: stream_of(4)}
-        assert not bench.actor._trial
+        assert not bench.actor._probes
 
 
 async def test_who_is_held_back_counts_as_waiting() -> None:
@@ -583,7 +583,7 @@ async def test_who_is_held_back_counts_as_waiting() -> None:
         assert refused[0][3].startswith("the engine is overloaded: 6 requests of at most 2 wait already")
         await bench.send(Abort(rids=np.array([6], np.int32)))
         await bench.send(submit(11, detokenize=False))
-        assert len(bench.actor._trial) == 6
+        assert len(bench.actor._probes) == 6
         bench.actor.scheduler.check_integrity()
         await bench.send(Abort(rids=NO_I32))
         await bench.work()

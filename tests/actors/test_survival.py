@@ -30,7 +30,7 @@ from actorllm.errors import (
     RequestFailedError,
     WouldBlock,
 )
-from actorllm.messages import NO_I32, Abort, LateInputs, OnTrial, Outputs, StepResult, Submit
+from actorllm.messages import NO_I32, Abort, LateInputs, Outputs, ProbeGroup, StepResult, Submit
 from actorllm.supervision.death import OUT_OF_MEMORY_HINT
 from actorllm.supervision.restart import RestartLimits
 from tests.actors import deadly_policies
@@ -379,7 +379,7 @@ def harmless_seed(prompt: list[int], num_tokens: int) -> int:
 async def test_a_request_of_an_attached_program_that_schedulers_die_of_fails_and_nobody_else(
     make_llm: Callable[..., AsyncLLM],
 ) -> None:
-    """While the owner has requests with tokens in every life. Its four sequences are one request, with one verdict."""
+    """While the owner has requests with tokens in every life. Its four sequences are one request, with one record."""
     llm = make_llm(scheduling_policy=f"{POLICIES}:WhenItStarts", name="custody")
     await llm.start()
     guest = AsyncLLM.attach("custody")
@@ -423,11 +423,11 @@ async def test_who_is_held_back_can_be_aborted() -> None:
         await bench.send(submit_of(1, num_deaths=1, is_resumed=True))
         await bench.send(submit_of(2, is_resumed=True))
         await bench.send(submit_of(3))
-        assert len(bench.actor._trial) == 3, "there may be more suspects to come"
+        assert len(bench.actor._probes) == 3, "there may be more suspects to come"
         await bench.send(Abort(rids=NO_I32))
-        trial = [message for message in bench.frontend.sent if isinstance(message, OnTrial)]
-        assert [(t.rids.tolist(), t.num_tried, t.is_alone) for t in trial] == [([], 1, False), ([1], 1, True)]
-        assert len(bench.actor._trial) == 2
+        groups = [message for message in bench.frontend.sent if isinstance(message, ProbeGroup)]
+        assert [(t.rids.tolist(), t.size, t.is_alone) for t in groups] == [([], 1, False), ([1], 1, True)]
+        assert len(bench.actor._probes) == 2
         bench.frontend.sent.clear()
         await bench.send(Abort(rids=np.array([2], np.int32)))
         assert bench.ends() == [[2, "abort", None, None]]
@@ -437,12 +437,12 @@ async def test_who_is_held_back_can_be_aborted() -> None:
         assert sorted(int(rid) for message in bench.outputs for rid in message.rids) == [1, 2, 3]
 
 
-async def test_nobody_begins_a_trial_who_has_nothing_to_submit_again() -> None:
+async def test_nobody_begins_a_search_who_has_nothing_to_submit_again() -> None:
     """What an attached program says of its requests holds up no others."""
     async with running() as bench:
         await bench.send(submit_of(1, num_deaths=3, is_resumed=True, max_tokens=6, detokenize=False))
         await bench.send(submit_of(2, max_tokens=6, detokenize=False))
-        assert not bench.actor._trial
+        assert not bench.actor._probes
         await bench.work()
         told = [message for message in bench.outputs if isinstance(message, Outputs)]
         assert sorted(int(message.rids[end[0]]) for message in told for end in message.ends) == [1, 2]
@@ -461,7 +461,7 @@ async def test_a_suspect_that_cannot_run_holds_up_nobody() -> None:
         assert [t for message in told for t in message.tokens.tolist()] == reference_stream([0, 502], 2, 6, 4096)
 
 
-async def test_to_make_the_grammar_of_a_suspect_is_part_of_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_to_make_the_grammar_of_a_suspect_is_part_of_its_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process may die of it: until it is made nobody else is tried, not even as one that would be alone."""
     async with running() as bench:
         may_begin = False
@@ -472,14 +472,14 @@ async def test_to_make_the_grammar_of_a_suspect_is_part_of_its_trial(monkeypatch
         bench.frontend.generation = 2
         bench.actor.on_link(bench.frontend)  # type: ignore[arg-type]
         grammar = {"kind": "regex", "text": "[a-z ]+", "source": "a test"}
-        await bench.send(submit_of(1, num_deaths=1, most_beside=1, is_resumed=True, detokenize=False, grammar=grammar))
-        await bench.send(submit_of(2, num_deaths=1, most_beside=1, is_resumed=True, detokenize=False))
+        await bench.send(submit_of(1, num_deaths=1, probe_size=1, is_resumed=True, detokenize=False, grammar=grammar))
+        await bench.send(submit_of(2, num_deaths=1, probe_size=1, is_resumed=True, detokenize=False))
         await bench.send(Abort(rids=NO_I32))
         assert queue.statistics().num_waiting == 1
-        assert len(bench.actor._trial) == 1
+        assert len(bench.actor._probes) == 1
         assert not bench.plans
-        trial = [message for message in bench.frontend.sent if isinstance(message, OnTrial)]
-        assert [(t.rids.tolist(), t.is_alone) for t in trial] == [([], False), ([1], True)]
+        groups = [message for message in bench.frontend.sent if isinstance(message, ProbeGroup)]
+        assert [(t.rids.tolist(), t.is_alone) for t in groups] == [([], False), ([1], True)]
         may_begin = True
         while queue.statistics().num_waiting or queue.statistics().num_running:
             with queue._changed:
@@ -487,7 +487,7 @@ async def test_to_make_the_grammar_of_a_suspect_is_part_of_its_trial(monkeypatch
         bench.actor.wake()
         await bench.settle()
         assert len(bench.plans) > 0
-        assert len(bench.actor._trial) == 1, "now it is in a step"
+        assert len(bench.actor._probes) == 1, "now it is in a step"
 
 
 # A worker without a scheduler -----------------------------------------------------------------------------------------

@@ -24,9 +24,9 @@ from actorllm.messages import (
     Begun,
     LateInputs,
     Message,
-    OnTrial,
     Outputs,
     PauseChanged,
+    ProbeGroup,
     Reply,
     StepFailed,
     StepPlan,
@@ -39,7 +39,7 @@ from tests.ring.hostile import EMBEDDING_BYTES, Report, strange_messages, throug
 from tests.scheduling.conftest import ScriptedWorker, reference_stream
 
 VOCAB = 4096
-MESSAGE_TYPES = (Submit, Abort, Unblock, Ask, Reply, StepResult, StepFailed, Outputs, PauseChanged, OnTrial, Begun)
+MESSAGE_TYPES = (Submit, Abort, Unblock, Ask, Reply, StepResult, StepFailed, Outputs, PauseChanged, ProbeGroup, Begun)
 
 
 class Anything:

@@ -183,6 +183,15 @@ def test_what_a_field_may_not_hold_is_refused_by_name(cls: type[Any], name: str)
     assert tried
 
 
+@pytest.mark.parametrize("name", [name for name, field in SCHEMA["StepResult"].fields.items() if field.is_column])
+def test_a_result_is_plain_while_only_its_tokens_hold_anything(name: str) -> None:
+    plain = messages.StepResult(step=1, tokens=np.zeros(1, np.int32))
+    assert plain.is_plain
+    one = np.zeros(1, SCHEMA["StepResult"].fields[name].kind)
+    for value in (one, one[:0], None):
+        assert changed(plain, name, value).is_plain == (name == "tokens"), value
+
+
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),

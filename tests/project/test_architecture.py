@@ -412,7 +412,7 @@ def unexplained(source: str) -> list[str]:
 
 
 def test_functions_with_many_branches_are_explained() -> None:
-    files = [file for file in modules_of(PACKAGE) if file.name != "train.py" and file.parent.name != "blame"]
+    files = [file for file in modules_of(PACKAGE) if file.name != "train.py"]
     found = [f"{file.relative_to(ROOT)}: {one}" for file in files for one in unexplained(file.read_text())]
     assert found == []
 

@@ -119,7 +119,7 @@ def remarks(source: str) -> list[tuple[int, str]]:
     return [(number, re.sub(r"`[^`]+`", "Code", text)) for number, text in found]
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if "/blame/" not in module])
+@pytest.mark.parametrize("module", MODULES)
 def test_docstrings_and_comments_name_things_as_things(module: str) -> None:
     found = [(number, unfit_word(text)) for number, text in remarks((ROOT / module).read_text())]
     assert [f"{module}:{number}: {word!r}" for number, word in found if word is not None] == []

@@ -78,6 +78,8 @@ def test_the_site_has_every_page_and_every_public_name(tmp_path: Path) -> None:
     start = Page(target / "index.html")
     for page in pages:
         assert (target / page).read_text().lstrip().startswith("# "), page
+        for picture in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", (target / page).read_text()):
+            assert ((target / page).parent / picture).is_file(), f"{page} shows {picture}"
         html = page.removesuffix(".md") + ".html"
         assert (target / html).is_file()
         assert page == "index.md" or html in start.links, f"{page} is in no list of contents"

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-import venv
+import tomllib
 from collections.abc import Iterator
 from email.message import Message
 from email.parser import BytesParser
@@ -20,6 +20,7 @@ import actorllm
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"actorllm": ROOT / "actorllm", "actorllm_kernels": ROOT / "kernels" / "actorllm_kernels"}
+OWN_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 INFO = f"actorllm-{actorllm.__version__}.dist-info"
 
 
@@ -108,18 +109,42 @@ def test_the_metadata_say_what_the_package_says(metadata: Message) -> None:
     assert not required & {"pytest", "hypothesis", "ruff", "mypy", "build", "hatchling"}
 
 
+def claimed_versions() -> list[str]:
+    """Of Python, by the classifiers."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = [line.split(" :: ")[-1] for line in project["classifiers"] if "Python :: 3." in line]
+    assert project["requires-python"] == f">={names[0]}"
+    return names
+
+
+def interpreter(version: str) -> str:
+    """One of this version. Skips the test where there is none."""
+    if version == OWN_VERSION:
+        return sys.executable
+    path = shutil.which(f"python{version}")
+    if path is None or subprocess.run([path, "--version"], capture_output=True, check=False).returncode:
+        pytest.skip(f"there is no python{version} on the PATH")
+    return path
+
+
 @pytest.mark.slow(reason="installs the wheel and its dependencies in an empty environment")
-@pytest.mark.timeout(1800)
-def test_an_empty_environment_runs_the_wheel(tmp_path: Path) -> None:
-    """`python -m build` with its isolation, from the source distribution; then `pip install .` over it."""
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("version", claimed_versions())
+def test_an_empty_environment_runs_the_wheel(tmp_path: Path, version: str) -> None:
+    """`python -m build` with its isolation, from the source distribution; then `pip install .` over it.
+
+    constraints.txt is for the version of this interpreter; the others take what the ranges allow.
+    """
     pytest.importorskip("build")
+    python = interpreter(version)
     built, home, elsewhere = tmp_path / "dist", tmp_path / "venv", tmp_path / "elsewhere"
     built.mkdir()
     elsewhere.mkdir()
     wheel = build(built)
-    venv.create(home, with_pip=True)
-    pip = (home / "bin" / "python", "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt")
-    run(*pip, *shlex.split(os.environ.get("TORCH_ARGS", "")), "torch", cwd=elsewhere)
+    run(python, "-m", "venv", home, cwd=elsewhere)
+    constraints = ("--constraint", ROOT / "constraints.txt") if version == OWN_VERSION else ()
+    pip = (home / "bin" / "python", "-m", "pip", "install", "--quiet", *constraints)
+    run(*pip, *shlex.split(os.environ.get("TORCH_ARGS", "")), "torch", cwd=elsewhere, timeout_s=1800)
     run(*pip, wheel, cwd=elsewhere)
     check_installed(home, elsewhere)
     run(*pip, "--no-deps", "--force-reinstall", ROOT, cwd=elsewhere)

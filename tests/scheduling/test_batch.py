@@ -23,9 +23,10 @@ def _sequence(rid: int, limit: int) -> Sequence:
 
 def test_rows_keep_their_order_when_others_leave_and_join() -> None:
     batch = _occupied(5)
-    assert batch.start_decoding([3, 0, 4]).slots.tolist() == [3, 0, 4]
+    batch.start_decoding([3, 0, 4])
+    assert batch.rows().slots.tolist() == [3, 0, 4]
     batch.stop_decoding(0)
-    assert batch.start_decoding([1, 2]).slots.tolist() == [1, 2]
+    batch.start_decoding([1, 2])
     rows = batch.rows()
     assert rows.slots.tolist() == rows.index.tolist() == [3, 4, 1, 2]
     assert rows.limits.tolist() == [13, 14, 11, 12]
@@ -57,3 +58,17 @@ def test_rows_are_the_same_object_while_nobody_joins_or_leaves() -> None:
     assert batch.rows() is rows
     batch.stop_decoding(0)
     assert batch.rows().slots.tolist() == [1]
+
+
+def test_rows_are_all_there_until_one_of_them_leaves() -> None:
+    batch = _occupied(3)
+    batch.start_decoding([0, 1])
+    rows = batch.rows()
+    assert batch.has_all(rows)
+    batch.vacate(2)  # which is no row of them
+    assert batch.has_all(rows)
+    batch.vacate(1)
+    assert not batch.has_all(rows)
+    batch.occupy(_sequence(9, 40))
+    assert not batch.has_all(rows), "the slot is taken again, and by another"
+    assert batch.has_all(batch.rows())

@@ -53,8 +53,8 @@ def test_what_was_cached_died_with_the_workers(engine: Engine) -> None:
     assert engine.streams[1] == engine.streams[2]
 
 
-def test_a_trial_of_failed_steps_ends_with_the_workers(engine: Engine) -> None:
-    """Two trials at a time, each of which holds back whom the other one tries, would be no trial at all."""
+def test_a_search_after_failed_steps_ends_with_the_workers(engine: Engine) -> None:
+    """Two searches at a time would each hold back what the other one probes."""
     submit_some(engine)
     plan = engine.launch()
     assert plan is not None

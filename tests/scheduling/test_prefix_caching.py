@@ -53,6 +53,24 @@ def test_one_token_is_always_computed(engine: Any, reference: Callable[..., list
     assert cached(engine, 2) == 8, "the last block is computed again, for the logits of its last token"
 
 
+def test_what_a_waiting_request_had_found_is_not_taken_over_once_it_is_forgotten(
+    build_engine: Callable[..., Any], reference: Callable[..., list[int]]
+) -> None:
+    engine = build_engine(max_num_seqs=1)
+    engine.submit(1, PROMPT, ignore_eos=True)
+    engine.run()
+    engine.submit(2, range(8), max_tokens=4, ignore_eos=True)
+    engine.launch()
+    engine.submit(3, PROMPT, ignore_eos=True)
+    waiting = engine.scheduler.sequence((0, 3))
+    assert engine.scheduler.remaining(waiting) == 1
+    engine.scheduler.reset_prefix_cache(engine.now)
+    assert engine.scheduler.remaining(waiting) == 13
+    engine.run()
+    assert cached(engine, 3) == 0
+    assert engine.streams[3] == reference(PROMPT, 3, 8)
+
+
 def test_equal_prompts_of_one_step_are_both_computed_and_the_next_finds_one(engine: Any) -> None:
     engine.submit(1, range(8), max_tokens=20, ignore_eos=True)
     engine.submit(2, range(8), max_tokens=20, ignore_eos=True)

@@ -13,8 +13,8 @@ import pytest
 from actorllm.messages import INVALID, StepFailed, StepPlan, StepResult
 from actorllm.scheduling.policy import Admit, KeyPolicy
 from actorllm.scheduling.step_packing import KeyPlanner
-from actorllm.supervision.blame.bisection import MAX_FAILURES
 from actorllm.supervision.blame.memory_backoff import STEPS_BEFORE_MORE, MemoryBackoff
+from actorllm.supervision.blame.step_failures import MAX_FAILURES
 from tests.scheduling.conftest import Engine, ScriptedWorker, reference_stream
 
 Fault = Callable[[list[tuple[list[int], int]], int], str | None]
@@ -164,7 +164,7 @@ def test_a_failure_that_does_not_come_again_ends_nobody() -> None:
     expect_streams(engine, range(1, 9))
 
 
-def test_who_comes_during_a_trial_waits_for_its_end_and_is_served() -> None:
+def test_who_comes_during_a_search_waits_for_its_end_and_is_served() -> None:
     engine = FailingEngine(poison(3), max_num_seqs=8, max_num_batched_tokens=80, num_blocks=128)
     submit_all(engine, 4)
     engine.launch()

@@ -1,4 +1,4 @@
-"""The live page in a real browser. ACTORLLM_SCREENSHOT=FILE keeps what it looks like (docs/live.png)."""
+"""The live page in a real browser. ACTORLLM_SCREENSHOT=FILE keeps what it looks like (docs/pictures/live.png)."""
 
 from __future__ import annotations
 

@@ -45,9 +45,9 @@ def watch(stories: dict[str, Story], times: Iterable[float], timeout_s: float = 
     dead: set[str] = set()
     for at in times:
         signs = {name: story(at) for name, story in stories.items() if name not in dead}
-        for verdict in vigil.look(1000.0 + at, signs):
-            found.append((at, verdict.actor, verdict.reason))
-            dead.add(verdict.actor)
+        for stuck in vigil.look(1000.0 + at, signs):
+            found.append((at, stuck.actor, stuck.reason))
+            dead.add(stuck.actor)
     return found
 
 

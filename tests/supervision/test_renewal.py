@@ -152,13 +152,13 @@ def test_a_log_tells_every_death_and_every_new_link_in_fields(tree: Engine, capl
     assert told[3]["seconds"] > 0
 
 
-def test_who_is_denounced_dies_of_it_unless_it_is_another_one_already(tree: Engine) -> None:
+def test_a_peer_with_a_defect_dies_of_it_unless_it_is_another_one_already(tree: Engine) -> None:
     link = tree.front.links["middle"]
-    tree.thread.call(tree.front.denounce, link, "contradicting itself").result(5)
+    tree.thread.call(tree.front.report_defect, link, "contradicting itself").result(5)
     assert wait_until(lambda: tree.supervisor.health().num_recoveries == 1)
     failure = "middle was killed because it was contradicting itself"
     assert tree.supervisor.health().actors["middle"].last_failure == failure
-    tree.thread.call(tree.front.denounce, link, "contradicting itself").result(5)
+    tree.thread.call(tree.front.report_defect, link, "contradicting itself").result(5)
     assert tree.ask("ping") == "middle"
     assert tree.supervisor.health().num_recoveries == 1
 
@@ -166,14 +166,14 @@ def test_who_is_denounced_dies_of_it_unless_it_is_another_one_already(tree: Engi
 def test_who_takes_the_place_of_a_dead_one_does_not_answer_for_it(
     tree: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A denouncement that comes late, when another process is up and not linked yet."""
+    """A report of a defect that comes late, when another process is up and not linked yet."""
     link, before = tree.front.links["middle"], tree.supervisor.pids["middle"]
     shortage = Shortage(monkeypatch, 1_000_000)
     monkeypatch.setattr(supervisor, "MAX_SHORTAGE_DELAY_S", 0.02)
     os.kill(before, signal.SIGKILL)
     assert wait_until(lambda: tree.supervisor.pids.get("middle", before) != before)
     assert wait_until(lambda: tree.supervisor._children["middle"].phase == "configured")
-    tree.thread.call(tree.front.denounce, link, "contradicting itself").result(5)
+    tree.thread.call(tree.front.report_defect, link, "contradicting itself").result(5)
     shortage.num_failures = 0
     assert wait_until(lambda: restarts_of(tree)["middle"] == 1)
     assert tree.supervisor._counter is not None

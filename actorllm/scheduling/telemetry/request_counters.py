@@ -19,6 +19,8 @@ from actorllm.types.objective import READINGS, SLO
 
 FOLD = 256
 """Ends that are added up at a time."""
+MAX_VALUE = 1e15
+"""Larger values count as this. An attached program makes up its times of arrival, and their sum must not overflow."""
 
 _TIMES = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _SHORT_TIMES = (
@@ -111,7 +113,7 @@ class RequestCounters:
         columns = np.array(ends, np.float64).T
         arrival, queued, scheduled, first, last, num_prompt, num_output, *others = columns
         num_preemptions, num_computed, max_tokens = others
-        with np.errstate(invalid="ignore", divide="ignore"):
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             self._observe("time_to_first_token_seconds", first - arrival)
             self._observe("request_time_per_output_token_seconds", ((last - first) / (num_output - 1))[num_output > 1])
             self._observe("e2e_request_latency_seconds", last - arrival)
@@ -128,7 +130,7 @@ class RequestCounters:
 
     def _observe(self, name: str, values: NDArray[np.float64]) -> None:
         """What is not a number did not happen."""
-        values = values[~np.isnan(values)]
+        values = np.clip(values[~np.isnan(values)], -MAX_VALUE, MAX_VALUE)
         bounds = BOUNDS[name]
         self._counts[name] += np.bincount(np.searchsorted(bounds, values), minlength=len(bounds) + 1)
         self._sums[name] += math.fsum(values)

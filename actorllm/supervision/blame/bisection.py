@@ -1,69 +1,119 @@
-"""`StepBisection`: the bisection that finds the request that makes steps fail.
+"""`Bisection`: the search for the request that makes a step, a worker or a scheduler fail.
 
-A step that fails says only which requests were in it. These are tried again in halves: while there are suspects, a step
-holds only the group `on_trial`. A request that gets a token is cleared. A group whose step fails is halved again. A
-request whose step fails while it is alone in it is at fault. One poison request among n costs about 2 log2(n) steps.
-The others lose only time, and new requests wait until the search is over.
+A failure says only which requests were there. These are the *suspects*. They are tried again in *probe groups*. A group
+holds half of the suspects, or fewer after several failures in a row. One rule clears a suspect, and one blames it:
 
-Invariants: a request is in one group at most, and no group is empty. Every failure ends a request, halves a group, or
-follows the end of a request that was in the step. Owned by the scheduler.
+- A suspect is cleared when it gets a token, or ends.
+- When a group fails, its members may join groups of half its size from then on. They come last, so that the others are
+  cleared first.
+- A request is blamed after `max_alone` failures with nothing else in hand.
+
+Each failure of a group halves the size for its members. So one poison request among n takes about log2(n) failures, and
+every other request is cleared. A search may go on as long as each failure `narrows` it.
+
+Three places use it. They say what fails, what a retry costs, and when a search begins:
+
+| module | a probe is | is_alone means | max_alone |
+| --- | --- | --- | --- |
+| `step_failures` | a step of the group | one row in the step | 1 |
+| `worker_deaths` | a life of the workers | one request in the steps in flight | 2 |
+| `scheduler_deaths` | a life of the scheduler | one request, and nothing else taken on | 2 |
+
+A dead scheduler remembers nothing. There, a `Suspicion` travels with each request and is put into the next search.
+Plain state, without a clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from actorllm.scheduling.sequence import Sequence
-
-MAX_FAILURES = 40
-"""Steps in a row, without a token between them, that may fail with a request among others. More than halving ever takes,
-even if steps get smaller for want of memory: whatever a policy does, a request that never works ends at last."""
-
-NOBODY: Mapping[Sequence, None] = {}
+S = TypeVar("S", bound=Hashable)
 
 
-class StepBisection:
-    """Groups of requests that were in steps that failed; the last group is tried first."""
+@dataclass(slots=True, eq=False)
+class Suspicion:
+    """What the failures say about one suspect."""
 
-    def __init__(self) -> None:
-        self._groups: list[dict[Sequence, None]] = []
+    probe_size: int = 0
+    """Members of the last probe group that failed with it, itself included; 0: no group of it has failed."""
+    num_alone: int = 0
+    """Failures with nothing else in hand."""
 
-    def __bool__(self) -> bool:
-        return bool(self._groups)
+    def fail(self, size: int, is_alone: bool) -> None:
+        """A probe group of this size failed with it."""
+        self.probe_size = size
+        self.num_alone += is_alone
+
+
+class Bisection(Generic[S]):
+    """The suspects of one search, in the order in which they are probed. Falsy while there are none."""
+
+    def __init__(self, max_alone: int, suspects: Mapping[S, Suspicion] | None = None) -> None:
+        self._max_alone = max_alone
+        self._suspects: dict[S, Suspicion] = dict(suspects or {})
+        self.is_probing = False
+        """The search has begun: of the suspects only those in `group` may run."""
+        self.group: dict[S, None] = {}
+        """The members of the probe group that are not cleared yet."""
+        self.num_halvings = 1
+        """A new group holds the suspects halved so many times, and at least one."""
 
     def __len__(self) -> int:
-        return sum(len(group) for group in self._groups)
+        return len(self._suspects)
 
-    @property
-    def on_trial(self) -> Mapping[Sequence, None]:
-        """Those who may be in steps now, if anybody is under suspicion."""
-        return self._groups[-1] if self._groups else NOBODY
+    def __contains__(self, request: S) -> bool:
+        return request in self._suspects
 
-    def accuse(self, named: Iterable[Sequence], num_gone: int = 0) -> Sequence | None:
-        """A step with these requests failed. Returns the one at fault, or None: they are to be tried again.
+    def add(self, requests: Iterable[S], first: Iterable[S] = ()) -> None:
+        """Suspect these too, after those that are suspects already. first: those of all that are probed first."""
+        known = self._suspects
+        self._suspects = {one: known.get(one) or Suspicion() for one in dict.fromkeys([*first, *known, *requests])}
 
-        num_gone: others that were in the step and have ended meanwhile. It may have been them.
-        """
-        accused = list(dict.fromkeys(named))
-        for sequence in accused:
-            self.acquit(sequence)
-        if len(accused) == 1 and not num_gone:
-            return accused[0]
-        middle = (len(accused) + 1) // 2
-        for half in (accused[middle:], accused[:middle]):
-            if half:
-                self._groups.append(dict.fromkeys(half))
-        return None
+    def begin(self) -> None:
+        """Probe the first group. Also chooses the group again."""
+        self.group = self._next_group()
+        self.is_probing = bool(self.group)
 
-    def acquit(self, sequence: Sequence) -> None:
-        """It got a token, or ended: it is under suspicion no more."""
-        for group in self._groups:
-            if sequence in group:
-                del group[sequence]
-                if not group:
-                    self._groups.remove(group)
-                return
+    def fail(self, members: Collection[S], is_alone: bool) -> list[S]:
+        """A unit with these suspects failed. Returns the one that is to blame, if it is known; it is no suspect then."""
+        blamed = []
+        for member in members:
+            suspicion = self._suspects.pop(member)
+            suspicion.fail(len(members), is_alone)
+            if suspicion.num_alone >= self._max_alone:
+                blamed.append(member)
+            else:
+                self._suspects[member] = suspicion
+        if self.is_probing:
+            self.begin()
+        return blamed
 
-    def clear(self) -> None:
-        """Nobody is under suspicion."""
-        self._groups.clear()
+    def clear(self, requests: Iterable[S]) -> None:
+        """These had a token, or have ended. The next group begins when no member of the last one is left."""
+        for request in requests:
+            self._suspects.pop(request, None)
+            self.group.pop(request, None)
+        if self.is_probing and not self.group:
+            self.begin()
+
+    def clear_all(self) -> None:
+        """The search is over."""
+        self._suspects.clear()
+        self.begin()
+
+    def narrows(self, members: Collection[S]) -> bool:
+        """Whether a failure of these tells more: no group as small as this has failed with any of them."""
+        return all(not 0 < self._suspects[member].probe_size <= len(members) for member in members)
+
+    def _next_group(self) -> dict[S, None]:
+        """As many of the first suspects as each of them may join."""
+        size = max(1, len(self._suspects) >> self.num_halvings)
+        group: dict[S, None] = {}
+        for suspect, suspicion in self._suspects.items():
+            size = min(size, max(1, suspicion.probe_size // 2) if suspicion.probe_size else size)
+            if len(group) >= size:
+                break
+            group[suspect] = None
+        return group

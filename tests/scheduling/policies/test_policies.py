@@ -62,6 +62,24 @@ def test_streams_stay_what_they_must_be_and_nobody_starves(
     assert statistics.num_refused_decisions == 0
 
 
+@pytest.mark.parametrize("is_of_class", [True, False])
+def test_a_policy_hears_of_admissions_and_ends_by_its_own_hooks(build_engine: BuildEngine, is_of_class: bool) -> None:
+    heard: list[tuple[str, int]] = []
+
+    def hear(event: str) -> Callable[..., None]:
+        return lambda *arguments: heard.append((event, arguments[-2].key[1]))
+
+    hooks = {name: hear(name) for name in ("on_admit", "on_end")}
+    policy = type("Listening", (KeyPolicy,), hooks if is_of_class else {})()
+    if not is_of_class:
+        vars(policy).update(hooks)
+    engine = build_engine(policy=KeyPlanner(policy))
+    engine.submit(1, range(5), max_tokens=2)
+    engine.submit(2, range(5, 9), max_tokens=3)
+    engine.run()
+    assert heard == [("on_admit", 1), ("on_admit", 2), ("on_end", 1), ("on_end", 2)]
+
+
 def order(engine: Any) -> list[int]:
     engine.run()
     return list(engine.ends)

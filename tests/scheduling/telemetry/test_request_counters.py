@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +48,19 @@ def test_times_and_counts_are_those_of_the_requests() -> None:
     assert counts["request_prompt_tokens"] == number + 1
     assert counts["request_generation_tokens"] == counts["time_to_first_token_seconds"] == number
     assert tally.statistics() == told
+
+
+@pytest.mark.parametrize("times", [(-1.7e308, 11.0), (1.7e308, 11.0), (-1.7e308, 1.7e308), (1.7e308, -1.7e308)])
+def test_made_up_times_do_not_overflow_the_sums(times: tuple[float, float]) -> None:
+    """An attached program may send any finite number as the time of arrival or of the first token."""
+    tally = RequestCounters()
+    for _ in range(2):
+        sequence = sequence_of(first=times[1])
+        sequence.submit = replace(sequence.submit, arrival=times[0])
+        tally.add(End(sequence, "length"), 3)
+    histograms = tally.statistics()["histograms"]
+    assert all(math.isfinite(histogram["sum"]) for histogram in histograms.values())
+    assert sum(histograms["time_to_first_token_seconds"]["counts"]) == 2
 
 
 def test_a_bound_is_within_its_bucket() -> None:

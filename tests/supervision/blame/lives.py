@@ -179,9 +179,9 @@ class Lives:
                 return
             if self.turn() or self.scheduler._inbox:
                 continue
-            trial = self.scheduler._trial
-            if trial and trial.resubmitting and self.now < trial.begins_at:
-                self.now = trial.begins_at
+            probes = self.scheduler._probes
+            if probes and probes.resubmitting and self.now < probes.begins_at:
+                self.now = probes.begins_at
             elif self.late:
                 self.catch_up()
             elif not self.turn():

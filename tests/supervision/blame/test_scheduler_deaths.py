@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from actorllm.actors import constraints, detokenization, frontend, scheduler
 from actorllm.errors import RequestFailedError
-from actorllm.messages import OnTrial, Submit
-from actorllm.supervision.blame import scheduler_trial
-from actorllm.supervision.blame.scheduler_deaths import DeathRecord, Trial, note_death
+from actorllm.messages import ProbeGroup, Submit
+from actorllm.supervision.blame import scheduler_probes
+from actorllm.supervision.blame.scheduler_deaths import DeathRecord, SchedulerBisection, note_death
 from tests.actors import deadly_policies
 from tests.actors.deadly_policies import COMES, HAS_A_TOKEN, MOMENTS, STARTS, WAITS
 from tests.supervision.blame.lives import Caller, Killed, Lives
@@ -39,7 +39,7 @@ class Search:
 
     def live(self) -> bool:
         """One life. False: nobody died, and every request has had its tokens."""
-        trial, told = Trial(), None
+        search, told = SchedulerBisection(), None
         for rid, record in sorted(self.records.items(), key=lambda item: -item[1].num_deaths):
             submit = Submit(
                 rid=rid,
@@ -47,24 +47,24 @@ class Search:
                 prompt=np.ones(1, np.int32),
                 max_tokens=1,
                 num_deaths=record.num_deaths,
-                most_beside=record.most_beside,
+                probe_size=record.probe_size,
                 num_losses=self.num_losses,
             )
             if record.num_deaths:
-                trial.begin()
-            if trial:
-                trial.hold((0, rid), submit)
+                search.begin()
+            if search:
+                search.hold((0, rid), submit)
             elif self._takes_on([rid], is_last=False):
                 return self._die(told)
-        if not trial:
+        if not search:
             return self._die(told) if self._runs(list(self.records)) else False
-        while trial:
-            group = [rid for (_, rid), _ in trial.next_group()]
-            told = OnTrial(rids=np.array(group, np.int32), num_tried=trial.num_tried, is_alone=len(group) == 1)
-            group = group or [rid for (_, rid), _ in trial.take_all()]
+        while search:
+            group = [rid for (_, rid), _ in search.next_group()]
+            told = ProbeGroup(rids=np.array(group, np.int32), size=search.group_size, is_alone=len(group) == 1)
+            group = group or [rid for (_, rid), _ in search.take_all()]
             if self._takes_on(group, is_last=True) or self._runs(group):
                 return self._die(told)
-            trial.on_step((0, rid) for rid in group)
+            search.on_step((0, rid) for rid in group)
         return False
 
     def _takes_on(self, rids: list[int], is_last: bool) -> bool:
@@ -84,11 +84,11 @@ class Search:
             self.num_losses = 0
         return False
 
-    def _die(self, told: OnTrial | None) -> bool:
+    def _die(self, told: ProbeGroup | None) -> bool:
         self.num_deaths += 1
         note_death(self.records, told, is_second=self.num_losses > 0)
         self.num_losses += 1
-        for rid in [rid for rid, record in self.records.items() if record.is_guilty]:
+        for rid in [rid for rid, record in self.records.items() if record.is_blamed]:
             self.failed.add(rid)
             del self.records[rid]
         return True
@@ -126,7 +126,7 @@ def test_accidents_are_nobodys_fault() -> None:
     assert not any(record.num_deaths for record in search.records.values())
 
 
-def test_who_waits_is_not_on_trial_for_those_who_run() -> None:
+def test_who_waits_is_no_suspect_for_those_who_run() -> None:
     records = {rid: DeathRecord() for rid in range(3)}
     records[1].is_begun = True
     note_death(records, None, is_second=False)
@@ -149,7 +149,7 @@ def make_lives(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lives]:
 
     def make(*arguments: Any, **more: Any) -> Lives:
         lives = Lives(*arguments, **more)
-        for module in (constraints, frontend, detokenization, scheduler, scheduler_trial):
+        for module in (constraints, frontend, detokenization, scheduler, scheduler_probes):
             monkeypatch.setattr(module, "now", lives.clock)
         return lives
 
@@ -173,8 +173,8 @@ def check_ends(lives: Lives) -> None:
             assert isinstance(caller.error, RequestFailedError)
     scheduler = lives.scheduler
     assert scheduler.scheduler.is_idle
-    assert not scheduler._trial.has_held
-    assert not scheduler._trial.not_begun
+    assert not scheduler._probes.has_held
+    assert not scheduler._probes.not_begun
     assert scheduler.scheduler._admission.num_held == 0
     assert not any(frontend._journal for frontend in lives.frontends if frontend is not None)
 

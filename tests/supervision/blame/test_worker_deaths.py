@@ -108,7 +108,7 @@ def test_who_runs_beside_others_again_and_again_is_no_progress() -> None:
     quarantine.died(["a", "b"])
     assert quarantine.died(["a", "x"]) == []
     assert quarantine.is_narrowing, "it was tried with one other, and now without a suspect"
-    quarantine.acquit(["b"])
+    quarantine.clear(["b"])
     for _ in range(3):
         assert quarantine.died(["a", "x"]) == []
         assert not quarantine.is_narrowing
@@ -128,7 +128,7 @@ def test_the_only_request_fails_after_two_deaths() -> None:
 def test_one_death_makes_nobody_wait() -> None:
     quarantine = WorkerBisection()
     assert quarantine.died(["a", "b"]) == []  # type: ignore[list-item]
-    assert not quarantine.is_trying
+    assert not quarantine.is_probing
     assert quarantine
     quarantine.had_token(["a", "b"])  # type: ignore[list-item]
     assert not quarantine
@@ -138,7 +138,7 @@ def test_accidents_with_tokens_in_between_accuse_nobody() -> None:
     quarantine = WorkerBisection()
     for _ in range(20):
         assert quarantine.died(["a"]) == []  # type: ignore[list-item]
-        assert not quarantine.is_trying
+        assert not quarantine.is_probing
         quarantine.had_token(["a"])  # type: ignore[list-item]
 
 
@@ -154,15 +154,15 @@ def test_who_had_a_token_meanwhile_is_not_tried() -> None:
     assert quarantine.may_start("d")
 
 
-def test_who_ends_on_trial_makes_room_for_the_next() -> None:
+def test_one_that_ends_in_the_group_makes_room_for_the_next() -> None:
     quarantine: Any = WorkerBisection()
     quarantine.died(["a", "b"])
     quarantine.died(["a", "b"])
     assert quarantine.may_start("a")
     assert not quarantine.may_start("b")
-    quarantine.acquit(["a"])
+    quarantine.clear(["a"])
     assert quarantine.may_start("b")
-    quarantine.acquit(["b"])
+    quarantine.clear(["b"])
     assert quarantine.may_start("x")
     assert not quarantine
 
@@ -181,9 +181,9 @@ def test_a_search_that_gets_narrower_says_so() -> None:
 def test_a_search_begins_also_when_others_ran_the_second_time() -> None:
     quarantine: Any = WorkerBisection()
     quarantine.died(["a", "b"])
-    assert not quarantine.is_trying
+    assert not quarantine.is_probing
     quarantine.died(["c", "d"])
-    assert quarantine.is_trying
+    assert quarantine.is_probing
     assert quarantine.is_narrowing
 
 

@@ -1,8 +1,8 @@
-"""`SchedulerTrial`: the trial of `scheduler_deaths`, with the clock and the frontends of a scheduler actor.
+"""`SchedulerProbes`: the search of `scheduler_deaths`, with the clock and the frontends of a scheduler actor.
 
-Decides when a trial begins and when the next group is taken on. Ends held requests that need not wait any more. Tells
-every frontend which requests are tried before anything is done with them. Owned by SchedulerActor, which takes on the
-requests that it is given (`next_requests`). Costs nothing while nothing dies.
+Decides when the search begins and when the next probe group is taken on. Ends held requests that need not wait any more.
+Names the group to every frontend before anything is done with it. Owned by SchedulerActor, which takes on the requests
+that it is given (`next_requests`). Costs nothing while nothing dies.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from actorllm.clock import now
-from actorllm.messages import DEADLINE_PASSED, Begun, OnTrial, Submit
+from actorllm.messages import DEADLINE_PASSED, Begun, ProbeGroup, Submit
 from actorllm.scheduling.events import End
 from actorllm.scheduling.ledger import StepRecord
 from actorllm.scheduling.pause import PauseState
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import Key, Sequence, State
-from actorllm.supervision.blame.scheduler_deaths import Trial
+from actorllm.supervision.blame.scheduler_deaths import SchedulerBisection
 from actorllm.types.outputs import FinishReason
 
 Outlet = TypeVar("Outlet")
-"""What leads to one frontend; a trial only hands it to `send`."""
+"""What leads to one frontend; it is only handed to `send`."""
 
 JOURNAL_PATIENCE_S = 1.0
-"""How long a trial waits for the journals of all frontends before it begins with what is there."""
+"""How long a search waits for the journals of all frontends before it begins with what is there."""
 SHORT_PATIENCE_S = 0.25
-"""As long as nobody is suspected: how long a program that is stopped may hold up the others after a death."""
+"""As long as there is no suspect: how long a program that is stopped may hold up the others after a death."""
 
 
-class SchedulerTrial(Trial, Generic[Outlet]):
+class SchedulerProbes(SchedulerBisection, Generic[Outlet]):
     """See the module docstring."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         outlets: Mapping[int, Outlet],
-        send: Callable[[Outlet, OnTrial | Begun], None],
+        send: Callable[[Outlet, ProbeGroup | Begun], None],
         report_progress: Callable[[], None],
         check_itself: Callable[[], None],
     ) -> None:
@@ -55,7 +55,7 @@ class SchedulerTrial(Trial, Generic[Outlet]):
         self.resubmitting: set[int] = set()
         """Frontends of the scheduler before that have not said that they have submitted everything again."""
         self.begins_at = 0.0
-        """When a trial begins even if some frontends have not submitted everything again."""
+        """When the search begins even if some frontends have not submitted everything again."""
         self.not_begun: set[Key] = set()
         """Requests that were submitted again and have not been in a step of this scheduler."""
 
@@ -66,9 +66,9 @@ class SchedulerTrial(Trial, Generic[Outlet]):
         if generation > 1:
             self.resubmitting.add(number)
         if self.is_on:
-            self._send(self._outlets[number], OnTrial(num_tried=self._num_told))
+            self._send(self._outlets[number], ProbeGroup(size=self._told_size))
         elif generation > 2 and self._scheduler.is_idle:
-            self._begin_within(SHORT_PATIENCE_S)  # the second death: there may be suspects, and they are tried alone
+            self._begin_within(SHORT_PATIENCE_S)  # the second death: suspects are probed alone
 
     def drop_frontend(self, frontend: int) -> None:
         self.resubmitting.discard(frontend)
@@ -77,16 +77,16 @@ class SchedulerTrial(Trial, Generic[Outlet]):
 
     # Requests
 
-    def weigh(self, frontend: int, message: Submit) -> Submit:
-        """A request with deaths on its record, as it counts here; of the first suspect a trial begins."""
-        if frontend not in self.resubmitting:  # it is nobody's word but its own
+    def with_trusted_deaths(self, frontend: int, message: Submit) -> Submit:
+        """A request with deaths on its record, as far as they count here; with the first suspect a search begins."""
+        if frontend not in self.resubmitting:  # it has nothing to submit again, and no scheduler died of it
             return replace(message, num_deaths=0)
         if not self.has_suspects:
             self._begin_within(JOURNAL_PATIENCE_S)
         return message
 
     def hold_back(self, key: Key, message: Submit) -> list[End]:
-        """A request that has to wait for the end of the trial, or for its turn in it; or its end: too many wait."""
+        """A request that has to wait for the end of the search, or for its turn in it; or its end: too many wait."""
         if key in self:
             return []
         refusal = self._scheduler.hold(key[0], message)
@@ -111,7 +111,7 @@ class SchedulerTrial(Trial, Generic[Outlet]):
         is_waiting = self.resubmitting and now() < self.begins_at
         return min(self.expires_at, self.begins_at) if is_waiting else self.expires_at
 
-    # The trial
+    # The search
 
     def _begin_within(self, patience_s: float) -> None:
         """Hold back everything that comes, until all journals are there or patience is over."""
@@ -122,11 +122,11 @@ class SchedulerTrial(Trial, Generic[Outlet]):
             self._tell(())
 
     def next_requests(self) -> list[tuple[Key, Submit]]:
-        """Whom to take on now: the next group of suspects when nothing is to be expected of the last one, at the end the others.
+        """What to take on now: the next probe group when nothing is to be expected of the last one, at the end the others.
 
-        To be asked again until there is nobody.
+        To be asked again until there is none.
         """
-        if not self.is_on or not self._may_try_next():
+        if not self.is_on or not self._may_probe_next():
             return []
         if not self._is_checked and self.has_suspects:
             self._is_checked = True
@@ -135,12 +135,12 @@ class SchedulerTrial(Trial, Generic[Outlet]):
         if self.is_on:
             if not group:
                 return []
-            if self.is_narrower or self._is_alone:
+            if self.is_narrowing or self._is_alone:
                 self._report_progress()
         self._tell([key for key, _ in group])
         return group or self.take_all()
 
-    def _may_try_next(self) -> bool:
+    def _may_probe_next(self) -> bool:
         if self._scheduler.pause_state is PauseState.NOTHING:
             return False
         if self.resubmitting and now() < self.begins_at:
@@ -148,46 +148,46 @@ class SchedulerTrial(Trial, Generic[Outlet]):
         if self._is_preparing_suspect():
             self.on_delay()
             return False
-        for key in self.untried:
+        for key in self.pending:
             sequence = self._scheduler.sequence(key)
             if sequence is None or sequence.state is State.BLOCKED:
-                continue  # it waits for somebody else
+                continue  # it waits for another request
             if sequence.slot >= 0 or not self.has_stepped:
                 return False
         return True
 
     def is_stuck(self, has_workers: bool) -> bool:
-        """Whether nobody of those on trial can run now."""
+        """Whether no member of the group can run now."""
         is_waiting = has_workers and not self._scheduler.num_in_flight and not self.has_stepped
         return is_waiting and not self._is_preparing_suspect()
 
     def _is_preparing_suspect(self) -> bool:
-        """Whether the grammar of somebody on trial is being made, which a process may die of as well."""
-        tried = (self._scheduler.sequence(key) for key in self.untried)
-        return any(s is not None and s.state is State.BLOCKED and s.submit.grammar is not None for s in tried)
+        """Whether the grammar of a member of the group is being made, which a process may die of as well."""
+        members = (self._scheduler.sequence(key) for key in self.pending)
+        return any(s is not None and s.state is State.BLOCKED and s.submit.grammar is not None for s in members)
 
     # What frontends are told
 
     def _tell(self, keys: Iterable[Key]) -> None:
-        """Every frontend hears who is tried before anything is done with it."""
+        """Every frontend hears of the group before anything is done with it."""
         is_alone = self._is_alone
         by_frontend: dict[int, list[int]] = {number: [] for number in self._outlets}
         for number, rid in keys:
             by_frontend[number].append(rid)
         for number, rids in by_frontend.items():
             if number in self._outlets:
-                tried = np.array(rids, np.int32)
-                on_trial = OnTrial(rids=tried, num_tried=self._num_told, is_alone=is_alone)
-                self._send(self._outlets[number], on_trial)
+                members = np.array(rids, np.int32)
+                group = ProbeGroup(rids=members, size=self._told_size, is_alone=is_alone)
+                self._send(self._outlets[number], group)
 
     @property
     def _is_alone(self) -> bool:
-        return self.num_tried == 1 and self._scheduler.is_idle
+        return self.group_size == 1 and self._scheduler.is_idle
 
     @property
-    def _num_told(self) -> int:
-        """As frontends are told: 0 when there is no trial; before it begins nobody runs, and it is 1."""
-        return max(1, self.num_tried) if self.is_on else 0
+    def _told_size(self) -> int:
+        """As frontends are told: 0 when there is no search; before it begins no request runs, and it is 1."""
+        return max(1, self.group_size) if self.is_on else 0
 
     def tell_begun(self, record: StepRecord) -> None:
         """Requests that were submitted again are in a step for the first time: should this scheduler die, they were there."""

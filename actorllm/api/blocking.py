@@ -1,0 +1,110 @@
+"""What the front doors that block have in common: `LLM` and `LLMEngine`."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any, Self
+
+from actorllm.api.engine_args import check_idle_arguments
+from actorllm.client.engine import Engine
+from actorllm.config import ModelConfig
+from actorllm.supervision.health import EngineHealth
+
+
+class BlockingDoor(ABC):
+    """Questions to an engine, and orders, whose calls return when they are answered."""
+
+    _engine: Engine
+
+    @abstractmethod
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """Stop the engine."""
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The model and what its config.json says about it."""
+        return self._engine.config.model
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer as transformers has it.
+
+        Raises:
+            InvalidPromptError: the engine was built with skip_tokenizer_init.
+        """
+        return self._engine.prompts.transformers_tokenizer
+
+    def health(self) -> EngineHealth:
+        """The state of the engine and of each of its actors, and what has failed. Waits for nothing, starts nothing."""
+        return self._engine.health()
+
+    def check_health(self) -> None:
+        """Whether the engine can serve.
+
+        Raises:
+            EngineDeadError, EngineShutdownError, ForkedProcessError: it cannot.
+            EngineError: no prompt can be read.
+        """
+        self._engine.check_health()
+
+    def stats(self) -> dict[str, Any]:
+        """What every part of the engine counts. Workers answer between two steps: this waits for the one in flight.
+
+        Raises:
+            EngineDeadError, EngineShutdownError, ForkedProcessError: the engine is gone.
+        """
+        scheduler = self._engine.ask_scheduler("statistics").result()
+        workers = self._engine.ask_scheduler("worker_statistics", timeout=math.inf).result()
+        return {**self._engine.statistics(), "scheduler": scheduler, "workers": workers}
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget all cached KV, as `AsyncLLM.reset_prefix_cache`. Returns whether it did.
+
+        Arguments:
+            reset_running_requests: compute the KV of running requests again, too; default False: they keep theirs, and leave none
+                behind.
+            reset_connector: refused unless False (default); there is no KV outside of the engine.
+
+        Raises:
+            InvalidParameterError: reset_connector is not False.
+            EngineDeadError, EngineShutdownError: the engine is gone.
+        """
+        check_idle_arguments(reset_connector=reset_connector)
+        asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
+        return bool(asked.result())
+
+    def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        """Trace every torch operation of the workers, until `stop_profile`.
+
+        The engine must have profiler_config={'profiler': 'torch', 'torch_profiler_dir': FOLDER}.
+
+        Arguments:
+            profile_prefix: what the names of the files begin with: up to 128 letters, digits, ".", "_" and "-"; None: the time.
+            delay_iterations, max_iterations: accepted at None and 0, where they ask for nothing.
+
+        Raises:
+            ConfigError: the engine was built without profiler_config.
+            InvalidParameterError: an argument is wrong.
+            EngineError: a profile is under way, or the engine is gone.
+        """
+        self._engine.start_profile(profile_prefix, delay_iterations, max_iterations).result()
+
+    def stop_profile(self) -> None:
+        """Write the traces, one file per rank in the format of chrome://tracing.
+
+        Raises:
+            EngineError: there is no profile, or the engine is gone.
+        """
+        self._engine.stop_profile().result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
