@@ -15,7 +15,7 @@ from actorllm.actors.executor import FairExecutor
 from actorllm.errors import PeerLostError
 from actorllm.messages import INVALID, OVERLOADED, Abort, LateInputs, StepPlan, StepResult, Unblock
 from actorllm.text.grammar import GrammarCompiler
-from tests.actors.test_scheduler_actor import VOCAB, Bench, FakeLink, running, submit
+from tests.actors.scheduler_bench import VOCAB, Bench, FakeLink, running, submit
 
 pytestmark = pytest.mark.anyio
 

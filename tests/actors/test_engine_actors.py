@@ -14,20 +14,18 @@ import pytest
 
 import actorllm.client.engine
 from actorllm import LLM, SamplingParams
-from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.record_file import fresh_scheduler, read_recording, recorded_configuration, told_scheduler
 from actorllm.actors.topology import Topology, engine_topology
 from actorllm.config import EngineConfig
 from actorllm.errors import RequestFailedError
 from actorllm.messages import LateInputs, StepFailed, StepPlan, StepResult, Submit, pack
 from actorllm.scheduling.admission_policy import AdmissionPolicy
-from actorllm.scheduling.loading import load_policy
 from actorllm.scheduling.policy import Admit, KeyPolicy
-from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.telemetry.decisions import DECIDE
 from actorllm.scheduling.telemetry.recording import RecordedScheduler, replay
 from actorllm.slo.simulator import rerun
-from tests.actors.scripted_worker import VOCAB, ScriptedRunner, ScriptedWorkerActor
+from tests.actors.scripted_worker import VOCAB
+from tests.actors.worker_bench import make_worker, plan_for
 from tests.scheduling.conftest import reference_stream
 
 
@@ -248,46 +246,6 @@ def test_policies_that_learn_from_steps_run_on_the_engine(build: Callable[..., L
     llm = build(topology="inline", scheduling_policy=policy, max_num_seqs=4)
     run(llm, 9)
     assert llm.stats()["scheduler"]["scheduler"]["num_refused_decisions"] == 0
-
-
-class FakeLink:
-    is_open = True
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-
-    def send_nowait(self, message: Any) -> None:
-        self.sent.append(message)
-
-    def finish(self) -> None:
-        """Nothing has arrived unnoticed."""
-
-
-def make_worker(rank: int) -> tuple[ScriptedWorkerActor, FakeLink, Any]:
-    worker = ScriptedWorkerActor(rank=rank)
-    worker._wakeup = HostLoop.current().waiter()
-    worker.runner = ScriptedRunner(EngineConfig.from_arguments("storyteller"), rank)  # type: ignore[assignment]
-    worker.on_configure(dataclasses.replace(EngineConfig.from_arguments("storyteller").resolved(64)))
-    link: Any = FakeLink()
-    worker._scheduler = link
-    scheduler = Scheduler(
-        num_blocks=64,
-        block_size=16,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        max_model_len=1024,
-        vocab_size=VOCAB,
-        eos_token_ids=(),
-        policy=load_policy("fcfs"),
-    )
-    return worker, link, scheduler
-
-
-def plan_for(scheduler: Scheduler, **overrides: Any) -> StepPlan:
-    scheduler.submit(0, Submit(rid=1, arrival=0.0, prompt=np.array([5, 6], np.int32), max_tokens=4, **overrides), 0.0)
-    plan = scheduler.schedule(0.0)
-    assert plan is not None
-    return plan
 
 
 async def test_rank_zero_reports_tokens_and_the_others_acknowledge() -> None:

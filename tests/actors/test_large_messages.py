@@ -19,8 +19,8 @@ from actorllm.actors.worker import WorkerActor
 from actorllm.attach import server as attach_server
 from actorllm.errors import PeerLostError, RequestFailedError, WouldBlock
 from actorllm.messages import StepFailed, StepPlan, StepResult
+from tests.actors.launching_runner import Runner as LaunchingRunner
 from tests.actors.narrow import OUTPUT_CAPACITY, RESULT_CAPACITY
-from tests.actors.test_pipeline import Runner as LaunchingRunner
 
 VOCAB = 4096
 

@@ -34,10 +34,10 @@ from actorllm.messages import NO_I32, Abort, LateInputs, Outputs, ProbeGroup, St
 from actorllm.supervision.death import OUT_OF_MEMORY_HINT
 from actorllm.supervision.restart import RestartLimits
 from tests.actors import deadly_policies
+from tests.actors.scheduler_bench import FakeLink, running
+from tests.actors.scheduler_bench import submit as submit_of
 from tests.actors.scripted_worker import DEADLY, VOCAB
-from tests.actors.test_engine_actors import make_worker, plan_for
-from tests.actors.test_scheduler_actor import FakeLink, running
-from tests.actors.test_scheduler_actor import submit as submit_of
+from tests.actors.worker_bench import make_worker, plan_for
 from tests.scheduling.conftest import SIBLING, reference_stream
 
 

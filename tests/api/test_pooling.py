@@ -286,7 +286,7 @@ async def test_whoever_is_displaced_half_way_begins_again(stock: Any) -> None:
     assert np.abs(scaled(expected(stock, ids, "MEAN")) - output.outputs.array).max() < TOLERANCE
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="the model has rows of 4,096 numbers, and a thousand of them are computed")
 def test_vectors_that_are_larger_than_a_ring(tmp_path: Path) -> None:
     """A thousand vectors of 4,096 numbers in one step: 16 MiB, twice."""
     changes = {

@@ -29,8 +29,16 @@ NAMES_THE_FIX = (
     [
         ("inline", (11, 16, 18, 30)),
         ("process", (12, 25, 28)),
-        pytest.param("inline", range(10, 31), marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
-        pytest.param("process", range(10, 61), marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        pytest.param(
+            "inline",
+            range(10, 31),
+            marks=[pytest.mark.slow(reason="starts an engine for each of 21 limits"), pytest.mark.timeout(900)],
+        ),
+        pytest.param(
+            "process",
+            range(10, 61),
+            marks=[pytest.mark.slow(reason="starts an engine for each of 51 limits"), pytest.mark.timeout(900)],
+        ),
     ],
 )
 def test_it_starts_or_says_what_is_missing(topology: str, limits: range) -> None:

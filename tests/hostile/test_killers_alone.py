@@ -12,9 +12,9 @@ from tests.hostile.scripted import SCHEDULER, WORKER, end_of_killer, harmless, s
     ("victim", "num_killers"),
     [
         (WORKER, 8),
-        pytest.param(SCHEDULER, 8, marks=pytest.mark.slow),
-        pytest.param(WORKER, 12, marks=pytest.mark.slow),
-        pytest.param(SCHEDULER, 12, marks=pytest.mark.slow),
+        pytest.param(SCHEDULER, 8, marks=pytest.mark.slow(reason="a scheduler dies for each of eight killers")),
+        pytest.param(WORKER, 12, marks=pytest.mark.slow(reason="a worker dies for each of twelve killers")),
+        pytest.param(SCHEDULER, 12, marks=pytest.mark.slow(reason="a scheduler dies for each of twelve killers")),
     ],
 )
 async def test_as_many_as_there_are_fail_and_the_engine_works(victim: str, num_killers: int) -> None:

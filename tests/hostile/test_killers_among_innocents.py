@@ -11,7 +11,7 @@ from tests.hostile.scripted import SCHEDULER, WORKER, end_of_killer, harmless, s
 KILLERS = (0, 2, 3, 7, 8, 11)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="processes die until each killer is found among all requests")
 @pytest.mark.parametrize("victim", [WORKER, SCHEDULER])
 async def test_only_those_that_kill_fail(victim: str) -> None:
     with scripted_engine() as llm:

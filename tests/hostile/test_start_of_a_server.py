@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.test_processes import certified
+from tests.server.certificates import certified
 
 
 @contextlib.contextmanager

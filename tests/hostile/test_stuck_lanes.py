@@ -13,7 +13,7 @@ from tests.hostile.bystander import bystander
 from tests.hostile.prompts import careless_model, slow_text
 
 
-@pytest.mark.slow  # two limits of seconds have to pass, and the threads have to come back
+@pytest.mark.slow(reason="two limits of seconds have to pass, and the threads have to come back")
 async def test_two_are_replaced_and_then_texts_are_read_where_they_can_be_ended(tmp_path: Path) -> None:
     model = careless_model(tmp_path)
     text = slow_text(50)

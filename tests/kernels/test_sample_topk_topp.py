@@ -55,7 +55,9 @@ def test_the_choice_is_that_of_the_cpu(top_k: int, top_p: float, min_p: float) -
 
 
 # Seconds each in the interpreter; the second seed draws other filters for the same kinds of rows.
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.slow(reason="a second seed of the same draws, in the interpreter"))]
+)
 @pytest.mark.parametrize("kind", ["ties", "flat", "steep", "short"])
 def test_hard_logits(kind: str, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import numpy as np
 import pytest
 import torch
 
@@ -28,42 +26,8 @@ from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.parallel import HeadShare, Ranks
 from actorllm.model.registry import check_shares, model_plan
 from actorllm.model.weights import DummyWeights
+from tests.model.ranks import SHAPE, arguments, model_folder, streams
 from tests.model.torn_worker import BLINDS, HANGS, RAISES, RAISES_BEFORE
-
-SHAPE: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 331,
-    "hidden_size": 48,
-    "intermediate_size": 90,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-    "dtype": "float32",
-}
-
-
-def model_folder(path: Path, **changes: Any) -> Path:
-    (path / "config.json").write_text(json.dumps(SHAPE | changes))
-    return path
-
-
-def arguments(**changes: Any) -> dict[str, Any]:
-    return {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": 8, "num_threads": 1} | changes
-
-
-def streams(folder: Path, **changes: Any) -> list[tuple[int, ...]]:
-    random = np.random.default_rng(0)
-    prompts = [random.integers(0, 331, n).tolist() for n in (3, 40, 17, 64, 1, 25, 33, 9, 50, 12)]
-    params = [
-        SamplingParams(temperature=0.8 * (i % 3 > 0), seed=i, max_tokens=24, min_tokens=5, ignore_eos=i % 2 == 0)
-        for i in range(len(prompts))
-    ]
-    with LLM(folder, **arguments(max_num_batched_tokens=48, **changes)) as llm:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-    return [tuple(output.outputs[0].token_ids) for output in outputs]
 
 
 @pytest.mark.parametrize(
@@ -75,9 +39,13 @@ def streams(folder: Path, **changes: Any) -> list[tuple[int, ...]]:
         pytest.param(
             (2,),
             {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 20, "sliding_window_pattern": 2},
-            marks=pytest.mark.slow,
+            marks=pytest.mark.slow(reason="ranks as processes; three families stand for all"),
         ),
-        pytest.param((2,), {"architectures": ["Phi3ForCausalLM"]}, marks=pytest.mark.slow),
+        pytest.param(
+            (2,),
+            {"architectures": ["Phi3ForCausalLM"]},
+            marks=pytest.mark.slow(reason="ranks as processes; three families stand for all"),
+        ),
     ],
     ids=["qwen3", "llama", "olmo2", "gemma3", "phi3"],
 )
@@ -205,7 +173,11 @@ async def test_ranks_find_out_together_that_nothing_is_finite_any_more(
     [
         (RAISES, r"worker1 failed with RuntimeError: planted between two collectives"),
         (RAISES_BEFORE, r"worker1 failed with RuntimeError: planted before the collectives"),
-        pytest.param(HANGS, r"worker[01] was killed because it was stuck: step \d+ ran for", marks=pytest.mark.slow),
+        pytest.param(
+            HANGS,
+            r"worker[01] was killed because it was stuck: step \d+ ran for",
+            marks=pytest.mark.slow(reason="a step has to be stuck for seconds before it is killed"),
+        ),
     ],
 )
 async def test_a_rank_that_leaves_the_others_in_a_collective_is_the_one_that_is_named(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import io
 import re
@@ -28,16 +29,19 @@ def modules_of(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.py"))
 
 
-def imports_of(file: Path) -> Iterator[str]:
+@functools.cache
+def imports_of(file: Path) -> tuple[str, ...]:
     """Every imported module, also within functions; of `from a import b` both `a` and `a.b`."""
+    found: list[str] = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
             assert node.module is not None
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found.append(node.module)
+            found += (f"{node.module}.{alias.name}" for alias in node.names)
+    return tuple(found)
 
 
 def is_within(module: str, packages: set[str]) -> bool:
@@ -68,6 +72,7 @@ def test_the_core_is_pure(folder: str) -> None:
     assert offenders(files, forbidden) == []
 
 
+@functools.cache
 def import_graph() -> dict[str, set[str]]:
     """Which module of ours imports which, within functions and for type checkers, too; the package itself left out."""
     modules = {
@@ -202,6 +207,23 @@ def test_the_kernels_root_shadows_no_other_package() -> None:
 @pytest.mark.parametrize("folder", ["tests", "bench", "examples"])
 def test_no_package_but_the_package(folder: str) -> None:
     assert list((ROOT / folder).rglob("__init__.py")) == []
+
+
+def test_helpers_of_tests_stand_in_modules_of_their_own() -> None:
+    """A test file is imported by pytest alone: what two of them need is in a helper or in a conftest.py."""
+    imported = {
+        f"{file.relative_to(ROOT)} imports {module}"
+        for file in modules_of(ROOT / "tests")
+        for module in imports_of(file)
+        if module.startswith("tests.") and any(part.startswith("test_") for part in module.split("."))
+    }
+    assert imported == set()
+
+
+def test_the_root_of_the_tests_has_helpers_alone() -> None:
+    """Every test stands in the folder that a reader of the package looks for."""
+    here = {file.name for file in (ROOT / "tests").glob("*.py")}
+    assert here == {"conftest.py", "oracle.py", "random_schemas.py", "stories.py"}
 
 
 # What is public -------------------------------------------------------------------------------------------------------

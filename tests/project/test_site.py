@@ -60,7 +60,7 @@ class Page(HTMLParser):
             self.links.add(goal.partition("?")[0])
 
 
-@pytest.mark.slow  # its packages are installed by `make docs` alone, and nothing else needs them
+@pytest.mark.slow(reason="its packages are installed by `make docs` alone, and nothing else needs them")
 @pytest.mark.timeout(600)
 def test_the_site_has_every_page_and_every_public_name(tmp_path: Path) -> None:
     """Sphinx takes its own warnings for errors, so a reference that leads nowhere fails here."""

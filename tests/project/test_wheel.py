@@ -127,7 +127,7 @@ def interpreter(version: str) -> str:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="installs the wheel and its dependencies in an empty environment")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("version", claimed_versions())
 def test_an_empty_environment_runs_the_wheel(tmp_path: Path, version: str) -> None:

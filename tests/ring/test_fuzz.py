@@ -47,7 +47,7 @@ def test_what_is_changed_is_good(submit: Submit, caplog: pytest.LogCaptureFixtur
         assert {end[1] for end in ends} == {"length" if submit.pooling is None else "stop"}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="a million trials; the quick test has some thousand")
 @pytest.mark.timeout(1800)
 def test_a_million(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
     """bench/fuzz_rings.py prints the same for any number."""

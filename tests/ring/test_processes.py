@@ -61,7 +61,7 @@ def test_two_seconds_of_random_frames(num_readers: int) -> None:
     assert result["lost_wake_ups"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="hundreds of kills and ten seconds of streams; the quick tests have some")
 def test_killing_and_streaming_at_length() -> None:
     assert run("kill_writers", 300)["kills"] == 300
     assert run("kill_readers", 300)["kills"] == 300

@@ -250,7 +250,7 @@ def test_the_ring_behaves_like_queues() -> None:
     run_state_machine_as_test(make_machine(actorllm.ring.ring), settings=settings(QUICK, max_examples=100))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="1,500 long runs; the quick test has 100")
 def test_the_ring_behaves_like_queues_at_length() -> None:
     run_state_machine_as_test(
         make_machine(actorllm.ring.ring),

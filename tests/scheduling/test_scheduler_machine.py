@@ -39,7 +39,7 @@ from actorllm.scheduling.sequence import State
 from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.stopping import Stopping
 from tests.scheduling.conftest import EOS, SIBLING, Engine, reference_stream
-from tests.scheduling.test_logit_rules import Reporting
+from tests.scheduling.reporting import Reporting
 
 
 class SchedulerMachine(RuleBasedStateMachine):

@@ -16,7 +16,7 @@ import pytest
 
 from actorllm.errors import ConfigError
 from actorllm.server.listener import Bound, Listener
-from tests.server.test_processes import certified
+from tests.server.certificates import certified
 
 
 @contextlib.contextmanager

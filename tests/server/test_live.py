@@ -167,7 +167,9 @@ def test_a_client_that_hangs_up_ends_its_request(server: Server, stream: bool) -
     becomes_true(lambda: idle(server))
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [100, pytest.param(1000, marks=pytest.mark.slow(reason="a thousand clients; a hundred show the same"))]
+)
 def test_many_that_hang_up_leave_nothing_behind(server: Server, count: int) -> None:
     folder = Path(f"/proc/{server.process.pid}/fd")
     num_fds = len(list(folder.iterdir()))
@@ -251,7 +253,7 @@ def test_sigterm_is_an_orderly_end_also_when_the_engine_has_died(number: int) ->
     assert "there is nothing to finish" in log
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="the limit for headers has to pass")
 @pytest.mark.timeout(120)
 def test_headers_that_do_not_come_are_not_waited_for(server: Server) -> None:
     connections = [socket.create_connection(server.address) for _ in range(50)]

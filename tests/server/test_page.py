@@ -15,7 +15,7 @@ from tests.server.browser import PROGRAM, Browser
 from tests.server.live_server import Server
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.slow(reason="starts a browser, which few machines have"),
     pytest.mark.timeout(180),
     pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium: apt-get install chromium"),
 ]

@@ -19,6 +19,7 @@ import httpx
 import orjson
 import pytest
 
+from tests.server.certificates import certified
 from tests.server.live_server import Server, becomes_true, hang_up, sample
 
 LONG: dict[str, Any] = {"prompt": "Once", "max_tokens": 1000, "min_tokens": 1000, "stream": True}
@@ -133,7 +134,7 @@ def test_a_client_that_leaves_frees_its_blocks(server: Server) -> None:
         becomes_true(lambda: sample(client, "num_requests_running") == sample(client, "kv_cache_usage_perc") == 0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="a thousand clients of two processes")
 @pytest.mark.timeout(180)
 def test_a_thousand_that_hang_up_leave_nothing_behind() -> None:
     server = Server("--api-processes", "2", "--num-threads", "1", "--disable-uvicorn-access-log")
@@ -151,18 +152,6 @@ def test_a_thousand_that_hang_up_leave_nothing_behind() -> None:
     status, log = server.stop()
     assert status == 0, log
     assert "Traceback" not in log
-
-
-def certified(tmp_path: Path) -> tuple[Path, Path]:
-    """The files of a key, and of a certificate for the host `unix`."""
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=unix"]
-    subprocess.run(
-        [*make, "-addext", "subjectAltName=DNS:unix", "-keyout", str(key), "-out", str(certificate)],
-        check=True,
-        capture_output=True,
-    )
-    return key, certificate
 
 
 @pytest.mark.timeout(120)

@@ -24,6 +24,7 @@ from actorllm import LLM, AsyncLLM, EngineDeadError, RequestOutputKind, RequestS
 from actorllm.client.engine import Engine
 from actorllm.errors import EngineShutdownError
 from actorllm.intake.job import FunctionJob
+from tests.supervision.processes import is_gone
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "Once upon a time"
@@ -51,14 +52,6 @@ def make_llm() -> Iterator[Callable[..., AsyncLLM]]:
 
 def pids_of(llm: AsyncLLM | LLM) -> dict[str, int]:
     return llm._engine.pids
-
-
-def is_gone(pid: int) -> bool:
-    """Nothing runs under this pid any more; a zombie that only waits for its parent does not run."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rsplit(b")", 1)[1].split()[0] in (b"Z", b"X")
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 def wait_until(is_true: Callable[[], bool], timeout_s: float = 10) -> bool:

@@ -13,10 +13,10 @@ import anyio
 import pytest
 
 from actorllm import LLM, AsyncLLM, EngineDeadError, RequestOutput
-from tests.model.test_tensor_parallel import model_folder
-from tests.model.test_tensor_parallel import streams as streams_of_ranks
+from tests.model.ranks import model_folder
+from tests.model.ranks import streams as streams_of_ranks
 from tests.stories import Comparison, Request, Story, listen, make_requests
-from tests.supervision.test_lifecycle import is_gone
+from tests.supervision.processes import is_gone
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 32, "long_prefill_token_threshold": 32}
 LOAD = make_requests(22, max_tokens=70)

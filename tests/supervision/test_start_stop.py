@@ -75,7 +75,7 @@ def test_a_few_times(topology: str, count: int) -> None:
     check(counts_after_each(topology, count), settled=2, max_kib=12_000)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="a hundred starts; the quick test has some")
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("topology", ["inline", "process"])
 def test_a_hundred_times(topology: str) -> None:

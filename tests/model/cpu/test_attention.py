@@ -15,7 +15,8 @@ from actorllm.messages import StepPlan
 from actorllm.model.cpu import attention
 from actorllm.model.cpu.attention import AttentionBatch, KVCache, KVWrites
 from actorllm.model.inputs import PersistentBatch
-from tests.model.test_inputs import int32, new_columns
+from tests.model.columns import new_columns
+from tests.model.driver import int32
 
 NUM_SLOTS, MAX_LENGTH = 10, 60
 

@@ -21,7 +21,7 @@ from actorllm.model.cuda.device import HostDevice, Replay
 from actorllm.model.cuda.graphs import MAX_MISSES, GraphPart
 from actorllm.model.cuda.runner import CudaRunner
 from tests.model.cuda.conftest import config_of
-from tests.model.cuda.test_runner import rules_of
+from tests.model.cuda.rules import rules_of
 from tests.model.cuda.twins import Twins, prompt
 from tests.model.driver import int32
 

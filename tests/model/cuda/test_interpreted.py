@@ -12,7 +12,7 @@ import pytest
 
 from actorllm.model.cuda.graphs import GraphPart
 from tests.kernels.conftest import interpreter as interpreter
-from tests.model.cuda.test_runner import rules_of
+from tests.model.cuda.rules import rules_of
 from tests.model.cuda.twins import Twins, prompt
 
 
@@ -21,10 +21,13 @@ from tests.model.cuda.twins import Twins, prompt
     "family",
     [
         {},
-        pytest.param({"architectures": ["Olmo2ForCausalLM"]}, marks=pytest.mark.slow),
+        pytest.param(
+            {"architectures": ["Olmo2ForCausalLM"]},
+            marks=pytest.mark.slow(reason="each kernel is interpreted; qwen3 has the step, test_runner the family"),
+        ),
         pytest.param(
             {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 20, "sliding_window_pattern": 2},
-            marks=pytest.mark.slow,
+            marks=pytest.mark.slow(reason="each kernel is interpreted; qwen3 has the step, test_runner the family"),
         ),
     ],
     ids=["qwen3", "olmo2", "gemma3"],

@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 
 import actorllm.client.engine
-from actorllm import AsyncLLM, SamplingParams
-from actorllm.actors.topology import Topology, engine_topology
-from tests.model.cuda.test_pipeline import ARGUMENTS
-from tests.model.cuda.twins import prompt
-
-NUM_STREAMS = 5
+from actorllm import AsyncLLM
+from actorllm.actors.topology import engine_topology
+from tests.model.cuda.host_engine import ARGUMENTS
+from tests.model.cuda.host_processes import on_the_host, tell
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-def on_the_host(topology: Topology) -> Topology:
-    actors = tuple(
-        dataclasses.replace(a, path="tests.model.cuda.host_worker:HostWorkerActor")
-        if a.name.startswith("worker")
-        else a
-        for a in topology.actors
-    )
-    return dataclasses.replace(topology, actors=actors)
 
 
 @pytest.fixture
@@ -47,27 +31,6 @@ def make_llm(monkeypatch: pytest.MonkeyPatch, folder: Callable[..., Path]) -> It
     yield make
     for engine in engines:
         engine.shutdown()
-
-
-async def tell(llm: AsyncLLM, victims: tuple[str, ...] = ()) -> list[list[int]]:
-    """What all streams bring; the victims are killed in the middle."""
-    told: list[list[int]] = [[] for _ in range(NUM_STREAMS)]
-    to_kill = list(victims)
-
-    async def listen(i: int) -> None:
-        penalty = {"repetition_penalty": 1.4} if i == 2 else {}
-        params = SamplingParams(
-            max_tokens=40, temperature=i / 4, seed=i, ignore_eos=True, detokenize=False, top_p=1 - i / 20, **penalty
-        )
-        async for output in llm.generate({"prompt_token_ids": prompt(20 + 10 * i, i)}, params):
-            told[i] = list(output.outputs[0].token_ids)
-            if to_kill and len(told[i]) >= 8:
-                os.kill(llm._engine.pids[to_kill.pop()], signal.SIGKILL)
-
-    async with anyio.create_task_group() as tasks:
-        for i in range(NUM_STREAMS):
-            tasks.start_soon(listen, i)
-    return told
 
 
 @pytest.mark.timeout(120)

@@ -23,8 +23,8 @@ from actorllm.model.cuda import collectives
 from actorllm.model.cuda.device import HostDevice
 from actorllm.model.cuda.runner import CudaRunner
 from tests.model.cuda.conftest import config_of
-from tests.model.cuda.test_pipeline import ARGUMENTS, generate, load
-from tests.model.cuda.test_processes import on_the_host, tell
+from tests.model.cuda.host_engine import ARGUMENTS, generate, load
+from tests.model.cuda.host_processes import on_the_host, tell
 from tests.model.cuda.twins import prompt
 
 pytestmark = pytest.mark.timeout(120)
@@ -45,9 +45,12 @@ def anyio_backend() -> str:
         {"architectures": ["Olmo2ForCausalLM"], "attention_bias": True, "num_key_value_heads": 1},
         pytest.param(
             {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 24, "sliding_window_pattern": 2},
-            marks=pytest.mark.slow,
+            marks=pytest.mark.slow(reason="ranks as processes; llama and olmo2 stand for the families"),
         ),
-        pytest.param({"architectures": ["Phi3ForCausalLM"]}, marks=pytest.mark.slow),
+        pytest.param(
+            {"architectures": ["Phi3ForCausalLM"]},
+            marks=pytest.mark.slow(reason="ranks as processes; llama and olmo2 stand for the families"),
+        ),
     ],
     ids=["llama", "olmo2", "gemma3", "phi3"],
 )
@@ -101,7 +104,7 @@ def test_streams_are_those_of_one_rank_and_of_the_cpu(
     assert both(LLM(path, **(ARGUMENTS | few | {"topology": "process", "tensor_parallel_size": 2}))) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="starts ranks again after each of several deaths")
 async def test_streams_of_two_ranks_go_on_over_deaths(
     folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from actorllm.model.parallel import Ranks
 from actorllm_kernels import configs, resources
 from actorllm_kernels.resources import Launch, recording
 from tests.model.cuda.conftest import config_of
-from tests.model.cuda.test_transformers_model import GEMMA2, GPT_OSS
+from tests.model.cuda.decoders import GEMMA2, GPT_OSS
 from tests.model.cuda.twins import DeviceDriver, prompt
 
 
@@ -172,7 +172,7 @@ def test_every_kernel_of_a_step_is_rehearsed(folder: Callable[..., Path], monkey
 FIVE = ("Qwen3-0.6B", "Llama-3.2-1B", "Qwen2.5-1.5B", "Qwen3-8B", "Llama-3.1-8B")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="compiles all launches of five models")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("table", "architecture"), [("sm_90", "sm_90"), ("sm_80", "sm_80"), ("sm_80", "sm_89")])
 def test_all_launches_of_the_five_models_compile_within_the_limits(table: str, architecture: str) -> None:

@@ -14,10 +14,10 @@ import torch
 
 from actorllm.errors import ConfigError, EngineError
 from actorllm.messages import POOLING_CODES, LateInputs, StepPlan
-from actorllm.messages.logit_rules import SamplingRules, encode_rules
 from actorllm.model.cuda.device import HostDevice
 from actorllm.model.cuda.graphs import MAX_MISSES, GraphPart
 from actorllm.model.cuda.runner import GRAPH_BYTES, CudaRunner
+from tests.model.cuda.rules import rules_of
 from tests.model.cuda.twins import Twins, prompt
 from tests.model.driver import int32
 
@@ -57,12 +57,6 @@ def test_both_count_the_weights_that_a_step_reads(
 def record_all(twins: Twins) -> None:
     while twins.runner.record_next():
         pass
-
-
-def rules_of(slot: int, first: int = 0, **rules: Any) -> dict[str, Any]:
-    """The fields of a plan with rules for one new slot."""
-    integers, numbers = encode_rules([(slot, first, SamplingRules(**rules))])
-    return {"new_rules": integers, "new_rule_numbers": numbers}
 
 
 def test_a_recorded_step_is_the_step(make_twins: Callable[..., Twins]) -> None:

@@ -21,6 +21,7 @@ from actorllm.model.cuda.transformers_model import DeviceTransformers
 from actorllm.model.hf import loading, transformers_backend
 from actorllm.model.hf.transformers_backend import TransformersDecoder
 from tests.model.cuda.conftest import config_of
+from tests.model.cuda.decoders import GEMMA2, GPT_OSS
 from tests.model.cuda.twins import DeviceDriver, Twins, prompt
 
 GPT2: dict[str, Any] = {
@@ -30,23 +31,6 @@ GPT2: dict[str, Any] = {
     "num_attention_heads": 2,
     "n_layer": 2,
     "n_positions": 256,
-}
-GEMMA2: dict[str, Any] = {
-    "architectures": ["Gemma2ForCausalLM"],
-    "model_type": "gemma2",
-    "sliding_window": 24,
-    "attn_logit_softcapping": 20.0,
-    "final_logit_softcapping": 15.0,
-    "query_pre_attn_scalar": 32,
-    "hidden_activation": "gelu_pytorch_tanh",
-}
-GPT_OSS: dict[str, Any] = {
-    "architectures": ["GptOssForCausalLM"],
-    "model_type": "gpt_oss",
-    "sliding_window": 24,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 QWEN3: dict[str, Any] = {"model_type": "qwen3"}
 

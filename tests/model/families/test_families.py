@@ -23,7 +23,7 @@ from actorllm.model.registry import FAMILIES, decoder_config, model_plan, way_of
 from tests.model.cuda.conftest import config_of
 from tests.model.cuda.twins import DeviceDriver
 from tests.model.driver import Driver
-from tests.model.hf.test_transformers_backend import ALTERNATING, TOLERANCE, difference, prompt, reference, save
+from tests.model.hf.decoders import ALTERNATING, TOLERANCE, difference, prompt, reference, save
 
 LONGER_THAN_THE_PROMPT = 200
 HEADS_OF_32 = {"hidden_size": 128}

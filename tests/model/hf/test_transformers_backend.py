@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -25,109 +24,17 @@ from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.hf import probe, transformers_backend
 from actorllm.model.hf.transformers_backend import TransformersDecoder
 from actorllm.model.registry import way_of
-
-TOLERANCE = 1e-3
-"""Of logits whose standard deviation is above 1; float32 rounding is some 1e-5."""
-
-VOCAB = 97
-WINDOW = 6
-
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 9, **ALTERNATING}
-
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "mistral": ("Mistral", {"sliding_window": WINDOW}),
-    "qwen2": ("Qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": WINDOW}),
-    "qwen3": ("Qwen3", {"head_dim": 16}),
-    "opt": ("OPT", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
-    "gpt2": ("GPT2", {"scale_attn_by_inverse_layer_idx": True}),
-    "gpt-neox": ("GPTNeoX", {}),
-    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
-    "gemma3": ("Gemma3Text", GEMMA),
-    "phi": ("Phi", {"qk_layernorm": True}),
-    "phi3": ("Phi3", {"sliding_window": WINDOW}),
-    "olmo2": ("Olmo2", {}),
-    "granite": (
-        "Granite",
-        {"attention_multiplier": 0.1, "logits_scaling": 0.5, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
-    ),
-    "starcoder2": ("Starcoder2", {"sliding_window": WINDOW, "use_bias": True}),
-    "stablelm": ("StableLm", {"partial_rotary_factor": 0.5, "use_parallel_residual": True, "qk_layernorm": True}),
-    "qwen3-moe": ("Qwen3Moe", {"head_dim": 16, "num_experts": 4, **EXPERTS}),
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
-    "gpt-oss": ("GptOss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, **ALTERNATING}),
-    "olmo3": ("Olmo3", ALTERNATING),
-    "cohere2": ("Cohere2", {"logit_scale": 1.0, **ALTERNATING}),
-    "glm4": ("Glm4", {"head_dim": 16}),
-    "gpt-bigcode": ("GPTBigCode", {}),
-    "deepseek-v3": (
-        "DeepseekV3",
-        {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 12,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 12,
-            "v_head_dim": 12,
-            "n_routed_experts": 4,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            **EXPERTS,
-        },
-    ),
-}
-
-
-def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
-    """A random model of that name, with biases and norms that matter, saved to the folder."""
-    family, differences = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**SHAPE | differences | more)
-    torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-            else:
-                parameter.normal_(0.0, 1.5 / parameter.shape[-1] ** 0.5)
-    model = model.to(dtype)
-    model.save_pretrained(folder)
-    return model
-
-
-def reference(model: Any, tokens: list[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0].float()
-    return logits
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
-
-
-def difference(driver: Any, model: Any) -> float:
-    """Largest error of the last step's logits, over its rows."""
-    worst = 0.0
-    for row, slot in enumerate(driver.rows):
-        computed = driver.requests[slot].num_computed
-        expected = reference(model, driver.requests[slot].tokens[:computed])[-1]
-        worst = max(worst, float((driver.logits[row] - expected).abs().max()))
-    return worst
+from tests.model.hf.decoders import (
+    MODELS,
+    SHAPE,
+    TOLERANCE,
+    VOCAB,
+    WINDOW,
+    difference,
+    prompt,
+    reference,
+    save,
+)
 
 
 @pytest.fixture

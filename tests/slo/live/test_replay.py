@@ -28,7 +28,7 @@ from actorllm.slo.workload import (
     share_prefixes,
 )
 from actorllm.types.objective import SLO, RequestClass
-from tests.slo.report.test_formats import BENCH_KEYS
+from tests.slo.report.bench_keys import BENCH_KEYS
 
 
 class FakeTarget:
