@@ -42,6 +42,20 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+QUICK_STAGES = ("ceilings", "correctness", "decode", "prefill", "idle")
+
+
+def test_the_kernels_are_checked_and_measured(tmp_path: Path) -> None:
+    """The stages that the others depend on, and one with an engine; the slow test walks through all of them."""
+    done = run("--cpu-check", "--work", str(tmp_path), "--run", ",".join(QUICK_STAGES))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in QUICK_STAGES}
+    assert {name: one["problem"] for name, one in found.items()} == dict.fromkeys(QUICK_STAGES, "")
+    assert found["correctness"]["found"]["num_wrong"] == 0
+    assert found["decode"]["found"]["decode"][0]["GB/s"] > 0
+
+
+@pytest.mark.slow(reason="a walk through 22 stages in Triton's interpreter takes a minute")
 @pytest.mark.timeout(400)
 def test_every_stage_runs_and_no_kernel_is_wrong(tmp_path: Path) -> None:
     work, result = tmp_path / "work", tmp_path / "gpu.json"
