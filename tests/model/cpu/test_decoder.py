@@ -197,6 +197,7 @@ def test_control_a_dropped_or_changed_window_is_seen(
         decoder = driver.runner.decoder
         windows = tuple(change(w) for w in decoder.config.windows)
         decoder.config = dataclasses.replace(decoder.config, windows=windows)
+        decoder._windows = tuple(dict.fromkeys(windows))
         for layer, window in zip(decoder.layers, windows, strict=True):
             layer.window = window
         run_one(driver)
