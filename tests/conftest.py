@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,6 +71,13 @@ def nothing_is_parked_by_itself() -> Iterator[None]:
     before, standby.PARK_AFTER_S = standby.PARK_AFTER_S, 1e6
     yield
     standby.PARK_AFTER_S = before
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_threads() -> None:
+    """Inline engines that say nothing of threads compute on one: two would wait for each other on a busy machine."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -8,18 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from actorllm.config import EngineConfig
 from actorllm.model.cpu.runner import CpuRunner
 from tests.model.driver import TINY_LLAMA, Driver
 
 BLOCK_SIZE = 4
-
-
-@pytest.fixture(autouse=True, scope="session")
-def few_threads() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture
