@@ -22,6 +22,7 @@ import anyio
 import uvicorn
 import uvicorn.config
 from anyio import to_thread
+from anyio.abc import TaskStatus
 from fastapi import FastAPI
 
 from actorllm.api.async_llm import AsyncLLM
@@ -130,7 +131,7 @@ async def serve(app: FastAPI, listener: Listener) -> None:
 
     try:
         async with anyio.create_task_group() as group:
-            group.start_soon(end_on_signal, end, partial(server.end, True))
+            await group.start(end_on_signal, end, partial(server.end, True))
             try:
                 with starting:
                     logger.info("the engine starts; then the server listens on %s", listener.place(bound))
@@ -157,10 +158,16 @@ def innermost(error: BaseException) -> BaseException:
     return error
 
 
-async def end_on_signal(drain: Callable[[], Coroutine[Any, Any, None]], force: Callable[[], object]) -> None:
-    """The first signal begins an orderly end, the second one makes an end."""
+async def end_on_signal(
+    drain: Callable[[], Coroutine[Any, Any, None]],
+    force: Callable[[], object],
+    *,
+    task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
+) -> None:
+    """The first signal begins an orderly end, the second one makes an end. Started once signals are received."""
     is_draining = False
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
         async with anyio.create_task_group() as group:
             async for _ in signals:
                 if is_draining:

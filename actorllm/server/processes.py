@@ -142,7 +142,7 @@ class ApiProcesses:
         self._board = Board(self._number, self._board_fd)
         try:
             async with anyio.create_task_group() as group:
-                group.start_soon(end_on_signal, self._drain, self._kill)
+                await group.start(end_on_signal, self._drain, self._kill)
                 try:
                     with self._starting:
                         logger.info(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import signal
 import sys
 import threading
 from typing import Any
 
+import anyio
 import pytest
 
 from actorllm import AsyncLLM
@@ -80,3 +83,22 @@ async def test_a_template_that_does_not_end_keeps_no_server_from_starting(
     finally:
         ended.set()
         app.state.server.llm.shutdown()
+
+
+async def test_signals_are_received_before_the_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes at once would end the process otherwise, and leave its unix socket and the engine's processes."""
+    missed: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: missed.append(number))
+
+    async def start(app: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await anyio.sleep_forever()
+
+    monkeypatch.setattr(launcher, "warm_up", start)
+    app = create_app(AsyncLLM("storyteller", topology="inline", num_threads=1))
+    try:
+        with anyio.fail_after(60):
+            await launcher.serve(app, Listener(port=0, log_level="critical"))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not missed
