@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -97,7 +98,7 @@ async def flood(attack: Connections, others: Connections, steady: Bystander) -> 
     for _ in range(5):
         silent = [await attack.open(b"GET / HTTP/1.1\r\n") for _ in range(3 * LIMIT)]
         answered += await status(await others.open(GET)) == 200
-        with anyio.fail_after(60):
+        with anyio.fail_after(60), contextlib.suppress(ConnectionResetError):  # what the server has not read resets it
             assert await silent[0].read() == b""  # the first of them has been closed
         await steady.wait(1)
     return answered
@@ -124,7 +125,7 @@ async def test_an_answered_connection_is_idle_again(llm: AsyncLLM) -> None:  # n
             readers.append(await kept.open(GET))
             assert await status(readers[-1]) == 200
         assert await status(await others.open(GET)) == 200
-        with anyio.fail_after(60):
+        with anyio.fail_after(60), contextlib.suppress(ConnectionResetError):
             await readers[0].read()  # ends
         kept.all[1][1].write(GET)
         with anyio.fail_after(60):
