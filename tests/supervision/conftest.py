@@ -43,7 +43,7 @@ def total_of(config: EchoConfig, facts: dict[str, dict[str, Any]]) -> EchoConfig
 
 
 class Client(Actor):
-    """The owner's actor: writes down what comes back, and who is lost."""
+    """The owner's actor: writes down what comes back, and which peers are lost."""
 
     def __init__(self, name: str = "front", rank: int = 8) -> None:
         super().__init__(name, rank)
