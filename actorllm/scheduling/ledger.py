@@ -28,6 +28,8 @@ class StepRecord(NamedTuple):
     launched: float
     zeroed: I32 = NO_I32
     """The blocks that its plan has cleared first."""
+    freed: I32 = NO_I32
+    """The slots that its plan has freed."""
 
     @property
     def named(self) -> list[Sequence]:

@@ -170,10 +170,13 @@ class RequestTable:
     def compute_again(self, voided: Iterable[StepRecord]) -> None:
         """These steps do not count, and may not even have been begun: each request goes on from its known tokens.
 
-        Blocks that they were to clear are cleared once more: nothing valid has been written there since. Copies were for
-        the sake of requests that are computed again from their tokens.
+        Slots that they were to free are freed once more, since a new request may get one. Blocks that they were to clear
+        are cleared once more: nothing valid has been written there since. Copies were for the sake of requests that are
+        computed again from their tokens.
         """
         for record in voided:
+            for slot in record.freed.tolist():
+                self._builder.free(slot)
             if record.zeroed.size:
                 self._kv.zero(record.zeroed)
         self.restart()

@@ -418,7 +418,9 @@ class Scheduler:
             plan = replace(plan, embeds=self._message_budget.embeds_of(prefill, batch))
         if forks:
             prefill = prefill + [(fork, fork.num_prompt) for fork in forks]
-        self.ledger.launch(StepRecord(step, sampling, num_decode, tuple(prefill), num_tokens, self.now, actions[0]))
+        self.ledger.launch(
+            StepRecord(step, sampling, num_decode, tuple(prefill), num_tokens, self.now, actions[0], plan.freed)
+        )
         self._num_steps += 1
         return plan
 

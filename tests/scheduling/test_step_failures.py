@@ -360,11 +360,27 @@ def test_blocks_that_a_lost_plan_was_to_clear_are_cleared_by_the_next() -> None:
         assert lost is not None
         assert lost.zero_blocks.tolist() == blocks
         engine.apply(engine.scheduler.fail(StepFailed(step=lost.step, error="lost"), engine.now))
-    engine.worker.rows.clear()
     engine.run()
     assert engine.worker.zeroed == blocks
     assert engine.ends[2].error == "lost"
     assert engine.ends[3].reason == "length"
+
+
+def test_a_slot_whose_release_was_lost_with_a_plan_is_free_for_a_new_request(
+    build_engine: Callable[..., Any],
+) -> None:
+    engine = build_engine(depth=1, max_num_seqs=2)
+    engine.submit(1, prompt_of(1), max_tokens=1, ignore_eos=True)
+    engine.submit(2, prompt_of(2), max_tokens=6, ignore_eos=True)
+    engine.launch()
+    engine.complete()  # the slot of request 1 is released with the next plan
+    lost = engine.scheduler.schedule(engine.now)
+    assert lost.freed.size == 1
+    engine.apply(engine.scheduler.fail(StepFailed(step=lost.step, error="lost"), engine.now))
+    engine.submit(3, prompt_of(3), max_tokens=6, ignore_eos=True)
+    engine.run()
+    assert engine.ends[2].error == "lost"
+    expect_streams(engine, [3])
 
 
 def test_a_prompt_that_is_not_finite_ends_with_the_chunk_that_shows_it(
