@@ -50,6 +50,7 @@ class Mailbox:
         "is_aborted",
         "num_cached",
         "num_open",
+        "on_news",
         "rids",
         "sent",
         "stream",
@@ -62,6 +63,8 @@ class Mailbox:
         self.wakes_at_end = wakes_at_end
         """The consumer can do nothing with less than everything."""
         self.waiter: Waiter | None = None
+        self.on_news: Callable[[], bool] | None = None
+        """See `RequestStream.on_news`."""
         self.deltas: deque[tuple[int, Delta]] = deque()
         """What came, with the index of its sequence. The consumer takes from the left; the rest is the engine thread's."""
         self.stream: weakref.ref[RequestStream] | None = None
@@ -134,6 +137,13 @@ class Mailbox:
     # On the host's loop
 
     def wake(self) -> None:
+        if self.on_news is not None:
+            try:
+                if self.on_news():
+                    return
+            except Exception as error:  # of one consumer: its stream ends with it, and others are woken behind it
+                self.on_news = None
+                self.fail(error)
         if self.waiter is not None and (not self.wakes_at_end or self.has_ended):
             self.waiter.set()
 
@@ -347,6 +357,14 @@ class RequestStream:
         except BaseException:
             self.abort()
             raise
+
+    def on_news(self, take: Callable[[], bool] | None) -> None:
+        """Call this on the loop of the consumer whenever something has come; None: no longer.
+
+        take: returns True if it has taken what came, and False if the task that waits for the stream is to wake. What it
+        raises is raised by the next `take` of the stream. It must not wait.
+        """
+        self._mailbox.on_news = take
 
     def take_deltas(self) -> list[tuple[int, Delta]] | None:
         """As `take` with RequestOutputKind.DELTA, for callers that make something else of it than an output.
