@@ -328,8 +328,13 @@ class ThreadHost(HostLoop):
 
 
 def run_loop(main: Callable[..., Any], *args: Any) -> Any:
-    """`anyio.run` on the loop that all our threads and processes use."""
-    return anyio.run(main, *args, backend="asyncio", backend_options={"use_uvloop": sys.platform != "win32"})
+    """`anyio.run` on the loop that all our threads and processes use.
+
+    asyncio's debug mode, which an application may set for the whole process, is not for it: with `inline` a step is one long
+    callback, and each would be reported.
+    """
+    options = {"use_uvloop": sys.platform != "win32", "debug": False}
+    return anyio.run(main, *args, backend="asyncio", backend_options=options)
 
 
 def current_loop() -> AsyncioLoop:
