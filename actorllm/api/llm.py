@@ -666,7 +666,7 @@ def _per_prompt_priority(priority: int | Sequence[int] | None, count: int) -> li
 
 
 def _progress(total: int, use_tqdm: bool | Callable[..., Any]) -> Any:
-    from tqdm import tqdm
+    from actorllm.types.progress_bar import ProgressBar
 
-    make = use_tqdm if callable(use_tqdm) else tqdm
+    make = use_tqdm if callable(use_tqdm) else ProgressBar
     return make(total=total, desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True)

@@ -239,7 +239,8 @@ def interrupts_held() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, ours)
+        if signal.getsignal(signal.SIGINT) is hold:  # else the host has set one meanwhile
+            signal.signal(signal.SIGINT, ours)
     if is_held:
         raise KeyboardInterrupt
 

@@ -21,10 +21,10 @@ from typing import Any
 import orjson
 import torch
 from safetensors import SafetensorError, safe_open
-from tqdm import tqdm
 
 from actorllm.config import ModelConfig
 from actorllm.errors import CorruptModelError, ModelNotFoundError
+from actorllm.types.progress_bar import ProgressBar
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -82,7 +82,7 @@ class CheckpointWeights(Weights):
         self._has_no_prefix = not any(name.startswith(PREFIX) for name in self._file_of)
         """It was saved without a head, and so without the name of what a head is put on."""
         self._open: dict[str, Any] = {}
-        self._progress = tqdm(
+        self._progress = ProgressBar(
             total=len(self._left),
             desc="weights",
             unit="tensor",

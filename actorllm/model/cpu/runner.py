@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -53,6 +54,24 @@ NUM_CHECK_ROWS, CHECK_PROMPT = 4, 2
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+
+def with_own_threads(method: Callable[..., T]) -> Callable[..., T]:
+    """Compute with the runner's number of threads, and leave torch's as it was: the process may be an application's."""
+
+    @functools.wraps(method)
+    def computing(runner: CpuRunner, *arguments: Any) -> T:
+        before = torch.get_num_threads()
+        torch.set_num_threads(runner.num_threads)
+        try:
+            return method(runner, *arguments)
+        finally:
+            runner.num_threads = torch.get_num_threads()
+            torch.set_num_threads(before)
+
+    return computing
+
 
 Chunks = list[tuple[int, int, SamplingColumns]]
 """[start, end) of the samples and how they are drawn, so that the logits of a chunk fit in MAX_LOGITS_BYTES."""
@@ -86,6 +105,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         self.decoder: CausalLM
         self.cache: KVCache
         self._team: Team
+        self.num_threads = threads.num_threads(self.config)
+        """What torch computes with. A step sets it, from the size of its products."""
         self._available_at_first = memory.available_bytes()
         self._sampler = Sampler(self.model_config.vocab_size)
         self._is_half_done = False
@@ -93,9 +114,9 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
 
     # Before the first step --------------------------------------------------------------------------------------------
 
+    @with_own_threads
     @torch.inference_mode()
     def load(self) -> None:
-        torch.set_num_threads(threads.num_threads(self.config))
         self.ranks = Ranks.connect(self.config, self.rank)
         self.decoder = self._load()
         num_products = 4 * self.model_config.num_layers + 1
@@ -130,6 +151,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     def weight_bytes(self) -> int:
         return self.decoder.num_bytes
 
+    @with_own_threads
     def profile_num_blocks(self) -> int:
         if self._is_encoder:  # its blocks are counted, and hold nothing
             return self.config.scheduler.max_num_seqs * -(
@@ -205,6 +227,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     def _copy(self, sources: I32, targets: I32) -> None:
         self.cache.copy(sources, targets)
 
+    @with_own_threads
     def check_itself(self) -> None:
         """A prefill and a decode step, in a batch and a cache of their own."""
         kept = self.cache, self.batch, self._rows, self._written, self._is_half_done, self._pooled
@@ -239,6 +262,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         if not is_pooling:
             yield StepPlan(step=1, decode_slots=slots)
 
+    @with_own_threads
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> CpuStep:
         started = clock.now()
@@ -293,6 +317,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
                     at += len(part.where)
         return spans
 
+    @with_own_threads
     @torch.inference_mode()
     def sample(self, handle: CpuStep, late: LateInputs | None = None) -> StepResult:
         sampling = handle.sampling

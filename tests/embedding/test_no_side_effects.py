@@ -1,0 +1,152 @@
+"""What belongs to the whole process of an application is the same before, while and after it has an engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.embedding.host_program import run_host
+
+SNAPSHOT = """
+import asyncio, gc, locale, logging, multiprocessing, os, random, resource, signal, sys, threading, warnings
+
+def snapshot():
+    loggers = [logging.getLogger(), logging.getLogger("asyncio"), logging.getLogger("application")]
+    found = {
+        "handlers of signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, []),
+        "wake-up descriptor": wakeup_fd(),
+        "loggers": [(one.level, one.disabled, one.propagate, list(one.handlers), list(one.filters)) for one in loggers],
+        "logger class": logging.getLoggerClass(),
+        "record factory": logging.getLogRecordFactory(),
+        "disabled level": logging.root.manager.disable,
+        "environment": dict(os.environ),
+        "filters of warnings": list(warnings.filters),
+        "showwarning": warnings.showwarning,
+        "excepthook": sys.excepthook,
+        "excepthook of threads": threading.excepthook,
+        "unraisablehook": sys.unraisablehook,
+        "displayhook": sys.displayhook,
+        "streams": (sys.stdin, sys.stdout, sys.stderr),
+        "trace": (sys.gettrace(), sys.getprofile(), threading.gettrace()),
+        "recursion limit": sys.getrecursionlimit(),
+        "switch interval": sys.getswitchinterval(),
+        "import path": list(sys.path),
+        "garbage collection": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()),
+        "folder": os.getcwd(),
+        "umask": umask(),
+        "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+        "cores": os.sched_getaffinity(0),
+        "limits": [resource.getrlimit(one) for one in (resource.RLIMIT_NOFILE, resource.RLIMIT_AS, resource.RLIMIT_CORE)],
+        "start method": multiprocessing.get_start_method(allow_none=True),
+        "locale": locale.setlocale(locale.LC_ALL),
+        "random state": random.getstate(),
+        "loop policy": type(asyncio.get_event_loop_policy()),
+        "process group": (os.getpgid(0), os.getsid(0)),
+    }
+    if "numpy" in sys.modules:
+        import numpy
+        kind, keys, *rest = numpy.random.get_state()
+        found["numpy"] = (kind, keys.tobytes(), rest, numpy.geterr(), numpy.get_printoptions())
+    if "torch" in sys.modules:
+        import torch
+        found["torch"] = (
+            torch.get_num_threads(), torch.get_num_interop_threads(), torch.get_default_dtype(),
+            torch.get_default_device(), torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+            torch.random.get_rng_state().numpy().tobytes(), torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled,
+        )
+    return found
+
+def wakeup_fd():
+    before = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(before)
+    return before
+
+def umask():
+    before = os.umask(0)
+    os.umask(before)
+    return before
+
+def compare(before, when):
+    after = snapshot()
+    for name in before:
+        if before[name] != after[name]:
+            print("CHANGED", when, name, before[name], "->", after[name], flush=True)
+"""
+
+LIBRARIES = "import numpy, torch, transformers\ntorch.zeros(4).sum()\ntorch.set_num_threads(3)\n"
+"""What an inline engine imports changes some of it, whoever imports it."""
+
+IMPORT = """
+import numpy  # its own filters of warnings are not ours
+before = snapshot()
+import actorllm
+actorllm.LLM, actorllm.AsyncLLM, actorllm.SamplingParams
+compare(before, "import")
+"""
+
+ASYNC = """
+from actorllm import AsyncLLM, SamplingParams
+before = snapshot()
+params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=1.0, seed=None)
+async def main():
+    inside = snapshot()  # a loop has a wake-up descriptor, and one for SIGINT
+    llm = AsyncLLM("storyteller", topology=TOPOLOGY, num_threads=1)
+    await llm.start()
+    compare(inside, "start")
+    async for output in llm.generate("Once upon a time", params):
+        compare(inside, "stream")
+    compare(inside, "run")
+    llm.shutdown()
+    compare(inside, "end")
+asyncio.run(main())
+compare(before, "end of the loop")
+"""
+
+BLOCKING = """
+from actorllm import LLM, SamplingParams
+before = snapshot()
+llm = LLM("storyteller", topology=TOPOLOGY, num_threads=1)
+compare(before, "start")
+params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=1.0)
+outputs = llm.generate(["Once upon a time", "The fox"], params)  # with a progress bar
+compare(before, "run")
+llm.shutdown()
+compare(before, "end")
+assert not [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()], threading.enumerate()
+multiprocessing.set_start_method("forkserver")
+logging.basicConfig(level=logging.INFO)
+assert logging.getLogger().handlers
+"""
+
+STEPPED = """
+from actorllm import EngineArgs, LLMEngine, SamplingParams
+before = snapshot()
+llm = LLMEngine.from_engine_args(EngineArgs("storyteller", topology=TOPOLOGY, num_threads=1))
+compare(before, "start")
+llm.add_request("a", "Once upon a time", SamplingParams(max_tokens=8))
+while llm.has_unfinished_requests():
+    llm.step()
+    compare(before, "step")
+llm.shutdown()
+compare(before, "end")
+"""
+
+
+@pytest.mark.parametrize("program", [ASYNC, BLOCKING, STEPPED], ids=["AsyncLLM", "LLM", "LLMEngine"])
+@pytest.mark.parametrize("topology", ["process", "inline"])
+def test_nothing_of_the_process_is_changed(program: str, topology: str) -> None:
+    libraries = LIBRARIES if topology == "inline" else ""
+    source = SNAPSHOT + f"TOPOLOGY = {topology!r}\n" + libraries + program
+    host = run_host("-c", source)
+    assert "CHANGED" not in host.output, host.output
+
+
+def test_an_import_changes_nothing() -> None:
+    host = run_host("-c", SNAPSHOT + IMPORT)
+    assert host.output == ""
+
+
+def test_the_snapshot_sees_a_change() -> None:
+    host = run_host("-c", SNAPSHOT + "before = snapshot()\nos.environ['NEW'] = '1'\ncompare(before, 'here')\n")
+    assert host.output.startswith("CHANGED here environment")
