@@ -98,12 +98,14 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, *, is_synchronous: bool = False) -> None:
-        self.config = config
+        self.config = self._given = config
         self._pid = os.getpid()
         self._is_synchronous = is_synchronous
         self.stepper: Stepper | None = None
         self._supervisor: Supervisor | AttachClient | Stepper
         self._thread: EngineThread | Stepper
+        self._last_rid = 0
+        self._attach_server: AttachServer | None = None
         self._make()
         self._death: EngineError | None = None
         self._is_shut_down = False
@@ -112,7 +114,7 @@ class Engine:
         self._hold: weakref.ref[Hold] | None = None
         self._lock = threading.Lock()
         self._giving_up = threading.Lock()
-        """Held while a start is taken back; before the next one, and before the end, that must be through."""
+        """Held while a start is taken back, and by `unload`; before the next start, and before the end, that must be through."""
         self._wanting: set[object] = set()
         """The callers that wait for the start."""
         self._has_started = False
@@ -121,17 +123,14 @@ class Engine:
         self._num_on_the_way = 0
         self._id_prefix = uuid.uuid4().hex[:8]
         self._request_numbers = itertools.count(1)
-        self._lanes: Lanes | None = None
-        if not is_synchronous:
-            max_characters = self.config.model.max_prompt_characters
-            self._lanes = Lanes(lambda: not self._has_started, self.config.intake_timeout_s, max_characters)
+        self._lanes = self._new_lanes()
         self.prompts = PromptReader(self.config.model)
         self._submits = SubmitMaker(self.config, self.prompts)
 
     # What it is made of; an AttachedEngine is made of something else
 
     def _make(self) -> None:
-        """Everything that lives but once, from the start to the end."""
+        """Everything that lives but once, from the start to the end or to `unload`."""
         self._frontend = self._new_frontend()
         self._meeting_place = MeetingPlace()
         if self._is_synchronous and self.config.topology == "inline":
@@ -142,8 +141,14 @@ class Engine:
             self._supervisor = self._new_supervisor()
             self._thread = EngineThread(self._new_service())
 
+    def _new_lanes(self) -> Lanes | None:
+        if self._is_synchronous:
+            return None
+        max_characters = self.config.model.max_prompt_characters
+        return Lanes(lambda: not self._has_started, self.config.intake_timeout_s, max_characters)
+
     def _new_frontend(self) -> FrontendActor:
-        return FrontendActor()
+        return FrontendActor(last_rid=self._last_rid)
 
     def _new_supervisor(self) -> Supervisor | AttachClient:
         self.config = self._meeting_place.renewed(self.config)
@@ -170,7 +175,8 @@ class Engine:
         assert isinstance(self._supervisor, Supervisor)
         if self.config.name is None or sys.platform != "linux":
             return self._supervisor
-        return AttachServer(self.config.name, self._supervisor, self._frontend)
+        self._attach_server = AttachServer(self.config.name, self._supervisor, self._frontend)
+        return self._attach_server
 
     # Life
 
@@ -248,6 +254,45 @@ class Engine:
         self._is_start_asked = False
         self._make()
         return True
+
+    def unload(self, timeout: float = 5.0) -> None:
+        """Stop everything as `shutdown` does, and be as an engine that is yet to start; returns when that is done.
+
+        timeout: as in `shutdown`. Raises EngineError where a request is open, the engine starts or a program has joined it.
+        """
+        with self._giving_up:
+            with self._lock:
+                self._check()
+                if self.is_new:
+                    return
+                self._check_idle()
+                lanes, self._lanes = self._lanes, self._new_lanes()
+                self._has_started = self._is_start_asked = False
+            # A request that comes from here on is read on the new lanes, whose first job waits for the lock to start the engine.
+            try:
+                if lanes is not None:
+                    lanes.close()
+                self._thread.stop(timeout)
+                self._meeting_place.close()
+                for job in [] if lanes is None else lanes.join(timeout):
+                    job.end(EngineError("the engine was unloaded while this prompt was read"))
+                self.prompts.forget()
+            finally:
+                self.config, self._last_rid = self._given, self._frontend.last_rid
+                self._make()
+
+    def _check_idle(self) -> None:
+        """EngineError unless nothing is going on that an end of the processes would break. A request that was left is nothing."""
+        if num_open := sum(not stream.has_ended for stream in self._streams.values()):
+            raise EngineError(
+                f"{num_open} requests are open; let them end, or abort them, before the engine is unloaded"
+            )
+        if not all(isinstance(one, Mailbox) and one.is_aborted for one in self._wanting):
+            raise EngineError("the engine is starting; unload it when it runs")
+        if self._attach_server is not None and (num_attached := self._attach_server.num_attached):
+            raise EngineError(
+                f"{num_attached} programs have joined engine {self.config.name!r}; unload it when they have left"
+            )
 
     def shutdown(self, timeout: float = 5.0) -> None:
         """End every request with EngineShutdownError and stop all processes; returns when they are gone. Idempotent."""
