@@ -31,6 +31,7 @@ from actorllm.actors.frontend import FrontendActor
 from actorllm.actors.private_file import check_private
 from actorllm.actors.topology import engine_topology
 from actorllm.attach.server import AttachServer
+from actorllm.client.cache_memory import CacheMemory
 from actorllm.client.draining import Draining
 from actorllm.client.pooling_stream import PoolingStream, VectorStream
 from actorllm.client.stepper import Stepper
@@ -80,6 +81,9 @@ if TYPE_CHECKING:
     from actorllm.attach.client import AttachClient
 
 logger = logging.getLogger(__name__)
+
+CACHE_MEMORY = CacheMemory()
+"""Of all engines of this process."""
 
 
 class Hold:
@@ -134,7 +138,7 @@ class Engine:
         self._frontend = self._new_frontend()
         self._meeting_place = MeetingPlace()
         if self._is_synchronous and self.config.topology == "inline":
-            log = StartLog(_resolve)
+            log = StartLog(self._resolve)
             self.stepper = Stepper(self.config, self._frontend, log.resolve, self._on_death, log.around)
             self._supervisor = self._thread = self.stepper
         else:
@@ -152,7 +156,7 @@ class Engine:
 
     def _new_supervisor(self) -> Supervisor | AttachClient:
         self.config = self._meeting_place.renewed(self.config)
-        log = StartLog(_resolve)
+        log = StartLog(self._resolve)
         return Supervisor(
             engine_topology(self.config),
             self.config,
@@ -178,6 +182,17 @@ class Engine:
         self._attach_server = AttachServer(self.config.name, self._supervisor, self._frontend)
         return self._attach_server
 
+    def _resolve(self, config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
+        """The KV cache has as many blocks as the rank with the least room can hold, beside other engines of the process."""
+        kept = weakref.ref(self._supervisor)  # which knows the engine, that may be dropped
+
+        def pids() -> list[int]:
+            supervisor = kept()
+            of_actors = {} if supervisor is None else supervisor.pids
+            return [pid for name, pid in of_actors.items() if name.startswith("worker")]
+
+        return config.resolved(CACHE_MEMORY.fit(self, config, facts, pids))
+
     # Life
 
     def start(self) -> None:
@@ -196,7 +211,11 @@ class Engine:
         with self._giving_up:
             thread, supervisor = self._thread, self._supervisor
             self._is_start_asked = True
-        thread.start()
+        try:
+            thread.start()
+        except BaseException:
+            CACHE_MEMORY.release(self)
+            raise
         with self._lock:
             if thread is self._thread and not self._has_started:
                 self.config = cast(EngineConfig, supervisor.config)
@@ -248,6 +267,7 @@ class Engine:
                     return
             thread.stop()
             meeting_place.close()
+            CACHE_MEMORY.release(self)
 
     def _remake(self) -> bool:
         """Whether everything that lives but once was made again."""
@@ -274,6 +294,7 @@ class Engine:
                     lanes.close()
                 self._thread.stop(timeout)
                 self._meeting_place.close()
+                CACHE_MEMORY.release(self)
                 for job in [] if lanes is None else lanes.join(timeout):
                     job.end(EngineError("the engine was unloaded while this prompt was read"))
                 self.prompts.forget()
@@ -306,6 +327,7 @@ class Engine:
             thread, meeting_place = self._thread, self._meeting_place
         thread.stop(timeout)
         meeting_place.close()
+        CACHE_MEMORY.release(self)
         error = self._death or EngineShutdownError("the engine was shut down")
         if self._lanes is not None:
             for job in self._lanes.join(timeout):
@@ -423,6 +445,7 @@ class Engine:
     def _on_death(self, death: ActorDeath) -> None:
         failure = self._supervisor.failure if isinstance(self._supervisor, Supervisor) else None
         self._death = failure or death.to_error()
+        CACHE_MEMORY.release(self)
         self._frontend.fail_all(self._death)
 
     # Requests
@@ -758,8 +781,3 @@ def _drop(engine: Engine) -> None:
 def _shut_down_in_thread(engine: Engine) -> None:
     with contextlib.suppress(RuntimeError):
         threading.Thread(target=engine.shutdown, name="actorllm:dropped", daemon=True).start()
-
-
-def _resolve(config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
-    """The KV cache has as many blocks as the rank with the least room can hold."""
-    return config.resolved(min(fact["num_blocks"] for fact in facts.values() if "num_blocks" in fact))

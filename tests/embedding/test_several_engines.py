@@ -14,8 +14,9 @@ import anyio
 import pytest
 
 from actorllm import LLM, AsyncLLM, LLMEngine, SamplingParams
-from actorllm.client.engine import Engine
+from actorllm.client.engine import CACHE_MEMORY, Engine
 from actorllm.errors import EngineError, EngineShutdownError
+from actorllm.model import memory
 from actorllm.model.threads import num_cores
 from tests.embedding.host_program import assert_gone, wait_until
 
@@ -106,6 +107,34 @@ async def test_their_threads_share_the_cores(
     await all_of(llms)
     found = [environment_of(llm._engine.pids["worker0"])["OMP_NUM_THREADS"] for llm in llms]
     assert found == [str(max(1, num_cores() // 3))] * 3
+
+
+async def test_their_caches_fit_into_the_memory_together(
+    make_llm: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that has just enough for one; they start at once, and the order is not known."""
+    alone = make_llm(kv_cache_memory_bytes=None)
+    await alone.start()
+    wanted = cache_bytes(alone)
+    available = int(1.2 * wanted)
+    monkeypatch.setattr(memory, "available_bytes", lambda: available)
+    llms = [make_llm(kv_cache_memory_bytes=None, topology=topology) for topology in ("inline", "process")]
+    first, *others = await all_of([alone, *llms])
+    assert others == [first, first]
+    sizes = sorted(map(cache_bytes, llms), reverse=True)
+    left, slack = available - wanted, 0.05 * available  # a worker that computes holds more than it did
+    assert 0 < sizes[0] <= left * memory.DEFAULT_CACHE_SHARE + slack
+    assert 0 < sizes[1] <= (left - sizes[0]) * memory.DEFAULT_CACHE_SHARE + slack
+    for llm in llms:
+        llm.shutdown()
+    await alone.unload()
+    again = make_llm(kv_cache_memory_bytes=None)
+    await again.start()
+    assert cache_bytes(again) == wanted, "what the others had is free again"
+
+
+def cache_bytes(llm: AsyncLLM) -> int:
+    return CACHE_MEMORY._reservations[llm._engine].num_bytes
 
 
 # Giving everything back -----------------------------------------------------------------------------------------------
