@@ -171,6 +171,8 @@ class EngineConfig:
     """How long reading one prompt (its chat template, its tokenization) may take; the request fails then (`intake`)."""
     enforce_eager: bool = False
     """On CUDA: launch every kernel of a decode step by itself, and record no graphs. The CPU has none."""
+    cpu_share: float | None = None
+    """Share of the machine's cores that the threads are chosen from; None: all of them."""
 
     def resolved(self, num_blocks: int) -> EngineConfig:
         """The same engine with the number of KV blocks that every rank can hold.
@@ -322,6 +324,7 @@ class EngineConfig:
             restart_timeout_s=None if given["restart_timeout_s"] is None else _seconds("restart_timeout_s", given, 1.0),
             intake_timeout_s=_seconds("intake_timeout_s", given, MIN_INTAKE_TIMEOUT_S),
             enforce_eager=given["enforce_eager"],
+            cpu_share=_fraction("cpu_share", given["cpu_share"]),
         )
 
 

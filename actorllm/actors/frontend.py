@@ -163,13 +163,14 @@ class _UnsentAsk:
 class FrontendActor(Actor):
     """Submits, aborts, and hands out outputs."""
 
-    def __init__(self, name: str = "frontend", rank: int = 0) -> None:
+    def __init__(self, name: str = "frontend", rank: int = 0, last_rid: int = 0) -> None:
+        """last_rid: of the frontend whose place it takes, so that what is late for that one meets no request of this one."""
         super().__init__(name, rank)
         self._journal: dict[int, JournalEntry] = {}
         self._scheduler: Link | None = None
         self._lost: BaseException | None = None
         self._error: BaseException | None = None
-        self._last_rid = 0
+        self.last_rid = last_rid
         self._num_finished = 0
         self._num_repeated = 0
         self._num_asking = 0
@@ -196,9 +197,9 @@ class FrontendActor(Actor):
     def next_rid(self) -> int:
         """Unique while this frontend lives; a 32-bit integer on the wire."""
         while True:
-            self._last_rid = self._last_rid % (2**31 - 1) + 1
-            if self._last_rid not in self._journal:
-                return self._last_rid
+            self.last_rid = self.last_rid % (2**31 - 1) + 1
+            if self.last_rid not in self._journal:
+                return self.last_rid
 
     def submit(self, make_submit: Callable[[int], Submit], consumer: Consumer, on_rid: Callable[[int], None]) -> None:
         """Journal a request and send it. Its outputs and its end, whatever it is, go to the consumer."""

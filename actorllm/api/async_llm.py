@@ -731,6 +731,27 @@ class AsyncLLM:
         """
         return await HostLoop.current().result_of(self._engine.drain(timeout))
 
+    async def unload(self, timeout: float | None = None) -> None:
+        """Stop everything and give its memory, processes and threads back; the next request or `start` starts the engine again.
+
+        Seeds go on where they were, so the streams are those of an engine that was not unloaded. Counters begin anew, and
+        a pause ends. A request that comes meanwhile waits for the next start. Returns when everything has stopped, also if
+        the task is cancelled. Nothing happens to an engine that is yet to start.
+
+        Arguments:
+            timeout: seconds after which processes that do not stop by themselves are killed; None: 5.
+
+        Raises:
+            EngineError: a request is open, another task waits for the start, a program has joined the engine, or it is
+                attached; nothing is changed then.
+            EngineDeadError, EngineShutdownError, ForkedProcessError: the engine is gone.
+
+        Example:
+            await llm.unload()
+            output = await llm.complete("Once upon a time", SamplingParams(max_tokens=8))
+        """
+        await _in_thread(partial(self._engine.unload, STOP_TIMEOUT_S if timeout is None else timeout))
+
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop everything and wait for it; open streams end with EngineShutdownError. Idempotent, from any thread.
 

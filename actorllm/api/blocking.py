@@ -50,9 +50,13 @@ class BlockingDoor(ABC):
     def stats(self) -> dict[str, Any]:
         """What every part of the engine counts. Workers answer between two steps: this waits for the one in flight.
 
+        After `unload`, "scheduler" and "workers" are None; nothing is started.
+
         Raises:
             EngineDeadError, EngineShutdownError, ForkedProcessError: the engine is gone.
         """
+        if self._engine.is_new:
+            return {**self._engine.statistics(), "scheduler": None, "workers": None}
         scheduler = self._engine.ask_scheduler("statistics").result()
         workers = self._engine.ask_scheduler("worker_statistics", timeout=math.inf).result()
         return {**self._engine.statistics(), "scheduler": scheduler, "workers": workers}
@@ -70,8 +74,26 @@ class BlockingDoor(ABC):
             EngineDeadError, EngineShutdownError: the engine is gone.
         """
         check_idle_arguments(reset_connector=reset_connector)
+        if self._engine.is_new:
+            return True
         asked = self._engine.ask_scheduler("reset_prefix_cache", reset_running_requests=bool(reset_running_requests))
         return bool(asked.result())
+
+    def unload(self, timeout: float = 5.0) -> None:
+        """Stop everything and give its memory back; the next request starts the engine again, as `AsyncLLM.unload`.
+
+        Arguments:
+            timeout: seconds after which processes that do not stop by themselves are killed; default 5.
+
+        Raises:
+            EngineError: a request is open, another thread waits for the start, a program has joined the engine, or it is
+                attached; nothing is changed then.
+            EngineDeadError, EngineShutdownError, ForkedProcessError: the engine is gone.
+
+        Example:
+            llm.unload()
+        """
+        self._engine.unload(timeout)
 
     def start_profile(
         self,
@@ -93,6 +115,7 @@ class BlockingDoor(ABC):
             InvalidParameterError: an argument is wrong.
             EngineError: a profile is under way, or the engine is gone.
         """
+        self._engine.start()
         self._engine.start_profile(profile_prefix, delay_iterations, max_iterations).result()
 
     def stop_profile(self) -> None:

@@ -93,6 +93,11 @@ class AttachServer:
     def kill(self) -> None:
         self._supervisor.kill()
 
+    @property
+    def num_attached(self) -> int:
+        """Programs that have joined and are still there."""
+        return sum(visitor.child is not None for visitor in list(self._visitors))
+
     def _open(self, on_ready: Callable[[], object]) -> None:
         if self._state == "starting":
             self._state = "running"
@@ -202,7 +207,7 @@ class AttachServer:
             "version": __version__,
             "state": self._state,
             "uptime_s": round(now() - self._began, 3),
-            "num_frontends": 1 + sum(visitor.child is not None for visitor in self._visitors),
+            "num_frontends": 1 + self.num_attached,
             "num_running": None,
             "num_waiting": None,
         }

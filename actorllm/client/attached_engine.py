@@ -45,6 +45,11 @@ class AttachedEngine(Engine):
     async def _abort_all(self) -> None:
         self._frontend.abort_all()
 
+    def unload(self, timeout: float = 5.0) -> None:
+        """Raises EngineError: it is not ours."""
+        self._check()
+        raise EngineError("this engine belongs to another process, which alone can unload it; shutdown() leaves it")
+
     def shutdown(self, timeout: float = 5.0) -> None:
         """End the requests of this process with EngineShutdownError and leave the engine. Idempotent."""
         super().shutdown(timeout)

@@ -31,6 +31,7 @@ from actorllm.actors.frontend import FrontendActor
 from actorllm.actors.private_file import check_private
 from actorllm.actors.topology import engine_topology
 from actorllm.attach.server import AttachServer
+from actorllm.client.cache_memory import CacheMemory
 from actorllm.client.draining import Draining
 from actorllm.client.pooling_stream import PoolingStream, VectorStream
 from actorllm.client.stepper import Stepper
@@ -81,6 +82,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CACHE_MEMORY = CacheMemory()
+"""Of all engines of this process."""
+
 
 class Hold:
     """What a front door and its open streams keep: the engine is shut down when the last of them lets go."""
@@ -98,12 +102,14 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, *, is_synchronous: bool = False) -> None:
-        self.config = config
+        self.config = self._given = config
         self._pid = os.getpid()
         self._is_synchronous = is_synchronous
         self.stepper: Stepper | None = None
         self._supervisor: Supervisor | AttachClient | Stepper
         self._thread: EngineThread | Stepper
+        self._last_rid = 0
+        self._attach_server: AttachServer | None = None
         self._make()
         self._death: EngineError | None = None
         self._is_shut_down = False
@@ -112,7 +118,7 @@ class Engine:
         self._hold: weakref.ref[Hold] | None = None
         self._lock = threading.Lock()
         self._giving_up = threading.Lock()
-        """Held while a start is taken back; before the next one, and before the end, that must be through."""
+        """Held while a start is taken back, and by `unload`; before the next start, and before the end, that must be through."""
         self._wanting: set[object] = set()
         """The callers that wait for the start."""
         self._has_started = False
@@ -121,33 +127,36 @@ class Engine:
         self._num_on_the_way = 0
         self._id_prefix = uuid.uuid4().hex[:8]
         self._request_numbers = itertools.count(1)
-        self._lanes: Lanes | None = None
-        if not is_synchronous:
-            max_characters = self.config.model.max_prompt_characters
-            self._lanes = Lanes(lambda: not self._has_started, self.config.intake_timeout_s, max_characters)
+        self._lanes = self._new_lanes()
         self.prompts = PromptReader(self.config.model)
         self._submits = SubmitMaker(self.config, self.prompts)
 
     # What it is made of; an AttachedEngine is made of something else
 
     def _make(self) -> None:
-        """Everything that lives but once, from the start to the end."""
+        """Everything that lives but once, from the start to the end or to `unload`."""
         self._frontend = self._new_frontend()
         self._meeting_place = MeetingPlace()
         if self._is_synchronous and self.config.topology == "inline":
-            log = StartLog(_resolve)
+            log = StartLog(self._resolve)
             self.stepper = Stepper(self.config, self._frontend, log.resolve, self._on_death, log.around)
             self._supervisor = self._thread = self.stepper
         else:
             self._supervisor = self._new_supervisor()
             self._thread = EngineThread(self._new_service())
 
+    def _new_lanes(self) -> Lanes | None:
+        if self._is_synchronous:
+            return None
+        max_characters = self.config.model.max_prompt_characters
+        return Lanes(lambda: not self._has_started, self.config.intake_timeout_s, max_characters)
+
     def _new_frontend(self) -> FrontendActor:
-        return FrontendActor()
+        return FrontendActor(last_rid=self._last_rid)
 
     def _new_supervisor(self) -> Supervisor | AttachClient:
         self.config = self._meeting_place.renewed(self.config)
-        log = StartLog(_resolve)
+        log = StartLog(self._resolve)
         return Supervisor(
             engine_topology(self.config),
             self.config,
@@ -170,7 +179,19 @@ class Engine:
         assert isinstance(self._supervisor, Supervisor)
         if self.config.name is None or sys.platform != "linux":
             return self._supervisor
-        return AttachServer(self.config.name, self._supervisor, self._frontend)
+        self._attach_server = AttachServer(self.config.name, self._supervisor, self._frontend)
+        return self._attach_server
+
+    def _resolve(self, config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
+        """The KV cache has as many blocks as the rank with the least room can hold, beside other engines of the process."""
+        kept = weakref.ref(self._supervisor)  # which knows the engine, that may be dropped
+
+        def pids() -> list[int]:
+            supervisor = kept()
+            of_actors = {} if supervisor is None else supervisor.pids
+            return [pid for name, pid in of_actors.items() if name.startswith("worker")]
+
+        return config.resolved(CACHE_MEMORY.fit(self, config, facts, pids))
 
     # Life
 
@@ -190,7 +211,11 @@ class Engine:
         with self._giving_up:
             thread, supervisor = self._thread, self._supervisor
             self._is_start_asked = True
-        thread.start()
+        try:
+            thread.start()
+        except BaseException:
+            CACHE_MEMORY.release(self)
+            raise
         with self._lock:
             if thread is self._thread and not self._has_started:
                 self.config = cast(EngineConfig, supervisor.config)
@@ -242,12 +267,53 @@ class Engine:
                     return
             thread.stop()
             meeting_place.close()
+            CACHE_MEMORY.release(self)
 
     def _remake(self) -> bool:
         """Whether everything that lives but once was made again."""
         self._is_start_asked = False
         self._make()
         return True
+
+    def unload(self, timeout: float = 5.0) -> None:
+        """Stop everything as `shutdown` does, and be as an engine that is yet to start; returns when that is done.
+
+        timeout: as in `shutdown`. Raises EngineError where a request is open, the engine starts or a program has joined it.
+        """
+        with self._giving_up:
+            with self._lock:
+                self._check()
+                if self.is_new:
+                    return
+                self._check_idle()
+                lanes, self._lanes = self._lanes, self._new_lanes()
+                self._has_started = self._is_start_asked = False
+            # A request that comes from here on is read on the new lanes, whose first job waits for the lock to start the engine.
+            try:
+                if lanes is not None:
+                    lanes.close()
+                self._thread.stop(timeout)
+                self._meeting_place.close()
+                CACHE_MEMORY.release(self)
+                for job in [] if lanes is None else lanes.join(timeout):
+                    job.end(EngineError("the engine was unloaded while this prompt was read"))
+                self.prompts.forget()
+            finally:
+                self.config, self._last_rid = self._given, self._frontend.last_rid
+                self._make()
+
+    def _check_idle(self) -> None:
+        """EngineError unless nothing is going on that an end of the processes would break. A request that was left is nothing."""
+        if num_open := sum(not stream.has_ended for stream in self._streams.values()):
+            raise EngineError(
+                f"{num_open} requests are open; let them end, or abort them, before the engine is unloaded"
+            )
+        if not all(isinstance(one, Mailbox) and one.is_aborted for one in self._wanting):
+            raise EngineError("the engine is starting; unload it when it runs")
+        if self._attach_server is not None and (num_attached := self._attach_server.num_attached):
+            raise EngineError(
+                f"{num_attached} programs have joined engine {self.config.name!r}; unload it when they have left"
+            )
 
     def shutdown(self, timeout: float = 5.0) -> None:
         """End every request with EngineShutdownError and stop all processes; returns when they are gone. Idempotent."""
@@ -261,6 +327,7 @@ class Engine:
             thread, meeting_place = self._thread, self._meeting_place
         thread.stop(timeout)
         meeting_place.close()
+        CACHE_MEMORY.release(self)
         error = self._death or EngineShutdownError("the engine was shut down")
         if self._lanes is not None:
             for job in self._lanes.join(timeout):
@@ -378,6 +445,7 @@ class Engine:
     def _on_death(self, death: ActorDeath) -> None:
         failure = self._supervisor.failure if isinstance(self._supervisor, Supervisor) else None
         self._death = failure or death.to_error()
+        CACHE_MEMORY.release(self)
         self._frontend.fail_all(self._death)
 
     # Requests
@@ -713,8 +781,3 @@ def _drop(engine: Engine) -> None:
 def _shut_down_in_thread(engine: Engine) -> None:
     with contextlib.suppress(RuntimeError):
         threading.Thread(target=engine.shutdown, name="actorllm:dropped", daemon=True).start()
-
-
-def _resolve(config: EngineConfig, facts: dict[str, dict[str, Any]]) -> EngineConfig:
-    """The KV cache has as many blocks as the rank with the least room can hold."""
-    return config.resolved(min(fact["num_blocks"] for fact in facts.values() if "num_blocks" in fact))

@@ -103,9 +103,8 @@ class RequestJob(Job):
             stream.prompt = tokenized.text
             shown = tokenized.shown_ids
             stream.prompt_token_ids = tokenized.ids.tolist() if shown is None else shown
-        has_gone = self._mailbox.is_aborted and stream is None
         del stream
-        if has_gone:
+        if self._mailbox.is_aborted:  # while it was read
             self.end(None)
             return
         if engine._settle(self._mailbox, asked.num_sequences, make_submit) and engine._lanes is not None:

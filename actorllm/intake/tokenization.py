@@ -95,11 +95,17 @@ class PromptReader:
     @property
     def tokenizer(self) -> Tokenizer:
         """Loaded when first needed. Raises ModelError, or InvalidPromptError when the engine was built without one."""
-        if self._tokenizer is None:
+        tokenizer = self._tokenizer  # another thread may forget it
+        if tokenizer is None:
             if self._model.tokenizer is None:
                 raise InvalidPromptError("the engine was built with skip_tokenizer_init=True; give token ids")
-            self._tokenizer = Tokenizer(self._model.tokenizer)
-        return self._tokenizer
+            tokenizer = self._tokenizer = Tokenizer(self._model.tokenizer)
+        return tokenizer
+
+    def forget(self) -> None:
+        """Give back what was loaded; it is loaded again when it is needed."""
+        self._tokenizer = self._chat_template = None
+        self.__dict__.pop("transformers_tokenizer", None)
 
     @property
     def pad_token_id(self) -> int | None:
@@ -289,9 +295,10 @@ class PromptReader:
     @property
     def chat_template(self) -> ChatTemplate:
         """Read when first needed; raises as `tokenizer` does, and CorruptModelError."""
-        if self._chat_template is None:
-            self._chat_template = ChatTemplate(self.tokenizer)
-        return self._chat_template
+        template = self._chat_template
+        if template is None:
+            template = self._chat_template = ChatTemplate(self.tokenizer)
+        return template
 
 
 def too_many_characters(num_characters: int, most: int) -> str:

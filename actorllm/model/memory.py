@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+DEFAULT_CACHE_SHARE = 0.4
+"""Of the available memory, for the KV cache on a CPU, when neither its size nor a share is configured."""
+
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -31,9 +34,9 @@ def peak_bytes() -> int:
     return _field(_PROC / "self/status", "VmHWM:")
 
 
-def resident_bytes() -> int:
-    """The memory this process holds."""
-    return _field(_PROC / "self/status", "VmRSS:")
+def resident_bytes(pid: int | None = None) -> int:
+    """The memory that a process holds, by default this one. Raises OSError when it has ended."""
+    return _field(_PROC / ("self" if pid is None else str(pid)) / "status", "VmRSS:")
 
 
 def is_shortage(error: BaseException) -> bool:

@@ -11,6 +11,8 @@ import os
 
 from actorllm.config import EngineConfig
 
+ROUNDING = 1e-9
+
 SPIN_COUNT = 5_000
 """Rounds a team member polls before it sleeps, some 50 to 100 µs.
 
@@ -42,8 +44,15 @@ def num_cores() -> int:
 
 
 def num_threads(config: EngineConfig) -> int:
-    """The largest team a worker of this engine uses: what was asked for, or its share of the cores it may run on."""
-    return config.num_threads if config.num_threads is not None else max(1, num_cores() // config.world_size)
+    """The largest team a worker of this engine uses: what was asked for, or its share of the cores it may run on.
+
+    Engines whose shares add up to 1 use as many threads together as there are cores, unless a share is less than a core.
+    """
+    if config.num_threads is not None:
+        return config.num_threads
+    share = 1.0 if config.cpu_share is None else config.cpu_share
+    cores = int(num_cores() * share + ROUNDING)  # 100 * 0.29 is a little less than 29
+    return max(1, cores // config.world_size)
 
 
 def worker_environment(config: EngineConfig) -> dict[str, str]:

@@ -94,6 +94,9 @@ class EngineOptions(VLLMOptions, total=False):
     """'cuda', 'cpu', or the backend of an installed package; 'auto': cuda where there is one that can do what is asked for."""
     num_threads: Annotated[int | None, None]
     """Threads of the worker's matrix products; None: chosen from the cores of the machine."""
+    cpu_share: Annotated[float | None, None]
+    """Share of the machine's cores that num_threads is chosen from: more than 0, at most 1. None: all of them. Of several
+    engines of one machine each gets its part by this; the part does not depend on the others."""
     step_timeout_s: Annotated[float | None, None]
     """Seconds after which a worker's step counts as stuck and the worker is killed; None: learnt, at least half a minute."""
     heartbeat_timeout_s: Annotated[float, 10.0]

@@ -258,3 +258,23 @@ class SlowWorkerActor(WorkerActor):
 
     def _load(self, config: EngineConfig) -> Any:
         return SlowRunner(config, self.rank)
+
+
+class GatedRunner(PlainRunner):
+    """Computes a step for every byte that a test writes into the named pipe ACTORLLM_TEST_GATE."""
+
+    def __init__(self, config: EngineConfig, rank: int) -> None:
+        super().__init__(config, rank)
+        self._gate = os.open(os.environ["ACTORLLM_TEST_GATE"], os.O_RDWR)
+
+    def execute(self, plan: StepPlan) -> StepPlan:
+        os.read(self._gate, 1)
+        return super().execute(plan)
+
+    def close(self) -> None:
+        os.close(self._gate)
+
+
+class GatedWorkerActor(WorkerActor):
+    def _load(self, config: EngineConfig) -> Any:
+        return GatedRunner(config, self.rank)

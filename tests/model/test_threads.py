@@ -5,11 +5,14 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from actorllm.config import EngineConfig
+from actorllm.errors import ConfigError
 from actorllm.model import threads
 from actorllm.model.threads import FIRST_PAUSE, LONGEST_PAUSE, Team, num_cores, worker_environment
 
@@ -50,6 +53,24 @@ def test_every_core_is_used_unless_told_otherwise(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(threads, "num_cores", lambda: 12)
     assert threads.num_threads(EngineConfig.from_arguments("storyteller")) == 12
     assert threads.num_threads(EngineConfig.from_arguments("storyteller", num_threads=1)) == 1
+
+
+@pytest.mark.parametrize(("cores", "share", "ranks", "expected"), [
+    (12, 1 / 3, 1, 4), (12, 1.0, 1, 12), (12, 0.5, 2, 3), (2, 0.25, 1, 1), (100, 0.29, 1, 29), (10, 1 / 3, 1, 3),
+])  # fmt: skip
+def test_a_share_of_the_cores_is_given_to_the_threads(
+    monkeypatch: pytest.MonkeyPatch, cores: int, share: float, ranks: int, expected: int
+) -> None:
+    monkeypatch.setattr(threads, "num_cores", lambda: cores)
+    config = replace(EngineConfig.from_arguments("storyteller", cpu_share=share), world_size=ranks)
+    assert threads.num_threads(config) == expected
+    assert threads.num_threads(replace(config, num_threads=7)) == 7, "num_threads counts before it"
+
+
+@pytest.mark.parametrize("share", [0, -0.5, 1.5, float("nan"), True, "half"])
+def test_a_share_that_is_none_is_refused(share: Any) -> None:
+    with pytest.raises(ConfigError, match=r"cpu_share=.* must be more than 0 and at most 1"):
+        EngineConfig.from_arguments("storyteller", cpu_share=share)
 
 
 def test_torch_is_not_loaded() -> None:

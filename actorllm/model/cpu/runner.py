@@ -46,9 +46,6 @@ PROMPT_LOGITS_BYTES = 32 << 20
 ENTRY_BYTES = 16
 """Of one id with its log-probability, while they are made."""
 
-DEFAULT_MEMORY_SHARE = 0.4
-"""Of the available memory, for the KV cache, when neither its size nor a share is configured."""
-
 NUM_CHECK_ROWS, CHECK_PROMPT = 4, 2
 """Of the step of the runner's own: so many rows of so many tokens, from all over the vocabulary."""
 
@@ -180,7 +177,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             used = self._available_at_first - memory.available_bytes()
             return int(self._available_at_first * share / self.ranks.size) - max(0, used) - working
         per_seq = -(-(config.model.max_model_len + limits.num_lookahead_tokens) // config.cache.block_size)
-        budget = int(memory.available_bytes() * DEFAULT_MEMORY_SHARE / self.ranks.size) - working
+        budget = int(memory.available_bytes() * memory.DEFAULT_CACHE_SHARE / self.ranks.size) - working
         return min(limits.max_num_seqs * per_seq * self.block_bytes, budget)
 
     @torch.inference_mode()

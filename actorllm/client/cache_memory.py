@@ -1,0 +1,81 @@
+"""`CacheMemory`: the KV caches of one process's engines share the memory of the machine.
+
+The pages of a cache on a CPU are mapped when they are first written. A worker that starts later still measures them as
+available. So the process that owns the engines records what each has for its cache, and fits the next cache into the rest.
+This happens one engine after the other, however many start at once. A cache whose size is an argument is recorded and not
+changed. A GPU's cache is allocated whole, and is not recorded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from actorllm.config import EngineConfig
+from actorllm.model import memory
+
+PidsOf = Callable[[], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What one engine has for its cache."""
+
+    num_bytes: int
+    pids: PidsOf
+    """The processes that write it; none: this one."""
+    resident_bytes: int
+    """What they held before the first page was written."""
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """What is still measured as available. In this process nothing tells the cache from the rest: all of it."""
+        pids = self.pids()
+        written = max(0, _resident_bytes(pids) - self.resident_bytes) if pids else 0
+        return max(0, self.num_bytes - written)
+
+
+class CacheMemory:
+    """See the module docstring. All methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reservations: WeakKeyDictionary[object, Reservation] = WeakKeyDictionary()
+
+    def fit(self, owner: object, config: EngineConfig, facts: Mapping[str, Mapping[str, Any]], pids: PidsOf) -> int:
+        """The number of KV blocks of an engine: of the rank with the least room, or fewer, beside the other engines' caches.
+
+        owner: the engine, whose earlier reservation this replaces. facts: what the workers say of themselves.
+        """
+        ranks = [fact for fact in facts.values() if "num_blocks" in fact]
+        num_blocks: int = min(fact["num_blocks"] for fact in ranks)
+        block_bytes: int = sum(fact.get("block_bytes", 0) for fact in ranks)
+        if config.device != "cpu" or not block_bytes:  # or nothing is measured: a worker takes the place of another
+            return num_blocks
+        with self._lock:
+            if config.cache.kv_cache_memory_bytes is None:
+                others = sum(one.unwritten_bytes for key, one in self._reservations.items() if key is not owner)
+                share = memory.DEFAULT_CACHE_SHARE if config.cache.memory_utilization is None else 1.0
+                room = int(max(0, memory.available_bytes() - others) * share) if others else num_blocks * block_bytes
+                num_blocks = min(num_blocks, room // block_bytes)
+            resident = _resident_bytes(pids())
+            self._reservations[owner] = Reservation(num_blocks * block_bytes, pids, resident)
+        return num_blocks
+
+    def release(self, owner: object) -> None:
+        """The engine has ended. Idempotent."""
+        with self._lock:
+            self._reservations.pop(owner, None)
+
+
+def _resident_bytes(pids: list[int]) -> int:
+    total = 0
+    for pid in pids:
+        try:
+            total += memory.resident_bytes(pid)
+        except OSError:
+            continue  # it has ended
+    return total
