@@ -7,6 +7,8 @@ SLO    := build/demo-slo
 SITE   ?= build/site
 # Where torch is from, if not from pip's own index: TORCH_ARGS="--index-url URL" takes a build for the CPU from an index of such.
 TORCH_ARGS ?=
+# Processes that share the tests of a whole run; a file stays in one of them, so that its tests share their engines.
+JOBS ?= 2
 # More arguments for pytest, of `make test` and `make test-slow`: ARGS="-k word", ARGS="tests/ring -x".
 ARGS ?=
 
@@ -33,7 +35,7 @@ demo-slo: $(STAMP)
 	  --results $(SLO)/sweep.jsonl --report $(SLO)/report.html
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(or $(strip $(ARGS)),--numprocesses $(JOBS) --dist loadfile)
 
 test-slow: $(STAMP) $(VENV)/triton-3.6
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -50,6 +50,7 @@ class Mailbox:
         "is_aborted",
         "num_cached",
         "num_open",
+        "on_news",
         "rids",
         "sent",
         "stream",
@@ -62,6 +63,8 @@ class Mailbox:
         self.wakes_at_end = wakes_at_end
         """The consumer can do nothing with less than everything."""
         self.waiter: Waiter | None = None
+        self.on_news: Callable[[], bool] | None = None
+        """See `RequestStream.on_news`."""
         self.deltas: deque[tuple[int, Delta]] = deque()
         """What came, with the index of its sequence. The consumer takes from the left; the rest is the engine thread's."""
         self.stream: weakref.ref[RequestStream] | None = None
@@ -134,6 +137,13 @@ class Mailbox:
     # On the host's loop
 
     def wake(self) -> None:
+        if self.on_news is not None:
+            try:
+                if self.on_news():
+                    return
+            except Exception as error:  # of one consumer: its stream ends with it, and others are woken behind it
+                self.on_news = None
+                self.fail(error)
         if self.waiter is not None and (not self.wakes_at_end or self.has_ended):
             self.waiter.set()
 
@@ -348,6 +358,14 @@ class RequestStream:
             self.abort()
             raise
 
+    def on_news(self, take: Callable[[], bool] | None) -> None:
+        """Call this on the loop of the consumer whenever something has come; None: no longer.
+
+        take: returns True if it has taken what came, and False if the task that waits for the stream is to wake. What it
+        raises is raised by the next `take` of the stream. It must not wait.
+        """
+        self._mailbox.on_news = take
+
     def take_deltas(self) -> list[tuple[int, Delta]] | None:
         """As `take` with RequestOutputKind.DELTA, for callers that make something else of it than an output.
 
@@ -388,14 +406,21 @@ class RequestStream:
         if not pending and not self._ahead:
             if error is not None:
                 self._end_here()
-                own = copy.copy(error)  # one error may end many streams: each has its traceback
-                if isinstance(own, RequestFailedError) and own.end is not None:
-                    self._completions[0].end = own.end
-                    own.metrics = self._metrics(is_finished=True)
-                raise own from error.__cause__
+                raise self._own(error) from error.__cause__
             return None
         changed = self._add_pending(pending)
         return self._output(changed) if changed else None
+
+    def _own(self, error: BaseException) -> BaseException:
+        """One error may end many streams: each raises a copy, which gets a traceback of its own.
+
+        No frame that raises it may name it. The two would keep each other alive, and with them the caller's variables.
+        """
+        own = copy.copy(error)
+        if isinstance(own, RequestFailedError) and own.end is not None:
+            self._completions[0].end = own.end
+            own.metrics = self._metrics(is_finished=True)
+        return own
 
     def _add_pending(self, pending: deque[tuple[int, Delta]]) -> dict[int, Completion]:
         """Add what has come to its sequences; returns those."""

@@ -28,6 +28,7 @@ from starlette.types import Receive, Scope, Send
 from actorllm.client.stream import RequestStream
 from actorllm.errors import ActorLLMError, RequestError
 from actorllm.server.batch import PORTION, collected, written
+from actorllm.server.chunk_writer import WRITER, ChunkWriter
 from actorllm.server.envelope import NOTHING_RENAMED, ApiError, error_of
 from actorllm.server.guards import SEND
 from actorllm.server.request_log import log_request, request_id
@@ -70,6 +71,7 @@ class Answer(Response, ABC):
         self._has_started = False
         self._error: Exception | None = None
         self._send_middle: Send
+        self._writer: ChunkWriter | None = None
         self.params: SamplingParams | None = None
         """What was asked of the engine, for a trace."""
         self.renamed = NOTHING_RENAMED
@@ -82,7 +84,7 @@ class Answer(Response, ABC):
         began = time.time()
         try:
             with self._state.under_way(self._shape.id, self._streams):
-                self._send_middle = scope.get(SEND, send)
+                self._send_middle, self._writer = scope.get(SEND, send), scope.get(WRITER)
                 async with anyio.create_task_group() as group:
                     # In a task of its own: the loop resumes every coroutine that awaits another, for each token.
                     group.start_soon(self._respond_or_tell, send, group.cancel_scope)
@@ -208,15 +210,34 @@ class StreamedAnswer(Answer):
             if chunk:
                 await self._write(send, chunk, is_last)
             if shape.is_plain and not output.finished:
-                await self._pump_deltas(number, stream, self._send_middle if is_alone else send)
+                await self._pump_deltas(number, stream, self._send_middle if is_alone else send, is_alone)
 
-    async def _pump_deltas(self, number: int, stream: RequestStream, send: Send) -> None:
-        """The long middle of a stream: text that becomes events without an output around it."""
-        plain_events, take_deltas = self._shape.plain_events, stream.take_deltas
-        while (deltas := take_deltas()) is not None:
-            if deltas:
-                await send({"type": "http.response.body", "body": plain_events(number, deltas), "more_body": True})
-            await stream.wait()
+    async def _pump_deltas(self, number: int, stream: RequestStream, send: Send, is_alone: bool) -> None:
+        """The long middle of a stream: text that becomes events without an output around it.
+
+        Each delta is written by the callback that brings it, if the connection allows that. Otherwise this task sends it,
+        and no callback writes meanwhile: chunks stay in order.
+        """
+        plain_events, take_deltas, writer = self._shape.plain_events, stream.take_deltas, self._writer
+
+        def write_deltas() -> bool:
+            assert writer is not None
+            if not writer.is_ready:
+                return False
+            if deltas := take_deltas():
+                writer.write(plain_events(number, deltas))
+            return not stream.has_ended
+
+        take = write_deltas if is_alone and writer is not None else None
+        try:
+            while (deltas := take_deltas()) is not None:
+                stream.on_news(None)
+                if deltas:
+                    await send({"type": "http.response.body", "body": plain_events(number, deltas), "more_body": True})
+                stream.on_news(take)
+                await stream.wait()
+        finally:
+            stream.on_news(None)
 
     async def _write(self, send: Send, chunk: bytes, is_last: bool) -> None:
         if not self._has_started:

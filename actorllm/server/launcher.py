@@ -27,6 +27,7 @@ from fastapi import FastAPI
 
 from actorllm.api.async_llm import AsyncLLM
 from actorllm.errors import EngineError
+from actorllm.server.chunk_writer import direct, keeps_bodies
 from actorllm.server.connections import limited, max_connections
 from actorllm.server.header_bytes import bounded
 from actorllm.server.listener import BACKLOG, Listener
@@ -58,6 +59,8 @@ def config_of(listener: Listener, app: Any) -> uvicorn.Config:
     config.load()
     base = config.http_protocol_class
     if hasattr(base, "on_headers_complete"):  # h11's has no such moment
+        if keeps_bodies(app):
+            base = direct(base)
         config.http_protocol_class = bounded(limited(base, max_connections(listener.max_connections)))
     return config
 

@@ -80,8 +80,17 @@ def test_the_grid_is_what_the_readme_says() -> None:
     assert (int(said[1]), int(said[2].replace(",", ""))) == (len(GRID), len(GRID) * NUM_PROMPTS * MAX_TOKENS)
 
 
+QUICK = [cell for cell in GRID if cell[:2] != ("process", 1)]
+"""Depth 1 with `inline`, and depth 2 with both topologies."""
+
+
+def cells() -> list[Any]:
+    slow = pytest.mark.slow(reason="half a minute; the quick cells have each value of each factor")
+    return [pytest.param(*cell, marks=[] if cell in QUICK else [slow]) for cell in GRID]
+
+
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("topology", "depth", "preempt", "chunk"), GRID)
+@pytest.mark.parametrize(("topology", "depth", "preempt", "chunk"), cells())
 def test_streams_are_equal(
     reference: list[Stream], totals: Account, topology: str, depth: int, preempt: bool, chunk: int
 ) -> None:
@@ -111,8 +120,8 @@ def test_streams_are_equal(
 def totals() -> Iterator[Account]:
     account = Account()
     yield account
-    if account.tokens >= len(GRID) * NUM_PROMPTS * MAX_TOKENS:  # the whole grid ran
-        assert account.batched_tokens >= 50_000
+    if account.tokens >= len(QUICK) * NUM_PROMPTS * MAX_TOKENS:  # all quick cells ran
+        assert account.batched_tokens >= 40_000
         assert account.real <= account.tokens * MAX_RATE
         print(
             f"\n{account.tokens} tokens compared, {account.batched_tokens} of them in batches of 16 and more: "

@@ -35,7 +35,7 @@ async def run(engine: AsyncLLM, num_kills: int) -> Chaos:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "num_kills", [12, pytest.param(30, marks=pytest.mark.slow(reason="a minute; twelve kills have each kind once"))]
+    "num_kills", [6, pytest.param(30, marks=pytest.mark.slow(reason="a minute; six kills have each kind once"))]
 )
 def test_kills_lose_nothing_and_change_nothing(num_kills: int) -> None:
     engine = AsyncLLM(

@@ -34,8 +34,9 @@ def test_arguments_reach_pytest(target: str, kind: str) -> None:
     assert commands(target, "ARGS=-k word") == [f"venv/bin/python -m pytest -m {kind} -k word"]
 
 
-def test_without_arguments_everything_runs() -> None:
-    assert [line.strip() for line in commands("test")] == ['venv/bin/python -m pytest -m "not slow"']
+def test_without_arguments_everything_runs_in_two_processes() -> None:
+    shared = "--numprocesses 2 --dist loadfile"
+    assert [line.strip() for line in commands("test")] == [f'venv/bin/python -m pytest -m "not slow" {shared}']
     tests, *others = [line.strip() for line in commands("test-slow")]
     assert tests == "venv/bin/python -m pytest -m slow"
     assert any("tests/clients/run.py --cases 10000" in line for line in others)

@@ -207,7 +207,9 @@ def test_arguments_come_as_they_are_written() -> None:
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 
 
-@pytest.mark.parametrize("parser", {*PARSERS.values(), MistralNamedParser}, ids=lambda parser: parser.__name__)
+@pytest.mark.parametrize(
+    "parser", [*dict.fromkeys([*PARSERS.values(), MistralNamedParser])], ids=lambda parser: parser.__name__
+)
 @pytest.mark.parametrize("is_single", [True, False])
 def test_what_is_demanded_can_be_read(storyteller: Tokenizer, parser: type[ToolParser], is_single: bool) -> None:
     """What the grammar of a demand lets through, the parser of the same model finds."""

@@ -1,0 +1,150 @@
+"""An application ends as it would without the engine: the same exit code, and nothing of ours in what it writes."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from tests.embedding.host_program import PRINT_PIDS, assert_gone, run_host, running_host
+
+HEAD = f"""
+import asyncio, os, signal, sys
+import anyio
+from actorllm import AsyncLLM, SamplingParams
+{PRINT_PIDS}
+topology = sys.argv[1]
+endless = SamplingParams(max_tokens=None, ignore_eos=True)
+def engine():
+    return AsyncLLM("storyteller", topology=topology, num_threads=1)
+"""
+
+OPEN_STREAMS = """
+async def main():
+    global llm
+    llm = engine()
+    streams = [llm.generate("Once", endless) for _ in range(4)]
+    for stream in streams:
+        await anext(stream)
+    print_pids(llm)
+asyncio.run(main())
+"""
+
+DROPPED_STREAMS = """
+async def main():
+    llm = engine()
+    async for output in llm.generate("Once", endless):
+        print_pids(llm)
+        break
+    asyncio.create_task(consume(llm))
+    await asyncio.sleep(0.1)
+async def consume(llm):
+    async for output in llm.generate("Once", endless):
+        pass
+asyncio.run(main())
+"""
+
+FORGOTTEN = """
+llm = engine()
+async def main():
+    output = await llm.complete("Once", SamplingParams(max_tokens=3))
+    print_pids(llm)
+RUN(main)
+"""
+
+CANCELLED = """
+async def main():
+    llm = engine()
+    async def consume():
+        async for output in llm.generate("Once", endless):
+            started.release()
+    started = asyncio.Semaphore(0)
+    tasks = [asyncio.create_task(consume()) for _ in range(5)]
+    for _ in tasks:
+        await started.acquire()
+    print_pids(llm)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    print("cancelled", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(20)
+asyncio.run(main())
+"""
+
+CONSUMER_FAILS = """
+class Ours(Exception):
+    pass
+async def main():
+    async with engine() as llm:
+        async for output in llm.generate("Once", endless):
+            print_pids(llm)
+            raise Ours("of the application")
+try:
+    asyncio.run(main())
+except Ours:
+    sys.exit(7)
+"""
+
+CONSUMER_IN_A_GROUP_FAILS = """
+async def consume(llm, fails):
+    async for output in llm.generate("Once", endless):
+        if fails:
+            raise ValueError("of the application")
+async def main():
+    llm = engine()
+    await llm.start()
+    print_pids(llm)
+    async with asyncio.TaskGroup() as group:
+        for number in range(4):
+            group.create_task(consume(llm, number == 2))
+try:
+    asyncio.run(main())
+except* ValueError:
+    sys.exit(7)
+"""
+
+ASYNCIO = "def RUN(main): asyncio.run(main())\n"
+ANYIO = "def RUN(main): anyio.run(main)\n"
+UVLOOP = "import uvloop\ndef RUN(main): uvloop.run(main())\n"
+TRIO = "def RUN(main): anyio.run(main, backend='trio')\n"
+
+PROGRAMS = {
+    "streams are open": (OPEN_STREAMS, 0),
+    "streams were left": (DROPPED_STREAMS, 0),
+    "no shutdown, asyncio": (ASYNCIO + FORGOTTEN, 0),
+    "no shutdown, anyio": (ANYIO + FORGOTTEN, 0),
+    "no shutdown, uvloop": (UVLOOP + FORGOTTEN, 0),
+    "no shutdown, trio": (TRIO + FORGOTTEN, 0),
+    "the consumer raises": (CONSUMER_FAILS, 7),
+    "a consumer of several raises": (CONSUMER_IN_A_GROUP_FAILS, 7),
+}
+
+
+def cases() -> list[Any]:
+    """Every program in both topologies. Loops other than asyncio's start processes alike: these are slow."""
+    slow = pytest.mark.slow(reason="each starts an engine of several processes; asyncio's does the same")
+    others = ("no shutdown, anyio", "no shutdown, uvloop", "no shutdown, trio")
+    return [
+        pytest.param(name, topology, marks=[slow] if topology == "process" and name in others else [])
+        for name in PROGRAMS
+        for topology in ("process", "inline")
+    ]
+
+
+@pytest.mark.parametrize(("name", "topology"), cases())
+def test_the_exit_code_is_the_applications_and_nothing_is_written(name: str, topology: str) -> None:
+    program, code = PROGRAMS[name]
+    host = run_host("-X", "dev", "-W", "ignore::DeprecationWarning", "-c", HEAD + program, topology, code=code)
+    assert host.errors == ""
+    assert len(host.engine_pids) == (2 if topology == "process" else 0)
+
+
+@pytest.mark.parametrize("topology", ["process", "inline"])
+def test_requests_are_cancelled_and_the_application_is_terminated(topology: str) -> None:
+    with running_host("-c", HEAD + CANCELLED, topology) as host:
+        host.read_until("cancelled")
+        assert host.wait() == -signal.SIGTERM, "as without the engine"
+        assert_gone(host.engine_pids, within_s=3)
+        assert host.errors == ""
