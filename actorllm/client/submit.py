@@ -119,9 +119,9 @@ class SubmitMaker:
         rules = rules_of(params, model.vocab_size, model.max_logprobs, lambda: self._prompts.tokenizer)
         structured = cast("StructuredOutputsParams | None", params.structured_outputs)
         seed = params.seed if params.seed is not None else self._new_seed(number)
-        hashes = NO_U8
+        hashes, salt = NO_U8, self._salt_of(prompt)
         if self._config.cache.enable_prefix_caching:
-            hashes = hash_blocks(ids, self._config.cache.block_size, extra_key(prompt.cache_salt))
+            hashes = hash_blocks(ids, self._config.cache.block_size, extra_key(salt))
         interval = max(params.stream_interval or 1, self._config.stream_interval)
         is_final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
 
@@ -149,7 +149,7 @@ class SubmitMaker:
                 rules=None if rules is None else rules.to_fields(),
                 grammar=None if structured is None else structured.to_fields(),
                 block_hashes=hashes,
-                cache_salt=prompt.cache_salt,
+                cache_salt=salt,
                 skip_reading_prefix_cache=bool(params.skip_reading_prefix_cache),
                 **carried,
             )
@@ -166,10 +166,10 @@ class SubmitMaker:
         carried: dict[str, Any],
     ) -> Callable[[int], Submit]:
         """For a request for a vector."""
-        hashes, pooler = NO_U8, self._config.model.pooler
+        hashes, salt, pooler = NO_U8, self._salt_of(prompt), self._config.model.pooler
         assert pooler is not None
         if self._config.cache.enable_prefix_caching:
-            hashes = hash_blocks(prompt.ids, self._config.cache.block_size, extra_key(prompt.cache_salt))
+            hashes = hash_blocks(prompt.ids, self._config.cache.block_size, extra_key(salt))
 
         def make_submit(rid: int) -> Submit:
             return Submit(
@@ -182,12 +182,17 @@ class SubmitMaker:
                 is_chunkable=not pooler.is_encoder,
                 detokenize=False,
                 block_hashes=hashes,
-                cache_salt=prompt.cache_salt,
+                cache_salt=salt,
                 skip_reading_prefix_cache=skips_cache,
                 **carried,
             )
 
         return make_submit
+
+    def _salt_of(self, prompt: TokenizedPrompt) -> str | None:
+        """Of the blocks that this request finds and leaves behind. Weights that the application changes have one each."""
+        module = self._config.model.module
+        return prompt.cache_salt if module is None else module.salted(prompt.cache_salt)
 
     def _new_seed(self, number: int) -> int:
         """Of a request that brings none: drawn, or the engine's own seed and the number of the request make it."""

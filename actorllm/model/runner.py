@@ -153,7 +153,8 @@ class ModelRunner(ABC, Generic[Handle, How]):
         self.dtype = DTYPES[config.model.dtype]
         self._show_progress = show_progress
         if plan is None:
-            _, hf = read_model_folder(config.model.path)
+            module = config.model.module
+            hf = module.tree if module is not None else read_model_folder(config.model.path)[1]
             plan = model_plan(config.model, hf, type(self))
         else:
             check_plan(plan, config.model.architecture, type(self))

@@ -66,12 +66,13 @@ class StartLog:
 def _described(config: EngineConfig) -> str:
     model = config.model
     size = 0
-    if model.load_format != "dummy":
+    if model.load_format != "dummy" and model.module is None:
         with contextlib.suppress(OSError):  # the worker says what is wrong with the folder
             size = sum(file.stat().st_size for file in Path(model.path).glob("*.safetensors"))
     weights = f", {_bytes(size)} of weights" if size else ""
     ranks = f" over {config.world_size} ranks" if config.world_size > 1 else ""
-    return f"{model.name} ({model.architecture}, {model.dtype}{weights}) from {model.path}, for {config.device}{ranks}"
+    source = model.path if model.module is None else "the application's module"
+    return f"{model.name} ({model.architecture}, {model.dtype}{weights}) from {source}, for {config.device}{ranks}"
 
 
 def _sizes(config: EngineConfig, facts: Mapping[str, Mapping[str, Any]]) -> str:

@@ -88,6 +88,9 @@ class EngineOptions(VLLMOptions, total=False):
     """{'profiler': 'torch', 'torch_profiler_dir': FOLDER}: `start_profile` writes traces there; None: no profiles."""
     topology: Annotated[Topology, "process"]
     """'process': scheduler and workers are processes; 'inline': all of it runs in the calling one, without recovery."""
+    module: Annotated[Any, None]
+    """A model of transformers that the application owns, in the place of `model`: its parameters are used where they are.
+    Needs topology='inline'."""
     name: Annotated[str | None, None]
     """Under which other programs of this user join the engine (`AsyncLLM.attach`); None: none can."""
     device: Annotated[str, "auto"]

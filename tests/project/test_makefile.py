@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 OF_MAKE = ("ARGS", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL")
@@ -39,3 +41,15 @@ def test_without_arguments_everything_runs_in_two_processes() -> None:
     assert tests == "venv/bin/python -m pytest -m slow"
     assert any("tests/clients/run.py --cases 10000" in line for line in others)
     assert any("actorllm_kernels.resources" in line for line in others)
+
+
+def test_the_lowest_versions_are_within_the_ranges_of_the_package() -> None:
+    """And torch's range has no upper end: installing keeps a torch that is there."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ranges = {requirement.name: requirement for requirement in map(Requirement, project["dependencies"])}
+    lowest = [line for line in (ROOT / "constraints-lowest.txt").read_text().splitlines() if not line.startswith("#")]
+    assert len(lowest) > 5
+    for pinned in map(Requirement, lowest):
+        (version,) = [specifier.version for specifier in pinned.specifier]
+        assert ranges[pinned.name].specifier.contains(version), pinned
+    assert [specifier.operator for specifier in ranges["torch"].specifier] == [">="]

@@ -43,6 +43,7 @@ from actorllm.model.hf import packing
 from actorllm.model.hf.attention import ATTENTION, IGNORED, AttentionStep
 from actorllm.model.hf.loading import built, check_tensors, drawn, from_checkpoint, quiet, read_config, refused
 from actorllm.model.hf.plan import TracedLayer, TransformersPlan
+from actorllm.model.hf.twin import twin
 from actorllm.model.inputs import StepInputs
 
 AutoModel: Any = AutoModelForCausalLM  # it is not typed
@@ -60,17 +61,19 @@ TRACED_TOKENS = 5
 
 
 def read_plan(model: ModelConfig, hf: dict[str, Any]) -> TransformersPlan:
-    """How to run the model of this config.json. Raises UnsupportedModelError with the reason, or CorruptModelError."""
-    config = read_config(model, hf)
+    """How to run the model of this config.json, or the application's module.
+
+    Raises UnsupportedModelError with the reason, or CorruptModelError.
+    """
     architecture = model.architecture
-    _check_config(config, architecture)
-    with quiet(), torch.device("meta"):
-        try:
-            traced = AutoModel.from_config(config, attn_implementation=TRACE, dtype=torch.bfloat16).eval()
-        except Exception as error:
-            if TRACE in str(error):  # it chooses its attention from a list of its own
-                raise refused(architecture, NO_INTERFACE) from error
-            raise CorruptModelError(f"{model.path}/config.json: {architecture} cannot be built: {error}") from error
+    if model.module is None:
+        config = read_config(model, hf)
+        _check_config(config, architecture)
+        traced = _without_weights(config, model)
+    else:
+        traced = _twin_to_trace(model.module.module, architecture)
+        config = traced.config
+        _check_config(config, architecture)
     freeze_rope(traced, model.max_model_len)
     trace = _trace(traced, architecture)
     shapes = {call.shape for call in trace.calls}
@@ -94,6 +97,28 @@ def read_plan(model: ModelConfig, hf: dict[str, Any]) -> TransformersPlan:
         body=trace.body,
         max_positions=model.max_model_len,
     )
+
+
+def _without_weights(config: Any, model: ModelConfig) -> Any:
+    with quiet(), torch.device("meta"):
+        try:
+            return AutoModel.from_config(config, attn_implementation=TRACE, dtype=torch.bfloat16).eval()
+        except Exception as error:
+            if TRACE in str(error):  # it chooses its attention from a list of its own
+                raise refused(model.architecture, NO_INTERFACE) from error
+            raise CorruptModelError(
+                f"{model.path}/config.json: {model.architecture} cannot be built: {error}"
+            ) from error
+
+
+def _twin_to_trace(module: Any, architecture: str) -> Any:
+    traced = twin(module, on_meta=True)
+    try:
+        with quiet():
+            traced.set_attn_implementation(TRACE)
+    except Exception as error:  # of a class that chooses its attention from a list of its own
+        raise refused(architecture, NO_INTERFACE) from error
+    return traced
 
 
 # The configuration ----------------------------------------------------------------------------------------------------
@@ -319,9 +344,9 @@ class TransformersDecoder:
     probed_block_size = 4
 
     def __init__(self, plan: TransformersPlan, model: Any) -> None:
-        """model: the transformers model, loaded; from now on it belongs to this object."""
+        """model: the transformers model, loaded; from now on it belongs to this object. Its parameters may be another's."""
         self.config = plan
-        self.model = model.eval().requires_grad_(False)
+        self.model = model.eval()
         self.dtype: torch.dtype = model.dtype
         freeze_rope(model, plan.max_positions)
         model.set_attn_implementation(ATTENTION)
@@ -459,8 +484,28 @@ def _freeze_longrope(module: Any, layer_type: str | None, max_positions: int) ->
 def load(
     plan: TransformersPlan, model: ModelConfig, dtype: torch.dtype, show_progress: bool | None
 ) -> TransformersDecoder:
-    """The model with its weights on the CPU, checked against transformers' own attention. Raises ModelError."""
-    from actorllm.model.hf.probe import check, probe, probe_embeds
+    """The model with its weights on the CPU, checked against transformers' own attention. Raises ModelError.
+
+    The parameters of a module that the application owns stay where they are, in the form that they have.
+    """
+    from actorllm.model.hf.probe import probe, probe_embeds
+
+    if model.module is None:
+        decoder = _packed(plan, model, dtype, show_progress)
+    else:
+        with torch.inference_mode(False), torch.no_grad():
+            decoder = TransformersDecoder(plan, twin(model.module.module))
+        probe(decoder)
+    if model.embedding_size is not None:
+        probe_embeds(decoder, model.embedding_size)
+    return decoder
+
+
+def _packed(
+    plan: TransformersPlan, model: ModelConfig, dtype: torch.dtype, show_progress: bool | None
+) -> TransformersDecoder:
+    """The model of a folder, with its linear layers in the form that is read fastest where they can be."""
+    from actorllm.model.hf.probe import check, probe
 
     decoder = load_unchecked(plan, model, dtype, show_progress)
     stock = probe(decoder)
@@ -472,8 +517,6 @@ def load(
         logger.warning("the linear layers stay as transformers has them: %s", error)
         del decoder
         decoder = load_unchecked(plan, model, dtype, show_progress)
-    if model.embedding_size is not None:
-        probe_embeds(decoder, model.embedding_size)
     return decoder
 
 
@@ -497,10 +540,11 @@ def load_unchecked(
             place = {} if device is None or not is_accelerate_available() else {"device_map": {"": device}}
             loaded, report = from_checkpoint(AutoModel, plan.config, "eager", dtype, model.path, show_progress, **place)
             check_tensors(model.path, report["missing_keys"], report["unexpected_keys"], report["mismatched_keys"])
-        return TransformersDecoder(plan, loaded if device is None else loaded.to(device))
+        return TransformersDecoder(plan, (loaded if device is None else loaded.to(device)).requires_grad_(False))
 
 
 def without_weights(plan: TransformersPlan, dtype: torch.dtype) -> TransformersDecoder:
     """The model on torch's meta device."""
     with torch.inference_mode(False), torch.no_grad():
-        return TransformersDecoder(plan, built(AutoModel, plan.config, "eager", dtype, torch.device("meta")))
+        made = built(AutoModel, plan.config, "eager", dtype, torch.device("meta"))
+        return TransformersDecoder(plan, made.requires_grad_(False))

