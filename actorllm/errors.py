@@ -35,7 +35,9 @@ Errors that also derive from a built-in do so that `except ValueError` of a prog
 
 from __future__ import annotations
 
+import copy
 import difflib
+import traceback
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -194,6 +196,33 @@ def is_failure(error: BaseException) -> bool:
 
 
 MAX_NEAR_NAME = 100
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """The exception without its tracebacks, for a place that keeps it; one that is not of this library has their text as a note.
+
+    A traceback refers to frames, and these to all that they and their callers named, which may be an engine.
+    """
+    if error.__traceback__ is not None and not isinstance(error, ActorLLMError):
+        error.add_note("".join(traceback.format_exception(error)))
+    left, seen = [error], set[int]()
+    while left:
+        found = left.pop()
+        if id(found) not in seen:
+            seen.add(id(found))
+            found.__traceback__ = None
+            left += [one for one in (found.__cause__, found.__context__) if one is not None]
+    return error
+
+
+def copied(error: BaseException) -> BaseException:
+    """A copy to raise of an exception that is kept: a raise adds the frames of the caller to what is raised."""
+    try:
+        own = copy.copy(error)
+    except Exception:  # of a library: its constructor takes other arguments than it keeps
+        return error
+    own.__cause__, own.__context__ = error.__cause__, error.__context__
+    return own.with_traceback(error.__traceback__)
 
 
 def nearest_name(unknown: str, known: Iterable[str]) -> str:

@@ -37,7 +37,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from actorllm.actors.shortage import as_start_error
-from actorllm.errors import EngineShutdownError, ForkedProcessError
+from actorllm.errors import EngineShutdownError, ForkedProcessError, copied, without_frames
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +105,9 @@ class HostLoop(ABC):
         except BaseException:
             future.cancel()
             raise
+        error = future.exception()
+        if error is not None:
+            raise copied(error) from error.__cause__
         return future.result()
 
 
@@ -518,18 +521,16 @@ class EngineThread(LoopThread):
         """
         future = self.start_nowait()
         try:
-            future.result(timeout)
+            error = future.exception(timeout)
         except concurrent.futures.CancelledError:
             raise EngineShutdownError("the engine was shut down while it started") from None
-        except Exception as error:
-            self.stop()
-            told = as_start_error(error)
-            if told is error:
-                raise
-            raise told from told.__cause__
         except BaseException:
             self.stop()
             raise
+        if error is not None:
+            self.stop()
+            error = without_frames(as_start_error(error) if isinstance(error, Exception) else error)
+            raise copied(error) from error.__cause__
 
     def start_nowait(self) -> Future[None]:
         """As `start`, without waiting: cancelling the future, or `stop`, ends a start that is under way."""

@@ -406,14 +406,21 @@ class RequestStream:
         if not pending and not self._ahead:
             if error is not None:
                 self._end_here()
-                own = copy.copy(error)  # one error may end many streams: each has its traceback
-                if isinstance(own, RequestFailedError) and own.end is not None:
-                    self._completions[0].end = own.end
-                    own.metrics = self._metrics(is_finished=True)
-                raise own from error.__cause__
+                raise self._own(error) from error.__cause__
             return None
         changed = self._add_pending(pending)
         return self._output(changed) if changed else None
+
+    def _own(self, error: BaseException) -> BaseException:
+        """One error may end many streams: each raises a copy, which gets a traceback of its own.
+
+        No frame that raises it may name it. The two would keep each other alive, and with them the caller's variables.
+        """
+        own = copy.copy(error)
+        if isinstance(own, RequestFailedError) and own.end is not None:
+            self._completions[0].end = own.end
+            own.metrics = self._metrics(is_finished=True)
+        return own
 
     def _add_pending(self, pending: deque[tuple[int, Delta]]) -> dict[int, Completion]:
         """Add what has come to its sequences; returns those."""

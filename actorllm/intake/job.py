@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Generic, Protocol, TypeVar
 
+from actorllm.errors import without_frames
 from actorllm.intake.tokenization import Workplace
 
 T = TypeVar("T")
@@ -64,7 +65,7 @@ class FunctionJob(Job):
             self._function()
         except BaseException as error:  # it is the outcome of this call, and the lane goes on
             self._on_end()
-            self.future.set_exception(error)
+            self.future.set_exception(without_frames(error))
         else:
             self._on_end()
             self.future.set_result(None)

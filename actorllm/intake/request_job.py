@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from actorllm.client.stream import Mailbox, RequestStream
 from actorllm.clock import now
-from actorllm.errors import ActorLLMError, InvalidPromptError
+from actorllm.errors import ActorLLMError, InvalidPromptError, without_frames
 from actorllm.intake.job import Job, JobLane
 from actorllm.messages import DEADLINE_PASSED, Submit
 from actorllm.types.params import RequestOutputKind
@@ -88,7 +88,7 @@ class RequestJob(Job):
                 lane.begin()
             self._read(lane)
         except BaseException as error:  # a panic of a library in Rust is no Exception
-            self.end(_told(error) if has_started else error)
+            self.end(without_frames(_told(error) if has_started else error))
             if lane is None and isinstance(error, KeyboardInterrupt | SystemExit):
                 raise  # on the caller's thread
 
