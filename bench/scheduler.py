@@ -4,8 +4,9 @@ Churn is measured once more without the prefix cache, to tell what that costs.
 
     python bench/scheduler.py [--json FILE] [--against PATH]
 
---against: the same script runs in the tree at PATH and in this one, one round after the other, and the table says how
-many times as long this tree takes: what else runs on the machine slows both down.
+--against: bursts of steps of the tree at PATH and of this one take turns, each tree in a process of its own that lives on.
+Bursts are compared by CPU time, since what else runs on the machine has no part in it. The table says how many times as long
+this tree takes.
 
 Prints milliseconds per step: the median over all steps, in rounds that are interleaved over the batch sizes, and how far
 the medians of the first and the second half of the rounds lie apart (spread).
@@ -19,13 +20,13 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from report import NOISE_FACTOR, environment, print_table, spread, versions, write_json
+from report import NOISE_FACTOR, ROOT, code, environment, print_table, spread, versions, write_json
 
 from actorllm.kvcache.prefix_index import HASH_BYTES, hash_blocks
 from actorllm.messages import NO_I32, StepResult, Submit, pack
@@ -122,36 +123,49 @@ def hashing() -> dict[str, Any]:
     return {"prompt tokens": tokens.size, "block_size": BLOCK_SIZE, "median ms": round(statistics.median(times), 4)}
 
 
-def round_in(tree: Path, steps: int) -> dict[tuple[int, str], float]:
-    """One round of the script of a tree, in a process of its own: the median milliseconds of every row."""
-    with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "rows.json"
-        command = [sys.executable, "bench/scheduler.py", "--rounds", "1", "--steps", str(steps), "--json", str(found)]
-        paths = os.pathsep.join((str(tree), str(tree / "kernels")))
-        environ = {**os.environ, "PYTHONPATH": paths}
-        subprocess.run(command, cwd=tree, env=environ, check=True, stdout=subprocess.DEVNULL)
-        rows = json.loads(found.read_text())["rows"]
-    return {(row["running"], row["load"]): row["median ms"] for row in rows}
+class Peer:
+    """The process of a tree (`scheduler_peer.py`)."""
+
+    def __init__(self, tree: Path) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("scheduler_peer.py")), str(tree)]
+        self._process = subprocess.Popen(command, cwd=tree, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def burst(self, running: int, churn: float, is_caching: bool, steps: int) -> float:
+        """The milliseconds of CPU that a step took on average."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([running, churn, is_caching, steps]), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the process of the other tree ended with {self._process.wait()}")
+        return float(answer) * 1e3
+
+    def close(self) -> None:
+        self._process.communicate()
 
 
-def compare(other: Path, rounds: int, steps: int) -> list[dict[str, Any]]:
-    """This tree and another in turns; the ratio is the median over the rounds."""
-    here = Path(__file__).resolve().parents[1]
-    pairs = []
+def compare(other: Path, sizes: Sequence[int], rounds: int, steps: int) -> list[dict[str, Any]]:
+    """This tree and another in turns; the ratio is the median over pairs of bursts."""
+    peers = Peer(other), Peer(ROOT)
+    pairs: dict[tuple[int, str], list[list[float]]] = {}
     for i in range(rounds):
-        first, second = (here, other) if i % 2 else (other, here)
-        times = {first: round_in(first, steps)}
-        times[second] = round_in(second, steps)
-        pairs.append((times[other], times[here]))
+        for running in sizes:
+            for label, churn, is_caching, _ in LOADS:
+                pair = [0.0, 0.0]
+                for which in (0, 1) if i % 2 else (1, 0):
+                    pair[which] = peers[which].burst(running, churn, is_caching, steps)
+                pairs.setdefault((running, label), []).append(pair)
+    for peer in peers:
+        peer.close()
     return [
         {
-            "running": key[0],
-            "load": key[1],
-            "other ms": round(statistics.median(old[key] for old, _ in pairs), 4),
-            "this ms": round(statistics.median(new[key] for _, new in pairs), 4),
-            "ratio": round(statistics.median(new[key] / old[key] for old, new in pairs), 3),
+            "running": running,
+            "load": label,
+            "other ms": round(statistics.median(other for other, _ in found), 4),
+            "this ms": round(statistics.median(this for _, this in found), 4),
+            "ratio": round(statistics.median(this / other for other, this in found), 3),
         }
-        for key in pairs[0][0]
+        for (running, label), found in pairs.items()
     ]
 
 
@@ -160,18 +174,14 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--running", type=int, nargs="+", default=SIZES, help="sizes of the batch")
     parser.add_argument("--against", type=Path, metavar="PATH", help="another tree to compare this one with")
+    parser.add_argument("--bursts", type=int, default=20, help="of each tree, for --against")
     arguments = parser.parse_args()
-    if arguments.against is not None:
-        print_table(
-            f"schedule + update, against {arguments.against}",
-            compare(arguments.against.resolve(), arguments.rounds, arguments.steps),
-        )
-        return
     load_before = os.getloadavg()
     times: dict[tuple[int, str], list[list[float]]] = {}
     for _ in range(arguments.rounds):
-        for running in SIZES:
+        for running in arguments.running:
             for label, churn, is_caching, _ in LOADS:
                 driver = Driver(running, churn, is_caching)
                 steps = [driver.step() * 1e3 for _ in range(arguments.steps)]
@@ -179,7 +189,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for (running, label), rounds in times.items():
         factor = next(factor for name, _, _, factor in LOADS if name == label)
-        target = factor and TARGET_MS[running] * factor
+        target = factor and TARGET_MS.get(running, 0.0) * factor
         every = [ms for steps in rounds for ms in steps]
         median = statistics.median(every)
         noise = spread([statistics.median(steps) for steps in rounds])
@@ -197,6 +207,12 @@ def main() -> None:
     print_table("schedule + update, ms per step", rows)
     hashed = hashing()
     print_table("block hashing in the frontend, ms per prompt", [hashed])
+    against: dict[str, Any] = {}
+    if arguments.against is not None:
+        other = arguments.against.resolve()
+        compared = compare(other, arguments.running, arguments.bursts, arguments.steps)
+        print_table(f"schedule + update, CPU ms per step, against {other}", compared)
+        against = {"against": {"bursts": arguments.bursts, **code(other), "rows": compared}}
     if arguments.json:
         configuration = {
             "rounds": arguments.rounds,
@@ -215,6 +231,7 @@ def main() -> None:
                 "configuration": configuration,
                 "rows": rows,
                 "hashing": hashed,
+                **against,
             },
         )
 

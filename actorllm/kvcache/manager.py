@@ -76,6 +76,8 @@ class KVCacheManager:
         self.num_blocks: I32 = np.zeros(num_slots, np.int32)
         self.capacity: I32 = np.zeros(num_slots, np.int32)
         self._table: I32 = self.tables[0]
+        self._flat_table: I32 = self._table.reshape(-1)
+        self._width: NDArray[np.intp] = np.array(self.max_blocks_per_slot, np.intp)
         self.token_ids: NDArray[np.int32] = np.zeros((num_blocks, block_size), np.int32)
         self._flat_ids: I32 = self.token_ids.reshape(-1)
         self._actions: BlockActions | None = None
@@ -284,7 +286,7 @@ class KVCacheManager:
     def write_token_ids(self, slots: NDArray[np.intp], positions: I32, tokens: I32) -> None:
         """One sampled token id per slot, at these positions."""
         entries = positions // self._size
-        blocks = self._table[slots, entries.astype(np.intp)]
+        blocks = self._flat_table[slots * self._width + entries]  # numpy finds by one index sooner than by two
         self._flat_ids[(blocks * self._size + (positions - entries * self._size)).astype(np.intp)] = tokens
 
     def write_token_id(self, slot: int, position: int, token: int) -> None:
