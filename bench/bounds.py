@@ -451,6 +451,7 @@ BOUNDS = (
 NOT_FILLED: dict[str, tuple[str, ...]] = {
     "one entry for each process, link or thread of the engine, or for each of their deaths, which are paced": (
         "actors.executor: FairExecutor._lanes",
+        "client.cache_memory: CacheMemory._reservations",
         "supervision.standby: Standby._awaited",
         "supervision.health: EngineHealth.threads",
         "intake.job_queue: JobQueue._running",
@@ -545,6 +546,7 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "text.token_text: TokenText._parts",
     ),
     "read or given when the engine or the server is built": (
+        "types.lent_module: LentModule._holders",
         "actors.record_file: RecordFile._header",
         "config: ModelConfig.sampling_defaults",
         "scheduling.registry: Registry.names",
