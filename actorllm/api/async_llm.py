@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Self, Unpack
 
@@ -784,8 +786,20 @@ class AsyncLLMEngine(AsyncLLM):
         self.shutdown()
 
 
-async def _in_thread(function: Any) -> None:
-    from anyio import CancelScope, to_thread
+async def _in_thread(function: Callable[[], None]) -> None:
+    """Run it in a thread that ends with it. anyio's threads end with the main task of a loop, which nest_asyncio hides."""
+    from anyio import CancelScope
 
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:  # the task that waits is told
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name="actorllm:waiting").start()
     with CancelScope(shield=True):  # the processes must go even if the task that owned them was cancelled
-        await to_thread.run_sync(function)
+        await HostLoop.current().result_of(done)

@@ -6,7 +6,9 @@ afterwards fails. Its monitor is a thread that stays. A bar of one thread needs 
 
 from __future__ import annotations
 
+import sys
 import threading
+from typing import Any
 
 from tqdm import tqdm
 
@@ -14,3 +16,6 @@ from tqdm import tqdm
 class ProgressBar(tqdm):  # type: ignore[misc,type-arg,unused-ignore]
     _lock = threading.RLock()
     monitor_interval = 0
+
+    def __init__(self, *arguments: Any, disable: bool | None = False, **more: Any) -> None:
+        super().__init__(*arguments, disable=disable or sys.stderr is None, **more)  # a program without a console

@@ -150,3 +150,9 @@ def test_an_import_changes_nothing() -> None:
 def test_the_snapshot_sees_a_change() -> None:
     host = run_host("-c", SNAPSHOT + "before = snapshot()\nos.environ['NEW'] = '1'\ncompare(before, 'here')\n")
     assert host.output.startswith("CHANGED here environment")
+
+
+def test_an_import_loads_no_library_that_is_slow_to_load() -> None:
+    slow = ("torch", "transformers", "triton", "numpy", "tokenizers", "asyncio", "fastapi", "pydantic")
+    host = run_host("-c", f"import sys, actorllm\nprint(sorted(set({slow!r}) & set(sys.modules)))")
+    assert host.output == "[]\n"

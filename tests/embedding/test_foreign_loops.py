@@ -1,0 +1,99 @@
+"""The engine works on loops, streams and threads of an application, whatever it has done with them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.embedding.host_program import run_host
+
+HEAD = """
+import asyncio, io, sys, threading
+from actorllm import LLM, AsyncLLM, SamplingParams
+topology = sys.argv[1]
+params = SamplingParams(max_tokens=20, ignore_eos=True, seed=5)
+async def stream(llm):
+    count = 0
+    async for output in llm.generate("Once upon a time", params):
+        count = len(output.outputs[0].token_ids)
+    return count
+"""
+
+NESTED = """
+import nest_asyncio
+nest_asyncio.apply()
+async def main():
+    async with AsyncLLM("storyteller", topology=topology, num_threads=1) as llm:
+        inner = asyncio.get_running_loop().run_until_complete(stream(llm))
+        print("tokens", inner, await stream(llm))
+asyncio.run(main())
+"""
+"""A loop that runs inside itself, as in notebooks that call `run_until_complete`."""
+
+TWO_LOOPS = """
+llm = AsyncLLM("storyteller", topology=topology, num_threads=1)
+found = []
+both = threading.Barrier(2)
+def run():
+    async def main():
+        await llm.start()
+        await asyncio.to_thread(both.wait)
+        found.append(await stream(llm))
+        found.append(await stream(llm))
+    asyncio.run(main())
+threads = [threading.Thread(target=run) for _ in range(2)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print("tokens", *found)
+llm.shutdown()
+"""
+
+ONE_LOOP_AFTER_ANOTHER = """
+llm = AsyncLLM("storyteller", topology=topology, num_threads=1)
+print("tokens", *[asyncio.run(stream(llm)) for _ in range(3)])
+llm.shutdown()
+"""
+
+WITHOUT_STREAMS = """
+out, sys.stdout, sys.stderr, sys.stdin = sys.stdout, io.StringIO(), io.StringIO(), None
+llm = LLM("storyteller", topology=topology, num_threads=1)
+outputs = llm.generate(["Once", "There"], params)
+sys.stdout = sys.stderr = None  # as in programs without a console
+outputs += llm.generate(["Once", "There"], params)
+llm.shutdown()
+print("tokens", *[len(output.outputs[0].token_ids) for output in outputs], file=out)
+"""
+"""Streams without `fileno`, as in Colab, and none at all."""
+
+BLOCKING_DOOR_ON_A_LOOP = """
+async def main():
+    llm = LLM("storyteller", topology=topology, num_threads=1)
+    outputs = llm.generate(["Once"], params, use_tqdm=False)
+    llm.shutdown()
+    print("tokens", len(outputs[0].outputs[0].token_ids))
+asyncio.run(main())
+"""
+
+DEBUG_MODE = """
+async def main():
+    async with AsyncLLM("storyteller", topology=topology, num_threads=1) as llm:
+        print("tokens", await stream(llm))
+asyncio.run(main(), debug=True)
+"""
+
+PROGRAMS = {
+    "a nested loop": (NESTED, 2),
+    "two loops in two threads": (TWO_LOOPS, 4),
+    "one loop after another": (ONE_LOOP_AFTER_ANOTHER, 3),
+    "streams without fileno": (WITHOUT_STREAMS, 4),
+    "LLM on a running loop": (BLOCKING_DOOR_ON_A_LOOP, 1),
+    "a loop in debug mode": (DEBUG_MODE, 1),
+}
+
+
+@pytest.mark.parametrize("topology", ["process", "inline"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_streams_are_whole(name: str, topology: str) -> None:
+    program, num_streams = PROGRAMS[name]
+    host = run_host("-c", HEAD + program, topology)
+    assert host.output.split() == ["tokens", *["20"] * num_streams]
+    assert host.errors == ""
