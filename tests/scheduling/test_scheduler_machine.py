@@ -232,7 +232,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestScheduler = SchedulerMachine.TestCase
 
@@ -264,7 +264,7 @@ class FailingMachine(SchedulerMachine):
         self.engine.apply(self.engine.scheduler.update(void, self.engine.now))
 
 
-FailingMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=100)
+FailingMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=50)
 TestFailingSteps = FailingMachine.TestCase
 
 
@@ -317,7 +317,7 @@ class PausingMachine(SchedulerMachine):
 
 
 PROMPT_RULES = SamplingRules(num_prompt_logprobs=1).to_fields()
-PausingMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=100)
+PausingMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=50)
 TestPauses = PausingMachine.TestCase
 
 
