@@ -38,6 +38,7 @@ from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.sequence import State
 from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.stopping import Stopping
+from tests.effort import examples
 from tests.scheduling.conftest import EOS, SIBLING, Engine, reference_stream
 from tests.scheduling.reporting import Reporting
 
@@ -232,7 +233,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(80, 300), stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestScheduler = SchedulerMachine.TestCase
 
@@ -264,7 +265,7 @@ class FailingMachine(SchedulerMachine):
         self.engine.apply(self.engine.scheduler.update(void, self.engine.now))
 
 
-FailingMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=50)
+FailingMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=examples(50, 200))
 TestFailingSteps = FailingMachine.TestCase
 
 
@@ -317,7 +318,7 @@ class PausingMachine(SchedulerMachine):
 
 
 PROMPT_RULES = SamplingRules(num_prompt_logprobs=1).to_fields()
-PausingMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=50)
+PausingMachine.TestCase.settings = settings(SchedulerMachine.TestCase.settings, max_examples=examples(50, 200))
 TestPauses = PausingMachine.TestCase
 
 
