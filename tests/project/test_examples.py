@@ -126,6 +126,22 @@ def test_embeddings() -> None:
     assert scores == sorted(scores, reverse=True)
 
 
+def test_application_test(tmp_path: Path) -> None:
+    """In a folder without configuration, as an application of its own."""
+    (tmp_path / "application_test.py").write_text((EXAMPLES / "application_test.py").read_text())
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "application_test.py"],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert result.returncode == 0, result.stdout
+    assert "4 passed" in result.stdout
+
+
 def load_example(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
