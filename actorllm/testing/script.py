@@ -1,0 +1,123 @@
+"""`ScriptedAnswer` and `Script`: what a scripted worker gives for each prompt.
+
+The script belongs to the engine and outlives its workers: it knows which answer each request has, and which faults have happened.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from actorllm.errors import ConfigError
+from actorllm.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedAnswer:
+    """What one request gets.
+
+    Arguments:
+        text: the text, or the token ids; the end-of-sequence token follows it. `max_tokens` of the request cuts it.
+        first_token_s: seconds of the step that gives the first token; default 0.
+        token_s: seconds of the step of each later token; default 0.
+        fails_after: after so many tokens the request ends with RequestFailedError; None: it does not.
+        worker_dies_after: after so many tokens the worker dies once; it is replaced, and the stream goes on. None: it does not.
+        engine_dies_after: after so many tokens the engine dies: every open stream ends with EngineDeadError. None: it does not.
+
+    Raises:
+        ConfigError: a negative or infinite number.
+    """
+
+    text: str | Sequence[int]
+    first_token_s: float = 0.0
+    token_s: float = 0.0
+    fails_after: int | None = None
+    worker_dies_after: int | None = None
+    engine_dies_after: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("first_token_s", "token_s", "fails_after", "worker_dies_after", "engine_dies_after"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
+                raise ConfigError(f"{name}={value!r} must be a finite number of at least 0")
+
+
+Given: TypeAlias = ScriptedAnswer | str
+Answers: TypeAlias = Mapping[str, Given] | Sequence[Given] | Callable[[str], Given]
+"""By the text of the prompt; or in the order in which prompts reach the worker; or a function of the prompt."""
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One request in the script."""
+
+    answer: ScriptedAnswer
+    token_ids: list[int]
+    time: float
+    """Of its latest token, in seconds of the engine's clock; at first of its arrival at a worker."""
+    has_killed: bool = False
+    has_given: bool = False
+    resumes: bool = False
+    """A step was lost: the request may begin anew, and is the same."""
+
+    def cost(self, index: int) -> float:
+        """Seconds of the step that gives this token."""
+        return self.answer.token_s if index else self.answer.first_token_s
+
+    def token(self, index: int) -> int:
+        return self.token_ids[min(index, len(self.token_ids) - 1)]
+
+
+class Script:
+    """answers: as `Answers`. eos: the id that ends an answer."""
+
+    def __init__(self, answers: Answers, tokenizer: Tokenizer, eos: int) -> None:
+        if isinstance(answers, str) or not (callable(answers) or isinstance(answers, Mapping | Sequence)):
+            raise ConfigError(f"answers={answers!r:.80} must be a mapping, a list or a function of the prompt")
+        self._answers = answers
+        self._in_order: Iterator[Given] | None = iter(answers) if isinstance(answers, Sequence) else None
+        self._tokenizer = tokenizer
+        self._eos = eos
+        self._parts: dict[tuple[tuple[int, ...], int, int], Part] = {}
+
+    def part(self, prompt_ids: Sequence[int], seed: int, sample_index: int, time: float, is_resumed: bool) -> Part:
+        """Of a request, the same after every fault. A later request like it has the next answer.
+
+        is_resumed: it has tokens already. Raises LookupError where the script has no answer.
+        """
+        key = (tuple(prompt_ids), seed, sample_index)
+        part = self._parts.get(key)
+        if part is not None and (is_resumed or part.resumes or not part.has_given):
+            part.resumes = False
+            return part
+        given = self._answer(self._tokenizer.decode(prompt_ids, skip_special_tokens=True))
+        answer = ScriptedAnswer(given) if isinstance(given, str) else given
+        text = answer.text
+        ids = self._tokenizer.encode(text, False).tolist() if isinstance(text, str) else list(text)
+        part = self._parts[key] = Part(answer, [*ids, self._eos], time)
+        return part
+
+    def end(self, part: Part) -> None:
+        """Its request has failed, or has all its tokens."""
+        for key in [key for key, one in self._parts.items() if one is part]:
+            del self._parts[key]
+
+    def lose_step(self) -> None:
+        """What the latest steps have given may be asked for again."""
+        for part in self._parts.values():
+            part.resumes = True
+
+    def _answer(self, prompt: str) -> Given:
+        if self._in_order is not None:
+            given = next(self._in_order, None)
+            if given is None:
+                raise LookupError(f"the script has no more answers; the prompt {prompt!r:.200} has none")
+            return given
+        if isinstance(self._answers, Mapping):
+            if prompt not in self._answers:
+                raise LookupError(f"the script has no answer for the prompt {prompt!r:.200}")
+            return self._answers[prompt]
+        assert callable(self._answers)
+        return self._answers(prompt)

@@ -1,0 +1,50 @@
+"""A queue worker: jobs from an asyncio.Queue, a bounded number at once, each with a time limit and one more try."""
+
+import asyncio
+
+from actorllm import AsyncLLM, SamplingParams
+from actorllm.errors import EngineOverloaded, RequestFailedError
+
+JOBS = ["Once upon a time", "There was a fox", "The old king", "In a small village"]
+NUM_AT_ONCE = 2
+
+
+async def story(llm: AsyncLLM, prompt: str) -> str:
+    text = ""
+    async for output in llm.generate(prompt, SamplingParams(max_tokens=24, seed=1), timeout=30.0):
+        text = output.outputs[0].text
+    return text
+
+
+async def work(llm: AsyncLLM, jobs: asyncio.Queue[tuple[str, int]], done: dict[str, str]) -> None:
+    while True:
+        prompt, num_tries = await jobs.get()
+        try:
+            done[prompt] = await story(llm, prompt)
+        except (EngineOverloaded, RequestFailedError) as error:
+            if num_tries > 1:
+                done[prompt] = f"[failed: {error}]"
+            else:
+                jobs.put_nowait((prompt, num_tries + 1))
+        finally:
+            jobs.task_done()
+
+
+async def main(llm: AsyncLLM | None = None) -> dict[str, str]:
+    """Stops the workers when every job is done."""
+    jobs: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
+    done: dict[str, str] = {}
+    for prompt in JOBS:
+        jobs.put_nowait((prompt, 1))
+    async with llm or AsyncLLM("storyteller") as engine:
+        workers = [asyncio.create_task(work(engine, jobs, done)) for _ in range(NUM_AT_ONCE)]
+        await jobs.join()
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+    return done
+
+
+if __name__ == "__main__":
+    for prompt, text in asyncio.run(main()).items():
+        print(f"{prompt}{text!r}")
