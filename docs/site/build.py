@@ -10,11 +10,14 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 from sphinx.cmd.build import main as sphinx
 
 import actorllm
+import actorllm.testing
 from actorllm.api.blocking import BlockingDoor
 
 HERE = Path(__file__).resolve().parent
@@ -113,17 +116,26 @@ def reference() -> str:
     parts = [
         "# API reference",
         "Everything that `from actorllm import ...` offers.",
-        "```{currentmodule} actorllm\n```",
+        *described(actorllm, level=2),
+        "## Testing applications",
+        "Everything that `from actorllm.testing import ...` offers.",
+        *described(actorllm.testing, level=3),
     ]
-    for name in sorted(actorllm.__all__):
-        value = getattr(actorllm, name)
+    return "\n\n".join(parts) + "\n"
+
+
+def described(package: ModuleType, level: int) -> Iterator[str]:
+    """The public names of a package, each below a heading of this level."""
+    where = package.__name__
+    yield f"```{{currentmodule}} {where}\n```"
+    for name in sorted(package.__all__):
+        value = getattr(package, name)
         is_class = isinstance(value, type)
         directive = "autoclass" if is_class else "autodata"
         options = ":members:\n:show-inheritance:\n" if is_class else ""
         if is_class and BlockingDoor in value.__bases__:  # which is no public name
             options = ":members:\n:inherited-members:\n"
-        parts.append(f"## {name}\n\n```{{eval-rst}}\n.. {directive}:: actorllm.{name}\n{indented(options)}```")
-    return "\n\n".join(parts) + "\n"
+        yield f"{'#' * level} {name}\n\n```{{eval-rst}}\n.. {directive}:: {where}.{name}\n{indented(options)}```"
 
 
 def indented(options: str) -> str:

