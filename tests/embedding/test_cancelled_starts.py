@@ -1,0 +1,73 @@
+"""A start that is cancelled at any point leaves nothing; that no process, segment or descriptor is left is seen by a fixture."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from actorllm import AsyncLLM, SamplingParams
+from actorllm.config import EngineConfig
+from tests.embedding.host_program import wait_until
+
+
+def children() -> list[int]:
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            found += [int(pid) for pid in (task / "children").read_text().split()]
+        except FileNotFoundError:  # the thread has ended
+            continue
+    return found
+
+
+def has_loaded_torch(pid: int) -> bool:
+    try:
+        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False
+
+
+POINTS: dict[str, Callable[[list[int]], bool]] = {
+    "before anything": lambda sizes: True,
+    "one process is made": lambda sizes: len(children()) >= 1,
+    "both processes are made": lambda sizes: len(children()) >= 2,
+    "the worker loads": lambda sizes: any(map(has_loaded_torch, children())),
+    "the worker is ready": lambda sizes: len(sizes) > 0,
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("point", POINTS)
+async def test_nothing_is_left(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    """Of the KV cache, which the worker tells before the links are made."""
+    resolved = EngineConfig.resolved
+
+    def note(config: EngineConfig, num_blocks: int) -> EngineConfig:
+        sizes.append(num_blocks)
+        return resolved(config, num_blocks)
+
+    monkeypatch.setattr(EngineConfig, "resolved", note)
+    threads = set(threading.enumerate())
+    llm = AsyncLLM("storyteller", num_threads=1)
+    start = asyncio.create_task(llm.start())
+    async with asyncio.timeout(30):
+        while not POINTS[point](sizes):
+            await asyncio.sleep(0.001)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert not children()
+    if point == "the worker loads":  # and it can be started again
+        output = await llm.complete("Once", SamplingParams(max_tokens=3, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 3
+    llm.shutdown()
+
+    def left() -> set[str]:
+        return {thread.name for thread in set(threading.enumerate()) - threads if thread.name.startswith("actorllm")}
+
+    assert wait_until(lambda: not left()), left()
