@@ -165,14 +165,14 @@ async def test_every_sequence_of_a_request_goes_on(llm: AsyncLLM, victims: tuple
             tokens[one.index] += one.token_ids
         if kills_at and sum(map(len, tokens)) >= kills_at[0]:
             kills_at.pop(0)
-            for name in victims:
-                os.kill(llm._engine.pids[name], signal.SIGKILL)
-            while any(
-                llm.health().actors[name].num_restarts < 2 - len(kills_at) or name not in llm._engine.pids
-                for name in victims
-            ):
+            killed = {name: llm._engine.pids[name] for name in victims}
+            for pid in killed.values():
+                os.kill(pid, signal.SIGKILL)
+            # Until others have their place. A restart is counted while the pid is still that of the killed process.
+            while any(llm._engine.pids.get(name, pid) == pid for name, pid in killed.items()):
                 await anyio.sleep(0.001)
     assert not kills_at
+    assert all(llm.health().actors[name].num_restarts == 2 for name in victims)
     for index in range(4):
         assert tokens[index] == reference_stream(prompt, 3 + SIBLING * index, 120, VOCAB), f"sequence {index}"
 
