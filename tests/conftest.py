@@ -37,6 +37,17 @@ def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, obj: obje
         obj.pytestmark = [mark for mark, is_its in zip(marks, is_anyios, strict=True) if not is_its]  # type: ignore[attr-defined]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Let the alarm of pytest-timeout ring again until the test ends: asyncio swallows what is raised in its callbacks."""
+    left, _ = signal.getitimer(signal.ITIMER_REAL)
+    if left:
+        signal.setitimer(signal.ITIMER_REAL, left, ALARM_EVERY_S)
+
+
+ALARM_EVERY_S = 2.0
+
+
 def _shared_memory_names() -> set[str]:
     """Segments that this process made and that have a name still (see ring.segment); other runs may be under way."""
     folder = Path("/dev/shm")
