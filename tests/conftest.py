@@ -9,7 +9,8 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType
 
@@ -104,10 +105,18 @@ def nothing_leaks() -> Iterator[None]:
     names, children, fds = _shared_memory_names(), _children(), _descriptors()
     yield
     assert _shared_memory_names() <= names, "left in /dev/shm"
+    _wait_until(lambda: _children() <= children)  # a test that saw one end as a zombie may be faster than what reaps it
     assert _children() <= children, "left a child process"
     after = _descriptors()
     left = [f"{number}: {target}" for number, target in after.items() if fds.get(number) != target]
     assert len(after) <= len(fds) + 4, f"left file descriptors open: {', '.join(left)}"
+
+
+def _wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Returns in any case."""
+    until = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 def _descriptors() -> dict[int, str]:

@@ -25,7 +25,7 @@ from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.topology import Topology, engine_topology
 from actorllm.client.stream import RequestStream
 from actorllm.config import EngineConfig
-from actorllm.intake import lanes
+from actorllm.intake import job_queue, lanes
 from actorllm.text.grammar import GrammarCompiler
 from actorllm.text.tokenizer import Tokenizer
 from tests.actors.scripted_worker import VOCAB
@@ -316,6 +316,9 @@ def held(patch: pytest.MonkeyPatch, cls: type, name: str) -> Iterator[tuple[thre
 async def test_while_its_prompt_is_read_or_waits_to_be(
     tmp_path: Path, topology: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(
+        job_queue, "ORDER_GRACE_S", 60
+    )  # none overtakes it, however long the collections of garbage take
     async with engine_of(tmp_path, topology) as engine:
         frontend = engine.llm._engine._frontend
 
