@@ -42,7 +42,7 @@ test-slow: $(STAMP) $(VENV)/triton-3.6
 ifeq ($(strip $(ARGS)),)
 	THOROUGH=1 $(BIN)/python -m pytest -m "not slow" tests/scheduling/test_scheduler_machine.py
 	$(MAKE) clients CASES=10000
-	PYTHONPATH=$(VENV)/triton-3.6:kernels $(BIN)/python -m actorllm_kernels.resources
+	PYTHONPATH=$(VENV)/triton-3.6:kernels $(BIN)/python -m actorllm_kernels.gates
 	$(MAKE) test-lowest
 endif
 

@@ -145,8 +145,8 @@ def search_decode(bench: Bench) -> dict[str, Any]:
 def decode_candidates(bench: Bench) -> list[dict[str, int]]:
     """As many registers as let the programs of a multiprocessor be there at once."""
     found = bench.pick(
-        itertools.product((1, 2, 3, 4), ((64, 2, 4), (64, 3, 4), (64, 5, 4), (32, 4, 4), (64, 3, 2))),
-        [(1, (64, 3, 4)), (2, (32, 3, 4))],
+        itertools.product((1, 2, 3, 4), ((64, 5, 4), (64, 6, 4), (32, 5, 4), (32, 6, 4), (64, 5, 2))),
+        [(1, (64, 5, 4)), (2, (32, 5, 4))],
     )
     return [
         {
@@ -165,7 +165,7 @@ def search_prefill(bench: Bench) -> dict[str, Any]:
     chunks = bench.pick(([(8192, 8192)], [(2048, 16384)], [(512, 512)] * 16), ([(70, 70)],))
     candidates = [
         dict(zip(("BLOCK_M", "TILE", "num_warps", "num_stages"), one, strict=True))
-        for one in bench.pick(itertools.product((64, 128), (32, 64), (4, 8), (2, 3)), [(64, 32, 4, 2), (128, 64, 8, 2)])
+        for one in bench.pick(itertools.product((64, 128), (32, 64), (4, 8), (5, 6)), [(64, 32, 4, 5), (128, 64, 8, 5)])
     ]
     cases = [
         Case(

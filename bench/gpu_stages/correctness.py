@@ -32,7 +32,7 @@ from actorllm_kernels.rmsnorm import rmsnorm
 from actorllm_kernels.sample_pick import Offers, SamplingState, sample_pick
 from actorllm_kernels.sample_topk_topp import FilterScratch, FilterState, sample_topk_topp, tile_maxima
 from actorllm_kernels.silu_mul import ACTIVATIONS, activation_mul
-from actorllm_kernels.skinny_gemm import skinny_gemm
+from actorllm_kernels.skinny_gemm import SplitScratch, skinny_gemm
 from actorllm_kernels.step_prep import step_prep
 from actorllm_kernels.top_logprobs import top_logprobs
 
@@ -339,14 +339,14 @@ def check_gemm(rows: int, outputs: int, inputs: int, what: str, bench: Bench) ->
     num_rows = outputs * (2 if activation else 1)
     weight = bf16(num_rows, inputs, device=device, scale=inputs**-0.5)
     given = {
-        "norm": (1 + bf16(inputs, device=device) / 4).to(torch.bfloat16),
+        "norm": 1 + bf16(inputs, device=device).float() / 4,
         "bias": bf16(num_rows, device=device),
         "residual": y,
     }
     given = {name: tensor for name, tensor in given.items() if name in parts}
     fused = {name: wide(tensor) for name, tensor in given.items()}
     expected = reference.fused_linear(wide(x), wide(weight), **fused, activation=activation)
-    skinny_gemm(x, weight, y, **given, activation=activation)
+    skinny_gemm(x, weight, y, **given, activation=activation, scratch=SplitScratch.empty(device))
     return off(y, expected)
 
 

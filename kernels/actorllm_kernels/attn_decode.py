@@ -186,6 +186,11 @@ def division(device: torch.device, head_dim: int, q_rows: int = 16) -> Division:
     return Division(num_multiprocessors(device) * config["PER_SM"], config["TILE"])
 
 
+def per_sm(device: torch.device, head_dim: int, q_rows: int) -> int:
+    """How many programs of a multiprocessor are meant to be there at once; arguments as of `division`."""
+    return lookup("attn_decode", shape_class(head_dim, q_rows), device)["PER_SM"]
+
+
 def shape_class(head_dim: int, q_rows: int) -> str:
     """Of the configuration table: the block of the head size, and "-wide" for more than 16 rows of queries."""
     return f"d{triton.next_power_of_2(head_dim)}" + ("-wide" if q_rows > 16 else "")

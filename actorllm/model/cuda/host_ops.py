@@ -17,6 +17,7 @@ from actorllm.model.philox import ID_DOMAIN, TILE_DOMAIN, gumbel_noise, round_ke
 from actorllm_kernels.edit_logits import Edits, Penalties
 from actorllm_kernels.sample_pick import TILE, Offers, SamplingState
 from actorllm_kernels.sample_topk_topp import FilterScratch, FilterState
+from actorllm_kernels.skinny_gemm import SplitScratch
 
 LARGEST = 1e30
 
@@ -90,6 +91,7 @@ def skinny_gemm(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     activation: str = "",
+    scratch: SplitScratch | None = None,
     pdl: bool = False,
 ) -> None:
     out = torch.nn.functional.linear(x if norm is None else _normed(x, norm, eps), weight, bias)
