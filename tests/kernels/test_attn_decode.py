@@ -27,8 +27,10 @@ def run(
     window: int = 0,
     softcap: float = 0.0,
     has_sinks: bool = False,
+    page: int = PAGE,
+    tile: int = TILE,
 ) -> None:
-    cache = Paged.make(seq_lens, num_kv_heads, dim, PAGE, dtype)
+    cache = Paged.make(seq_lens, num_kv_heads, dim, page, dtype)
     num_rows, num_heads, scale = len(seq_lens), group * num_kv_heads, dim**-0.5
     q = 2 * torch.randn(num_rows * q_len, num_heads, dim).to(dtype)
     sinks = torch.randn(num_heads) if has_sinks else None
@@ -37,7 +39,7 @@ def run(
     arrivals = torch.zeros(num_rows * num_kv_heads, dtype=torch.int32)
     partials = torch.full((2 * programs, q_len * group, dim), torch.nan)
     partial_lse = torch.full((2 * programs, q_len * group), torch.nan)
-    plan_decode(cache.seq_lens, ends, quota, programs, num_kv_heads, q_len=q_len, window=window, tile=TILE)
+    plan_decode(cache.seq_lens, ends, quota, programs, num_kv_heads, q_len=q_len, window=window, tile=tile)
     attn_decode(
         q,
         cache.keys,
@@ -56,7 +58,7 @@ def run(
         softcap=softcap,
         sinks=sinks,
         programs=programs,
-        tile=TILE,
+        tile=tile,
     )
     assert not arrivals.any(), "the next launch would merge too early"
     for i, n in enumerate(seq_lens):
