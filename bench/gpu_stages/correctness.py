@@ -18,7 +18,6 @@ import torch
 
 from actorllm.model.sampler import Sampler, SamplingColumns
 from actorllm_kernels import reference
-from actorllm_kernels.attn_combine import attn_combine
 from actorllm_kernels.attn_decode import attn_decode, division
 from actorllm_kernels.attn_prefill import attn_prefill, query_tiles, tokens_per_tile
 from actorllm_kernels.edit_logits import Edits, Penalties, edit_logits
@@ -282,12 +281,12 @@ def check_decode(
     out = torch.full_like(q, float("nan"))
     ends, quota = (torch.zeros(n, dtype=I32, device=device) for n in (len(lens) + 1, 1))
     partials, lse = (torch.zeros(2 * programs, q_len * group, *extra, device=device) for extra in ((dim,), ()))
+    arrivals = torch.zeros(len(lens) * kv_heads, dtype=I32, device=device)
     plan_decode(cache.seq_lens, ends, quota, programs, kv_heads, tile=tile, q_len=q_len, window=window)
     attn_decode(
-        q, cache.keys, cache.values, cache.rows, cache.table, cache.seq_lens, ends, quota, out, partials, lse, dim**-0.5,
+        q, cache.keys, cache.values, cache.rows, cache.table, cache.seq_lens, ends, quota, arrivals, out, partials, lse, dim**-0.5,
         window=window, softcap=softcap, sinks=sinks, programs=programs, tile=tile,
     )  # fmt: skip
-    attn_combine(out, partials, lse, ends, quota, kv_heads, sinks=sinks)
     worst = 0.0
     for i, n in enumerate(lens):
         tokens = slice(i * q_len, (i + 1) * q_len)

@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 
-from actorllm_kernels.attn_combine import attn_combine
 from actorllm_kernels.attn_decode import attn_decode, division
 from actorllm_kernels.attn_prefill import attn_prefill
 from actorllm_kernels.edit_logits import Edits, Penalties, edit_logits
@@ -107,16 +106,12 @@ def _attn_decode(
     window: int = 0,
     softcap: float = 0.0,
     has_sinks: bool = False,
-    combine: bool = False,
 ) -> None:
     q, cache = _meta(num_rows * q_len, num_heads, dim), _meta(100, 2, num_kv_heads, PAGE, dim)
     partials = _meta(2000, q_len * num_heads // num_kv_heads, dim, dtype=F32)
     rows, ends, quota = _meta(num_rows, dtype=I32), _meta(num_rows + 1, dtype=I32), _meta(1, dtype=I32)
     programs, tile = division(q.device, dim, q_len * num_heads // num_kv_heads)
     sinks = _meta(num_heads) if has_sinks else None
-    if combine:
-        attn_combine(q, partials, partials[..., 0], ends, quota, num_kv_heads, sinks=sinks, pdl=True)
-        return
     attn_decode(
         q,
         cache[:, 0],
@@ -126,6 +121,7 @@ def _attn_decode(
         rows,
         ends,
         quota,
+        _meta(num_rows * num_kv_heads, dtype=I32),
         q,
         partials,
         partials[..., 0],
@@ -156,8 +152,6 @@ SHIPPED["attn_decode-32-28x4x128-q4-pdl"] = partial(_attn_decode, 32, 28, 4, 128
 SHIPPED["attn_decode-256-32x8x128-window-pdl"] = partial(_attn_decode, 256, 32, 8, 128, 1, 4096)
 SHIPPED["attn_decode-256-8x4x256-window-softcap-pdl"] = partial(_attn_decode, 256, 8, 4, 256, 1, 4096, 50.0)
 SHIPPED["attn_decode-256-64x8x64-window-sinks-pdl"] = partial(_attn_decode, 256, 64, 8, 64, 1, 128, 0.0, True)
-SHIPPED["attn_combine-32x8x128-pdl"] = partial(_attn_decode, 256, 32, 8, 128, combine=True)
-SHIPPED["attn_combine-64x8x64-sinks-pdl"] = partial(_attn_decode, 256, 64, 8, 64, has_sinks=True, combine=True)
 
 
 def _attn_prefill(

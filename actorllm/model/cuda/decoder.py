@@ -77,7 +77,7 @@ class DeviceDecodeRows:
     Allocated once for the largest batch; a step of fewer rows uses the first ones (`first`).
     """
 
-    def __init__(self, num_rows: int, windows: tuple[int, ...], device: torch.device) -> None:
+    def __init__(self, num_rows: int, shape: AttentionShape, device: torch.device) -> None:
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -86,7 +86,9 @@ class DeviceDecodeRows:
         """Slots, or -1: the only thing that a step is told."""
         self.ids, self.positions, self.seq_lens = (integers(num_rows) for _ in range(3))
         self.kv_slots = integers(num_rows, dtype=torch.int64)
-        self.plans = {window: DecodePlan(integers(num_rows + 1), integers(1)) for window in windows}
+        self.plans = {window: DecodePlan(integers(num_rows + 1), integers(1)) for window in shape.windows}
+        self.arrivals = integers(num_rows * shape.num_kv_heads)
+        """Of the parts of a sequence and head, while attention runs; 0 between launches."""
 
     def first(self, num_rows: int) -> DeviceDecodeRows:
         """The same for fewer rows, in the same memory."""
@@ -94,6 +96,7 @@ class DeviceDecodeRows:
         part.num_rows = num_rows
         for name in ("rows", "ids", "positions", "seq_lens", "kv_slots"):
             setattr(part, name, getattr(self, name)[:num_rows])
+        part.arrivals = self.arrivals[: len(self.arrivals) // self.num_rows * num_rows]
         part.plans = {w: DecodePlan(plan.ends[: num_rows + 1], plan.quota) for w, plan in self.plans.items()}
         return part
 
@@ -213,6 +216,7 @@ class PagedAttention:
                 rows.seq_lens,
                 plan.ends,
                 plan.quota,
+                rows.arrivals,
                 part,
                 self._partials,
                 self._partial_lse,
@@ -222,16 +226,6 @@ class PagedAttention:
                 sinks=sinks,
                 programs=self.division.programs,
                 tile=self.division.tile,
-                pdl=pdl,
-            )
-            ops.attn_combine(
-                part,
-                self._partials,
-                self._partial_lse,
-                plan.ends,
-                plan.quota,
-                self.shape.num_kv_heads,
-                sinks=sinks,
                 pdl=pdl,
             )
         if tokens.prefills is not None:

@@ -51,10 +51,6 @@ def plan_decode(*_: Any, **__: Any) -> None:
     """Nothing is divided among programs here."""
 
 
-def attn_combine(*_: Any, **__: Any) -> None:
-    """Nothing was divided."""
-
-
 def embed(ids: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, scale: float = 1.0, *, pdl: bool = False) -> None:
     is_there = (ids >= 0) & (ids < len(weight))
     rows = weight.index_select(0, torch.where(is_there, ids, 0).long())
@@ -153,6 +149,7 @@ def attn_decode(
     seq_lens: torch.Tensor,
     ends: torch.Tensor,
     quota: torch.Tensor,
+    arrivals: torch.Tensor,
     out: torch.Tensor,
     partials: torch.Tensor,
     partial_lse: torch.Tensor,

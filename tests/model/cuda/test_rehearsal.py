@@ -161,7 +161,6 @@ def test_every_kernel_of_a_step_is_rehearsed(folder: Callable[..., Path], monkey
             "skinny_gemm",
             "qknorm_rope_kv",
             "attn_decode",
-            "attn_combine",
         ),
         *("attn_prefill", "activation_mul", "lm_head_sample", "sample_pick", "kv_clear", "edit_logits", "tile_maxima"),
         *("cutoff", "draw_tiles"),
