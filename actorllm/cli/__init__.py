@@ -35,6 +35,7 @@ app.command("actorllm.cli.calibrate:calibrate")
 app.command("actorllm.cli.trace:trace", name="trace")
 app.command("actorllm.cli.replay:replay")
 app.command("actorllm.cli.policy:policy", name="policy")
+app.command("actorllm.cli.doctor:doctor", name="doctor")
 
 
 @app.command
@@ -108,8 +109,14 @@ def _write_timeline(path: Path, events: list[dict[str, Any]]) -> None:
 
 
 @app.command
-def info(model: str = "storyteller", /) -> None:
-    """Say what MODEL is, whether this engine can serve it and in which way, without loading its weights."""
+def info(model: str = "storyteller", /, *, device: bool = False) -> None:
+    """Say what MODEL is, whether this engine can serve it and in which way, without loading its weights.
+
+    Parameters
+    ----------
+    device
+        Say also what the checks of this machine's GPU have found, for all models; `actorllm doctor` runs them.
+    """
     from actorllm.config import EngineConfig, read_model_folder
     from actorllm.model import backends
     from actorllm.model.registry import model_plan, way_of
@@ -141,6 +148,10 @@ def info(model: str = "storyteller", /) -> None:
     if (pooler := config.model.pooler) is not None:
         scaled = ", scaled to length 1" if pooler.use_activation else ""
         rows["vectors"] = f"{pooler.embedding_size} numbers, pooled by {pooler.pooling_type}{scaled}"
+    if device:
+        from actorllm.cli.doctor import remembered_checks
+
+        rows |= remembered_checks()
     for name, value in rows.items():
         print(f"{name:>17}  {value}")
 
