@@ -145,7 +145,7 @@ def test_an_empty_environment_runs_the_wheel(tmp_path: Path, version: str) -> No
     constraints = ("--constraint", ROOT / "constraints.txt") if version == OWN_VERSION else ()
     pip = (home / "bin" / "python", "-m", "pip", "install", "--quiet", *constraints)
     run(*pip, *shlex.split(os.environ.get("TORCH_ARGS", "")), "torch", cwd=elsewhere, timeout_s=1800)
-    run(*pip, wheel, cwd=elsewhere)
+    run(*pip, f"{wheel}[cli]", cwd=elsewhere)
     check_installed(home, elsewhere)
     run(*pip, "--no-deps", "--force-reinstall", ROOT, cwd=elsewhere)
     check_installed(home, elsewhere)
