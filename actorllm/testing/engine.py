@@ -67,6 +67,8 @@ class ScriptedEngine(Engine):
     def __init__(self, config: EngineConfig, answers: Answers, time: RealTime | VirtualTime) -> None:
         if config.model.tokenizer is None:
             raise ConfigError("a scripted engine reads prompts as text; leave skip_tokenizer_init out")
+        if config.model.pooler is not None:
+            raise ConfigError("a scripted engine generates text and makes no vectors; leave runner='pooling' out")
         self._script = Script(answers, Tokenizer(config.model.tokenizer), config.model.eos_token_ids[0])
         self._time = time
         super().__init__(config)
