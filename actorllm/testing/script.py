@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import anyio
+
 from actorllm.errors import ConfigError
 from actorllm.text.tokenizer import Tokenizer
 
@@ -66,6 +68,8 @@ class Part:
     num_given: int = 0
     is_held: bool = True
     """A slot of the worker has the request."""
+    is_left: bool = False
+    """The request has ended, and its slot does not know it yet."""
     resumes: bool = False
     """A step was lost: the request may begin anew, and is the same."""
 
@@ -94,6 +98,8 @@ class Script:
         self._in_order: Iterator[Given] | None = iter(answers) if isinstance(answers, Sequence) else None
         self._tokenizer = tokenizer
         self._eos = eos
+        self.news = anyio.Event()
+        """A request of the step that waits has ended; the worker makes a new one for each wait."""
         self._parts: dict[tuple[tuple[int, ...], int, int], list[Part]] = {}
 
     def part(self, prompt_ids: Sequence[int], seed: int, sample_index: int, time: float, num_outputs: int) -> Part:
@@ -115,14 +121,31 @@ class Script:
         return parts[-1]
 
     def end(self, part: Part) -> None:
-        """Its request has failed."""
+        """Its request will not come again."""
         for parts in self._parts.values():
             if part in parts:
                 parts.remove(part)
 
+    def leave(self, prompt_ids: Sequence[int], seed: int, sample_index: int) -> None:
+        """A request like this has ended: no step waits for it any more."""
+        parts = [part for part in self._parts.get((tuple(prompt_ids), seed, sample_index), ()) if not part.is_left]
+        if parts:
+            part = max(parts, key=lambda part: part.is_held)
+            part.is_left = True
+            self.news.set()
+            if not part.is_held:
+                self.end(part)
+
+    def release(self, part: Part) -> None:
+        """Its slot is free."""
+        part.is_held = False
+        if part.is_left:
+            self.end(part)
+
     def lose_step(self) -> None:
         """What the latest steps have given may be asked for again, and no slot has a request any more."""
-        for parts in self._parts.values():
+        for key, parts in self._parts.items():
+            self._parts[key] = [part for part in parts if not part.is_left]
             for part in parts:
                 part.resumes, part.is_held = True, False
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import anyio
 import numpy as np
 
 from actorllm.actors.link import Link
@@ -40,6 +41,11 @@ class ScriptedRow:
     num_told: int
     """Up to this position the log-probabilities of its prompt were told."""
     rules: SamplingRules | None
+
+    @property
+    def due(self) -> float:
+        """When its next token is."""
+        return self.part.time + self.part.cost(self.next_index)
 
     def prompt_span(self, row: int, num_computed: int) -> LogprobSpan | None:
         """What is asked of the prompt's tokens that follow those computed, the last of them included."""
@@ -79,7 +85,7 @@ class BatchState:
 
     def forget_requests(self) -> None:
         for row in self._rows.values():
-            row.part.is_held = False
+            self._script.release(row.part)
         self._rows, self._decode = {}, []
 
     def check_itself(self) -> None:
@@ -102,7 +108,7 @@ class BatchState:
         """
         for slot in plan.freed.tolist():
             if (row := self._rows.pop(slot, None)) is not None:
-                row.part.is_held = False
+                self._script.release(row.part)
         self._add_new(plan)
         if plan.decode_slots is not None:
             self._decode = plan.decode_slots.tolist()
@@ -164,8 +170,7 @@ class ScriptedWorkerActor(WorkerActor):
                 link, StepFailed(step=plan.step, error="the script fails here", rows=np.array(at_fault, np.int32))
             )
             return
-        due = max((row.part.time + row.part.cost(row.next_index) for row in rows), default=started)
-        await self._time.wait_until(due)
+        due = await self._wait_for(rows, started)
         tokens = [row.part.token(row.next_index) for row in rows]
         spans += [span for number, row in enumerate(rows) if (span := row.span(number)) is not None]
         for row in rows:
@@ -182,6 +187,15 @@ class ScriptedWorkerActor(WorkerActor):
                 **columns_of(spans),
             ),
         )
+
+    async def _wait_for(self, rows: list[ScriptedRow], started: float) -> float:
+        """Wait as long as the slowest row takes; when that is left meanwhile, the slowest of the others. Returns until when."""
+        while True:
+            self._script.news = anyio.Event()
+            due = max([started, *(row.due for row in rows if not row.part.is_left)])
+            if due <= self._time.now():
+                return due
+            await self._time.wait_until(due, self._script.news, self._script)
 
     def _faults(self, rows: list[ScriptedRow]) -> list[int]:
         """The rows that fail now. Raises EngineError where the worker or the engine dies."""

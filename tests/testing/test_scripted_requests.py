@@ -199,3 +199,12 @@ def test_rules_about_tokens_do_not_change_what_the_script_has_chosen() -> None:
     params = SamplingParams(max_tokens=20, repetition_penalty=1.5, logit_bias={5: 1.0}, min_p=0.1, bad_words=["two"])
     assert llm.generate("x", params, use_tqdm=False)[0].outputs[0].text == "one two"
     llm.shutdown()
+
+
+async def test_a_request_that_was_left_delays_no_other_in_real_time() -> None:
+    answers = [ScriptedAnswer("never", first_token_s=3600.0), "second"]
+    async with ScriptedAsyncLLM(answers) as llm:
+        with anyio.move_on_after(0.05) as scope:
+            await ask(llm, "x")
+        assert scope.cancelled_caught
+        assert (await ask(llm, "y")).outputs[0].text == "second"
