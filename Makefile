@@ -40,9 +40,9 @@ test: $(STAMP)
 test-slow: $(STAMP) $(VENV)/triton-3.6
 	$(BIN)/python -m pytest -m slow $(ARGS)
 ifeq ($(strip $(ARGS)),)
-	THOROUGH=1 $(BIN)/python -m pytest -m "not slow" tests/scheduling/test_scheduler_machine.py
+	THOROUGH=1 $(BIN)/python -m pytest -m "not slow" tests/scheduling/test_scheduler_machine.py tests/kernels/test_sanitizer.py
 	$(MAKE) clients CASES=10000
-	PYTHONPATH=$(VENV)/triton-3.6:kernels $(BIN)/python -m actorllm_kernels.resources
+	PYTHONPATH=$(VENV)/triton-3.6:kernels $(BIN)/python -m actorllm_kernels.gates
 	$(MAKE) test-lowest
 endif
 

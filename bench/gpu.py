@@ -11,7 +11,7 @@ in several calls. Every call puts the results so far together as JSON (--json, d
 beside it.
 
 --write-configs puts the configurations that the searches found best into the table of the kernels (configs.json); run
-`python -m actorllm_kernels.resources --write` afterwards, and this again. --write-readme puts the measured figures into the
+`python -m actorllm_kernels.gates` afterwards, and this again. --write-readme puts the measured figures into the
 table of kernels/README.md. --cpu-check walks through everything on a CPU in tiny sizes, in Triton's interpreter: whether the
 script runs, not how fast anything is.
 """

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from actorllm_kernels.attn_combine import attn_combine
 from actorllm_kernels.attn_decode import attn_decode, division
 from actorllm_kernels.attn_prefill import attn_prefill, query_tiles, tokens_per_tile
 from actorllm_kernels.plan_decode import plan_decode
@@ -51,7 +50,7 @@ class DecodeCase:
         return f"{'x'.join(map(str, self.shape))}, batch {len(self.lens)}, context {self.lens[0]}"
 
     def calls(self) -> list[Call]:
-        """Attention and combination, one call per cache; the plan is made once per step, not per layer."""
+        """One call per cache; the plan is made once per step, not per layer."""
         heads, kv_heads, dim = self.shape
         device, count, group = self.bench.device, len(self.lens), heads // kv_heads
         programs, tile = division(device, dim, group)
@@ -60,14 +59,14 @@ class DecodeCase:
         out = torch.empty_like(q)
         ends, quota = (torch.zeros(n, dtype=I32, device=device) for n in (count + 1, 1))
         partials, lse = (torch.zeros(2 * programs, group, *extra, device=device) for extra in ((dim,), ()))
+        arrivals = torch.zeros(count * kv_heads, dtype=I32, device=device)
         plan_decode(self.caches[0].seq_lens, ends, quota, programs, kv_heads, tile=tile)
 
         def call(cache: Paged) -> None:
             attn_decode(
-                q, cache.keys, cache.values, cache.rows, cache.table, cache.seq_lens, ends, quota, out, partials, lse,
+                q, cache.keys, cache.values, cache.rows, cache.table, cache.seq_lens, ends, quota, arrivals, out, partials, lse,
                 dim**-0.5, programs=programs, tile=tile, pdl=pdl,
             )  # fmt: skip
-            attn_combine(out, partials, lse, ends, quota, kv_heads, pdl=pdl)
 
         return [partial(call, cache) for cache in self.caches]
 
@@ -145,8 +144,8 @@ def search_decode(bench: Bench) -> dict[str, Any]:
 def decode_candidates(bench: Bench) -> list[dict[str, int]]:
     """As many registers as let the programs of a multiprocessor be there at once."""
     found = bench.pick(
-        itertools.product((1, 2, 3, 4), ((64, 2, 4), (64, 3, 4), (64, 5, 4), (32, 4, 4), (64, 3, 2))),
-        [(1, (64, 3, 4)), (2, (32, 3, 4))],
+        itertools.product((1, 2, 3, 4), ((64, 5, 4), (64, 6, 4), (32, 5, 4), (32, 6, 4), (64, 5, 2))),
+        [(1, (64, 5, 4)), (2, (32, 5, 4))],
     )
     return [
         {
@@ -165,7 +164,7 @@ def search_prefill(bench: Bench) -> dict[str, Any]:
     chunks = bench.pick(([(8192, 8192)], [(2048, 16384)], [(512, 512)] * 16), ([(70, 70)],))
     candidates = [
         dict(zip(("BLOCK_M", "TILE", "num_warps", "num_stages"), one, strict=True))
-        for one in bench.pick(itertools.product((64, 128), (32, 64), (4, 8), (2, 3)), [(64, 32, 4, 2), (128, 64, 8, 2)])
+        for one in bench.pick(itertools.product((64, 128), (32, 64), (4, 8), (5, 6)), [(64, 32, 4, 5), (128, 64, 8, 5)])
     ]
     cases = [
         Case(

@@ -18,7 +18,6 @@ import torch
 
 from actorllm.model.sampler import Sampler, SamplingColumns
 from actorllm_kernels import reference
-from actorllm_kernels.attn_combine import attn_combine
 from actorllm_kernels.attn_decode import attn_decode, division
 from actorllm_kernels.attn_prefill import attn_prefill, query_tiles, tokens_per_tile
 from actorllm_kernels.edit_logits import Edits, Penalties, edit_logits
@@ -32,7 +31,7 @@ from actorllm_kernels.rmsnorm import rmsnorm
 from actorllm_kernels.sample_pick import Offers, SamplingState, sample_pick
 from actorllm_kernels.sample_topk_topp import FilterScratch, FilterState, sample_topk_topp, tile_maxima
 from actorllm_kernels.silu_mul import ACTIVATIONS, activation_mul
-from actorllm_kernels.skinny_gemm import skinny_gemm
+from actorllm_kernels.skinny_gemm import SplitScratch, skinny_gemm
 from actorllm_kernels.step_prep import step_prep
 from actorllm_kernels.top_logprobs import top_logprobs
 
@@ -282,12 +281,12 @@ def check_decode(
     out = torch.full_like(q, float("nan"))
     ends, quota = (torch.zeros(n, dtype=I32, device=device) for n in (len(lens) + 1, 1))
     partials, lse = (torch.zeros(2 * programs, q_len * group, *extra, device=device) for extra in ((dim,), ()))
+    arrivals = torch.zeros(len(lens) * kv_heads, dtype=I32, device=device)
     plan_decode(cache.seq_lens, ends, quota, programs, kv_heads, tile=tile, q_len=q_len, window=window)
     attn_decode(
-        q, cache.keys, cache.values, cache.rows, cache.table, cache.seq_lens, ends, quota, out, partials, lse, dim**-0.5,
+        q, cache.keys, cache.values, cache.rows, cache.table, cache.seq_lens, ends, quota, arrivals, out, partials, lse, dim**-0.5,
         window=window, softcap=softcap, sinks=sinks, programs=programs, tile=tile,
     )  # fmt: skip
-    attn_combine(out, partials, lse, ends, quota, kv_heads, sinks=sinks)
     worst = 0.0
     for i, n in enumerate(lens):
         tokens = slice(i * q_len, (i + 1) * q_len)
@@ -339,14 +338,14 @@ def check_gemm(rows: int, outputs: int, inputs: int, what: str, bench: Bench) ->
     num_rows = outputs * (2 if activation else 1)
     weight = bf16(num_rows, inputs, device=device, scale=inputs**-0.5)
     given = {
-        "norm": (1 + bf16(inputs, device=device) / 4).to(torch.bfloat16),
+        "norm": 1 + bf16(inputs, device=device).float() / 4,
         "bias": bf16(num_rows, device=device),
         "residual": y,
     }
     given = {name: tensor for name, tensor in given.items() if name in parts}
     fused = {name: wide(tensor) for name, tensor in given.items()}
     expected = reference.fused_linear(wide(x), wide(weight), **fused, activation=activation)
-    skinny_gemm(x, weight, y, **given, activation=activation)
+    skinny_gemm(x, weight, y, **given, activation=activation, scratch=SplitScratch.empty(device))
     return off(y, expected)
 
 

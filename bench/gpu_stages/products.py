@@ -15,7 +15,7 @@ import torch
 
 from actorllm.model.cuda import ops
 from actorllm_kernels.configs import trying
-from actorllm_kernels.skinny_gemm import shape_class
+from actorllm_kernels.skinny_gemm import SplitScratch, shape_class
 
 from .clock import Bench, Call
 from .inputs import bf16
@@ -43,8 +43,9 @@ class Product:
         self.num_bytes = 2 * outputs * inputs
         copies = bench.pick(max(2, -(-CACHE_BYTES // self.num_bytes)), 1)
         self.weights = [bf16(outputs, inputs, device=device, scale=inputs**-0.5) for _ in range(copies)]
-        self.norm = bf16(inputs, device=device)
+        self.norm = bf16(inputs, device=device).float()
         self.bias = bf16(outputs, device=device) if shape.has_bias and name == "qkv" else None
+        self.scratch = SplitScratch.empty(device)
         self.device, self.pdl = device, bench.pdl
 
     @property
@@ -74,6 +75,7 @@ class Product:
                 bias=self.bias,
                 residual=y if self.has_residual else None,
                 activation="silu" if self.is_gated else "",
+                scratch=self.scratch,
                 pdl=self.pdl,
             )
 

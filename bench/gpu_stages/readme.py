@@ -26,9 +26,8 @@ FIGURES: dict[str, tuple[Figure, str]] = {
     "plan_decode.py": _small("plan_decode", "256 rows", "us"),
     "attn_decode.py": (
         Figure("decode", "decode", SHARE, {"heads": "32x8x128", "batch": 32, "context": "uniform 4096"}),
-        "batch 32, context 4096, with attn_combine",
+        "batch 32, context 4096",
     ),
-    "attn_combine.py": _small("attn_combine", "32 rows of 1024", "us"),
     "attn_prefill.py": (
         Figure("prefill", "prefill", "share of the matmul ceiling", PROMPT),
         "8192 tokens, of the matmul ceiling",

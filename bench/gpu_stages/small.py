@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from actorllm_kernels.attn_combine import attn_combine
-from actorllm_kernels.attn_decode import attn_decode, division
+from actorllm_kernels.attn_decode import division
 from actorllm_kernels.edit_logits import Edits, Penalties, edit_logits
 from actorllm_kernels.embed import embed
 from actorllm_kernels.kv_clear import kv_clear
@@ -29,7 +28,7 @@ from actorllm_kernels.step_prep import step_prep
 from actorllm_kernels.top_logprobs import top_logprobs
 
 from .clock import Bench, Call
-from .inputs import I32, Paged, bf16, state_table
+from .inputs import I32, bf16, state_table
 from .search import Case, choose, measure, result
 
 COLD_BYTES = 200 * 2**20
@@ -54,7 +53,6 @@ def run(bench: Bench, bandwidth: float) -> dict[str, Any]:
         _rmsnorm,
         _qknorm,
         _plan,
-        _combine,
         _activation,
         _sampling,
         _logits,
@@ -150,25 +148,6 @@ def _plan(bench: Bench) -> Iterator[Small]:
     programs, tile = division(bench.device, 128, 4)
     call = partial(plan_decode, lens, ends, quota, programs, 8, tile=tile, pdl=bench.pdl)
     yield Small("plan_decode", f"{rows} rows", [call])
-
-
-def _combine(bench: Bench) -> Iterator[Small]:
-    device = bench.device
-    (heads, kv_heads, dim), rows, length = bench.pick(((32, 8, 128), 32, 1024), ((4, 2, 32), 2, 130))
-    programs, tile = division(device, dim, heads // kv_heads)
-    programs = bench.pick(programs, 3)
-    cache = Paged.make([length] * rows, kv_heads, dim, PAGE, device)
-    q = bf16(rows, heads, dim, device=device)
-    out = torch.empty_like(q)
-    ends, quota = (torch.zeros(n, dtype=I32, device=device) for n in (rows + 1, 1))
-    partials, lse = (torch.zeros(2 * programs, heads // kv_heads, *more, device=device) for more in ((dim,), ()))
-    plan_decode(cache.seq_lens, ends, quota, programs, kv_heads, tile=tile)
-    attn_decode(
-        q, cache.keys, cache.values, cache.rows, cache.table, cache.seq_lens, ends, quota, out, partials, lse, dim**-0.5,
-        programs=programs, tile=tile,
-    )  # fmt: skip
-    call = partial(attn_combine, out, partials, lse, ends, quota, kv_heads, pdl=bench.pdl)
-    yield Small("attn_combine", f"{rows} rows of {length}", [call])
 
 
 def _activation(bench: Bench) -> Iterator[Small]:

@@ -87,7 +87,8 @@ def write_configs(results: dict[str, dict[str, Any]], file: Path = TABLE, archit
     for kernel, by_class in found(results).items():
         entries = table[kernel]
         for shape_class, config in by_class.items():
-            base = entries.get(architecture, {}).get(shape_class) or entries.get("*", {}).get(shape_class)
+            parts = (architecture, configs.REFINES.get(architecture, "*"), "*")
+            base = next((entries[part][shape_class] for part in parts if shape_class in entries.get(part, {})), None)
             if base is None:
                 raise ValueError(
                     f"{file.name} has no entry of {kernel} for {architecture}, shape class {shape_class!r}"

@@ -96,7 +96,6 @@ TARGETS = (
     ),
     _small("step_prep", "256 rows", "us", at_most=3),
     _small("plan_decode", "256 rows", "us", at_most=3),
-    _small("attn_combine", "32 rows of 1024", "us", at_most=3),
     _small("sample_topk_topp", "32 x 151936", "us", at_most=25),
     _small("rmsnorm", "8192 x 4096", SHARE, at_least=0.85),
     _small("qknorm_rope_kv", "8192 x 32x8x128", SHARE, at_least=0.8),

@@ -3,7 +3,8 @@
 A fixed number of programs share the key tiles of all sequences and heads as `plan_decode` has divided them. Every length is
 read from the device, so that one graph serves all lengths. A program walks its tiles. What it finds of a sequence may be the whole
 of it, which it writes to the output. Or it is a part, which it writes to `partials` together with the logsumexp of its scores.
-`attn_combine` merges the parts. A program has at most two: one that began before it, one that goes on after it.
+A program has at most two: one that began before it, one that goes on after it. The program whose part of a sequence and head is
+the last to arrive merges all of them, in their order. So the result does not depend on which one that is.
 
 All heads of a group and all new tokens of a sequence are rows of one tile of queries. So keys and values are read once. A tile of
 keys lies within one block of the cache, so that it is one contiguous piece of memory. Its block id is one number, and nothing is
@@ -31,6 +32,10 @@ MAX_Q_LEN = 4
 """Tokens per sequence; more are the business of `attn_prefill`."""
 
 
+MERGED_AT_ONCE = 2048
+"""Numbers of parts, so that they fit into registers beside what is merged."""
+
+
 @triton.jit
 def capped(scores, SOFTCAP: tl.constexpr):
     """SOFTCAP * tanh(scores / SOFTCAP), for scores in units of log2(e); 0: the scores."""
@@ -38,6 +43,69 @@ def capped(scores, SOFTCAP: tl.constexpr):
         # tanh(z) = 1 - 2 / (exp(2 * z) + 1), and exp2 of a score in units of log2(e) is exp of the score
         scores = (SOFTCAP * LOG2_E) * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / SOFTCAP)) + 1.0))
     return scores
+
+
+@triton.jit
+def merge_parts(
+    out_ptr,
+    partials_ptr,
+    partial_lse_ptr,
+    weight_sinks_ptr,
+    head,
+    q_first,
+    begin,
+    end,
+    quota,
+    NUM_Q: tl.constexpr,
+    GROUP: tl.constexpr,
+    Q_LEN: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """What several programs found of one sequence and head, weighted by their logsumexps. begin, end: its tiles, of all heads.
+
+    Parts are not read from the cache of this multiprocessor, which may have what was there before.
+    """
+    d = tl.arange(0, DIM_BLOCK)
+    in_head = d < DIM
+    first = begin // quota
+    last = (end - 1) // quota
+    for row in range(0, Q_LEN * GROUP, QUERIES):  # few at a time, so that they fit into registers
+        r = row + tl.arange(0, QUERIES)
+        is_row = r < Q_LEN * GROUP
+        if HAS_SINKS:
+            sink = tl.load(weight_sinks_ptr + head * GROUP + r % GROUP, mask=is_row, other=0.0)
+            highest = sink.to(tl.float32) * LOG2_E
+            total = tl.full([QUERIES], 1.0, tl.float32)
+        else:
+            highest = tl.full([QUERIES], LOWEST, tl.float32)
+            total = tl.zeros([QUERIES], tl.float32)
+        acc = tl.zeros([QUERIES, DIM_BLOCK], tl.float32)
+        for start in range(first, last + 1, PARTS):
+            program = start + tl.arange(0, PARTS)
+            is_part = (program <= last)[:, None] & is_row[None, :]
+            # a program's second part is the one that it did not begin with
+            part = program * 2 + ((program == first) & (begin > program * quota)).to(tl.int32)
+            at = (part * (Q_LEN * GROUP))[:, None] + r[None, :]  # [PARTS, QUERIES]
+            lse = tl.load(partial_lse_ptr + at, mask=is_part, other=LOWEST, cache_modifier=".cg")
+            y = tl.load(
+                partials_ptr + at[:, :, None] * DIM + d[None, None, :],
+                mask=is_part[:, :, None] & in_head[None, None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            higher = tl.maximum(highest, tl.max(lse, 0))
+            shrink = tl.exp2(highest - higher)
+            weight = tl.where(lse > LOWEST, tl.exp2(lse - higher[None, :]), 0.0)
+            acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * y, 0)
+            total = total * shrink + tl.sum(weight, 0)
+            highest = higher
+        y = acc / tl.where(total > 0, total, 1.0)[:, None]
+        inside = ((r // GROUP) * NUM_Q + r % GROUP)[:, None] * DIM + d[None, :]
+        tl.store(out_ptr + q_first + inside, y.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & in_head[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -50,6 +118,7 @@ def attn_decode_kernel(
     seq_lens_ptr,
     ends_ptr,
     quota_ptr,
+    arrivals_ptr,
     weight_sinks_ptr,
     out_ptr,
     partials_ptr,
@@ -68,6 +137,8 @@ def attn_decode_kernel(
     TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    PARTS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -86,6 +157,16 @@ def attn_decode_kernel(
     quota = tl.load(quota_ptr)
     low = program * quota
     high = tl.minimum(low + quota, tiles_per_head * NUM_KV)
+
+    # Padding rows have no tiles. Their output is 0.
+    width = tl.arange(0, 1024)
+    for i in range(program, num_rows, tl.num_programs(0)):
+        if tl.load(ends_ptr + i) == tl.load(ends_ptr + i + 1):
+            for start in range(0, Q_LEN * NUM_Q * DIM, 1024):
+                column = start + width
+                zero = tl.zeros([1024], tl.float32).to(out_ptr.dtype.element_ty)
+                is_there = column < Q_LEN * NUM_Q * DIM
+                tl.store(out_ptr + i * (Q_LEN * NUM_Q * DIM) + column, zero, mask=is_there)
 
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, DIM_BLOCK)
@@ -168,6 +249,17 @@ def attn_decode_kernel(
             tl.store(partials_ptr + p_at[:, None] * DIM + d[None, :], y, mask=is_row[:, None] & in_head[None, :])
             lse = tl.where(total > 0, highest + tl.log2(tl.where(total > 0, total, 1.0)), LOWEST)
             tl.store(partial_lse_ptr + p_at, lse, mask=is_row)
+            tl.debug_barrier()  # all threads have stored before one of them counts
+            here = arrivals_ptr + i * NUM_KV + head
+            of_begin = head * tiles_per_head + begin
+            of_end = head * tiles_per_head + end
+            arrived = tl.atomic_add(here, 1, sem="acq_rel")
+            if arrived == (of_end - 1) // quota - of_begin // quota:
+                tl.store(here, 0)  # as the next launch must find it
+                merge_parts(
+                    out_ptr, partials_ptr, partial_lse_ptr, weight_sinks_ptr, head, q_first, of_begin, of_end, quota,
+                    NUM_Q, GROUP, Q_LEN, DIM, DIM_BLOCK, QUERIES, PARTS, HAS_SINKS,
+                )  # fmt: skip
         at += count
 
 
@@ -186,6 +278,11 @@ def division(device: torch.device, head_dim: int, q_rows: int = 16) -> Division:
     return Division(num_multiprocessors(device) * config["PER_SM"], config["TILE"])
 
 
+def per_sm(device: torch.device, head_dim: int, q_rows: int) -> int:
+    """How many programs of a multiprocessor are meant to be there at once; arguments as of `division`."""
+    return lookup("attn_decode", shape_class(head_dim, q_rows), device)["PER_SM"]
+
+
 def shape_class(head_dim: int, q_rows: int) -> str:
     """Of the configuration table: the block of the head size, and "-wide" for more than 16 rows of queries."""
     return f"d{triton.next_power_of_2(head_dim)}" + ("-wide" if q_rows > 16 else "")
@@ -200,6 +297,7 @@ def attn_decode(
     seq_lens: torch.Tensor,
     ends: torch.Tensor,
     quota: torch.Tensor,
+    arrivals: torch.Tensor,
     out: torch.Tensor,
     partials: torch.Tensor,
     partial_lse: torch.Tensor,
@@ -212,12 +310,13 @@ def attn_decode(
     tile: int,
     pdl: bool = False,
 ) -> None:
-    """Writes out where a sequence was not divided, else partials; `attn_combine` must follow.
+    """Writes out; rows of padding are 0.
 
     q, out: [num_rows * q_len, num_heads, head_dim], q_len from 1 to 4 the same for all rows. keys, values: [num_blocks,
     num_kv_heads, block_size, head_dim] (see `qknorm_rope_kv`). table: int32 [num_slots, max_blocks], of which row i of the
     batch uses row rows[i]. seq_lens: int32 [num_rows] with the new tokens, 0 for padding. ends, quota: from `plan_decode`
-    with the same window, programs and tile (see `division`). partials: float32 [2 * programs, q_len * num_heads /
+    with the same window, programs and tile (see `division`). arrivals: int32 [num_rows * num_kv_heads], 0 between launches.
+    partials: float32 [2 * programs, q_len * num_heads /
     num_kv_heads, head_dim]; partial_lse: without the last dimension. sinks: [num_heads] logits that take a share of the
     softmax and add nothing.
     """
@@ -234,6 +333,7 @@ def attn_decode(
     config["TILE"] = tile
     if page % tile:
         raise ValueError(f"block_size={page} is no multiple of the tile of {tile} keys")
+    queries, dim_block = min(4, triton.next_power_of_2(q_len * group)), triton.next_power_of_2(dim)
     attn_decode_kernel[(programs,)](
         q,
         keys,
@@ -243,6 +343,7 @@ def attn_decode(
         seq_lens,
         ends,
         quota,
+        arrivals,
         q if sinks is None else sinks,
         out,
         partials,
@@ -256,10 +357,12 @@ def attn_decode(
         GROUP=group,
         Q_LEN=q_len,
         DIM=dim,
-        DIM_BLOCK=triton.next_power_of_2(dim),
+        DIM_BLOCK=dim_block,
         PAGE=page,
         BLOCK_M=max(16, triton.next_power_of_2(q_len * group)),
         ROWS=max(16, triton.next_power_of_2(num_rows)),
+        QUERIES=queries,
+        PARTS=max(1, min(8, MERGED_AT_ONCE // (queries * dim_block))),
         WINDOW=window,
         SOFTCAP=softcap,
         HAS_SINKS=sinks is not None,

@@ -53,7 +53,7 @@ def lm_head_sample_kernel(
     is_n = n < VOCAB
     is_m = m < num_rows
     if PREFETCH:
-        prefetch_rows(weight_ptr, n, is_n, K, 256)
+        prefetch_rows(weight_ptr, n, is_n, 0, K, K, 256)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -30,10 +30,10 @@ def rmsnorm_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + row * STRIDE + columns, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * SIZE + columns, mask=mask, other=0.0)

@@ -1,4 +1,4 @@
-"""Launches that stand for those of the worker, by name, as calls on meta tensors (see `resources`).
+"""Launches that stand for those of the worker, by name, as calls on meta tensors (see `gates`).
 
 Every entry of the table of configurations is in at least one of them. So are all ways to launch a kernel: with and without
 each fused part, as a dependent or not, by blocks of rows. Shapes are those of the five models of bench/gpu.py, and of the head
@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 
-from actorllm_kernels.attn_combine import attn_combine
 from actorllm_kernels.attn_decode import attn_decode, division
 from actorllm_kernels.attn_prefill import attn_prefill
 from actorllm_kernels.edit_logits import Edits, Penalties, edit_logits
@@ -26,7 +25,7 @@ from actorllm_kernels.rmsnorm import rmsnorm
 from actorllm_kernels.sample_pick import Offers, SamplingState, sample_pick
 from actorllm_kernels.sample_topk_topp import FilterScratch, FilterState, draw_tiles, find_cutoffs, tile_maxima
 from actorllm_kernels.silu_mul import activation_mul
-from actorllm_kernels.skinny_gemm import skinny_gemm
+from actorllm_kernels.skinny_gemm import SplitScratch, skinny_gemm
 from actorllm_kernels.step_prep import step_prep
 from actorllm_kernels.top_logprobs import launch_ranks, launch_top_logprobs
 
@@ -43,7 +42,7 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def _rmsnorm(size: int, has_residual: bool, pdl: bool) -> None:
     x, residual = _meta(32, size), _meta(32, size) if has_residual else None
-    rmsnorm(x, _meta(size), 1e-6, x, residual, pdl=pdl)
+    rmsnorm(x, _meta(size, dtype=F32), 1e-6, x, residual, pdl=pdl)
 
 
 for size in (1024, 1536, 2048, 4096):
@@ -107,16 +106,12 @@ def _attn_decode(
     window: int = 0,
     softcap: float = 0.0,
     has_sinks: bool = False,
-    combine: bool = False,
 ) -> None:
     q, cache = _meta(num_rows * q_len, num_heads, dim), _meta(100, 2, num_kv_heads, PAGE, dim)
     partials = _meta(2000, q_len * num_heads // num_kv_heads, dim, dtype=F32)
     rows, ends, quota = _meta(num_rows, dtype=I32), _meta(num_rows + 1, dtype=I32), _meta(1, dtype=I32)
     programs, tile = division(q.device, dim, q_len * num_heads // num_kv_heads)
     sinks = _meta(num_heads) if has_sinks else None
-    if combine:
-        attn_combine(q, partials, partials[..., 0], ends, quota, num_kv_heads, sinks=sinks, pdl=True)
-        return
     attn_decode(
         q,
         cache[:, 0],
@@ -126,6 +121,7 @@ def _attn_decode(
         rows,
         ends,
         quota,
+        _meta(num_rows * num_kv_heads, dtype=I32),
         q,
         partials,
         partials[..., 0],
@@ -156,8 +152,6 @@ SHIPPED["attn_decode-32-28x4x128-q4-pdl"] = partial(_attn_decode, 32, 28, 4, 128
 SHIPPED["attn_decode-256-32x8x128-window-pdl"] = partial(_attn_decode, 256, 32, 8, 128, 1, 4096)
 SHIPPED["attn_decode-256-8x4x256-window-softcap-pdl"] = partial(_attn_decode, 256, 8, 4, 256, 1, 4096, 50.0)
 SHIPPED["attn_decode-256-64x8x64-window-sinks-pdl"] = partial(_attn_decode, 256, 64, 8, 64, 1, 128, 0.0, True)
-SHIPPED["attn_combine-32x8x128-pdl"] = partial(_attn_decode, 256, 32, 8, 128, combine=True)
-SHIPPED["attn_combine-64x8x64-sinks-pdl"] = partial(_attn_decode, 256, 64, 8, 64, has_sinks=True, combine=True)
 
 
 def _attn_prefill(
@@ -202,10 +196,11 @@ def _skinny_gemm(num_rows: int, num_outputs: int, num_inputs: int, what: str) ->
         x,
         _meta(2 * num_outputs if "gated" in what else num_outputs, num_inputs),
         y,
-        norm=_meta(num_inputs) if "norm" in what else None,
+        norm=_meta(num_inputs, dtype=F32) if "norm" in what else None,
         bias=_meta(num_outputs) if "bias" in what else None,
         residual=y if "residual" in what else None,
         activation="silu" if "gated" in what else "",
+        scratch=SplitScratch.empty(x.device),
         pdl=True,
     )
 
@@ -238,7 +233,7 @@ def _state() -> SamplingState:
 def _lm_head_sample(num_rows: int, vocab_size: int, size: int) -> None:
     offers = Offers.empty(num_rows, vocab_size, torch.device("meta"))
     x, rows = _meta(num_rows, size), _meta(num_rows, dtype=I32)
-    lm_head_sample(x, _meta(vocab_size, size), rows, _state(), offers, norm=_meta(size), pdl=True)
+    lm_head_sample(x, _meta(vocab_size, size), rows, _state(), offers, norm=_meta(size, dtype=F32), pdl=True)
 
 
 def _sample_pick(num_rows: int, vocab_size: int, pdl: bool) -> None:

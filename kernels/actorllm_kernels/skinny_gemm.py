@@ -7,6 +7,10 @@ have. Narrow ones are cut into more and smaller tiles, so that there are program
 short side costs nothing. The norm needs no pass of its own: the sum of squares is gathered in the loop, and
 scales the result.
 
+A product with fewer tiles than the GPU has multiprocessors is split along K as well, so that all of them read the weight. The
+programs of a tile leave their sums in `SplitScratch`. The last of them to arrive adds these up, in the order of K, and
+does the rest. So the result does not depend on which one that is.
+
 As a dependent launch, a program asks for its weights before it waits for the kernel in front of it. They are constant, and
 the memory would be idle otherwise.
 
@@ -15,26 +19,71 @@ the memory would be idle otherwise.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from actorllm_kernels.configs import Config, dependent, lookup
+from actorllm_kernels.configs import Config, dependent, lookup, num_multiprocessors, table
 from actorllm_kernels.silu_mul import ACTIVATIONS, activate
+
+MAX_ROWS = 64
+"""Of x, in one launch."""
 
 
 @triton.jit
-def prefetch_rows(weight_ptr, row, is_row, K: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Asks for these rows of a 16-bit weight [.., K] in the second-level cache, a line of 128 bytes at a time."""
+def prefetch_rows(weight_ptr, row, is_row, first, last, K: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Asks for columns first..last-1 of these rows of a 16-bit weight [.., K] in the second-level cache, by lines of 128 bytes."""
     LINES: tl.constexpr = 16
     line = tl.arange(0, LINES) * 64
-    for start in range(0, K, LINES * 64):
+    for start in range(first, last, LINES * 64):
         column = tl.minimum(start + line, K - 1)
         at = weight_ptr + tl.where(is_row, row, 0).to(tl.int64)[:, None] * K + column[None, :]
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1];\nmov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def finish(
+    acc,
+    acc_up,
+    squares,
+    n,
+    m,
+    is_n,
+    is_m,
+    bias_ptr,
+    residual_ptr,
+    y_ptr,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """From the sums of a tile [BLOCK_N, BLOCK_M] to its part of y."""
+    IS_GATED: tl.constexpr = ACTIVATION != ""
+    if HAS_NORM:
+        scale = 1.0 / tl.sqrt(squares / K + eps)
+        acc *= scale[None, :]
+        acc_up *= scale[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + n, mask=is_n, other=0.0).to(tl.float32)[:, None]
+        if IS_GATED:
+            acc_up += tl.load(bias_ptr + N + n, mask=is_n, other=0.0).to(tl.float32)[:, None]
+    if IS_GATED:
+        acc = activate(acc, ACTIVATION) * acc_up
+    y = tl.trans(acc)  # [BLOCK_M, BLOCK_N]
+    at = m[:, None] * N + n[None, :]
+    mask = is_m[:, None] & is_n[None, :]
+    if HAS_RESIDUAL:
+        y += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -45,6 +94,8 @@ def skinny_gemm_kernel(
     bias_ptr,
     residual_ptr,
     y_ptr,
+    partials_ptr,
+    counters_ptr,
     num_rows,
     eps,
     N: tl.constexpr,
@@ -52,6 +103,7 @@ def skinny_gemm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -67,10 +119,14 @@ def skinny_gemm_kernel(
     k = tl.arange(0, BLOCK_K)
     is_n = n < N
     is_m = m < num_rows
+    # The share of K that this program has: whole steps of the loop.
+    SHARE: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K
+    first = tl.program_id(1) * SHARE
+    last = tl.minimum(first + SHARE, K)
     if PREFETCH:
-        prefetch_rows(weight_ptr, n, is_n, K, BLOCK_N)
+        prefetch_rows(weight_ptr, n, is_n, first, last, K, BLOCK_N)
         if IS_GATED:
-            prefetch_rows(weight_ptr, n + N, is_n, K, BLOCK_N)
+            prefetch_rows(weight_ptr, n + N, is_n, first, last, K, BLOCK_N)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -80,7 +136,7 @@ def skinny_gemm_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     squares = tl.zeros([BLOCK_M], tl.float32)
-    for start in range(0, K, BLOCK_K):
+    for start in range(first, last, BLOCK_K):
         column = start + k
         x_mask = is_m[None, :] if EVEN_K else is_m[None, :] & (column < K)[:, None]
         x = tl.load(x_ptr + m[None, :] * K + column[:, None], mask=x_mask, other=0.0)  # [BLOCK_K, BLOCK_M]
@@ -109,22 +165,66 @@ def skinny_gemm_kernel(
                 w = w.to(tl.float32)
             acc_up = tl.dot(w, x, acc_up, input_precision="ieee")
 
-    if HAS_NORM:
-        scale = 1.0 / tl.sqrt(squares / K + eps)
-        acc *= scale[None, :]
-        acc_up *= scale[None, :]
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + n, mask=is_n, other=0.0).to(tl.float32)[:, None]
+    if SPLIT > 1:
+        # A part: the sums of a tile, those of the other factor behind them, and the squares.
+        TILE: tl.constexpr = BLOCK_N * BLOCK_M
+        PART: tl.constexpr = (TILE * 2 if IS_GATED else TILE) + BLOCK_M
+        inside = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
+        parts = partials_ptr + tl.program_id(0) * (SPLIT * PART)
+        mine = parts + tl.program_id(1) * PART
+        tl.store(mine + inside, acc)
         if IS_GATED:
-            acc_up += tl.load(bias_ptr + N + n, mask=is_n, other=0.0).to(tl.float32)[:, None]
-    if IS_GATED:
-        acc = activate(acc, ACTIVATION) * acc_up
-    y = tl.trans(acc)  # [BLOCK_M, BLOCK_N]
-    at = m[:, None] * N + n[None, :]
-    mask = is_m[:, None] & is_n[None, :]
-    if HAS_RESIDUAL:
-        y += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+            tl.store(mine + TILE + inside, acc_up)
+        if HAS_NORM:
+            tl.store(mine + (PART - BLOCK_M) + m, squares)
+        tl.debug_barrier()  # all threads have stored before one of them counts
+        arrived = tl.atomic_add(counters_ptr + tl.program_id(0), 1, sem="acq_rel")
+        if arrived == SPLIT - 1:
+            tl.store(counters_ptr + tl.program_id(0), 0)  # as the next launch must find it
+            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            squares = tl.zeros([BLOCK_M], tl.float32)
+            for i in range(SPLIT):  # not from the cache of this multiprocessor, which may have what was there before
+                acc += tl.load(parts + i * PART + inside, cache_modifier=".cg")
+                if IS_GATED:
+                    acc_up += tl.load(parts + i * PART + TILE + inside, cache_modifier=".cg")
+                if HAS_NORM:
+                    squares += tl.load(parts + i * PART + (PART - BLOCK_M) + m, cache_modifier=".cg")
+            finish(
+                acc, acc_up, squares, n, m, is_n, is_m, bias_ptr, residual_ptr, y_ptr, eps,
+                N, K, HAS_NORM, HAS_BIAS, HAS_RESIDUAL, ACTIVATION,
+            )  # fmt: skip
+    else:
+        finish(
+            acc, acc_up, squares, n, m, is_n, is_m, bias_ptr, residual_ptr, y_ptr, eps,
+            N, K, HAS_NORM, HAS_BIAS, HAS_RESIDUAL, ACTIVATION,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SplitScratch:
+    """What the programs of a split product leave for the last of them. Launches one after the other share one.
+
+    Whatever way a launch ended, but for a failure of the GPU, its counters are 0 again.
+    """
+
+    partials: torch.Tensor
+    """float32 [any]."""
+    counters: torch.Tensor
+    """int32 [num_tiles], 0 between launches."""
+
+    @classmethod
+    def empty(cls, device: torch.device) -> SplitScratch:
+        """For every product on this device: split ones have fewer tiles than it has multiprocessors."""
+        most = num_multiprocessors(device)
+        widest = max(
+            config["BLOCK_N"] for of in table()["skinny_gemm"].values() for config in of.values() if "BLOCK_N" in config
+        )
+        part = (2 * widest + 1) * MAX_ROWS
+        return cls(
+            torch.empty(2 * most * part, dtype=torch.float32, device=device),
+            torch.zeros(most, dtype=torch.int32, device=device),
+        )
 
 
 def shape_class(num_outputs: int, is_gated: bool) -> str:
@@ -152,6 +252,8 @@ def skinny_gemm(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     activation: str = "",
+    scratch: SplitScratch | None = None,
+    split: int | None = None,
     pdl: bool = False,
 ) -> None:
     """y = rmsnorm(x) @ weight.T + bias + residual, each part of it optional.
@@ -159,29 +261,39 @@ def skinny_gemm(
     x: [num_rows, in_features], at most 64 rows; weight: [out_features, in_features]; y, residual: [num_rows, out_features],
     y may be the residual. norm: weight of the norm [in_features]. activation: one of `silu_mul.ACTIVATIONS`; then weight and
     bias have the gate's out_features first, those of the other factor behind them, and y is their gated product.
+    scratch: without it nothing is split. split: into so many parts, for tests; None: as many as fill the GPU.
     """
     num_rows, in_features = x.shape
     out_features = y.shape[1]
-    if num_rows > 64:
-        raise ValueError(f"{num_rows} rows are too many for skinny_gemm, which takes 64")
+    if num_rows > MAX_ROWS:
+        raise ValueError(f"{num_rows} rows are too many for skinny_gemm, which takes {MAX_ROWS}")
     if activation and activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is none of {', '.join(ACTIVATIONS)}")
     config = _config(out_features, bool(activation), x.device)
     del config["MAX_ROWS"]
     launch = dependent(pdl, x.device)
     prefetches = bool(config.pop("PREFETCH", 1)) and launch["PDL"] and x.element_size() == 2
-    skinny_gemm_kernel[(triton.cdiv(out_features, config["BLOCK_N"]),)](
+    num_tiles = triton.cdiv(out_features, config["BLOCK_N"])
+    if scratch is None:
+        split = 1
+    elif split is None:
+        most = triton.cdiv(in_features, config["BLOCK_K"])
+        split = min(triton.cdiv(num_multiprocessors(x.device), num_tiles), most)
+    skinny_gemm_kernel[(num_tiles, split)](
         x,
         weight,
         x if norm is None else norm,
         x if bias is None else bias,
         x if residual is None else residual,
         y,
+        x if scratch is None else scratch.partials,
+        x if scratch is None else scratch.counters,
         num_rows,
         eps,
         N=out_features,
         K=in_features,
         BLOCK_M=max(16, triton.next_power_of_2(num_rows)),
+        SPLIT=split,
         HAS_NORM=norm is not None,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,

@@ -26,9 +26,11 @@ def run(
     has_sinks: bool = False,
     block_m: int = BLOCK_M,
     by_tma: bool = False,
+    page: int = PAGE,
+    tile: int = TILE,
 ) -> None:
     counts, seq_lens = (np.array(column, np.int32) for column in zip(*chunks, strict=True))
-    cache = Paged.make(seq_lens.tolist(), num_kv_heads, dim, PAGE, dtype)
+    cache = Paged.make(seq_lens.tolist(), num_kv_heads, dim, page, dtype)
     num_heads, scale = group * num_kv_heads, dim**-0.5
     q = 2 * torch.randn(int(counts.sum()), num_heads, dim).to(dtype)
     sinks = torch.randn(num_heads) if has_sinks else None
@@ -49,7 +51,7 @@ def run(
         softcap=softcap,
         sinks=sinks,
         block_m=block_m,
-        tile=TILE,
+        tile=tile,
     )
     for i in range(len(chunks)):
         tokens = slice(starts[i], starts[i + 1])

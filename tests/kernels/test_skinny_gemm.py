@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from triton.runtime.interpreter import interpreter_builder
 
 from actorllm_kernels import reference
-from actorllm_kernels.skinny_gemm import is_skinny, skinny_gemm
+from actorllm_kernels.skinny_gemm import SplitScratch, is_skinny, skinny_gemm
 from tests.kernels.closeness import DTYPES, assert_close
 
 CPU = torch.device("cpu")
@@ -17,7 +18,9 @@ def run(
     what: str = "",
     activation: str = "",
     dtype: torch.dtype = DTYPES[0],
-) -> None:
+    scratch: SplitScratch | None = None,
+    split: int | None = None,
+) -> torch.Tensor:
     outputs = 2 * num_outputs if activation else num_outputs
     x, weight = (
         torch.randn(num_rows, num_inputs).to(dtype),
@@ -32,8 +35,9 @@ def run(
     wide = {name: tensor.double() for name, tensor in given.items()}
     expected = reference.fused_linear(x.double(), weight.double(), activation=activation, **wide)
     y = given.get("residual", torch.full((num_rows, num_outputs), torch.nan, dtype=dtype))
-    skinny_gemm(x, weight, y, activation=activation, **given)
+    skinny_gemm(x, weight, y, activation=activation, scratch=scratch, split=split, **given)
     assert_close(y, expected)
+    return y
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -53,6 +57,33 @@ def test_shapes(num_rows: int, num_outputs: int, num_inputs: int) -> None:
 @pytest.mark.parametrize(("num_outputs", "activation"), [(2100, ""), (8200, ""), (2050, "gelu_tanh")])
 def test_every_width_of_the_table(num_outputs: int, activation: str) -> None:
     run(2, num_outputs, 128, "norm residual", activation)
+
+
+@pytest.mark.parametrize("split", [2, 3, 5])
+@pytest.mark.parametrize(("what", "activation"), [("residual", ""), ("norm bias", ""), ("norm", "silu")])
+def test_parts_of_k_are_added_up_and_the_scratch_is_left_as_it_was(what: str, activation: str, split: int) -> None:
+    """K is 5 steps of the loop and a piece; the scratch is used again, and what was in it does not count."""
+    scratch = SplitScratch.empty(CPU)
+    scratch.partials.fill_(torch.nan)
+    for num_rows in (5, 17):
+        run(num_rows, 40, 680, what, activation, scratch=scratch, split=split)
+        assert not scratch.counters.any()
+
+
+def test_the_sum_does_not_depend_on_the_program_that_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The programs of the interpreter run one after the other, here once in the opposite order."""
+    scratch = SplitScratch.empty(CPU)
+    torch.manual_seed(3)
+    expected = run(5, 40, 680, "norm residual", scratch=scratch, split=3)
+    number = interpreter_builder.set_grid_idx
+
+    def backwards(x: int, y: int, z: int) -> None:
+        columns, rows, layers = interpreter_builder.grid_dim
+        number(columns - 1 - x, rows - 1 - y, layers - 1 - z)
+
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", backwards)
+    torch.manual_seed(3)
+    assert torch.equal(run(5, 40, 680, "norm residual", scratch=scratch, split=3), expected)
 
 
 def test_the_table_decides_up_to_how_many_rows() -> None:

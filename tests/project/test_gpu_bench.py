@@ -22,6 +22,7 @@ from actorllm.model.cuda.decoder import Activations, ResidualStream
 from actorllm.model.cuda.linear import DeviceDense
 from actorllm_kernels import reference
 from actorllm_kernels.configs import trying
+from actorllm_kernels.skinny_gemm import SplitScratch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
@@ -300,7 +301,7 @@ def test_the_other_way_of_a_product_is_what_the_decoder_launches(bench: Bench) -
     norm = torch.ones(shape.hidden, dtype=torch.bfloat16)
     for max_rows, way in ((64, 0), (0, 1)):
         with trying("skinny_gemm", MAX_ROWS=max_rows):
-            stream = ResidualStream(a, 1e-6, False, Collectives())
+            stream = ResidualStream(a, 1e-6, False, Collectives(), SplitScratch.empty(torch.device("cpu")))
             stream.add_product(a.out.view(rows, -1), weight["o"])
 
             def launch(stream: ResidualStream = stream) -> None:
@@ -355,7 +356,7 @@ def test_what_was_found_goes_into_the_table(tmp_path: Path) -> None:
     before = json.loads(file.read_text())
     decode = {"PER_SM": 4, "TILE": 32, "num_warps": 4, "num_stages": 4, "maxnreg": 128}
     results: dict[str, dict[str, Any]] = {
-        "products": {"max_rows": {"narrow": 8, "wide": 16}},
+        "products": {"max_rows": {"narrow": 8, "wide": 32}},
         "search-products": {
             "kernel": "skinny_gemm",
             "chosen": {"narrow": {"BLOCK_N": 32, "PREFETCH": 0, "MAX_ROWS": 64}},
@@ -371,7 +372,7 @@ def test_what_was_found_goes_into_the_table(tmp_path: Path) -> None:
     general = before["skinny_gemm"]["*"]
     assert table["skinny_gemm"].pop("sm_90") == {
         "narrow": general["narrow"] | {"BLOCK_N": 32, "PREFETCH": 0, "MAX_ROWS": 64},
-        "wide": general["wide"] | {"MAX_ROWS": 16},
+        "wide": general["wide"] | {"MAX_ROWS": 32},
     }
     assert table == before, "nothing else has changed"
     assert tables.write_configs(results, file, "sm_90") == []

@@ -40,7 +40,7 @@ def test_without_arguments_everything_runs_in_two_processes() -> None:
     tests, *others = [line.strip() for line in commands("test-slow")]
     assert tests == "venv/bin/python -m pytest -m slow"
     assert any("tests/clients/run.py --cases 10000" in line for line in others)
-    assert any("actorllm_kernels.resources" in line for line in others)
+    assert any("actorllm_kernels.gates" in line for line in others)
 
 
 def test_the_lowest_versions_are_within_the_ranges_of_the_package() -> None:

@@ -88,7 +88,6 @@ def test_a_wheel_has_both_packages_whole_and_nothing_else(wheel: ZipFile) -> Non
         "actorllm/storyteller/tokenizer.json",
         "actorllm_kernels/configs.json",
         "actorllm_kernels/py.typed",
-        "actorllm_kernels/resources/triton-3.9.json",
     ],
 )
 def test_a_wheel_has_what_is_no_code(wheel: ZipFile, name: str) -> None:

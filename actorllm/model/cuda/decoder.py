@@ -36,8 +36,9 @@ from actorllm.model.weights import Weights
 from actorllm_kernels.attn_decode import division
 from actorllm_kernels.attn_prefill import query_tiles, tokens_per_tile
 from actorllm_kernels.configs import table
+from actorllm_kernels.skinny_gemm import MAX_ROWS as MAX_SKINNY_ROWS
+from actorllm_kernels.skinny_gemm import SplitScratch
 
-MAX_SKINNY_ROWS = 64
 """Above, products are cuBLAS's, whatever the table says."""
 
 SWITCHES = frozenset(
@@ -76,7 +77,7 @@ class DeviceDecodeRows:
     Allocated once for the largest batch; a step of fewer rows uses the first ones (`first`).
     """
 
-    def __init__(self, num_rows: int, windows: tuple[int, ...], device: torch.device) -> None:
+    def __init__(self, num_rows: int, shape: AttentionShape, device: torch.device) -> None:
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -85,7 +86,9 @@ class DeviceDecodeRows:
         """Slots, or -1: the only thing that a step is told."""
         self.ids, self.positions, self.seq_lens = (integers(num_rows) for _ in range(3))
         self.kv_slots = integers(num_rows, dtype=torch.int64)
-        self.plans = {window: DecodePlan(integers(num_rows + 1), integers(1)) for window in windows}
+        self.plans = {window: DecodePlan(integers(num_rows + 1), integers(1)) for window in shape.windows}
+        self.arrivals = integers(num_rows * shape.num_kv_heads)
+        """Of the parts of a sequence and head, while attention runs; 0 between launches."""
 
     def first(self, num_rows: int) -> DeviceDecodeRows:
         """The same for fewer rows, in the same memory."""
@@ -93,6 +96,7 @@ class DeviceDecodeRows:
         part.num_rows = num_rows
         for name in ("rows", "ids", "positions", "seq_lens", "kv_slots"):
             setattr(part, name, getattr(self, name)[:num_rows])
+        part.arrivals = self.arrivals[: len(self.arrivals) // self.num_rows * num_rows]
         part.plans = {w: DecodePlan(plan.ends[: num_rows + 1], plan.quota) for w, plan in self.plans.items()}
         return part
 
@@ -212,6 +216,7 @@ class PagedAttention:
                 rows.seq_lens,
                 plan.ends,
                 plan.quota,
+                rows.arrivals,
                 part,
                 self._partials,
                 self._partial_lse,
@@ -221,16 +226,6 @@ class PagedAttention:
                 sinks=sinks,
                 programs=self.division.programs,
                 tile=self.division.tile,
-                pdl=pdl,
-            )
-            ops.attn_combine(
-                part,
-                self._partials,
-                self._partial_lse,
-                plan.ends,
-                plan.quota,
-                self.shape.num_kv_heads,
-                sinks=sinks,
                 pdl=pdl,
             )
         if tokens.prefills is not None:
@@ -297,10 +292,15 @@ class DeviceLayer:
         """window: 0: all keys. rope: cosines and sines."""
         self.qkv, self.output = linear(tensors.qkv), linear(tensors.output)
         self.gate_up, self.down = linear(tensors.gate_up), linear(tensors.down)
-        self.input_norm, self.mlp_norm = tensors.input_norm, tensors.mlp_norm
-        self.output_norm, self.mlp_output_norm = tensors.output_norm, tensors.mlp_output_norm
+        self.input_norm, self.mlp_norm = _wide(tensors.input_norm), _wide(tensors.mlp_norm)
+        self.output_norm, self.mlp_output_norm = _wide(tensors.output_norm), _wide(tensors.mlp_output_norm)
         self.qk_norms = tensors.qk_norms
         self.window, self.rope = window, rope
+
+
+def _wide(norm: torch.Tensor | None) -> torch.Tensor | None:
+    """The weight of a norm in float32: pieces of two bytes per thread are too small to be loaded ahead."""
+    return None if norm is None else norm.float()
 
 
 class Activations:
@@ -374,7 +374,7 @@ class DeviceDecoder:
         self.layers = [
             DeviceLayer(tensors.layer(i), window, windowed if window else whole) for i, window in enumerate(windows)
         ]
-        self.norm = tensors.norm()
+        self.norm = tensors.norm().float()
         head = tensors.head()
         self.lm_head = linear(Dense(self.embedding) if head is None else self.vocabulary.padded_head(head))
         tensors.close()
@@ -386,6 +386,7 @@ class DeviceDecoder:
         self.num_bytes = sum(part.num_bytes for part in [*linears, self.lm_head])
         self._activations: Activations
         self._attention: PagedAttention
+        self._scratch = SplitScratch.empty(device.torch_device)
 
     def allocate(self, num_rows: int, attention: PagedAttention) -> None:
         self._attention = attention
@@ -435,7 +436,7 @@ class DeviceDecoder:
         self.vocabulary.embed(tokens.ids, self.embedding, a.h, pdl=pdl)
         if tokens.embedded is not None:
             a.h.index_copy_(0, *tokens.embedded)
-        stream = ResidualStream(a, eps, pdl, self.collectives)
+        stream = ResidualStream(a, eps, pdl, self.collectives, self._scratch)
         for index, layer in enumerate(self.layers):
             keys, values = cache.layers[index]
             stream.normed_product(layer.input_norm, layer.qkv, a.qkv)
@@ -480,8 +481,9 @@ class DeviceDecoder:
 class ResidualStream:
     """Products that read the residual stream or add to it, by whichever kernel is meant for the number of rows."""
 
-    def __init__(self, a: Activations, eps: float, pdl: bool, collectives: Collectives) -> None:
+    def __init__(self, a: Activations, eps: float, pdl: bool, collectives: Collectives, scratch: SplitScratch) -> None:
         self._a, self._eps, self._pdl, self._collectives = a, eps, pdl, collectives
+        self._scratch = scratch
         self._has_delta = False
         """`a.delta` is yet to be added; the next norm does that on its way."""
 
@@ -492,7 +494,7 @@ class ResidualStream:
         a, eps, pdl = self._a, self._eps, self._pdl
         if product.fuses(a.num_tokens, bool(activation)):
             self.settle()
-            product.launch(a.h, y, norm=norm, eps=eps, activation=activation, pdl=pdl)
+            product.launch(a.h, y, norm=norm, eps=eps, activation=activation, scratch=self._scratch, pdl=pdl)
             return
         x = a.h
         if norm is None:
@@ -516,12 +518,12 @@ class ResidualStream:
         fuses = product.fuses(a.num_tokens, False)
         if fuses and norm is None and self._collectives.size == 1:
             self.settle()
-            product.launch(x, a.h, residual=a.h, pdl=self._pdl)
+            product.launch(x, a.h, residual=a.h, scratch=self._scratch, pdl=self._pdl)
             return
         # With several ranks, the stream itself is whole everywhere: it is not a part of the sum.
         assert not self._has_delta
         if fuses:
-            product.launch(x, a.delta, pdl=self._pdl)
+            product.launch(x, a.delta, scratch=self._scratch, pdl=self._pdl)
         else:
             product(x, a.delta)
         self._collectives.sum_(a.delta)

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from actorllm.errors import ConfigError
 from actorllm.model.cuda import host_graph
-from actorllm_kernels.configs import architecture_of
-from actorllm_kernels.resources import MAX_SHARED
+from actorllm_kernels.configs import MAX_SHARED, architecture_of
 
 MIN_CAPABILITY = (8, 0)
 """Ampere: the first with bfloat16 and asynchronous copies, and the oldest that the kernels are compiled for."""

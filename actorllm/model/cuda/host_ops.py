@@ -17,6 +17,7 @@ from actorllm.model.philox import ID_DOMAIN, TILE_DOMAIN, gumbel_noise, round_ke
 from actorllm_kernels.edit_logits import Edits, Penalties
 from actorllm_kernels.sample_pick import TILE, Offers, SamplingState
 from actorllm_kernels.sample_topk_topp import FilterScratch, FilterState
+from actorllm_kernels.skinny_gemm import SplitScratch
 
 LARGEST = 1e30
 
@@ -48,10 +49,6 @@ def step_prep(
 
 def plan_decode(*_: Any, **__: Any) -> None:
     """Nothing is divided among programs here."""
-
-
-def attn_combine(*_: Any, **__: Any) -> None:
-    """Nothing was divided."""
 
 
 def embed(ids: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, scale: float = 1.0, *, pdl: bool = False) -> None:
@@ -90,6 +87,7 @@ def skinny_gemm(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     activation: str = "",
+    scratch: SplitScratch | None = None,
     pdl: bool = False,
 ) -> None:
     out = torch.nn.functional.linear(x if norm is None else _normed(x, norm, eps), weight, bias)
@@ -151,6 +149,7 @@ def attn_decode(
     seq_lens: torch.Tensor,
     ends: torch.Tensor,
     quota: torch.Tensor,
+    arrivals: torch.Tensor,
     out: torch.Tensor,
     partials: torch.Tensor,
     partial_lse: torch.Tensor,

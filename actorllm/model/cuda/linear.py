@@ -16,7 +16,7 @@ from actorllm.errors import UnsupportedModelError
 from actorllm.model.cuda import ops
 from actorllm.model.linear import Linear, LinearWeight
 from actorllm.model.linear.dense import Dense
-from actorllm_kernels.skinny_gemm import is_skinny
+from actorllm_kernels.skinny_gemm import SplitScratch, is_skinny
 
 
 class DeviceLinear(Linear):
@@ -38,9 +38,13 @@ class DeviceLinear(Linear):
         eps: float = 0.0,
         activation: str = "",
         residual: torch.Tensor | None = None,
+        scratch: SplitScratch | None = None,
         pdl: bool = False,
     ) -> None:
-        """out = activation(norm(x) @ weight.T + bias) + residual, in one launch. Only where it `fuses`."""
+        """out = activation(norm(x) @ weight.T + bias) + residual, in one launch. Only where it `fuses`.
+
+        scratch: for products that are split; launches one after the other share it.
+        """
 
     @abstractmethod
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...

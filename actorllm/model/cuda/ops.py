@@ -19,7 +19,6 @@ from typing import ParamSpec
 import torch
 
 from actorllm.model.cuda import host_ops
-from actorllm_kernels import attn_combine as _attn_combine
 from actorllm_kernels import attn_decode as _attn_decode
 from actorllm_kernels import attn_prefill as _attn_prefill
 from actorllm_kernels import edit_logits as _edit_logits
@@ -81,7 +80,6 @@ def _kernel(launcher: Callable[P, None], on_host: Callable[..., None]) -> Callab
     return launchable(run)
 
 
-attn_combine = _kernel(_attn_combine.attn_combine, host_ops.attn_combine)
 attn_decode = _kernel(_attn_decode.attn_decode, host_ops.attn_decode)
 attn_prefill = _kernel(_attn_prefill.attn_prefill, host_ops.attn_prefill)
 activation_mul = _kernel(_silu_mul.activation_mul, host_ops.activation_mul)

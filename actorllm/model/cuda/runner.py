@@ -351,7 +351,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             self.state = StateTable(self.device, self._max_rows, -(-length // size))
             self.sampler = DeviceSampler(c.vocab_size, self._max_rows, self.state, self.device, self.collectives)
             self._attention = PagedAttention(shape, self.device)
-            self._decode_rows = DeviceDecodeRows(self._max_rows, shape.windows, on)
+            self._decode_rows = DeviceDecodeRows(self._max_rows, shape, on)
             self.model.allocate(self._max_rows, self._attention)
         is_on = not config.enforce_eager
         self.graphs = DecodeGraphs(

@@ -184,7 +184,7 @@ class ProbedModel:
         ids, positions, kv_slots = device.upload_parts(inputs.token_ids, inputs.positions, inputs.kv_slots)
         rows: DeviceDecodeRows | None = None
         if count:
-            rows = DeviceDecodeRows(count, self._model.shape.windows, device.torch_device)
+            rows = DeviceDecodeRows(count, self._model.shape, device.torch_device)
             rows.rows.copy_(device.upload(inputs.decode_slots))
             rows.seq_lens.copy_(device.upload(inputs.decode_lengths))
             self._attention.plan(rows, pdl=device.uses_pdl)

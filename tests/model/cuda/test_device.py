@@ -13,8 +13,7 @@ import torch
 
 from actorllm.errors import ConfigError
 from actorllm.model.cuda.device import CudaDevice, CudaDownload, check_gpu
-from actorllm_kernels.configs import architecture_of
-from actorllm_kernels.resources import MAX_SHARED
+from actorllm_kernels.configs import MAX_SHARED, architecture_of
 
 
 class Graph:

@@ -20,8 +20,9 @@ from actorllm.model.cuda.device import ALIGNMENT, Download, HostDownload
 from actorllm.model.cuda.rehearsal import MetaDevice
 from actorllm.model.cuda.runner import CudaRunner
 from actorllm.model.parallel import Ranks
-from actorllm_kernels import configs, resources
-from actorllm_kernels.resources import Launch, recording
+from actorllm_kernels import configs, gates
+from actorllm_kernels.compiled import Compiled, facts
+from actorllm_kernels.launches import Launch, recording
 from tests.model.cuda.conftest import config_of
 from tests.model.cuda.decoders import GEMMA2, GPT_OSS
 from tests.model.cuda.twins import DeviceDriver, prompt
@@ -160,7 +161,6 @@ def test_every_kernel_of_a_step_is_rehearsed(folder: Callable[..., Path], monkey
             "skinny_gemm",
             "qknorm_rope_kv",
             "attn_decode",
-            "attn_combine",
         ),
         *("attn_prefill", "activation_mul", "lm_head_sample", "sample_pick", "kv_clear", "edit_logits", "tile_maxima"),
         *("cutoff", "draw_tiles"),
@@ -174,9 +174,10 @@ FIVE = ("Qwen3-0.6B", "Llama-3.2-1B", "Qwen2.5-1.5B", "Qwen3-8B", "Llama-3.1-8B"
 
 @pytest.mark.slow(reason="compiles all launches of five models")
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("table", "architecture"), [("sm_90", "sm_90"), ("sm_80", "sm_80"), ("sm_80", "sm_89")])
-def test_all_launches_of_the_five_models_compile_within_the_limits(table: str, architecture: str) -> None:
-    """What tests/kernels compiles of them stands for these. 8.9 has less shared memory than 8.0, and the same configurations."""
+@pytest.mark.parametrize("architecture", gates.ALL_TARGETS)
+def test_all_launches_of_the_five_models_pass_the_gates(architecture: str) -> None:
+    """What tests/kernels compiles of them stands for these."""
+    table = configs.table_of(architecture)
     launches: dict[tuple[str, str], Launch] = {}
     for model in FIVE:
         config = config_of(model, dtype="bfloat16", block_size=64, max_num_seqs=256, max_model_len=4096)
@@ -185,16 +186,16 @@ def test_all_launches_of_the_five_models_compile_within_the_limits(table: str, a
             runner.rehearse()
         launches |= {(one.kernel.__name__, str(one)): one for one in rehearsed}
 
-    def used(numbered: tuple[int, Launch]) -> tuple[str, resources.Resources]:
+    def used(numbered: tuple[int, Launch]) -> tuple[str, Compiled]:
         number, one = numbered
         suffix = "-pdl" if one.constants.get("PDL") else ""
         name = f"{one.kernel.__name__.removesuffix('_kernel')}-{number}{suffix}"
-        return name, resources.resources(one.compile(architecture))
+        return name, facts(one.compile(architecture), one.grid)
 
     assert len(launches) > 100
     with ThreadPoolExecutor(2) as pool:
         found = dict(pool.map(used, enumerate(launches.values())))
-    assert resources.violations({table: found}) == []
+    assert gates.violations({architecture: found}) == []
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
