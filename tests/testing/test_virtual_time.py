@@ -224,6 +224,39 @@ def test_advance_on_a_loop_of_real_time_and_on_its_own() -> None:
     assert time.now() == began + 100.0
 
 
+def test_draining_and_unloading_take_the_time_of_the_steps() -> None:
+    time = VirtualTime()
+
+    async def main() -> None:
+        answer = ScriptedAnswer([1, 2], token_s=10.0)
+        async with ScriptedAsyncLLM(lambda prompt: answer, time=time) as llm, asyncio.timeout(1000.0):
+            await text_of(llm)
+            await llm.unload()
+            assert time.now() == 20.0
+            task = asyncio.create_task(text_of(llm))
+            await asyncio.sleep(1.0)
+            assert await llm.drain()
+            assert time.now() == 40.0
+            await task
+
+    time.run(main())
+
+
+def test_advance_on_trio() -> None:
+    time = VirtualTime()
+
+    async def main() -> None:
+        answer = ScriptedAnswer([1, 2], token_s=10.0)
+        async with ScriptedAsyncLLM([answer], time=time) as llm, anyio.create_task_group() as tasks:
+            tasks.start_soon(text_of, llm)
+            await time.advance(19.0)
+            assert llm.is_running
+            await time.advance(1.0)
+        assert time.now() == 20.0
+
+    anyio.run(main, backend="trio")
+
+
 async def test_advance_counts_for_limits_of_requests() -> None:
     time = VirtualTime()
     async with ScriptedAsyncLLM([NEVER], time=time) as llm:
