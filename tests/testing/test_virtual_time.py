@@ -246,13 +246,18 @@ def test_advance_on_trio() -> None:
     time = VirtualTime()
 
     async def main() -> None:
-        answer = ScriptedAnswer([1, 2], token_s=10.0)
+        texts: list[str] = []
+        answer = ScriptedAnswer("late", first_token_s=20.0)
         async with ScriptedAsyncLLM([answer], time=time) as llm, anyio.create_task_group() as tasks:
-            tasks.start_soon(text_of, llm)
+
+            async def read() -> None:
+                texts.append(await text_of(llm))
+
+            tasks.start_soon(read)
             await time.advance(19.0)
-            assert llm.is_running
+            assert not texts
             await time.advance(1.0)
-        assert time.now() == 20.0
+        assert (texts, time.now()) == (["late"], 20.0)
 
     anyio.run(main, backend="trio")
 
