@@ -7,6 +7,8 @@ has ended again, as it does with a process.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from actorllm.actors.actor import Actor
@@ -96,6 +98,8 @@ class ScriptedEngine(Engine):
         self._script = Script(answers, Tokenizer(config.model.tokenizer), config.model.eos_token_ids[0])
         self._time = time
         self._loop: SettlingLoop | None = None
+        self.num_calls = 0
+        """Of callers that wait until the engine has stopped."""
         super().__init__(config)
         if isinstance(time, VirtualTime):
             self._submits = VirtualSubmitMaker(self.config, self.prompts, time)
@@ -131,10 +135,19 @@ class ScriptedEngine(Engine):
             stream._ends_at = None  # its limit is the engine's to keep, in another time than that of the stream's loop
         return stream
 
+    @contextmanager
+    def waited_for(self) -> Iterator[None]:
+        """Around a wait until the engine has stopped, for which virtual time stands still."""
+        self.num_calls += 1
+        try:
+            yield
+        finally:
+            self.num_calls -= 1
+
     def is_settled(self) -> bool:
         """See `Timed`. A request that no step works for, unless generation is paused, is on its way to one."""
         assert isinstance(self._time, VirtualTime)
-        if self._is_taking_in() or (self._loop is not None and not self._loop.is_settled(POLL_S)):
+        if self.num_calls or self._is_taking_in() or (self._loop is not None and not self._loop.is_settled(POLL_S)):
             return False
         if self._is_taking_in():  # it gave something to the loop meanwhile
             return False
@@ -173,7 +186,16 @@ class ScriptedAsyncLLM(AsyncLLM):
         model: str | os.PathLike[str] = "storyteller",
         **options: Any,
     ) -> None:
-        self._adopt(_engine(answers, time, model, options))
+        self._scripted = _engine(answers, time, model, options)
+        self._adopt(self._scripted)
+
+    async def unload(self, timeout: float | None = None) -> None:
+        with self._scripted.waited_for():
+            await super().unload(timeout)
+
+    async def __aexit__(self, *exception: object) -> None:
+        with self._scripted.waited_for():
+            await super().__aexit__(*exception)
 
 
 class ScriptedLLM(LLM):
