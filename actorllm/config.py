@@ -45,6 +45,7 @@ MIN_HEARTBEAT_TIMEOUT_S = 1.0
 """Loops beat every quarter of a second when they are idle."""
 INTAKE_TIMEOUT_S: float = DEFAULTS["intake_timeout_s"]
 MIN_INTAKE_TIMEOUT_S = 0.1
+START_TIMEOUT_S: float = DEFAULTS["start_timeout_s"]
 MAX_PROMPT_CHARACTERS: int = DEFAULTS["max_prompt_characters"]
 MAX_SECONDS = 1e9
 """What infinity becomes, which JSON does not know."""
@@ -163,6 +164,8 @@ class EngineConfig:
     standby_worker: bool | None = None
     """Keep a process parked, with torch imported and no model: it takes the place of a worker that dies. None: one, where there
     is one worker and memory is plentiful, when the engine has run for a while. True: one for every worker, at once."""
+    start_timeout_s: float | None = START_TIMEOUT_S
+    """A start that is not through by then fails with EngineStartError. None: it may take any time."""
     step_timeout_s: float | None = None
     """A worker whose step takes longer is stuck and is killed; inline, the engine ends. None: learnt, at least half a minute
     (`supervision.hang_detector`)."""
@@ -325,6 +328,7 @@ class EngineConfig:
             on_failure=_choice("on_failure", given["on_failure"], ("restart", "raise")),
             step_timeout_s=None if given["step_timeout_s"] is None else _seconds("step_timeout_s", given, 0.05),
             heartbeat_timeout_s=_seconds("heartbeat_timeout_s", given, MIN_HEARTBEAT_TIMEOUT_S),
+            start_timeout_s=None if given["start_timeout_s"] is None else _seconds("start_timeout_s", given, 1.0),
             restart_timeout_s=None if given["restart_timeout_s"] is None else _seconds("restart_timeout_s", given, 1.0),
             intake_timeout_s=_seconds("intake_timeout_s", given, MIN_INTAKE_TIMEOUT_S),
             enforce_eager=given["enforce_eager"],

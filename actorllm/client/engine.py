@@ -170,6 +170,7 @@ class Engine:
             standby=StandbyOptions.of(self.config),
             heartbeat_timeout_s=self.config.heartbeat_timeout_s,
             step_timeout_s=self.config.step_timeout_s,
+            start_timeout_s=self.config.start_timeout_s,
             restart_timeout_s=self.config.restart_timeout_s,
             around_start=log.around,
         )

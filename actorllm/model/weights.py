@@ -10,6 +10,7 @@ Format: https://huggingface.co/docs/safetensors (one file, or several and `model
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from abc import ABC, abstractmethod
@@ -214,8 +215,15 @@ def tensor_files(folder: Path) -> dict[str, str]:
 
 
 def _tensor_names(path: Path) -> set[str]:
+    _wait_for(path)
     try:
         with safe_open(path, framework="pt") as file:
             return set(file.keys())
     except (SafetensorError, OSError) as error:
         raise CorruptModelError(f"{path} cannot be read: {error}") from error
+
+
+def _wait_for(path: Path) -> None:
+    """Returns when the file system answers. `safe_open` waits for that with the GIL held, and all threads with it."""
+    with contextlib.suppress(OSError), path.open("rb") as file:  # `safe_open` says what is wrong with the file
+        file.read(1)

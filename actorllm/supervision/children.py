@@ -252,8 +252,12 @@ class ThreadChild(LocalChild):
         logger.error("%s is stuck: %s", self.spec.name, message)
         self._is_stuck = True
         self.phase = "failed"
-        stack = "".join(traceback.format_stack(sys._current_frames().get(self._thread.ident or 0)))
-        self._on_end(self, ActorDeath(self.spec.name, failure=Failure("TimeoutError", message, stack)))
+        self._on_end(self, ActorDeath(self.spec.name, failure=Failure("TimeoutError", message, self.stack())))
+
+    def stack(self) -> str:
+        """Where its thread is now, as in a traceback."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "" if frame is None else "".join(traceback.format_stack(frame))
 
     def close(self) -> None:
         self._thread.request_stop()
@@ -327,7 +331,8 @@ class ProcessChild(RemoteChild):
         self._reported = anyio.Event()
         self.failure: Failure | None = None
         """What it reported before it exits."""
-        self._death: ActorDeath | None = None
+        self.death: ActorDeath | None = None
+        """How it ended."""
 
     async def spawn(self, tasks: TaskGroup, config: Any) -> None:
         self._tasks = tasks
@@ -494,8 +499,8 @@ class ProcessChild(RemoteChild):
 
     async def _report(self, op: str) -> dict[str, Any]:
         while op not in self._reports:
-            if self._death is not None:
-                raise self._death.to_start_error()
+            if self.death is not None:
+                raise self.death.to_start_error()
             if self.failure is not None:
                 raise self.failure.to_start_error(self.spec.name)
             await self._reported.wait()
@@ -537,7 +542,7 @@ class ProcessChild(RemoteChild):
             return
         self._on_readable()  # the failure that it reported, if any
         self._stderr.drain()
-        self._death = ActorDeath(
+        self.death = ActorDeath(
             self.spec.name,
             exit_code=code if code >= 0 else None,
             signal=-code if code < 0 else None,
@@ -550,7 +555,7 @@ class ProcessChild(RemoteChild):
         self.close()
         self.gone.set()
         self._wake()
-        self._on_end(self, self._death)
+        self._on_end(self, self.death)
 
     def _wake(self) -> None:
         reported, self._reported = self._reported, anyio.Event()

@@ -306,8 +306,28 @@ class Supervisor:
             raise EngineShutdownError("the engine was shut down while it started")
         if in_time.cancelled_caught:
             late = [f"{name} ({child.phase})" for name, child in self._children.items() if child.phase != "running"]
-            raise EngineStartError(f"the engine was not ready within {timeout_s:g} s; waiting for {', '.join(late)}")
+            where = await self._where_they_stand()
+            raise EngineStartError(
+                f"the engine was not ready within {timeout_s:g} s; waiting for {', '.join(late)}; "
+                f"start_timeout_s says how long a start may take{where}"
+            )
         return True
+
+    async def _where_they_stand(self) -> str:
+        """Lines with the stacks of those that a late start waits for. Processes among them are killed."""
+        late = [child for child in self._children.values() if child.phase != "running"]
+        late = [
+            child for child in late if child.phase not in ("started", "configured")
+        ] or late  # those wait themselves
+        processes = [child for child in late if isinstance(child, ProcessChild) and child.is_alive]
+        for child in processes:
+            child.kill_stuck("it was not ready")
+        with anyio.move_on_after(KILL_TIMEOUT_S):
+            for child in processes:
+                await child.gone.wait()
+        told = [str(child.death) for child in processes if child.death is not None]
+        told += [f"{child.spec.name} is in:\n{child.stack()}" for child in late if isinstance(child, ThreadChild)]
+        return "".join(f"\n{text}" for text in told)
 
     async def _may_try_again(self, death: ActorDeath) -> bool:
         """An exception is for the caller; a SIGKILL, from outside or from the kernel for want of memory, may pass."""

@@ -104,6 +104,8 @@ class EngineOptions(VLLMOptions, total=False):
     """Seconds after which a worker's step counts as stuck and the worker is killed; None: learnt, at least half a minute."""
     heartbeat_timeout_s: Annotated[float, 10.0]
     """Seconds after which a process that is stopped, or silent outside of a step, is killed; at least 1."""
+    start_timeout_s: Annotated[float | None, 1800.0]
+    """Seconds that the engine has to become ready; then its start fails and says where it stood. None: any time."""
     restart_timeout_s: Annotated[float | None, None]
     """Seconds that a process which was started again has to become ready; None: ten times the first start, at least 300."""
     intake_timeout_s: Annotated[float, 30.0]

@@ -173,6 +173,7 @@ def test_paths_may_be_path_objects(tmp_path: Path) -> None:
         ("step_timeout_s", "1", ["step_timeout_s='1'"]),
         ("heartbeat_timeout_s", 0.5, ["heartbeat_timeout_s=0.5", "at least 1"]),
         ("heartbeat_timeout_s", None, ["heartbeat_timeout_s=None"]),
+        ("start_timeout_s", 0.5, ["start_timeout_s=0.5", "at least 1"]),
         ("restart_timeout_s", 0.5, ["restart_timeout_s=0.5", "at least 1"]),
         ("heartbeat_timeout_s", float("nan"), ["heartbeat_timeout_s=nan"]),
         ("intake_timeout_s", 0.01, ["intake_timeout_s=0.01", "at least 0.1"]),

@@ -141,3 +141,14 @@ def wait_until(condition: Callable[[], bool], within_s: float = 10) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def children() -> list[int]:
+    """The processes that this one has started and that have not been waited for."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            found += [int(pid) for pid in (task / "children").read_text().split()]
+        except FileNotFoundError:  # the thread has ended
+            continue
+    return found

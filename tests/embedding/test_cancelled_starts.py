@@ -11,17 +11,7 @@ import pytest
 
 from actorllm import AsyncLLM, SamplingParams
 from actorllm.config import EngineConfig
-from tests.embedding.host_program import wait_until
-
-
-def children() -> list[int]:
-    found = []
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            found += [int(pid) for pid in (task / "children").read_text().split()]
-        except FileNotFoundError:  # the thread has ended
-            continue
-    return found
+from tests.embedding.host_program import children, wait_until
 
 
 def has_loaded_torch(pid: int) -> bool:

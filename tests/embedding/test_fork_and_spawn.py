@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 import pytest
 
-from tests.embedding.host_program import run_host
+from tests.embedding.host_program import run_host, running_host, wait_until
 
 CHILDREN = """
 import multiprocessing, sys
@@ -72,6 +73,104 @@ print("tokens", len(llm.generate("Once", params, use_tqdm=False)[0].outputs[0].t
 def test_an_engine_from_before_a_fork_is_refused_in_the_workers_of_a_server() -> None:
     host = run_host("-W", "ignore::DeprecationWarning", "-c", PRELOADED)
     assert host.output.splitlines() == ["codes 0 0", "tokens 3"]
+
+
+FORKED_AROUND_A_START = """
+import asyncio, multiprocessing, os
+from actorllm import AsyncLLM, SamplingParams
+from actorllm.errors import ForkedProcessError
+
+llm = AsyncLLM("storyteller", topology=TOPOLOGY, num_threads=1)
+
+async def ask():
+    output = await llm.complete("Once", SamplingParams(max_tokens=3, ignore_eos=True))
+    return len(output.outputs[0].token_ids)
+
+def be_refused():
+    try:
+        asyncio.run(ask())
+    except ForkedProcessError as error:
+        assert "build one in this process" in str(error)
+    else:
+        raise AssertionError("it was not refused")
+
+def fork():
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            be_refused()
+            code = 0
+        finally:
+            os._exit(code)
+    print("code", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+fork()  # the engine has not started
+print("tokens", asyncio.run(ask()))
+fork()
+child = multiprocessing.get_context("fork").Process(target=be_refused)
+child.start()
+child.join()
+print("code", child.exitcode)
+print("tokens", asyncio.run(ask()))
+llm.shutdown()
+"""
+
+
+@pytest.mark.parametrize("topology", ["process", "inline"])
+def test_an_engine_from_before_a_fork_is_refused_and_goes_on_where_it_was_made(topology: str) -> None:
+    source = f"TOPOLOGY = {topology!r}\n{FORKED_AROUND_A_START}"
+    host = run_host("-W", "ignore::DeprecationWarning", "-c", source)
+    assert host.output.splitlines() == ["code 0", "tokens 3", "code 0", "code 0", "tokens 3"]
+
+
+GUNICORN = """
+from contextlib import asynccontextmanager
+from fastapi import FastAPI
+from fastapi.responses import PlainTextResponse
+from actorllm import AsyncLLM, SamplingParams
+from actorllm.errors import ForkedProcessError
+
+preloaded = AsyncLLM("storyteller", num_threads=1)  # before the fork: gunicorn imports this once, in the arbiter
+
+@asynccontextmanager
+async def lifespan(app):
+    async with AsyncLLM("storyteller", num_threads=1) as app.state.llm:
+        yield
+
+app = FastAPI(lifespan=lifespan)
+params = SamplingParams(max_tokens=3, ignore_eos=True)
+
+@app.get("/preloaded", response_class=PlainTextResponse)
+async def ask_preloaded():
+    try:
+        return str(len((await preloaded.complete("Once", params)).outputs[0].token_ids))
+    except ForkedProcessError as error:
+        return f"refused: {error}"
+
+@app.get("/own", response_class=PlainTextResponse)
+async def ask_own():
+    return str(len((await app.state.llm.complete("Once", params)).outputs[0].token_ids))
+"""
+
+
+def test_gunicorn_with_preload(tmp_path: Path) -> None:
+    """An engine that was made before the fork is refused at once; one that the lifespan makes belongs to the worker."""
+    (tmp_path / "served.py").write_text(GUNICORN)
+    path = tmp_path / "socket"
+    options = ("--preload", "--workers", "2", "--worker-class", "uvicorn_worker.UvicornWorker", "--timeout", "60")
+    where = ("--bind", f"unix:{path}", "--chdir", str(tmp_path), "--no-control-socket")
+    with (
+        running_host("-m", "gunicorn", *options, *where, "served:app") as host,
+        httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://served", timeout=40) as client,
+    ):
+        assert wait_until(lambda: "startup complete" in host.errors, 40), host.errors
+        for _ in range(4):
+            assert client.get("/preloaded").text.startswith("refused: "), host.errors
+            assert client.get("/own").text == "3"
+        host.process.terminate()
+        assert host.wait() == 0, host.errors
+        assert "Traceback" not in host.errors, host.errors
 
 
 SUITE = """

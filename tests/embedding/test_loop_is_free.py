@@ -13,11 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 import anyio
+import httpx
 import pytest
 
 from actorllm import AsyncLLM, RequestOutputKind, SamplingParams
 from actorllm.actors.engine_thread import AsyncioLoop
 from actorllm.client.stream import Mailbox
+from actorllm.server.app import create_app
+from actorllm.server.bodies.owned_process import OwnedProcess
 from actorllm.text.chat_template import ChatTemplate
 from actorllm.text.detokenizer import Detokenizer
 from actorllm.text.grammar import GrammarCompiler
@@ -102,6 +105,50 @@ async def test_no_long_work_is_done_on_the_loop(new_llm: AsyncLLM, threads_of: d
         {"Detokenizer", "GrammarCompiler"} if llm.config.topology == "inline" else set()
     )
     assert expected <= set(threads_of), "what is not seen cannot be found on the loop"
+    assert not {kind for kind, threads in threads_of.items() if loop in threads}
+
+
+async def use_over_http(client: httpx.AsyncClient) -> None:
+    """As `use`, with requests of OpenAI's API."""
+    story = {"model": "storyteller", "prompt": "Once upon a time", "max_tokens": 20, "ignore_eos": True, "stream": True}
+    short = {"model": "storyteller", "max_tokens": 4}
+    messages = [{"role": "user", "content": "Tell me a story. " * 20}] * 20
+
+    async def post(path: str, body: dict[str, Any]) -> None:
+        answer = await client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+
+    async with anyio.create_task_group() as tasks:
+        for seed in range(NUM_STREAMS):
+            tasks.start_soon(post, "/v1/completions", story | {"seed": seed})
+        tasks.start_soon(post, "/v1/completions", short | {"prompt": LONG, "truncate_prompt_tokens": 100})
+        tasks.start_soon(post, "/v1/completions", short | {"prompt": "One day", "structured_outputs": large_tag(1)})
+        chat = short | {"messages": messages, "chat_template": TEMPLATE, "truncate_prompt_tokens": 100}
+        tasks.start_soon(post, "/v1/chat/completions", chat)
+
+
+async def test_no_long_work_is_done_on_the_loop_of_the_server(
+    new_llm: AsyncLLM, threads_of: dict[str, set[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsing: list[OwnedProcess] = []
+    begin = OwnedProcess.__init__
+
+    def note(process: OwnedProcess, module: str) -> None:
+        begin(process, module)
+        parsing.append(process)
+
+    monkeypatch.setattr(OwnedProcess, "__init__", note)
+    app = create_app(new_llm, trust_request_chat_template=True)
+    transport = httpx.ASGITransport(app)
+    async with new_llm, httpx.AsyncClient(transport=transport, base_url="http://server", timeout=60) as client:
+        ahead = {"model": "storyteller", "prompt": "One", "max_tokens": 1, "structured_outputs": large_tag(2)}
+        await client.post("/v1/completions", json=ahead)  # the first large tree starts the process that reads them
+        threads_of.clear()
+        await use_over_http(client)
+    for process in parsing:
+        process.wait()
+    loop = threading.get_ident()
+    assert "Tokenizer" in threads_of, "what is not seen cannot be found on the loop"
     assert not {kind for kind, threads in threads_of.items() if loop in threads}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 import pytest
+import torch
 
 from actorllm import LLM, AsyncLLM, LLMEngine, SamplingParams
 from actorllm.client.engine import CACHE_MEMORY, Engine
@@ -310,3 +311,32 @@ def test_an_engine_that_others_have_joined_is_not_unloaded() -> None:
         owner.unload()
         (output,) = owner.generate(PROMPT, SHORT, use_tqdm=False)
         assert len(output.outputs[0].token_ids) == 12
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@TOPOLOGIES
+async def test_unloading_gives_resident_memory_back(make_llm: Callable[..., AsyncLLM], topology: str) -> None:
+    """An inline cache is written whole, so that all of it is resident. That of a worker process is in no memory of the host."""
+    num_bytes = 256 << 20
+    earlier = make_llm(topology=topology)
+    await tokens_of(earlier)  # what is imported and allocated but once
+    earlier.shutdown()
+    gc.collect()
+    before = resident_bytes()
+    llm = make_llm(topology=topology, kv_cache_memory_bytes=num_bytes)
+    for _ in range(2):
+        await tokens_of(llm)
+        pids = list(llm._engine.pids.values())
+        if topology == "inline":
+            for cache in [one for one in gc.get_objects() if type(one).__name__ == "KVCache"]:
+                with torch.inference_mode():
+                    cache.pool.zero_()
+            del cache
+            assert resident_bytes() - before > 0.9 * num_bytes, "what is not resident cannot be given back"
+        await llm.unload()
+        assert_gone(pids)
+        assert wait_until(lambda: resident_bytes() - before < num_bytes // 4), resident_bytes() - before
