@@ -34,7 +34,7 @@ from actorllm.types.lent_module import LentModule
 from actorllm.types.model_files import read_object
 from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
-from actorllm.types.vllm_options import VLLM_ARGUMENTS
+from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
 
 logger = logging.getLogger(__name__)
 
@@ -335,7 +335,11 @@ class EngineConfig:
 ARGUMENTS: dict[str, Any] = DEFAULTS
 """What the front doors understand, with the defaults (`actorllm.types.options`). Those before `topology` are vLLM's names."""
 
-NEAREST_OF_OURS = {"max_num_queued_reqs": "max_waiting_requests", "max_num_queued_tokens": "max_waiting_tokens"}
+NEAREST_OF_OURS = {
+    "max_num_queued_reqs": "max_waiting_requests",
+    "max_num_queued_tokens": "max_waiting_tokens",
+    "scheduler_cls": "scheduling_policy",
+}
 """What to use where vLLM's argument means something else than ours."""
 
 
@@ -343,11 +347,15 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     for name, value in arguments.items():
         if name in ARGUMENTS:
             continue
-        # Three kinds of names: ours, vLLM's without effect here (taken at their defaults only), and unknown ones.
+        # Names are ours, vLLM's without effect here, or unknown. Of the second kind, what would change tokens is refused.
         if name not in VLLM_ARGUMENTS:
             known = [*ARGUMENTS, *VLLM_ARGUMENTS, "model"]
             raise UnknownArgumentError(f"there is no engine argument {name!r}{nearest_name(name, known)}")
-        if value not in VLLM_ARGUMENTS[name]:
+        if value in VLLM_ARGUMENTS[name]:
+            continue
+        if name in HARMLESS:
+            warnings.warn(f"{name}={value!r} is taken and has no effect: {HARMLESS[name]}", stacklevel=4)
+        else:
             accepted = " or ".join(repr(v) for v in VLLM_ARGUMENTS[name])
             instead = f", and use {NEAREST_OF_OURS[name]}" if name in NEAREST_OF_OURS else ""
             raise ConfigError(f"{name}={value!r} is not supported; leave it at {accepted}{instead}")

@@ -29,7 +29,7 @@ from actorllm.errors import (
     UnknownArgumentError,
     UnsupportedModelError,
 )
-from actorllm.types.vllm_options import VLLM_ARGUMENTS
+from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
 
 STORYTELLER = BUNDLED_MODELS["storyteller"]
 
@@ -199,9 +199,22 @@ def test_an_unknown_argument_brings_the_nearest(name: str, nearest: str) -> None
 
 
 @pytest.mark.parametrize("name", VLLM_ARGUMENTS)
-def test_arguments_of_vllm_are_accepted_at_their_default_only(name: str) -> None:
+def test_arguments_of_vllm_are_accepted_silently_at_what_is_done_anyway(name: str) -> None:
     for value in VLLM_ARGUMENTS[name]:
         assert config_of(**{name: value}) == config_of()
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_arguments_of_vllm_that_change_no_token_are_taken_with_a_warning(name: str) -> None:
+    with pytest.warns(UserWarning, match="has no effect") as caught:
+        assert config_of(**{name: "something else"}) == config_of()
+    (warning,) = caught
+    assert f"{name}='something else' is taken and has no effect: {HARMLESS[name]}" in str(warning.message)
+    assert warning.filename == __file__
+
+
+@pytest.mark.parametrize("name", [name for name in VLLM_ARGUMENTS if name not in HARMLESS])
+def test_arguments_of_vllm_that_would_change_tokens_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}='something else' is not supported; leave it at"):
         config_of(**{name: "something else"})
 
