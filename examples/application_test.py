@@ -7,7 +7,7 @@ import pytest
 
 from actorllm import AsyncLLM, SamplingParams
 from actorllm.errors import EngineDeadError, RequestFailedError
-from actorllm.testing import ScriptedAnswer, ScriptedAsyncLLM
+from actorllm.testing import ScriptedAnswer, ScriptedAsyncLLM, VirtualTime
 from actorllm.testing.fixtures import scripted_llm
 
 __all__ = ["scripted_llm"]
@@ -38,10 +38,11 @@ async def test_it_asks_again(scripted_llm: Build) -> None:
     assert await answer(llm, "hello") == "Second time."
 
 
-@pytest.mark.asyncio
-async def test_it_gives_up(scripted_llm: Build) -> None:
-    llm = scripted_llm([ScriptedAnswer("never", first_token_s=60.0)])
-    assert await answer(llm, "hello", seconds=0.05) == " [cut]"
+def test_it_gives_up(scripted_llm: Build) -> None:
+    time = VirtualTime()  # thirty seconds of it take none
+    llm = scripted_llm([ScriptedAnswer("never", first_token_s=3600.0)], time=time)
+    assert time.run(answer(llm, "hello")) == " [cut]"
+    assert time.now() == 30.0
 
 
 @pytest.mark.asyncio

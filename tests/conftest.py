@@ -12,11 +12,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FunctionType
 
 import pytest
 
 from actorllm.supervision import standby
+from actorllm.testing.plugin import pytest_pycollect_makeitem
+
+__all__ = ["pytest_pycollect_makeitem"]
+
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -26,16 +29,6 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # device="auto" is the CPU here, whatev
 # Names of engines are one user's: two runs of this suite must not meet each other, nor anybody's real engines.
 os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="actorllm-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
-
-
-def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, obj: object) -> None:
-    """A test with the mark of pytest-asyncio is not anyio's, whose automatic mode has just taken every coroutine function."""
-    if not isinstance(obj, FunctionType):
-        return
-    marks: list[pytest.Mark] = getattr(obj, "pytestmark", [])
-    if collector.get_closest_marker("asyncio") or any(mark.name == "asyncio" for mark in marks):
-        is_anyios = [mark.name == "usefixtures" and mark.args == ("anyio_backend",) for mark in marks]
-        obj.pytestmark = [mark for mark, is_its in zip(marks, is_anyios, strict=True) if not is_its]  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -327,13 +327,18 @@ class ThreadHost(HostLoop):
 # Loops of ours --------------------------------------------------------------------------------------------------------
 
 
-def run_loop(main: Callable[..., Any], *args: Any) -> Any:
-    """`anyio.run` on the loop that all our threads and processes use.
+LoopFactory: TypeAlias = "Callable[[], asyncio.AbstractEventLoop]"
+
+
+def run_loop(main: Callable[..., Any], *args: Any, loop_factory: LoopFactory | None = None) -> Any:
+    """`anyio.run` on the loop that all our threads and processes use, or on that of a factory.
 
     asyncio's debug mode, which an application may set for the whole process, is not for it: with `inline` a step is one long
     callback, and each would be reported.
     """
-    options = {"use_uvloop": sys.platform != "win32", "debug": False}
+    options: dict[str, Any] = {"use_uvloop": sys.platform != "win32", "debug": False}
+    if loop_factory is not None:
+        options["loop_factory"] = loop_factory
     return anyio.run(main, *args, backend="asyncio", backend_options=options)
 
 
@@ -347,10 +352,11 @@ def current_loop() -> AsyncioLoop:
 
 
 class LoopThread:
-    """A daemon thread with an event loop that runs until `stop`. Started once."""
+    """A daemon thread with an event loop that runs until `stop`. Started once. loop_factory: None: that of `run_loop`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, loop_factory: LoopFactory | None = None) -> None:
         self.name = name
+        self._loop_factory = loop_factory
         self.loop: AsyncioLoop | None = None
         self._tasks: TaskGroup | None = None
         self._stop_requested: Waiter | None = None
@@ -418,7 +424,7 @@ class LoopThread:
 
     def _run(self) -> None:
         try:
-            run_loop(self._main)
+            run_loop(self._main, loop_factory=self._loop_factory)
         except Exception as error:  # only that no loop can be made is told to the caller
             if self.loop is not None:
                 raise
@@ -509,8 +515,10 @@ class Service(Protocol):
 class EngineThread(LoopThread):
     """The thread through which the owner process uses its engine. All methods are for other threads."""
 
-    def __init__(self, service: Service, name: str = "actorllm:engine") -> None:
-        super().__init__(name)
+    def __init__(
+        self, service: Service, name: str = "actorllm:engine", loop_factory: LoopFactory | None = None
+    ) -> None:
+        super().__init__(name, loop_factory)
         self._service = service
         self._pid = os.getpid()
         self._start_lock = threading.Lock()

@@ -192,6 +192,11 @@ class FrontendActor(Actor):
         """There is a scheduler."""
         return self._scheduler is not None
 
+    @property
+    def is_paused(self) -> bool:
+        """Generation is, or will be when what was asked for arrives."""
+        return self._pause_mode is not None
+
     # What the engine's callers post to this loop
 
     def next_rid(self) -> int:

@@ -788,9 +788,10 @@ class AsyncLLMEngine(AsyncLLM):
 
 async def _in_thread(function: Callable[[], None]) -> None:
     """Run it in a thread that ends with it. anyio's threads end with the main task of a loop, which nest_asyncio hides."""
-    from anyio import CancelScope
+    from anyio import CancelScope, get_cancelled_exc_class
 
     done: Future[None] = Future()
+    done.set_running_or_notify_cancel()  # a cancelled wait cannot cancel it: the thread goes on, and must find it open
 
     def run() -> None:
         try:
@@ -801,5 +802,13 @@ async def _in_thread(function: Callable[[], None]) -> None:
             done.set_result(None)
 
     threading.Thread(target=run, name="actorllm:waiting").start()
+    cancelled: BaseException | None = None
     with CancelScope(shield=True):  # the processes must go even if the task that owned them was cancelled
-        await HostLoop.current().result_of(done)
+        while True:
+            try:
+                await HostLoop.current().result_of(done)
+                break
+            except get_cancelled_exc_class() as error:  # by asyncio itself, which knows no shield
+                cancelled = error
+    if cancelled is not None:
+        raise cancelled

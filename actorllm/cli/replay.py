@@ -105,8 +105,10 @@ def replay(
     async def run() -> LiveRun:
         nonlocal steps
         if url is not None:
-            from actorllm.slo.live.openai import VOCAB_SIZE, OpenAITarget
-
+            try:
+                from actorllm.slo.live.openai import VOCAB_SIZE, OpenAITarget
+            except ModuleNotFoundError as error:
+                raise ConfigError(str(error)) from error
             key = os.environ.get("OPENAI_API_KEY")
             async with OpenAITarget(url, served_model_name, api_key=key, vocab_size=vocab_size or VOCAB_SIZE) as server:
                 return await _replayed(workload, server, length_scale is None, arguments)

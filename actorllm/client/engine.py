@@ -143,7 +143,7 @@ class Engine:
             self._supervisor = self._thread = self.stepper
         else:
             self._supervisor = self._new_supervisor()
-            self._thread = EngineThread(self._new_service())
+            self._thread = self._new_thread()
 
     def _new_lanes(self) -> Lanes | None:
         if self._is_synchronous:
@@ -173,6 +173,9 @@ class Engine:
             restart_timeout_s=self.config.restart_timeout_s,
             around_start=log.around,
         )
+
+    def _new_thread(self) -> EngineThread:
+        return EngineThread(self._new_service())
 
     def _new_service(self) -> Service:
         """The supervisor, behind a door for others if the engine has a name. Attaching needs Linux, as rings do."""

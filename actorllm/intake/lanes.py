@@ -153,6 +153,12 @@ class Lanes:
         self._calls.put(None)
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a job waits or is done."""
+        with self._changed:
+            return len(self._queue) > 0 or any(lane.job is not None for lane in self._lanes)
+
+    @property
     def failure(self) -> str | None:
         """Why no request can be taken, if that is so."""
         if self._lanes or self._is_closed or not self._last_number:

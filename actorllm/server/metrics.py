@@ -103,6 +103,8 @@ def render(stats: Mapping[str, Any], model: str, max_model_len: int, lag: Mappin
     write("counter", "slo_attained_total", "Those that kept it, in both readings of a promise per token.", samples)
     busy = sum(worker.get("busy_s", 0.0) for worker in stats["workers"] or ())
     counter("worker_busy_seconds", "Time that workers spent in steps, all ranks together.", busy)
+    replaced = max((worker.get("num_replaced_kernels", 0) for worker in stats["workers"] or ()), default=0)
+    gauge("replaced_kernels", "Kernels that torch has taken the place of, since they are wrong on this GPU.", replaced)
     fullest: dict[tuple[str, str], float] = {}
     for peer, link in links.items():
         name = ATTACHED if peer.startswith(ATTACHED) else peer  # programs come and go: a label of each has no end

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import anyio
+
 from actorllm.errors import ConfigError
 from actorllm.text.tokenizer import Tokenizer
 
@@ -25,9 +27,10 @@ class ScriptedAnswer:
         fails_after: after so many tokens the request ends with RequestFailedError; None: it does not.
         worker_dies_after: after so many tokens the worker dies once; it is replaced, and the stream goes on. None: it does not.
         engine_dies_after: after so many tokens the engine dies: every open stream ends with EngineDeadError. None: it does not.
+        logprobs: the log-probabilities of its tokens, in their order; those that are missing are 0.
 
     Raises:
-        ConfigError: a negative or infinite number.
+        ConfigError: a negative or infinite number, or a log-probability above 0.
     """
 
     text: str | Sequence[int]
@@ -36,12 +39,16 @@ class ScriptedAnswer:
     fails_after: int | None = None
     worker_dies_after: int | None = None
     engine_dies_after: int | None = None
+    logprobs: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         for name in ("first_token_s", "token_s", "fails_after", "worker_dies_after", "engine_dies_after"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
                 raise ConfigError(f"{name}={value!r} must be a finite number of at least 0")
+        for value in self.logprobs:
+            if not (isinstance(value, int | float) and -math.inf < value <= 0):
+                raise ConfigError(f"logprobs holds {value!r}, which must be a finite number of at most 0")
 
 
 Given: TypeAlias = ScriptedAnswer | str
@@ -58,9 +65,17 @@ class Part:
     time: float
     """Of its latest token, in seconds of the engine's clock; at first of its arrival at a worker."""
     has_killed: bool = False
-    has_given: bool = False
+    num_given: int = 0
+    is_held: bool = True
+    """A slot of the worker has the request."""
+    is_left: bool = False
+    """The request has ended, and its slot does not know it yet."""
     resumes: bool = False
     """A step was lost: the request may begin anew, and is the same."""
+
+    def is_of(self, num_outputs: int) -> bool:
+        """Whether a request that has so many tokens may be this one. It has no slot."""
+        return not self.is_held and (num_outputs > 0 or self.resumes or not self.num_given)
 
     def cost(self, index: int) -> float:
         """Seconds of the step that gives this token."""
@@ -68,6 +83,9 @@ class Part:
 
     def token(self, index: int) -> int:
         return self.token_ids[min(index, len(self.token_ids) - 1)]
+
+    def logprob(self, index: int) -> float:
+        return self.answer.logprobs[index] if index < len(self.answer.logprobs) else 0.0
 
 
 class Script:
@@ -80,34 +98,56 @@ class Script:
         self._in_order: Iterator[Given] | None = iter(answers) if isinstance(answers, Sequence) else None
         self._tokenizer = tokenizer
         self._eos = eos
-        self._parts: dict[tuple[tuple[int, ...], int, int], Part] = {}
+        self.news = anyio.Event()
+        """A request of the step that waits has ended; the worker makes a new one for each wait."""
+        self._parts: dict[tuple[tuple[int, ...], int, int], list[Part]] = {}
 
-    def part(self, prompt_ids: Sequence[int], seed: int, sample_index: int, time: float, is_resumed: bool) -> Part:
-        """Of a request, the same after every fault. A later request like it has the next answer.
+    def part(self, prompt_ids: Sequence[int], seed: int, sample_index: int, time: float, num_outputs: int) -> Part:
+        """Of a request that enters a slot, the same after every fault. Each request like it has a part of its own.
 
-        is_resumed: it has tokens already. Raises LookupError where the script has no answer.
+        num_outputs: the tokens that it has. Raises LookupError where the script has no answer.
         """
-        key = (tuple(prompt_ids), seed, sample_index)
-        part = self._parts.get(key)
-        if part is not None and (is_resumed or part.resumes or not part.has_given):
-            part.resumes = False
+        parts = self._parts.setdefault((tuple(prompt_ids), seed, sample_index), [])
+        known = [part for part in parts if part.is_of(num_outputs)]
+        if known:
+            part = min(known, key=lambda part: abs(part.num_given - num_outputs))
+            part.resumes, part.is_held = False, True
             return part
         given = self._answer(self._tokenizer.decode(prompt_ids, skip_special_tokens=True))
         answer = ScriptedAnswer(given) if isinstance(given, str) else given
         text = answer.text
         ids = self._tokenizer.encode(text, False).tolist() if isinstance(text, str) else list(text)
-        part = self._parts[key] = Part(answer, [*ids, self._eos], time)
-        return part
+        parts.append(Part(answer, [*ids, self._eos], time))
+        return parts[-1]
 
     def end(self, part: Part) -> None:
-        """Its request has failed, or has all its tokens."""
-        for key in [key for key, one in self._parts.items() if one is part]:
-            del self._parts[key]
+        """Its request will not come again."""
+        for parts in self._parts.values():
+            if part in parts:
+                parts.remove(part)
+
+    def leave(self, prompt_ids: Sequence[int], seed: int, sample_index: int) -> None:
+        """A request like this has ended: no step waits for it any more."""
+        parts = [part for part in self._parts.get((tuple(prompt_ids), seed, sample_index), ()) if not part.is_left]
+        if parts:
+            part = max(parts, key=lambda part: part.is_held)
+            part.is_left = True
+            self.news.set()
+            if not part.is_held:
+                self.end(part)
+
+    def release(self, part: Part) -> None:
+        """Its slot is free."""
+        part.is_held = False
+        if part.is_left:
+            self.end(part)
 
     def lose_step(self) -> None:
-        """What the latest steps have given may be asked for again."""
-        for part in self._parts.values():
-            part.resumes = True
+        """What the latest steps have given may be asked for again, and no slot has a request any more."""
+        for key, parts in self._parts.items():
+            self._parts[key] = [part for part in parts if not part.is_left]
+            for part in parts:
+                part.resumes, part.is_held = True, False
 
     def _answer(self, prompt: str) -> Given:
         if self._in_order is not None:

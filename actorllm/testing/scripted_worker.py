@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import anyio
 import numpy as np
 
 from actorllm.actors.link import Link
@@ -15,7 +16,10 @@ from actorllm.actors.worker import WorkerActor
 from actorllm.config import EngineConfig
 from actorllm.errors import EngineError
 from actorllm.messages import StepFailed, StepPlan, StepResult
+from actorllm.messages.logit_rules import SamplingRules
+from actorllm.messages.logprobs import LogprobSpan, columns_of
 from actorllm.testing.script import Part, Script
+from actorllm.testing.scripted_logprobs import rules_by_slot, span_of
 from actorllm.testing.virtual_time import RealTime, VirtualTime
 
 NUM_BLOCKS = 4096
@@ -33,6 +37,32 @@ class ScriptedRow:
     num_computed: int
     next_index: int
     part: Part
+    prompt: list[int]
+    num_told: int
+    """Up to this position the log-probabilities of its prompt were told."""
+    rules: SamplingRules | None
+
+    @property
+    def due(self) -> float:
+        """When its next token is."""
+        return self.part.time + self.part.cost(self.next_index)
+
+    def prompt_span(self, row: int, num_computed: int) -> LogprobSpan | None:
+        """What is asked of the prompt's tokens that follow those computed, the last of them included."""
+        if self.rules is None or self.rules.num_prompt_logprobs < 0:
+            return None
+        first, self.num_told = self.num_told, max(self.num_told, min(len(self.prompt), num_computed + 1))
+        tokens = self.prompt[first : self.num_told]
+        if not tokens:
+            return None
+        return span_of(row, tokens, [0.0] * len(tokens), self.rules.num_prompt_logprobs, position=first)
+
+    def span(self, row: int) -> LogprobSpan | None:
+        """What is asked of the next token."""
+        if self.rules is None or self.rules.num_logprobs < 0:
+            return None
+        token, value = self.part.token(self.next_index), self.part.logprob(self.next_index)
+        return span_of(row, [token], [value], self.rules.num_logprobs, self.rules.logprob_ids)
 
 
 class BatchState:
@@ -54,6 +84,8 @@ class BatchState:
         self.forget_requests()
 
     def forget_requests(self) -> None:
+        for row in self._rows.values():
+            self._script.release(row.part)
         self._rows, self._decode = {}, []
 
     def check_itself(self) -> None:
@@ -69,31 +101,44 @@ class BatchState:
     def is_memory_shortage(error: Exception) -> bool:
         return isinstance(error, MemoryError)
 
-    def apply(self, plan: StepPlan) -> list[ScriptedRow]:
-        """The rows that give a token in this step, in the order of the result. Raises LookupError as the script."""
+    def apply(self, plan: StepPlan) -> tuple[list[ScriptedRow], list[LogprobSpan]]:
+        """The rows that give a token in this step, in the order of the result, and what is told of prompts.
+
+        Raises LookupError as the script.
+        """
         for slot in plan.freed.tolist():
-            self._rows.pop(slot, None)
-        at = 0
-        for new in plan.new:
-            num_known, num_outputs = int(new["num_tokens"]), int(new["num_outputs"])
-            prompt = plan.new_tokens[at : at + num_known - num_outputs].tolist()
-            at += num_known
-            part = self._script.part(
-                prompt, int(new["seed"]), int(new["sample_index"]), self._time.now(), num_outputs > 0
-            )
-            self._rows[int(new["slot"])] = ScriptedRow(num_known, int(new["num_computed"]), num_outputs, part)
+            if (row := self._rows.pop(slot, None)) is not None:
+                self._script.release(row.part)
+        self._add_new(plan)
         if plan.decode_slots is not None:
             self._decode = plan.decode_slots.tolist()
         slots = list(self._decode)
-        for slot, count in zip(plan.prefill_slots.tolist(), plan.prefill_counts.tolist(), strict=True):
+        spans: list[LogprobSpan | None] = []
+        for number, (slot, count) in enumerate(
+            zip(plan.prefill_slots.tolist(), plan.prefill_counts.tolist(), strict=True)
+        ):
             row = self._rows[slot]
             row.num_computed += count
+            spans.append(row.prompt_span(number, row.num_computed))
             if row.num_computed == row.num_known:
                 slots.append(slot)
         slots += [int(new["slot"]) for new in plan.new if new["source"] >= 0]
         if plan.decode_slots is None:
             self._decode = slots  # a row that has begun decodes from the next step on
-        return [self._rows[slot] for slot in slots]
+        return [self._rows[slot] for slot in slots], [span for span in spans if span is not None]
+
+    def _add_new(self, plan: StepPlan) -> None:
+        rules = rules_by_slot(plan)
+        at = 0
+        for new in plan.new:
+            slot, num_known, num_outputs = int(new["slot"]), int(new["num_tokens"]), int(new["num_outputs"])
+            prompt = plan.new_tokens[at : at + num_known - num_outputs].tolist()
+            at += num_known
+            part = self._script.part(prompt, int(new["seed"]), int(new["sample_index"]), self._time.now(), num_outputs)
+            first, asked = rules.get(slot, (0, None))
+            self._rows[slot] = ScriptedRow(
+                num_known, int(new["num_computed"]), num_outputs, part, prompt, max(first, 1), asked
+            )
 
 
 class ScriptedWorkerActor(WorkerActor):
@@ -104,12 +149,13 @@ class ScriptedWorkerActor(WorkerActor):
         self._script, self._time = script, time
 
     def _load(self, config: EngineConfig) -> Any:
+        self._script.lose_step()  # of the worker whose place it takes
         return BatchState(self._script, self._time)
 
     async def _compute(self, link: Link, plan: StepPlan) -> None:
         started = self._time.now()
         try:
-            rows = self.runner.apply(plan)  # type: ignore[attr-defined]
+            rows, spans = self.runner.apply(plan)  # type: ignore[attr-defined]
         except Exception as error:  # of a function of the application, which may raise anything
             self._script.lose_step()
             self.report(link, self.failure_of(link, plan, error))
@@ -124,14 +170,32 @@ class ScriptedWorkerActor(WorkerActor):
                 link, StepFailed(step=plan.step, error="the script fails here", rows=np.array(at_fault, np.int32))
             )
             return
-        due = max((row.part.time + row.part.cost(row.next_index) for row in rows), default=started)
-        await self._time.wait_until(due)
+        due = await self._wait_for(rows, started)
         tokens = [row.part.token(row.next_index) for row in rows]
+        spans += [span for number, row in enumerate(rows) if (span := row.span(number)) is not None]
         for row in rows:
             row.next_index += 1
-            row.part.time, row.part.has_given = due, True
+            row.part.time, row.part.num_given = due, row.next_index
         self._num_steps += 1
-        self.report(link, StepResult(step=plan.step, tokens=np.array(tokens, np.int32), started=started, ended=due))
+        self.report(
+            link,
+            StepResult(
+                step=plan.step,
+                tokens=np.array(tokens, np.int32),
+                started=started,
+                ended=due,
+                **columns_of(spans),
+            ),
+        )
+
+    async def _wait_for(self, rows: list[ScriptedRow], started: float) -> float:
+        """Wait as long as the slowest row takes; when that is left meanwhile, the slowest of the others. Returns until when."""
+        while True:
+            self._script.news = anyio.Event()
+            due = max([started, *(row.due for row in rows if not row.part.is_left)])
+            if due <= self._time.now():
+                return due
+            await self._time.wait_until(due, self._script.news, self._script)
 
     def _faults(self, rows: list[ScriptedRow]) -> list[int]:
         """The rows that fail now. Raises EngineError where the worker or the engine dies."""

@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from actorllm_kernels.configs import dependent, lookup
 from actorllm_kernels.sample_pick import Offers, SamplingState, tile_offer
-from actorllm_kernels.skinny_gemm import prefetch_rows
+from actorllm_kernels.skinny_gemm import columns_ahead, prefetch_rows
 
 MAX_BLOCK_M = 32
 """Rows of one program: the noise of more would not fit into registers."""
@@ -42,7 +42,7 @@ def lm_head_sample_kernel(
     BLOCK_K: tl.constexpr,
     HAS_NORM: tl.constexpr,
     UPCAST: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     EVEN_K: tl.constexpr = K % BLOCK_K == 0
@@ -52,8 +52,8 @@ def lm_head_sample_kernel(
     k = tl.arange(0, BLOCK_K)
     is_n = n < VOCAB
     is_m = m < num_rows
-    if PREFETCH:
-        prefetch_rows(weight_ptr, n, is_n, 0, K, K, 256)
+    if AHEAD:
+        prefetch_rows(weight_ptr, n, is_n, 0, min(AHEAD, K), K, 256)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -140,7 +140,7 @@ def lm_head_sample(
         BLOCK_M=block_m,
         HAS_NORM=norm is not None,
         UPCAST=x.device.type == "cpu",
-        PREFETCH=prefetches,
+        AHEAD=columns_ahead(num_tiles, 256, x.device) if prefetches else 0,
         **launch,
         **config,
     )

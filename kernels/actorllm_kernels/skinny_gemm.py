@@ -12,7 +12,7 @@ programs of a tile leave their sums in `SplitScratch`. The last of them to arriv
 does the rest. So the result does not depend on which one that is.
 
 As a dependent launch, a program asks for its weights before it waits for the kernel in front of it. They are constant, and
-the memory would be idle otherwise.
+the memory would be idle otherwise. All programs together ask for no more than a part of the second-level cache holds.
 
 `is_skinny` says for which shapes this is to be used; others go to cuBLAS (`torch.nn.functional.linear`).
 """
@@ -31,6 +31,10 @@ from actorllm_kernels.silu_mul import ACTIVATIONS, activate
 
 MAX_ROWS = 64
 """Of x, in one launch."""
+PREFETCH_BYTES = 16 << 20
+"""That the programs of a launch ask for before they wait; the second-level cache has 40 MiB or more where they can wait."""
+MAX_RESIDENT = 3
+"""Programs of a product on a multiprocessor, roughly."""
 
 
 @triton.jit
@@ -109,7 +113,7 @@ def skinny_gemm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
     UPCAST: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     IS_GATED: tl.constexpr = ACTIVATION != ""
@@ -123,10 +127,11 @@ def skinny_gemm_kernel(
     SHARE: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K
     first = tl.program_id(1) * SHARE
     last = tl.minimum(first + SHARE, K)
-    if PREFETCH:
-        prefetch_rows(weight_ptr, n, is_n, first, last, K, BLOCK_N)
+    if AHEAD:
+        near = tl.minimum(first + AHEAD, last)
+        prefetch_rows(weight_ptr, n, is_n, first, near, K, BLOCK_N)
         if IS_GATED:
-            prefetch_rows(weight_ptr, n + N, is_n, first, last, K, BLOCK_N)
+            prefetch_rows(weight_ptr, n + N, is_n, first, near, K, BLOCK_N)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -227,6 +232,12 @@ class SplitScratch:
         )
 
 
+def columns_ahead(num_programs: int, num_rows: int, device: torch.device) -> int:
+    """How many columns of its rows of a 16-bit weight a program asks for ahead: whole lines of 128 bytes, one at least."""
+    at_once = min(num_programs, MAX_RESIDENT * num_multiprocessors(device))
+    return max(1, PREFETCH_BYTES // (at_once * num_rows * 128)) * 64
+
+
 def shape_class(num_outputs: int, is_gated: bool) -> str:
     """Of the configuration table. num_outputs: columns of y."""
     width = "narrow" if num_outputs < 2048 else "medium" if num_outputs < 8192 else "wide"
@@ -274,6 +285,7 @@ def skinny_gemm(
     launch = dependent(pdl, x.device)
     prefetches = bool(config.pop("PREFETCH", 1)) and launch["PDL"] and x.element_size() == 2
     num_tiles = triton.cdiv(out_features, config["BLOCK_N"])
+    num_rows_read = config["BLOCK_N"] * (2 if activation else 1)
     if scratch is None:
         split = 1
     elif split is None:
@@ -299,7 +311,7 @@ def skinny_gemm(
         HAS_RESIDUAL=residual is not None,
         ACTIVATION=activation,
         UPCAST=x.device.type == "cpu",
-        PREFETCH=prefetches,
+        AHEAD=columns_ahead(num_tiles * split, num_rows_read, x.device) if prefetches else 0,
         **launch,
         **config,
     )

@@ -249,3 +249,46 @@ def test_version_and_help(capfd: pytest.CaptureFixture[str]) -> None:
     for option in ("--version", "--help"):
         assert main_of(option) == 0
         assert capfd.readouterr().out
+
+
+HIDDEN = (  # sys.modules says of a package that it is not there
+    "import sys; sys.modules[{!r}] = None\nfrom actorllm.cli import main\nsys.exit(main(sys.argv[1:]))\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments", "sentence"),
+    [
+        ("cyclopts", ["info"], "the command needs cyclopts: pip install 'actorllm[cli]'"),
+        ("fastapi", ["serve"], "pip install 'actorllm[serve]'"),
+        ("httpx2", ["trace", "fetch", "azure23-conv"], "a download needs httpx2: pip install 'actorllm[laboratory]'"),
+        (
+            "httpx2",
+            ["replay", str(ROOT / "actorllm" / "slo" / "sample.jsonl"), "--url", "http://127.0.0.1:9"],
+            "a replay against a server needs httpx2: pip install 'actorllm[laboratory]'",
+        ),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_its_extra(
+    tmp_path: Path, package: str, arguments: list[str], sentence: str
+) -> None:
+    environment = ENVIRONMENT | {"XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", HIDDEN.format(package), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False, env=environment)
+    *_, line = result.stderr.splitlines()
+    assert line.startswith("actorllm: ")
+    assert sentence in line
+    assert "Traceback" not in result.stderr
+    assert (result.returncode, result.stdout) == (2, "")
+
+
+def test_commands_that_need_no_extra_but_their_own_work_without_the_others() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", HIDDEN.format("httpx2"), "trace", "list"],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=True,
+        env=ENVIRONMENT,
+    )
+    assert "azure23-conv" in result.stdout

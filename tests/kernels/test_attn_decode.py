@@ -8,73 +8,11 @@ import torch
 from actorllm_kernels import reference
 from actorllm_kernels.attn_decode import attn_decode
 from actorllm_kernels.plan_decode import plan_decode
-from tests.kernels.closeness import DTYPES, assert_close
-from tests.kernels.paged import Paged
+from tests.kernels.cases import run_decode as run
+from tests.kernels.closeness import DTYPES
 
 PAGE, TILE = 32, 16
 EDGES = [0, 1, PAGE - 1, PAGE, PAGE + 1, TILE, 3 * TILE + 5, 4 * PAGE, 4]
-
-
-def run(
-    seq_lens: list[int],
-    programs: int,
-    *,
-    group: int = 2,
-    num_kv_heads: int = 2,
-    dim: int = 64,
-    dtype: torch.dtype = torch.float32,
-    q_len: int = 1,
-    window: int = 0,
-    softcap: float = 0.0,
-    has_sinks: bool = False,
-    page: int = PAGE,
-    tile: int = TILE,
-) -> None:
-    cache = Paged.make(seq_lens, num_kv_heads, dim, page, dtype)
-    num_rows, num_heads, scale = len(seq_lens), group * num_kv_heads, dim**-0.5
-    q = 2 * torch.randn(num_rows * q_len, num_heads, dim).to(dtype)
-    sinks = torch.randn(num_heads) if has_sinks else None
-    out = torch.full_like(q, torch.nan)
-    ends, quota = torch.zeros(num_rows + 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    arrivals = torch.zeros(num_rows * num_kv_heads, dtype=torch.int32)
-    partials = torch.full((2 * programs, q_len * group, dim), torch.nan)
-    partial_lse = torch.full((2 * programs, q_len * group), torch.nan)
-    plan_decode(cache.seq_lens, ends, quota, programs, num_kv_heads, q_len=q_len, window=window, tile=tile)
-    attn_decode(
-        q,
-        cache.keys,
-        cache.values,
-        cache.rows,
-        cache.table,
-        cache.seq_lens,
-        ends,
-        quota,
-        arrivals,
-        out,
-        partials,
-        partial_lse,
-        scale,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        programs=programs,
-        tile=tile,
-    )
-    assert not arrivals.any(), "the next launch would merge too early"
-    for i, n in enumerate(seq_lens):
-        tokens = slice(i * q_len, (i + 1) * q_len)
-        if n == 0:
-            assert not out[tokens].any()
-            continue
-        expected = reference.attention(
-            q[tokens].double(),
-            *cache.sequence(i),
-            scale,
-            window=window,
-            softcap=softcap,
-            sinks=None if sinks is None else sinks.double(),
-        )
-        assert_close(out[tokens], expected)
 
 
 @pytest.mark.parametrize("programs", [1, 7, 40])

@@ -4,66 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from actorllm_kernels import reference
 from actorllm_kernels.attn_prefill import attn_prefill, query_tiles
-from tests.kernels.closeness import DTYPES, assert_close
-from tests.kernels.paged import Paged
+from tests.kernels.cases import run_prefill as run
+from tests.kernels.closeness import DTYPES
 
 PAGE, TILE, BLOCK_M = 32, 16, 32
 CHUNKS = [(1, 1), (5, 5), (33, 33), (16, 48), (7, 71), (40, 41)]
 """Tokens of the chunk, tokens of the sequence with it."""
-
-
-def run(
-    chunks: list[tuple[int, int]],
-    *,
-    group: int = 2,
-    num_kv_heads: int = 1,
-    dim: int = 64,
-    dtype: torch.dtype = torch.float32,
-    window: int = 0,
-    softcap: float = 0.0,
-    has_sinks: bool = False,
-    block_m: int = BLOCK_M,
-    by_tma: bool = False,
-    page: int = PAGE,
-    tile: int = TILE,
-) -> None:
-    counts, seq_lens = (np.array(column, np.int32) for column in zip(*chunks, strict=True))
-    cache = Paged.make(seq_lens.tolist(), num_kv_heads, dim, page, dtype)
-    num_heads, scale = group * num_kv_heads, dim**-0.5
-    q = 2 * torch.randn(int(counts.sum()), num_heads, dim).to(dtype)
-    sinks = torch.randn(num_heads) if has_sinks else None
-    out = torch.full_like(q, torch.nan)
-    starts = np.concatenate(([0], counts.cumsum())).astype(np.int32)
-    attn_prefill(
-        q.view(len(q), num_kv_heads, group, dim).transpose(0, 1).contiguous() if by_tma else q,
-        cache.keys,
-        cache.values,
-        cache.rows,
-        cache.table,
-        cache.seq_lens,
-        torch.from_numpy(starts),
-        torch.from_numpy(query_tiles(counts, seq_lens, block_m // group)),
-        out,
-        scale,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        block_m=block_m,
-        tile=tile,
-    )
-    for i in range(len(chunks)):
-        tokens = slice(starts[i], starts[i + 1])
-        expected = reference.attention(
-            q[tokens].double(),
-            *cache.sequence(i),
-            scale,
-            window=window,
-            softcap=softcap,
-            sinks=None if sinks is None else sinks.double(),
-        )
-        assert_close(out[tokens], expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -24,7 +24,7 @@ from actorllm_kernels import attn_decode, configs, gates
 from actorllm_kernels.compiled import Compiled, Loop, facts
 from actorllm_kernels.launches import names_for, record_one, recording
 from actorllm_kernels.shipped import SHIPPED
-from actorllm_kernels.skinny_gemm import SplitScratch, skinny_gemm
+from actorllm_kernels.skinny_gemm import SplitScratch, columns_ahead, skinny_gemm
 from tests.kernels.conftest import KERNEL_MODULES
 
 
@@ -131,6 +131,13 @@ def test_a_product_is_split_as_often_as_the_gpu_has_programs_for() -> None:
         with recording() as launches:
             skinny_gemm(x, weight, y, scratch=scratch)
         assert launches[0].grid == grid
+
+
+@pytest.mark.parametrize(("programs", "rows"), [(64, 16), (448, 64), (594, 256), (100_000, 16)])
+def test_no_more_is_asked_for_ahead_than_the_cache_holds(programs: int, rows: int) -> None:
+    columns = columns_ahead(programs, rows, torch.device("meta"))
+    assert columns % 64 == 0
+    assert min(programs, 3 * 132) * rows * columns * 2 <= 16 << 20
 
 
 @pytest.mark.parametrize(

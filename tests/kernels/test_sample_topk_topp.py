@@ -3,33 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
-from actorllm_kernels.sample_pick import Offers, SamplingState, sample_pick
-from actorllm_kernels.sample_topk_topp import FilterScratch, FilterState, sample_topk_topp
+from tests.kernels.cases import Columns
+from tests.kernels.cases import draw_filtered as draw
 from tests.kernels.sampling import make_state, on_the_cpu
-
-Columns = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]
-
-
-def draw(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    state: SamplingState,
-    columns: Columns,
-    *masks: torch.Tensor,
-) -> tuple[list[int], list[int]]:
-    """Tokens and is_finite. columns: top_k, top_p, min_p by row; masks: as the launcher's, with their rows."""
-    num_rows, vocab_size = logits.shape
-    by_slot = [torch.zeros(len(state.seed), dtype=kind) for kind in (torch.int32, torch.float32, torch.float32)]
-    for column, values in zip(by_slot, columns, strict=True):
-        column[rows[rows >= 0].long()] = torch.from_numpy(values)[rows >= 0]
-    offers = Offers.empty(num_rows, vocab_size, logits.device)
-    scratch = FilterScratch.empty(num_rows, vocab_size, logits.device)
-    tokens, is_finite = torch.full((num_rows,), -7, dtype=torch.int32), torch.full((num_rows,), -7, dtype=torch.int32)
-    sample_topk_topp(logits, rows, state, FilterState(*by_slot), scratch, offers, *masks)
-    sample_pick(offers, rows, state, tokens, is_finite)
-    return tokens.tolist(), is_finite.tolist()
 
 
 def filters(num_rows: int, top_k: float = 0, top_p: float = 1, min_p: float = 0) -> Columns:

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from actorllm_kernels.skinny_gemm import SplitScratch
 from tests.effort import examples
-from tests.kernels import test_attn_decode, test_attn_prefill, test_skinny_gemm
+from tests.kernels.cases import draw_filtered, run_decode, run_prefill, run_product
 from tests.kernels.sampling import make_state, on_the_cpu
 from tests.kernels.sanitizer import sanitized
-from tests.kernels.test_sample_topk_topp import draw
 
 EDGES = [0, 1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 300]
 VOCABULARIES = [1, 31, 257, 4097, 32_001, 151_936, 262_144][: examples(4, 7)]
@@ -46,7 +45,7 @@ def test_decode_attention(
 ) -> None:
     group, num_kv_heads = heads
     with sanitized(seed) as sanitizer:
-        test_attn_decode.run(
+        run_decode(
             [max(n, q_len) if n else 0 for n in lengths],
             group=group,
             num_kv_heads=num_kv_heads,
@@ -72,7 +71,7 @@ def test_decode_attention(
 )
 def test_prefill_attention(seed: int, **shape: Any) -> None:
     with sanitized(seed) as sanitizer:
-        test_attn_prefill.run(page=64, **shape)
+        run_prefill(page=64, **shape)
     assert sanitizer.findings == []
 
 
@@ -91,7 +90,7 @@ def test_products(
     scratch = SplitScratch.empty(torch.device("cpu"))
     scratch.partials.fill_(torch.nan)
     with sanitized(seed) as sanitizer:
-        test_skinny_gemm.run(num_rows, num_outputs, num_inputs, *what, scratch=scratch, split=split)
+        run_product(num_rows, num_outputs, num_inputs, *what, scratch=scratch, split=split)
     assert sanitizer.findings == []
     assert not scratch.counters.any()
 
@@ -118,7 +117,7 @@ def test_filters(vocab_size: int, top_k: int, top_p: float, min_p: float, kind: 
     columns = (np.full(2, top_k, np.int32), np.full(2, top_p, np.float32), np.full(2, min_p, np.float32))
     expected, is_clear = on_the_cpu(logits, state, rows, *columns)
     with sanitized(seed) as sanitizer:
-        tokens, is_finite = draw(logits, rows, state, columns)
+        tokens, is_finite = draw_filtered(logits, rows, state, columns)
     assert sanitizer.findings == []
     assert is_finite == [1, 1]
     assert [t for t, clear in zip(tokens, is_clear, strict=True) if clear] == expected[is_clear].tolist()

@@ -4,40 +4,11 @@ import pytest
 import torch
 from triton.runtime.interpreter import interpreter_builder
 
-from actorllm_kernels import reference
 from actorllm_kernels.skinny_gemm import SplitScratch, is_skinny, skinny_gemm
-from tests.kernels.closeness import DTYPES, assert_close
+from tests.kernels.cases import run_product as run
+from tests.kernels.closeness import DTYPES
 
 CPU = torch.device("cpu")
-
-
-def run(
-    num_rows: int,
-    num_outputs: int,
-    num_inputs: int,
-    what: str = "",
-    activation: str = "",
-    dtype: torch.dtype = DTYPES[0],
-    scratch: SplitScratch | None = None,
-    split: int | None = None,
-) -> torch.Tensor:
-    outputs = 2 * num_outputs if activation else num_outputs
-    x, weight = (
-        torch.randn(num_rows, num_inputs).to(dtype),
-        (torch.randn(outputs, num_inputs) / num_inputs**0.5).to(dtype),
-    )
-    given = {
-        "norm": (1 + torch.randn(num_inputs) / 4).to(dtype),
-        "bias": torch.randn(outputs).to(dtype),
-        "residual": torch.randn(num_rows, num_outputs).to(dtype),
-    }
-    given = {name: tensor for name, tensor in given.items() if name in what}
-    wide = {name: tensor.double() for name, tensor in given.items()}
-    expected = reference.fused_linear(x.double(), weight.double(), activation=activation, **wide)
-    y = given.get("residual", torch.full((num_rows, num_outputs), torch.nan, dtype=dtype))
-    skinny_gemm(x, weight, y, activation=activation, scratch=scratch, split=split, **given)
-    assert_close(y, expected)
-    return y
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

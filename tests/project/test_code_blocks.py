@@ -44,7 +44,7 @@ import pytest
 from cyclopts.exceptions import CycloptsError
 
 from actorllm import AsyncLLM
-from actorllm.cli import app
+from actorllm.cli.commands import app
 from tests.server.live_server import Server
 
 ROOT = Path(__file__).parents[2]

@@ -53,3 +53,11 @@ def test_the_lowest_versions_are_within_the_ranges_of_the_package() -> None:
         (version,) = [specifier.version for specifier in pinned.specifier]
         assert ranges[pinned.name].specifier.contains(version), pinned
     assert [specifier.operator for specifier in ranges["torch"].specifier] == [">="]
+
+
+def test_the_page_names_every_extra_and_its_packages() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    page = (ROOT / "docs" / "embedding.md").read_text()
+    for extra, packages in project["optional-dependencies"].items():
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{extra}` |")]
+        assert row.rsplit("|", 2)[1].strip() == ", ".join(Requirement(package).name for package in packages)

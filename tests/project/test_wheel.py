@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -11,6 +12,7 @@ import tomllib
 from collections.abc import Iterator
 from email.message import Message
 from email.parser import BytesParser
+from importlib.metadata import distributions
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -108,6 +110,41 @@ def test_the_metadata_say_what_the_package_says(metadata: Message) -> None:
     assert not required & {"pytest", "hypothesis", "ruff", "mypy", "build", "hatchling"}
 
 
+def environment_with_torch(version: str, folder: Path) -> Path:
+    """The interpreter of an environment that knows the packages of this one by their metadata, and a torch of this version."""
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    for found in distributions():
+        name = found.metadata["Name"]
+        if name in ("actorllm", "torch"):
+            continue
+        info = packages / f"{name.replace('-', '_')}-{found.version}.dist-info"
+        info.mkdir(exist_ok=True)
+        (info / "METADATA").write_text(found.read_text("METADATA") or "")
+        (info / "RECORD").touch()
+    info = packages / f"torch-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    (info / "RECORD").touch()
+    return folder / "bin" / "python"
+
+
+@pytest.mark.slow(reason="builds a wheel and makes three environments")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("version", ["2.11.0", "2.14.1+cpu", "2.15.0"])
+def test_installing_into_an_environment_with_another_torch_changes_nothing_there(
+    wheel: ZipFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)  # wishes of this machine as to torch are not the package's
+    python = environment_with_torch(version, tmp_path / "venv")
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--dry-run", "--quiet")
+    path = f"{wheel.filename}[cli,laboratory,serve,structured]"
+    report = json.loads(run(*pip, "--report", "-", path, cwd=tmp_path))
+    assert [entry["metadata"]["name"] for entry in report["install"]] == ["actorllm"]
+
+
 def claimed_versions() -> list[str]:
     """Of Python, by the classifiers."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -144,7 +181,7 @@ def test_an_empty_environment_runs_the_wheel(tmp_path: Path, version: str) -> No
     constraints = ("--constraint", ROOT / "constraints.txt") if version == OWN_VERSION else ()
     pip = (home / "bin" / "python", "-m", "pip", "install", "--quiet", *constraints)
     run(*pip, *shlex.split(os.environ.get("TORCH_ARGS", "")), "torch", cwd=elsewhere, timeout_s=1800)
-    run(*pip, wheel, cwd=elsewhere)
+    run(*pip, f"{wheel}[cli]", cwd=elsewhere)
     check_installed(home, elsewhere)
     run(*pip, "--no-deps", "--force-reinstall", ROOT, cwd=elsewhere)
     check_installed(home, elsewhere)

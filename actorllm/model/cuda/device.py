@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,7 +23,10 @@ from numpy.typing import NDArray
 
 from actorllm.errors import ConfigError
 from actorllm.model.cuda import host_graph
+from actorllm.model.cuda.proof import preflight
 from actorllm_kernels.configs import MAX_SHARED, architecture_of
+
+logger = logging.getLogger(__name__)
 
 MIN_CAPABILITY = (8, 0)
 """Ampere: the first with bfloat16 and asynchronous copies, and the oldest that the kernels are compiled for."""
@@ -58,6 +62,10 @@ class Device(ABC):
     """See the module docstring."""
 
     torch_device: torch.device
+    description: str
+    """What it is, and by which driver it runs."""
+    proves_itself: bool = False
+    """Whether kernels, and a recorded step, are checked before they are used."""
     uses_pdl: bool
     """Launches inside a graph may begin before the one in front has ended, up to where they wait for it."""
 
@@ -135,8 +143,13 @@ class CudaDevice(Device):
     def __init__(self, index: int = 0, *, uses_pdl: bool = True) -> None:
         """Raises ConfigError with the reason when there is none that can be used."""
         check_gpu(index)
+        for warning in preflight.check(torch.cuda.mem_get_info(index)[0]):
+            logger.warning("%s", warning.what)
         self.torch_device = torch.device("cuda", index)
-        self.uses_pdl = uses_pdl
+        version = preflight.driver_version()
+        self.description = f"{torch.cuda.get_device_name(index)}, driver for CUDA {version}"
+        self.proves_itself = True
+        self.uses_pdl = uses_pdl and preflight.captures_dependents(version)
         self._stream: Any = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
         self._abandoned: list[Any] = []
@@ -253,6 +266,7 @@ class HostDevice(Device):
 
     def __init__(self, total_bytes: int = 1 << 30) -> None:
         self.torch_device = torch.device("cpu")
+        self.description = "CPU tensors"
         self.uses_pdl = False
         self._total_bytes = total_bytes
 

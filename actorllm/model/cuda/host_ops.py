@@ -1,8 +1,9 @@
-"""What the kernels do, on CPU tensors by torch and numpy: the same arguments, the same results up to rounding.
+"""What the kernels do, by torch and numpy: the same arguments, the same results up to rounding.
 
 So the step of the GPU can be run where there is none, in milliseconds. Triton's interpreter does the same with the kernels
-themselves, in seconds. Like them, nothing here looks at more than a kernel would: lengths come from tensors, padding rows do
-nothing. Called through `ops`, which chooses.
+themselves, in seconds. On a GPU a kernel is held against its function here, which takes the place of one that is wrong. The
+function waits for the GPU, and draws on the CPU. Like the kernels, nothing here looks at more than a kernel would: lengths come
+from tensors, and padding rows do nothing. Called through `ops`, which chooses.
 """
 
 from __future__ import annotations
@@ -205,8 +206,8 @@ def _attend(
     scores = torch.einsum("hgtd,hkd->hgtk", grouped.float(), k.float()) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    position = torch.arange(length - len(q), length).unsqueeze(1)
-    key = torch.arange(k.shape[1])
+    position = torch.arange(length - len(q), length, device=q.device).unsqueeze(1)
+    key = torch.arange(k.shape[1], device=q.device)
     is_seen = key <= position
     if window:
         is_seen = is_seen & (key > position - window)
@@ -261,8 +262,8 @@ def tile_maxima(
         return
     for i, mask in enumerate(mask_rows.tolist()):
         if mask >= 0:
-            bits = np.unpackbits(masks[mask].numpy().view(np.uint8), bitorder="little")[: logits.shape[1]]
-            logits[i].masked_fill_(torch.from_numpy(bits == 0), -math.inf)
+            bits = np.unpackbits(masks[mask].cpu().numpy().view(np.uint8), bitorder="little")[: logits.shape[1]]
+            logits[i].masked_fill_(torch.from_numpy(bits == 0).to(logits.device), -math.inf)
 
 
 def find_cutoffs(
@@ -271,7 +272,7 @@ def find_cutoffs(
     for i, slot in enumerate(rows.tolist()):
         lowest = -KEEP_ALL
         if slot >= 0 and float(state.temperature[slot]):
-            y = _scaled(logits[i : i + 1], state, rows[i : i + 1])[0]
+            y = scaled(logits[i : i + 1], state, rows[i : i + 1])[0]
             keep = y > -math.inf
             top_k, top_p, min_p = int(filters.top_k[slot]), float(filters.top_p[slot]), float(filters.min_p[slot])
             if min_p > 0:
@@ -287,7 +288,7 @@ def find_cutoffs(
         scratch.cutoff[i] = torch.tensor(-lowest + 0.0).view(torch.int32)
 
 
-def _scaled(logits: torch.Tensor, state: SamplingState, rows: torch.Tensor) -> torch.Tensor:
+def scaled(logits: torch.Tensor, state: SamplingState, rows: torch.Tensor) -> torch.Tensor:
     """Logits below the largest of their row, in units of its temperature."""
     temperature = state.temperature[rows.clamp_min(0).long()]
     divisor = torch.where(temperature == 0, 1.0, temperature).unsqueeze(1)
@@ -298,7 +299,7 @@ def draw_tiles(
     logits: torch.Tensor, rows: torch.Tensor, state: SamplingState, scratch: FilterScratch, offers: Offers
 ) -> None:
     # The smaller the bits of -y, the larger y.
-    key = (0.0 - _scaled(logits, state, rows)).view(torch.int32)
+    key = (0.0 - scaled(logits, state, rows)).view(torch.int32)
     is_out = (key > scratch.cutoff[: len(rows)].unsqueeze(1)) & ~logits.isnan()
     _offer(logits.masked_fill(is_out, -math.inf), rows, state, offers)
 
@@ -308,12 +309,14 @@ def _offer(logits: torch.Tensor, rows: torch.Tensor, state: SamplingState, offer
     num_rows, vocab_size = logits.shape
     num_tiles = -(-vocab_size // TILE)
     flat = np.full((num_rows, num_tiles * TILE), -np.inf, np.float32)
-    flat[:, :vocab_size] = logits.numpy()
+    flat[:, :vocab_size] = logits.cpu().numpy()
     x = flat.reshape(num_rows, num_tiles, TILE)
-    slot = np.maximum(rows.numpy(), 0)
-    temperature = state.temperature.numpy()[slot]
-    keys = round_keys(state.seed.numpy()[slot].view(np.uint64))
-    indices = state.token_index.numpy()[slot], state.sample_index.numpy()[slot]
+    slot = np.maximum(rows.cpu().numpy(), 0)
+    temperature, seed, token_index, sample_index = (
+        column.cpu().numpy()[slot] for column in (state.temperature, state.seed, state.token_index, state.sample_index)
+    )
+    keys = round_keys(seed.view(np.uint64))
+    indices = token_index, sample_index
     is_bad = np.isnan(x) | (x == np.inf)
     x[is_bad] = -np.inf
     highest = x.max(2)

@@ -1,6 +1,7 @@
 """What a step launches, each into tensors that its caller provides: the kernels of `actorllm_kernels`, and products by torch.
 
-On CPU tensors the kernels run in Triton's interpreter where TRITON_INTERPRET=1, and else `host_ops` stands in for them.
+On CPU tensors the kernels run in Triton's interpreter where TRITON_INTERPRET=1, and else `host_ops` stands in for them. On a GPU
+it stands in for those that were found not to do what they should (`replace`).
 
 No operation here allocates, reads a value on the host or returns one. So a list of them with their arguments is a step. On a
 GPU it is captured as a graph; elsewhere `record` collects it, without running it, as a capture would. Everything that may be
@@ -11,10 +12,11 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import ParamSpec
+from dataclasses import dataclass
+from typing import Any, ParamSpec
 
 import torch
 
@@ -66,16 +68,60 @@ def launchable(function: Callable[P, None]) -> Callable[P, None]:
     return launch
 
 
+Checker = Callable[[str, "Operation", tuple[Any, ...], dict[str, Any]], None]
+"""Called instead of an operation, with its name and arguments."""
+
+_checker: ContextVar[Checker | None] = ContextVar("checker", default=None)
+
+
+@dataclass(slots=True)
+class Operation:
+    """A kernel, and what computes the same by torch."""
+
+    launcher: Callable[..., None]
+    on_host: Callable[..., None]
+    is_replaced: bool = False
+    """In this process the kernel is not used: it does not do what it should (`proof`)."""
+
+
+OPERATIONS: dict[str, Operation] = {}
+
+
+@contextmanager
+def checking(checker: Checker) -> Iterator[None]:
+    """Kernels are run by the checker."""
+    token = _checker.set(checker)
+    try:
+        yield
+    finally:
+        _checker.reset(token)
+
+
+def replace(names: Iterable[str]) -> None:
+    """From now on these operations are computed by torch. They read values, so no step that has one can be a graph."""
+    for name in names:
+        OPERATIONS[name].is_replaced = True
+
+
+def replaced() -> list[str]:
+    """The operations that are computed by torch instead of by their kernel."""
+    return [name for name, operation in OPERATIONS.items() if operation.is_replaced]
+
+
 def _kernel(launcher: Callable[P, None], on_host: Callable[..., None]) -> Callable[P, None]:
     """A kernel, or what stands in for it."""
+    name = on_host.__name__
+    operation = OPERATIONS[name] = Operation(launcher, on_host)
 
     @functools.wraps(launcher)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         tensor = next(arg for arg in args if isinstance(arg, torch.Tensor))
-        if tensor.device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1":
-            launcher(*args, **kwargs)
+        if operation.is_replaced or (tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"):
+            operation.on_host(*args, **kwargs)
+        elif (checker := _checker.get()) is not None:
+            checker(name, operation, args, kwargs)
         else:
-            on_host(*args, **kwargs)
+            operation.launcher(*args, **kwargs)
 
     return launchable(run)
 

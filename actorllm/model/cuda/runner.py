@@ -48,6 +48,8 @@ from actorllm.model.cuda.decoder import (
 )
 from actorllm.model.cuda.device import Device, Download
 from actorllm.model.cuda.graphs import SIZES, DecodeGraphs, GraphPart
+from actorllm.model.cuda.proof import memory, steps
+from actorllm.model.cuda.proof.self_check import SelfCheck
 from actorllm.model.cuda.rehearsal import MetaDevice, MetaWeights, compiling
 from actorllm.model.cuda.sampling import MAX_HEAD_ROWS, MAX_KERNEL_TOP, DeviceSampler, PendingSpans, Way, combined
 from actorllm.model.cuda.state import DeviceBatch, StateTable
@@ -191,6 +193,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         is_compiled = self.device.torch_device.type == "cuda"
         with self.device.active(), compiling(self._rehearse) if is_compiled else contextlib.nullcontext():
             self.model = self._load()
+        if self.device.proves_itself:
+            self._check_kernels()
 
     def _load(self) -> DeviceModel:
         model, plan = self.config.model, self.model_config
@@ -201,6 +205,36 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
 
         modules = cast("TransformersPlan", plan)
         return transformers_model.load(modules, model, self.dtype, self._show_progress, self.device)
+
+    def _check_kernels(self) -> None:
+        """Hold every kernel against torch, and part with those that are wrong; what was found is remembered."""
+        plan = repr(self.model_config), str(self.dtype), self.config.scheduler, self.config.cache.block_size
+        key = memory.key_of(self.device.description, *plan, self.collectives.size)
+        failed = memory.remembered(key)
+        if failed is None:
+            began = clock.now()
+            check = SelfCheck()
+            with ops.checking(check), self.collectives.alone():
+                self._allocate(steps.NUM_BLOCKS)
+                steps.make_steps(self)
+            del self._pool
+            failed = check.failed
+            logger.info("%d kernels were checked against torch in %.1f s", check.num_checked, clock.now() - began)
+            memory.remember(key, failed)
+        ops.replace(failed)
+        for name, what in failed.items():
+            told = "the kernel %s is wrong on %s (%s): torch computes in its place, and steps are slow"
+            logger.error(told, name, self.device.description, what)
+
+    @property
+    def pool(self) -> torch.Tensor:
+        """Of the cache: [num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]."""
+        return self._pool.pool
+
+    def launch_decode(self, part: GraphPart | None, size: int, slots: I32) -> None:
+        """A part of a decode step of this size for the rows in these slots; None: the part that a plain step has."""
+        self._load_rows(slots, -1, size)
+        self._launch_part(self._way_part(size) if part is None else part, size)
 
     def _without_weights(self) -> DeviceModel:
         plan, length = self.model_config, self.config.model.max_model_len
@@ -307,7 +341,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
     def allocate(self, num_blocks: int) -> None:
         """Make the KV cache, the state table and the memory of decode steps; record the smallest and the largest of these."""
         self._allocate(num_blocks)
-        if self.graphs.is_on and self.model.needs_trial:
+        if self.graphs.is_on and (self.model.needs_trial or self.device.proves_itself):
             self._try_recording()
         smallest, *others = self.graphs.sizes
         for size in (smallest, *reversed(others)):
@@ -353,7 +387,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             self._attention = PagedAttention(shape, self.device)
             self._decode_rows = DeviceDecodeRows(self._max_rows, shape, on)
             self.model.allocate(self._max_rows, self._attention)
-        is_on = not config.enforce_eager
+        is_on = not config.enforce_eager and self.collectives.all_agree(not ops.replaced())
         self.graphs = DecodeGraphs(
             self.device, self._launch_part, self._max_rows, is_on=is_on, all_agree=self.collectives.all_agree
         )
@@ -395,8 +429,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             raise EngineError("the model's logits are not finite, whatever the tokens")
 
     def statistics(self) -> dict[str, int]:
-        """Counters of the decode steps' parts."""
-        return self.graphs.statistics()
+        """Counters of the decode steps' parts, and of kernels that torch has taken the place of."""
+        return self.graphs.statistics() | {"num_replaced_kernels": len(ops.replaced())}
 
     # Graphs -----------------------------------------------------------------------------------------------------------
 

@@ -11,10 +11,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-import httpx2
+from typing import TYPE_CHECKING
 
 from actorllm.errors import ConfigError, DownloadError, nearest_name
+
+if TYPE_CHECKING:
+    import httpx2
 
 ATTEMPTS = 4
 TIMEOUT_S = 30.0
@@ -144,10 +146,14 @@ def fetch(trace: PublicTrace, path: Path, on_progress: Callable[[int, int | None
     """Download a trace to this path unless it is there already; returns its checksum.
 
     on_progress(bytes so far, bytes in all) is called with every piece. Raises DownloadError; what came until then is kept,
-    unless its checksum is wrong.
+    unless its checksum is wrong. Raises ConfigError where httpx2 is missing, which the extra `laboratory` installs.
     """
     if path.exists():
         return _checked(trace, path)
+    try:
+        import httpx2
+    except ModuleNotFoundError as error:
+        raise ConfigError("a download needs httpx2: pip install 'actorllm[laboratory]'") from error
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     problem: Exception | None = None

@@ -3,6 +3,7 @@
 Prompts are token ids, and `ignore_eos` asks for the full length; servers that know neither refuse. What a request is promised
 travels as the headers x-slo-ttft-ms and x-slo-tpot-ms, as routers that look at objectives read it. Tokens are counted by the
 usage that the server tells with every piece (`continuous_usage_stats`), or once at the end. A piece without it is one token.
+Needs the extra `laboratory`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,17 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
-import httpx2
 import orjson
 
 from actorllm.errors import ConfigError, RequestFailedError
 from actorllm.slo.live.replay import ReplayCall, ReplayRecord
 from actorllm.types.objective import RequestClass
+
+try:
+    import httpx2
+except ModuleNotFoundError as error:
+    needs = "a replay against a server needs httpx2: pip install 'actorllm[laboratory]'"
+    raise ModuleNotFoundError(needs, name=error.name) from error
 
 VOCAB_SIZE = 4000
 """Ids below this are in every usual vocabulary."""

@@ -6,12 +6,18 @@ One small run through everything that a step may consist of; `test_runner` has t
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from actorllm.model.cuda import ops
+from actorllm.model.cuda.device import HostDevice
 from actorllm.model.cuda.graphs import GraphPart
+from actorllm.model.cuda.proof import memory
+from actorllm.model.cuda.runner import CudaRunner
 from tests.kernels.conftest import interpreter as interpreter
+from tests.model.cuda.conftest import config_of
 from tests.model.cuda.rules import rules_of
 from tests.model.cuda.twins import Twins, prompt
 
@@ -49,3 +55,23 @@ def test_the_tokens_are_those_of_the_cpu_worker(family: dict[str, Any], make_twi
     twins.add(2, prompt(4, 3), temperature=1.0, seed=5, top_p=0.7)
     twins.step({2: 4}, **rules_of(2, repetition_penalty=1.5, num_logprobs=2, allowed_ids=tuple(range(200))))
     twins.step(decode=[2, 1])
+
+
+@pytest.mark.slow(
+    reason="each kernel is interpreted; tests/model/cuda/proof has the check, with torch in place of the kernels"
+)
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_self_check_suspects_no_kernel(
+    folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str
+) -> None:
+    """All that a small model launches, interpreted, against torch."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    device = HostDevice()
+    device.proves_itself = True
+    path = folder(num_attention_heads=2, num_key_value_heads=1, intermediate_size=64, vocab_size=300)
+    runner = CudaRunner(config_of(path, block_size=64, max_num_seqs=2, dtype=dtype), show_progress=False, device=device)
+    runner.load()
+    (entry,) = memory.entries()
+    assert entry["failed"] == {}
+    assert ops.replaced() == []
