@@ -13,13 +13,11 @@ from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin
 class VLLMOptions(TypedDict, total=False):
     """See the module docstring."""
 
-    tokenizer_mode: Literal["auto"]
-    revision: Literal[None]
+    tokenizer_mode: Literal["auto", "hf", "slow"]
     tokenizer_revision: Literal[None]
     quantization: Literal[None]
     served_model_name: Annotated[Any, None]
-    config_format: Literal["auto"]
-    download_dir: Literal[None]
+    config_format: Literal["auto", "hf"]
     swap_space: Annotated[Any, None, 0, 4]
     cpu_offload_gb: Annotated[Any, 0]
     kv_cache_dtype: Literal["auto"]
@@ -52,7 +50,6 @@ class VLLMOptions(TypedDict, total=False):
     additional_config: Annotated[Mapping[str, Any] | None, None, {}]
     attention_backend: Annotated[Any, None]
     hf_config_path: Literal[None]
-    hf_token: Literal[None, False]
     code_revision: Annotated[Any, None]
     allowed_local_media_path: Annotated[Any, "", None]
     allowed_media_domains: Annotated[Any, None]
@@ -81,7 +78,7 @@ class VLLMOptions(TypedDict, total=False):
     num_lookahead_slots: Annotated[Any, 0]
     prefill_context_parallel_size: Literal[1]
     decode_context_parallel_size: Literal[1]
-    data_parallel_rank: Literal[None]
+    data_parallel_rank: Literal[None, 0]
     data_parallel_start_rank: Literal[None]
     data_parallel_size_local: Literal[None, 1]
     data_parallel_address: Literal[None]
@@ -108,7 +105,9 @@ class VLLMOptions(TypedDict, total=False):
     default_mm_loras: Literal[None]
     guided_decoding_backend: Annotated[Any, "auto", "guidance"]
     structured_outputs_config: Annotated[
-        Mapping[str, Any] | None, None, {}, {"backend": "auto"}, {"backend": "guidance"}
+        Mapping[str, Any] | None,
+        *(None, {}, {"backend": "auto"}, {"backend": "guidance"}),
+        *({"backend": "xgrammar"}, {"backend": "outlines"}, {"backend": "lm-format-enforcer"}),
     ]
     reasoning_parser: Literal["", None]
     reasoning_parser_plugin: Literal["", None]
