@@ -31,10 +31,10 @@ from actorllm.scheduling.policy import policy_path
 from actorllm.types.device import BackendRules, choose, dtype_name, rules_of
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
 from actorllm.types.lent_module import LentModule
-from actorllm.types.model_files import read_object
+from actorllm.types.model_files import overridden, read_object, read_overrides
 from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
-from actorllm.types.vllm_options import VLLM_ARGUMENTS
+from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,8 @@ class ModelConfig:
     """How many numbers an embedding has that is part of a prompt; None: prompts have none (enable_prompt_embeds)."""
     pooler: Pooler | None = None
     """How prompts become vectors (runner="pooling"); None: the engine generates text."""
+    overrides: dict[str, Any] = field(default_factory=dict, hash=False)
+    """What counts in place of the same fields of config.json (hf_overrides)."""
     module: LentModule | None = field(default=None, compare=False, repr=False)
     """Whose parameters are used, in place of those of `path`; only within this process (topology="inline")."""
 
@@ -242,13 +244,13 @@ class EngineConfig:
         load_format = _choice("load_format", given["load_format"], ("auto", "safetensors", "dummy"))
         # What depends on something else comes first and in order: folder, pooler, lengths, device, limits of a step.
         module = _lent_module(model, given)
-        name, path, hf = _named_folder(model, load_format, module)
+        name, path, hf = _named_folder(model, load_format, module, given)
+        overrides = read_overrides(given["hf_overrides"])
+        hf = overridden(hf, overrides)
         text = hf.get("text_config") or hf
         if not isinstance(text, dict):
             raise CorruptModelError(f"{path}/config.json: text_config is {text!r}, an object is needed")
-        pooler = read_pooler(
-            path, hf | text, **{name: given[name] for name in ("runner", "convert", "pooler_config", "hf_overrides")}
-        )
+        pooler = read_pooler(path, hf | text, **{name: given[name] for name in ("runner", "convert", "pooler_config")})
         max_model_len = _max_model_len(
             path, given["max_model_len"], text, None if pooler is None else pooler.max_length
         )
@@ -289,6 +291,7 @@ class EngineConfig:
                 max_prompt_characters=_positive("max_prompt_characters", given["max_prompt_characters"]),
                 embedding_size=_embedding_size(path, text) if given["enable_prompt_embeds"] else None,
                 pooler=pooler,
+                overrides=overrides,
                 module=module,
             ),
             cache=CacheConfig(
@@ -339,24 +342,38 @@ class EngineConfig:
 ARGUMENTS: dict[str, Any] = DEFAULTS
 """What the front doors understand, with the defaults (`actorllm.types.options`). Those before `topology` are vLLM's names."""
 
-NEAREST_OF_OURS = {"max_num_queued_reqs": "max_waiting_requests", "max_num_queued_tokens": "max_waiting_tokens"}
+NEAREST_OF_OURS = {
+    "max_num_queued_reqs": "max_waiting_requests",
+    "max_num_queued_tokens": "max_waiting_tokens",
+    "scheduler_cls": "scheduling_policy",
+}
 """What to use where vLLM's argument means something else than ours."""
 
 
-def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+def _check_names(arguments: dict[str, Any]) -> None:
+    """Raises for what is no argument, and for vLLM's that would change tokens; warns of those that have no effect."""
     for name, value in arguments.items():
         if name in ARGUMENTS:
             continue
-        # Three kinds of names: ours, vLLM's without effect here (taken at their defaults only), and unknown ones.
+        # Names are ours, vLLM's without effect here, or unknown. Of the second kind, what would change tokens is refused.
         if name not in VLLM_ARGUMENTS:
             known = [*ARGUMENTS, *VLLM_ARGUMENTS, "model"]
             raise UnknownArgumentError(f"there is no engine argument {name!r}{nearest_name(name, known)}")
-        if value not in VLLM_ARGUMENTS[name]:
+        if value in VLLM_ARGUMENTS[name]:
+            continue
+        if name in HARMLESS:
+            warnings.warn(f"{name}={value!r} is taken and has no effect: {HARMLESS[name]}", stacklevel=5)
+        else:
             accepted = " or ".join(repr(v) for v in VLLM_ARGUMENTS[name])
             instead = f", and use {NEAREST_OF_OURS[name]}" if name in NEAREST_OF_OURS else ""
             raise ConfigError(f"{name}={value!r} is not supported; leave it at {accepted}{instead}")
+
+
+def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    _check_names(arguments)
     given = ARGUMENTS | {k: v for k, v in arguments.items() if k in ARGUMENTS}
     # Types that are checked nowhere else; numbers are checked where the parts of the configuration are made.
+    # Ranks are processes, so that there is one where all of the engine runs in the calling process.
     if _positive("tensor_parallel_size", given["tensor_parallel_size"]) > 1 and given["topology"] == "inline":
         raise ConfigError(
             f"tensor_parallel_size={given['tensor_parallel_size']} needs a process per rank; use topology='process'"
@@ -375,7 +392,12 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{name}={given[name]!r} must be a string")
     if given["name"] is not None:
         check_engine_name(given["name"])
-    for name in ("tokenizer", "record", "step_model"):
+    # What huggingface_hub gets; the token is in no message.
+    if given["revision"] is not None and not isinstance(given["revision"], str):
+        raise ConfigError(f"revision={given['revision']!r} must be the name of a branch or tag, or a commit")
+    if not isinstance(given["hf_token"], str | bool | None):
+        raise ConfigError("hf_token must be a token, True (the one of this user), False or None")
+    for name in ("tokenizer", "record", "step_model", "download_dir"):
         if given[name] is not None and not isinstance(given[name], str | os.PathLike):
             raise ConfigError(f"{name}={given[name]!r} must be a path")
     seed = given["seed"]
@@ -415,12 +437,13 @@ def _lent_module(model: str | os.PathLike[str] | None, given: dict[str, Any]) ->
 
 
 def _named_folder(
-    model: str | os.PathLike[str] | None, load_format: str, module: LentModule | None
+    model: str | os.PathLike[str] | None, load_format: str, module: LentModule | None, given: dict[str, Any]
 ) -> tuple[str, Path, dict[str, Any]]:
     """What the model is called, its folder, and its config.json."""
     if module is not None:
         return module.architecture, NOWHERE, module.tree
-    path, hf = read_model_folder(model, load_format)
+    download = {name: given[name] for name in ("revision", "download_dir", "hf_token")}
+    path, hf = read_model_folder(model, load_format, **download)
     return os.fspath(model or ""), path, hf
 
 
@@ -439,7 +462,14 @@ def _tokenizer(given: dict[str, Any], path: Path) -> str | None:
     return None if path == NOWHERE or path.parent == shapes.FOLDER else str(path)
 
 
-def read_model_folder(model: str | os.PathLike[str] | None, load_format: str = "auto") -> tuple[Path, dict[str, Any]]:
+def read_model_folder(
+    model: str | os.PathLike[str] | None,
+    load_format: str = "auto",
+    *,
+    revision: str | None = None,
+    download_dir: str | os.PathLike[str] | None = None,
+    hf_token: str | bool | None = None,
+) -> tuple[Path, dict[str, Any]]:
     """The folder of a model and its config.json: a bundled name, a path, or a Hugging Face id in the local cache.
 
     load_format "dummy" needs no weights, so that a model of `actorllm.shapes` needs no download either.
@@ -451,7 +481,7 @@ def read_model_folder(model: str | os.PathLike[str] | None, load_format: str = "
     if path is None and load_format == "dummy" and not Path(name).expanduser().is_dir():
         path = shapes.shape_folder(name)
     if path is None:
-        path = _local_folder(name)
+        path = _local_folder(name, revision=revision, cache_dir=download_dir, token=hf_token)
     config = path / "config.json"
     if not config.is_file():
         raise ModelNotFoundError(
@@ -460,7 +490,8 @@ def read_model_folder(model: str | os.PathLike[str] | None, load_format: str = "
     return path, read_object(config)
 
 
-def _local_folder(name: str) -> Path:
+def _local_folder(name: str, **how: Any) -> Path:
+    """how: of huggingface_hub.snapshot_download."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path.resolve()
@@ -470,7 +501,7 @@ def _local_folder(name: str) -> Path:
 
         try:
             patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-            return Path(snapshot_download(name, allow_patterns=patterns))
+            return Path(snapshot_download(name, allow_patterns=patterns, **how))
         except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError) as error:
             raise ModelNotFoundError(
                 f"model {name!r} is neither a folder, nor in the local Hugging Face cache, nor can it be downloaded "
@@ -559,16 +590,29 @@ def _max_model_len(path: Path, given: Any, hf: dict[str, Any], advised: int | No
     """advised: by the model's author, where nothing is given."""
     keys = [key for key in ("max_position_embeddings", "n_positions") if hf.get(key) is not None]
     derived = max_positions(hf, _config_int(path, hf, keys[0])) if keys else None
+    if derived is not None:
+        derived = max(derived, _stretched(hf, derived))
+    if given == -1 and not isinstance(given, bool):
+        given = None
     if given is None and advised is not None:
         return advised if derived is None else min(advised, derived)
     if given is None:
         if derived is None:
             raise ConfigError("the model's config.json does not say how long it may get; set max_model_len")
         return derived
-    length = _positive("max_model_len", given)
+    length = _positive("max_model_len", _human(given))
     if derived is not None and length > derived:
         raise ConfigError(f"max_model_len={length} is more than the model's {derived} positions; use {derived} or less")
     return length
+
+
+def _stretched(hf: dict[str, Any], positions: int) -> int:
+    """How many positions YaRN makes of those that the model was trained for; 0: the model does not use it."""
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling")
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "yarn":
+        return 0
+    factor, trained = rope.get("factor"), rope.get("original_max_position_embeddings") or positions
+    return int(factor * trained) if isinstance(factor, int | float) and isinstance(trained, int) else 0
 
 
 def _device(given: dict[str, Any], pooler: Pooler | None) -> str:
@@ -599,6 +643,18 @@ def _positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ConfigError(f"{name}={value!r} must be a positive integer")
     return value
+
+
+HUMAN_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def _human(value: Any) -> Any:
+    """A number as people write it on vLLM's command line: "2k" is 2,000, "2K" is 2,048; all else as it is."""
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)([kmgKMG]?)", value) if isinstance(value, str) else None
+    if match is None:
+        return value
+    number = float(match[1]) * HUMAN_UNITS.get(match[2], 1)
+    return int(number) if number.is_integer() else value
 
 
 def _not_negative(name: str, value: Any) -> int:

@@ -48,7 +48,7 @@ class AsyncLLM:
     after the other or at once.
 
     model: a bundled model, a folder, or a Hugging Face id; None with `module`. Further arguments are named and
-    defaulted as in vLLM where both have them; vLLM's others are accepted at their defaults. Raises ConfigError,
+    defaulted as in vLLM where both have them; those of `types.vllm_options` are taken, too. Raises ConfigError,
     UnknownArgumentError or ModelError.
     """
 

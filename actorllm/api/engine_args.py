@@ -65,7 +65,7 @@ def _with_arguments_as_fields(cls: T) -> T:
 @with_options
 @_with_arguments_as_fields
 class EngineArgs:
-    """The arguments of an engine, and those of vLLM that are accepted at their defaults.
+    """The arguments of an engine, and those of vLLM that have no counterpart (`actorllm.types.vllm_options`).
 
     An unknown name raises UnknownArgumentError here; values are checked by `create_engine_config`.
     """

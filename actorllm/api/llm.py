@@ -56,7 +56,7 @@ class LLM(BlockingDoor):
 
     model: a bundled model, a folder, or a Hugging Face id; None with `module`. chat_template: what `chat` uses instead
     of the model's own: a Jinja template, or the file of one. Further arguments are named and defaulted as in vLLM where both have
-    them; vLLM's others are accepted at their defaults. Raises ConfigError, UnknownArgumentError, ModelError, or what made the start
+    them; those of `types.vllm_options` are taken, too. Raises ConfigError, UnknownArgumentError, ModelError, or what made the start
     fail. Requests have the ids "0", "1" and so on.
     """
 

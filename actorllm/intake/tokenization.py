@@ -168,7 +168,8 @@ class PromptReader:
         if ids.size > most:
             instead = "" if pooler is None else ", or set truncate_prompt_tokens (-1: to what there is room for)"
             raise InvalidPromptError(
-                f"the prompt has {ids.size} tokens and max_model_len is {limit}: shorten it to {most} or fewer{instead}"
+                f"the prompt has {ids.size} tokens and max_model_len is {limit}, the maximum context length: shorten it to "
+                f"{most} or fewer{instead}"
             )
         if embeds is None:
             return TokenizedPrompt(ids, text, salt)
@@ -216,7 +217,7 @@ class PromptReader:
         if longest is not None and len(text) > longest * room:
             raise InvalidPromptError(
                 f"the prompt has {len(text)} characters and max_model_len is {self._model.max_model_len}: so many tokens "
-                f"have at most {longest * room} characters; shorten it"
+                f"have at most {longest * room} characters; shorten it to the maximum context length"
             )
 
     def _render(self, conversation: Conversation, workplace: Workplace | None) -> str:

@@ -36,6 +36,7 @@ from actorllm.model.inputs import PersistentBatch, StepInputs
 from actorllm.model.parallel import Ranks
 from actorllm.model.pooled_states import PooledStates
 from actorllm.model.registry import Plan, check_plan, model_plan
+from actorllm.types.model_files import overridden
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -155,6 +156,7 @@ class ModelRunner(ABC, Generic[Handle, How]):
         if plan is None:
             module = config.model.module
             hf = module.tree if module is not None else read_model_folder(config.model.path)[1]
+            hf = overridden(hf, config.model.overrides)
             plan = model_plan(config.model, hf, type(self))
         else:
             check_plan(plan, config.model.architecture, type(self))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from actorllm.errors import CorruptModelError
+from actorllm.errors import ConfigError, CorruptModelError
 
 
 def read_json(file: Path) -> Any:
@@ -26,3 +27,36 @@ def read_object(file: Path, *, is_optional: bool = False) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise CorruptModelError(f"{file} must hold a JSON object, not {type(tree).__name__}")
     return tree
+
+
+def read_overrides(given: Any) -> dict[str, Any]:
+    """`hf_overrides`, a mapping or that as JSON; None: an empty one. Raises ConfigError."""
+    if isinstance(given, str):
+        try:
+            given = orjson.loads(given)
+        except orjson.JSONDecodeError as error:
+            raise ConfigError(f"hf_overrides={given!r:.200} is not valid JSON: {error}") from error
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise ConfigError(f"hf_overrides={given!r:.200} must be a mapping of fields of config.json")
+    try:
+        orjson.dumps(dict(given))
+    except TypeError as error:
+        raise ConfigError(f"hf_overrides={given!r:.200} must hold what JSON knows: {error}") from error
+    return dict(given)
+
+
+def overridden(tree: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with other values; objects within it are merged field by field."""
+    merged = dict(tree)
+    for name, value in overrides.items():
+        within = merged.get(name)
+        merges = isinstance(value, Mapping) and isinstance(within, dict)
+        merged[name] = overridden(within or {}, value) if merges else value
+    # The older name of this object counts where it is the one that is overridden.
+    if "rope_scaling" in overrides and "rope_parameters" not in overrides and merged.get("rope_parameters"):
+        merged["rope_parameters"] = {**merged["rope_parameters"], **(merged.pop("rope_scaling") or {})}
+    if "rope_theta" in overrides and "rope_parameters" not in overrides and merged.get("rope_parameters"):
+        merged["rope_parameters"] = {**merged["rope_parameters"], "rope_theta": overrides["rope_theta"]}
+    return merged

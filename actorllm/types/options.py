@@ -24,14 +24,21 @@ class EngineOptions(VLLMOptions, total=False):
 
     tokenizer: Annotated[str | os.PathLike[str] | None, None]
     """The folder of the tokenizer; None: the model's."""
+    revision: Annotated[str | None, None]
+    """Of a model of the Hugging Face Hub: the branch, the tag or the commit; None: its newest."""
+    download_dir: Annotated[str | os.PathLike[str] | None, None]
+    """Where a model of the Hub is looked for and kept; None: the folder of huggingface_hub."""
+    hf_token: Annotated[str | bool | None, None]
+    """With which a model of the Hub is fetched; True or None: the one of this user, if there is one; False: none."""
     skip_tokenizer_init: Annotated[bool, False]
     """Load no tokenizer: prompts are token ids, and outputs have no text."""
     dtype: Annotated[Any, "auto"]
     """'float32' or 'bfloat16', or torch's; 'auto': as the weights are stored, or bfloat16 on CUDA."""
     seed: Annotated[int | None, None]
     """Requests that bring no seed get one made of this and of their number; None: a random one."""
-    max_model_len: Annotated[int | None, None]
-    """Most tokens of a sequence, prompt and output together; None: as many as the model has positions."""
+    max_model_len: Annotated[int | str | None, None]
+    """Most tokens of a sequence, prompt and output together, also as '2k' or '2K'; None or -1: as many as the model has
+    positions."""
     max_num_seqs: Annotated[int, 256]
     """Most sequences that run at a time."""
     max_num_batched_tokens: Annotated[int, 2048]
@@ -58,7 +65,7 @@ class EngineOptions(VLLMOptions, total=False):
     pooler_config: Annotated[Any, None]
     """How vectors are pooled: a PoolerConfig, a mapping of its fields, or that as JSON; None: as the model's folder says."""
     hf_overrides: Annotated[Mapping[str, Any] | str | None, None]
-    """What counts in place of the model's config.json: is_matryoshka and matryoshka_dimensions, also as JSON."""
+    """Fields that count in place of those of the model's config.json, such as rope_parameters; also as JSON."""
     max_logprobs: Annotated[int, 20]
     """Most log-probabilities per token that a request may ask for; -1: as many as there are."""
     enable_prompt_embeds: Annotated[bool, False]

@@ -56,9 +56,6 @@ SENTENCE_CONFIGS = (
     *("sentence_camembert_config.json", "sentence_albert_config.json", "sentence_xlm-roberta_config.json"),
 )
 
-OVERRIDES = ("is_matryoshka", "matryoshka_dimensions")
-"""What hf_overrides may say of a model's config.json."""
-
 IDLE_POOLER_CONFIG: dict[str, tuple[Any, ...]] = {
     "tok_pooling_type": (None,),
     "enable_flash_late_interaction": (True, False),
@@ -184,7 +181,6 @@ def read_pooler(
     runner: Any = "auto",
     convert: Any = "auto",
     pooler_config: Any = None,
-    hf_overrides: Any = None,
 ) -> Pooler | None:
     """How the model of this folder makes vectors; None: it generates text. hf: its config.json.
 
@@ -196,7 +192,6 @@ def read_pooler(
                 f"{name}={value!r} is not supported; use {', '.join(map(repr, choices))}{nearest_name(str(value), choices)}"
             )
     given = _pooler_config(pooler_config)
-    hf = {**hf, **_overrides(hf_overrides)}
     kind = str(hf.get("model_type"))
     names = hf.get("architectures")
     architecture = str(names[0]) if isinstance(names, list) and names else "?"  # its own error comes later
@@ -297,20 +292,6 @@ def _pooler_config(given: Any) -> PoolerConfig:
     if given.pooling_type is not None and given.seq_pooling_type is not None:
         raise ConfigError("pooler_config: pooling_type and seq_pooling_type say the same; leave one out")
     return given
-
-
-def _overrides(given: Any) -> dict[str, Any]:
-    given = _from_text("hf_overrides", given)
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"hf_overrides={given!r:.200} must be a mapping")
-    for name in given:
-        if name not in OVERRIDES:
-            raise ConfigError(
-                f"hf_overrides: {name!r:.80} cannot be overridden; only {' and '.join(map(repr, OVERRIDES))} can"
-            )
-    return dict(given)
 
 
 def _pooling_type(path: Path, given: PoolerConfig, files: SentenceFiles | None, is_encoder: bool) -> PoolingType:

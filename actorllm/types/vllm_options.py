@@ -1,32 +1,31 @@
-"""Arguments of vLLM that are accepted where they ask for what is done anyway, and refused otherwise.
+"""Arguments of vLLM that have no counterpart here: the values that are taken, with or without a warning; others are refused.
 
-All of 0.32's, and some of older releases. A type is the values that are accepted, the default first; where Python has no literal
-for them, they stand behind the type. Those whose default is an object of vLLM's own are accepted at None and {}. Standard library
-only.
+A value that asks for what is done anyway is taken silently (`VLLM_ARGUMENTS`). A value that changes no token is taken with a
+warning (`HARMLESS`). All of 0.32's, and some of older releases. A type is the values that are taken silently, the default
+first; where Python has no literal for them, they stand behind the type. Those whose default is an object of vLLM's own are
+accepted at None and {}. Standard library only.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin
 
 
 class VLLMOptions(TypedDict, total=False):
     """See the module docstring."""
 
-    tokenizer_mode: Literal["auto"]
-    revision: Literal[None]
+    tokenizer_mode: Literal["auto", "hf", "slow"]
     tokenizer_revision: Literal[None]
     quantization: Literal[None]
-    served_model_name: Literal[None]
-    config_format: Literal["auto"]
-    download_dir: Literal[None]
-    swap_space: Literal[None, 0, 4]
-    cpu_offload_gb: Literal[0]
+    served_model_name: Annotated[Any, None]
+    config_format: Literal["auto", "hf"]
+    swap_space: Annotated[Any, None, 0, 4]
+    cpu_offload_gb: Annotated[Any, 0]
     kv_cache_dtype: Literal["auto"]
     disable_log_stats: Literal[True, False]
     disable_log_requests: Literal[True, False]
-    enable_log_requests: Literal[False]
-    enable_chunked_prefill: Literal[None, True]
-    max_long_partial_prefills: Literal[1]
+    enable_log_requests: Annotated[Any, False]
+    enable_chunked_prefill: Annotated[Any, None, True]
+    max_long_partial_prefills: Annotated[Any, 1]
     enable_lora: Literal[False, None]
     pipeline_parallel_size: Literal[1]
     data_parallel_size: Literal[1]
@@ -34,27 +33,26 @@ class VLLMOptions(TypedDict, total=False):
     disable_custom_all_reduce: Literal[False, True]
     task: Literal[None, "auto", "generate"]
     speculative_config: Literal[None]
-    compilation_config: Annotated[Mapping[str, Any] | int | None, None, {}, 0]
-    limit_mm_per_prompt: Annotated[Mapping[str, Any] | None, None, {}]
-    mm_processor_kwargs: Literal[None]
-    disable_sliding_window: Literal[False]
+    compilation_config: Annotated[Any, None, {}, 0]
+    limit_mm_per_prompt: Annotated[Any, None, {}]
+    mm_processor_kwargs: Annotated[Any, None]
+    disable_sliding_window: Annotated[Any, False]
     disable_cascade_attn: Literal[None, False, True]
     logits_processors: Literal[None]
     scheduler_cls: Literal[None]
-    max_seq_len_to_capture: Literal[None, 8192]
+    max_seq_len_to_capture: Annotated[Any, None, 8192]
     calculate_kv_scales: Literal[False, None]
     num_gpu_blocks_override: Literal[None]
-    preemption_mode: Literal[None, "recompute"]
-    use_v2_block_manager: Literal[True]
-    worker_use_ray: Literal[False]
+    preemption_mode: Annotated[Any, None, "recompute"]
+    use_v2_block_manager: Annotated[Any, True]
+    worker_use_ray: Annotated[Any, False]
     kv_transfer_config: Literal[None]
     additional_config: Annotated[Mapping[str, Any] | None, None, {}]
-    attention_backend: Literal[None]
+    attention_backend: Annotated[Any, None]
     hf_config_path: Literal[None]
-    hf_token: Literal[None, False]
-    code_revision: Literal[None]
-    allowed_local_media_path: Literal["", None]
-    allowed_media_domains: Literal[None]
+    code_revision: Annotated[Any, None]
+    allowed_local_media_path: Annotated[Any, "", None]
+    allowed_media_domains: Annotated[Any, None]
     rope_scaling: Annotated[Mapping[str, Any] | None, None, {}]
     rope_theta: Literal[None]
     enable_sleep_mode: Literal[False]
@@ -63,24 +61,24 @@ class VLLMOptions(TypedDict, total=False):
     io_processor_plugin: Literal[None]
     skip_mm_profiling: Literal[False, True]
     use_tqdm_on_load: Literal[True, False]
-    pt_load_map_location: Literal["cpu"]
-    model_loader_extra_config: Annotated[Mapping[str, Any] | None, {}, None]
-    ignore_patterns: Annotated[str | list[str] | None, None, "original/**/*", ["original/**/*"]]
-    max_parallel_loading_workers: Literal[None]
-    prefix_caching_hash_algo: Literal["sha256"]
-    kv_offloading_size: Literal[None]
+    pt_load_map_location: Annotated[Any, "cpu"]
+    model_loader_extra_config: Annotated[Any, {}, None]
+    ignore_patterns: Annotated[Any, None, "original/**/*", ["original/**/*"]]
+    max_parallel_loading_workers: Annotated[Any, None]
+    prefix_caching_hash_algo: Annotated[Any, "sha256"]
+    kv_offloading_size: Annotated[Any, None]
     kv_sharing_fast_prefill: Literal[False]
     mamba_cache_dtype: Literal["auto"]
     mamba_ssm_cache_dtype: Literal["auto"]
     mamba_block_size: Literal[None]
     disable_hybrid_kv_cache_manager: Literal[None, False, True]
-    disable_chunked_mm_input: Literal[False]
-    num_scheduler_steps: Literal[1]
-    scheduler_delay_factor: Annotated[float, 0.0]
-    num_lookahead_slots: Literal[0]
+    disable_chunked_mm_input: Annotated[Any, False]
+    num_scheduler_steps: Annotated[Any, 1]
+    scheduler_delay_factor: Annotated[Any, 0.0]
+    num_lookahead_slots: Annotated[Any, 0]
     prefill_context_parallel_size: Literal[1]
     decode_context_parallel_size: Literal[1]
-    data_parallel_rank: Literal[None]
+    data_parallel_rank: Literal[None, 0]
     data_parallel_start_rank: Literal[None]
     data_parallel_size_local: Literal[None, 1]
     data_parallel_address: Literal[None]
@@ -97,52 +95,54 @@ class VLLMOptions(TypedDict, total=False):
     node_rank: Literal[0]
     worker_cls: Literal["auto"]
     worker_extension_cls: Literal[""]
-    ray_workers_use_nsight: Literal[False]
-    cuda_graph_sizes: Annotated[list[str] | None, None, []]
-    max_loras: Literal[1]
-    max_lora_rank: Literal[16]
-    max_cpu_loras: Literal[None]
-    lora_dtype: Literal["auto"]
-    fully_sharded_loras: Literal[False]
+    ray_workers_use_nsight: Annotated[Any, False]
+    cuda_graph_sizes: Annotated[Any, None, []]
+    max_loras: Annotated[Any, 1]
+    max_lora_rank: Annotated[Any, 16]
+    max_cpu_loras: Annotated[Any, None]
+    lora_dtype: Annotated[Any, "auto"]
+    fully_sharded_loras: Annotated[Any, False]
     default_mm_loras: Literal[None]
-    guided_decoding_backend: Literal["auto", "guidance"]
+    guided_decoding_backend: Annotated[Any, "auto", "guidance"]
     structured_outputs_config: Annotated[
-        Mapping[str, Any] | None, None, {}, {"backend": "auto"}, {"backend": "guidance"}
+        Mapping[str, Any] | None,
+        *(None, {}, {"backend": "auto"}, {"backend": "guidance"}),
+        *({"backend": "xgrammar"}, {"backend": "outlines"}, {"backend": "lm-format-enforcer"}),
     ]
     reasoning_parser: Literal["", None]
     reasoning_parser_plugin: Literal["", None]
-    interleave_mm_strings: Literal[False]
-    media_io_kwargs: Annotated[Mapping[str, Any] | None, {}, None]
-    mm_processor_cache_gb: Literal[4]
+    interleave_mm_strings: Annotated[Any, False]
+    media_io_kwargs: Annotated[Any, {}, None]
+    mm_processor_cache_gb: Annotated[Any, 4]
     mm_encoder_only: Literal[False]
-    mm_encoder_tp_mode: Literal["weights"]
-    video_pruning_rate: Literal[None]
-    otlp_traces_endpoint: Literal[None]
-    collect_detailed_traces: Literal[None]
-    show_hidden_metrics_for_version: Literal[None]
-    kv_cache_metrics: Literal[False]
+    mm_encoder_tp_mode: Annotated[Any, "weights"]
+    video_pruning_rate: Annotated[Any, None]
+    otlp_traces_endpoint: Annotated[Any, None]
+    collect_detailed_traces: Annotated[Any, None]
+    show_hidden_metrics_for_version: Annotated[Any, None]
+    kv_cache_metrics: Annotated[Any, False]
     kv_events_config: Literal[None]
     ec_transfer_config: Literal[None]
-    aggregate_engine_logging: Literal[False]
+    aggregate_engine_logging: Annotated[Any, False]
     enable_fault_tolerance: Literal[False]
     max_num_queued_reqs: Literal[None]
     max_num_queued_tokens: Literal[None]
     enable_return_routed_experts: Literal[False]
     return_sampling_mask: Literal[False]
     model_weights: Literal[""]
-    safetensors_load_strategy: Literal[None]
-    safetensors_prefetch_num_threads: Literal[8]
-    safetensors_prefetch_block_size: Literal[16777216]
-    cudagraph_capture_sizes: Literal[None]
-    max_cudagraph_capture_size: Literal[None]
-    ir_op_priority: Annotated[Mapping[str, Any] | None, None, {}]
-    master_addr: Literal["127.0.0.1"]
-    master_port: Literal[29501]
-    distributed_timeout_seconds: Literal[None]
-    cpu_distributed_timeout_seconds: Literal[None]
-    numa_bind: Literal[False]
-    numa_bind_nodes: Literal[None]
-    numa_bind_cpus: Literal[None]
+    safetensors_load_strategy: Annotated[Any, None]
+    safetensors_prefetch_num_threads: Annotated[Any, 8]
+    safetensors_prefetch_block_size: Annotated[Any, 16777216]
+    cudagraph_capture_sizes: Annotated[Any, None]
+    max_cudagraph_capture_size: Annotated[Any, None]
+    ir_op_priority: Annotated[Any, None, {}]
+    master_addr: Annotated[Any, "127.0.0.1"]
+    master_port: Annotated[Any, 29501]
+    distributed_timeout_seconds: Annotated[Any, None]
+    cpu_distributed_timeout_seconds: Annotated[Any, None]
+    numa_bind: Annotated[Any, False]
+    numa_bind_nodes: Annotated[Any, None]
+    numa_bind_cpus: Annotated[Any, None]
     device_ids: Literal[None]
     dcp_comm_backend: Literal[None]
     dcp_q_replicate: Literal[None]
@@ -152,8 +152,8 @@ class VLLMOptions(TypedDict, total=False):
     enable_hc_sp: Literal[False]
     enable_batch_sharded_sampling: Literal[None, False]
     enable_ep_weight_filter: Literal[False]
-    moe_backend: Literal["auto"]
-    linear_backend: Literal["auto"]
+    moe_backend: Annotated[Any, "auto"]
+    linear_backend: Annotated[Any, "auto"]
     sparse_indexer_topk_backend: Literal["auto"]
     enable_elastic_ep: Literal[False]
     elastic_ep_max_dp_size: Literal[None]
@@ -164,14 +164,14 @@ class VLLMOptions(TypedDict, total=False):
     disable_nccl_for_dp_synchronization: Literal[None, True, False]
     expert_placement_strategy: Literal["linear"]
     prefix_cache_retention_interval: Literal[0]
-    offload_backend: Literal["auto"]
-    cpu_offload_params: Annotated[Collection[str], (), [], set()]
-    offload_group_size: Literal[0]
-    offload_num_in_group: Literal[1]
-    offload_prefetch_step: Literal[1]
-    offload_params: Annotated[Collection[str], (), [], set()]
-    max_num_scheduled_tokens: Literal[None]
-    long_prefill_token_threshold_adaptive: Literal[False]
+    offload_backend: Annotated[Any, "auto"]
+    cpu_offload_params: Annotated[Any, (), [], set()]
+    offload_group_size: Annotated[Any, 0]
+    offload_num_in_group: Annotated[Any, 1]
+    offload_prefetch_step: Annotated[Any, 1]
+    offload_params: Annotated[Any, (), [], set()]
+    max_num_scheduled_tokens: Annotated[Any, None]
+    long_prefill_token_threshold_adaptive: Annotated[Any, False]
     max_num_active_seqs: Literal[None]
     use_fp64_gumbel: Literal[False]
     enable_trace_replay: Literal[False]
@@ -179,30 +179,30 @@ class VLLMOptions(TypedDict, total=False):
     quantization_config: Literal[None]
     allow_deprecated_quantization: Literal[False]
     enable_shm_tensor_arena: Literal[False]
-    language_model_only: Literal[False]
+    language_model_only: Annotated[Any, False]
     enable_mm_embeds: Literal[False]
-    mm_processor_cache_type: Literal["lru"]
-    mm_hasher_algorithm: Literal["blake3"]
-    mm_shm_cache_max_object_size_mb: Literal[128]
-    mm_encoder_attn_backend: Literal[None]
+    mm_processor_cache_type: Annotated[Any, "lru"]
+    mm_hasher_algorithm: Annotated[Any, "blake3"]
+    mm_shm_cache_max_object_size_mb: Annotated[Any, 128]
+    mm_encoder_attn_backend: Annotated[Any, None]
     mm_encoder_attn_dtype: Literal[None]
     mm_encoder_fp8_scale_path: Literal[None]
     mm_encoder_fp8_scale_save_path: Literal[None]
     mm_encoder_fp8_scale_save_margin: Annotated[float, 1.5]
-    renderer_num_workers: Literal[1]
-    video_pruning_method: Literal["evs"]
-    mm_tensor_ipc: Literal["direct_rpc"]
-    mm_processor_device: Literal["auto"]
-    mm_ipc_gpu_memory_gb: Literal[0]
+    renderer_num_workers: Annotated[Any, 1]
+    video_pruning_method: Annotated[Any, "evs"]
+    mm_tensor_ipc: Annotated[Any, "direct_rpc"]
+    mm_processor_device: Annotated[Any, "auto"]
+    mm_ipc_gpu_memory_gb: Annotated[Any, 0]
     mm_device_do_normalize: Literal[True]
     lora_target_modules: Literal[None]
     enable_tower_connector_lora: Literal[False]
     specialize_active_lora: Literal[False]
     enable_mixed_moe_lora_format: Literal[False]
     enable_moe_shared_loras: Literal[False]
-    max_lora_cls_labels: Literal[None]
-    scheduler_reserve_full_isl: Literal[True]
-    prefill_schedule_interval: Literal[1]
+    max_lora_cls_labels: Annotated[Any, None]
+    scheduler_reserve_full_isl: Annotated[Any, True]
+    prefill_schedule_interval: Annotated[Any, 1]
     aux_output_config: Annotated[Mapping[str, Any] | None, None, {}]
     spec_method: Literal[None]
     spec_model: Literal[None]
@@ -210,23 +210,23 @@ class VLLMOptions(TypedDict, total=False):
     watermark_config: Literal[None]
     diffusion_config: Literal[None]
     per_request_spec_decode_metrics: Literal["none"]
-    kv_cache_metrics_sample: Annotated[float, 0.01]
-    custom_histogram_buckets: Literal[None]
-    cudagraph_metrics: Literal[False]
-    enable_layerwise_nvtx_tracing: Literal[False]
-    enable_mfu_metrics: Literal[False]
-    enable_logging_iteration_details: Literal[False]
-    jit_monitor_mode: Literal["warn"]
-    jit_monitor_verbose: Literal[False]
-    enable_mm_processor_stats: Literal[False]
-    attention_config: Annotated[Mapping[str, Any] | None, None, {}]
+    kv_cache_metrics_sample: Annotated[Any, 0.01]
+    custom_histogram_buckets: Annotated[Any, None]
+    cudagraph_metrics: Annotated[Any, False]
+    enable_layerwise_nvtx_tracing: Annotated[Any, False]
+    enable_mfu_metrics: Annotated[Any, False]
+    enable_logging_iteration_details: Annotated[Any, False]
+    jit_monitor_mode: Annotated[Any, "warn"]
+    jit_monitor_verbose: Annotated[Any, False]
+    enable_mm_processor_stats: Annotated[Any, False]
+    attention_config: Annotated[Any, None, {}]
     engram_config: Literal[None]
     mamba_config: Annotated[Mapping[str, Any] | None, None, {}]
-    kernel_config: Annotated[Mapping[str, Any] | None, None, {}]
+    kernel_config: Annotated[Any, None, {}]
     enable_flashinfer_autotune: Literal[None, True, False]
-    logging_config: Literal[None]
-    log_level: Literal[None]
-    log_config_file: Literal[None]
+    logging_config: Annotated[Any, None]
+    log_level: Annotated[Any, None]
+    log_config_file: Annotated[Any, None]
     ec_manager_config: Annotated[Mapping[str, Any] | None, None, {}]
     reasoning_config: Literal[None]
     sleep_mode_offload_cudagraph: Literal[False]
@@ -239,22 +239,22 @@ class VLLMOptions(TypedDict, total=False):
     enable_mamba_shared_prefix_checkpoint: Literal[False]
     replayssm_buffer_len: Literal[16]
     use_replayssm: Literal[False]
-    mamba_backend: Literal["triton", "TRITON"]
-    mamba_ssu_algorithm: Literal[None]
+    mamba_backend: Annotated[Any, "triton", "TRITON"]
+    mamba_ssu_algorithm: Annotated[Any, None]
     enable_mamba_cache_stochastic_rounding: Literal[False]
     mamba_cache_philox_rounds: Literal[0]
     swa_bounded_replay: Literal[True]
-    optimization_level: Literal[2]
-    performance_mode: Literal["balanced"]
+    optimization_level: Annotated[Any, 2]
+    performance_mode: Annotated[Any, "balanced"]
     fault_tolerance_config: Annotated[Mapping[str, Any] | None, None, {}]
-    kv_offloading_backend: Literal["native"]
+    kv_offloading_backend: Annotated[Any, "native"]
     tokens_only: Literal[False]
     shutdown_timeout: Literal[0]
     weight_transfer_config: Literal[None]
     fail_on_environ_validation: Literal[False]
-    gdn_prefill_backend: Literal[None]
-    kda_prefill_backend: Literal[None]
-    kda_decode_backend: Literal[None]
+    gdn_prefill_backend: Annotated[Any, None]
+    kda_prefill_backend: Annotated[Any, None]
+    kda_decode_backend: Annotated[Any, None]
 
 
 def _accepted(hint: Any) -> tuple[Any, ...]:
@@ -264,3 +264,133 @@ def _accepted(hint: Any) -> tuple[Any, ...]:
 
 VLLM_ARGUMENTS = {name: _accepted(hint) for name, hint in VLLMOptions.__annotations__.items()}
 """The values at which each is accepted, the default first."""
+
+
+_HARMLESS: dict[str, tuple[str, ...]] = {
+    "the kernels are those of the backend": (
+        "compilation_config",
+        "attention_backend",
+        "attention_config",
+        "max_seq_len_to_capture",
+        "cuda_graph_sizes",
+        "cudagraph_capture_sizes",
+        "max_cudagraph_capture_size",
+        "optimization_level",
+        "performance_mode",
+        "kernel_config",
+        "ir_op_priority",
+        "linear_backend",
+        "moe_backend",
+        "mamba_backend",
+        "mamba_ssu_algorithm",
+        "gdn_prefill_backend",
+        "kda_prefill_backend",
+        "kda_decode_backend",
+    ),
+    "prompts are computed in chunks whenever a step is full": ("enable_chunked_prefill",),
+    "the window counts, and the length of sequences does not change": ("disable_sliding_window",),
+    "one backend compiles every grammar": ("guided_decoding_backend",),
+    "messages and metrics are those of this engine": (
+        "enable_log_requests",
+        "aggregate_engine_logging",
+        "logging_config",
+        "log_level",
+        "log_config_file",
+        "otlp_traces_endpoint",
+        "collect_detailed_traces",
+        "show_hidden_metrics_for_version",
+        "kv_cache_metrics",
+        "kv_cache_metrics_sample",
+        "cudagraph_metrics",
+        "custom_histogram_buckets",
+        "enable_layerwise_nvtx_tracing",
+        "enable_mfu_metrics",
+        "enable_logging_iteration_details",
+        "enable_mm_processor_stats",
+        "jit_monitor_mode",
+        "jit_monitor_verbose",
+    ),
+    "the engine has no name of its own in answers; `serve` has an option of this name": ("served_model_name",),
+    "no code of a model is run": ("code_revision",),
+    "weights are mapped from their files": (
+        "pt_load_map_location",
+        "model_loader_extra_config",
+        "ignore_patterns",
+        "max_parallel_loading_workers",
+        "safetensors_load_strategy",
+        "safetensors_prefetch_num_threads",
+        "safetensors_prefetch_block_size",
+    ),
+    "the weights stay on the device": (
+        "cpu_offload_gb",
+        "cpu_offload_params",
+        "offload_backend",
+        "offload_group_size",
+        "offload_num_in_group",
+        "offload_prefetch_step",
+        "offload_params",
+    ),
+    "a request that is displaced is computed again": (
+        "swap_space",
+        "preemption_mode",
+        "kv_offloading_size",
+        "kv_offloading_backend",
+    ),
+    "the engine plans its steps in its own way": (
+        "num_scheduler_steps",
+        "scheduler_delay_factor",
+        "num_lookahead_slots",
+        "use_v2_block_manager",
+        "max_long_partial_prefills",
+        "max_num_scheduled_tokens",
+        "long_prefill_token_threshold_adaptive",
+        "scheduler_reserve_full_isl",
+        "prefill_schedule_interval",
+        "prefix_caching_hash_algo",
+        "renderer_num_workers",
+    ),
+    "the ranks are processes of this machine": (
+        "worker_use_ray",
+        "ray_workers_use_nsight",
+        "master_addr",
+        "master_port",
+        "distributed_timeout_seconds",
+        "cpu_distributed_timeout_seconds",
+        "numa_bind",
+        "numa_bind_nodes",
+        "numa_bind_cpus",
+    ),
+    "there are no adapters": (
+        "max_loras",
+        "max_lora_rank",
+        "max_cpu_loras",
+        "lora_dtype",
+        "fully_sharded_loras",
+        "max_lora_cls_labels",
+    ),
+    "prompts have no media": (
+        "limit_mm_per_prompt",
+        "mm_processor_kwargs",
+        "media_io_kwargs",
+        "allowed_local_media_path",
+        "allowed_media_domains",
+        "interleave_mm_strings",
+        "mm_processor_cache_gb",
+        "mm_processor_cache_type",
+        "mm_hasher_algorithm",
+        "mm_shm_cache_max_object_size_mb",
+        "mm_encoder_tp_mode",
+        "mm_encoder_attn_backend",
+        "mm_tensor_ipc",
+        "mm_processor_device",
+        "mm_ipc_gpu_memory_gb",
+        "video_pruning_rate",
+        "video_pruning_method",
+        "language_model_only",
+        "disable_chunked_mm_input",
+    ),
+}
+
+HARMLESS = {name: reason for reason, names in _HARMLESS.items() for name in names}
+"""Arguments that change no token whatever their value is, and what is done instead: other values than those of VLLM_ARGUMENTS
+are taken with a warning."""

@@ -29,7 +29,7 @@ from actorllm.errors import (
     UnknownArgumentError,
     UnsupportedModelError,
 )
-from actorllm.types.vllm_options import VLLM_ARGUMENTS
+from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
 
 STORYTELLER = BUNDLED_MODELS["storyteller"]
 
@@ -200,11 +200,68 @@ def test_an_unknown_argument_brings_the_nearest(name: str, nearest: str) -> None
 
 
 @pytest.mark.parametrize("name", VLLM_ARGUMENTS)
-def test_arguments_of_vllm_are_accepted_at_their_default_only(name: str) -> None:
+def test_arguments_of_vllm_are_accepted_silently_at_what_is_done_anyway(name: str) -> None:
     for value in VLLM_ARGUMENTS[name]:
         assert config_of(**{name: value}) == config_of()
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_arguments_of_vllm_that_change_no_token_are_taken_with_a_warning(name: str) -> None:
+    with pytest.warns(UserWarning, match="has no effect") as caught:
+        assert config_of(**{name: "something else"}) == config_of()
+    (warning,) = caught
+    assert f"{name}='something else' is taken and has no effect: {HARMLESS[name]}" in str(warning.message)
+    assert warning.filename == __file__
+
+
+@pytest.mark.parametrize("name", [name for name in VLLM_ARGUMENTS if name not in HARMLESS])
+def test_arguments_of_vllm_that_would_change_tokens_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}='something else' is not supported; leave it at"):
         config_of(**{name: "something else"})
+
+
+@pytest.mark.parametrize(
+    ("text", "length"), [("1k", 1000), ("1K", 1024), ("0.5k", 500), ("512", 512), (-1, 1024), (None, 1024)]
+)
+def test_a_length_as_people_write_it(text: Any, length: int) -> None:
+    assert config_of(max_model_len=text).model.max_model_len == length
+
+
+@pytest.mark.parametrize("text", ["2x", "k", "", "0.0001k", "-1", "1e3", "0k"])
+def test_a_text_that_is_no_length(text: str) -> None:
+    with pytest.raises(ConfigError, match="must be a positive integer"):
+        config_of(max_model_len=text)
+
+
+def test_yarn_makes_more_positions() -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    assert config_of(hf_overrides={"rope_parameters": rope}).model.max_model_len == 4096
+    assert config_of(hf_overrides={"rope_scaling": rope}).model.max_model_len == 4096
+    with pytest.raises(ConfigError, match="4096 or less"):
+        config_of(hf_overrides={"rope_scaling": rope}, max_model_len=5000)
+
+
+def test_a_model_of_the_hub_is_fetched_as_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked: dict[str, Any] = {}
+
+    def fetch(name: str, **how: Any) -> str:
+        asked.update(how, name=name)
+        return str(STORYTELLER)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    config = EngineConfig.from_arguments("some/model", revision="v2", download_dir=tmp_path, hf_token="a secret")
+    how = {"name": "some/model", "revision": "v2", "cache_dir": tmp_path, "token": "a secret"}
+    assert {name: asked[name] for name in how} == how
+    assert config.model.path == str(STORYTELLER)
+    assert b"a secret" not in config.to_json()
+
+
+@pytest.mark.parametrize(("name", "value"), [("revision", 3), ("download_dir", 3), ("hf_token", 3)])
+def test_what_a_model_is_fetched_with_is_checked(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name):
+        config_of(**{name: value})
 
 
 def test_trust_remote_code_warns() -> None:

@@ -388,7 +388,9 @@ def test_arguments_that_do_not_go_together(tmp_path: Path) -> None:
         ({"runner": "pooling", "pooler_config": {"task": "classify"}}, "task='classify'"),
         ({"runner": "pooling", "pooler_config": {"normalize": 3}}, "normalize=3"),
         ({"runner": "pooling", "max_num_seqs": 20_000, "max_num_batched_tokens": 20_000}, "use max_num_seqs=16384"),
-        ({"hf_overrides": {"hidden_size": 3}}, "hf_overrides: 'hidden_size'"),
+        ({"hf_overrides": ["hidden_size"]}, "hf_overrides=.* must be a mapping"),
+        ({"hf_overrides": "{"}, "hf_overrides='{' is not valid JSON"),
+        ({"hf_overrides": {"hidden_size": object()}}, "hf_overrides=.* must hold what JSON knows"),
     ):
         with pytest.raises(ConfigError, match=told):
             EngineConfig.from_arguments("storyteller", **arguments)

@@ -25,7 +25,7 @@ from actorllm.types.params import (
     VLLM_POSITIONS,
     VLLM_REQUEST_ARGUMENTS,
 )
-from actorllm.types.vllm_options import VLLM_ARGUMENTS
+from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 VLLM = json.loads(Path(__file__).with_name("vllm_names.json").read_text())
@@ -170,9 +170,14 @@ def test_parameters_that_are_accepted_at_values() -> None:
 
 
 def test_arguments_of_the_engine() -> None:
-    assert names("EngineArgs", are_there=True) == {"model", *ARGUMENTS}
-    assert notes("EngineArgs") == refused(VLLM_ARGUMENTS, *ARGUMENTS)
-    assert names("EngineArgs", are_there=False) == set(VLLM_ARGUMENTS) - set(ARGUMENTS)
+    assert names("EngineArgs", are_there=True) == {"model", *ARGUMENTS, *HARMLESS}
+    assert notes("EngineArgs") == refused(VLLM_ARGUMENTS, *ARGUMENTS, *HARMLESS)
+    assert names("EngineArgs", are_there=False) == set(VLLM_ARGUMENTS) - {*ARGUMENTS, *HARMLESS}
+    for name, reason in HARMLESS.items():
+        status, note = SECTIONS["EngineArgs"][name]
+        assert (status, note.removesuffix("; of older releases")) == ("differs", f"taken with a warning: {reason}"), (
+            name
+        )
     methods = public_names(EngineArgs) - {f.name for f in dataclasses.fields(EngineArgs)}  # type: ignore[arg-type]
     assert methods == names("EngineArgs methods", are_there=True)
 

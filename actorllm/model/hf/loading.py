@@ -43,6 +43,8 @@ def read_config(model: ModelConfig, hf: dict[str, Any]) -> Any:
         raise refused(architecture, reason)
     try:
         with quiet():
+            if model.overrides:
+                return CONFIG_MAPPING[str(kind)].from_dict(copy.deepcopy(hf))
             return AutoConfig.from_pretrained(model.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise CorruptModelError(f"{model.path}/config.json cannot be used: {error}") from error
