@@ -20,6 +20,9 @@ from actorllm.supervision import standby
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Some containers forbid bytecode, and then each process of each engine compiles the package again: a third of its CPU time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # A shell starts its background jobs with Ctrl-C ignored, and what is ignored is inherited by every program that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # device="auto" is the CPU here, whatever machine this is

@@ -12,7 +12,8 @@ import pytest
 from actorllm.messages import StepFailed
 from actorllm.scheduling.policy import Admit, Budget, KeyPolicy
 from actorllm.scheduling.step_packing import KeyPlanner
-from tests.scheduling.conftest import EOS, SIBLING, Engine, reference_stream
+from tests.scheduling.chained_tokens import EOS, SIBLING, reference_stream
+from tests.scheduling.conftest import Engine
 
 
 class Capricious(KeyPolicy):

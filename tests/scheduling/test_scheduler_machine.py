@@ -39,7 +39,8 @@ from actorllm.scheduling.sequence import State
 from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.stopping import Stopping
 from tests.effort import examples
-from tests.scheduling.conftest import EOS, SIBLING, Engine, reference_stream
+from tests.scheduling.chained_tokens import EOS, SIBLING, reference_stream
+from tests.scheduling.conftest import Engine
 from tests.scheduling.reporting import Reporting
 
 
