@@ -8,6 +8,13 @@ from collections.abc import Callable
 from actorllm.actors.topology import Topology, engine_topology
 from actorllm.config import EngineConfig
 
+LIGHT_WORKERS = """
+import actorllm.client.engine
+from tests.actors.scripted_topology import with_workers
+actorllm.client.engine.engine_topology = with_workers("SlowWorkerActor", inline_too=False)
+"""
+"""Before the text of a program: the workers of its engines import no torch."""
+
 
 def with_workers(name: str, *, inline_too: bool = True) -> Callable[[EngineConfig], Topology]:
     """The engine's topology with this class of `tests.actors.scripted_worker` for its workers.

@@ -25,7 +25,7 @@ from actorllm import LLM, AsyncLLM, EngineDeadError, RequestOutputKind, RequestS
 from actorllm.client.engine import Engine
 from actorllm.errors import EngineShutdownError
 from actorllm.intake.job import FunctionJob
-from tests.actors.scripted_topology import with_workers
+from tests.actors.scripted_topology import LIGHT_WORKERS, with_workers
 from tests.supervision.processes import is_gone
 
 ROOT = Path(__file__).parents[2]
@@ -378,12 +378,6 @@ print("tokens", len(output.outputs[0].token_ids))
 print("pids", *llm._engine.pids.values(), flush=True)
 """
 """Without a guard for __main__, and without an end."""
-LIGHT_WORKERS = """
-import actorllm.client.engine
-from tests.actors.scripted_topology import with_workers
-actorllm.client.engine.engine_topology = with_workers("SlowWorkerActor")
-"""
-"""Before one of these programs: its engine's worker imports no torch."""
 
 
 @contextmanager
