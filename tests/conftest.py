@@ -138,6 +138,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_unconfigure() -> None:
-    """At the exit every library finds its objects collected, as it would without this."""
+def pytest_sessionfinish() -> None:
+    """What is imported or collected from here on, such as Hypothesis for its summary, finds its objects as without this."""
     gc.unfreeze()
