@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -23,6 +24,9 @@ __all__ = ["pytest_pycollect_makeitem"]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Some containers forbid bytecode, and then each process of each engine compiles the package again: a third of its CPU time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # A shell starts its background jobs with Ctrl-C ignored, and what is ignored is inherited by every program that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # device="auto" is the CPU here, whatever machine this is
@@ -119,3 +123,14 @@ def _descriptors() -> dict[int, str]:
         with contextlib.suppress(FileNotFoundError):  # the listing's own
             found[int(number)] = os.readlink(f"/proc/self/fd/{number}")
     return found
+
+
+def pytest_collection_finish() -> None:
+    """What was imported for 7,000 tests stays: a collection of garbage in each of them need not look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """What is imported or collected from here on, such as Hypothesis for its summary, finds its objects as without this."""
+    gc.unfreeze()

@@ -30,6 +30,7 @@ def oracle_model() -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    torch.set_num_threads(1)  # the model is small: two threads would mostly wait for each other
     return AutoModelForCausalLM.from_pretrained(
         str(BUNDLED_MODELS["storyteller"]), dtype=torch.float32, attn_implementation="eager"
     ).eval()

@@ -23,7 +23,7 @@ from actorllm.messages import (
     Submit,
 )
 from actorllm.messages.schema import FRONTEND, SCHEDULER, violation
-from tests.scheduling.conftest import ScriptedWorker
+from tests.scheduling.chained_tokens import ScriptedWorker
 
 VOCAB = 4096
 

@@ -17,7 +17,7 @@ from actorllm.actors.link import Link
 from actorllm.actors.worker import WorkerActor
 from actorllm.config import EngineConfig
 from actorllm.messages import LateInputs, NewRow, Reply, StepFailed, StepPlan, StepResult, Submit, pack_rows
-from tests.scheduling.conftest import ScriptedWorker
+from tests.scheduling.chained_tokens import ScriptedWorker
 
 VOCAB = 4096
 

@@ -15,7 +15,6 @@ import pytest
 import actorllm.client.engine
 from actorllm import LLM, SamplingParams
 from actorllm.actors.record_file import fresh_scheduler, read_recording, recorded_configuration, told_scheduler
-from actorllm.actors.topology import Topology, engine_topology
 from actorllm.config import EngineConfig
 from actorllm.errors import RequestFailedError
 from actorllm.messages import LateInputs, StepFailed, StepPlan, StepResult, Submit, pack
@@ -24,24 +23,15 @@ from actorllm.scheduling.policy import Admit, KeyPolicy
 from actorllm.scheduling.telemetry.decisions import DECIDE
 from actorllm.scheduling.telemetry.recording import RecordedScheduler, replay
 from actorllm.slo.simulator import rerun
+from tests.actors.scripted_topology import with_workers
 from tests.actors.scripted_worker import VOCAB
 from tests.actors.worker_bench import make_worker, plan_for
-from tests.scheduling.conftest import reference_stream
+from tests.scheduling.chained_tokens import reference_stream
 
 
 @pytest.fixture
 def anyio_backend() -> tuple[str, dict[str, Any]]:
     return "asyncio", {"use_uvloop": True}
-
-
-def scripted(topology: Topology) -> Topology:
-    actors = tuple(
-        dataclasses.replace(a, path="tests.actors.scripted_worker:ScriptedWorkerActor", environment=None)
-        if a.name.startswith("worker")
-        else a
-        for a in topology.actors
-    )
-    return dataclasses.replace(topology, actors=actors)
 
 
 @pytest.fixture
@@ -54,7 +44,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
     def with_ranks(model: Any, **arguments: Any) -> EngineConfig:
         return dataclasses.replace(right(model, **arguments), world_size=num_ranks["n"])
 
-    monkeypatch.setattr(actorllm.client.engine, "engine_topology", lambda config: scripted(engine_topology(config)))
+    monkeypatch.setattr(actorllm.client.engine, "engine_topology", with_workers("ScriptedWorkerActor"))
     monkeypatch.setattr(EngineConfig, "from_arguments", with_ranks)
 
     def make(world_size: int = 1, **arguments: Any) -> LLM:

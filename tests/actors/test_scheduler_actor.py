@@ -37,7 +37,7 @@ from actorllm.scheduling.policy import Admit, KeyPolicy
 from actorllm.scheduling.policy_fallback import PolicyWithFallback
 from actorllm.scheduling.policy_monitor import LONGEST_TIMER_S
 from tests.actors.scheduler_bench import VOCAB, Bench, FakeLink, running, submit
-from tests.scheduling.conftest import reference_stream
+from tests.scheduling.chained_tokens import reference_stream
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -20,7 +19,6 @@ from actorllm.actors.engine_thread import HostLoop
 from actorllm.actors.executor import FairExecutor
 from actorllm.actors.frontend import Delta, FrontendActor
 from actorllm.actors.record_file import read_recording
-from actorllm.actors.topology import Topology, engine_topology
 from actorllm.config import EngineConfig
 from actorllm.errors import (
     EngineDeadError,
@@ -36,9 +34,10 @@ from actorllm.supervision.restart import RestartLimits
 from tests.actors import deadly_policies
 from tests.actors.scheduler_bench import FakeLink, running
 from tests.actors.scheduler_bench import submit as submit_of
+from tests.actors.scripted_topology import with_workers
 from tests.actors.scripted_worker import DEADLY, VOCAB
 from tests.actors.worker_bench import make_worker, plan_for
-from tests.scheduling.conftest import SIBLING, reference_stream
+from tests.scheduling.chained_tokens import SIBLING, reference_stream
 
 
 @pytest.fixture
@@ -49,19 +48,10 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 # Whole engines over scripted workers -----------------------------------------------------------------------------------
 
 
-def deadly(topology: Topology) -> Topology:
-    path = "tests.actors.scripted_worker:DeadlyWorkerActor"
-    actors = tuple(
-        dataclasses.replace(a, path=path, environment=None, preload=("numpy",)) if a.name.startswith("worker") else a
-        for a in topology.actors
-    )
-    return dataclasses.replace(topology, actors=actors)
-
-
 @pytest.fixture
 def make_llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AsyncLLM]]:
     quick = RestartLimits(first_delay_s=0.01)
-    monkeypatch.setattr(actorllm.client.engine, "engine_topology", lambda config: deadly(engine_topology(config)))
+    monkeypatch.setattr(actorllm.client.engine, "engine_topology", with_workers("DeadlyWorkerActor"))
     monkeypatch.setattr(actorllm.client.engine, "RestartLimits", lambda: quick)
     llms: list[AsyncLLM] = []
 

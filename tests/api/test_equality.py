@@ -80,8 +80,10 @@ def test_the_grid_is_what_the_readme_says() -> None:
     assert (int(said[1]), int(said[2].replace(",", ""))) == (len(GRID), len(GRID) * NUM_PROMPTS * MAX_TOKENS)
 
 
-QUICK = [cell for cell in GRID if cell[:2] != ("process", 1)]
-"""Depth 1 with `inline`, and depth 2 with both topologies."""
+QUICK = [
+    cell for cell in GRID if cell[:2] != ("process", 1) and (cell[2:] != (False, 16)) and (cell[2:] != (True, 512))
+]
+"""Depth 1 with `inline`, and depth 2 with both topologies: each with four of six pairs of cache and chunk."""
 
 
 def cells() -> list[Any]:
@@ -121,7 +123,7 @@ def totals() -> Iterator[Account]:
     account = Account()
     yield account
     if account.tokens >= len(QUICK) * NUM_PROMPTS * MAX_TOKENS:  # all quick cells ran
-        assert account.batched_tokens >= 40_000
+        assert account.batched_tokens >= 0.48 * account.tokens
         assert account.real <= account.tokens * MAX_RATE
         print(
             f"\n{account.tokens} tokens compared, {account.batched_tokens} of them in batches of 16 and more: "

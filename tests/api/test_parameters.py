@@ -381,7 +381,10 @@ def test_tokens_and_logprobs_are_equal(
     assert_equal(outputs, reference)
 
 
-@pytest.mark.parametrize("preempt", [False, True])
+@pytest.mark.parametrize(
+    "preempt",
+    [pytest.param(False, marks=pytest.mark.slow(reason="two ranks as processes; the other case is harder")), True],
+)
 def test_two_ranks_apply_them_as_one_does(reference: list[RequestOutput], preempt: bool) -> None:
     """One of them has the logits; both keep the batch, and compute what is told of a prompt."""
     outputs, statistics = run_all(

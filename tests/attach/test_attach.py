@@ -27,7 +27,7 @@ import actorllm.client.engine
 from actorllm import LLM, AsyncLLM, EngineDeadError, SamplingParams, __version__
 from actorllm.actors import link as link_module
 from actorllm.actors.child import receive_frame, send_frame
-from actorllm.actors.topology import LinkSpec, Topology, attached_frontend, engine_topology
+from actorllm.actors.topology import LinkSpec, attached_frontend
 from actorllm.attach import client as attach_client
 from actorllm.attach import rendezvous
 from actorllm.attach import server as attach_server
@@ -37,8 +37,9 @@ from actorllm.config import EngineConfig
 from actorllm.errors import AttachError, ConfigError, EngineNotFoundError, EngineShutdownError
 from actorllm.messages import StepResult, Submit
 from actorllm.ring.layout import SLEEP, STATE, TAIL_WORD, reader_word
+from tests.actors.scripted_topology import with_workers
 from tests.actors.scripted_worker import VOCAB
-from tests.scheduling.conftest import reference_stream
+from tests.scheduling.chained_tokens import reference_stream
 
 ROOT = Path(__file__).parents[2]
 PROMPT = [7, 8, 9]
@@ -51,20 +52,10 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
     return "asyncio", {"use_uvloop": True}
 
 
-def scripted(topology: Topology) -> Topology:
-    actors = tuple(
-        dataclasses.replace(a, path="tests.actors.scripted_worker:SlowWorkerActor", environment=None)
-        if a.name.startswith("worker")
-        else a
-        for a in topology.actors
-    )
-    return dataclasses.replace(topology, actors=actors)
-
-
 @pytest.fixture
 def make_owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AsyncLLM]]:
     """Engines over a scripted model that are named, started, and shut down when the test is over."""
-    monkeypatch.setattr(actorllm.client.engine, "engine_topology", lambda config: scripted(engine_topology(config)))
+    monkeypatch.setattr(actorllm.client.engine, "engine_topology", with_workers("SlowWorkerActor"))
     llms: list[AsyncLLM] = []
 
     def make(name: str = "tale", *, is_started: bool = True, **arguments: Any) -> AsyncLLM:

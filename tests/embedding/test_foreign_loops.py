@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.actors.scripted_topology import LIGHT_WORKERS
 from tests.embedding.host_program import run_host
 
 HEAD = """
@@ -94,6 +95,6 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_streams_are_whole(name: str, topology: str) -> None:
     program, num_streams = PROGRAMS[name]
-    host = run_host("-c", HEAD + program, topology)
+    host = run_host("-c", LIGHT_WORKERS + HEAD + program, topology)
     assert host.output.split() == ["tokens", *["20"] * num_streams]
     assert host.errors == ""

@@ -7,7 +7,6 @@ computed afterwards is counted in steps and tokens.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import os
 import threading
@@ -22,14 +21,13 @@ import pytest
 import actorllm.client.engine
 from actorllm import AsyncLLM, SamplingParams
 from actorllm.actors.engine_thread import HostLoop
-from actorllm.actors.topology import Topology, engine_topology
 from actorllm.client.stream import RequestStream
-from actorllm.config import EngineConfig
 from actorllm.intake import job_queue, lanes
 from actorllm.text.grammar import GrammarCompiler
 from actorllm.text.tokenizer import Tokenizer
+from tests.actors.scripted_topology import with_workers
 from tests.actors.scripted_worker import VOCAB
-from tests.scheduling.conftest import reference_stream
+from tests.scheduling.chained_tokens import reference_stream
 
 pytestmark = pytest.mark.anyio
 
@@ -40,14 +38,6 @@ NUM_OTHERS = 2
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-def gated(config: EngineConfig) -> Topology:
-    topology = engine_topology(config)
-    path = "tests.actors.scripted_worker:GatedWorkerActor"
-    actors = [dataclasses.replace(actor, path=path, environment=None) for actor in topology.actors]
-    kept = zip(topology.actors, actors, strict=True)
-    return dataclasses.replace(topology, actors=tuple(new if new.name == "worker0" else old for old, new in kept))
 
 
 class Gate:
@@ -129,7 +119,7 @@ def endless(seed: int, **arguments: Any) -> SamplingParams:
 async def engine_of(tmp_path: Path, topology: str, **arguments: Any) -> AsyncIterator[Engine]:
     gate = Gate(tmp_path / "gate")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(actorllm.client.engine, "engine_topology", gated)
+        patch.setattr(actorllm.client.engine, "engine_topology", with_workers("GatedWorkerActor"))
         patch.setenv("ACTORLLM_TEST_GATE", str(tmp_path / "gate"))
         llm = AsyncLLM("storyteller", topology=topology, **{"max_num_seqs": 16, "block_size": 32, **arguments})
         await llm.start()

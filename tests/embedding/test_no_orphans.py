@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.actors.scripted_topology import LIGHT_WORKERS
 from tests.embedding.host_program import PRINT_PIDS, assert_gone, running_host, wait_until
 from tests.supervision.processes import is_gone
 
@@ -90,7 +91,8 @@ time.sleep(60)
     ids=["idle", "streaming", "long step", "loading", "after the thread that started it"],
 )
 def test_an_owner_that_is_killed_leaves_nothing(doing: str) -> None:
-    with running_host("-c", HEAD + doing) as host:
+    light = "" if doing in (LONG_STEP, LOADING) else LIGHT_WORKERS  # those two are about the model's process
+    with running_host("-c", light + HEAD + doing) as host:
         other = int(host.read_until("other ").split()[1])
         try:
             host.read_until("now")
@@ -118,7 +120,7 @@ other.wait()
 
 
 def test_a_shutdown_ends_no_child_of_the_applications() -> None:
-    with running_host("-c", HEAD + SHUT_DOWN) as host:
+    with running_host("-c", LIGHT_WORKERS + HEAD + SHUT_DOWN) as host:
         assert host.read_until("still").split()[1] == "None"
         assert host.wait() == 0, host.errors
         assert_gone(host.engine_pids, WITHIN_S)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.actors.scripted_topology import LIGHT_WORKERS
 from tests.embedding.host_program import PRINT_PIDS, assert_gone, run_host, running_host
 
 HEAD = f"""
@@ -136,14 +137,16 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize(("name", "topology"), cases())
 def test_the_exit_code_is_the_applications_and_nothing_is_written(name: str, topology: str) -> None:
     program, code = PROGRAMS[name]
-    host = run_host("-X", "dev", "-W", "ignore::DeprecationWarning", "-c", HEAD + program, topology, code=code)
+    light = "" if name == "streams are open" else LIGHT_WORKERS
+    options = "-X", "dev", "-W", "ignore::DeprecationWarning"
+    host = run_host(*options, "-c", light + HEAD + program, topology, code=code)
     assert host.errors == ""
     assert len(host.engine_pids) == (2 if topology == "process" else 0)
 
 
 @pytest.mark.parametrize("topology", ["process", "inline"])
 def test_requests_are_cancelled_and_the_application_is_terminated(topology: str) -> None:
-    with running_host("-c", HEAD + CANCELLED, topology) as host:
+    with running_host("-c", LIGHT_WORKERS + HEAD + CANCELLED, topology) as host:
         host.read_until("cancelled")
         assert host.wait() == -signal.SIGTERM, "as without the engine"
         assert_gone(host.engine_pids, within_s=3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,26 +11,15 @@ import pytest
 import actorllm.client.engine
 from actorllm import AsyncLLM, SamplingParams
 from actorllm.actors.engine_thread import HostLoop
-from actorllm.actors.topology import Topology, engine_topology
-from actorllm.config import EngineConfig
 from actorllm.errors import RequestFailedError
 from tests.actors import deadly_policies
+from tests.actors.scripted_topology import with_workers
 from tests.actors.scripted_worker import DEADLY, VOCAB
-from tests.scheduling.conftest import reference_stream
+from tests.scheduling.chained_tokens import reference_stream
 
 WORKER, SCHEDULER = "worker", "scheduler"
 DEADLY_TOKENS = {WORKER: DEADLY, SCHEDULER: deadly_policies.DEADLY}
 """In a prompt: what the processes of this actor die of, in an engine of `scripted_engine`."""
-
-
-def _topology(config: EngineConfig) -> Topology:
-    topology = engine_topology(config)
-    path = "tests.actors.scripted_worker:DeadlyWorkerActor"
-    actors = tuple(
-        dataclasses.replace(a, path=path, environment=None, preload=("numpy",)) if a.name.startswith("worker") else a
-        for a in topology.actors
-    )
-    return dataclasses.replace(topology, actors=actors)
 
 
 @contextmanager
@@ -39,7 +27,7 @@ def scripted_engine(**arguments: Any) -> Iterator[AsyncLLM]:
     """Of processes, with a policy that kills its scheduler when a deadly request is admitted."""
     policy = "tests.actors.deadly_policies:WhenItStarts"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(actorllm.client.engine, "engine_topology", _topology)
+        patch.setattr(actorllm.client.engine, "engine_topology", with_workers("DeadlyWorkerActor"))
         llm = AsyncLLM("storyteller", **({"max_num_seqs": 16, "scheduling_policy": policy} | arguments))
     try:
         yield llm

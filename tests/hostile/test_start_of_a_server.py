@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -18,11 +17,12 @@ import httpx
 import pytest
 
 from tests.server.certificates import certified
+from tests.server.live_server import serve_command
 
 
 @contextlib.contextmanager
 def serving(*options: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "actorllm.cli", "serve", "storyteller", "--num-threads", "1", *options]
+    command = serve_command("--num-threads", "1", *options, is_light=True)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
         yield process

@@ -36,7 +36,7 @@ from actorllm.messages import (
 )
 from actorllm.messages.embeds import EMBEDDED
 from tests.ring.hostile import EMBEDDING_BYTES, Report, strange_messages, through_the_wire
-from tests.scheduling.conftest import ScriptedWorker, reference_stream
+from tests.scheduling.chained_tokens import ScriptedWorker, reference_stream
 
 VOCAB = 4096
 MESSAGE_TYPES = (Submit, Abort, Unblock, Ask, Reply, StepResult, StepFailed, Outputs, PauseChanged, ProbeGroup, Begun)

@@ -24,7 +24,8 @@ from actorllm.scheduling.policy import Admit, Decision, KeyPolicy
 from actorllm.scheduling.policy_fallback import PolicyWithFallback
 from actorllm.scheduling.sequence import Sequence, State
 from actorllm.scheduling.step_packing import KeyPlanner
-from tests.scheduling.conftest import SIBLING, Engine, reference_stream
+from tests.scheduling.chained_tokens import SIBLING, reference_stream
+from tests.scheduling.conftest import Engine
 
 
 class Capricious(AdmissionPolicy):

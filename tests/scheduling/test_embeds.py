@@ -12,7 +12,8 @@ from actorllm.messages import StepFailed, StepPlan, StepResult
 from actorllm.messages.embeds import EMBEDDED
 from actorllm.messages.logit_rules import SamplingRules
 from actorllm.scheduling import message_budget
-from tests.scheduling.conftest import Engine, make_scheduler, make_submit, reference_stream
+from tests.scheduling.chained_tokens import reference_stream
+from tests.scheduling.conftest import Engine, make_scheduler, make_submit
 
 ROW = 4
 """Bytes of an embedding: its number, which says whose it is and where it belongs."""

@@ -15,7 +15,8 @@ from actorllm.scheduling.policy import Admit, KeyPolicy
 from actorllm.scheduling.sequence import State
 from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.telemetry.recording import Entry, RecordedScheduler, replay
-from tests.scheduling.conftest import SIBLING, Engine, make_scheduler, make_submit, reference_stream
+from tests.scheduling.chained_tokens import SIBLING, reference_stream
+from tests.scheduling.conftest import Engine, make_scheduler, make_submit
 
 PROMPT = range(20, 30)  # two full blocks and two tokens
 BOUNDARY = range(20, 32)

@@ -13,7 +13,8 @@ from actorllm.messages.logit_rules import SamplingRules, decode_rules
 from actorllm.messages.logprobs import columns_of, spans_of
 from actorllm.scheduling import message_budget
 from actorllm.scheduling.results import ContradictionError
-from tests.scheduling.conftest import Engine, reference_stream
+from tests.scheduling.chained_tokens import reference_stream
+from tests.scheduling.conftest import Engine
 from tests.scheduling.reporting import Reporting, span
 
 PROMPT = list(range(1, 31))

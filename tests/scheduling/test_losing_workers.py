@@ -10,7 +10,8 @@ import pytest
 
 from actorllm.messages import StepFailed
 from actorllm.scheduling.telemetry.recording import RecordedScheduler, replay
-from tests.scheduling.conftest import EOS, Engine, make_scheduler, reference_stream
+from tests.scheduling.chained_tokens import EOS, reference_stream
+from tests.scheduling.conftest import Engine, make_scheduler
 
 BuildEngine = Callable[..., Engine]
 

@@ -13,7 +13,8 @@ from actorllm.scheduling.policy import Decision, KeyPolicy
 from actorllm.scheduling.policy_fallback import PolicyWithFallback
 from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.scheduling.waiting_order import WaitingLines
-from tests.scheduling.conftest import Engine, reference_stream
+from tests.scheduling.chained_tokens import reference_stream
+from tests.scheduling.conftest import Engine
 
 HOOKS = ["plan", "victim", "on_arrival", "on_admit", "on_refusal", "on_end", "on_step"]
 

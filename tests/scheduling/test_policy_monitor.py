@@ -28,7 +28,8 @@ from actorllm.scheduling.policy_monitor import (
 )
 from actorllm.scheduling.scheduler import Scheduler
 from actorllm.scheduling.step_packing import KeyPlanner
-from tests.scheduling.conftest import Engine, reference_stream
+from tests.scheduling.chained_tokens import reference_stream
+from tests.scheduling.conftest import Engine
 
 
 class Sulking(KeyPolicy):

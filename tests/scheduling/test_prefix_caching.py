@@ -14,7 +14,8 @@ from actorllm.scheduling.loading import load_policy
 from actorllm.scheduling.policy import Decision, KeyPolicy
 from actorllm.scheduling.sequence import State
 from actorllm.scheduling.step_packing import KeyPlanner
-from tests.scheduling.conftest import Engine, reference_stream
+from tests.scheduling.chained_tokens import reference_stream
+from tests.scheduling.conftest import Engine
 
 PROMPT = range(20, 33)  # three full blocks and one token
 

@@ -12,7 +12,9 @@ import pytest
 from actorllm.messages import StepFailed
 from actorllm.scheduling.policy import Admit, Budget, KeyPolicy
 from actorllm.scheduling.step_packing import KeyPlanner
-from tests.scheduling.conftest import EOS, SIBLING, Engine, reference_stream
+from tests.effort import examples
+from tests.scheduling.chained_tokens import EOS, SIBLING, reference_stream
+from tests.scheduling.conftest import Engine
 
 
 class Capricious(KeyPolicy):
@@ -103,5 +105,5 @@ def run(seed: int) -> None:
 
 @pytest.mark.parametrize("block", range(8))
 def test_random_runs(block: int) -> None:
-    for seed in range(50 * block, 50 * (block + 1)):
+    for seed in range(50 * block, 50 * block + examples(15, 50)):
         run(seed)

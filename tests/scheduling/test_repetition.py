@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from actorllm.messages.logit_rules import SamplingRules
 from actorllm.scheduling.repetition import RepetitionWatch
-from tests.scheduling.conftest import Engine, reference_stream
+from tests.scheduling.chained_tokens import reference_stream
+from tests.scheduling.conftest import Engine
 
 
 def is_repeating(output: list[int], largest: int, smallest: int, count: int) -> bool:
@@ -53,7 +54,7 @@ PROMPT = [3, 1, 4]
 def looping(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What the scripted worker samples: 40 tokens without a pattern up to the tenth, then a loop of three."""
     stream = [20, 21, 22, 23, 24, 25, 26, 27, 28, 29, *[30, 31, 32] * 10]
-    monkeypatch.setattr("tests.scheduling.conftest.draw", lambda prefix, seed, index, vocab=97: stream[index])
+    monkeypatch.setattr("tests.scheduling.chained_tokens.draw", lambda prefix, seed, index, vocab=97: stream[index])
     return stream
 
 

@@ -15,7 +15,8 @@ from actorllm.scheduling.policy import Admit, KeyPolicy
 from actorllm.scheduling.step_packing import KeyPlanner
 from actorllm.supervision.blame.memory_backoff import STEPS_BEFORE_MORE, MemoryBackoff
 from actorllm.supervision.blame.step_failures import MAX_FAILURES
-from tests.scheduling.conftest import Engine, ScriptedWorker, reference_stream
+from tests.scheduling.chained_tokens import ScriptedWorker, reference_stream
+from tests.scheduling.conftest import Engine
 
 Fault = Callable[[list[tuple[list[int], int]], int], str | None]
 """([(tokens of a request in the step, how many of them computed before)], tokens of the step) -> the error, or None."""

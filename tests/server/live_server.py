@@ -16,10 +16,26 @@ from collections.abc import Callable
 import httpx
 import orjson
 
+from tests.actors.scripted_topology import LIGHT_WORKERS
+
+LIGHT_SERVER = f"""
+import sys
+from actorllm.cli import main
+{LIGHT_WORKERS}
+sys.exit(main())
+"""
+"""The command, with workers that import no torch."""
+
+
+def serve_command(*options: str, is_light: bool = False) -> list[str]:
+    """`actorllm serve`; is_light: with workers that import no torch, where a test does not look at what they compute."""
+    program = ["-c", LIGHT_SERVER] if is_light else ["-m", "actorllm.cli"]
+    return [sys.executable, *program, "serve", "storyteller", *options]
+
 
 class Server:
-    def __init__(self, *options: str) -> None:
-        command = [sys.executable, "-m", "actorllm.cli", "serve", "storyteller", "--port", "0", *options]
+    def __init__(self, *options: str, is_light: bool = False) -> None:
+        command = serve_command("--port", "0", *options, is_light=is_light)
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         assert self.process.stderr is not None
         self.log: list[str] = []

@@ -199,7 +199,7 @@ def test_half_a_request_disturbs_nobody(server: Server, client: openai.OpenAI) -
 
 
 def test_sigterm_finishes_what_is_under_way() -> None:
-    server = Server("--num-threads", "1", "--disable-uvicorn-access-log")
+    server = Server("--num-threads", "1", "--disable-uvicorn-access-log", is_light=True)
     body = {"prompt": "Once", "max_tokens": 400, "stream": True, "ignore_eos": True}
     with httpx.Client(base_url=server.url, timeout=30) as client:
         with client.stream(
@@ -227,9 +227,9 @@ def test_a_unix_socket_is_taken_from_nobody_and_ends_with_its_server(tmp_path: P
     path = tmp_path / "socket"
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(path))  # of a server that was killed
-    server = Server("--unix-socket", str(path), "--num-threads", "1")
+    server = Server("--unix-socket", str(path), "--num-threads", "1", is_light=True)
     with pytest.raises(AssertionError, match=r"cannot listen on unix socket .*in use"):
-        Server("--unix-socket", str(path), "--num-threads", "1")
+        Server("--unix-socket", str(path), "--num-threads", "1", is_light=True)
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url=server.url, timeout=30) as client:
         assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
     status, log = server.stop()
@@ -241,7 +241,7 @@ def test_a_unix_socket_is_taken_from_nobody_and_ends_with_its_server(tmp_path: P
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", [1, 2])
 def test_sigterm_is_an_orderly_end_also_when_the_engine_has_died(number: int) -> None:
-    server = Server("--num-threads", "1", "--api-processes", str(number), "--on-failure", "raise")
+    server = Server("--num-threads", "1", "--api-processes", str(number), "--on-failure", "raise", is_light=True)
     folders = Path(f"/proc/{server.process.pid}/task").iterdir()
     children = [pid for folder in folders for pid in (folder / "children").read_text().split()]
     (worker,) = [pid for pid in children if Path(f"/proc/{pid}/comm").read_text().startswith("actor:worker")]

@@ -9,7 +9,6 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +19,7 @@ import orjson
 import pytest
 
 from tests.server.certificates import certified
-from tests.server.live_server import Server, becomes_true, hang_up, sample
+from tests.server.live_server import Server, becomes_true, hang_up, sample, serve_command
 
 LONG: dict[str, Any] = {"prompt": "Once", "max_tokens": 1000, "min_tokens": 1000, "stream": True}
 
@@ -158,7 +157,7 @@ def test_a_thousand_that_hang_up_leave_nothing_behind() -> None:
 def test_what_keeps_the_next_one_from_serving_is_told_too(tmp_path: Path) -> None:
     key, certificate = certified(tmp_path)
     tls = ("--ssl-keyfile", str(key), "--ssl-certfile", str(certificate))
-    server = Server(*tls, "--api-processes", "2", "--num-threads", "1")
+    server = Server(*tls, "--api-processes", "2", "--num-threads", "1", is_light=True)
     key.write_text("no key any more")
     os.kill(api_pids(server)[0], signal.SIGKILL)
     assert server.process.stderr is not None
@@ -180,7 +179,7 @@ def test_unix_socket_tls_and_an_orderly_end(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(path))  # of a server that was killed
     tls = ("--ssl-keyfile", str(key), "--ssl-certfile", str(certificate))
-    server = Server("--unix-socket", str(path), *tls, "--api-processes", "2", "--num-threads", "1")
+    server = Server("--unix-socket", str(path), *tls, "--api-processes", "2", "--num-threads", "1", is_light=True)
     context = ssl.create_default_context(cafile=str(certificate))
     transport = httpx.HTTPTransport(uds=str(path), verify=context)
     with httpx.Client(transport=transport, base_url="https://unix", timeout=30) as client:
@@ -200,8 +199,8 @@ def test_unix_socket_tls_and_an_orderly_end(tmp_path: Path) -> None:
 
 
 def test_a_signal_before_they_serve_ends_everything() -> None:
-    command = [sys.executable, "-m", "actorllm.cli", "serve", "--port", "0", "--api-processes", "2"]
-    process = subprocess.Popen([*command, "--num-threads", "1"], stderr=subprocess.PIPE, text=True)
+    command = serve_command("--port", "0", "--api-processes", "2", "--num-threads", "1", is_light=True)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
     def starts() -> bool:
         """There is one of them; it does not listen before it has imported everything and joined the engine."""
@@ -225,9 +224,9 @@ def test_a_signal_before_they_serve_ends_everything() -> None:
 def test_what_keeps_them_from_serving_is_told(tmp_path: Path) -> None:
     missing = ("--ssl-keyfile", str(tmp_path / "no"), "--ssl-certfile", str(tmp_path / "no"))
     with pytest.raises(AssertionError, match="TLS cannot be set up"):
-        Server("--api-processes", "2", *missing)
+        Server("--api-processes", "2", *missing, is_light=True)
     (tmp_path / "file").touch()
     with pytest.raises(AssertionError, match=r"cannot listen on unix socket .*in use"):
-        Server("--api-processes", "2", "--unix-socket", str(tmp_path / "file"))
+        Server("--api-processes", "2", "--unix-socket", str(tmp_path / "file"), is_light=True)
     with pytest.raises(AssertionError, match=re.escape("--api-processes 0 must be at least 1")):
         Server("--api-processes", "0")

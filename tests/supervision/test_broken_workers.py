@@ -14,12 +14,12 @@ import pytest
 
 import actorllm.client.engine
 from actorllm import AsyncLLM, LLMEngine, PoolingParams, SamplingParams
-from actorllm.actors.topology import Topology, engine_topology
 from actorllm.errors import EngineDeadError, EngineStartError, RequestFailedError
 from actorllm.supervision.blame.worker_deaths import MAX_ALONE
 from actorllm.supervision.restart import RestartLimits
+from tests.actors.scripted_topology import with_workers
 from tests.actors.scripted_worker import BLINDING, BREAKING, VOCAB
-from tests.scheduling.conftest import reference_stream
+from tests.scheduling.chained_tokens import reference_stream
 
 NUM_REQUESTS = 6
 
@@ -35,16 +35,8 @@ def make_llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AsyncLLM
     llms: list[AsyncLLM] = []
 
     def make(workers: str, **arguments: Any) -> AsyncLLM:
-        def changed(topology: Topology) -> Topology:
-            path = f"tests.actors.scripted_worker:{workers}"
-            actors = tuple(
-                dataclasses.replace(a, path=path, environment=None, preload=()) if a.name.startswith("worker") else a
-                for a in topology.actors
-            )
-            return dataclasses.replace(topology, actors=actors)
-
         quick = RestartLimits(first_delay_s=0.01)
-        monkeypatch.setattr(actorllm.client.engine, "engine_topology", lambda config: changed(engine_topology(config)))
+        monkeypatch.setattr(actorllm.client.engine, "engine_topology", with_workers(workers))
         monkeypatch.setattr(actorllm.client.engine, "RestartLimits", lambda: quick)
         llms.append(AsyncLLM("storyteller", max_num_seqs=16, **arguments))
         return llms[-1]

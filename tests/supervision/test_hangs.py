@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import signal
@@ -21,24 +20,14 @@ import pytest
 
 import actorllm.client.engine
 from actorllm import AsyncLLM, SamplingParams
-from actorllm.actors.topology import Topology, engine_topology
 from actorllm.errors import ActorLLMError, EngineDeadError
 from actorllm.scheduling.admission_policy import AdmissionPolicy
 from actorllm.scheduling.policy import KeyPolicy
+from tests.actors.scripted_topology import with_workers
 from tests.actors.scripted_worker import VOCAB, SlowRunner
-from tests.scheduling.conftest import reference_stream
+from tests.scheduling.chained_tokens import reference_stream
 
 STUCK_TOKEN = 4093
-
-
-def scripted(topology: Topology) -> Topology:
-    actors = tuple(
-        dataclasses.replace(a, path="tests.actors.scripted_worker:SlowWorkerActor", environment=None)
-        if a.name.startswith("worker")
-        else a
-        for a in topology.actors
-    )
-    return dataclasses.replace(topology, actors=actors)
 
 
 @pytest.fixture
@@ -49,7 +38,7 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AsyncLLM]]:
     llms: list[AsyncLLM] = []
-    monkeypatch.setattr(actorllm.client.engine, "engine_topology", lambda config: scripted(engine_topology(config)))
+    monkeypatch.setattr(actorllm.client.engine, "engine_topology", with_workers("SlowWorkerActor"))
 
     def make(**arguments: Any) -> AsyncLLM:
         given = {"heartbeat_timeout_s": 1.0, "skip_tokenizer_init": True, "on_failure": "raise"} | arguments
@@ -226,11 +215,10 @@ import json
 import anyio
 import actorllm.client.engine
 from actorllm import AsyncLLM, SamplingParams
-from actorllm.actors.topology import engine_topology
-from tests.supervision.test_hangs import scripted
+from tests.actors.scripted_topology import with_workers
 
 async def main():
-    actorllm.client.engine.engine_topology = lambda config: scripted(engine_topology(config))
+    actorllm.client.engine.engine_topology = with_workers("SlowWorkerActor")
     params = SamplingParams(max_tokens=400, ignore_eos=True, detokenize=False)
     async with AsyncLLM("storyteller", heartbeat_timeout_s=1, step_timeout_s=1, skip_tokenizer_init=True) as llm:
         is_first = True

@@ -20,10 +20,12 @@ import anyio
 import anyio.to_thread
 import pytest
 
+import actorllm.client.engine
 from actorllm import LLM, AsyncLLM, EngineDeadError, RequestOutputKind, RequestStream, SamplingParams
 from actorllm.client.engine import Engine
 from actorllm.errors import EngineShutdownError
 from actorllm.intake.job import FunctionJob
+from tests.actors.scripted_topology import LIGHT_WORKERS, with_workers
 from tests.supervision.processes import is_gone
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +36,19 @@ ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True, seed=1, temperature=0
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker processes without torch, where a test does not ask for `real_workers`: what they compute does not matter."""
+    if "real_workers" not in request.fixturenames:
+        light = with_workers("SlowWorkerActor", inline_too=False)
+        monkeypatch.setattr(actorllm.client.engine, "engine_topology", light)
+
+
+@pytest.fixture
+def real_workers() -> None:
+    """The worker processes of users."""
 
 
 @pytest.fixture
@@ -80,6 +95,7 @@ async def drain(stream: RequestStream) -> BaseException | None:
 # Start ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("real_workers")
 async def test_the_first_request_starts_the_engine(make_llm: Callable[..., AsyncLLM]) -> None:
     llm = make_llm()
     assert pids_of(llm) == {}
@@ -153,6 +169,7 @@ async def test_a_start_that_somebody_else_waits_for_goes_on(make_llm: Callable[.
     assert pids_of(llm) == pids
 
 
+@pytest.mark.usefixtures("real_workers")
 async def test_two_engines_in_one_process(make_llm: Callable[..., AsyncLLM]) -> None:
     engines = [make_llm(dtype="float32"), make_llm(dtype="float32", topology="inline")]
     texts: list[str] = []
@@ -327,6 +344,7 @@ async def test_every_stream_hears_of_a_killed_process(make_llm: Callable[..., As
     llm.shutdown()
 
 
+@pytest.mark.usefixtures("real_workers")
 def test_a_killed_process_ends_generate_of_llm() -> None:
     """Half an output is not an output: the error comes, though tokens had come before it."""
     with LLM("storyteller", num_threads=1, on_failure="raise") as llm:
@@ -414,22 +432,24 @@ def shared_memory() -> set[str]:
 @pytest.mark.parametrize("kind", ["-c", "stdin", "script"])
 def test_every_kind_of_program_may_own_an_engine_and_forget_it(kind: str, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
-    script.write_text(OWNER)
-    arguments = {"-c": ("-c", OWNER), "stdin": ("-i", "-q"), "script": (str(script),)}[kind]
-    output = run(*arguments, stdin=OWNER if kind == "stdin" else "")
+    script.write_text(OWNER)  # with the worker of users
+    light = LIGHT_WORKERS + OWNER
+    arguments = {"-c": ("-c", light), "stdin": ("-i", "-q"), "script": (str(script),)}[kind]
+    output = run(*arguments, stdin=light if kind == "stdin" else "")
     assert "tokens 2" in output
     assert len(engine_pids(output)) == 2
 
 
 def test_an_exception_that_nobody_catches_leaves_nothing() -> None:
-    output = run("-c", OWNER + "raise SystemExit(3)", code=3)
+    output = run("-c", LIGHT_WORKERS + OWNER + "raise SystemExit(3)", code=3)
     assert len(engine_pids(output)) == 2
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_end_of_the_owner_is_the_end_of_the_engine(signal_number: signal.Signals) -> None:
     names = shared_memory()
-    with running("-c", OWNER + "import signal; signal.pause()") as process:
+    light = LIGHT_WORKERS if signal_number == signal.SIGTERM else ""
+    with running("-c", light + OWNER + "import signal; signal.pause()") as process:
         assert process.stdout is not None
         pids: list[int] = []
         while not pids:
@@ -470,7 +490,7 @@ print("tokens", len(llm.generate("Once", params, use_tqdm=False)[0].outputs[0].t
 
 
 def test_a_forked_child_is_told_and_does_no_harm() -> None:
-    output = run("-W", "ignore::DeprecationWarning", "-c", FORK)
+    output = run("-W", "ignore::DeprecationWarning", "-c", LIGHT_WORKERS + FORK)
     assert "child 0" in output
     assert "tokens 2" in output
 
@@ -556,7 +576,7 @@ async def test_dropped_with_its_stream_while_it_starts() -> None:
 
 
 def test_a_drop_at_the_exit_is_clean() -> None:
-    output = run("-c", OWNER + "import gc\ndel llm\ngc.collect()\n")
+    output = run("-c", LIGHT_WORKERS + OWNER + "import gc\ndel llm\ngc.collect()\n")
     assert len(engine_pids(output)) == 2
 
 

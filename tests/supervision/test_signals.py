@@ -15,6 +15,7 @@ import pytest
 
 from actorllm import LLMEngine, RequestOutput, SamplingParams
 from actorllm.errors import EngineShutdownError
+from tests.actors.scripted_topology import LIGHT_WORKERS
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "Once upon a time"
@@ -35,7 +36,8 @@ def arm(llm):
 """
 
 SCRIPT = (
-    OWNER
+    LIGHT_WORKERS
+    + OWNER
     + """
 llm = LLM("storyteller", num_threads=1)
 arm(llm)
@@ -70,7 +72,8 @@ LLM("storyteller", num_threads=1)
 )
 
 CELLS = (
-    OWNER
+    LIGHT_WORKERS
+    + OWNER
     + """
 async def complete(llm):
     "With a loop, on the same engine."
@@ -90,7 +93,8 @@ print("tokens", len(llm.generate("Once", SHORT, use_tqdm=False)[0].outputs[0].to
 """Each line below the definitions is a cell; the engine of one is used in the next."""
 
 SERVICE = (
-    OWNER
+    LIGHT_WORKERS
+    + OWNER
     + """
 def handler(*_):
     raise AssertionError("it is the loop's")

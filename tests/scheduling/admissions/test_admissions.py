@@ -16,7 +16,8 @@ from actorllm.scheduling.admissions.past_future import MIN_PAST, PastFuture, pea
 from actorllm.scheduling.admissions.ttft_reject import TtftReject
 from actorllm.scheduling.admissions.worst_case import WorstCase
 from actorllm.scheduling.loading import load_policy
-from tests.scheduling.conftest import EOS, VOCAB, Engine, reference_stream
+from tests.scheduling.chained_tokens import EOS, VOCAB, reference_stream
+from tests.scheduling.conftest import Engine
 
 
 class Fixed:

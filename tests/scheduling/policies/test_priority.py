@@ -10,7 +10,8 @@ import pytest
 from actorllm.scheduling.loading import load_policy
 from actorllm.scheduling.policies.priority import Priority
 from actorllm.scheduling.step_packing import KeyPlanner
-from tests.scheduling.conftest import Engine, reference_stream
+from tests.scheduling.chained_tokens import reference_stream
+from tests.scheduling.conftest import Engine
 
 
 @pytest.fixture

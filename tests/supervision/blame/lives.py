@@ -19,7 +19,7 @@ from actorllm.errors import PeerLostError, PeerRestartedError
 from actorllm.messages import StepPlan, Submit
 from actorllm.supervision.restart import RestartCounter, RestartLimits
 from tests.actors.scripted_worker import VOCAB
-from tests.scheduling.conftest import SIBLING, ScriptedWorker, reference_stream
+from tests.scheduling.chained_tokens import SIBLING, ScriptedWorker, reference_stream
 
 NUM_BLOCKS = 80
 
