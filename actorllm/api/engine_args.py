@@ -51,11 +51,14 @@ def check_idle_arguments(**arguments: Any) -> None:
 
 T = TypeVar("T", bound=type)
 
+SECRETS = ("hf_token",)
+"""Arguments that are not shown: what shows others may end in a log."""
+
 
 def _with_arguments_as_fields(cls: T) -> T:
     return make_dataclass(  # type: ignore[return-value]
         cls.__name__,
-        [(name, Any, field(default=None)) for name in DEFAULTS],
+        [(name, Any, field(default=None, repr=name not in SECRETS)) for name in DEFAULTS],
         bases=(cls,),
         init=False,
         namespace={"__doc__": cls.__doc__, "__module__": cls.__module__},

@@ -75,7 +75,7 @@ class EngineFlags:
     dtype: str = "auto"
     load_format: str | None = None
     model_impl: str | None = None
-    max_model_len: int | None = None
+    max_model_len: int | str | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_num_partial_prefills: int | None = None

@@ -16,7 +16,13 @@ from cyclopts import Parameter
 from actorllm.cli.options import SeededEngineFlags, with_meanings
 from actorllm.errors import ConfigError
 
-KEY_VARIABLE = "ACTORLLM_API_KEY"
+KEY_VARIABLES = ("ACTORLLM_API_KEY", "VLLM_API_KEY")
+"""The first that is set counts. A deployment that is moved here from vLLM must not stand open."""
+
+
+def keys_of_environment() -> list[str] | None:
+    """The key that is set, if one is."""
+    return next(([os.environ[name]] for name in KEY_VARIABLES if os.environ.get(name)), None)
 
 
 @Parameter(name="*")
@@ -95,7 +101,7 @@ def serve(
     unix_socket_mode
         The users who may connect to it, as in chmod: 600 for the user of the server alone, which is the default; 660 for its group.
     api_key
-        Clients must send one of these as a bearer token; $ACTORLLM_API_KEY without the option.
+        Clients must send one of these as a bearer token; without the option $ACTORLLM_API_KEY, or $VLLM_API_KEY.
     served_model_name
         What clients call the model; default: what it is loaded by.
     api_processes
@@ -140,7 +146,7 @@ def serve(
         raise ConfigError(f"serving needs more packages ({error.name}): pip install 'actorllm[serve]'") from error
     from actorllm.api.async_llm import AsyncLLM
 
-    keys = api_key or ([os.environ[KEY_VARIABLE]] if os.environ.get(KEY_VARIABLE) else None)
+    keys = api_key or keys_of_environment()
     arguments: dict[str, Any] = engine_options.arguments()
     if api_processes < 1:
         raise ConfigError(f"--api-processes {api_processes} must be at least 1")

@@ -27,6 +27,7 @@ def test_its_fields_are_the_arguments_with_their_defaults() -> None:
     assert args == EngineArgs(model="storyteller")
     assert args != EngineArgs(seed=3)
     assert "seed=3" in repr(EngineArgs(seed=3))
+    assert "hf_secret" not in repr(EngineArgs(hf_token="hf_secret"))
 
 
 def test_it_makes_the_configuration_of_the_front_doors() -> None:

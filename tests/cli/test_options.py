@@ -23,6 +23,7 @@ GIVEN: dict[str, tuple[str, Any]] = {
     "--no-async-scheduling": ("async_scheduling", False),
     "--block-size=16": ("block_size", 16),
     "--max-model-len=64": ("max_model_len", 64),
+    "--max-model-len=0.1k": ("max_model_len", 100),
     "--max-num-seqs=7": ("max_num_seqs", 7),
     "--max-num-batched-tokens=700": ("max_num_batched_tokens", 700),
     "--max-num-partial-prefills=2": ("max_num_partial_prefills", 2),

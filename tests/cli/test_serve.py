@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from actorllm import AsyncLLM
-from actorllm.cli import main
+from actorllm.cli import main, serve
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +79,14 @@ def test_an_engine_that_does_not_start_gives_the_place_back(number: str, tmp_pat
             status_of("--api-processes", number, "--unix-socket", str(path))
         assert not path.exists()
     assert starts == ["storyteller"] * 2
+
+
+def test_a_key_of_the_environment_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also vLLM's: a deployment that is moved here must not stand open."""
+    for name in serve.KEY_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert serve.keys_of_environment() is None
+    monkeypatch.setenv("VLLM_API_KEY", "theirs")
+    assert serve.keys_of_environment() == ["theirs"]
+    monkeypatch.setenv("ACTORLLM_API_KEY", "ours")
+    assert serve.keys_of_environment() == ["ours"]
