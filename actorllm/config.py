@@ -325,7 +325,7 @@ class EngineConfig:
             name=given["name"],
             record=None if given["record"] is None else os.fspath(given["record"]),
             seed=given["seed"],
-            stream_interval=_positive("stream_interval", given["stream_interval"]),
+            stream_interval=_stream_interval(given["stream_interval"]),
             profile_folder=_profile_folder(given["profiler_config"]),
             standby_worker=given["standby_worker"],
             on_failure=_choice("on_failure", given["on_failure"], ("restart", "raise")),
@@ -586,6 +586,13 @@ def _check_pooling(
         )
 
 
+def _stream_interval(given: Any) -> int:
+    interval = _positive("stream_interval", given)
+    if interval >= 2**31:
+        raise ConfigError(f"stream_interval={interval} must be less than {2**31}")
+    return interval
+
+
 def _max_model_len(path: Path, given: Any, hf: dict[str, Any], advised: int | None = None) -> int:
     """advised: by the model's author, where nothing is given."""
     keys = [key for key in ("max_position_embeddings", "n_positions") if hf.get(key) is not None]
@@ -612,7 +619,9 @@ def _stretched(hf: dict[str, Any], positions: int) -> int:
     if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "yarn":
         return 0
     factor, trained = rope.get("factor"), rope.get("original_max_position_embeddings") or positions
-    return int(factor * trained) if isinstance(factor, int | float) and isinstance(trained, int) else 0
+    if not isinstance(factor, int | float) or not isinstance(trained, int) or trained > positions:
+        return 0  # a model that says it is shorter than what it was trained for is cut short on purpose
+    return int(factor * trained)
 
 
 def _device(given: dict[str, Any], pooler: Pooler | None) -> str:

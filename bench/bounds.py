@@ -548,6 +548,7 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
     "read or given when the engine or the server is built": (
         "types.lent_module: LentModule._holders",
         "actors.record_file: RecordFile._header",
+        "config: ModelConfig.overrides",
         "config: ModelConfig.sampling_defaults",
         "scheduling.registry: Registry.names",
         "server.guards: Guards._digests",

@@ -84,7 +84,7 @@ class SubmitMaker:
             "is_latency_sensitive": bool(is_latency_sensitive),
             "type_info": type_info,
             "tenant": tenant,
-            "deadline": deadline,
+            "deadline": None if deadline is None else float(deadline),  # an integer may be too large for a message
         }
 
     def _note_objective(self, objective: SLO) -> None:
@@ -209,4 +209,5 @@ def _check_seconds(name: str, value: object, base: str) -> None:
 
 
 def _slo_fields(slo: SLO) -> tuple[float | None, ...]:
-    return slo.ttft, slo.tpot, slo.e2e, slo.ttft_per_prompt_token
+    limits = slo.ttft, slo.tpot, slo.e2e, slo.ttft_per_prompt_token
+    return tuple(None if limit is None else float(limit) for limit in limits)

@@ -357,7 +357,7 @@ class SamplingParams:
         if not isinstance(self.output_kind, RequestOutputKind):
             raise InvalidParameterError(f"output_kind={shown(self.output_kind)} must be a RequestOutputKind")
         if self.stream_interval is not None:
-            self.stream_interval = _integer("stream_interval", self.stream_interval, low=1)
+            self.stream_interval = _integer("stream_interval", self.stream_interval, low=1, high=2**31 - 1)
         if self.truncate_prompt_tokens is not None:
             check_truncation(self.truncate_prompt_tokens)
 
@@ -535,11 +535,13 @@ def _number(
     return float(value)
 
 
-def _integer(name: str, value: object, *, low: int | None = None) -> int:
+def _integer(name: str, value: object, *, low: int | None = None, high: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidParameterError(f"{name}={shown(value)} must be an integer")
     if low is not None and value < low:
         raise InvalidParameterError(f"{name}={shown(value)} must be >= {low}")
+    if high is not None and value > high:
+        raise InvalidParameterError(f"{name}={shown(value)} must be <= {high}")
     return value
 
 

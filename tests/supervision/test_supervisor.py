@@ -323,8 +323,8 @@ def test_a_loop_that_takes_long_to_close_is_closed_when_the_engine_has_stopped(
     """On a busy machine: else its descriptors outlive the engine, for a moment."""
     run_loop = engine_thread.run_loop
 
-    def run_slowly(*arguments: Any) -> None:
-        run_loop(*arguments)
+    def run_slowly(*arguments: Any, **more: Any) -> None:
+        run_loop(*arguments, **more)
         if threading.current_thread().name == "actorllm:echo1":
             time.sleep(1.2)
 

@@ -97,7 +97,7 @@ BAD: dict[str, list[Any]] = {
     "skip_special_tokens": [0, "no", None],
     "include_stop_str_in_output": [1, None],
     "spaces_between_special_tokens": [1, None],
-    "stream_interval": [*INTEGERS_NOT, 0, -1],
+    "stream_interval": [*INTEGERS_NOT, 0, -1, 2**31, 2**64],
     "truncate_prompt_tokens": [*INTEGERS_NOT, 0, -2],
     "output_kind": [0, "DELTA", None],
     "presence_penalty": [*NUMBERS_NOT, -2.1, 2.1],
