@@ -363,6 +363,7 @@ class Programs(RuleBasedStateMachine):
         assert self.lives.num_deaths <= (most if self.num_deadly else 1)
 
 
+@pytest.mark.timeout(180)
 def test_whatever_programs_do_only_the_deadly_fail(make_lives: Callable[..., Lives]) -> None:
     run_state_machine_as_test(
         lambda: Programs(make_lives),
