@@ -41,7 +41,7 @@ test-slow: $(STAMP) $(VENV)/triton-3.6
 	$(BIN)/python -m pytest -m slow $(ARGS)
 ifeq ($(strip $(ARGS)),)
 	THOROUGH=1 $(BIN)/python -m pytest -m "not slow" tests/scheduling/test_scheduler_machine.py \
-	  tests/scheduling/test_random_runs.py tests/kernels/test_sanitizer.py tests/model/cuda/test_delayed_device.py
+	  tests/scheduling/test_random_runs.py tests/supervision/blame/test_scheduler_deaths.py tests/kernels/test_sanitizer.py tests/model/cuda/test_delayed_device.py
 	$(MAKE) clients CASES=10000
 	PYTHONPATH=$(VENV)/triton-3.6:kernels $(BIN)/python -m actorllm_kernels.gates
 	$(MAKE) test-lowest

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import os
 import shutil
 import signal
@@ -123,14 +122,3 @@ def _descriptors() -> dict[int, str]:
         with contextlib.suppress(FileNotFoundError):  # the listing's own
             found[int(number)] = os.readlink(f"/proc/self/fd/{number}")
     return found
-
-
-def pytest_collection_finish() -> None:
-    """What was imported for 7,000 tests stays: a collection of garbage in each of them need not look at it again."""
-    gc.collect()
-    gc.freeze()
-
-
-def pytest_sessionfinish() -> None:
-    """What is imported or collected from here on, such as Hypothesis for its summary, finds its objects as without this."""
-    gc.unfreeze()

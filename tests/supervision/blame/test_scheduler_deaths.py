@@ -19,6 +19,7 @@ from actorllm.supervision.blame import scheduler_probes
 from actorllm.supervision.blame.scheduler_deaths import DeathRecord, SchedulerBisection, note_death
 from tests.actors import deadly_policies
 from tests.actors.deadly_policies import COMES, HAS_A_TOKEN, MOMENTS, STARTS, WAITS
+from tests.effort import examples
 from tests.supervision.blame.lives import Caller, Killed, Lives
 
 SLOTS = 8
@@ -363,12 +364,12 @@ class Programs(RuleBasedStateMachine):
         assert self.lives.num_deaths <= (most if self.num_deadly else 1)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_whatever_programs_do_only_the_deadly_fail(make_lives: Callable[..., Lives]) -> None:
     run_state_machine_as_test(
         lambda: Programs(make_lives),
         settings=settings(
-            max_examples=60,
+            max_examples=examples(20, 200),
             stateful_step_count=25,
             deadline=None,
             suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
