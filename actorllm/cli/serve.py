@@ -73,6 +73,7 @@ def serve(
     trust_request_chat_template: bool = False,
     enable_log_requests: bool = False,
     otlp_traces_endpoint: str | None = None,
+    vllm_metrics: bool = True,
     tool_call_parser: str | None = None,
     enable_auto_tool_choice: bool | None = None,
     allowed_origins: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
@@ -124,6 +125,8 @@ def serve(
         A line in the log about every request that has ended.
     otlp_traces_endpoint
         Send an OpenTelemetry span about every request there, over HTTP (needs the extra actorllm[otel]).
+    vllm_metrics
+        /metrics also has what vLLM counts, under its names.
     tool_call_parser
         How the model writes tool calls: hermes, qwen3_json, llama3_json, llama4_json, pythonic, llama4_pythonic, mistral.
         Default: as its chat template shows.
@@ -183,6 +186,7 @@ def serve(
         "trust_request_chat_template": trust_request_chat_template,
         "enable_log_requests": enable_log_requests,
         "tool_call_parser": tool_call_parser,
+        "vllm_metrics": vllm_metrics,
     }
     provider: Any = None
     if otlp_traces_endpoint is not None:

@@ -67,6 +67,7 @@ def create_app(
     enable_log_requests: bool = False,
     tracer_provider: TracerProvider | None = None,
     tool_call_parser: str | None = None,
+    vllm_metrics: bool = True,
 ) -> FastAPI:
     """An application that serves this engine over OpenAI's API.
 
@@ -77,6 +78,7 @@ def create_app(
     enable_log_requests: a line in the log about each of them when it has ended. tracer_provider: of OpenTelemetry; a span for
     each (needs actorllm[otel]).
     tool_call_parser: how the model writes tool calls (`tool_parsers.PARSERS`); None: as its chat template shows them.
+    vllm_metrics: /metrics also has what vLLM counts, under its names.
     Raises ConfigError.
     """
     names = _strings("served_model_name", served_model_name) or [llm.config.model.name]
@@ -98,6 +100,7 @@ def create_app(
     app = FastAPI(title="actorllm", version=__version__, default_response_class=JSONResponse, responses=_ERRORS)
     app.state.server = ServerState(llm, names, defaults, max_concurrent_requests, int(time.time()))
     app.state.server.logs_requests = enable_log_requests
+    app.state.server.has_vllm_metrics = vllm_metrics
     if tracer_provider is not None:
         from actorllm.server.tracing import Tracing
 
@@ -182,6 +185,9 @@ async def generate(request: Request) -> Response:
 
 async def _tell(request: Request, error: Exception) -> Response:
     told = error_of(error)
+    state = state_of(request)
+    if state.tracing is not None:
+        state.tracing.record_refusal(request.scope, state.model_names[0], told, error)
     return JSONResponse(told.body(), told.status, told.headers())
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import anyio
 from starlette.requests import ClientDisconnect
@@ -26,6 +28,9 @@ OPEN_PATHS = frozenset(("/", "/health", "/ping", "/version", "/load", "/metrics"
 SEND = "actorllm.send"
 """Where in the scope there is the way past everything inside of `Guards`, for the middle of a stream: what is there looks at
 how a response begins, and at what is raised."""
+
+BEGAN = "actorllm.began"
+"""Where in the scope there is when the request came, in epoch seconds."""
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
 """`bodies` says what of it is parsed where."""
@@ -57,7 +62,7 @@ class Guards:
 
         if scope["method"] == "HEAD":
             scope, send = {**scope, "method": "GET"}, _without_body(send)
-        scope[SEND] = send
+        scope[SEND], scope[BEGAN] = send, time.time()
         try:
             _check_head(scope)
             headers = dict(scope["headers"])
@@ -70,11 +75,19 @@ class Guards:
         except Exception as error:
             # Of one request: its client is told, and the log unless it is the client's own error.
             told = error_of(error)
+            if not has_started:
+                self._trace(scope, told, error)
             if told.status == 500:
                 logger.exception("%s %r failed", scope["method"], scope["path"])
             if has_started:
                 raise  # half of a response went out: the connection ends here
             await send_error(told, send)
+
+    @staticmethod
+    def _trace(scope: Scope, told: ApiError, error: Exception) -> None:
+        state = scope["app"].state.server
+        if state.tracing is not None:
+            state.tracing.record_refusal(scope, state.model_names[0], told, error)
 
     def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         if not self._digests or scope["method"] == "OPTIONS" or route_path(scope) in OPEN_PATHS:
@@ -138,7 +151,7 @@ def _without_body(send: Send) -> Send:
     return send_head
 
 
-def route_path(scope: Scope) -> str:
+def route_path(scope: Mapping[str, Any]) -> str:
     """The path below the place where the application is mounted."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")

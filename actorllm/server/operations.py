@@ -210,12 +210,16 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 @router.get("/metrics")
 async def get_metrics(request: Request) -> Response:
-    """Counters, gauges and histograms in Prometheus' text format, over all programs that use the engine."""
+    """Counters, gauges and histograms over all programs that use the engine: Prometheus' text format, or OpenMetrics on Accept."""
     state = state_of(request)
     stats = await state.llm.stats()
     supervisor = await state.peers.supervisor()
     if supervisor is not None:
         stats["supervisor"] = supervisor
     model = state.engine.config.model
-    text = metrics.render(stats, state.model_names[0], model.max_model_len, state.board.lag())
-    return Response(text, media_type=metrics.CONTENT_TYPE)
+    is_open = metrics.OPEN_METRICS in request.headers.get("accept", "")
+    name, has_vllm_names = state.model_names[0], state.has_vllm_metrics
+    text = metrics.render(
+        stats, name, model.max_model_len, state.board.lag(), is_open=is_open, has_vllm_names=has_vllm_names
+    )
+    return Response(text, media_type=metrics.OPEN_METRICS_TYPE if is_open else metrics.CONTENT_TYPE)

@@ -58,6 +58,7 @@ class ServerState:
         self.is_draining = False
         """Nothing new is taken: a load balancer that asks for the health hears it."""
         self.logs_requests = False
+        self.has_vllm_metrics = True
         self.tracing: Tracing | None = None
         self.peers = Peers()
         self.board = Board(1)
