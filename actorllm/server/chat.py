@@ -117,7 +117,7 @@ class ChatShape(OpenAIShape):
     WHOLE = "chat.completion"
     CHUNK = "chat.completion.chunk"
     PREFIX = "chatcmpl"
-    PLAIN = (b',"delta":{"content":', b'},"logprobs":null,"finish_reason":null}')
+    PLAIN = (b',"delta":{"content":', b'},"logprobs":null,"finish_reason":null,"token_ids":null}')
 
     echoed = ""
     """The last message, which the answer goes on from, when it was asked for."""
@@ -132,22 +132,19 @@ class ChatShape(OpenAIShape):
     def _whole_choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": index,
-            "message": {"role": ROLE, "content": self.echoed + one.text},
+            "message": {"role": ROLE, "content": self.echoed + one.text, "refusal": None, "reasoning": None},
             "logprobs": None if self.view.logprobs is None else self.view.logprobs.of_message(self._positions(one)),
             "finish_reason": one.finish_reason,
             "stop_reason": one.stop_reason,
         }
         if self._tools is not None:
             self._tools.put_into(choice, one.text, self.echoed)
-        if self.view.has_token_ids:
-            choice["token_ids"] = one.token_ids
+        choice["token_ids"] = one.token_ids if self.view.has_token_ids else None
         return choice
 
     def _add_to_whole(self, tree: dict[str, Any], outputs: Sequence[RequestOutput]) -> None:
-        if self.shows_prompt_logprobs:
-            tree["prompt_logprobs"] = of_prompt(outputs[0])
-        if self.view.has_token_ids:
-            tree["prompt_token_ids"] = outputs[0].prompt_token_ids
+        tree["prompt_logprobs"] = of_prompt(outputs[0]) if self.shows_prompt_logprobs else None
+        tree["prompt_token_ids"] = outputs[0].prompt_token_ids if self.view.has_token_ids else None
 
     def _opening(self, index: int, state: PromptState, output: RequestOutput) -> list[bytes]:
         delta = {"role": ROLE, "content": self.echoed}
@@ -163,8 +160,7 @@ class ChatShape(OpenAIShape):
         choice["finish_reason"] = one.finish_reason
         if one.finish_reason is not None:
             choice["stop_reason"] = one.stop_reason
-        if self.view.has_token_ids:
-            choice["token_ids"] = one.token_ids
+        choice["token_ids"] = one.token_ids if self.view.has_token_ids else None
         if self._tools is not None:
             is_news = self._tools.put_into_delta(index, choice, one.text)
             if not is_news and self.view.logprobs is None and not self.view.has_token_ids:

@@ -151,7 +151,7 @@ async def tokenize(request: Request) -> Response:
         ids = await HostLoop.current().result_of(state.engine.token_ids_of(prompt, adds))
         strings = None
         if body.return_token_strs:
-            strings = await to_thread.run_sync(lambda: [_tokenizer(state).decode([i]) for i in ids])
+            strings = await to_thread.run_sync(lambda: _tokenizer(state).tokens_of(ids))
     except (ActorLLMError, ApiError, RecursionError) as error:  # any other is unforeseen, and logged as such
         prompt_field = "prompt" if body.messages is None else "messages"
         raise error_of(error, TokenizeRequest.model_fields, prompt_field) from error

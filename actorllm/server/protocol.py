@@ -156,6 +156,7 @@ class Generation(Body):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     add_special_tokens: bool | None = None
     repetition_detection: Annotated[dict[str, int], Few] | None = None
     structured_outputs: dict[str, Any] | None = None

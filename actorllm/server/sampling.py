@@ -28,7 +28,7 @@ SAMPLING_FIELDS = (
 )
 """Fields of a body that are sampling parameters under the same name."""
 
-TOKENIZATION_FIELDS = ("truncate_prompt_tokens", "add_special_tokens")
+TOKENIZATION_FIELDS = ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")
 
 IDLE: dict[str, tuple[Any, ...]] = {
     **VLLM_PARAMETERS,
@@ -47,8 +47,6 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "prediction": (None,),
     "web_search_options": (None,),
-    "reasoning_effort": (None,),
-    "verbosity": (None,),
     "kv_transfer_params": (None,),
     "prompt_embeds": (None,),
     "documents": (None, []),
@@ -69,6 +67,8 @@ NOT_HONOURED: dict[str, tuple[Any, ...]] = {
     "prompt_cache_retention": (None, "in_memory", "in-memory"),
     "guided_decoding_backend": (None, "auto"),
     "stream_include_usage": (None, False),
+    "reasoning_effort": (None,),
+    "verbosity": (None,),
 }
 """Fields without which the answer is the same: other values than these, which ask for nothing, are warned of."""
 
