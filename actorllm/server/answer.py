@@ -79,6 +79,11 @@ class Answer(Response, ABC):
         self._last_outputs: list[RequestOutput] = []
         """Of each prompt, with the ends of all its sequences."""
 
+    def abort(self) -> None:
+        """Of an answer that goes to no client: what it has asked of the engine ends."""
+        for stream in self._streams:
+            stream.abort()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         token = request_id.set(self._shape.id)
         began = time.time()

@@ -19,10 +19,9 @@ from starlette.middleware.cors import CORSMiddleware
 from actorllm import __version__
 from actorllm.api.async_llm import AsyncLLM
 from actorllm.errors import ActorLLMError, ConfigError
-from actorllm.server import chat, completions, demo, live, pooling, responses
-from actorllm.server.answer import Answer, StreamedAnswer, WholeAnswer
-from actorllm.server.batch import submitted
-from actorllm.server.completions import Asked
+from actorllm.server import chat, completions, demo, live, pooling
+from actorllm.server.answer import StreamedAnswer, WholeAnswer
+from actorllm.server.asking import answer_of
 from actorllm.server.envelope import KINDS, ApiError, error_of
 from actorllm.server.guards import DEFAULT_BODY_TIMEOUT_S, DEFAULT_MAX_BODY_BYTES, Guards
 from actorllm.server.operations import JSONResponse, read_admitted, router, state_of, takes
@@ -32,10 +31,11 @@ from actorllm.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Generation,
     TokenizeRequest,
 )
-from actorllm.server.sampling import Defaults, name_request
+from actorllm.server.responses.endpoints import router as responses_router
+from actorllm.server.responses.request import ResponsesRequest
+from actorllm.server.sampling import Defaults
 from actorllm.server.state import ServerState
 from actorllm.server.tool_parsers import parser_named
 from actorllm.text.chat_template import chat_templates
@@ -47,7 +47,7 @@ BODIES: tuple[type[Body], ...] = (
     *(CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest, AbortRequest),
     demo.GenerateRequest,
     *pooling.BODIES,
-    responses.ResponsesRequest,
+    ResponsesRequest,
 )
 
 
@@ -108,7 +108,7 @@ def create_app(
     # First what is asked for most: a request is held against one route after the other.
     app.add_api_route("/v1/completions", complete, methods=["POST"], openapi_extra=takes(CompletionRequest))
     app.add_api_route("/v1/chat/completions", converse, methods=["POST"], openapi_extra=takes(ChatCompletionRequest))
-    app.add_api_route("/v1/responses", respond, methods=["POST"], openapi_extra=takes(responses.ResponsesRequest))
+    app.include_router(responses_router)
     app.add_api_route("/generate", generate, methods=["POST"], openapi_extra=takes(demo.GenerateRequest))
     app.include_router(router)
     app.include_router(live.router)
@@ -131,38 +131,14 @@ def create_app(
 
 async def complete(request: Request) -> Response:
     """Go on from prompts."""
-    return await _answer(request, CompletionRequest, completions.ask, "prompt")
+    answer, _ = await answer_of(request, CompletionRequest, completions.ask, "prompt")
+    return answer
 
 
 async def converse(request: Request) -> Response:
     """Answer a conversation."""
-    return await _answer(request, ChatCompletionRequest, chat.ask, "messages")
-
-
-async def respond(request: Request) -> Response:
-    """Answer an input, as text or as messages."""
-    return await _answer(request, responses.ResponsesRequest, responses.ask, "input")
-
-
-async def _answer(request: Request, model: type[Any], ask: Any, prompt_field: str) -> Answer:
-    state = state_of(request)
-    headers = request.headers
-    body: Generation = await read_admitted(request, model)
-    name = state.check_model(body.model)
-    name_request(body, headers)
-    fields = model.model_fields
-    try:
-        asked: Asked = ask(body, headers, state.defaults, name, state.decode)
-        streams = await submitted(
-            asked.prompts, lambda prompt: state.llm.generate(prompt, asked.params, **asked.extras.arguments)
-        )
-    except (ActorLLMError, RecursionError) as error:
-        raise error_of(error, fields, prompt_field, body.renamed()) from error
-    told = {"x-request-id": asked.shape.id, **asked.extras.headers()}
-    answer = StreamedAnswer if asked.is_streamed else WholeAnswer
-    made = answer(state, asked.shape, streams, fields, prompt_field, told)
-    made.params, made.renamed = asked.params, body.renamed()
-    return made
+    answer, _ = await answer_of(request, ChatCompletionRequest, chat.ask, "messages")
+    return answer
 
 
 async def generate(request: Request) -> Response:

@@ -51,10 +51,7 @@ def ask(
         decided["logprobs"] = None if body.logprob_token_ids else number
     if tool_use is not None:
         decided |= {"skip_special_tokens": False, "structured_outputs": tool_use.structured}  # markers may be special
-        if body.tools and not defaults.shows_tools and body.chat_template is None:
-            extras.warnings.append("tools: the chat template of this model does not show them to it")
-        if tool_use.ignores_strict:
-            extras.warnings.append("tools: strict has no effect with 'auto', since calls of this model have no marker")
+        extras.warnings += tool_use.warnings(defaults.shows_tools or body.chat_template is not None)
     kind = RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY
     params = sampling_params(body, defaults, kind, **decided)
     extras.warnings += warnings_of(params.structured_outputs)

@@ -20,6 +20,7 @@ from actorllm.errors import EngineDrainingError
 from actorllm.server.board import Board
 from actorllm.server.bodies.reader import BodyReader
 from actorllm.server.envelope import ApiError
+from actorllm.server.responses.kept import KeptResponses
 from actorllm.server.sampling import Defaults
 
 if TYPE_CHECKING:
@@ -61,6 +62,11 @@ class ServerState:
         self.has_vllm_metrics = True
         self.tracing: Tracing | None = None
         self.peers = Peers()
+        self.has_peers = False
+        """Another API process may answer the next request of a client."""
+        self.responses = KeptResponses()
+        self.detached: set[object] = set()
+        """Tasks of responses in the background."""
         self.board = Board(1)
         self.bodies = BodyReader()
         self._row = 0
@@ -71,7 +77,7 @@ class ServerState:
 
     def join(self, board: Board, row: int, peers: Peers) -> None:
         """Be one of several API processes. Called before the first request."""
-        self.board, self._row, self.peers = board, row, peers
+        self.board, self._row, self.peers, self.has_peers = board, row, peers, True
 
     @property
     def num_in_flight(self) -> int:

@@ -44,6 +44,15 @@ class ToolUse:
     structured: StructuredOutputsParams | None
     """The grammar that demands what is demanded; None: the model writes what it likes."""
 
+    def warnings(self, shows_tools: bool) -> list[str]:
+        """What is to be said of it. shows_tools: the chat template does."""
+        warnings = []
+        if not shows_tools:
+            warnings.append("tools: the chat template of this model does not show them to it")
+        if self.ignores_strict:
+            warnings.append("tools: strict has no effect with 'auto', since calls of this model have no marker")
+        return warnings
+
     def new_parser(self) -> ToolParser:
         """For one sequence."""
         return self.parser(self.names)
