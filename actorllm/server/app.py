@@ -21,9 +21,11 @@ from actorllm.api.async_llm import AsyncLLM
 from actorllm.errors import ActorLLMError, ConfigError
 from actorllm.server import chat, completions, demo, live, pooling
 from actorllm.server.answer import StreamedAnswer, WholeAnswer
+from actorllm.server.anthropic.blocks import CountTokensRequest, MessagesRequest
+from actorllm.server.anthropic.endpoints import router as anthropic_router
 from actorllm.server.asking import answer_of
 from actorllm.server.envelope import KINDS, ApiError, error_of
-from actorllm.server.guards import DEFAULT_BODY_TIMEOUT_S, DEFAULT_MAX_BODY_BYTES, Guards
+from actorllm.server.guards import DEFAULT_BODY_TIMEOUT_S, DEFAULT_MAX_BODY_BYTES, Guards, route_path
 from actorllm.server.operations import JSONResponse, read_admitted, router, state_of, takes
 from actorllm.server.protocol import (
     AbortRequest,
@@ -47,7 +49,7 @@ BODIES: tuple[type[Body], ...] = (
     *(CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest, AbortRequest),
     demo.GenerateRequest,
     *pooling.BODIES,
-    ResponsesRequest,
+    *(ResponsesRequest, MessagesRequest, CountTokensRequest),
 )
 
 
@@ -108,7 +110,8 @@ def create_app(
     # First what is asked for most: a request is held against one route after the other.
     app.add_api_route("/v1/completions", complete, methods=["POST"], openapi_extra=takes(CompletionRequest))
     app.add_api_route("/v1/chat/completions", converse, methods=["POST"], openapi_extra=takes(ChatCompletionRequest))
-    app.include_router(responses_router)
+    for one in (responses_router, anthropic_router):
+        app.include_router(one)
     app.add_api_route("/generate", generate, methods=["POST"], openapi_extra=takes(demo.GenerateRequest))
     app.include_router(router)
     app.include_router(live.router)
@@ -164,13 +167,13 @@ async def _tell(request: Request, error: Exception) -> Response:
     state = state_of(request)
     if state.tracing is not None:
         state.tracing.record_refusal(request.scope, state.model_names[0], told, error)
-    return JSONResponse(told.body(), told.status, told.headers())
+    return JSONResponse(told.body(route_path(request.scope)), told.status, told.headers())
 
 
 async def _tell_of_routing(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     told = ApiError(error.status_code, f"{request.method} {request.url.path:.200}: {error.detail}")
-    return JSONResponse(told.body(), told.status, {**(error.headers or {}), **told.headers()})
+    return JSONResponse(told.body(route_path(request.scope)), told.status, {**(error.headers or {}), **told.headers()})
 
 
 def _strings(name: str, value: str | Sequence[str] | None) -> list[str]:

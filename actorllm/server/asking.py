@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 
@@ -13,22 +13,22 @@ from actorllm.server.batch import submitted
 from actorllm.server.completions import Asked
 from actorllm.server.envelope import error_of
 from actorllm.server.operations import read_admitted, state_of
-from actorllm.server.protocol import Generation
+from actorllm.server.protocol import Body
 from actorllm.server.sampling import name_request
 
-G = TypeVar("G", bound=Generation)
+B = TypeVar("B", bound=Body)
 
 
 async def answer_of(
-    request: Request, model: type[G], ask: Callable[..., Asked], prompt_field: str, body: G | None = None
+    request: Request, model: type[B], ask: Callable[..., Asked], prompt_field: str
 ) -> tuple[Answer, Asked]:
-    """model: of the body. ask: what the engine is asked, as `completions.ask`. body: where it was read already.
+    """model: of the body, which has `model` and `request_id`. ask: what the engine is asked, as `completions.ask`.
 
     Raises ApiError, also for what the engine refuses at once.
     """
     state = state_of(request)
     headers = request.headers
-    body = await read_admitted(request, model) if body is None else body
+    body: Any = await read_admitted(request, model)
     name = state.check_model(body.model)
     name_request(body, headers)
     fields = model.model_fields

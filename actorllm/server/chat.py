@@ -119,11 +119,12 @@ class ChatShape(OpenAIShape):
     echoed = ""
     """The last message, which the answer goes on from, when it was asked for."""
     shows_prompt_logprobs = False
+    tool_use: ToolUse | None = None
     _tools: ToolAnswer | None = None
 
     def call_tools(self, use: ToolUse) -> None:
         """The text is looked through for calls."""
-        self._tools = ToolAnswer(use)
+        self.tool_use, self._tools = use, ToolAnswer(use)
         self.is_plain = False
 
     def _whole_choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:

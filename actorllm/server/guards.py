@@ -81,7 +81,7 @@ class Guards:
                 logger.exception("%s %r failed", scope["method"], scope["path"])
             if has_started:
                 raise  # half of a response went out: the connection ends here
-            await send_error(told, send)
+            await send_error(told, send, route_path(scope))
 
     @staticmethod
     def _trace(scope: Scope, told: ApiError, error: Exception) -> None:
@@ -93,11 +93,13 @@ class Guards:
         if not self._digests or scope["method"] == "OPTIONS" or route_path(scope) in OPEN_PATHS:
             return
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if kind.lower() != b"bearer":
+            kind, key = b"bearer", headers.get(b"x-api-key", b"")  # as Anthropic's clients send it
         digest = _digest(key.strip())
         matches = [
             hmac.compare_digest(digest, known) for known in self._digests
         ]  # all of them: no timing to tell which
-        if kind.lower() != b"bearer" or not any(matches):
+        if not any(matches):
             raise ApiError(401, "no valid API key; send the header 'Authorization: Bearer KEY'")
 
     def _check_length(self, headers: dict[bytes, bytes]) -> None:
@@ -158,8 +160,8 @@ def route_path(scope: Mapping[str, Any]) -> str:
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
-async def send_error(error: ApiError, send: Send) -> None:
-    body = error.body()
+async def send_error(error: ApiError, send: Send, path: str = "") -> None:
+    body = error.body(path)
     headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": raw})

@@ -19,7 +19,7 @@ from actorllm.server.answer import Answer
 from actorllm.server.asking import answer_of
 from actorllm.server.envelope import ApiError
 from actorllm.server.operations import JSONResponse, state_of, takes
-from actorllm.server.responses.items import messages_of
+from actorllm.server.output_items import messages_of
 from actorllm.server.responses.kept import KeptResponse, KeptResponses
 from actorllm.server.responses.request import AskedResponse, ResponsesRequest, ask
 from actorllm.server.responses.shape import ResponsesShape

@@ -17,8 +17,8 @@ from actorllm.intake.tokenization import Prompt
 from actorllm.server.completions import Asked, check_length
 from actorllm.server.envelope import ApiError
 from actorllm.server.logprob_format import LogprobsView
+from actorllm.server.output_items import add_call
 from actorllm.server.protocol import Generation, Many, Messages
-from actorllm.server.responses.items import add_call
 from actorllm.server.responses.kept import KeptResponse, KeptResponses
 from actorllm.server.responses.shape import ResponsesShape
 from actorllm.server.sampling import Defaults, extras_of, sampling_params

@@ -15,7 +15,7 @@ import orjson
 
 from actorllm.actors.frontend import Delta
 from actorllm.server.logprob_format import LogprobsView
-from actorllm.server.responses.items import Event, OutputItems
+from actorllm.server.output_items import Event, OutputItems
 from actorllm.server.shape import PromptState, Shape, metrics_of
 from actorllm.server.tools import ToolUse
 from actorllm.types.objective import SLO
