@@ -26,6 +26,8 @@ from actorllm.server.anthropic.endpoints import router as anthropic_router
 from actorllm.server.asking import answer_of
 from actorllm.server.envelope import KINDS, ApiError, error_of
 from actorllm.server.guards import DEFAULT_BODY_TIMEOUT_S, DEFAULT_MAX_BODY_BYTES, Guards, route_path
+from actorllm.server.ollama.bodies import ChatBody, EmbedBody, GenerateBody
+from actorllm.server.ollama.routes import router as ollama_router
 from actorllm.server.operations import JSONResponse, read_admitted, router, state_of, takes
 from actorllm.server.protocol import (
     AbortRequest,
@@ -49,7 +51,7 @@ BODIES: tuple[type[Body], ...] = (
     *(CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest, AbortRequest),
     demo.GenerateRequest,
     *pooling.BODIES,
-    *(ResponsesRequest, MessagesRequest, CountTokensRequest),
+    *(ResponsesRequest, MessagesRequest, CountTokensRequest, ChatBody, GenerateBody, EmbedBody),
 )
 
 
@@ -110,7 +112,7 @@ def create_app(
     # First what is asked for most: a request is held against one route after the other.
     app.add_api_route("/v1/completions", complete, methods=["POST"], openapi_extra=takes(CompletionRequest))
     app.add_api_route("/v1/chat/completions", converse, methods=["POST"], openapi_extra=takes(ChatCompletionRequest))
-    for one in (responses_router, anthropic_router):
+    for one in (responses_router, anthropic_router, ollama_router):
         app.include_router(one)
     app.add_api_route("/generate", generate, methods=["POST"], openapi_extra=takes(demo.GenerateRequest))
     app.include_router(router)

@@ -20,16 +20,18 @@ B = TypeVar("B", bound=Body)
 
 
 async def answer_of(
-    request: Request, model: type[B], ask: Callable[..., Asked], prompt_field: str
+    request: Request, model: type[B], ask: Callable[..., Asked], prompt_field: str, tag: str = "", body: Any = None
 ) -> tuple[Answer, Asked]:
-    """model: of the body, which has `model` and `request_id`. ask: what the engine is asked, as `completions.ask`.
+    """model: of the body, which has `model` and `request_id`. ask: what the engine is asked, as `completions.ask`. tag: what may
+    stand behind a model's name. body: where it was read already.
 
     Raises ApiError, also for what the engine refuses at once.
     """
     state = state_of(request)
     headers = request.headers
-    body: Any = await read_admitted(request, model)
-    name = state.check_model(body.model)
+    if body is None:
+        body = await read_admitted(request, model)
+    name = state.check_model(body.model, tag)
     name_request(body, headers)
     fields = model.model_fields
     try:

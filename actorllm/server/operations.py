@@ -7,14 +7,13 @@ from typing import Any, TypeVar
 import orjson
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
-from pydantic import ValidationError
 
 from actorllm import __version__
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.errors import ActorLLMError, EngineDrainingError, InvalidParameterError
 from actorllm.server import chat, metrics
-from actorllm.server.envelope import ApiError, error_of, error_of_validation
-from actorllm.server.protocol import AbortRequest, Body, DetokenizeRequest, TokenizeRequest
+from actorllm.server.envelope import ApiError, error_of
+from actorllm.server.protocol import AbortRequest, Body, DetokenizeRequest, TokenizeRequest, checked
 from actorllm.server.sampling import extras_of
 from actorllm.server.state import ServerState
 from actorllm.text.chat_template import Conversation
@@ -39,11 +38,7 @@ def state_of(request: Request) -> ServerState:
 
 async def read_body(request: Request, model: type[B]) -> B:
     """The body, checked against the types of its fields. Raises ApiError."""
-    tree = await state_of(request).bodies.read(request, model.TOKEN_FIELDS)
-    try:
-        return model.model_validate(tree)
-    except ValidationError as error:
-        raise error_of_validation(error) from error
+    return checked(model, await state_of(request).bodies.read(request, model.TOKEN_FIELDS))
 
 
 async def read_admitted(request: Request, model: type[B]) -> B:

@@ -7,6 +7,7 @@ given. Fields that are not known here are kept in `model_extra`, so that `sampli
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
@@ -15,12 +16,14 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidationError,
     ValidatorFunctionWrapHandler,
     WithJsonSchema,
     WrapValidator,
 )
 
 from actorllm.server.bodies.limits import MAX_MESSAGES
+from actorllm.server.envelope import NOTHING_RENAMED, ApiError, error_of_validation
 
 Prompts = Annotated[
     Any,
@@ -59,6 +62,7 @@ Objective = Annotated[
 
 
 T = TypeVar("T")
+B = TypeVar("B", bound="Body")
 
 Many = Annotated[list[T], Field(fail_fast=True)]
 """The first wrong item is enough: else pydantic makes an error of each, and a body has room for millions."""
@@ -114,6 +118,18 @@ class Body(BaseModel):
     def renamed(self) -> dict[str, str]:
         """Parameters that this body gives by names of its API, for errors: that name by the parameter's own."""
         return {}
+
+
+def checked(model: type[B], tree: Any, renamed: Mapping[str, str] = NOTHING_RENAMED) -> B:
+    """A body, checked against the types of its fields. renamed: what the client calls them. Raises ApiError."""
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        told = error_of_validation(error)
+        name = renamed.get(told.param or "")
+        if name is not None:
+            told = ApiError(told.status, told.message.replace(told.param or "", name, 1), name)
+        raise told from error
 
 
 class StreamOptions(BaseModel):

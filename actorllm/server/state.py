@@ -92,11 +92,11 @@ class ServerState:
         engine = self.engine
         return engine.prompts.tokenizer.decode(ids) if engine.config.model.tokenizer is not None else ""
 
-    def check_model(self, name: str | None) -> str:
-        """What answers call the model: as the request did. Raises ApiError for another one."""
+    def check_model(self, name: str | None, tag: str = "") -> str:
+        """What answers call the model: as the request did. tag: what may stand behind its name. Raises ApiError for another one."""
         if not name:
             return self.model_names[0]
-        if name not in self.model_names:
+        if name not in self.model_names and not (tag and name.removesuffix(tag) in self.model_names):
             raise ApiError(
                 404,
                 f"model={name!r:.120} does not exist; this server has {', '.join(map(repr, self.model_names))}",

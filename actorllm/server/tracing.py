@@ -32,9 +32,11 @@ OPERATIONS = {
 """By the prefix of the id that a client is told."""
 
 OPERATIONS_OF_PATHS = {
-    **dict.fromkeys(("/v1/completions", "/generate"), "text_completion"),
-    **dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages"), "chat"),
-    **dict.fromkeys(("/v1/embeddings", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), "embeddings"),
+    **dict.fromkeys(("/v1/completions", "/generate", "/api/generate"), "text_completion"),
+    **dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"), "chat"),
+    **dict.fromkeys(
+        ("/v1/embeddings", "/api/embed", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), "embeddings"
+    ),
 }
 """Of a request that was refused before it had an id. Other paths have no spans."""
 

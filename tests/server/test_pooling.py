@@ -110,6 +110,15 @@ async def test_an_empty_text_has_a_vector_where_the_encoder_has_ids_of_its_own(h
     assert abs(float(nothing[0] @ nothing[1])) < 0.5
 
 
+async def test_vectors_over_the_api_of_ollama(http: httpx.AsyncClient) -> None:
+    tree = await answer(http, "/api/embed", model="minilm:latest", input=TEXTS)
+    assert np.abs(np.array(tree["embeddings"]) - await vectors(http, TEXTS)).max() < 1e-6
+    assert (tree["model"], tree["prompt_eval_count"] > 0, tree["total_duration"] > 0) == ("minilm:latest", True, True)
+    assert (await answer(http, "/api/embed", model="minilm", input="word " * 999))["prompt_eval_count"] == 256
+    refused = await http.post("/api/embed", json={"model": "minilm", "input": "word " * 999, "truncate": False})
+    assert (refused.status_code, set(refused.json())) == (400, {"error"})
+
+
 async def test_scores(http: httpx.AsyncClient) -> None:
     for first, second in (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
         tree = await answer(http, "/v1/score", **{first: TEXTS[0], second: TEXTS[1:]})

@@ -12,7 +12,7 @@ from actorllm.server import chat
 from actorllm.server.anthropic.message import MessagesShape
 from actorllm.server.completions import Asked
 from actorllm.server.envelope import ApiError
-from actorllm.server.protocol import Body, ChatCompletionRequest, Many, Messages
+from actorllm.server.protocol import Body, ChatCompletionRequest, Many, Messages, checked
 from actorllm.server.sampling import Defaults
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -92,7 +92,7 @@ def chat_body(body: CountTokensRequest) -> ChatCompletionRequest:
     for name in NOT_HERE:
         if fields.get(name) not in (None, False):
             raise ApiError(400, f"{name} is not supported by this API; leave it out", name)
-    return ChatCompletionRequest.model_validate(fields)
+    return checked(ChatCompletionRequest, fields, body.renamed())
 
 
 def _messages_of(message: Mapping[str, Any], place: str) -> Iterator[dict[str, Any]]:
