@@ -41,6 +41,7 @@ from actorllm.server.responses.endpoints import router as responses_router
 from actorllm.server.responses.request import ResponsesRequest
 from actorllm.server.sampling import Defaults
 from actorllm.server.state import ServerState
+from actorllm.server.tokens import inference, refused, render, several
 from actorllm.server.tool_parsers import parser_named
 from actorllm.text.chat_template import chat_templates
 
@@ -52,6 +53,12 @@ BODIES: tuple[type[Body], ...] = (
     demo.GenerateRequest,
     *pooling.BODIES,
     *(ResponsesRequest, MessagesRequest, CountTokensRequest, ChatBody, GenerateBody, EmbedBody),
+    *(inference.InferenceRequest, several.BatchChatRequest),
+)
+
+ROUTERS = (
+    *(responses_router, anthropic_router, ollama_router),
+    *(inference.router, render.router, several.router, refused.router),
 )
 
 
@@ -112,7 +119,7 @@ def create_app(
     # First what is asked for most: a request is held against one route after the other.
     app.add_api_route("/v1/completions", complete, methods=["POST"], openapi_extra=takes(CompletionRequest))
     app.add_api_route("/v1/chat/completions", converse, methods=["POST"], openapi_extra=takes(ChatCompletionRequest))
-    for one in (responses_router, anthropic_router, ollama_router):
+    for one in ROUTERS:
         app.include_router(one)
     app.add_api_route("/generate", generate, methods=["POST"], openapi_extra=takes(demo.GenerateRequest))
     app.include_router(router)

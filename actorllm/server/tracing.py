@@ -32,8 +32,10 @@ OPERATIONS = {
 """By the prefix of the id that a client is told."""
 
 OPERATIONS_OF_PATHS = {
-    **dict.fromkeys(("/v1/completions", "/generate", "/api/generate"), "text_completion"),
-    **dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"), "chat"),
+    **dict.fromkeys(("/v1/completions", "/generate", "/api/generate", "/inference/v1/generate"), "text_completion"),
+    **dict.fromkeys(
+        ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/v1/chat/completions/batch"), "chat"
+    ),
     **dict.fromkeys(
         ("/v1/embeddings", "/api/embed", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), "embeddings"
     ),
