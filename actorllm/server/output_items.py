@@ -10,6 +10,8 @@ import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
+import orjson
+
 from actorllm.server.tool_parsers import Arguments, Piece, Text, ToolCallStart
 from actorllm.server.tools import ToolUse
 
@@ -57,12 +59,22 @@ class OutputItems:
             yield from self._begin_message()
             if self._blanks:
                 yield from self._delta(self._blanks, [])
-        yield from self._close("completed" if is_whole else "incomplete")
+        yield from self._close("completed" if is_whole or self._has_whole_call() else "incomplete")
 
     @property
     def shown(self) -> list[dict[str, Any]]:
         """All items as they are now."""
         return self.done if self._open is None else [*self.done, self._filled("in_progress")]
+
+    def _has_whole_call(self) -> bool:
+        """Whether a call is open whose arguments a limit has not cut off: nothing marks their end."""
+        if self._open is None or self._open["type"] != "function_call":
+            return False
+        try:
+            orjson.loads("".join(self._parts))
+        except orjson.JSONDecodeError:
+            return False
+        return True
 
     def _take(self, piece: Any) -> Iterator[Event]:
         match piece:
@@ -153,13 +165,16 @@ def _part(text: str, entries: list[Any]) -> dict[str, Any]:
 
 
 def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items of an output as messages of a conversation: calls belong to the message before them."""
+    """Items of an output as messages of a conversation: calls belong to the message before them.
+
+    A call that a limit has cut off is left out: its arguments are no JSON, which templates want.
+    """
     messages: list[dict[str, Any]] = []
     for item in items:
         if item["type"] == "message":
             text = "".join(part["text"] for part in item["content"])
             messages.append({"role": "assistant", "content": text})
-        else:
+        elif item["status"] == "completed":
             add_call(messages, item["call_id"], item["name"], item["arguments"])
     return messages
 

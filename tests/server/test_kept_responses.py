@@ -92,6 +92,16 @@ async def test_a_call_is_an_item_whole_and_streamed(client: httpx.AsyncClient, c
     assert by_id["previous_response_id"] == whole["id"]
 
 
+async def test_a_conversation_goes_on_behind_a_call_that_was_cut_off(client: httpx.AsyncClient) -> None:
+    cut = await respond(client, tools=[TOOL], tool_choice="required", max_output_tokens=28)
+    (call,) = cut["output"]
+    assert (cut["status"], call["type"], call["status"]) == ("incomplete", "function_call", "incomplete")
+    more = [{"role": "user", "content": "And then?"}]
+    by_id = await respond(client, input=more, previous_response_id=cut["id"], temperature=0)
+    by_hand = await respond(client, input=[{"role": "user", "content": INPUT}, *more], temperature=0)
+    assert by_id["output"][0]["content"] == by_hand["output"][0]["content"]
+
+
 async def test_text_beside_tools_is_a_message(client: httpx.AsyncClient) -> None:
     plain = await respond(client, max_output_tokens=30)
     free = await respond(client, max_output_tokens=30, tools=[TOOL], chat_template_kwargs={"tools_are": "not shown"})
@@ -160,6 +170,17 @@ async def test_a_stream_outlives_its_reader(app: FastAPI, client: httpx.AsyncCli
     await until(lambda: is_idle(llm))
 
 
+def test_on_trio_too(llm: AsyncLLM) -> None:
+    async def main() -> None:
+        async with client_of(create_app(llm)) as client:
+            begun = await respond(client, background=True)
+            assert (await ended(client, begun["id"]))["usage"]["output_tokens"] == 8
+            endless = (await client.post("/v1/responses", json={**LONG, "background": True})).json()["id"]
+            assert (await client.post(f"/v1/responses/{endless}/cancel")).json()["status"] == "cancelled"
+
+    anyio.run(main, backend="trio")
+
+
 async def read_some(app: FastAPI, body: dict[str, Any], num_messages: int) -> str:
     """What a client reads that leaves after so many messages."""
     chunks: list[bytes] = []
@@ -191,6 +212,7 @@ async def test_one_that_is_cancelled_has_what_there_is(client: httpx.AsyncClient
     begun = (await client.post("/v1/responses", json={**LONG, "background": True})).json()
     cancelled = (await client.post(f"/v1/responses/{begun['id']}/cancel")).json()
     assert cancelled["status"] == "cancelled"
+    assert (cancelled["usage"] or {"output_tokens": 0})["output_tokens"] < 900
     assert cancelled == (await client.get(f"/v1/responses/{begun['id']}")).json()
     assert (await client.post(f"/v1/responses/{begun['id']}/cancel")).json() == cancelled
     forgotten = (await client.post("/v1/responses", json={**LONG, "background": True})).json()["id"]

@@ -56,6 +56,7 @@ async def respond(request: Request) -> Response:
     except ApiError:
         answer.abort()
         raise
+    kept.abort = answer.abort
     write = partial(_write, answer, shape, request.scope, state.responses, kept)
     HostLoop.current().spawn(write, state.detached)
     headers = {"x-request-id": kept.id, **asked.extras.headers()}
@@ -90,7 +91,7 @@ async def cancel(request: Request, name: str) -> Response:
         raise ApiError(400, "only responses with background=true can be cancelled", "response_id")
     if kept.ended_at is None:
         kept.is_cancelled = True
-        state_of(request).abort([kept.id])
+        kept.abort()
         await kept.wait_for_end()
     return JSONResponse(kept.response)
 
@@ -101,14 +102,14 @@ async def delete(request: Request, name: str) -> Response:
     kept = _found(request, name)
     state = state_of(request)
     if kept.ended_at is None:
-        state.abort([kept.id])
+        kept.abort()
     state.responses.forget(kept)
     return JSONResponse({"id": kept.id, "object": "response", "deleted": True})
 
 
 def _keep(responses: KeptResponses, kept: KeptResponse, tree: dict[str, Any]) -> None:
     """A response has ended: it is kept with its conversation."""
-    if tree["status"] == "incomplete" and kept.is_cancelled:
+    if kept.is_cancelled and tree["status"] == "incomplete" and tree["incomplete_details"] is None:
         tree["status"] = "cancelled"
     messages = orjson.loads(kept.conversation)
     kept.conversation = orjson.dumps([*messages, *messages_of(tree["output"])])

@@ -8,6 +8,7 @@ first. The number of responses in the background is limited, and the bytes of th
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -36,6 +37,8 @@ class KeptResponse:
         self.response = response
         self.is_background = is_background
         self.is_cancelled = False
+        self.abort: Callable[[], None] = _nothing
+        """Ends what the engine does for it."""
         self.ended_at: float | None = None
         self.conversation = orjson.dumps(messages)
         self._events: deque[bytes] = deque()
@@ -91,6 +94,10 @@ class KeptResponse:
     def _tell(self) -> None:
         news, self._news = self._news, anyio.Event()
         news.set()
+
+
+def _nothing() -> None:
+    """Of a response that is not in the background."""
 
 
 class KeptResponses:
