@@ -256,9 +256,13 @@ BOUNDS = (
             "server.responses.kept: KeptResponses._with_events",
         ),
         "`/v1/responses` without `store=false`",
-        ("server.responses.kept:MAX_BYTES=67108864", "server.responses.kept:MAX_KEPT=4096"),
-        "bytes of responses and conversations; responses",
-        "the oldest is forgotten",
+        (
+            "server.responses.kept:MAX_BYTES=67108864",
+            "server.responses.kept:MAX_KEPT=4096",
+            "server.responses.kept:MAX_CONVERSATION_BYTES=1048576",
+        ),
+        "bytes of responses and conversations; responses; bytes of one conversation",
+        "the oldest is forgotten; a longer conversation is not kept",
     ),
     Bound(
         "responses that are written in the background",

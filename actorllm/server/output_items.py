@@ -184,4 +184,4 @@ def add_call(messages: list[dict[str, Any]], call_id: str, name: str, arguments:
     call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
-    messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", ()), call]}
+    messages[-1].setdefault("tool_calls", []).append(call)

@@ -15,6 +15,7 @@ from actorllm import AsyncLLM
 from actorllm.server import create_app
 from actorllm.server.envelope import ApiError
 from actorllm.server.responses import kept as kept_module
+from actorllm.server.responses import request as request_module
 from actorllm.server.responses.kept import KeptResponse, KeptResponses
 from actorllm.server.state import Peers
 from tests.server.conftest import client_of, is_idle, until
@@ -250,6 +251,20 @@ async def test_several_api_processes_keep_nothing(llm: AsyncLLM) -> None:
         response = await client.post("/v1/responses", json={"input": "a", "max_output_tokens": 1, "store": True})
         assert "store" in response.headers["x-actorllm-warning"]
         assert response.json()["store"] is False
+
+
+async def test_a_long_conversation_is_not_kept(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in (kept_module, request_module):
+        monkeypatch.setattr(place, "MAX_CONVERSATION_BYTES", 300)
+    first = await respond(client)
+    second = await respond(client, previous_response_id=first["id"])
+    long = await respond(client, input="a " * 160)
+    longer = await respond(client, input="A fox. " * 30, previous_response_id=second["id"])
+    for tree in (long, longer):
+        assert (await client.get(f"/v1/responses/{tree['id']}")).json() == tree
+        refused = await client.post("/v1/responses", json={"input": "a", "previous_response_id": tree["id"]})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "previous_response_id")
+        assert "too long to be kept" in refused.json()["error"]["message"]
 
 
 def one(name: str, size: int = 0, is_background: bool = False) -> KeptResponse:

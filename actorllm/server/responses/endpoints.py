@@ -111,8 +111,7 @@ def _keep(responses: KeptResponses, kept: KeptResponse, tree: dict[str, Any]) ->
     """A response has ended: it is kept with its conversation."""
     if kept.is_cancelled and tree["status"] == "incomplete" and tree["incomplete_details"] is None:
         tree["status"] = "cancelled"
-    messages = orjson.loads(kept.conversation)
-    kept.conversation = orjson.dumps([*messages, *messages_of(tree["output"])])
+    kept.answer(messages_of(tree["output"]))
     kept.response = orjson.dumps(tree)
     if not kept.is_background:
         responses.add(kept)

@@ -20,6 +20,8 @@ from actorllm.server.envelope import ApiError
 MAX_BYTES = 64 << 20
 """Of responses that have ended, with their conversations and events."""
 MAX_KEPT = 4096
+MAX_CONVERSATION_BYTES = 1 << 20
+"""A longer conversation is not kept: it is read on the loop of the server when a request goes on from it."""
 MAX_BACKGROUND = 64
 """Responses that are written in the background at a time."""
 MAX_EVENT_BYTES = 1 << 20
@@ -31,8 +33,11 @@ EVENTS_KEPT_S = 600.0
 class KeptResponse:
     """One of them."""
 
-    def __init__(self, name: str, messages: list[dict[str, Any]], response: bytes, is_background: bool) -> None:
-        """messages: the conversation before the answer, without instructions. response: as it is now, as JSON."""
+    def __init__(self, name: str, messages: list[dict[str, Any]] | None, response: bytes, is_background: bool) -> None:
+        """messages: the conversation before the answer, without instructions; None: it is too long to be kept.
+
+        response: as it is now, as JSON.
+        """
         self.id = name
         self.response = response
         self.is_background = is_background
@@ -40,7 +45,8 @@ class KeptResponse:
         self.abort: Callable[[], None] = _nothing
         """Ends what the engine does for it."""
         self.ended_at: float | None = None
-        self.conversation = orjson.dumps(messages)
+        self.conversation = b"" if messages is None else orjson.dumps(messages)
+        """As JSON; empty where it is not kept."""
         self._events: deque[bytes] = deque()
         self._num_dropped = 0
         self._num_event_bytes = 0
@@ -49,6 +55,14 @@ class KeptResponse:
     @property
     def num_bytes(self) -> int:
         return len(self.response) + len(self.conversation) + self._num_event_bytes
+
+    def answer(self, messages: list[dict[str, Any]]) -> None:
+        """Put what was answered behind the conversation."""
+        if self.conversation and messages:
+            begun = self.conversation[:-1] + b"," if len(self.conversation) > 2 else b"["
+            self.conversation = begun + orjson.dumps(messages)[1:]
+        if len(self.conversation) > MAX_CONVERSATION_BYTES:
+            self.conversation = b""
 
     def add(self, chunk: bytes) -> None:
         """More events, as they go to a client."""

@@ -19,7 +19,7 @@ from actorllm.server.envelope import ApiError
 from actorllm.server.logprob_format import LogprobsView
 from actorllm.server.output_items import add_call
 from actorllm.server.protocol import Generation, Many, Messages
-from actorllm.server.responses.kept import KeptResponse, KeptResponses
+from actorllm.server.responses.kept import MAX_CONVERSATION_BYTES, KeptResponse, KeptResponses
 from actorllm.server.responses.shape import ResponsesShape
 from actorllm.server.sampling import Defaults, extras_of, sampling_params
 from actorllm.server.tools import ToolUse, tool_use_of, warnings_of
@@ -127,7 +127,10 @@ def ask(
     shape = ResponsesShape(body.request_id, told, logprobs, use, extras.slo, has_metrics)
     kept = None
     if is_stored or body.background:
-        kept = KeptResponse(shape.id, messages, orjson.dumps(shape.response("queued")), bool(body.background))
+        is_short = conversation.num_characters <= MAX_CONVERSATION_BYTES
+        kept = KeptResponse(
+            shape.id, messages if is_short else None, orjson.dumps(shape.response("queued")), bool(body.background)
+        )
     prompt: Prompt = conversation
     if body.cache_salt is not None:
         prompt = {"prompt": conversation, "cache_salt": body.cache_salt}
@@ -213,6 +216,9 @@ def _earlier(body: ResponsesRequest, responses: KeptResponses) -> list[dict[str,
     kept = responses.find(name, "previous_response_id")
     if kept.ended_at is None:
         raise ApiError(400, f"previous_response_id: {name!r:.80} has not ended yet", "previous_response_id")
+    if not kept.conversation:
+        told = f"previous_response_id: the conversation of {name!r:.80} is too long to be kept; send it as input"
+        raise ApiError(400, told, "previous_response_id")
     messages: list[dict[str, Any]] = orjson.loads(kept.conversation)
     return messages
 
