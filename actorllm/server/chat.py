@@ -51,7 +51,10 @@ def ask(
         decided["logprobs"] = None if body.logprob_token_ids else number
     if tool_use is not None:
         decided |= {"skip_special_tokens": False, "structured_outputs": tool_use.structured}  # markers may be special
-        extras.warnings += tool_use.warnings(defaults.shows_tools or body.chat_template is not None)
+        if body.tools and not defaults.shows_tools and body.chat_template is None:
+            extras.warnings.append("tools: the chat template of this model does not show them to it")
+        if tool_use.ignores_strict:
+            extras.warnings.append("tools: strict has no effect with 'auto', since calls of this model have no marker")
     kind = RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY
     params = sampling_params(body, defaults, kind, **decided)
     extras.warnings += warnings_of(params.structured_outputs)
@@ -61,6 +64,7 @@ def ask(
     if tool_use is not None:
         shape.call_tools(tool_use)
     shape.shows_prompt_logprobs = params.prompt_logprobs is not None
+    shape.tool_use = tool_use
     last = conversation.messages[-1]
     if view.echo and last["role"] == ROLE and isinstance(last.get("content"), str):
         shape.echoed = last["content"]
@@ -116,20 +120,21 @@ class ChatShape(OpenAIShape):
     PREFIX = "chatcmpl"
     PLAIN = (b',"delta":{"content":', b'},"logprobs":null,"finish_reason":null,"token_ids":null}')
 
+    tool_use: ToolUse | None = None
     echoed = ""
     """The last message, which the answer goes on from, when it was asked for."""
     shows_prompt_logprobs = False
-    tool_use: ToolUse | None = None
     _tools: ToolAnswer | None = None
 
     def call_tools(self, use: ToolUse) -> None:
         """The text is looked through for calls."""
-        self.tool_use, self._tools = use, ToolAnswer(use)
+        self._tools = ToolAnswer(use)
         self.is_plain = False
 
     def _whole_choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": index,
+            "token_ids": None,
             "message": {"role": ROLE, "content": self.echoed + one.text, "refusal": None, "reasoning": None},
             "logprobs": None if self.view.logprobs is None else self.view.logprobs.of_message(self._positions(one)),
             "finish_reason": one.finish_reason,
@@ -137,7 +142,8 @@ class ChatShape(OpenAIShape):
         }
         if self._tools is not None:
             self._tools.put_into(choice, one.text, self.echoed)
-        choice["token_ids"] = one.token_ids if self.view.has_token_ids else None
+        if self.view.has_token_ids:
+            choice["token_ids"] = one.token_ids
         return choice
 
     def _add_to_whole(self, tree: dict[str, Any], outputs: Sequence[RequestOutput]) -> None:
@@ -152,13 +158,14 @@ class ChatShape(OpenAIShape):
         return [self._event(choice, state, 0)]
 
     def _choice(self, index: int, one: CompletionOutput) -> dict[str, Any] | None:
-        choice: dict[str, Any] = {"index": index, "delta": {"content": one.text}, "logprobs": None}
+        choice: dict[str, Any] = {"index": index, "delta": {"content": one.text}, "logprobs": None, "token_ids": None}
         if self.view.logprobs is not None:
             choice["logprobs"] = self.view.logprobs.of_message(self._positions(one))
         choice["finish_reason"] = one.finish_reason
         if one.finish_reason is not None:
             choice["stop_reason"] = one.stop_reason
-        choice["token_ids"] = one.token_ids if self.view.has_token_ids else None
+        if self.view.has_token_ids:
+            choice["token_ids"] = one.token_ids
         if self._tools is not None:
             is_news = self._tools.put_into_delta(index, choice, one.text)
             if not is_news and self.view.logprobs is None and not self.view.has_token_ids:
