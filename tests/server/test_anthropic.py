@@ -91,6 +91,14 @@ async def test_a_message_is_the_answer_of_a_chat(client: httpx.AsyncClient) -> N
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", ".")
 
 
+async def test_an_empty_answer_is_the_same_whole_and_streamed(client: httpx.AsyncClient) -> None:
+    first = (await send(client, max_tokens=1))["content"][0]["text"]
+    asked = {"stop_sequences": [first], "max_tokens": 4}
+    whole = await send(client, **asked)
+    assert (whole["content"], whole["stop_sequence"]) == ([{"type": "text", "text": ""}], first)
+    assert alike((await streamed(client, **asked))[0]) == alike(whole)
+
+
 async def test_a_stream_makes_the_same_message(client: httpx.AsyncClient) -> None:
     message, events = await streamed(client, max_tokens=30)
     assert alike(message) == alike(await send(client, max_tokens=30))

@@ -42,7 +42,7 @@ class MessagesShape(Shape):
             pass
         for _ in self._items.end(True):
             pass
-        content = [block for item in self._items.done if (block := _block(item)) is not None]
+        content = [_block(item) for item in self._items.done]
         return orjson.dumps(self._message(content, **self._stop(one)))
 
     def events(self, number: int, output: RequestOutput) -> bytes:
@@ -136,11 +136,10 @@ def _opened(item: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": item["call_id"], "name": item["name"], "input": {}}
 
 
-def _block(item: dict[str, Any]) -> dict[str, Any] | None:
-    """A whole block; None: a text without any."""
+def _block(item: dict[str, Any]) -> dict[str, Any]:
+    """A whole block."""
     if item["type"] == "message":
-        text = item["content"][0]["text"]
-        return {"type": "text", "text": text} if text else None
+        return {"type": "text", "text": item["content"][0]["text"]}
     try:
         given = orjson.loads(item["arguments"])
     except orjson.JSONDecodeError:
