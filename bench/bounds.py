@@ -412,7 +412,7 @@ BOUNDS = (
             "server.responses: ResponsesShape._text",
             "server.responses: ResponsesShape._entries",
             "server.shape: OpenAIShape._states",
-            "server.tool_answer: ToolAnswer._parsers",
+            "server.message_parts: MessageParts._readers",
             "types.flat_logprobs: FlatLogprobs.start_indices",
             "types.flat_logprobs: FlatLogprobs.end_indices",
             "types.flat_logprobs: FlatLogprobs.token_ids",
