@@ -9,7 +9,9 @@ import anyio
 import pytest
 
 from actorllm import AsyncLLM, LLMEngine, SamplingParams, StructuredOutputsParams
+from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, InvalidParameterError
+from actorllm.text.reasoning.parsers import Marks
 
 PROMPT = "Once upon a time"
 ANSWERS = ["yes", "no"]
@@ -107,6 +109,13 @@ def test_a_thought_goes_on_when_its_request_is_computed_again() -> None:
     tight, num_displaced = stories(40)
     assert num_displaced > 0
     assert tight == roomy
+
+
+def test_other_processes_know_the_marks() -> None:
+    config = EngineConfig.from_arguments("storyteller", reasoning_parser="seed_oss", reasoning_config=MARKS)
+    assert config.model.marks == Marks("<story>", "The end.</story>", "The end.</story>", True)
+    assert EngineConfig.from_json(config.to_json()) == config
+    assert EngineConfig.from_json(EngineConfig.from_arguments("storyteller").to_json()).model.marks is None
 
 
 @pytest.mark.anyio
