@@ -124,6 +124,15 @@ def test_a_thought_may_come_before_the_grammar(compiler: GrammarCompiler) -> Non
     assert written(compiler, matcher, [*wish, 0])[:-1] == wish
 
 
+def test_what_may_begin_the_answer_begins_the_answer(compiler: GrammarCompiler) -> None:
+    """Where the mark of a thought is no token of its own, its first token may be that of an answer as well."""
+    start = ids_of(compiler, "<think>")
+    assert len(start) > 1
+    matcher = made(compiler, QWEN, None, StructuredOutputsParams(choice=["<b>", "no"]))
+    matcher.push(start[:1])
+    assert all(compiler.tokenizer.decode([one])[:1] == "b" for one in allowed(compiler, matcher))
+
+
 @pytest.mark.parametrize(("marks", "structured"), [(R1, YES), (R1, None), (QWEN, YES), (QWEN, None)])
 def test_tokens_alone_decide(
     compiler: GrammarCompiler, marks: Marks, structured: StructuredOutputsParams | None
