@@ -830,6 +830,17 @@ PARSERS: dict[str, type[ToolParser]] = {
     "llama4_pythonic": PythonicParser,
     "mistral": MistralParser,
 }
+SHOWN = (
+    ("<function=", "qwen3_coder"),
+    ("<arg_key>", "glm45"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "deepseek_v3"),
+    ("<｜tool▁call▁begin｜>", "deepseek_v31"),
+    ("to=functions.", "openai"),
+    ("<|action_start|>", "internlm"),
+)
+"""By what a chat template shows calls in the formats of `tool_formats`; the first that it has counts."""
 DEFAULT_PARSER = "hermes"
 """Of models whose chat template shows no tools."""
 
@@ -839,6 +850,8 @@ def parser_named(name: str | None, templates: Sequence[str]) -> type[ToolParser]
     Raises ConfigError."""
     if name is not None and name not in PARSERS:
         return _loaded(name)
+    if name is None and (shown := next(_family(templates), DEFAULT_PARSER)) not in PARSERS:
+        return _loaded(shown)
     found = PARSERS[name or next(_family(templates), DEFAULT_PARSER)]
     if found is MistralParser and any("[ARGS]" in template for template in templates):
         return MistralNamedParser
@@ -866,7 +879,9 @@ def _loaded(name: str) -> type[ToolParser]:
 
 def _family(templates: Sequence[str]) -> Iterator[str]:
     for template in templates:
-        if HermesParser.MARKER in template:
+        if name := next((name for mark, name in SHOWN if mark in template), ""):
+            yield name
+        elif HermesParser.MARKER in template:
             yield "hermes"
         elif MistralParser.MARKER in template:
             yield "mistral"

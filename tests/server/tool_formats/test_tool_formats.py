@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from actorllm.server.tool_parsers import (
 from actorllm.text.grammar import GrammarCompiler
 from actorllm.text.reasoning.parsers import Thought
 from actorllm.text.tokenizer import Tokenizer
+from tests.server.tool_formats.vllm_calls import TOOLS as VLLM_TOOLS
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -45,9 +48,9 @@ TOOLS = {"weather": SCHEMA, "g": {"type": "object"}}
 Read = tuple[str, str, list[tuple[str, str, str | None]]]
 
 
-def read(parser: type[ToolParser], text: str, sizes: list[int]) -> Read:
+def read(parser: type[ToolParser], text: str, sizes: list[int], tools: Mapping[str, Any] = TOOLS) -> Read:
     """The thought, the text and the calls of an answer that comes in parts of these sizes in turn."""
-    one = parser(TOOLS)
+    one = parser(tools)
     pieces: list[Piece] = []
     at = number = 0
     while at < len(text):
@@ -192,6 +195,21 @@ def test_calls_are_found_whatever_the_pieces_are(name: str, text: str, told: str
             assert got == told
 
 
+ANSWERS = json.loads(Path(__file__).with_name("vllm_calls.json").read_text())["cases"]
+
+
+@pytest.mark.parametrize("case", ANSWERS, ids=[f"{case['parser']} {number}" for number, case in enumerate(ANSWERS)])
+def test_calls_are_those_that_vllm_finds(case: dict[str, Any]) -> None:
+    """Its answers are kept (vllm_calls.py). Space around text is left aside, and of arguments their value counts."""
+    for size in (len(case["text"]), 2):
+        _, text, calls = read(parser_named(case["parser"], []), case["text"], [size], VLLM_TOOLS)
+        assert text.strip() == (case["content"] or "").strip()
+        assert [(name, json.loads(arguments)) for name, arguments, _ in calls] == [
+            (name, json.loads(arguments)) for name, arguments in case["calls"]
+        ]
+        assert calls
+
+
 def test_kimi_calls_keep_the_id_of_the_model() -> None:
     call = "<|tool_call_begin|>functions.weather:{0}<|tool_call_argument_begin|>{1}<|tool_call_end|>"
     text = "<|tool_calls_section_begin|>" + call.format(0, PARIS) + call.format(1, "{}") + "<|tool_calls_section_end|>"
@@ -292,17 +310,18 @@ def test_a_stream_tells_what_the_whole_answer_tells(answer: tuple[str, str], siz
     "name", sorted({*PARSERS, *FORMATS} - {"qwen3_json", "qwen3_xml", "glm47", "hunyuan_a13b", "granite4"})
 )
 def test_what_is_held_back_is_bounded(name: str) -> None:
-    """A model that never ends what it has begun is read on, once, and nothing that it wrote is lost in memory."""
+    """What a model begins and never ends comes out when it is too long to be held back."""
     parser = parser_named(name, [])
     marker = parser.MARKER or {"openai": "<|channel|>"}.get(name, "[f(a='")
-    for begin in (marker, marker + " ", marker + '{"name": "', marker + "<function=g>\n<parameter=tags>["):
-        text = begin + "a " * MAX_HELD
+    begins = ("", " ", '{"name": "', "<function=g>\n<parameter=tags>[", "[")
+    for begin, filler in [*((marker + begin, "a ") for begin in begins), (marker + "[", "  ")]:
+        text = begin + filler * 2 * MAX_HELD
         one = parser({"f": {}, **TOOLS})
-        held = 0
+        num_told = 0
         for at in range(0, len(text), 997):
-            one.push(text[at : at + 997])
-            held = max(held, len(getattr(one, "_buffer", "")))
-        assert held <= MAX_HELD
+            num_told += sum(len(piece.text) for piece in one.push(text[at : at + 997]) if isinstance(piece, Text))
+            assert len(getattr(one, "_buffer", "")) <= MAX_HELD
+        assert num_told > 0 or one.num_calls or name == "openai"
         assert read(parser, text, [len(text)]) == read(parser, text, [9973, 3])
 
 
@@ -364,6 +383,24 @@ def storyteller() -> Tokenizer:
 )
 def test_values_are_what_the_schema_says(text: str, schema: Any, value: Any) -> None:
     assert json.loads(value_of(text, kinds_of(schema))) == value
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("<tool_call>\n<function={{ name }}>", "qwen3_coder"),
+        ("<tool_call>{{ name }}<arg_key>", "glm45"),
+        ("<minimax:tool_call>", "minimax_m2"),
+        ("<|tool_calls_section_begin|>", "kimi_k2"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>", "deepseek_v3"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>", "deepseek_v31"),
+        ("assistant to=functions.", "openai"),
+        ("<|action_start|><|plugin|>", "internlm"),
+        ("<tool_call>\\n{'name'", "hermes"),
+    ],
+)
+def test_the_parser_is_that_of_the_template(template: str, name: str) -> None:
+    assert parser_named(None, [template]) is parser_named(name, [])
 
 
 class ShoutingParser(HermesParser):
