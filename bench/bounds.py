@@ -413,6 +413,8 @@ BOUNDS = (
             "server.responses: ResponsesShape._entries",
             "server.shape: OpenAIShape._states",
             "server.message_parts: MessageParts._readers",
+            "server.message_parts: PieceReader._space",
+            "server.message_parts: PieceReader._sizes",
             "types.flat_logprobs: FlatLogprobs.start_indices",
             "types.flat_logprobs: FlatLogprobs.end_indices",
             "types.flat_logprobs: FlatLogprobs.token_ids",
@@ -428,6 +430,22 @@ BOUNDS = (
         ("max_model_len=None", "actors.output_buffer:MAX_HELD_LOGPROBS=65536", "types.params:MAX_N=16384"),
         "tokens of one sequence (None: as the model says), and sequences of one request",
         "the request ends by its length",
+    ),
+    Bound(
+        "what a parser of tool calls holds back, and the arguments of a call",
+        ("server.tool_parsers: Kept._parts",),
+        "the output of each request",
+        ("server.tool_parsers:MAX_HELD=65536", "server.message_parts:MAX_ARGUMENTS=1048576"),
+        "characters of each of both",
+        "what is more of it is text of the answer",
+    ),
+    Bound(
+        "marks of a thought",
+        ("text.reasoning.thought: ThoughtMatcher.start_ids", "text.reasoning.thought: ThoughtMatcher.forced_ids"),
+        "the `Submit` of an attached program",
+        ("text.reasoning.parsers:MAX_FORCED=4096",),
+        "characters of one",
+        "the request fails",
     ),
     Bound(
         "questions to the scheduler, and answers that found no room",
@@ -534,6 +552,7 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "scheduling.telemetry.decisions: ToldPolicy._answers",
     ),
     "one entry for each slot, name of a field, or token of the vocabulary": (
+        "server.tool_formats.tagged: TaggedParser._kinds",
         "scheduling.batch: Batch._free_slots",
         "scheduling.sequence: Sequence.policy_state",
         "scheduling.telemetry.step_history: StepHistory._counts",
@@ -556,6 +575,7 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "text.tokenizer: Tokenizer.config",
         "text.tokenizer: Tokenizer.added_tokens",
     ),
+    "part of the schema of a tool, which its request holds": ("server.tool_formats.tagged: TaggedParser._properties",),
     "always empty": (
         "kvcache.prefix_index: _NO_CHILDREN",
         "kvcache.prefix_index: _NO_TAILS",
