@@ -194,6 +194,11 @@ class GrammarCompiler:
         """Of all tokens."""
 
     @property
+    def vocab_size(self) -> int:
+        """The model's."""
+        return self._vocab_size
+
+    @property
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
 

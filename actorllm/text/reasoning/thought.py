@@ -81,7 +81,11 @@ def matcher_of(
         state = "thought"
     else:
         state = "before"
-    return ThoughtMatcher(tokenizer, compiler.full_mask, marks, budget, answer, state)
+    matcher = ThoughtMatcher(tokenizer, compiler.full_mask, marks, budget, answer, state)
+    for mark, ids in ((marks.start, matcher.start_ids), (marks.forced, matcher.forced_ids)):
+        if not ids or max(ids) >= compiler.vocab_size:
+            raise GrammarError(f"the mark {mark!r:.80} of a thought has no tokens in the model's vocabulary")
+    return matcher
 
 
 def _read(thought: Any) -> tuple[Marks, int | None]:
@@ -102,7 +106,7 @@ class ThoughtMatcher(Matcher):
     """Where an output stands in its thought, or behind it in the grammar of its answer."""
 
     __slots__ = (
-        *("_answer", "_budget", "_end", "_forced", "_full", "_num_forced", "_num_thought", "_start", "_start_ids"),
+        *("_answer", "_budget", "_end", "forced_ids", "_full", "_num_forced", "_num_thought", "_start", "start_ids"),
         *("_state", "_tail", "_tokenizer"),
     )
 
@@ -120,8 +124,8 @@ class ThoughtMatcher(Matcher):
         self._full = full
         self._start = marks.start
         self._end = marks.end
-        self._start_ids: list[int] = tokenizer.encode(marks.start, add_special_tokens=False).tolist()
-        self._forced: list[int] = tokenizer.encode(marks.forced, add_special_tokens=False).tolist()
+        self.start_ids: list[int] = tokenizer.encode(marks.start, add_special_tokens=False).tolist()
+        self.forced_ids: list[int] = tokenizer.encode(marks.forced, add_special_tokens=False).tolist()
         self._budget = budget
         self._answer = answer
         self._state = ""
@@ -156,7 +160,7 @@ class ThoughtMatcher(Matcher):
                 self._see_first(token)
             case "start":
                 self._num_forced += 1
-                if self._num_forced >= len(self._start_ids):
+                if self._num_forced >= len(self.start_ids):
                     self._go_to("thought")
             case "thought":
                 self._num_thought += 1
@@ -165,8 +169,8 @@ class ThoughtMatcher(Matcher):
                 elif self._is_used_up:
                     self._go_to("end")
             case _:
-                self._num_forced += token == self._forced[self._num_forced]
-                if self._num_forced >= len(self._forced):
+                self._num_forced += token == self.forced_ids[self._num_forced]
+                if self._num_forced >= len(self.forced_ids):
                     self._go_to("answer")
 
     def _see_first(self, token: int) -> None:
@@ -174,11 +178,9 @@ class ThoughtMatcher(Matcher):
         if self._answer is None:
             if self._has_read(token, self._start):
                 self._go_to("thought")
-        elif token == self._start_ids[0] and not self._answer.allows(token):
-            self._num_forced = 0
-            self._state = "start"
-            self._num_forced = 1
-            if len(self._start_ids) == 1:
+        elif token == self.start_ids[0] and not self._answer.allows(token):
+            self._state, self._num_forced = "start", 1
+            if len(self.start_ids) == 1:
                 self._go_to("thought")
         else:
             self._go_to("answer")
@@ -212,12 +214,12 @@ class ThoughtMatcher(Matcher):
                 if self._answer is not None:
                     self._answer.fill(row, at)
             case "start":
-                _allow(row, self._start_ids[self._num_forced])
+                _allow(row, self.start_ids[self._num_forced])
             case "end":
-                _allow(row, self._forced[self._num_forced])
+                _allow(row, self.forced_ids[self._num_forced])
             case "before" if self._answer is not None:
                 self._answer.fill(row, at)
-                _allow(row, self._start_ids[0])
+                _allow(row, self.start_ids[0])
             case _:
                 row[: self._full.size] = self._full
 

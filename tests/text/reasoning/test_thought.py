@@ -163,3 +163,14 @@ def test_a_message_with_a_wrong_thought_is_refused(compiler: GrammarCompiler, th
     """Messages of attached programs are not trusted."""
     with pytest.raises(GrammarError, match="thought"):
         matcher_of(compiler, {"kind": "free", "thought": thought}, np.zeros(1, np.int32), lambda: True)
+
+
+def test_marks_that_the_model_cannot_write_are_refused(tokenizer: Tokenizer) -> None:
+    """A tokenizer may have more ids than the model."""
+    small = GrammarCompiler(tokenizer, 64, [0])
+    grammar = grammar_of(None, 3, R1)
+    assert grammar is not None
+    with pytest.raises(GrammarError, match="the mark '</think>' of a thought has no tokens"):
+        matcher_of(
+            small, {**grammar, "thought": {**grammar["thought"], "start": "!"}}, np.zeros(1, np.int32), lambda: True
+        )
