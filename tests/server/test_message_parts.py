@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -244,3 +245,60 @@ async def test_a_budget_is_checked(client: httpx.AsyncClient) -> None:
         response = await client.post("/v1/chat/completions", json={**body, "thinking_token_budget": budget})
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "thinking_token_budget"
+
+
+@pytest.fixture(scope="module")
+def thinking() -> Iterator[AsyncLLM]:
+    """The storyteller, as a model that always thinks."""
+    options: dict[str, Any] = {"topology": "inline", "num_threads": 1, "seed": 1}
+    engine = AsyncLLM("storyteller", dtype="float32", reasoning_parser="deepseek_r1", **options)
+    anyio.run(engine.start)
+    yield engine
+    engine.shutdown()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "deepseek_v31"])
+async def test_a_call_that_is_demanded_comes_behind_the_thought(thinking: AsyncLLM, parser: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["x"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    body = {
+        "messages": [{"role": "user", "content": "How is the weather?"}],
+        "tools": [{"type": "function", "function": {"name": "weather", "parameters": schema}}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "thinking_token_budget": 12,
+        "max_tokens": 200,
+        "seed": 4,
+        "logit_bias": {"0": -100},
+    }
+    async with client_of(create_app(thinking, tool_call_parser=parser)) as client:
+        whole = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]
+        thought, content, [(name, arguments)], reason = told_of(whole)
+        assert thought
+        assert (content, name, json.loads(arguments), reason) == (None, "weather", {"city": "x"}, "tool_calls")
+        message: dict[str, Any] = {}
+        for event in events_of(await client.post("/v1/chat/completions", json={**body, "stream": True})):
+            add(message, event["choices"][0]["delta"])
+        assert told_of({"message": message, "finish_reason": reason}) == (thought, None, [(name, arguments)], reason)
+
+
+@pytest.mark.anyio
+async def test_a_form_is_that_of_the_answer_behind_the_thought(thinking: AsyncLLM) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "How is the weather?"}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["sun", "rain"]}}},
+        "thinking_token_budget": 12,
+        "max_tokens": 200,
+        "seed": 4,
+        "logit_bias": {"0": -100},
+    }
+    async with client_of(create_app(thinking)) as client:
+        whole = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]
+    thought, content, calls, reason = told_of(whole)
+    assert thought
+    assert (json.loads(content) in ("sun", "rain"), calls, reason) == (True, [], "stop")
