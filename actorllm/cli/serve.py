@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from actorllm.cli.options import SeededEngineFlags, with_meanings
+from actorllm.cli.options import SeededEngineFlags, see_own_folder, with_meanings
 from actorllm.errors import ConfigError
 
 KEY_VARIABLES = ("ACTORLLM_API_KEY", "VLLM_API_KEY")
@@ -38,6 +38,7 @@ class ServedEngineOptions(SeededEngineFlags):
     hf_overrides: str | None = None
     skip_tokenizer_init: bool | None = None
     stream_interval: int | None = None
+    reasoning_parser: str | None = None
     watermark: float | None = None
     standby_worker: bool | None = None
     max_waiting_requests: int | None = None
@@ -128,8 +129,8 @@ def serve(
     vllm_metrics
         /metrics also has what vLLM counts, under its names.
     tool_call_parser
-        How the model writes tool calls: hermes, qwen3_json, llama3_json, llama4_json, pythonic, llama4_pythonic, mistral.
-        Default: as its chat template shows.
+        How the model writes tool calls: hermes, llama3_json, mistral, qwen3_coder, another name of docs/tools.md, or a class
+        of yours as 'module:Class'. Default: as its chat template shows.
     enable_auto_tool_choice
         Always so here: a model that is given tools may call them.
     allowed_origins
@@ -149,6 +150,8 @@ def serve(
         raise ConfigError(f"serving needs more packages ({error.name}): pip install 'actorllm[serve]'") from error
     from actorllm.api.async_llm import AsyncLLM
 
+    if any(":" in parser for parser in (tool_call_parser, engine_options.reasoning_parser) if parser is not None):
+        see_own_folder()
     keys = api_key or keys_of_environment()
     arguments: dict[str, Any] = engine_options.arguments()
     if api_processes < 1:

@@ -44,6 +44,7 @@ from actorllm.server.state import ServerState
 from actorllm.server.tokens import inference, refused, render, several
 from actorllm.server.tool_parsers import parser_named
 from actorllm.text.chat_template import chat_templates
+from actorllm.text.reasoning.parsers import reasoning_named
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -88,7 +89,8 @@ def create_app(
     max_concurrent_requests: more are answered with 429. trust_request_chat_template: requests may bring their own.
     enable_log_requests: a line in the log about each of them when it has ended. tracer_provider: of OpenTelemetry; a span for
     each (needs actorllm[otel]).
-    tool_call_parser: how the model writes tool calls (`tool_parsers.PARSERS`); None: as its chat template shows them.
+    tool_call_parser: how the model writes tool calls (`tool_parsers.PARSERS`, `tool_formats.FORMATS`, or a class as
+    'module:Class'); None: as its chat template shows them. Its thoughts are read by the engine's `reasoning_parser`.
     vllm_metrics: /metrics also has what vLLM counts, under its names.
     Raises ConfigError.
     """
@@ -106,6 +108,7 @@ def create_app(
         max_prompt_characters=model.max_prompt_characters,
         trusts_chat_templates=trust_request_chat_template,
         tool_parser=parser_named(tool_call_parser, templates),
+        reasoning=None if model.reasoning_parser is None else reasoning_named(model.reasoning_parser),
         shows_tools=any("tools" in template for template in templates),
     )
     app = FastAPI(title="actorllm", version=__version__, default_response_class=JSONResponse, responses=_ERRORS)

@@ -175,6 +175,7 @@ class Generation(Body):
     truncation_side: str | None = None
     add_special_tokens: bool | None = None
     repetition_detection: Annotated[dict[str, int], Few] | None = None
+    thinking_token_budget: int | None = None
     structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     echo: bool | None = None
@@ -218,6 +219,7 @@ class ChatCompletionRequest(Generation):
     tools: Messages | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
     def renamed(self) -> dict[str, str]:
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"

@@ -17,6 +17,7 @@ from actorllm.server.envelope import ApiError
 from actorllm.server.protocol import Body, Generation
 from actorllm.server.tool_parsers import DEFAULT_PARSER, PARSERS, ToolParser
 from actorllm.server.tools import response_format_of
+from actorllm.text.reasoning.parsers import ReasoningParser
 from actorllm.types.objective import SLO
 from actorllm.types.params import VLLM_PARAMETERS, RequestOutputKind, SamplingParams
 
@@ -25,6 +26,7 @@ SAMPLING_FIELDS = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty", "use_beam_search"),
     *("stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"),
     *("logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs", "logprob_token_ids", "repetition_detection"),
+    "thinking_token_budget",
 )
 """Fields of a body that are sampling parameters under the same name."""
 
@@ -89,6 +91,8 @@ class Defaults:
     """The engine's."""
     trusts_chat_templates: bool = False
     tool_parser: type[ToolParser] = PARSERS[DEFAULT_PARSER]
+    reasoning: type[ReasoningParser] | None = None
+    """How the model marks what it thinks; None: it is not looked for."""
     shows_tools: bool = True
     """The model's chat template shows tools to the model."""
 
