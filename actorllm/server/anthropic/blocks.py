@@ -12,6 +12,7 @@ from actorllm.server import chat
 from actorllm.server.anthropic.message import MessagesShape
 from actorllm.server.completions import Asked
 from actorllm.server.envelope import ApiError
+from actorllm.server.output_items import OutputItems
 from actorllm.server.protocol import Body, ChatCompletionRequest, Many, Messages, checked
 from actorllm.server.sampling import Defaults
 
@@ -63,10 +64,13 @@ def ask(
     assert isinstance(asked.shape, chat.ChatShape)
     kind = (body.thinking or {}).get("type")
     if kind not in (None, "disabled"):
-        asked.extras.warnings.append("thinking: models write their text at once here, and it has no effect")
+        asked.extras.warnings.append("thinking: the model decides whether it thinks, and it has no effect")
     if (body.output_config or {}).get("effort") is not None:
         asked.extras.warnings.append("output_config.effort has no effect")
-    return replace(asked, shape=MessagesShape(body.request_id, model, asked.shape.tool_use))
+    return replace(
+        asked,
+        shape=MessagesShape(body.request_id, model, OutputItems(asked.shape.tool_use, defaults.reasoning, decode)),
+    )
 
 
 def chat_body(body: CountTokensRequest) -> ChatCompletionRequest:

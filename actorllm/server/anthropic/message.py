@@ -14,7 +14,6 @@ import orjson
 from actorllm.actors.frontend import Delta
 from actorllm.server.output_items import Event, OutputItems
 from actorllm.server.shape import PromptState, Shape
-from actorllm.server.tools import ToolUse
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "abort": "end_turn"}
@@ -26,19 +25,19 @@ DELTA_HEAD = (
 class MessagesShape(Shape):
     CONTENT_TYPE = b"text/event-stream; charset=utf-8"
 
-    def __init__(self, name: str | None, model: str, use: ToolUse | None) -> None:
-        """name: what the client calls the request. use: how it may call tools."""
+    def __init__(self, name: str | None, model: str, items: OutputItems) -> None:
+        """name: what the client calls the request. items: of its output."""
         self.id = f"msg_{name or uuid.uuid4().hex}"
-        self.is_plain = use is None
+        self.is_plain = items.is_plain
         self._model = model
-        self._items = OutputItems(use)
+        self._items = items
         self._state = PromptState([])
         self._has_begun = False
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         self._take(outputs[0])
         (one,) = outputs[0].outputs
-        for _ in (*self._items.begin(), *self._items.write(one.text, [])):
+        for _ in (*self._items.begin(self._state.ids), *self._items.write(one.text, [])):
             pass
         for _ in self._items.end(True):
             pass
@@ -55,7 +54,7 @@ class MessagesShape(Shape):
                 self._has_begun = True
                 message = self._message([], stop_reason=None, stop_sequence=None)
                 made.append(_event({"type": "message_start", "message": message}))
-                made += self._written(self._items.begin())
+                made += self._written(self._items.begin(self._state.ids))
                 made.append(_event({"type": "ping"}))
             made += self._written(self._items.write(one.text, []))
             if one.finish_reason is not None:
@@ -88,6 +87,9 @@ class MessagesShape(Shape):
                     made.append(_event({"type": "content_block_start", "index": index, "content_block": block}))
                 case "output_text.delta":
                     delta = {"type": "text_delta", "text": fields["delta"]}
+                    made.append(_event({"type": "content_block_delta", "index": index, "delta": delta}))
+                case "reasoning_text.delta":
+                    delta = {"type": "thinking_delta", "thinking": fields["delta"]}
                     made.append(_event({"type": "content_block_delta", "index": index, "delta": delta}))
                 case "function_call_arguments.delta":
                     delta = {"type": "input_json_delta", "partial_json": fields["delta"]}
@@ -133,6 +135,8 @@ def _event(tree: dict[str, Any]) -> bytes:
 def _opened(item: dict[str, Any]) -> dict[str, Any]:
     if item["type"] == "message":
         return {"type": "text", "text": ""}
+    if item["type"] == "reasoning":
+        return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "tool_use", "id": item["call_id"], "name": item["name"], "input": {}}
 
 
@@ -140,6 +144,8 @@ def _block(item: dict[str, Any]) -> dict[str, Any]:
     """A whole block."""
     if item["type"] == "message":
         return {"type": "text", "text": item["content"][0]["text"]}
+    if item["type"] == "reasoning":
+        return {**_opened(item), "thinking": item["content"][0]["text"]}
     try:
         given = orjson.loads(item["arguments"])
     except orjson.JSONDecodeError:

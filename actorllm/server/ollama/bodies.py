@@ -12,6 +12,7 @@ from actorllm.server import chat, completions
 from actorllm.server.completions import Asked
 from actorllm.server.envelope import ApiError
 from actorllm.server.ollama.lines import ChatLines, Lines, TextLines
+from actorllm.server.output_items import OutputItems
 from actorllm.server.pooling import Pooled
 from actorllm.server.protocol import Body, ChatCompletionRequest, CompletionRequest, Messages, Prompts, checked
 from actorllm.server.sampling import Defaults
@@ -93,7 +94,7 @@ def ask_text(
     if "max_tokens" not in _options(body):
         asked.params.max_tokens = defaults.sampling.get("max_tokens")  # this API has no limit by default
     asked.extras.warnings += _warnings(body)
-    return replace(asked, shape=TextLines(body.request_id, model, None))
+    return replace(asked, shape=TextLines(body.request_id, model, OutputItems(None)))
 
 
 def _as_chat(
@@ -104,10 +105,13 @@ def _as_chat(
     context: tuple[Mapping[str, str], Defaults, str, Callable[[list[int]], str]],
 ) -> Asked:
     fields = {**_fields(body), "messages": messages, "tools": tools or None}
+    _, defaults, model, decode = context
     asked = chat.ask(checked(ChatCompletionRequest, fields, body.renamed()), *context)
     asked.extras.warnings += _warnings(body)
     assert isinstance(asked.shape, chat.ChatShape)
-    return replace(asked, shape=lines(body.request_id, context[2], asked.shape.tool_use))
+    return replace(
+        asked, shape=lines(body.request_id, model, OutputItems(asked.shape.tool_use, defaults.reasoning, decode))
+    )
 
 
 def _fields(body: OllamaBody) -> dict[str, Any]:
@@ -141,7 +145,7 @@ def _options(body: OllamaBody) -> dict[str, Any]:
 def _warnings(body: OllamaBody) -> list[str]:
     warnings = []
     if body.think not in (None, False):
-        warnings.append("think: models write their text at once here, and it has no effect")
+        warnings.append("think: the model decides whether it thinks, and it has no effect")
     unused = [name for name, value in (body.options or {}).items() if name not in OPTIONS and value is not None]
     told = [f"options.{name:.40} has no effect" for name in unused[:MAX_TOLD]]
     return [*warnings, *(one.encode("ascii", "replace").decode() for one in told)]

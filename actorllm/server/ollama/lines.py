@@ -13,7 +13,6 @@ import orjson
 from actorllm.actors.frontend import Delta
 from actorllm.server.output_items import Event, OutputItems
 from actorllm.server.shape import PromptState, Shape
-from actorllm.server.tools import ToolUse
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 
 DONE_REASONS = {"length": "length", "abort": "stop"}
@@ -26,29 +25,31 @@ def timestamp() -> str:
 class Lines(Shape):
     CONTENT_TYPE = b"application/x-ndjson"
 
-    def __init__(self, name: str | None, model: str, use: ToolUse | None) -> None:
-        """name: what the client calls the request. use: how it may call tools."""
+    def __init__(self, name: str | None, model: str, items: OutputItems) -> None:
+        """name: what the client calls the request. items: of its output."""
         self.id = f"ollama-{name or uuid.uuid4().hex}"
-        self.is_plain = use is None
+        self.is_plain = items.is_plain
         self._model = model
-        self._items = OutputItems(use)
+        self._items = items
         self._state = PromptState([])
         self._has_begun = False
 
     @abstractmethod
-    def _piece(self, text: str, calls: list[Any] | None = None) -> dict[str, Any]:
+    def _piece(self, text: str, calls: list[Any] | None = None, thinking: str | None = None) -> dict[str, Any]:
         """What a line says beside its head."""
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         self._take(outputs[0])
         (one,) = outputs[0].outputs
-        for _ in (*self._items.begin(), *self._items.write(one.text, [])):
+        for _ in (*self._items.begin(self._state.ids), *self._items.write(one.text, [])):
             pass
         for _ in self._items.end(True):
             pass
         texts = [item["content"][0]["text"] for item in self._items.done if item["type"] == "message"]
         calls = [_call(item) for item in self._items.done if item["type"] == "function_call"]
-        return self._line(self._piece("".join(texts), calls or None), self._end(one))
+        thoughts = [item["content"][0]["text"] for item in self._items.done if item["type"] == "reasoning"]
+        piece = self._piece("".join(texts), calls or None, "".join(thoughts) or None)
+        return self._line(piece, self._end(one))
 
     def events(self, number: int, output: RequestOutput) -> bytes:
         made: list[bytes] = []
@@ -58,7 +59,7 @@ class Lines(Shape):
                 continue
             if not self._has_begun:
                 self._has_begun = True
-                made += self._written(self._items.begin())
+                made += self._written(self._items.begin(self._state.ids))
             made += self._written(self._items.write(one.text, []))
             if one.finish_reason is not None:
                 made += self._written(self._items.end(True))
@@ -85,6 +86,8 @@ class Lines(Shape):
             piece = None
             if kind == "response.output_text.delta":
                 piece = self._piece(fields["delta"])
+            elif kind == "response.reasoning_text.delta":
+                piece = self._piece("", thinking=fields["delta"])
             elif kind == "response.output_item.done" and fields["item"]["type"] == "function_call":
                 piece = self._piece("", [_call(fields["item"])])
             if piece is not None:
@@ -119,14 +122,16 @@ class Lines(Shape):
 
 
 class ChatLines(Lines):
-    def _piece(self, text: str, calls: list[Any] | None = None) -> dict[str, Any]:
+    def _piece(self, text: str, calls: list[Any] | None = None, thinking: str | None = None) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text}
+        if thinking is not None:
+            message["thinking"] = thinking
         return {"message": message if calls is None else {**message, "tool_calls": calls}}
 
 
 class TextLines(Lines):
-    def _piece(self, text: str, calls: list[Any] | None = None) -> dict[str, Any]:
-        return {"response": text}
+    def _piece(self, text: str, calls: list[Any] | None = None, thinking: str | None = None) -> dict[str, Any]:
+        return {"response": text} if thinking is None else {"response": text, "thinking": thinking}
 
 
 def _call(item: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from actorllm.intake.tokenization import Prompt
 from actorllm.server.completions import Asked, check_length
 from actorllm.server.envelope import ApiError
 from actorllm.server.logprob_format import LogprobsView
-from actorllm.server.output_items import add_call
+from actorllm.server.output_items import OutputItems, add_call
 from actorllm.server.protocol import Generation, Many, Messages
 from actorllm.server.responses.kept import MAX_CONVERSATION_BYTES, KeptResponse, KeptResponses
 from actorllm.server.responses.shape import ResponsesShape
@@ -110,10 +110,13 @@ def ask(
     if (wanted := _structured(body)) is not None:
         decided["structured_outputs"] = wanted
     use = _tool_use(body, tools, wanted, defaults)
-    if use is not None:
+    if use is not None or defaults.reasoning is not None:
+        decided["skip_special_tokens"] = False  # markers may be special
         if number is not None:
-            raise ApiError(400, f"include: {WITH_LOGPROBS!r} does not go together with tools", "include")
-        decided |= {"skip_special_tokens": False, "structured_outputs": use.structured}  # markers may be special
+            refused = f"include: {WITH_LOGPROBS!r} does not go together with tools, nor with a reasoning parser"
+            raise ApiError(400, refused, "include")
+    if use is not None:
+        decided["structured_outputs"] = use.structured
         extras.warnings += use.warnings(defaults.shows_tools)
     is_streamed = bool(body.stream or body.background)
     kind = RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY
@@ -123,8 +126,9 @@ def ask(
     # What goes back, and what is kept of it.
     is_stored = responses is not None and body.store is not False
     told = _told(body, tools, model, params, is_stored)
+    items = OutputItems(use, defaults.reasoning, decode)
     has_metrics = bool(body.return_metrics)
-    shape = ResponsesShape(body.request_id, told, logprobs, use, extras.slo, has_metrics)
+    shape = ResponsesShape(body.request_id, told, logprobs, items, extras.slo, has_metrics)
     kept = None
     if is_stored or body.background:
         is_short = conversation.num_characters <= MAX_CONVERSATION_BYTES

@@ -17,7 +17,6 @@ from actorllm.actors.frontend import Delta
 from actorllm.server.logprob_format import LogprobsView
 from actorllm.server.output_items import Event, OutputItems
 from actorllm.server.shape import PromptState, Shape, metrics_of
-from actorllm.server.tools import ToolUse
 from actorllm.types.objective import SLO
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 
@@ -35,7 +34,7 @@ class ResponsesShape(Shape):
         name: str | None,
         told: Mapping[str, Any],
         logprobs: LogprobsView | None,
-        use: ToolUse | None,
+        items: OutputItems,
         slo: SLO | None,
         has_metrics: bool,
     ) -> None:
@@ -44,11 +43,11 @@ class ResponsesShape(Shape):
         self._created = int(time.time())
         self._told = told
         self._logprobs = logprobs
-        self.is_plain = logprobs is None and use is None
+        self.is_plain = logprobs is None and items.is_plain
         self._slo = slo
         self._has_metrics = has_metrics
         self._num_events = 0
-        self._items = OutputItems(use)
+        self._items = items
         self._state = PromptState([])
         self._delta = b'"item_id":%b,"output_index":0,"content_index":0,"delta":' % orjson.dumps(self._items.first_id)
 
@@ -57,7 +56,7 @@ class ResponsesShape(Shape):
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         self._take(outputs[0])
         (one,) = outputs[0].outputs
-        for _ in (*self._items.begin(), *self._items.write(one.text, self._logprobs_of(one))):
+        for _ in (*self._items.begin(self._state.ids), *self._items.write(one.text, self._logprobs_of(one))):
             pass
         for _ in self._items.end(_is_whole(one)):
             pass
@@ -113,7 +112,7 @@ class ResponsesShape(Shape):
     def _opening(self) -> list[bytes]:
         begun = self.response("in_progress")
         announced: list[Event] = [(f"response.{kind}", {"response": begun}) for kind in ("created", "in_progress")]
-        return self._written([*announced, *self._items.begin()])
+        return self._written([*announced, *self._items.begin(self._state.ids)])
 
     # Both
 
