@@ -1,4 +1,4 @@
-"""What vLLM's own parsers find in answers with calls. It is a program for an environment with vLLM 0.32.
+"""What vLLM's own parsers find in answers with calls or thoughts. It is a program for an environment with vLLM 0.32.
 
 `python tests/server/tool_formats/vllm_calls.py` writes vllm_calls.json, which test_tool_formats.py holds ours against. Answers are
 such as models write them.
@@ -63,6 +63,15 @@ CASES = [
     ("llama3_json", JSON.replace("arguments", "parameters")),
     ("pythonic", '[weather(city="São Paulo", days=3), now()]'),
 ]
+THOUGHTS = [
+    *((name, "<think>\nHm. 1 < 2\n</think>\n\nYes.") for name in ("deepseek_r1", "qwen3", "glm45", "kimi_k2")),
+    *((name, "Hm.</think>Yes.") for name in ("deepseek_r1", "minimax_m2", "step3")),
+    ("deepseek_r1", "Hm. And"),
+    ("qwen3", "<think>Hm. And"),
+    ("seed_oss", "<seed:think>Hm.</seed:think>Yes."),
+    ("granite", "Here is my thought process: Hm. Here is my response: Yes."),
+    ("kimi_k2", "<think>Hm.<|tool_calls_section_begin|><|tool_call_begin|>"),
+]
 MARKS = (
     *("<tool_call>", "</tool_call>", "<think>", "</think>", "<seed:think>", "</seed:think>", "<seed:tool_call>"),
     *(
@@ -108,6 +117,7 @@ def tokenizer() -> Any:
 def main() -> None:
     import vllm
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
     tools = [{"type": "function", "function": {"name": name, "parameters": TOOLS[name]}} for name in TOOLS]
@@ -115,10 +125,15 @@ def main() -> None:
     found = []
     for name, text in CASES:
         parser = ToolParserManager.get_tool_parser(name)(tokenizer(), request.tools)
-        told = parser.extract_tool_calls(text, request)
-        calls = [[call.function.name, call.function.arguments] for call in told.tool_calls]
-        found.append({"parser": name, "text": text, "content": told.content, "calls": calls})
-    FILE.write_text(json.dumps({"version": vllm.__version__, "cases": found}, indent=1, ensure_ascii=False) + "\n")
+        answer = parser.extract_tool_calls(text, request)
+        calls = [[call.function.name, call.function.arguments] for call in answer.tool_calls]
+        found.append({"parser": name, "text": text, "content": answer.content, "calls": calls})
+    thoughts = []
+    for name, text in THOUGHTS:
+        thought, said = ReasoningParserManager.get_reasoning_parser(name)(tokenizer()).extract_reasoning(text, request)
+        thoughts.append({"parser": name, "text": text, "reasoning": thought, "content": said})
+    told = {"version": vllm.__version__, "cases": found, "thoughts": thoughts}
+    FILE.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

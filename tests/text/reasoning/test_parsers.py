@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,6 +63,17 @@ CASES = [
 def test_what_is_thought_and_what_is_said(name: str, prompt: str, text: str, thought: str, said: str) -> None:
     for size in (len(text) or 1, 1, 2, 5):
         assert read(name, prompt, text, [size]) == (thought, said)
+
+
+KEPT = json.loads((Path(__file__).parents[2] / "server" / "tool_formats" / "vllm_calls.json").read_text())["thoughts"]
+
+
+@pytest.mark.parametrize("case", KEPT, ids=[f"{case['parser']} {case['text'][:20]!a}" for case in KEPT])
+def test_thoughts_are_those_that_vllm_finds(case: dict[str, str | None]) -> None:
+    """Its answers are kept (tests/server/tool_formats/vllm_calls.py). Space around texts is left aside."""
+    thought, said = read(str(case["parser"]), "", str(case["text"]), [2])
+    assert thought.strip() == (case["reasoning"] or "").strip()
+    assert said.strip() == (case["content"] or "").strip()
 
 
 PARTS = (
