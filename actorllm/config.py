@@ -28,6 +28,7 @@ from actorllm.errors import (
 )
 from actorllm.scheduling.admission_policy import ADMISSIONS
 from actorllm.scheduling.policy import policy_path
+from actorllm.text.reasoning.parsers import Marks, marks_of
 from actorllm.types.device import BackendRules, choose, dtype_name, rules_of
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
 from actorllm.types.lent_module import LentModule
@@ -83,6 +84,10 @@ class ModelConfig:
     """How prompts become vectors (runner="pooling"); None: the engine generates text."""
     overrides: dict[str, Any] = field(default_factory=dict, hash=False)
     """What counts in place of the same fields of config.json (hf_overrides)."""
+    reasoning_parser: str | None = None
+    """How the model marks what it thinks (text.reasoning.parsers); None: no text is looked through for it."""
+    marks: Marks | None = None
+    """By what thoughts are known; None: by nothing."""
     module: LentModule | None = field(default=None, compare=False, repr=False)
     """Whose parameters are used, in place of those of `path`; only within this process (topology="inline")."""
 
@@ -215,6 +220,7 @@ class EngineConfig:
         model = tree.pop("model")
         model["eos_token_ids"] = tuple(model["eos_token_ids"])
         model["pooler"] = Pooler.from_tree(model["pooler"])
+        model["marks"] = Marks(**marks) if (marks := model.get("marks")) is not None else None
         return cls(
             model=ModelConfig(**model),
             cache=CacheConfig(**tree.pop("cache")),
@@ -292,6 +298,8 @@ class EngineConfig:
                 embedding_size=_embedding_size(path, text) if given["enable_prompt_embeds"] else None,
                 pooler=pooler,
                 overrides=overrides,
+                reasoning_parser=given["reasoning_parser"] or None,
+                marks=marks_of(given["reasoning_parser"] or None, given["reasoning_config"]),
                 module=module,
             ),
             cache=CacheConfig(

@@ -42,6 +42,7 @@ from actorllm.text.grammar import (
     NotInGrammarError,
     followed,
 )
+from actorllm.text.reasoning.thought import matcher_of
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class CompileJob:
                     raise GrammarError(
                         "the engine was built with skip_tokenizer_init=True, and a grammar needs a tokenizer"
                     )
-                matcher = self.compiler.compile(grammar, lambda: self.is_wanted)
+                matcher = matcher_of(self.compiler, grammar, sequence.submit.prompt, lambda: self.is_wanted)
                 made.append((sequence, followed(matcher, sequence.submit.output)))
             except GrammarError as error:
                 made.append((sequence, error))
@@ -215,7 +216,9 @@ class Constraints:
             error = self.failure(sequence, matcher)
             end = self._scheduler.unblock(sequence.key, error, now())
             return [end._replace(details={"kind": INVALID})] if end is not None else []
-        if matcher.is_over and not sequence.submit.ignore_eos:  # what it had before the last crash was all
+        if (
+            matcher.is_over and matcher.ends_request and not sequence.submit.ignore_eos
+        ):  # what it had before the last crash was all
             return self._scheduler.finish([(sequence, "stop", None)], now())
         sequence.grammar = matcher
         self._scheduler.unblock(sequence.key, None, now())

@@ -28,7 +28,7 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from time import monotonic
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -96,6 +96,13 @@ class HostLoop(ABC):
     def waiter(self) -> Waiter:
         """A new Waiter of this loop. To be called on the loop."""
 
+    def spawn(self, function: Callable[[], Coroutine[Any, Any, None]], tasks: set[object]) -> None:
+        """Run it on the loop as a task of its own, which ends with the loop at the latest. To be called on the loop.
+
+        function: raises nothing. tasks: holds the task until it has ended.
+        """
+        raise RuntimeError("a task needs an event loop")
+
     async def result_of(self, future: Future[T]) -> T:
         """The result of a future that another thread resolves. Cancelling the wait cancels the future."""
         waiter = self.waiter()
@@ -154,6 +161,11 @@ class AsyncioLoop(HostLoop):
                 return False
             raise
         return True
+
+    def spawn(self, function: Callable[[], Coroutine[Any, Any, None]], tasks: set[object]) -> None:
+        task = self.loop.create_task(function())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
     def watch(self, fd: int, function: Callable[..., object], *args: Any) -> None:
         """Call `function` whenever `fd` is readable, until `unwatch`."""
@@ -238,6 +250,11 @@ class TrioLoop(HostLoop):
 
     def waiter(self) -> EventWaiter:
         return EventWaiter()
+
+    def spawn(self, function: Callable[[], Coroutine[Any, Any, None]], tasks: set[object]) -> None:
+        import trio
+
+        trio.lowlevel.spawn_system_task(function)  # held by trio
 
 
 class EventWaiter(Waiter):

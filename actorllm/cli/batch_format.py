@@ -37,7 +37,7 @@ COMPLETIONS = "/v1/completions"
 IGNORED = ("model", "user", "metadata", "store", "service_tier", "stream", "stream_options", "parallel_tool_calls")
 """Fields that ask for nothing here (`stream` is refused when it is true)."""
 
-OF_THE_PROMPT = ("truncate_prompt_tokens", "add_special_tokens")
+OF_THE_PROMPT = ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")
 OF_A_CONVERSATION = (
     "messages",
     "tools",

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from actorllm.cli.options import SeededEngineFlags, with_meanings
+from actorllm.cli.options import SeededEngineFlags, see_own_folder, with_meanings
 from actorllm.errors import ConfigError
 
 KEY_VARIABLES = ("ACTORLLM_API_KEY", "VLLM_API_KEY")
@@ -38,6 +38,7 @@ class ServedEngineOptions(SeededEngineFlags):
     hf_overrides: str | None = None
     skip_tokenizer_init: bool | None = None
     stream_interval: int | None = None
+    reasoning_parser: str | None = None
     watermark: float | None = None
     standby_worker: bool | None = None
     max_waiting_requests: int | None = None
@@ -73,6 +74,7 @@ def serve(
     trust_request_chat_template: bool = False,
     enable_log_requests: bool = False,
     otlp_traces_endpoint: str | None = None,
+    vllm_metrics: bool = True,
     tool_call_parser: str | None = None,
     enable_auto_tool_choice: bool | None = None,
     allowed_origins: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
@@ -124,9 +126,11 @@ def serve(
         A line in the log about every request that has ended.
     otlp_traces_endpoint
         Send an OpenTelemetry span about every request there, over HTTP (needs the extra actorllm[otel]).
+    vllm_metrics
+        /metrics also has what vLLM counts, under its names.
     tool_call_parser
-        How the model writes tool calls: hermes, qwen3_json, llama3_json, llama4_json, pythonic, llama4_pythonic, mistral.
-        Default: as its chat template shows.
+        How the model writes tool calls: hermes, llama3_json, mistral, qwen3_coder, another name of docs/tools.md, or a class
+        of yours as 'module:Class'. Default: as its chat template shows.
     enable_auto_tool_choice
         Always so here: a model that is given tools may call them.
     allowed_origins
@@ -146,6 +150,8 @@ def serve(
         raise ConfigError(f"serving needs more packages ({error.name}): pip install 'actorllm[serve]'") from error
     from actorllm.api.async_llm import AsyncLLM
 
+    if any(":" in parser for parser in (tool_call_parser, engine_options.reasoning_parser) if parser is not None):
+        see_own_folder()
     keys = api_key or keys_of_environment()
     arguments: dict[str, Any] = engine_options.arguments()
     if api_processes < 1:
@@ -183,6 +189,7 @@ def serve(
         "trust_request_chat_template": trust_request_chat_template,
         "enable_log_requests": enable_log_requests,
         "tool_call_parser": tool_call_parser,
+        "vllm_metrics": vllm_metrics,
     }
     provider: Any = None
     if otlp_traces_endpoint is not None:

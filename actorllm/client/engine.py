@@ -65,6 +65,7 @@ from actorllm.supervision.standby import StandbyOptions
 from actorllm.supervision.start_log import StartLog
 from actorllm.supervision.supervisor import Supervisor
 from actorllm.text.chat_template import Conversation
+from actorllm.text.reasoning.thought import check_budget
 from actorllm.types.generation_config import sampling_params_of
 from actorllm.types.objective import SLO
 from actorllm.types.params import (
@@ -487,6 +488,8 @@ class Engine:
             raise InvalidParameterError(f"sampling_params must be a SamplingParams, not {type(params).__name__}")
         if params.detokenize and self.config.model.tokenizer is None and params.stop:
             raise InvalidParameterError("stop strings need a tokenizer, and skip_tokenizer_init=True left it out")
+        if params.thinking_token_budget is not None:
+            check_budget(self.config.model.marks, self.config.model.tokenizer)
         if params.structured_outputs is not None and self.config.model.tokenizer is None:
             raise InvalidParameterError("structured_outputs need a tokenizer, and skip_tokenizer_init=True left it out")
         sampling = params

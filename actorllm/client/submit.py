@@ -22,6 +22,7 @@ from actorllm.intake.tokenization import PromptReader, TokenizedPrompt
 from actorllm.kvcache.prefix_index import extra_key, hash_blocks
 from actorllm.messages import NO_U8, Submit
 from actorllm.messages.logit_rules import rules_of
+from actorllm.text.reasoning.thought import grammar_of
 from actorllm.types.objective import SLO
 from actorllm.types.params import MAX_LABEL, MAX_SECONDS, RequestOutputKind, SamplingParams, check_timeout, is_text
 from actorllm.types.pooling_params import Pooling
@@ -118,6 +119,7 @@ class SubmitMaker:
             )
         rules = rules_of(params, model.vocab_size, model.max_logprobs, lambda: self._prompts.tokenizer)
         structured = cast("StructuredOutputsParams | None", params.structured_outputs)
+        grammar = grammar_of(structured, params.thinking_token_budget, model.marks)
         seed = params.seed if params.seed is not None else self._new_seed(number)
         hashes, salt = NO_U8, self._salt_of(prompt)
         if self._config.cache.enable_prefix_caching:
@@ -147,7 +149,7 @@ class SubmitMaker:
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
                 stream_interval=JOURNAL_INTERVAL if is_final_only else interval,
                 rules=None if rules is None else rules.to_fields(),
-                grammar=None if structured is None else structured.to_fields(),
+                grammar=grammar,
                 block_hashes=hashes,
                 cache_salt=salt,
                 skip_reading_prefix_cache=bool(params.skip_reading_prefix_cache),

@@ -236,7 +236,7 @@ class PromptReader:
         method: Literal["encode", "encode_within"] = "encode"
         arguments: tuple[Any, ...] = (text, adds_special, most if side is None else None)
         if pooler is not None:
-            if not text:
+            if not text and not pooler.is_encoder:  # an encoder puts ids of its own around any text
                 raise InvalidPromptError("the prompt is empty")
             method = "encode_within"
             arguments = (text.lower() if pooler.lowercases else text, adds_special, most, side)

@@ -30,7 +30,7 @@ from actorllm.errors import ActorLLMError, RequestError
 from actorllm.server.batch import PORTION, collected, written
 from actorllm.server.chunk_writer import WRITER, ChunkWriter
 from actorllm.server.envelope import NOTHING_RENAMED, ApiError, error_of
-from actorllm.server.guards import SEND
+from actorllm.server.guards import SEND, route_path
 from actorllm.server.request_log import log_request, request_id
 from actorllm.server.shape import Shape
 from actorllm.server.state import ServerState
@@ -72,6 +72,7 @@ class Answer(Response, ABC):
         self._error: Exception | None = None
         self._send_middle: Send
         self._writer: ChunkWriter | None = None
+        self._path = ""
         self.params: SamplingParams | None = None
         """What was asked of the engine, for a trace."""
         self.renamed = NOTHING_RENAMED
@@ -79,11 +80,17 @@ class Answer(Response, ABC):
         self._last_outputs: list[RequestOutput] = []
         """Of each prompt, with the ends of all its sequences."""
 
+    def abort(self) -> None:
+        """Of an answer that goes to no client: what it has asked of the engine ends."""
+        for stream in self._streams:
+            stream.abort()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         token = request_id.set(self._shape.id)
         began = time.time()
         try:
             with self._state.under_way(self._shape.id, self._streams):
+                self._path = route_path(scope)
                 self._send_middle, self._writer = scope.get(SEND, send), scope.get(WRITER)
                 async with anyio.create_task_group() as group:
                     # In a task of its own: the loop resumes every coroutine that awaits another, for each token.
@@ -134,10 +141,10 @@ class Answer(Response, ABC):
         elif not isinstance(error, RequestError):
             logger.warning("request %s failed: %s", self._shape.id, error)
         told = error_of(error, self._fields, self._prompt_field, self.renamed)
+        body = told.body(self._path)
         if self._has_started:
-            body = self._shape.failure(told.body())
+            body = self._shape.failure(body)
         else:
-            body = told.body()
             more = [(name.encode(), value.encode()) for name, value in told.headers().items()]
             await self._start(send, told.status, JSON, [*more, (b"content-length", b"%d" % len(body))])
         await send({"type": "http.response.body", "body": body, "more_body": False})

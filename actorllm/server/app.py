@@ -19,12 +19,15 @@ from starlette.middleware.cors import CORSMiddleware
 from actorllm import __version__
 from actorllm.api.async_llm import AsyncLLM
 from actorllm.errors import ActorLLMError, ConfigError
-from actorllm.server import chat, completions, demo, live, pooling, responses
-from actorllm.server.answer import Answer, StreamedAnswer, WholeAnswer
-from actorllm.server.batch import submitted
-from actorllm.server.completions import Asked
+from actorllm.server import chat, completions, demo, live, pooling
+from actorllm.server.answer import StreamedAnswer, WholeAnswer
+from actorllm.server.anthropic.blocks import CountTokensRequest, MessagesRequest
+from actorllm.server.anthropic.endpoints import router as anthropic_router
+from actorllm.server.asking import answer_of
 from actorllm.server.envelope import KINDS, ApiError, error_of
-from actorllm.server.guards import DEFAULT_BODY_TIMEOUT_S, DEFAULT_MAX_BODY_BYTES, Guards
+from actorllm.server.guards import DEFAULT_BODY_TIMEOUT_S, DEFAULT_MAX_BODY_BYTES, Guards, route_path
+from actorllm.server.ollama.bodies import ChatBody, EmbedBody, GenerateBody
+from actorllm.server.ollama.routes import router as ollama_router
 from actorllm.server.operations import JSONResponse, read_admitted, router, state_of, takes
 from actorllm.server.protocol import (
     AbortRequest,
@@ -32,13 +35,16 @@ from actorllm.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Generation,
     TokenizeRequest,
 )
-from actorllm.server.sampling import Defaults, name_request
+from actorllm.server.responses.endpoints import router as responses_router
+from actorllm.server.responses.request import ResponsesRequest
+from actorllm.server.sampling import Defaults
 from actorllm.server.state import ServerState
+from actorllm.server.tokens import inference, refused, render, several
 from actorllm.server.tool_parsers import parser_named
 from actorllm.text.chat_template import chat_templates
+from actorllm.text.reasoning.parsers import reasoning_named
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -47,7 +53,13 @@ BODIES: tuple[type[Body], ...] = (
     *(CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest, AbortRequest),
     demo.GenerateRequest,
     *pooling.BODIES,
-    responses.ResponsesRequest,
+    *(ResponsesRequest, MessagesRequest, CountTokensRequest, ChatBody, GenerateBody, EmbedBody),
+    *(inference.InferenceRequest, several.BatchChatRequest),
+)
+
+ROUTERS = (
+    *(responses_router, anthropic_router, ollama_router),
+    *(inference.router, render.router, several.router, refused.router),
 )
 
 
@@ -67,6 +79,7 @@ def create_app(
     enable_log_requests: bool = False,
     tracer_provider: TracerProvider | None = None,
     tool_call_parser: str | None = None,
+    vllm_metrics: bool = True,
 ) -> FastAPI:
     """An application that serves this engine over OpenAI's API.
 
@@ -76,7 +89,9 @@ def create_app(
     max_concurrent_requests: more are answered with 429. trust_request_chat_template: requests may bring their own.
     enable_log_requests: a line in the log about each of them when it has ended. tracer_provider: of OpenTelemetry; a span for
     each (needs actorllm[otel]).
-    tool_call_parser: how the model writes tool calls (`tool_parsers.PARSERS`); None: as its chat template shows them.
+    tool_call_parser: how the model writes tool calls (`tool_parsers.PARSERS`, `tool_formats.FORMATS`, or a class as
+    'module:Class'); None: as its chat template shows them. Its thoughts are read by the engine's `reasoning_parser`.
+    vllm_metrics: /metrics also has what vLLM counts, under its names.
     Raises ConfigError.
     """
     names = _strings("served_model_name", served_model_name) or [llm.config.model.name]
@@ -93,11 +108,13 @@ def create_app(
         max_prompt_characters=model.max_prompt_characters,
         trusts_chat_templates=trust_request_chat_template,
         tool_parser=parser_named(tool_call_parser, templates),
+        reasoning=None if model.reasoning_parser is None else reasoning_named(model.reasoning_parser),
         shows_tools=any("tools" in template for template in templates),
     )
     app = FastAPI(title="actorllm", version=__version__, default_response_class=JSONResponse, responses=_ERRORS)
     app.state.server = ServerState(llm, names, defaults, max_concurrent_requests, int(time.time()))
     app.state.server.logs_requests = enable_log_requests
+    app.state.server.has_vllm_metrics = vllm_metrics
     if tracer_provider is not None:
         from actorllm.server.tracing import Tracing
 
@@ -105,7 +122,8 @@ def create_app(
     # First what is asked for most: a request is held against one route after the other.
     app.add_api_route("/v1/completions", complete, methods=["POST"], openapi_extra=takes(CompletionRequest))
     app.add_api_route("/v1/chat/completions", converse, methods=["POST"], openapi_extra=takes(ChatCompletionRequest))
-    app.add_api_route("/v1/responses", respond, methods=["POST"], openapi_extra=takes(responses.ResponsesRequest))
+    for one in ROUTERS:
+        app.include_router(one)
     app.add_api_route("/generate", generate, methods=["POST"], openapi_extra=takes(demo.GenerateRequest))
     app.include_router(router)
     app.include_router(live.router)
@@ -128,38 +146,14 @@ def create_app(
 
 async def complete(request: Request) -> Response:
     """Go on from prompts."""
-    return await _answer(request, CompletionRequest, completions.ask, "prompt")
+    answer, _ = await answer_of(request, CompletionRequest, completions.ask, "prompt")
+    return answer
 
 
 async def converse(request: Request) -> Response:
     """Answer a conversation."""
-    return await _answer(request, ChatCompletionRequest, chat.ask, "messages")
-
-
-async def respond(request: Request) -> Response:
-    """Answer an input, as text or as messages."""
-    return await _answer(request, responses.ResponsesRequest, responses.ask, "input")
-
-
-async def _answer(request: Request, model: type[Any], ask: Any, prompt_field: str) -> Answer:
-    state = state_of(request)
-    headers = request.headers
-    body: Generation = await read_admitted(request, model)
-    name = state.check_model(body.model)
-    name_request(body, headers)
-    fields = model.model_fields
-    try:
-        asked: Asked = ask(body, headers, state.defaults, name, state.decode)
-        streams = await submitted(
-            asked.prompts, lambda prompt: state.llm.generate(prompt, asked.params, **asked.extras.arguments)
-        )
-    except (ActorLLMError, RecursionError) as error:
-        raise error_of(error, fields, prompt_field, body.renamed()) from error
-    told = {"x-request-id": asked.shape.id, **asked.extras.headers()}
-    answer = StreamedAnswer if asked.is_streamed else WholeAnswer
-    made = answer(state, asked.shape, streams, fields, prompt_field, told)
-    made.params, made.renamed = asked.params, body.renamed()
-    return made
+    answer, _ = await answer_of(request, ChatCompletionRequest, chat.ask, "messages")
+    return answer
 
 
 async def generate(request: Request) -> Response:
@@ -182,13 +176,16 @@ async def generate(request: Request) -> Response:
 
 async def _tell(request: Request, error: Exception) -> Response:
     told = error_of(error)
-    return JSONResponse(told.body(), told.status, told.headers())
+    state = state_of(request)
+    if state.tracing is not None:
+        state.tracing.record_refusal(request.scope, state.model_names[0], told, error)
+    return JSONResponse(told.body(route_path(request.scope)), told.status, told.headers())
 
 
 async def _tell_of_routing(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     told = ApiError(error.status_code, f"{request.method} {request.url.path:.200}: {error.detail}")
-    return JSONResponse(told.body(), told.status, {**(error.headers or {}), **told.headers()})
+    return JSONResponse(told.body(route_path(request.scope)), told.status, {**(error.headers or {}), **told.headers()})
 
 
 def _strings(name: str, value: str | Sequence[str] | None) -> list[str]:

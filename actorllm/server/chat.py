@@ -10,16 +10,18 @@ from actorllm.server.completions import Asked, check_length, check_stream, view_
 from actorllm.server.copies import check_copies
 from actorllm.server.envelope import ApiError
 from actorllm.server.logprob_format import of_prompt
+from actorllm.server.message_parts import MessageParts
 from actorllm.server.protocol import ChatCompletionRequest, TokenizeRequest
 from actorllm.server.sampling import Defaults, extras_of, sampling_params
 from actorllm.server.shape import AnswerView, OpenAIShape, PromptState
-from actorllm.server.tool_answer import ToolAnswer
 from actorllm.server.tools import ToolUse, tool_use_of, warnings_of
 from actorllm.text.chat_template import Conversation
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 from actorllm.types.params import RequestOutputKind
 
 ROLE = "assistant"
+NUM_LAST = 64
+"""Tokens at the end of a prompt in which a template's marker of a thought may be."""
 
 
 def ask(
@@ -49,8 +51,10 @@ def ask(
     number = _num_logprobs(body)
     if number is not None:
         decided["logprobs"] = None if body.logprob_token_ids else number
+    if tool_use is not None or defaults.reasoning is not None:
+        decided["skip_special_tokens"] = False  # markers may be special
     if tool_use is not None:
-        decided |= {"skip_special_tokens": False, "structured_outputs": tool_use.structured}  # markers may be special
+        decided["structured_outputs"] = tool_use.structured
         if body.tools and not defaults.shows_tools and body.chat_template is None:
             extras.warnings.append("tools: the chat template of this model does not show them to it")
         if tool_use.ignores_strict:
@@ -61,9 +65,14 @@ def ask(
     logprobs = view_of_logprobs(number, body.logprob_token_ids, body.return_tokens_as_token_ids)
     view = AnswerView.of(body, model, logprobs)
     shape = ChatShape(view, 1, params.n, extras.slo, decode, body.request_id)
-    if tool_use is not None:
-        shape.call_tools(tool_use)
+    reads_thoughts = tool_use is not None and tool_use.parser.READS_THOUGHTS
+    if tool_use is not None or defaults.reasoning is not None:
+        is_asked = body.include_reasoning is not False
+        shape.read_parts(
+            MessageParts(tool_use, defaults.reasoning, is_asked), defaults.reasoning is not None or reads_thoughts
+        )
     shape.shows_prompt_logprobs = params.prompt_logprobs is not None
+    shape.tool_use = tool_use
     last = conversation.messages[-1]
     if view.echo and last["role"] == ROLE and isinstance(last.get("content"), str):
         shape.echoed = last["content"]
@@ -117,39 +126,47 @@ class ChatShape(OpenAIShape):
     WHOLE = "chat.completion"
     CHUNK = "chat.completion.chunk"
     PREFIX = "chatcmpl"
-    PLAIN = (b',"delta":{"content":', b'},"logprobs":null,"finish_reason":null}')
+    PLAIN = (b',"delta":{"content":', b'},"logprobs":null,"finish_reason":null,"token_ids":null}')
 
+    tool_use: ToolUse | None = None
     echoed = ""
     """The last message, which the answer goes on from, when it was asked for."""
     shows_prompt_logprobs = False
-    _tools: ToolAnswer | None = None
+    _parts: MessageParts | None = None
+    _needs_prompt = False
 
-    def call_tools(self, use: ToolUse) -> None:
-        """The text is looked through for calls."""
-        self._tools = ToolAnswer(use)
+    def read_parts(self, parts: MessageParts, needs_prompt: bool) -> None:
+        """The text is looked through for thoughts and calls. needs_prompt: the end of the prompt says how it begins."""
+        self._parts = parts
+        self._needs_prompt = needs_prompt
         self.is_plain = False
+
+    def _see_prompt(self, ids: Sequence[int]) -> None:
+        if self._parts is not None and self._needs_prompt:
+            self._parts.prompt = self._decode(list(ids[-NUM_LAST:]))
 
     def _whole_choice(self, index: int, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": index,
-            "message": {"role": ROLE, "content": self.echoed + one.text},
+            "token_ids": None,
+            "message": {"role": ROLE, "content": self.echoed + one.text, "refusal": None, "reasoning": None},
             "logprobs": None if self.view.logprobs is None else self.view.logprobs.of_message(self._positions(one)),
             "finish_reason": one.finish_reason,
             "stop_reason": one.stop_reason,
         }
-        if self._tools is not None:
-            self._tools.put_into(choice, one.text, self.echoed)
+        if self._parts is not None:
+            self._see_prompt(output.prompt_token_ids)
+            self._parts.put_into(choice, one.text, self.echoed)
         if self.view.has_token_ids:
             choice["token_ids"] = one.token_ids
         return choice
 
     def _add_to_whole(self, tree: dict[str, Any], outputs: Sequence[RequestOutput]) -> None:
-        if self.shows_prompt_logprobs:
-            tree["prompt_logprobs"] = of_prompt(outputs[0])
-        if self.view.has_token_ids:
-            tree["prompt_token_ids"] = outputs[0].prompt_token_ids
+        tree["prompt_logprobs"] = of_prompt(outputs[0]) if self.shows_prompt_logprobs else None
+        tree["prompt_token_ids"] = outputs[0].prompt_token_ids if self.view.has_token_ids else None
 
     def _opening(self, index: int, state: PromptState, output: RequestOutput) -> list[bytes]:
+        self._see_prompt(state.ids)
         delta = {"role": ROLE, "content": self.echoed}
         choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         if self.view.has_token_ids:
@@ -157,7 +174,7 @@ class ChatShape(OpenAIShape):
         return [self._event(choice, state, 0)]
 
     def _choice(self, index: int, one: CompletionOutput) -> dict[str, Any] | None:
-        choice: dict[str, Any] = {"index": index, "delta": {"content": one.text}, "logprobs": None}
+        choice: dict[str, Any] = {"index": index, "delta": {"content": one.text}, "logprobs": None, "token_ids": None}
         if self.view.logprobs is not None:
             choice["logprobs"] = self.view.logprobs.of_message(self._positions(one))
         choice["finish_reason"] = one.finish_reason
@@ -165,8 +182,8 @@ class ChatShape(OpenAIShape):
             choice["stop_reason"] = one.stop_reason
         if self.view.has_token_ids:
             choice["token_ids"] = one.token_ids
-        if self._tools is not None:
-            is_news = self._tools.put_into_delta(index, choice, one.text)
+        if self._parts is not None:
+            is_news = self._parts.put_into_delta(index, choice, one.text)
             if not is_news and self.view.logprobs is None and not self.view.has_token_ids:
                 return None
         return choice

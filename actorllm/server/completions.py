@@ -130,7 +130,7 @@ def _salted(prompt: Prompt, salt: str) -> Prompt:
 class CompletionShape(OpenAIShape):
     WHOLE = CHUNK = "text_completion"
     PREFIX = "cmpl"
-    PLAIN = (b',"text":', b',"logprobs":null,"finish_reason":null,"stop_reason":null}')
+    PLAIN = (b',"text":', b',"logprobs":null,"finish_reason":null,"stop_reason":null,"token_ids":null}')
 
     is_truncated = False
     """The model may have seen less than the prompt that was sent; what it has seen is echoed."""
@@ -182,10 +182,10 @@ class CompletionShape(OpenAIShape):
                 positions = [*echoed, *positions]
             choice["logprobs"] = self.view.logprobs.of_text(positions, self._decode, offset)
         choice |= {"finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
-        if self.shows_prompt_logprobs:
-            choice["prompt_logprobs"] = of_prompt(output)
-        if self.view.has_token_ids:
-            choice |= {"token_ids": one.token_ids, "prompt_token_ids": output.prompt_token_ids}
+        has_ids = self.view.has_token_ids
+        choice["token_ids"] = one.token_ids if has_ids else None
+        choice["prompt_logprobs"] = of_prompt(output) if self.shows_prompt_logprobs else None
+        choice["prompt_token_ids"] = output.prompt_token_ids if has_ids else None
         return choice
 
     def _opening(self, index: int, state: PromptState, output: RequestOutput) -> list[bytes]:
@@ -217,6 +217,5 @@ class CompletionShape(OpenAIShape):
             positions = self._positions(one)
             choice["logprobs"] = self.view.logprobs.of_text(positions, self._decode, self._offsets[index])
             self._offsets[index] += self.view.logprobs.width(positions, self._decode)
-        if self.view.has_token_ids:
-            choice["token_ids"] = one.token_ids
+        choice["token_ids"] = one.token_ids if self.view.has_token_ids else None
         return choice

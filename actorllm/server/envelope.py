@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: a status, and `{"error": {"message", "type", "param", "code"}}`.
+"""Errors as clients expect them: a status, and OpenAI's `{"error": {"message", "type", "param", "code"}}` or their API's form.
 
 Owns which exception is which status, and which field of the body an error is about. Called by everything in this package
 that answers.
@@ -40,6 +40,14 @@ KINDS = {
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
 }
+ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 RETRY_AFTER_S = 1
 """What a client is told that comes when there is too much to do, or when the engine is about to end."""
 
@@ -68,8 +76,17 @@ class ApiError(Exception):
             }
         }
 
-    def body(self) -> bytes:
-        return orjson.dumps(self.tree())
+    def body(self, path: str = "") -> bytes:
+        """path: of the request, since APIs have forms of their own."""
+        form = next((form for prefix, form in FORMS if path.startswith(prefix)), ApiError.tree)
+        return orjson.dumps(form(self))
+
+    def _of_anthropic(self) -> dict[str, Any]:
+        kind = ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message[:MAX_MESSAGE]}}
+
+    def _of_ollama(self) -> dict[str, Any]:
+        return {"error": self.message[:MAX_MESSAGE]}
 
     def headers(self) -> dict[str, str]:
         if self.status in (429, 503):
@@ -77,6 +94,10 @@ class ApiError(Exception):
         if self.status in (408, 413):
             return {"connection": "close"}  # the rest of the body is not read
         return {"www-authenticate": "Bearer"} if self.status == 401 else {}
+
+
+FORMS = (("/v1/messages", ApiError._of_anthropic), ("/api/", ApiError._of_ollama))
+"""Of errors, by what a path begins with; others are OpenAI's."""
 
 
 def error_of(

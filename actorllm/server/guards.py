@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import anyio
 from starlette.requests import ClientDisconnect
@@ -26,6 +28,9 @@ OPEN_PATHS = frozenset(("/", "/health", "/ping", "/version", "/load", "/metrics"
 SEND = "actorllm.send"
 """Where in the scope there is the way past everything inside of `Guards`, for the middle of a stream: what is there looks at
 how a response begins, and at what is raised."""
+
+BEGAN = "actorllm.began"
+"""Where in the scope there is when the request came, in epoch seconds."""
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
 """`bodies` says what of it is parsed where."""
@@ -57,7 +62,7 @@ class Guards:
 
         if scope["method"] == "HEAD":
             scope, send = {**scope, "method": "GET"}, _without_body(send)
-        scope[SEND] = send
+        scope[SEND], scope[BEGAN] = send, time.time()
         try:
             _check_head(scope)
             headers = dict(scope["headers"])
@@ -70,21 +75,31 @@ class Guards:
         except Exception as error:
             # Of one request: its client is told, and the log unless it is the client's own error.
             told = error_of(error)
+            if not has_started:
+                self._trace(scope, told, error)
             if told.status == 500:
                 logger.exception("%s %r failed", scope["method"], scope["path"])
             if has_started:
                 raise  # half of a response went out: the connection ends here
-            await send_error(told, send)
+            await send_error(told, send, route_path(scope))
+
+    @staticmethod
+    def _trace(scope: Scope, told: ApiError, error: Exception) -> None:
+        state = scope["app"].state.server
+        if state.tracing is not None:
+            state.tracing.record_refusal(scope, state.model_names[0], told, error)
 
     def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         if not self._digests or scope["method"] == "OPTIONS" or route_path(scope) in OPEN_PATHS:
             return
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if kind.lower() != b"bearer":
+            kind, key = b"bearer", headers.get(b"x-api-key", b"")  # as Anthropic's clients send it
         digest = _digest(key.strip())
         matches = [
             hmac.compare_digest(digest, known) for known in self._digests
         ]  # all of them: no timing to tell which
-        if kind.lower() != b"bearer" or not any(matches):
+        if not any(matches):
             raise ApiError(401, "no valid API key; send the header 'Authorization: Bearer KEY'")
 
     def _check_length(self, headers: dict[bytes, bytes]) -> None:
@@ -138,15 +153,15 @@ def _without_body(send: Send) -> Send:
     return send_head
 
 
-def route_path(scope: Scope) -> str:
+def route_path(scope: Mapping[str, Any]) -> str:
     """The path below the place where the application is mounted."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
-async def send_error(error: ApiError, send: Send) -> None:
-    body = error.body()
+async def send_error(error: ApiError, send: Send, path: str = "") -> None:
+    body = error.body(path)
     headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": raw})

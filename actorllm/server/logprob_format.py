@@ -35,7 +35,7 @@ class LogprobsView:
             assert entries is not None
             shown = [self._entry(i, entry) for i, entry in self._most_likely(entries)]
             content.append(self._entry(token_id, entries[token_id]) | {"top_logprobs": shown})
-        return {"content": content}
+        return {"content": content, "refusal": None}
 
     def of_text(
         self, positions: Sequence[Position], decode: Callable[[list[int]], str], offset: int = 0

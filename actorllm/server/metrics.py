@@ -1,14 +1,15 @@
-"""`GET /metrics`: the engine's `stats()` in Prometheus' text format. Pure but for the question; keeps nothing itself.
+"""`GET /metrics`: the engine's `stats()` in Prometheus' text format, or in OpenMetrics. Pure; keeps nothing itself.
 
-Names are vLLM's core names behind our prefix, `actorllm:`. Whatever the scheduler counts is counted there, over all programs
-that use the engine, so any of them gives the whole picture. A scheduler that was started again counts from zero, as
-Prometheus expects of one that was restarted.
+Names are vLLM's core names behind the prefix `actorllm:`. Those that mean the same in vLLM stand there a second time, behind
+vLLM's prefix and with its labels. vLLM's dashboards, routers and autoscalers read these. Whatever the scheduler counts is counted
+there, over all programs that use the engine, so any of them gives the whole picture. A scheduler that was started again counts
+from zero, as Prometheus expects of one that was restarted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from actorllm.actors.topology import ATTACHED
 from actorllm.scheduling.telemetry.request_counters import BOUNDS
@@ -16,7 +17,23 @@ from actorllm.scheduling.telemetry.step_history import STEP_BOUNDS
 from actorllm.server.board import LAG_BOUNDS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPEN_METRICS = "application/openmetrics-text"
+OPEN_METRICS_TYPE = f"{OPEN_METRICS}; version=1.0.0; charset=utf-8"
 PREFIX = "actorllm:"
+VLLM_PREFIX = "vllm:"
+ENGINE = {"engine": "0"}
+"""A label that vLLM's metrics have beside the model's: which of several engines. Here there is one."""
+
+VLLM_NAMES = frozenset(
+    (
+        *("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc"),
+        *("cache_config_info", "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "prompt_tokens_cached"),
+        *("prompt_tokens_by_source", "generation_tokens", "num_preemptions", "corrupted_requests", "request_success"),
+        *("iteration_tokens_total", "inter_token_latency_seconds"),
+        *(name for name in BOUNDS if name != "request_intake_time_seconds"),
+    )
+)
+"""Families that vLLM has under the same name, with the same meaning."""
 
 STEPS = {
     "iteration_tokens_total": "Tokens of a step.",
@@ -28,23 +45,72 @@ Sample = tuple[str, Mapping[str, str], float]
 """What follows the name, the labels beside the model's, and the value."""
 
 
-def render(stats: Mapping[str, Any], model: str, max_model_len: int, lag: Mapping[str, Any]) -> bytes:
-    """stats: of `AsyncLLM.stats`; of an engine that has not started yet there is little to tell. lag: of `Board.lag`."""
+class Family(NamedTuple):
+    """A metric with all of its samples."""
+
+    kind: str
+    name: str
+    """Without prefix, and of a counter without `_total`."""
+    told: str
+    samples: Sequence[Sample]
+
+
+def render(
+    stats: Mapping[str, Any],
+    model: str,
+    max_model_len: int,
+    lag: Mapping[str, Any],
+    *,
+    is_open: bool = False,
+    has_vllm_names: bool = True,
+) -> bytes:
+    """stats: of `AsyncLLM.stats`; of an engine that has not started yet there is little to tell. lag: of `Board.lag`.
+
+    is_open: in OpenMetrics. has_vllm_names: what vLLM counts as well stands there under its name, too.
+    """
+    families = families_of(stats, max_model_len, lag)
+    own = {"model_name": model}
     lines: list[str] = []
+    for family in families:
+        _write(lines, PREFIX, own, family, is_open)
+    for family in families if has_vllm_names else ():
+        if family.name in VLLM_NAMES:
+            _write(lines, VLLM_PREFIX, {**ENGINE, **own}, _as_vllm(family, families), is_open)
+    return "\n".join([*lines, "# EOF\n" if is_open else ""]).encode()
+
+
+def _write(lines: list[str], prefix: str, labels: Mapping[str, str], family: Family, is_open: bool) -> None:
+    kind, name, told, samples = family
+    suffix = "_total" if kind == "counter" else ""
+    named = f"{prefix}{name}" if is_open else f"{prefix}{name}{suffix}"
+    lines += (f"# HELP {named} {told}", f"# TYPE {named} {kind}")
+    first = _shown(labels)
+    for part, more, value in samples:
+        shown = f"{first},{_shown(more)}" if more else first
+        lines.append(f"{prefix}{name}{suffix}{part}{{{shown}}} {_number(value)}")
+
+
+def _as_vllm(family: Family, families: Sequence[Family]) -> Family:
+    """As vLLM counts it: its tokens of prompts are all of them, from wherever their KV came."""
+    if family.name != "prompt_tokens":
+        return family
+    (by_source,) = (one for one in families if one.name == "prompt_tokens_by_source")
+    number = sum(value for _, _, value in by_source.samples)
+    return family._replace(told="Prompt tokens of requests.", samples=[("", {}, number)])
+
+
+def families_of(stats: Mapping[str, Any], max_model_len: int, lag: Mapping[str, Any]) -> list[Family]:
+    """stats, lag: as for `render`."""
+    families: list[Family] = []
 
     def write(kind: str, name: str, told: str, samples: Iterable[Sample]) -> None:
-        lines.append(f"# HELP {PREFIX}{name} {told}")
-        lines.append(f"# TYPE {PREFIX}{name} {kind}")
-        for suffix, labels, value in samples:
-            named = {"model_name": model, **labels}
-            shown = ",".join(f'{label}="{_escaped(text)}"' for label, text in named.items())
-            lines.append(f"{PREFIX}{name}{suffix}{{{shown}}} {_number(value)}")
+        families.append(Family(kind, name, told, list(samples)))
 
     def gauge(name: str, told: str, value: float, **labels: str) -> None:
         write("gauge", name, told, [("", labels, value)])
 
     def counter(name: str, told: str, value: float) -> None:
-        write("counter", f"{name}_total", told, [("", {}, value)])
+        write("counter", name, told, [("", {}, value)])
 
     supervisor = stats["supervisor"]
     if "num_recoveries" in supervisor:  # else the owner counts them and did not answer, and 0 would be a reset
@@ -53,7 +119,7 @@ def render(stats: Mapping[str, Any], model: str, max_model_len: int, lag: Mappin
     buckets = _buckets(LAG_BOUNDS, lag)
     write("histogram", "api_loop_lag_seconds", "How late the loops of the API processes came to what was due.", buckets)
     if stats["scheduler"] is None:
-        return _text(lines)
+        return families
     scheduler, requests = stats["scheduler"]["scheduler"], stats["scheduler"]["requests"]
     links = stats["scheduler"]["links"]
     kv, cache = scheduler["kv"], scheduler["prefix_cache"]
@@ -78,7 +144,7 @@ def render(stats: Mapping[str, Any], model: str, max_model_len: int, lag: Mappin
     )
     sources = {"local_compute": scheduler["num_prefill_tokens"], "local_cache_hit": cache["hits"] if cache else 0}
     samples = [("", {"source": source}, number) for source, number in sources.items()]
-    write("counter", "prompt_tokens_by_source_total", "Prompt tokens, by where their KV came from.", samples)
+    write("counter", "prompt_tokens_by_source", "Prompt tokens, by where their KV came from.", samples)
     counter("generation_tokens", "Tokens sampled.", scheduler["num_output_tokens"])
     counter("wasted_tokens", "Tokens sampled for requests that had ended by then.", scheduler["num_wasted_tokens"])
     counter("engine_steps", "Steps of the model.", scheduler["num_steps"])
@@ -88,7 +154,7 @@ def render(stats: Mapping[str, Any], model: str, max_model_len: int, lag: Mappin
     counter("corrupted_requests", "Ended because values were not finite.", scheduler["num_corrupted_requests"])
     write(
         "counter",
-        "admission_rejections_total",
+        "admission_rejections",
         "Requests that were refused.",
         [
             ("", {"reason": "overloaded"}, scheduler["num_overloaded"]),
@@ -97,10 +163,10 @@ def render(stats: Mapping[str, Any], model: str, max_model_len: int, lag: Mappin
     )
     finished = {"stop": 0, "length": 0, "abort": 0, "error": 0, **requests["finished"]}
     samples = [("", {"finished_reason": reason}, number) for reason, number in finished.items()]
-    write("counter", "request_success_total", "Sequences that ended, by why.", samples)
+    write("counter", "request_success", "Sequences that ended, by why.", samples)
     counter("slo_requests", "Sequences with an objective that ended, and not by an abort.", requests["slo_promised"])
     samples = [("", {"reading": reading}, number) for reading, number in requests["slo_kept"].items()]
-    write("counter", "slo_attained_total", "Those that kept it, in both readings of a promise per token.", samples)
+    write("counter", "slo_attained", "Those that kept it, in both readings of a promise per token.", samples)
     busy = sum(worker.get("busy_s", 0.0) for worker in stats["workers"] or ())
     counter("worker_busy_seconds", "Time that workers spent in steps, all ranks together.", busy)
     replaced = max((worker.get("num_replaced_kernels", 0) for worker in stats["workers"] or ()), default=0)
@@ -122,10 +188,10 @@ def render(stats: Mapping[str, Any], model: str, max_model_len: int, lag: Mappin
     for name, histogram in requests["histograms"].items():
         bounds = [bound for bound in BOUNDS[name] if not (name.endswith("_tokens") and bound > max_model_len)]
         write("histogram", name, "Of sequences that ended.", _buckets(bounds, histogram))
-    return _text(lines)
+    return families
 
 
-def _buckets(bounds: Sequence[float], histogram: Mapping[str, Any]) -> Iterable[Sample]:
+def _buckets(bounds: Sequence[float], histogram: Mapping[str, Any]) -> Iterator[Sample]:
     """Of all its bounds, or of those that there can be anything below."""
     total = 0
     for bound, count in zip(bounds, histogram["counts"], strict=False):
@@ -137,12 +203,12 @@ def _buckets(bounds: Sequence[float], histogram: Mapping[str, Any]) -> Iterable[
     yield "_count", {}, total
 
 
-def _text(lines: list[str]) -> bytes:
-    return "\n".join([*lines, ""]).encode()
-
-
 def _number(value: float) -> str:
     return repr(float(value))
+
+
+def _shown(labels: Mapping[str, str]) -> str:
+    return ",".join([f'{label}="{_escaped(text)}"' for label, text in labels.items()])
 
 
 def _escaped(text: str) -> str:

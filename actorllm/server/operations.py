@@ -7,14 +7,13 @@ from typing import Any, TypeVar
 import orjson
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
-from pydantic import ValidationError
 
 from actorllm import __version__
 from actorllm.actors.engine_thread import HostLoop
 from actorllm.errors import ActorLLMError, EngineDrainingError, InvalidParameterError
 from actorllm.server import chat, metrics
-from actorllm.server.envelope import ApiError, error_of, error_of_validation
-from actorllm.server.protocol import AbortRequest, Body, DetokenizeRequest, TokenizeRequest
+from actorllm.server.envelope import ApiError, error_of
+from actorllm.server.protocol import AbortRequest, Body, DetokenizeRequest, TokenizeRequest, checked
 from actorllm.server.sampling import extras_of
 from actorllm.server.state import ServerState
 from actorllm.text.chat_template import Conversation
@@ -39,11 +38,7 @@ def state_of(request: Request) -> ServerState:
 
 async def read_body(request: Request, model: type[B]) -> B:
     """The body, checked against the types of its fields. Raises ApiError."""
-    tree = await state_of(request).bodies.read(request, model.TOKEN_FIELDS)
-    try:
-        return model.model_validate(tree)
-    except ValidationError as error:
-        raise error_of_validation(error) from error
+    return checked(model, await state_of(request).bodies.read(request, model.TOKEN_FIELDS))
 
 
 async def read_admitted(request: Request, model: type[B]) -> B:
@@ -151,7 +146,7 @@ async def tokenize(request: Request) -> Response:
         ids = await HostLoop.current().result_of(state.engine.token_ids_of(prompt, adds))
         strings = None
         if body.return_token_strs:
-            strings = await to_thread.run_sync(lambda: [_tokenizer(state).decode([i]) for i in ids])
+            strings = await to_thread.run_sync(lambda: _tokenizer(state).tokens_of(ids))
     except (ActorLLMError, ApiError, RecursionError) as error:  # any other is unforeseen, and logged as such
         prompt_field = "prompt" if body.messages is None else "messages"
         raise error_of(error, TokenizeRequest.model_fields, prompt_field) from error
@@ -210,12 +205,16 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 @router.get("/metrics")
 async def get_metrics(request: Request) -> Response:
-    """Counters, gauges and histograms in Prometheus' text format, over all programs that use the engine."""
+    """Counters, gauges and histograms over all programs that use the engine: Prometheus' text format, or OpenMetrics on Accept."""
     state = state_of(request)
     stats = await state.llm.stats()
     supervisor = await state.peers.supervisor()
     if supervisor is not None:
         stats["supervisor"] = supervisor
     model = state.engine.config.model
-    text = metrics.render(stats, state.model_names[0], model.max_model_len, state.board.lag())
-    return Response(text, media_type=metrics.CONTENT_TYPE)
+    is_open = metrics.OPEN_METRICS in request.headers.get("accept", "")
+    name, has_vllm_names = state.model_names[0], state.has_vllm_metrics
+    text = metrics.render(
+        stats, name, model.max_model_len, state.board.lag(), is_open=is_open, has_vllm_names=has_vllm_names
+    )
+    return Response(text, media_type=metrics.OPEN_METRICS_TYPE if is_open else metrics.CONTENT_TYPE)

@@ -7,6 +7,7 @@ given. Fields that are not known here are kept in `model_extra`, so that `sampli
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
@@ -15,12 +16,14 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidationError,
     ValidatorFunctionWrapHandler,
     WithJsonSchema,
     WrapValidator,
 )
 
 from actorllm.server.bodies.limits import MAX_MESSAGES
+from actorllm.server.envelope import NOTHING_RENAMED, ApiError, error_of_validation
 
 Prompts = Annotated[
     Any,
@@ -59,6 +62,7 @@ Objective = Annotated[
 
 
 T = TypeVar("T")
+B = TypeVar("B", bound="Body")
 
 Many = Annotated[list[T], Field(fail_fast=True)]
 """The first wrong item is enough: else pydantic makes an error of each, and a body has room for millions."""
@@ -116,6 +120,18 @@ class Body(BaseModel):
         return {}
 
 
+def checked(model: type[B], tree: Any, renamed: Mapping[str, str] = NOTHING_RENAMED) -> B:
+    """A body, checked against the types of its fields. renamed: what the client calls them. Raises ApiError."""
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        told = error_of_validation(error)
+        name = renamed.get(told.param or "")
+        if name is not None:
+            told = ApiError(told.status, told.message.replace(told.param or "", name, 1), name)
+        raise told from error
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -156,8 +172,10 @@ class Generation(Body):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     add_special_tokens: bool | None = None
     repetition_detection: Annotated[dict[str, int], Few] | None = None
+    thinking_token_budget: int | None = None
     structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     echo: bool | None = None
@@ -201,6 +219,7 @@ class ChatCompletionRequest(Generation):
     tools: Messages | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
     def renamed(self) -> dict[str, str]:
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"

@@ -17,6 +17,7 @@ from actorllm.server.envelope import ApiError
 from actorllm.server.protocol import Body, Generation
 from actorllm.server.tool_parsers import DEFAULT_PARSER, PARSERS, ToolParser
 from actorllm.server.tools import response_format_of
+from actorllm.text.reasoning.parsers import ReasoningParser
 from actorllm.types.objective import SLO
 from actorllm.types.params import VLLM_PARAMETERS, RequestOutputKind, SamplingParams
 
@@ -25,10 +26,11 @@ SAMPLING_FIELDS = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty", "use_beam_search"),
     *("stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"),
     *("logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs", "logprob_token_ids", "repetition_detection"),
+    "thinking_token_budget",
 )
 """Fields of a body that are sampling parameters under the same name."""
 
-TOKENIZATION_FIELDS = ("truncate_prompt_tokens", "add_special_tokens")
+TOKENIZATION_FIELDS = ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")
 
 IDLE: dict[str, tuple[Any, ...]] = {
     **VLLM_PARAMETERS,
@@ -47,8 +49,6 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "prediction": (None,),
     "web_search_options": (None,),
-    "reasoning_effort": (None,),
-    "verbosity": (None,),
     "kv_transfer_params": (None,),
     "prompt_embeds": (None,),
     "documents": (None, []),
@@ -69,6 +69,8 @@ NOT_HONOURED: dict[str, tuple[Any, ...]] = {
     "prompt_cache_retention": (None, "in_memory", "in-memory"),
     "guided_decoding_backend": (None, "auto"),
     "stream_include_usage": (None, False),
+    "reasoning_effort": (None,),
+    "verbosity": (None,),
 }
 """Fields without which the answer is the same: other values than these, which ask for nothing, are warned of."""
 
@@ -89,6 +91,8 @@ class Defaults:
     """The engine's."""
     trusts_chat_templates: bool = False
     tool_parser: type[ToolParser] = PARSERS[DEFAULT_PARSER]
+    reasoning: type[ReasoningParser] | None = None
+    """How the model marks what it thinks; None: it is not looked for."""
     shows_tools: bool = True
     """The model's chat template shows tools to the model."""
 

@@ -22,6 +22,8 @@ from actorllm.types.objective import SLO
 from actorllm.types.outputs import CompletionOutput, RequestOutput
 from actorllm.types.request_metrics import RequestMetrics
 
+NOTHING_SERVED: dict[str, Any] = {"service_tier": None, "kv_transfer_params": None}
+"""Fields of a whole answer, of OpenAI and of vLLM, that have no value here."""
 DONE = b"data: [DONE]\n\n"
 
 
@@ -152,6 +154,7 @@ class OpenAIShape(Shape):
             for one in output.outputs
         ]
         tree["usage"] = self._usage(states)
+        tree |= NOTHING_SERVED
         self._add_to_whole(tree, outputs)
         if self.view.has_metrics:
             tree["metrics"] = self._metrics(states)

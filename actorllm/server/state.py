@@ -20,6 +20,7 @@ from actorllm.errors import EngineDrainingError
 from actorllm.server.board import Board
 from actorllm.server.bodies.reader import BodyReader
 from actorllm.server.envelope import ApiError
+from actorllm.server.responses.kept import KeptResponses
 from actorllm.server.sampling import Defaults
 
 if TYPE_CHECKING:
@@ -58,8 +59,14 @@ class ServerState:
         self.is_draining = False
         """Nothing new is taken: a load balancer that asks for the health hears it."""
         self.logs_requests = False
+        self.has_vllm_metrics = True
         self.tracing: Tracing | None = None
         self.peers = Peers()
+        self.has_peers = False
+        """Another API process may answer the next request of a client."""
+        self.responses = KeptResponses()
+        self.detached: set[object] = set()
+        """Tasks of responses in the background."""
         self.board = Board(1)
         self.bodies = BodyReader()
         self._row = 0
@@ -70,7 +77,7 @@ class ServerState:
 
     def join(self, board: Board, row: int, peers: Peers) -> None:
         """Be one of several API processes. Called before the first request."""
-        self.board, self._row, self.peers = board, row, peers
+        self.board, self._row, self.peers, self.has_peers = board, row, peers, True
 
     @property
     def num_in_flight(self) -> int:
@@ -85,11 +92,11 @@ class ServerState:
         engine = self.engine
         return engine.prompts.tokenizer.decode(ids) if engine.config.model.tokenizer is not None else ""
 
-    def check_model(self, name: str | None) -> str:
-        """What answers call the model: as the request did. Raises ApiError for another one."""
+    def check_model(self, name: str | None, tag: str = "") -> str:
+        """What answers call the model: as the request did. tag: what may stand behind its name. Raises ApiError for another one."""
         if not name:
             return self.model_names[0]
-        if name not in self.model_names:
+        if name not in self.model_names and not (tag and name.removesuffix(tag) in self.model_names):
             raise ApiError(
                 404,
                 f"model={name!r:.120} does not exist; this server has {', '.join(map(repr, self.model_names))}",

@@ -7,12 +7,16 @@ announces it, that is with its name and the beginning of its arguments. Where no
 its arguments an object. The reason is that an answer in JSON begins as a call does. What turns out to be none is text again.
 `tag` is the other direction: the structural tag (`text.structural_tag`) with which a call is demanded.
 
-Pure; called by server.tools and server.tool_answer. Names are vLLM's.
+What is held back is bounded (`MAX_HELD`), and read once. More is text. The bound counts characters since the last piece, so a
+text that is cut elsewhere gives the same pieces. More formats are in `tool_formats`; users name their own as 'module:Class'.
+
+Pure; called by server.tools and server.message_parts. Names are vLLM's.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 import uuid
@@ -21,6 +25,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from actorllm.errors import ConfigError, nearest_name
+from actorllm.server.tool_formats import FORMATS
+from actorllm.text.reasoning.parsers import Thought
+
+MAX_HELD = 64 << 10
+"""Characters that a parser holds back at most, until it is known what they are."""
+PORTION = 4096
+"""Characters that are read at a time: what is left of a text is copied for each call in it."""
+MAX_NAME = 256
+"""Characters of the name of a function, where nothing else bounds it."""
 
 
 class Text(NamedTuple):
@@ -34,6 +47,8 @@ class ToolCallStart(NamedTuple):
 
     number: int
     name: str
+    id: str | None = None
+    """That the model has given it; None: it has none."""
 
 
 class Arguments(NamedTuple):
@@ -43,7 +58,7 @@ class Arguments(NamedTuple):
     text: str
 
 
-Piece: TypeAlias = Text | ToolCallStart | Arguments
+Piece: TypeAlias = Text | ToolCallStart | Arguments | Thought
 
 
 class Tool(NamedTuple):
@@ -114,6 +129,24 @@ class PythonValue(Value):
     QUOTES = "\"'"
 
 
+class Kept:
+    """Text that grows, without a copy of it for each part."""
+
+    __slots__ = ("_parts", "size")
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self.size = 0
+
+    def add(self, part: str) -> None:
+        self._parts.append(part)
+        self.size += len(part)
+
+    @property
+    def text(self) -> str:
+        return "".join(self._parts)
+
+
 NAME_KEYS = ("name",)
 ARGUMENT_KEYS = ("arguments", "parameters")
 OTHER_KEYS = ("type", "id")
@@ -130,7 +163,7 @@ class CallObject:
         """names: of the tools; the object is a call if it has one of them, and an object as its arguments. None: a marker has
         announced a call, and any name will do, also without arguments."""
         self.number = number
-        self.raw = ""
+        self._read = Kept()
         self.is_done = self.is_none = False
         self.has_begun = False
         """The call has been told of."""
@@ -147,11 +180,22 @@ class CallObject:
         pieces: list[Piece] = []
         at = 0
         while at < len(text) and not self.is_done and not self.is_none:
-            at = self._step(text, at, pieces)
-        self.raw += text[:at]
+            if self.has_begun:
+                at = self._step(text, at, pieces)
+                continue
+            # Until it is told of, all of it is kept, and that has a bound.
+            end = self._step(text[: at + MAX_HELD - self._read.size], at, pieces)
+            self._read.add(text[at:end])
+            at = end
+            self.is_none |= self._read.size >= MAX_HELD and not self.has_begun
         if self.is_done and not self.has_begun:
             self.is_none = True
         return pieces, text[at:]
+
+    @property
+    def raw(self) -> str:
+        """What was read, until it was told of."""
+        return self._read.text
 
     def _step(self, text: str, at: int, pieces: list[Piece]) -> int:
         char = text[at]
@@ -164,7 +208,7 @@ class CallObject:
                 if part:
                     self._arguments = (self._arguments or "") + part
                     self._tell(pieces)
-            else:
+            elif not self.has_begun:
                 self._held += part
             if is_over:
                 self._end_part(pieces)
@@ -218,7 +262,7 @@ class CallObject:
             self._state = "colon"
             return
         self._state = "comma"
-        if self._key in NAME_KEYS:
+        if self._key in NAME_KEYS and not self.has_begun:
             self._name = _string(self._held)
             self.is_none = not self._name or (self._names is not None and self._name not in self._names)
             if not self.is_none:
@@ -233,7 +277,7 @@ def _string(text: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _overlap(text: str, marker: str) -> int:
+def overlap(text: str, marker: str) -> int:
     """How many characters at the end of a text may be the beginning of a marker."""
     for size in range(min(len(text), len(marker) - 1), 0, -1):
         if marker.startswith(text[-size:]):
@@ -249,19 +293,32 @@ class ToolParser(ABC):
 
     MARKER: ClassVar[str] = ""
     """What a call begins with; empty: nothing by which it could be told from text in advance."""
+    READS_THOUGHTS: ClassVar[bool] = False
+    """It tells of thoughts itself: one format has both."""
 
     def __init__(self, names: Collection[str]) -> None:
-        """names: of the tools."""
+        """names: of the tools; a mapping has the schemas of their arguments."""
         self.num_calls = 0
         self._names = names
         self._buffer = ""
 
     def push(self, text: str) -> list[Piece]:
-        self._buffer += text
         pieces: list[Piece] = []
-        while self._buffer and self._advance(pieces):
-            pass
+        at = 0
+        while at < len(text):
+            end = min(at + PORTION, at + MAX_HELD + 1 - len(self._buffer))
+            self._buffer += text[at:end]
+            at = end
+            while self._buffer and self._advance(pieces):
+                pass
+            if len(self._buffer) > MAX_HELD:
+                self._give_out(pieces)
         return pieces
+
+    def _give_out(self, pieces: list[Piece]) -> None:
+        """So much is held back that it is no call."""
+        held, self._buffer = self._buffer, ""
+        pieces.append(Text(held))
 
     @abstractmethod
     def _advance(self, pieces: list[Piece]) -> bool:
@@ -275,6 +332,11 @@ class ToolParser(ABC):
     @abstractmethod
     def tag(cls, tools: Sequence[Tool], *, is_single: bool) -> dict[str, Any]:
         """The format of an answer that is calls of these and nothing else; of one call, or one and more."""
+
+    @classmethod
+    def answer_tag(cls, format: dict[str, Any]) -> dict[str, Any]:
+        """The format of an answer that is no call."""
+        return format
 
     @staticmethod
     def new_id() -> str:
@@ -301,10 +363,15 @@ class MarkedParser(ToolParser):
     @abstractmethod
     def _in_call(self, pieces: list[Piece]) -> bool: ...
 
+    def _give_out(self, pieces: list[Piece]) -> None:
+        held, self._buffer = self._buffer, ""
+        pieces += [Text(held)] if self._state == "text" else self._finish_call(held)
+        self._state, self._is_behind_call = "text", False
+
     def _text(self, pieces: list[Piece]) -> bool:
         """Text up to the next marker. Between calls there is nothing but space."""
-        before, marker, after = self._buffer.partition(self.MARKER)
-        held = "" if marker else self._buffer[len(self._buffer) - _overlap(self._buffer, self.MARKER) :]
+        before, marker, after = self._first_marker()
+        held = "" if marker else self._buffer[len(self._buffer) - self._num_held() :]
         if not marker:
             before = before[: len(before) - len(held)]
         if self._is_behind_call and not before.strip():
@@ -317,6 +384,14 @@ class MarkedParser(ToolParser):
         if marker:
             self._state = "marked"
         return bool(marker)
+
+    def _first_marker(self) -> tuple[str, str, str]:
+        """The buffer around it, as `str.partition`."""
+        return self._buffer.partition(self.MARKER)
+
+    def _num_held(self) -> int:
+        """Characters at the end of the buffer that may begin a marker."""
+        return overlap(self._buffer, self.MARKER)
 
     def _give_up(self, raw: str, pieces: list[Piece]) -> bool:
         """It was no call."""
@@ -374,8 +449,8 @@ class HermesParser(MarkedParser):
 
     @classmethod
     def tag(cls, tools: Sequence[Tool], *, is_single: bool) -> dict[str, Any]:
-        tags = [_json_call(tool, cls.MARKER + '\n{"name": ', ', "arguments": ', "}\n" + cls.END) for tool in tools]
-        return _several(tags, "\n", is_single)
+        tags = [json_call(tool, cls.MARKER + '\n{"name": ', ', "arguments": ', "}\n" + cls.END) for tool in tools]
+        return several(tags, "\n", is_single)
 
 
 class MistralParser(MarkedParser):
@@ -416,12 +491,14 @@ class MistralParser(MarkedParser):
         return is_over
 
     def _name(self, pieces: list[Piece]) -> bool:
-        found = self.NAME_END.search(self._buffer)
-        if found is None or (found[0] == "[CALL_ID]" and not re.search(r"\[ARGS\]|\{", self._buffer)):
-            return False
+        head = self._buffer[: 2 * MAX_NAME]
+        found, start = self.NAME_END.search(head), re.search(r"\[ARGS\]|\{", head)
+        if found is None or start is None:
+            if len(head) < 2 * MAX_NAME:
+                return False
+            self._buffer = self._buffer[len(head) :]
+            return self._give_up(self.MARKER + head, pieces)
         name = self._buffer[: found.start()].strip()
-        start = re.search(r"\[ARGS\]|\{", self._buffer)
-        assert start is not None
         if not name or re.search(r"\s", name):
             raw, self._buffer = self._buffer[: found.start()], self._buffer[found.start() :]
             return self._give_up(self.MARKER + raw, pieces)
@@ -444,8 +521,8 @@ class MistralParser(MarkedParser):
 
     @classmethod
     def tag(cls, tools: Sequence[Tool], *, is_single: bool) -> dict[str, Any]:
-        tags = [_json_call(tool, '{"name": ', ', "arguments": ', "}") for tool in tools]
-        calls = _several(tags, ", ", is_single)
+        tags = [json_call(tool, '{"name": ', ', "arguments": ', "}") for tool in tools]
+        calls = several(tags, ", ", is_single)
         parts = [{"type": "const_string", "value": cls.MARKER + " ["}, calls, {"type": "const_string", "value": "]"}]
         return {"type": "sequence", "elements": parts}
 
@@ -456,10 +533,10 @@ class MistralNamedParser(MistralParser):
     @classmethod
     def tag(cls, tools: Sequence[Tool], *, is_single: bool) -> dict[str, Any]:
         tags = [
-            {"type": "tag", "begin": f"{cls.MARKER}{tool.name}[ARGS]", "content": _schema(tool), "end": ""}
+            {"type": "tag", "begin": f"{cls.MARKER}{tool.name}[ARGS]", "content": schema_of(tool), "end": ""}
             for tool in tools
         ]
-        return _several(tags, "", is_single)
+        return several(tags, "", is_single)
 
 
 class CallList:
@@ -472,7 +549,7 @@ class CallList:
         self.has_begun = False
         """A call has been told of."""
         self._names = names
-        self._raw = ""
+        self._read = Kept()
         self._object: CallObject | None = None
         self._is_list: bool | None = None
 
@@ -480,16 +557,18 @@ class CallList:
     def untold(self) -> str:
         """What was read and is in no call: everything, or the last object of a list, where those before it are calls."""
         if not self.has_begun:
-            return self._raw
+            return self._read.text
         return "" if self._object is None or self._object.has_begun else self._object.raw
 
     def push(self, text: str) -> tuple[list[Piece], str]:
         pieces: list[Piece] = []
-        rest = text
-        while rest and not self.is_done and not self.is_none:
+        at = 0
+        while at < len(text) and not self.is_done and not self.is_none:
             # Within a call its own parser takes what is its part; the rest is between calls.
             if self._object is not None:
-                found, rest = self._object.push(rest)
+                found, rest = self._object.push(text[at:])
+                self._keep(text[at : len(text) - len(rest)])
+                at = len(text) - len(rest)
                 pieces += found
                 if any(isinstance(piece, ToolCallStart) for piece in found):
                     self.num_calls += 1
@@ -502,7 +581,7 @@ class CallList:
                 continue
             # The first character decides between a list of calls and a single one. Anything else, and the answer is
             # text.
-            char = rest[0]
+            char = text[at]
             if char == "{" and (self._is_list or self._is_list is None):
                 self._is_list = bool(self._is_list)
                 self._object = CallObject(self.num_calls, self._names)
@@ -514,9 +593,15 @@ class CallList:
             elif not char.isspace() and not (char == "," and self._is_list):
                 self.is_none = True
                 break
-            rest = rest[1:]
-        self._raw += text[: len(text) - len(rest)]
-        return pieces, rest
+            self._keep(char)
+            at += 1
+            self.is_none |= self._read.size > 2 * MAX_HELD
+        return pieces, text[at:]
+
+    def _keep(self, text: str) -> None:
+        """What was read, until a call is told of."""
+        if not self.has_begun:
+            self._read.add(text)
 
 
 class LlamaJsonParser(ToolParser):
@@ -551,6 +636,9 @@ class LlamaJsonParser(ToolParser):
         gap = self._buffer[: len(self._buffer) - len(bare)]
         if bare.startswith(self.MARKER):
             self._buffer = bare[len(self.MARKER) :]
+            if len(self._gap) > MAX_HELD:
+                pieces.append(Text(self._gap))
+                self._gap = ""
             self._gap += gap + self.MARKER
             self._state = "start"
             return True
@@ -568,7 +656,7 @@ class LlamaJsonParser(ToolParser):
     def _text(self, pieces: list[Piece]) -> bool:
         before, marker, after = self._buffer.partition(self.MARKER)
         if not marker:
-            held = _overlap(before, self.MARKER)
+            held = overlap(before, self.MARKER)
             before, after = before[: len(before) - held], before[len(before) - held :]
         if before:
             pieces.append(Text(before))
@@ -576,6 +664,10 @@ class LlamaJsonParser(ToolParser):
         if marker:
             self._gap, self._state = marker, "start"
         return bool(marker)
+
+    def _give_out(self, pieces: list[Piece]) -> None:
+        pieces.append(Text(self._gap + self._buffer))
+        self._gap, self._buffer, self._state = "", "", "text"
 
     def finish(self) -> list[Piece]:
         held, self._buffer = self._buffer, ""
@@ -587,7 +679,7 @@ class LlamaJsonParser(ToolParser):
 
     @classmethod
     def tag(cls, tools: Sequence[Tool], *, is_single: bool) -> dict[str, Any]:
-        return _several([_json_call(tool, '{"name": ', ', "parameters": ', "}") for tool in tools], "; ", is_single)
+        return several([json_call(tool, '{"name": ', ', "parameters": ', "}") for tool in tools], "; ", is_single)
 
 
 class PythonicParser(ToolParser):
@@ -628,6 +720,10 @@ class PythonicParser(ToolParser):
             pieces.append(Text(self._buffer))
             self._buffer = ""
         return False
+
+    def _give_out(self, pieces: list[Piece]) -> None:
+        super()._give_out(pieces)
+        self._state = "text"
 
     def _name(self) -> bool:
         """Whether what the list begins with is the name of a tool."""
@@ -704,16 +800,16 @@ def _python_value(node: ast.expr) -> Any:
 # Tags -----------------------------------------------------------------------------------------------------------------
 
 
-def _schema(tool: Tool) -> dict[str, Any]:
+def schema_of(tool: Tool) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": dict(tool.parameters)}
 
 
-def _json_call(tool: Tool, before_name: str, before_arguments: str, end: str) -> dict[str, Any]:
+def json_call(tool: Tool, before_name: str, before_arguments: str, end: str) -> dict[str, Any]:
     begin = before_name + json.dumps(tool.name, ensure_ascii=False) + before_arguments
-    return {"type": "tag", "begin": begin, "content": _schema(tool), "end": end}
+    return {"type": "tag", "begin": begin, "content": schema_of(tool), "end": end}
 
 
-def _several(tags: list[dict[str, Any]], separator: str, is_single: bool) -> dict[str, Any]:
+def several(tags: list[dict[str, Any]], separator: str, is_single: bool) -> dict[str, Any]:
     return {
         "type": "tags_with_separator",
         "tags": tags,
@@ -734,24 +830,58 @@ PARSERS: dict[str, type[ToolParser]] = {
     "llama4_pythonic": PythonicParser,
     "mistral": MistralParser,
 }
+SHOWN = (
+    ("<function=", "qwen3_coder"),
+    ("<arg_key>", "glm45"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "deepseek_v3"),
+    ("<｜tool▁call▁begin｜>", "deepseek_v31"),
+    ("to=functions.", "openai"),
+    ("<|action_start|>", "internlm"),
+)
+"""By what a chat template shows calls in the formats of `tool_formats`; the first that it has counts."""
 DEFAULT_PARSER = "hermes"
 """Of models whose chat template shows no tools."""
 
 
 def parser_named(name: str | None, templates: Sequence[str]) -> type[ToolParser]:
-    """The parser of this name; None: that of the way in which a model's chat templates show calls. Raises ConfigError."""
+    """The parser of this name, or a class as 'module:Class'; None: that of the way in which a model's chat templates show calls.
+    Raises ConfigError."""
     if name is not None and name not in PARSERS:
-        known = ", ".join(map(repr, PARSERS))
-        raise ConfigError(f"tool_call_parser={name!r} is not known{nearest_name(name, PARSERS)}; there are {known}")
+        return _loaded(name)
+    if name is None and (shown := next(_family(templates), DEFAULT_PARSER)) not in PARSERS:
+        return _loaded(shown)
     found = PARSERS[name or next(_family(templates), DEFAULT_PARSER)]
     if found is MistralParser and any("[ARGS]" in template for template in templates):
         return MistralNamedParser
     return found
 
 
+def _loaded(name: str) -> type[ToolParser]:
+    module, _, attribute = FORMATS.get(name, name).partition(":")
+    if not attribute:
+        known = ", ".join(map(repr, [*PARSERS, *FORMATS]))
+        raise ConfigError(
+            f"tool_call_parser={name!r:.120} is not known{nearest_name(name, [*PARSERS, *FORMATS])}; there are {known}, or a "
+            f"class as 'module:Class'"
+        )
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # whatever the module raises is the caller's
+        raise ConfigError(
+            f"tool_call_parser={name!r:.120} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, ToolParser)):
+        raise ConfigError(f"tool_call_parser={name!r:.120} must be a subclass of ToolParser ({__name__})")
+    return found
+
+
 def _family(templates: Sequence[str]) -> Iterator[str]:
     for template in templates:
-        if HermesParser.MARKER in template:
+        if name := next((name for mark, name in SHOWN if mark in template), ""):
+            yield name
+        elif HermesParser.MARKER in template:
             yield "hermes"
         elif MistralParser.MARKER in template:
             yield "mistral"

@@ -33,8 +33,8 @@ class ToolUse:
     """How a request may call its tools. Of a request that may not, there is none."""
 
     parser: type[ToolParser]
-    names: tuple[str, ...]
-    """Of the functions that may be called."""
+    names: Mapping[str, Mapping[str, Any]]
+    """Of the functions that may be called, with the schemas of their arguments."""
     is_named: bool
     """One function is demanded by name."""
     is_parallel: bool
@@ -43,6 +43,15 @@ class ToolUse:
     """A tool is strict, and the model is free to write what it likes: nothing tells a call from text in advance."""
     structured: StructuredOutputsParams | None
     """The grammar that demands what is demanded; None: the model writes what it likes."""
+
+    def warnings(self, shows_tools: bool) -> list[str]:
+        """What is to be said of it. shows_tools: the chat template does."""
+        warnings = []
+        if not shows_tools:
+            warnings.append("tools: the chat template of this model does not show them to it")
+        if self.ignores_strict:
+            warnings.append("tools: strict has no effect with 'auto', since calls of this model have no marker")
+        return warnings
 
     def new_parser(self) -> ToolParser:
         """For one sequence."""
@@ -153,7 +162,7 @@ def tool_use_of(body: Any, parser: type[ToolParser]) -> ToolUse | None:
         schema = format.json or {"type": "object"}
         if isinstance(schema, str):
             schema = json.loads(schema)
-        tag = {"type": "or", "elements": [calls, {"type": "json_schema", "json_schema": schema}]}
+        tag = {"type": "or", "elements": [calls, parser.answer_tag({"type": "json_schema", "json_schema": schema})]}
     # Strict tools with a free choice: the grammar begins at the marker. Calls without a marker cannot be told from text
     # before they have ended, so strict has no effect there, and a warning says so.
     elif is_strict and _is_marked(calls, parser.MARKER):
@@ -163,7 +172,9 @@ def tool_use_of(body: Any, parser: type[ToolParser]) -> ToolUse | None:
     if tag is not None:
         text = _written({"type": "structural_tag", "format": tag}, "tools")
         structured = _params("tools", structural_tag=text)
-    names = tuple(tool.name for tool in called)
+        if parser.READS_THOUGHTS:
+            structured.from_start()
+    names = {tool.name: tool.parameters for tool in called}
     return ToolUse(parser, names, name is not None, is_parallel, is_strict and tag is None, structured)
 
 

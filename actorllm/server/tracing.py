@@ -1,4 +1,4 @@
-"""`Tracing`: one OpenTelemetry span per HTTP request for text, under the names of the GenAI conventions. Extra `actorllm[otel]`.
+"""`Tracing`: one OpenTelemetry span per HTTP request for text or vectors, by the GenAI conventions. Extra `actorllm[otel]`.
 
 A span is made when its request has ended, from the times that the engine has kept. A request that is not traced costs nothing,
 and one that is traced costs nothing while it runs. The trace of the caller (W3C `traceparent`) goes on. Imported only where
@@ -7,14 +7,18 @@ there is a tracer provider (`create_app(tracer_provider=...)`, `actorllm serve -
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, Status, StatusCode, TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from actorllm import __version__
-from actorllm.errors import ConfigError
+from actorllm.errors import ActorLLMError, ConfigError
+from actorllm.server.envelope import KINDS, MAX_MESSAGE, ApiError
+from actorllm.server.guards import BEGAN, route_path
 from actorllm.types.outputs import RequestOutput
 from actorllm.types.params import SamplingParams
 from actorllm.types.request_metrics import RequestMetrics
@@ -22,10 +26,21 @@ from actorllm.types.request_metrics import RequestMetrics
 OPERATIONS = {
     "chatcmpl": "chat",
     "cmpl": "text_completion",
-    "resp": "chat",
+    **dict.fromkeys(("resp", "msg"), "chat"),
     **dict.fromkeys(("embd", "score", "rerank"), "embeddings"),
 }
 """By the prefix of the id that a client is told."""
+
+OPERATIONS_OF_PATHS = {
+    **dict.fromkeys(("/v1/completions", "/generate", "/api/generate", "/inference/v1/generate"), "text_completion"),
+    **dict.fromkeys(
+        ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/v1/chat/completions/batch"), "chat"
+    ),
+    **dict.fromkeys(
+        ("/v1/embeddings", "/api/embed", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), "embeddings"
+    ),
+}
+"""Of a request that was refused before it had an id. Other paths have no spans."""
 
 
 class Tracing:
@@ -48,7 +63,6 @@ class Tracing:
 
         began, ended: epoch seconds.
         """
-        carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
         operation = OPERATIONS.get(request_id.replace("_", "-").partition("-")[0], "text_completion")
         metrics = [output.metrics for output in outputs if output.metrics is not None]
         attributes = {
@@ -62,7 +76,7 @@ class Tracing:
         }
         span = self._tracer.start_span(
             f"{operation} {model}",
-            context=self._propagator.extract(carrier),
+            context=self._context_of(headers),
             kind=SpanKind.SERVER,
             start_time=_ns(began),
             attributes=attributes,
@@ -75,6 +89,33 @@ class Tracing:
         elif not outputs:
             span.set_attribute("error.type", "client_disconnected")
         span.end(_ns(ended))
+
+    def record_refusal(self, scope: Mapping[str, Any], model: str, told: ApiError, error: Exception) -> None:
+        """A request was answered with an error before the engine had it."""
+        operation = OPERATIONS_OF_PATHS.get(route_path(scope))
+        if operation is None:
+            return
+        ended = time.time()
+        cause = error.__cause__ if isinstance(error.__cause__, ActorLLMError) else error
+        span = self._tracer.start_span(
+            f"{operation} {model}",
+            context=self._context_of(scope["headers"]),
+            kind=SpanKind.SERVER,
+            start_time=_ns(scope.get(BEGAN, ended)),
+            attributes={
+                "gen_ai.operation.name": operation,
+                "gen_ai.provider.name": "actorllm",
+                "gen_ai.request.model": model,
+                "http.response.status_code": told.status,
+                "error.type": KINDS.get(told.status, "APIError") if cause is told else type(cause).__name__,
+            },
+        )
+        span.set_status(Status(StatusCode.ERROR, told.message[:MAX_MESSAGE]))
+        span.end(_ns(ended))
+
+    def _context_of(self, headers: Iterable[tuple[bytes, bytes]]) -> Context:
+        carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+        return self._propagator.extract(carrier)
 
 
 def _asked(params: SamplingParams | None) -> dict[str, Any]:

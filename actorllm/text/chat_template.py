@@ -38,6 +38,9 @@ ARGUMENTS_OF_CHAT = (
 )
 """What a template gets by an argument of `chat` and not by chat_template_kwargs."""
 
+REASONING = ("reasoning", "reasoning_content")
+"""What a message calls its thought. Templates read one of the names, and get both, as in vLLM."""
+
 NOT_OF_A_TEMPLATE = ("tokenize", "conversation", "conversations", "return_assistant_tokens_mask")
 
 
@@ -356,6 +359,8 @@ def _for_template(message: Message, as_parts: bool) -> dict[str, Any]:
     made = {**message, "content": content}
     if message["role"] == "assistant" and isinstance(message.get("tool_calls"), Sequence):
         made["tool_calls"] = [_parsed_call(call) for call in message["tool_calls"]]
+    if any(message.get(name) is not None for name in REASONING):
+        made |= dict.fromkeys(REASONING, next(message[name] for name in REASONING if message.get(name) is not None))
     return {key: value for key, value in made.items() if value is not None}
 
 

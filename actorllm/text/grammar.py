@@ -114,6 +114,9 @@ class Matcher:
 
     __slots__ = ("_eos_ids", "_matcher", "compiled", "is_complete", "is_over", "num_tokens", "slow_s")
 
+    ends_request = True
+    """Nothing may follow where it is over."""
+
     def __init__(self, matcher: Any, eos_ids: frozenset[int], compiled: Compiled) -> None:
         self._matcher = matcher
         self._eos_ids = eos_ids
@@ -140,6 +143,18 @@ class Matcher:
                 raise (NotInGrammarError if NOT_IN_GRAMMAR in error else GrammarError)(_reason(error))
             if token in self._eos_ids and matcher.is_stopped():
                 self.is_over = True
+
+    def fill(self, row: U32, at: int) -> None:
+        """Write what may come next. row: of the masks, filled with zeros; at: its address."""
+        self._matcher.unsafe_compute_mask_ptr(at, 4 * row.size)
+
+    def allows(self, token: int) -> bool:
+        """Whether it may come next."""
+        return bool(self._matcher.validate_tokens([token]))
+
+    def error(self) -> str | None:
+        """Why it cannot go on; None: it can."""
+        return _reason(self._matcher.get_error()) if self._matcher.is_error() else None
 
     def end(self) -> None:
         """It ends here, without an end of text."""
@@ -174,6 +189,18 @@ class GrammarCompiler:
         for token in self._eos_ids:
             eos_mask[token // 32] |= np.uint32(1 << token % 32)
         self._not_eos = ~eos_mask
+        every = np.arange(32 * self._num_words, dtype=np.int64) < vocab_size
+        self.full_mask = np.packbits(every, bitorder="little").view(np.uint32)
+        """Of all tokens."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The model's."""
+        return self._vocab_size
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
 
     @property
     def _num_words(self) -> int:
@@ -307,12 +334,13 @@ class GrammarCompiler:
         And which of them have nothing but an end of text. A row without a bit: its matcher has failed (`failure_of`), or it is
         at its end and the model has no token for that.
         """
-        words = -(-max(self._vocabulary.vocab_size, self._vocab_size) // 32)
+        num_read = 0 if self._vocabulary is None else self._vocabulary.vocab_size  # no grammar needed it yet
+        words = -(-max(num_read, self._vocab_size) // 32)
         masks = np.zeros((len(matchers), words), np.uint32)
         at, size = masks.ctypes.data, 4 * words
-        for matcher in matchers:
+        for row, matcher in enumerate(matchers):
             began = time.thread_time()
-            matcher._matcher.unsafe_compute_mask_ptr(at, size)
+            matcher.fill(masks[row], at)
             if (took := time.thread_time() - began) > MAX_MASK_S:
                 matcher.slow_s += took
             at += size
@@ -320,7 +348,7 @@ class GrammarCompiler:
             masks = np.ascontiguousarray(masks[:, : self._num_words])
         is_last: list[bool] = (np.bitwise_or.reduce(masks & self._not_eos, axis=1) == 0).tolist()
         for row, matcher in enumerate(matchers):
-            if matcher.slow_s > MAX_SLOW_S or (is_last[row] and matcher._matcher.is_error()):
+            if matcher.slow_s > MAX_SLOW_S or (is_last[row] and matcher.error() is not None):
                 masks[row] = 0
                 is_last[row] = False
         return masks, is_last
@@ -330,7 +358,7 @@ class GrammarCompiler:
         """Why a matcher cannot go on; None: it can."""
         if matcher.slow_s > MAX_SLOW_S:
             return f"its tokens took {matcher.slow_s:.1f} s of processor time; shorten or simplify it"
-        return _reason(matcher._matcher.get_error()) if matcher._matcher.is_error() else None
+        return matcher.error()
 
     def _read_vocabulary(self) -> Any:
         llguidance = _llguidance()

@@ -134,6 +134,10 @@ class Tokenizer:
         text: str = self.backend.decode(_as_list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
+    def tokens_of(self, ids: Sequence[int]) -> list[str]:
+        """Token ids as the vocabulary spells them; an id without a token as the empty string."""
+        return [self.backend.id_to_token(i) or "" for i in ids]
+
     def _add_missing_tokens(self, names: dict[str, Any]) -> None:
         """Add what only the configuration knows, as transformers does: first by id, then by name."""
         known = {token.content for token in self.backend.get_added_tokens_decoder().values()}

@@ -87,6 +87,12 @@ class EngineOptions(VLLMOptions, total=False):
     """Accepted with a warning and never acted on: no code of a model is run."""
     generation_config: Annotated[str, "auto"]
     """Where default sampling parameters come from: 'auto', the model's folder; 'vllm', none; or another folder."""
+    reasoning_parser: Annotated[str, ""]
+    """How the model marks what it thinks: a name of vLLM's, or a class as 'module:Class'. Structured output begins behind the
+    thought, and requests may bound it (thinking_token_budget). Empty: output is not looked through for thoughts."""
+    reasoning_config: Annotated[Mapping[str, Any] | None, None]
+    """Marks of a thought in place of the parser's: 'reasoning_start_str', and 'reasoning_end_str', which is what a thought is
+    ended with at its budget; without a parser both are needed."""
     override_generation_config: Annotated[Mapping[str, Any] | None, None]
     """Default sampling parameters that count before those."""
     stream_interval: Annotated[int, 1]

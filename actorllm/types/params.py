@@ -75,7 +75,6 @@ VLLM_PARAMETERS: dict[str, tuple[Any, ...]] = {
     "guided_decoding": (None,),
     "extra_args": (None, {}),
     "skip_clone": (False, True),
-    "thinking_token_budget": (None,),
     "watermarking": (None, False),
     "routed_experts_prompt_start": (None, 0),
     "trace_decode_token_ids": (None, False),
@@ -240,7 +239,10 @@ class SamplingParams:
         seed: any integer (modulo 2**64); None (default) or -1 draws one.
         structured_outputs: what the output must match (StructuredOutputsParams, or a mapping of its fields); None: anything.
             It ends, with finish_reason "stop", where nothing can come any more; where it may end or go on, the model's end of
-            text decides. With ignore_eos it goes on as long as it can. min_tokens does not keep it from its end.
+            text decides. With ignore_eos it goes on as long as it can. min_tokens does not keep it from its end. Of an engine
+            with a reasoning_parser it is for what comes behind the thought.
+        thinking_token_budget: most tokens of a thought; then its end is written. At least 0; None (default): any number. It needs
+            an engine with reasoning_parser or reasoning_config.
 
     When a request ends:
         max_tokens: most tokens of the output; default 16; None: up to the model's length.
@@ -312,6 +314,7 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int | None = None
     truncate_prompt_tokens: int | None = None
+    thinking_token_budget: int | None = None
 
     def __post_init__(self) -> None:
         # Each helper returns the value in its final type, or raises with the name of the parameter and the fix.
@@ -319,6 +322,8 @@ class SamplingParams:
         self.top_p = _number("top_p", self.top_p, above=0.0, high=1.0)
         self.min_p = _number("min_p", self.min_p, low=0.0, high=1.0)
         self.top_k = _integer("top_k", self.top_k, low=-1)
+        if self.thinking_token_budget is not None:
+            self.thinking_token_budget = _integer("thinking_token_budget", self.thinking_token_budget, low=0)
         self.presence_penalty = _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         self.frequency_penalty = _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
         self.repetition_penalty = _number("repetition_penalty", self.repetition_penalty, above=0.0, high=MAX_FLOAT32)

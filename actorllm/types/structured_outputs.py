@@ -66,6 +66,8 @@ class StructuredOutputsParams:
     """What errors call it: the field of a caller that asked for it in other words."""
     _is_hint: bool = field(default=False, init=False, repr=False, compare=False)
     """What no grammar can hold of a schema is dropped, and not refused."""
+    _is_whole: bool = field(default=False, init=False, repr=False, compare=False)
+    """It says what a thought looks like, too."""
     _checked: str | None = field(default=None, init=False, repr=False, compare=False)
     """The JSON text that was read last, and is known to be good."""
 
@@ -100,6 +102,8 @@ class StructuredOutputsParams:
                 values[name] = getattr(self, name)
         if self._is_hint:
             values["strict"] = False
+        if self._is_whole:
+            values["is_whole"] = True
         return values
 
     def named(self, source: str) -> StructuredOutputsParams:
@@ -114,6 +118,11 @@ class StructuredOutputsParams:
     def as_hint(self) -> StructuredOutputsParams:
         """The same, but what no grammar can hold of its schema is dropped: OpenAI's "strict": false."""
         self._is_hint = True
+        return self
+
+    def from_start(self) -> StructuredOutputsParams:
+        """The same, but it holds for what the model thinks, too."""
+        self._is_whole = True
         return self
 
     def _text(self, kind: str) -> str:

@@ -109,7 +109,6 @@ class VLLMOptions(TypedDict, total=False):
         *(None, {}, {"backend": "auto"}, {"backend": "guidance"}),
         *({"backend": "xgrammar"}, {"backend": "outlines"}, {"backend": "lm-format-enforcer"}),
     ]
-    reasoning_parser: Literal["", None]
     reasoning_parser_plugin: Literal["", None]
     interleave_mm_strings: Annotated[Any, False]
     media_io_kwargs: Annotated[Any, {}, None]
@@ -228,7 +227,6 @@ class VLLMOptions(TypedDict, total=False):
     log_level: Annotated[Any, None]
     log_config_file: Annotated[Any, None]
     ec_manager_config: Annotated[Mapping[str, Any] | None, None, {}]
-    reasoning_config: Literal[None]
     sleep_mode_offload_cudagraph: Literal[False]
     sleep_preserve_parameter_names: Annotated[list[str] | None, [], None]
     enable_cumem_allocator: Literal[False]

@@ -144,6 +144,23 @@ async def test_output_so_far_counts_and_output_at_its_end_ends() -> None:
         assert failed[3].startswith("structured_outputs: ")
 
 
+async def test_a_thought_that_had_ended_does_not_end_its_request_again() -> None:
+    """Of a request that has only a budget, what follows the thought is free, also after the scheduler was started again."""
+    marks = {"start": "<", "end": ">", "forced": ">", "is_assumed": True, "budget": 2}
+    grammar = {"kind": "free", "text": "", "source": "thinking_token_budget", "thought": marks}
+    async with running() as bench:
+        aside = Aside(bench)
+        two, end = ids(bench, "2>")
+        await bench.send(submit(1, grammar=grammar, output=np.array([two, two, end, two], np.int32), ignore_eos=False))
+        await bench.send(submit(2, grammar=grammar, output=np.array([two, two], np.int32), ignore_eos=False))
+        aside.finish()
+        await bench.settle()
+        assert bench.ends() == []
+        (inputs,) = late(bench)[:1]
+        assert len(inputs.slots) == 1, "nothing is asked of what is behind the thought"
+        assert allowed(inputs) == {end}
+
+
 async def test_after_the_death_of_the_workers_the_grammar_stands_where_the_tokens_do() -> None:
     async with running() as bench:
         aside = Aside(bench)

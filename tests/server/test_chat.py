@@ -36,7 +36,8 @@ async def test_an_answer_is_that_of_the_engine(llm: AsyncLLM, client: httpx.Asyn
     tree = await converse(client)
     assert tree["object"] == "chat.completion"
     (choice,) = tree["choices"]
-    assert choice["message"] == {"role": "assistant", "content": expected.outputs[0].text}
+    message = {"role": "assistant", "content": expected.outputs[0].text, "refusal": None, "reasoning": None}
+    assert choice["message"] == message
     assert choice["finish_reason"] == "length"
     assert tree["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
 

@@ -47,6 +47,9 @@ async def test_an_answer_is_that_of_the_engine(llm: AsyncLLM, client: httpx.Asyn
         "logprobs": None,
         "finish_reason": "length",
         "stop_reason": None,
+        "token_ids": None,
+        "prompt_logprobs": None,
+        "prompt_token_ids": None,
     }
     num_prompt = len(expected.prompt_token_ids)
     assert tree["usage"] == {

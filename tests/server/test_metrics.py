@@ -9,16 +9,19 @@ from importlib import resources
 import httpx
 import orjson
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from actorllm import AsyncLLM, SamplingParams
 from actorllm.server import create_app
 from actorllm.server.board import Board
-from actorllm.server.metrics import render
+from actorllm.server.metrics import VLLM_NAMES, render
 from tests.server.conftest import client_of
 
 pytestmark = pytest.mark.anyio
 
-SAMPLE = re.compile(r'(actorllm:[a-z0-9_]+)\{model_name="((?:[^"\\]|\\.)*)"(?:,([^}]*))?\} (\S+)')
+SAMPLE = re.compile(
+    r'((?:actorllm|vllm):[a-z0-9_]+)\{(?:engine="0",)?model_name="((?:[^"\\]|\\.)*)"(?:,([^}]*))?\} (\S+)'
+)
 
 
 async def scrape(client: httpx.AsyncClient) -> dict[str, float]:
@@ -74,6 +77,51 @@ async def test_a_scrape_counts_what_was_done(client: httpx.AsyncClient) -> None:
     assert grown['prompt_tokens_by_source_total{source="local_compute"}'] == grown["prompt_tokens_total"]
     assert after["kv_cache_usage_perc"] == 0
     assert "recoveries_total" in after
+
+
+OF_VLLM = {  # of vLLM 0.32
+    *("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc"),
+    *("cache_config_info", "prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total"),
+    *("prompt_tokens_total", "prompt_tokens_cached_total", "prompt_tokens_by_source_total", "generation_tokens_total"),
+    *("request_success_total", "corrupted_requests_total", "iteration_tokens_total", "inter_token_latency_seconds"),
+    *("time_to_first_token_seconds", "request_time_per_output_token_seconds", "e2e_request_latency_seconds"),
+    *("request_queue_time_seconds", "request_inference_time_seconds", "request_prefill_time_seconds"),
+    *("request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens", "request_num_preemptions"),
+    *("request_params_max_tokens", "request_prefill_kv_computed_tokens"),
+}
+
+
+async def test_the_same_counts_stand_under_the_names_of_vllm(llm: AsyncLLM, client: httpx.AsyncClient) -> None:
+    prompt = list(range(100, 164))
+    for _ in range(2):
+        assert (await client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2})).status_code == 200
+    values = await scrape(client)
+    of_vllm = {name.removeprefix("vllm:"): value for name, value in values.items() if name.startswith("vllm:")}
+    names = {re.sub("_(bucket|sum|count)({.*)?$", "", name).partition("{")[0] for name in of_vllm}
+    assert names == OF_VLLM
+    differing = {name for name, value in of_vllm.items() if values[name] != value}
+    assert differing == {"prompt_tokens_total"}  # those found in the cache are among them, as in vLLM
+    assert of_vllm["prompt_tokens_total"] == values["prompt_tokens_total"] + values["prefix_cache_hits_total"]
+    assert values["prefix_cache_hits_total"] > 0
+    text = (await client.get("/metrics")).text
+    assert 'vllm:num_requests_waiting{engine="0",model_name="storyteller"} 0.0\n' in text
+    async with client_of(create_app(llm, vllm_metrics=False)) as other:
+        assert "vllm:" not in (await other.get("/metrics")).text
+
+
+async def test_open_metrics_on_demand(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/v1/completions", json={"prompt": [1, 2, 3], "max_tokens": 2})).status_code == 200
+    accept = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.1"
+    response = await client.get("/metrics", headers={"accept": accept})
+    assert response.headers["content-type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
+    families = {family.name: family for family in text_string_to_metric_families(response.text)}
+    assert families["actorllm:generation_tokens"].type == "counter"
+    samples = families["vllm:generation_tokens"].samples
+    assert [(sample.name, sample.labels) for sample in samples] == [
+        ("vllm:generation_tokens_total", {"model_name": "storyteller", "engine": "0"})
+    ]
+    assert {f"vllm:{name}" for name in VLLM_NAMES} <= set(families)
+    assert (await scrape(client))["generation_tokens_total"] == samples[0].value
 
 
 async def test_what_comes_before_the_scheduler_is_no_queue_time(llm: AsyncLLM, client: httpx.AsyncClient) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -80,6 +82,9 @@ async def test_tokens_there_and_back(llm: AsyncLLM, client: httpx.AsyncClient) -
     tree = (await client.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
     assert tree["tokens"] == Tokenizer(llm.config.model.path).encode(text).tolist()
     assert tree["count"] == len(tree["tokens"]) == len(tree["token_strs"])
+    as_in_the_vocabulary = json.loads((Path(llm.config.model.path) / "tokenizer.json").read_text())["model"]["vocab"]
+    assert [as_in_the_vocabulary[one] for one in tree["token_strs"][1:]] == tree["tokens"][1:]
+    assert tree["token_strs"][0] == "<|endoftext|>"
     assert tree["max_model_len"] == 1024
     bare = (await client.post("/tokenize", json={"prompt": text, "add_special_tokens": False})).json()
     assert bare["tokens"] == tree["tokens"][1:]

@@ -21,6 +21,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from actorllm import AsyncLLM
 from actorllm.server import create_app
 from tests.server.conftest import client_of, is_idle, until
+from tests.server.openai_description.description import check
 
 TEXTS = ["A man is eating food.", "Someone eats a meal.", "The stock market fell."]
 
@@ -100,6 +101,24 @@ async def test_forms_of_input(http: httpx.AsyncClient) -> None:
     assert cut["usage"]["prompt_tokens"] == 256
 
 
+async def test_an_empty_text_has_a_vector_where_the_encoder_has_ids_of_its_own(http: httpx.AsyncClient) -> None:
+    tree = await answer(http, "/v1/embeddings", input=[""])
+    assert tree["usage"]["prompt_tokens"] == 2
+    check("CreateEmbeddingResponse", tree)
+    nothing = await vectors(http, ["", TEXTS[0]])
+    assert np.linalg.norm(nothing, axis=1) == pytest.approx([1, 1])
+    assert abs(float(nothing[0] @ nothing[1])) < 0.5
+
+
+async def test_vectors_over_the_api_of_ollama(http: httpx.AsyncClient) -> None:
+    tree = await answer(http, "/api/embed", model="minilm:latest", input=TEXTS)
+    assert np.abs(np.array(tree["embeddings"]) - await vectors(http, TEXTS)).max() < 1e-6
+    assert (tree["model"], tree["prompt_eval_count"] > 0, tree["total_duration"] > 0) == ("minilm:latest", True, True)
+    assert (await answer(http, "/api/embed", model="minilm", input="word " * 999))["prompt_eval_count"] == 256
+    refused = await http.post("/api/embed", json={"model": "minilm", "input": "word " * 999, "truncate": False})
+    assert (refused.status_code, set(refused.json())) == (400, {"error"})
+
+
 async def test_scores(http: httpx.AsyncClient) -> None:
     for first, second in (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
         tree = await answer(http, "/v1/score", **{first: TEXTS[0], second: TEXTS[1:]})
@@ -146,6 +165,7 @@ async def test_latency_fields_are_honoured(http: httpx.AsyncClient) -> None:
     [
         ("/v1/embeddings", {}, "input", "required"),
         ("/v1/embeddings", {"input": ""}, "input", "empty"),
+        ("/v1/embeddings", {"input": [[]]}, "input", "empty"),
         ("/v1/embeddings", {"input": []}, "input", "must be text"),
         ("/v1/embeddings", {"input": [["a"]]}, "input", "integers"),
         ("/v1/embeddings", {"input": [999999]}, "input", "outside the vocabulary"),

@@ -18,7 +18,7 @@ from actorllm import AsyncLLM
 from actorllm.errors import RequestFailedError
 from actorllm.server.envelope import error_of
 from actorllm.server.protocol import Body
-from actorllm.server.responses import ResponsesRequest, ask
+from actorllm.server.responses.request import ResponsesRequest, ask
 from actorllm.server.sampling import Defaults
 from tests.server.conftest import client_of
 
@@ -55,7 +55,7 @@ async def test_a_whole_response(openai_client: openai.AsyncOpenAI, client: httpx
     assert (item.type, item.role, item.status) == ("message", "assistant", "incomplete")
     assert response.output_text == item.content[0].text != ""
     assert (response.instructions, response.temperature, response.max_output_tokens) == ("Tell of a fox.", 0, 20)
-    assert (response.metadata, response.store, response.tools) == ({"a": "b"}, False, [])
+    assert (response.metadata, response.store, response.tools) == ({"a": "b"}, True, [])
     usage = response.usage
     assert usage is not None
     assert usage.output_tokens == 20
@@ -144,7 +144,9 @@ async def test_log_probabilities_and_a_schema(openai_client: openai.AsyncOpenAI)
         ({"input": ""}, "input", "empty"),
         ({"input": []}, "input", ""),
         ({"input": 3}, "input", ""),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "input", "'function_call'"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input", "arguments=None"),
+        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input", "output"),
+        ({"input": [{"type": "web_search_call"}]}, "input", "'web_search_call'"),
         ({"input": [{"role": "king", "content": "a"}]}, "input", "role='king'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "input_image"),
         ({"input": "a " * 3000}, "input", "max_model_len"),
@@ -157,12 +159,12 @@ async def test_log_probabilities_and_a_schema(openai_client: openai.AsyncOpenAI)
             "top_logprobs=1000",
         ),
         ({"input": "a", "temperature": -1}, "temperature", ">= 0"),
-        ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
         ({"input": "a", "conversation": "c"}, "conversation", "not supported"),
-        ({"input": "a", "background": True}, "background", "not supported"),
+        ({"input": "a", "background": True, "store": False}, "store", "no client waits"),
         ({"input": "a", "prompt": {"id": "p"}}, "prompt", "not supported"),
         ({"input": "a", "n": 2}, "n", "not supported"),
-        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools", "/v1/chat/completions"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools", "'web_search'"),
+        ({"input": "a", "tools": [{"type": "function"}]}, "tools", "name=None"),
         ({"input": "a", "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"input": "a", "truncation": "auto"}, "truncation", "'disabled'"),
         ({"input": "a", "include": ["file_search_call.results"]}, "include", "file_search_call"),
@@ -192,7 +194,6 @@ async def test_what_has_no_effect_is_told(client: httpx.AsyncClient) -> None:
     body = {
         "input": "a",
         "max_output_tokens": 1,
-        "store": True,
         "reasoning": {"effort": "low"},
         "user": "me",
         "tools": [],
@@ -200,10 +201,8 @@ async def test_what_has_no_effect_is_told(client: httpx.AsyncClient) -> None:
     response = await client.post("/v1/responses", json=body)
     assert response.status_code == 200
     warned = response.headers["x-actorllm-warning"]
-    assert "store" in warned
     assert "reasoning" in warned
     assert "user" not in warned
-    assert (await client.get(f"/v1/responses/{response.json()['id']}")).status_code == 404
 
 
 async def test_a_response_that_is_aborted_ends_with_what_there_is(llm: AsyncLLM, app: FastAPI) -> None:

@@ -61,6 +61,37 @@ async def test_a_request_is_a_span_of_its_callers_trace(llm: AsyncLLM, stream: b
     assert (failure.attributes or {})["error.type"] == "InvalidPromptError"
 
 
+async def test_a_refused_request_is_a_span(llm: AsyncLLM) -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    refused = [
+        ("/v1/completions", b'{"prompt": 3}', 400, "InvalidPromptError"),
+        ("/v1/chat/completions", b'{"messages": ', 400, "BadRequestError"),
+        ("/v1/responses", b'{"input": "a", "model": "king"}', 404, "NotFoundError"),
+        ("/v1/embeddings", b'{"input": "a"}', 400, "InvalidParameterError"),
+        ("/generate", b"x" * 9000, 413, "RequestTooLargeError"),
+    ]
+    app = create_app(llm, tracer_provider=provider, max_body_bytes=8000)
+    async with client_of(app) as client:
+        headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+        for path, body, status, _ in refused:
+            assert (await client.post(path, content=body, headers=headers)).status_code == status
+        assert (await client.post("/tokenize", json={})).status_code == 400
+    async with client_of(create_app(llm, tracer_provider=provider, api_key="a")) as client:
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 401
+    *spans, unknown = exporter.get_finished_spans()
+    told = [(span.attributes or {}) for span in spans]
+    assert [(one["http.response.status_code"], one["error.type"]) for one in told] == [line[2:] for line in refused]
+    operations = ["text_completion", "chat", "chat", "embeddings", "text_completion"]
+    assert [one["gen_ai.operation.name"] for one in told] == operations
+    for span in spans:
+        assert span.status.status_code is StatusCode.ERROR
+        assert f"{span.context.trace_id:032x}" == TRACE
+        assert 0 < _start(span) <= (span.end_time or 0)
+    assert (unknown.attributes or {})["error.type"] == "AuthenticationError"
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_all_sequences_are_in_it_whenever_they_ended(
     llm: AsyncLLM, caplog: pytest.LogCaptureFixture, stream: bool

@@ -125,6 +125,13 @@ def test_what_a_template_wants_is_read_from_it(make_folder: MakeFolder, template
     assert _read_template(template).content_parts == wants_parts
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_a_template_gets_the_thought_of_a_message_by_both_names(make_folder: MakeFolder, name: str) -> None:
+    template = "{% for m in messages %}{{ m.reasoning }}|{{ m.reasoning_content }}|{{ m.content }};{% endfor %}"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", name: "Hm."}]
+    assert render(make_folder(template), messages) == "||a;Hm.|Hm.|b;"
+
+
 def test_tool_calls(make_folder: MakeFolder) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     messages = [*TALK[:2], {"role": "assistant", "content": None, "tool_calls": [call]}]

@@ -1,0 +1,48 @@
+"""`answer_of`: from an HTTP request for text to the `Answer` that goes back, in whichever API's words it was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from actorllm.errors import ActorLLMError
+from actorllm.server.answer import Answer, StreamedAnswer, WholeAnswer
+from actorllm.server.batch import submitted
+from actorllm.server.completions import Asked
+from actorllm.server.envelope import error_of
+from actorllm.server.operations import read_admitted, state_of
+from actorllm.server.protocol import Body
+from actorllm.server.sampling import name_request
+
+B = TypeVar("B", bound=Body)
+
+
+async def answer_of(
+    request: Request, model: type[B], ask: Callable[..., Asked], prompt_field: str, tag: str = "", body: Any = None
+) -> tuple[Answer, Asked]:
+    """model: of the body, which has `model` and `request_id`. ask: what the engine is asked, as `completions.ask`. tag: what may
+    stand behind a model's name. body: where it was read already.
+
+    Raises ApiError, also for what the engine refuses at once.
+    """
+    state = state_of(request)
+    headers = request.headers
+    if body is None:
+        body = await read_admitted(request, model)
+    name = state.check_model(body.model, tag)
+    name_request(body, headers)
+    fields = model.model_fields
+    try:
+        asked = ask(body, headers, state.defaults, name, state.decode)
+        streams = await submitted(
+            asked.prompts, lambda prompt: state.llm.generate(prompt, asked.params, **asked.extras.arguments)
+        )
+    except (ActorLLMError, RecursionError) as error:
+        raise error_of(error, fields, prompt_field, body.renamed()) from error
+    told = {"x-request-id": asked.shape.id, **asked.extras.headers()}
+    answer = StreamedAnswer if asked.is_streamed else WholeAnswer
+    made = answer(state, asked.shape, streams, fields, prompt_field, told)
+    made.params, made.renamed = asked.params, body.renamed()
+    return made, asked

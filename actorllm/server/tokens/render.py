@@ -1,0 +1,97 @@
+"""`/v1/completions/render`, `/v1/chat/completions/render`: what the engine would be asked, as `/inference/v1/generate` takes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+
+from actorllm.actors.engine_thread import HostLoop
+from actorllm.errors import ActorLLMError
+from actorllm.server import chat, completions
+from actorllm.server.completions import Asked
+from actorllm.server.envelope import ApiError, error_of
+from actorllm.server.operations import JSONResponse, read_admitted, state_of, takes
+from actorllm.server.protocol import ChatCompletionRequest, CompletionRequest, Generation
+from actorllm.server.sampling import name_request
+from actorllm.server.state import ServerState
+from actorllm.text.chat_template import Conversation
+from actorllm.types.params import SamplingParams
+
+router = APIRouter()
+
+NOT_SENT = ("output_kind",)
+
+
+@router.post("/v1/completions/render", openapi_extra=takes(CompletionRequest))
+async def render_completion(request: Request) -> Response:
+    """A list, with one body for each prompt."""
+    return JSONResponse(await _rendered(request, CompletionRequest, completions.ask, "prompt"))
+
+
+@router.post("/v1/chat/completions/render", openapi_extra=takes(ChatCompletionRequest))
+async def render_chat(request: Request) -> Response:
+    """One body."""
+    (body,) = await _rendered(request, ChatCompletionRequest, chat.ask, "messages")
+    return JSONResponse(body)
+
+
+async def _rendered(request: Request, model: type[Generation], ask: Any, prompt_field: str) -> list[dict[str, Any]]:
+    state = state_of(request)
+    body = await read_admitted(request, model)
+    name = state.check_model(body.model)
+    name_request(body, request.headers)
+    if body.truncate_prompt_tokens is not None:
+        told = "truncate_prompt_tokens is not supported here; cut the token ids that come back"
+        raise ApiError(400, told, "truncate_prompt_tokens")
+    try:
+        asked: Asked = ask(body, request.headers, state.defaults, name, state.decode)
+        adds = body.add_special_tokens
+        ids = [await _ids_of(state, prompt, adds) for prompt in asked.prompts]
+    except (ActorLLMError, RecursionError) as error:
+        raise error_of(error, model.model_fields, prompt_field, body.renamed()) from error
+    head = {"model": name, "stream": bool(body.stream), "cache_salt": body.cache_salt, "priority": body.priority or 0}
+    head |= {"features": None, "sampling_params": _sent(asked.params)}
+    if body.stream_options is not None:
+        head["stream_options"] = body.stream_options.model_dump(exclude_none=True)
+    first = body.request_id or uuid.uuid4().hex
+    names = [first] if len(ids) == 1 else [f"{first}-{number}" for number in range(len(ids))]
+    return [{"request_id": one, "token_ids": tokens, **head} for one, tokens in zip(names, ids, strict=True)]
+
+
+async def _ids_of(state: ServerState, prompt: Any, adds: bool | None) -> list[int]:
+    if isinstance(prompt, dict):  # with a salt
+        prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
+    if isinstance(prompt, np.ndarray):
+        ids: list[int] = prompt.tolist()
+        return ids
+    if isinstance(prompt, list):
+        return prompt
+    adds = bool(adds) if isinstance(prompt, Conversation) else adds is not False
+    return await HostLoop.current().result_of(state.engine.token_ids_of(prompt, adds))
+
+
+def _sent(params: SamplingParams) -> dict[str, Any]:
+    """The parameters that are not as they are by default."""
+    sent = {}
+    for field in dataclasses.fields(params):
+        value, by_default = getattr(params, field.name), field.default
+        if field.default_factory is not dataclasses.MISSING:
+            by_default = field.default_factory()
+        if field.name.startswith("_") or field.name in NOT_SENT or (value == by_default and field.name != "max_tokens"):
+            continue
+        sent[field.name] = _plain(value)
+    return sent
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value) if not field.name.startswith("_")]
+        return {name: _plain(one) for name in fields if (one := getattr(value, name)) not in (None, False)}
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    return sorted(value) if isinstance(value, set | frozenset) else value

@@ -1,0 +1,67 @@
+"""`POST /v1/chat/completions/batch`: several conversations in one body, and a choice for each in the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from actorllm.errors import InvalidParameterError
+from actorllm.server import chat
+from actorllm.server.asking import answer_of
+from actorllm.server.completions import Asked
+from actorllm.server.envelope import ApiError
+from actorllm.server.operations import takes
+from actorllm.server.protocol import ChatCompletionRequest, Generation, Messages, checked
+from actorllm.server.sampling import Defaults
+from actorllm.types.params import MAX_N
+
+router = APIRouter()
+
+NOT_HERE = ("stream", "stream_options", "tools", "use_beam_search", "prompt_logprobs", "echo")
+"""Fields of one conversation; empty ones ask for nothing."""
+
+
+class BatchChatRequest(Generation):
+    """`POST /v1/chat/completions/batch`. Every field beside the messages is that of a chat."""
+
+    messages: Annotated[list[Messages], Field(fail_fast=True, min_length=1, max_length=MAX_N)]
+
+
+@router.post("/v1/chat/completions/batch", openapi_extra=takes(BatchChatRequest))
+async def converse(request: Request) -> Response:
+    """Answer each of several conversations."""
+    answer, _ = await answer_of(request, BatchChatRequest, ask, "messages")
+    return answer
+
+
+def ask(
+    body: BatchChatRequest,
+    headers: Mapping[str, str],
+    defaults: Defaults,
+    model: str,
+    decode: Callable[[list[int]], str],
+) -> Asked:
+    """Raises ApiError, InvalidParameterError and InvalidPromptError."""
+    given = {**(body.model_extra or {}), **body.given()}
+    for name in NOT_HERE:
+        if given.get(name):
+            raise ApiError(400, f"{name} is not supported for several conversations; leave it out", name)
+    if given.get("n", 1) != 1:
+        raise InvalidParameterError(f"n={body.n} must be 1: there is a choice for each conversation")
+    asked = [
+        chat.ask(checked(ChatCompletionRequest, {**given, "messages": one}), headers, defaults, model, decode)
+        for one in body.messages
+    ]
+    first = asked[0]
+    assert isinstance(first.shape, chat.ChatShape)
+    shape = BatchShape(first.shape.view, len(asked), 1, first.extras.slo, decode, body.request_id)
+    return Asked([one.prompts[0] for one in asked], first.params, first.extras, shape, False)
+
+
+class BatchShape(chat.ChatShape):
+    def _add_to_whole(self, tree: dict[str, Any], outputs: Any) -> None:
+        """Ids of prompts stand nowhere: there are several."""
+        tree |= {"prompt_logprobs": None, "prompt_token_ids": None}
