@@ -51,7 +51,7 @@ MODULES: dict[str, dict[str, str]] = {
     "beam_search": _BEAMS,
     "config": {
         "VllmConfig": "actorllm.config:EngineConfig",
-        **_same("actorllm.config", "ModelConfig", "CacheConfig", "SchedulerConfig"),
+        **_same("actorllm.config", "ModelConfig", "CacheConfig", "SchedulerConfig", "ParallelConfig"),
         **_same("actorllm", "PoolerConfig"),
     },
     "engine": {},
