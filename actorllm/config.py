@@ -92,6 +92,20 @@ class ModelConfig:
     """Whose parameters are used, in place of those of `path`; only within this process (topology="inline")."""
 
     @property
+    def hf_config(self) -> Any:
+        """The configuration as transformers has it, with `overrides`; of a lent module its own. Imports transformers."""
+        if self.module is not None:
+            return self.module.module.config
+        from transformers import AutoConfig
+
+        tree = overridden(read_object(Path(self.path) / "config.json"), self.overrides)
+        return AutoConfig.for_model(**tree)
+
+    def get_vocab_size(self) -> int:
+        """As `vocab_size`."""
+        return self.vocab_size
+
+    @property
     def embedding_bytes(self) -> int:
         """Of one embedding of a prompt; 0: prompts have none."""
         return (self.embedding_size or 0) * (4 if self.dtype == "float32" else 2)
@@ -110,6 +124,16 @@ class CacheConfig:
     memory_utilization: float | None
     """Share of the available memory for weights, activations and cache; None: a moderate default."""
     enable_prefix_caching: bool
+
+    @property
+    def num_gpu_blocks(self) -> int | None:
+        """As `num_blocks`; vLLM's name, on every device."""
+        return self.num_blocks
+
+    @property
+    def gpu_memory_utilization(self) -> float | None:
+        """As `memory_utilization`; vLLM's name, on every device."""
+        return self.memory_utilization
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +163,20 @@ class SchedulerConfig:
     """Extra KV room per decode row, for results of more than one token."""
     step_model: str | None = None
     """What steps take, for policies that ask (`scheduling.cost_model.to_json`); None: they learn it while they run."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """The ranks of the model, by vLLM's names. There is one kind of parallelism."""
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.tensor_parallel_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +224,26 @@ class EngineConfig:
     """On CUDA: launch every kernel of a decode step by itself, and record no graphs. The CPU has none."""
     cpu_share: float | None = None
     """Share of the machine's cores that the threads are chosen from; None: all of them."""
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """As `model`; vLLM's name."""
+        return self.model
+
+    @property
+    def cache_config(self) -> CacheConfig:
+        """As `cache`; vLLM's name."""
+        return self.cache
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        """As `scheduler`; vLLM's name."""
+        return self.scheduler
+
+    @property
+    def parallel_config(self) -> ParallelConfig:
+        """How many ranks there are."""
+        return ParallelConfig(self.world_size)
 
     def resolved(self, num_blocks: int) -> EngineConfig:
         """The same engine with the number of KV blocks that every rank can hold.

@@ -1,16 +1,17 @@
 """Every exception that the library raises on purpose.
 
     ActorLLMError
-    ├── ConfigError (ValueError)              an engine argument is wrong; nothing was started
+    ├── VLLMValidationError (ValueError)      the base of what vLLM raises under this name: the three that are marked with a *
+    ├── ConfigError * (ValueError)            an engine argument is wrong; nothing was started
     │   └── UnknownArgumentError (TypeError)  no such argument; the nearest name is in the message
     ├── ModelError                            the model cannot be served
     │   ├── ModelNotFoundError (FileNotFoundError)
     │   ├── CorruptModelError                 a file of the model is unreadable or contradicts another
     │   └── UnsupportedModelError             the architecture or a feature of it is not there; says which
     ├── RequestError                          one request is wrong or failed; nothing else is affected
-    │   ├── InvalidParameterError (ValueError)
+    │   ├── InvalidParameterError * (ValueError)
     │   │   └── UnknownParameterError (TypeError)
-    │   ├── InvalidPromptError (ValueError)
+    │   ├── InvalidPromptError * (ValueError)
     │   ├── DuplicateRequestError (ValueError)
     │   ├── EngineOverloaded                  too much waits already; carries the counts and the limits
     │   └── RequestFailedError                the engine accepted the request and could not finish it
@@ -50,7 +51,11 @@ class ActorLLMError(Exception):
     """Base of everything this library raises on purpose."""
 
 
-class ConfigError(ActorLLMError, ValueError):
+class VLLMValidationError(ActorLLMError, ValueError):
+    """A value that was given cannot be used: of an engine's argument, a sampling parameter or a prompt. vLLM's name."""
+
+
+class ConfigError(VLLMValidationError):
     """An engine argument has a value that cannot be used."""
 
 
@@ -78,7 +83,7 @@ class RequestError(ActorLLMError):
     """One request is wrong or failed. Every other request goes on."""
 
 
-class InvalidParameterError(RequestError, ValueError):
+class InvalidParameterError(RequestError, VLLMValidationError):
     """A sampling parameter has the wrong type or is out of range."""
 
 
@@ -86,7 +91,7 @@ class UnknownParameterError(InvalidParameterError, TypeError):
     """A sampling parameter that does not exist."""
 
 
-class InvalidPromptError(RequestError, ValueError):
+class InvalidPromptError(RequestError, VLLMValidationError):
     """The prompt is empty, too long, or holds ids outside the vocabulary."""
 
 

@@ -164,7 +164,7 @@ class LLM(BlockingDoor):
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: Sequence[None] | None = None,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: ContentFormat = "auto",
@@ -182,7 +182,7 @@ class LLM(BlockingDoor):
             messages: a list of mappings with "role" and "content", or a list of such lists.
             sampling_params: one for all, or one per prompt; None: `get_default_sampling_params`.
             use_tqdm: whether to show a progress bar, or what makes one; default True.
-            lora_request, mm_processor_kwargs: accepted at None, where vLLM's argument asks for nothing.
+            lora_request: accepted at None, or a list with None per prompt. mm_processor_kwargs: accepted at None.
             priority: lower is sooner, under policies that look at it: one for all, or one per prompt; None: 0.
             chat_template: a Jinja template, or the name of one of the model's; None: that of the constructor, else the model's own.
             chat_template_content_format: "string" gives the template text, "openai" lists of parts; "auto" (default) reads it.
@@ -228,7 +228,7 @@ class LLM(BlockingDoor):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: Sequence[None] | None = None,
         pooling_task: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         priority: Sequence[int] | None = None,
@@ -240,7 +240,7 @@ class LLM(BlockingDoor):
             prompts: one prompt (text, token ids, or a mapping as in vLLM), or a list of them.
             pooling_params: one for all, or one per prompt; None: the engine's own way.
             use_tqdm: whether to show a progress bar, or what makes one; default True.
-            lora_request: accepted at None, where vLLM's argument asks for nothing.
+            lora_request: accepted at None, or a list with None per prompt.
             pooling_task: "embed", which is the only one; None: the same.
             tokenization_kwargs: truncate_prompt_tokens, truncation_side and add_special_tokens, for all prompts; None: none.
             priority: one number per prompt; None: 0.
@@ -262,7 +262,7 @@ class LLM(BlockingDoor):
         extras: dict[str, Any] = {
             "tokenization_kwargs": tokenization_kwargs,
             "deadline": _deadline(timeout),
-            "vllm_arguments": {"lora_request": lora_request},
+            "vllm_arguments": {"lora_request": _common_adapter(lora_request, len(batch))},
         }
         _check_priority(priority, len(batch))
         host = ThreadHost()
@@ -283,7 +283,7 @@ class LLM(BlockingDoor):
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: None = None,
+        lora_request: Sequence[None] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         priority: Sequence[int] | None = None,
         timeout: float | None = None,
@@ -381,7 +381,7 @@ class LLM(BlockingDoor):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        lora_request: None = None,
+        lora_request: Sequence[None] | None = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         tokenization_kwargs: Mapping[str, Any] | None = None,
@@ -392,7 +392,7 @@ class LLM(BlockingDoor):
 
         Arguments:
             prompts, sampling_params, priority, tokenization_kwargs, vllm_arguments: as in `generate`.
-            lora_request, mm_processor_kwargs: accepted at None, where vLLM's argument asks for nothing.
+            lora_request: accepted at None, or a list with None per prompt. mm_processor_kwargs: accepted at None.
             use_tqdm: changes nothing.
 
         Raises:
@@ -415,7 +415,7 @@ class LLM(BlockingDoor):
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: Sequence[None] | None = None,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: ContentFormat = "auto",
@@ -508,6 +508,7 @@ class LLM(BlockingDoor):
             sampling_params = self.get_default_sampling_params()
         params = _per_prompt(sampling_params, len(batch))
         priorities = _per_prompt_priority(priority, len(batch))
+        extras = {**extras, "lora_request": _common_adapter(extras.get("lora_request"), len(batch))}
         for prompt, one, urgency in zip(batch, params, priorities, strict=True):
             yield self._engine.submit(prompt, one, self._new_request_id(), host=host, priority=urgency, **extras)
 
@@ -654,6 +655,17 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams], count: int) -
         one.output_kind = RequestOutputKind.FINAL_ONLY
         final.append(one)
     return final
+
+
+def _common_adapter(lora_request: Any, count: int) -> Any:
+    """None for a list with a None per prompt, which asks for the model itself; anything else as it is."""
+    if not isinstance(lora_request, list | tuple) or any(one is not None for one in lora_request):
+        return lora_request
+    if len(lora_request) != count:
+        raise InvalidParameterError(
+            f"{len(lora_request)} lora_requests for {count} prompts; give None, or one per prompt"
+        )
+    return None
 
 
 def _per_prompt_priority(priority: int | Sequence[int] | None, count: int) -> list[int]:

@@ -20,6 +20,9 @@ TAKES_THE_PLACE_OF = {
     "device": ("auto", "cpu"),
     "name": None,
     "hf_overrides": None,
+    "revision": None,
+    "download_dir": None,
+    "hf_token": None,
 }
 """Arguments of the engine that a module leaves nothing to decide for, and the values at which they agree with it."""
 
@@ -86,9 +89,9 @@ class LentModule:
         for name, accepted in TAKES_THE_PLACE_OF.items():
             values = accepted if isinstance(accepted, tuple) else (accepted,)
             if given[name] not in values:
+                shown = name if name == "hf_token" else f"{name}={given[name]!r}"  # what is raised may end in a log
                 raise ConfigError(
-                    f"module={self.architecture}: {name}={given[name]!r} does not go together with it; leave it at "
-                    f"{values[0]!r}"
+                    f"module={self.architecture}: {shown} does not go together with it; leave it at {values[0]!r}"
                 )
         if str(given["dtype"]).removeprefix("torch.") not in ("auto", self.dtype):
             raise ConfigError(f"dtype={given['dtype']!r}: the module's parameters are {self.dtype}; leave it at 'auto'")

@@ -363,3 +363,16 @@ def test_infinity_is_a_time_that_travels() -> None:
     config = EngineConfig.from_arguments(STORYTELLER, step_timeout_s=float("inf"), heartbeat_timeout_s=float("inf"))
     again = EngineConfig.from_json(config.to_json())
     assert again.step_timeout_s == again.heartbeat_timeout_s == 1e9
+
+
+def test_the_parts_have_the_names_of_vllm() -> None:
+    config = config_of(max_num_seqs=7, tensor_parallel_size=2, hf_overrides={"rope_theta": 5e5}).resolved(1000)
+    assert config.model_config is config.model
+    assert config.scheduler_config.max_num_seqs == 7
+    assert config.cache_config.num_gpu_blocks == 1000
+    assert config.cache_config.gpu_memory_utilization is None
+    parallel = config.parallel_config
+    assert (parallel.tensor_parallel_size, parallel.world_size, parallel.data_parallel_size) == (2, 2, 1)
+    assert config.model_config.get_vocab_size() == config.model.vocab_size == 4096
+    assert config.model_config.hf_config.model_type == "llama"
+    assert "500000" in str(config.model_config.hf_config.to_dict()), "overrides count"

@@ -206,6 +206,11 @@ def test_what_makes_the_progress_bar_may_be_given(llm: LLM) -> None:
 
 def test_arguments_of_vllm_that_ask_for_nothing(llm: LLM) -> None:
     assert len(generate(llm, PROMPTS, lora_request=None, tokenization_kwargs={})) == 3
+    assert len(generate(llm, PROMPTS, lora_request=[None] * 3)) == 3
+    with pytest.raises(InvalidParameterError, match="2 lora_requests for 3 prompts"):
+        generate(llm, PROMPTS, lora_request=[None, None])
+    with pytest.raises(InvalidParameterError, match=r"'x'.* is not supported yet; leave it at None"):
+        generate(llm, PROMPTS, lora_request=[None, None, "x"])
     with pytest.raises(InvalidParameterError, match="lora_request='x' is not supported yet; leave it at None"):
         generate(llm, PROMPTS, lora_request="x")
     with pytest.raises(InvalidParameterError, match="'lora_requests'; did you mean 'lora_request'"):

@@ -107,7 +107,20 @@ def circles(graph: dict[str, set[str]]) -> set[str]:
 
 LAYERS = (
     *("errors", "clock", "shapes", "types", "messages", "ring", "kvcache", "text", "scheduling", "blame", "config"),
-    *("model", "actors", "supervision", "attach", "intake", "client", "api", "slo", "server", "cli", "testing"),
+    *(
+        "model",
+        "actors",
+        "supervision",
+        "attach",
+        "intake",
+        "client",
+        "api",
+        "slo",
+        "server",
+        "cli",
+        "testing",
+        "compat",
+    ),
 )
 """Lower ones first: a module imports from its own layer and those before."""
 

@@ -1,0 +1,59 @@
+"""Programs import vLLM's names from vLLM's submodules."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import actorllm.compat
+from actorllm.compat import MODULES
+from actorllm.errors import EngineDeadError
+
+NAMES = [(module, name) for module, names in MODULES.items() for name in names]
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_a_name_of_the_table_is_there(module: str, name: str) -> None:
+    imported = importlib.import_module(f"actorllm.compat.{module}")
+    assert getattr(imported, name) is not None
+    assert name in dir(imported)
+
+
+def test_the_names_are_those_of_the_package() -> None:
+    from actorllm.compat.engine.async_llm_engine import AsyncEngineDeadError
+    from actorllm.compat.sampling_params import SamplingParams
+
+    assert SamplingParams is actorllm.SamplingParams is actorllm.compat.SamplingParams
+    assert AsyncEngineDeadError is EngineDeadError
+
+
+def test_what_is_not_in_the_table_cannot_be_imported() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"actorllm\.compat\.model_executor"):
+        importlib.import_module("actorllm.compat.model_executor")
+    with pytest.raises(ImportError, match="cannot import name 'GuidedDecodingParams'"):
+        exec("from actorllm.compat.sampling_params import GuidedDecodingParams")
+    with pytest.raises(AttributeError, match="no attribute 'Llm'"):
+        _ = actorllm.compat.Llm
+
+
+def test_everything_of_a_submodule_and_a_submodule_of_a_submodule() -> None:
+    names: dict[str, object] = {}
+    exec("from actorllm.compat.sampling_params import *\nimport actorllm.compat.v1.engine.async_llm as found", names)
+    assert names["SamplingParams"] is actorllm.SamplingParams
+    assert names["found"].AsyncLLM is actorllm.AsyncLLM  # type: ignore[attr-defined]
+
+
+def test_the_server_starts_by_the_module_that_vllm_has_for_it() -> None:
+    command = [sys.executable, "-m", "actorllm.compat.entrypoints.openai.api_server", "--model", "storyteller"]
+    done = subprocess.run([*command, "--api-processes", "0"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "--api-processes 0 must be at least 1" in done.stderr
+
+
+def test_importing_names_imports_no_torch() -> None:
+    program = "import actorllm.compat as vllm, sys\nvllm.SamplingParams, vllm.LLM\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
