@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.embedding.host_program import PRINT_PIDS, run_host
+from tests.embedding.host_program import PRINT_PIDS, ROOT, run_host
 
 FIRST_CELL = (
     PRINT_PIDS
@@ -66,6 +66,11 @@ blocking.shutdown()
 """,
 }
 """Cells that are run one after the other, by their names. TOPOLOGY is that of their engines."""
+
+EXAMPLE = ROOT / "examples" / "notebook.ipynb"
+EXAMPLE_CELLS = [
+    "".join(cell["source"]) for cell in json.loads(EXAMPLE.read_text())["cells"] if cell["cell_type"] == "code"
+]
 
 FORGOTTEN = """
 llm = AsyncLLM("storyteller", num_threads=1)
@@ -129,7 +134,8 @@ def cells(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     environment = {name: str(tmp_path_factory.mktemp(name.lower())) for name in folders}
     keys = [(topology, name) for topology in TOPOLOGIES for name in CELLS]
     sources = [f"TOPOLOGY = {topology!r}\n{CELLS[name]}" for topology, name in keys]
-    arguments = SHELLS[request.param], json.dumps([FIRST_CELL, *sources, FORGOTTEN])
+    keys += [("example", str(number)) for number in range(len(EXAMPLE_CELLS))]
+    arguments = SHELLS[request.param], json.dumps([FIRST_CELL, *sources, *EXAMPLE_CELLS, FORGOTTEN])
     host = run_host("-c", *arguments, environment=environment, timeout_s=55)
     found: list[Any] = json.loads(host.output.splitlines()[-1].removeprefix("found "))
     first, *others, forgotten = [Ran(*one) for one in found]
@@ -167,6 +173,19 @@ def test_a_blocking_call_may_be_interrupted(cells: Cells, topology: str) -> None
     assert re.fullmatch(r"(\s*Processed prompts: [^\r\n]*)+\s*", ran.errors), "a bar, and no warning"
     assert cells[topology, "interrupt of a blocking call"].raised == "KeyboardInterrupt"
     assert cells[topology, "after the interrupt of a blocking call"] == Ran("20\n", "", None)
+
+
+def test_the_notebook_of_the_examples(cells: Cells) -> None:
+    start, stream, several, end = [cells["example", str(number)] for number in range(len(EXAMPLE_CELLS))]
+    assert start == end == Ran("", "", None)
+    assert (stream.errors, stream.raised) == (several.errors, several.raised) == ("", None)
+    assert stream.output
+    assert [line.partition(" | ")[0] for line in several.output.splitlines() if " | " in line] == [
+        "There was a king",
+        "One day a fox",
+        "In the forest",
+    ]
+    assert len(EXAMPLE.read_text().splitlines()) < 80
 
 
 EMBEDDED = """
