@@ -38,7 +38,6 @@ from actorllm.server.protocol import (
 from actorllm.server.sampling import Defaults, name_request
 from actorllm.server.state import ServerState
 from actorllm.server.tool_parsers import parser_named
-from actorllm.text.chat_template import chat_templates
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -87,16 +86,15 @@ def create_app(
     if max_concurrent_requests is not None and max_concurrent_requests < 1:
         raise ConfigError(f"max_concurrent_requests={max_concurrent_requests!r} must be at least 1")
     model = llm.config.model
-    templates = [] if model.tokenizer is None else chat_templates(model.tokenizer)
+    parser_named(tool_call_parser, [])  # says what is wrong with it before anything is started
     defaults = Defaults(
         sampling=model.sampling_defaults,
         max_prompt_characters=model.max_prompt_characters,
         trusts_chat_templates=trust_request_chat_template,
-        tool_parser=parser_named(tool_call_parser, templates),
-        shows_tools=any("tools" in template for template in templates),
     )
     app = FastAPI(title="actorllm", version=__version__, default_response_class=JSONResponse, responses=_ERRORS)
-    app.state.server = ServerState(llm, names, defaults, max_concurrent_requests, int(time.time()))
+    created = int(time.time())
+    app.state.server = ServerState(llm, names, defaults, max_concurrent_requests, created, tool_call_parser)
     app.state.server.logs_requests = enable_log_requests
     if tracer_provider is not None:
         from actorllm.server.tracing import Tracing
@@ -148,6 +146,7 @@ async def _answer(request: Request, model: type[Any], ask: Any, prompt_field: st
     name = state.check_model(body.model)
     name_request(body, headers)
     fields = model.model_fields
+    await state.know_templates()
     try:
         asked: Asked = ask(body, headers, state.defaults, name, state.decode)
         streams = await submitted(
