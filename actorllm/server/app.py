@@ -43,7 +43,6 @@ from actorllm.server.sampling import Defaults
 from actorllm.server.state import ServerState
 from actorllm.server.tokens import inference, refused, render, several
 from actorllm.server.tool_parsers import parser_named
-from actorllm.text.chat_template import chat_templates
 from actorllm.text.reasoning.parsers import reasoning_named
 
 if TYPE_CHECKING:
@@ -102,17 +101,16 @@ def create_app(
     if max_concurrent_requests is not None and max_concurrent_requests < 1:
         raise ConfigError(f"max_concurrent_requests={max_concurrent_requests!r} must be at least 1")
     model = llm.config.model
-    templates = [] if model.tokenizer is None else chat_templates(model.tokenizer)
+    parser_named(tool_call_parser, [])  # says what is wrong with it before anything is started
     defaults = Defaults(
         sampling=model.sampling_defaults,
         max_prompt_characters=model.max_prompt_characters,
         trusts_chat_templates=trust_request_chat_template,
-        tool_parser=parser_named(tool_call_parser, templates),
         reasoning=None if model.reasoning_parser is None else reasoning_named(model.reasoning_parser),
-        shows_tools=any("tools" in template for template in templates),
     )
     app = FastAPI(title="actorllm", version=__version__, default_response_class=JSONResponse, responses=_ERRORS)
-    app.state.server = ServerState(llm, names, defaults, max_concurrent_requests, int(time.time()))
+    created = int(time.time())
+    app.state.server = ServerState(llm, names, defaults, max_concurrent_requests, created, tool_call_parser)
     app.state.server.logs_requests = enable_log_requests
     app.state.server.has_vllm_metrics = vllm_metrics
     if tracer_provider is not None:

@@ -34,6 +34,7 @@ async def answer_of(
     name = state.check_model(body.model, tag)
     name_request(body, headers)
     fields = model.model_fields
+    await state.know_templates()
     try:
         asked = ask(body, headers, state.defaults, name, state.decode)
         streams = await submitted(

@@ -91,10 +91,11 @@ class Defaults:
     """The engine's."""
     trusts_chat_templates: bool = False
     tool_parser: type[ToolParser] = PARSERS[DEFAULT_PARSER]
+    """Which one, may depend on the model's chat templates: known after `ServerState.read_templates`."""
     reasoning: type[ReasoningParser] | None = None
     """How the model marks what it thinks; None: it is not looked for."""
     shows_tools: bool = True
-    """The model's chat template shows tools to the model."""
+    """The model's chat template shows tools to the model. Known then, too."""
 
 
 @dataclass(slots=True)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
+from anyio import to_thread
 
 from actorllm.api.async_llm import AsyncLLM
 from actorllm.client.engine import Engine
@@ -22,6 +24,8 @@ from actorllm.server.bodies.reader import BodyReader
 from actorllm.server.envelope import ApiError
 from actorllm.server.responses.kept import KeptResponses
 from actorllm.server.sampling import Defaults
+from actorllm.server.tool_parsers import parser_named
+from actorllm.text.chat_template import chat_templates
 
 if TYPE_CHECKING:
     from actorllm.server.tracing import Tracing
@@ -50,8 +54,9 @@ class ServerState:
         defaults: Defaults,
         max_concurrent_requests: int | None,
         created: int,
+        tool_call_parser: str | None = None,
     ) -> None:
-        """created: when, in epoch seconds, which is what clients are told of the model."""
+        """created: when, in epoch seconds, which is what clients are told of the model. tool_call_parser: as in `create_app`."""
         self.llm = llm
         self.model_names = tuple(model_names)
         self.defaults = defaults
@@ -69,11 +74,31 @@ class ServerState:
         """Tasks of responses in the background."""
         self.board = Board(1)
         self.bodies = BodyReader()
+        self._tool_call_parser = tool_call_parser
+        self._has_read_templates = False
         self._row = 0
         self._num_in_flight = 0
         self._busy = anyio.Event()
         self._max_concurrent_requests = max_concurrent_requests
         self._streams: dict[str, list[RequestStream]] = {}
+
+    def read_templates(self) -> None:
+        """Learn from the model's chat templates how it is shown tools and calls them. Reads files, when called first."""
+        if self._has_read_templates:
+            return
+        folder = self.llm.config.model.tokenizer
+        templates = [] if folder is None else chat_templates(folder)
+        self.defaults = replace(
+            self.defaults,
+            tool_parser=parser_named(self._tool_call_parser, templates),
+            shows_tools=any("tools" in template for template in templates),
+        )
+        self._has_read_templates = True
+
+    async def know_templates(self) -> None:
+        """As `read_templates`, away from the loop."""
+        if not self._has_read_templates:
+            await to_thread.run_sync(self.read_templates)
 
     def join(self, board: Board, row: int, peers: Peers) -> None:
         """Be one of several API processes. Called before the first request."""

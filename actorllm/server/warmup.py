@@ -59,6 +59,7 @@ async def warm_up(app: FastAPI) -> None:
 
 def _read(state: ServerState) -> None:
     """Read the tokenizer; render a chat, with a tool too. A template may refuse either."""
+    state.read_templates()
     prompts, name = state.engine.prompts, state.model_names[0]
     with contextlib.suppress(ActorLLMError):
         state.decode(prompts.tokenize("Hello").ids.tolist())

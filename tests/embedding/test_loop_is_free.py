@@ -6,6 +6,7 @@ import asyncio
 import builtins
 import io
 import os
+import subprocess
 import sys
 import threading
 from collections import defaultdict
@@ -20,7 +21,6 @@ from actorllm import AsyncLLM, RequestOutputKind, SamplingParams
 from actorllm.actors.engine_thread import AsyncioLoop
 from actorllm.client.stream import Mailbox
 from actorllm.server.app import create_app
-from actorllm.server.bodies.owned_process import OwnedProcess
 from actorllm.text.chat_template import ChatTemplate
 from actorllm.text.detokenizer import Detokenizer
 from actorllm.text.grammar import GrammarCompiler
@@ -63,6 +63,7 @@ def threads_of(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
     }.items():
         for name in names:
             watch(cls, name, cls.__name__)
+    watch(subprocess.Popen, "__init__", "processes")
     for module, name in ((builtins, "open"), (io, "open"), (os, "open")):
         watch(module, name, "files")
     return found
@@ -128,27 +129,17 @@ async def use_over_http(client: httpx.AsyncClient) -> None:
 
 
 async def test_no_long_work_is_done_on_the_loop_of_the_server(
-    new_llm: AsyncLLM, threads_of: dict[str, set[int]], monkeypatch: pytest.MonkeyPatch
+    new_llm: AsyncLLM, threads_of: dict[str, set[int]]
 ) -> None:
-    parsing: list[OwnedProcess] = []
-    begin = OwnedProcess.__init__
-
-    def note(process: OwnedProcess, module: str) -> None:
-        begin(process, module)
-        parsing.append(process)
-
-    monkeypatch.setattr(OwnedProcess, "__init__", note)
+    """From the first line of the application to the end: nothing is left out."""
     app = create_app(new_llm, trust_request_chat_template=True)
     transport = httpx.ASGITransport(app)
     async with new_llm, httpx.AsyncClient(transport=transport, base_url="http://server", timeout=60) as client:
-        ahead = {"model": "storyteller", "prompt": "One", "max_tokens": 1, "structured_outputs": large_tag(2)}
-        await client.post("/v1/completions", json=ahead)  # the first large tree starts the process that reads them
-        threads_of.clear()
         await use_over_http(client)
-    for process in parsing:
-        process.wait()
+    app.state.server.bodies.close()
     loop = threading.get_ident()
-    assert "Tokenizer" in threads_of, "what is not seen cannot be found on the loop"
+    seen = {"Tokenizer", "files", "processes"}
+    assert seen <= set(threads_of), "what is not seen cannot be found on the loop"
     assert not {kind for kind, threads in threads_of.items() if loop in threads}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -102,6 +103,80 @@ def test_chat() -> None:
     first, second = output.split("user: And then?\nassistant: ")
     assert len(first) > 50
     assert len(second.strip()) > 20
+
+
+CHAT = """
+import fcntl, runpy, sys, termios
+import actorllm
+from actorllm.testing import ScriptedAnswer, ScriptedAsyncLLM
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # whose Ctrl-C is a signal for this program
+answers = [ScriptedAnswer("never ending", token_s=3600.0), "A second answer."]
+actorllm.AsyncLLM = lambda model: ScriptedAsyncLLM(answers)
+runpy.run_path(sys.argv.pop(), run_name="__main__")
+"""
+
+
+def test_chat_in_a_terminal() -> None:
+    """Ctrl-C ends an answer and not the chat; Ctrl-D ends the chat."""
+    terminal, inside = pty.openpty()
+    program = subprocess.Popen(
+        [sys.executable, "-c", CHAT, str(EXAMPLES / "chat.py")],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), inside),
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    os.close(inside)
+    shown = ""
+    try:
+        for awaited, typed in (
+            ("user: ", b"Hello\n"),
+            ("assistant: n", b"\x03"),
+            (" [stopped]\r\nuser: ", b"Again\n"),
+            ("assistant: A second answer.\r\nuser: ", b"\x04"),
+        ):
+            while awaited not in shown:
+                shown += os.read(terminal, 4096).decode()
+            shown = shown.partition(awaited)[2]
+            os.write(terminal, typed)
+        assert program.wait(timeout=20) == 0
+    finally:
+        program.kill()
+        program.wait()
+        os.close(terminal)
+
+
+@pytest.mark.anyio
+async def test_langgraph_agent() -> None:
+    example = load_example("langgraph_agent")
+    choices = [
+        json.dumps({"action": action, "about": "king"}, separators=(",", ":")) for action in ("look_up", "answer")
+    ]
+    asked = {"messages": [{"role": "user", "content": "Who lost what?"}]}
+    async with ScriptedAsyncLLM([*choices, "The king lost it."]) as llm:
+        stream = example.agent(llm).astream(asked, stream_mode=["updates", "custom"])
+        news = [one async for one in stream]
+    updates = [update for mode, update in news if mode == "updates"]
+    assert [name for update in updates for name in update] == ["choose", "look_up", "choose", "answer"]
+    assert updates[1]["look_up"]["messages"][0]["content"] == example.FACTS["king"]
+    pieces = [text for mode, text in news if mode == "custom"]
+    assert "".join(pieces) == "The king lost it."
+
+
+@pytest.mark.anyio
+async def test_a_graph_that_is_left_ends_its_request() -> None:
+    example = load_example("langgraph_agent")
+    answers = [
+        json.dumps({"action": "answer", "about": "fox"}, separators=(",", ":")),
+        ScriptedAnswer("on and on " * 100, token_s=3600.0),
+    ]
+    async with ScriptedAsyncLLM(answers) as llm:
+        stream = example.agent(llm).astream({"messages": [{"role": "user", "content": "Why?"}]}, stream_mode="custom")
+        assert await anext(stream)
+        assert (await llm.stats())["frontend"]["num_requests"] == 1
+        await stream.aclose()
+        with anyio.fail_after(10):
+            while (await llm.stats())["frontend"]["num_requests"]:
+                await anyio.sleep(0.01)
 
 
 def test_structured_output() -> None:

@@ -1,8 +1,8 @@
 """`OwnedProcess`: a child that answers one question after the other, over a socket, with frames of any size.
 
-Owns the life of the child. It is started by exec from the thread that asks, since the parent-death signal follows that thread.
-It ignores the signals of a terminal and ends with the socket. It is killed when a question is given up, as nothing else can stop
-it. Nothing here is bound to an event loop.
+Owns the life of the child. The parent-death signal follows the thread that started it by exec, and `start` has one that lives
+as long as the child. It ignores the signals of a terminal and ends with the socket. It is killed when a question is given up, as
+nothing else can stop it. Nothing here is bound to an event loop.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
+from queue import SimpleQueue
 
-from anyio import wait_readable, wait_writable
+from anyio import CapacityLimiter, to_thread, wait_readable, wait_writable
 
 from actorllm.actors.child import FOR_THE_OWNER
 from actorllm.server.bodies.frames import NUM_LENGTH_BYTES
@@ -59,6 +61,20 @@ class OwnedProcess:
         self.is_idle = True
         """It has answered every question."""
         self._end = weakref.finalize(self, _end, process, ours, self._owner)
+
+    @classmethod
+    async def start(cls, module: str) -> OwnedProcess:
+        """As the constructor, but away from the loop: a large host takes long to start a process. Raises OSError."""
+        started: SimpleQueue[OwnedProcess | Exception] = SimpleQueue()
+        arguments = cls, module, started
+        try:
+            threading.Thread(target=_start_and_stay, args=arguments, name="actorllm:starter", daemon=True).start()
+        except RuntimeError as error:  # no thread to be had
+            raise OSError(str(error)) from error
+        outcome = await to_thread.run_sync(started.get, limiter=CapacityLimiter(1))
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     @property
     def is_alive(self) -> bool:
@@ -110,6 +126,20 @@ class OwnedProcess:
     def wait(self) -> None:
         """Kill it and release everything; takes as long as the system needs to take its memory back."""
         self._end()
+
+
+def _start_and_stay(cls: type[OwnedProcess], module: str, started: SimpleQueue[OwnedProcess | Exception]) -> None:
+    """Start a process, and return when it has ended. No reference to it is kept here, so that it may be dropped."""
+    try:
+        process = cls(module)
+    except Exception as error:  # whatever it is, the caller of `start` waits for it
+        started.put(error)
+        return
+    pid = process.pid
+    started.put(process)
+    del process
+    with contextlib.suppress(ChildProcessError):  # it was waited for already
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 def _end(process: subprocess.Popen[bytes], control: socket.socket, owner: int) -> None:

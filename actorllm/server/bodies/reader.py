@@ -160,7 +160,7 @@ class BodyReader:
 
     async def _reply(self, asked: list[bytes | bytearray]) -> bytearray:
         for _ in range(MAX_ATTEMPTS):
-            process = self._running()
+            process = await self._running()
             try:
                 with anyio.fail_after(PARSE_TIMEOUT_S):
                     return await process.ask(asked)
@@ -176,10 +176,10 @@ class BodyReader:
                     await _end(process)
         raise ApiError(503, "the body could not be parsed in time; try again later, or send a smaller one")
 
-    def _running(self) -> OwnedProcess:
+    async def _running(self) -> OwnedProcess:
         if self._process is None or not self._process.is_alive:
             try:
-                self._process = OwnedProcess(PROGRAM)
+                self._process = await OwnedProcess.start(PROGRAM)
             except OSError as error:
                 logger.warning("a process for large bodies cannot be started: %s", error)
                 raise ApiError(503, "the server has no process for a body of this size now; try again later") from error

@@ -47,6 +47,7 @@ async def _rendered(request: Request, model: type[Generation], ask: Any, prompt_
     if body.truncate_prompt_tokens is not None:
         told = "truncate_prompt_tokens is not supported here; cut the token ids that come back"
         raise ApiError(400, told, "truncate_prompt_tokens")
+    await state.know_templates()
     try:
         asked: Asked = ask(body, request.headers, state.defaults, name, state.decode)
         adds = body.add_special_tokens

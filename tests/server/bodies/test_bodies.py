@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 import numpy as np
 import orjson
 import pytest
@@ -181,6 +183,29 @@ async def test_one_process_for_all(bodies: BodyReader) -> None:
     bodies.close()
     assert not is_there(pid)
     assert (await bodies.read(large(n=3)))["n"] == 3
+
+
+async def test_the_thread_that_starts_a_process_lives_as_long_as_it(bodies: BodyReader) -> None:
+    """The parent-death signal follows that thread."""
+    await bodies.read(large(n=1))
+    (starter,) = [thread for thread in threading.enumerate() if thread.name == "actorllm:starter"]
+    assert starter is not threading.current_thread()
+    await bodies.read(large(n=2))
+    assert starter.is_alive()
+    bodies.close()
+    await anyio.to_thread.run_sync(starter.join)
+
+
+async def test_a_process_that_cannot_be_started_is_told(bodies: BodyReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **more: Any) -> None:
+        raise OSError("too many")
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", fail)
+    with pytest.raises(ApiError, match="no process for a body of this size") as caught:
+        await bodies.read(large(n=1))
+    assert caught.value.status == 503
+    monkeypatch.undo()
+    assert (await bodies.read(large(n=1)))["n"] == 1
 
 
 async def test_a_process_that_dies_with_a_body_is_replaced(bodies: BodyReader) -> None:
