@@ -28,7 +28,7 @@ from actorllm.errors import (
 )
 from actorllm.scheduling.admission_policy import ADMISSIONS
 from actorllm.scheduling.policy import policy_path
-from actorllm.types.device import BackendRules, choose, dtype_name, rules_of
+from actorllm.types.device import BackendRules, Dtype, choose, dtype_name, rules_of
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
 from actorllm.types.lent_module import LentModule
 from actorllm.types.model_files import overridden, read_object, read_overrides
@@ -62,7 +62,7 @@ class ModelConfig:
     tokenizer: str | None
     """The folder of the tokenizer; None: token ids only (skip_tokenizer_init)."""
     architecture: str
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Dtype
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -636,16 +636,25 @@ def _device(given: dict[str, Any], pooler: Pooler | None) -> str:
     return "cpu"
 
 
-def _dtype(given: Any, hf: dict[str, Any], rules: BackendRules) -> Literal["float32", "bfloat16"]:
-    name = dtype_name(given)
+TOO_LARGE_FOR_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4", "plamo2")
+"""Values of model_type whose hidden states pass 65,504 in published checkpoints; vLLM refuses the same."""
+
+
+def _dtype(given: Any, hf: dict[str, Any], rules: BackendRules) -> Dtype:
+    name, family = dtype_name(given), hf.get("model_type")
     if name == "auto":
-        stored = hf.get("dtype") or hf.get("torch_dtype") or "float32"
-        name = "float32" if stored == "float32" else "bfloat16"
+        stored = dtype_name(hf.get("dtype") or hf.get("torch_dtype") or "float32")
+        is_taken = stored == "float32" or (stored in rules.dtypes and family not in TOO_LARGE_FOR_FLOAT16)
+        name = stored if is_taken else "bfloat16"
         return next((dtype for dtype in rules.dtypes if dtype == name), rules.dtypes[0])
+    if name == "float16" and family in TOO_LARGE_FOR_FLOAT16:
+        raise ConfigError(
+            f"dtype={given!r}: the states of a {family!r} model are larger than float16 can hold; use 'bfloat16' or 'float32'"
+        )
     for dtype in rules.dtypes:
         if dtype == name:
             return dtype
-    raise ConfigError(f"dtype={given!r} is not supported; use 'auto', 'float32' or 'bfloat16'")
+    raise ConfigError(f"dtype={given!r} is not supported; use 'auto', 'float32', 'bfloat16' or 'float16'")
 
 
 def _positive(name: str, value: Any) -> int:

@@ -38,7 +38,7 @@ from actorllm.model.pooled_states import PooledStates
 from actorllm.model.registry import Plan, check_plan, model_plan
 from actorllm.types.model_files import overridden
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 How = TypeVar("How")
 Handle = TypeVar("Handle")

@@ -33,7 +33,7 @@ class EngineOptions(VLLMOptions, total=False):
     skip_tokenizer_init: Annotated[bool, False]
     """Load no tokenizer: prompts are token ids, and outputs have no text."""
     dtype: Annotated[Any, "auto"]
-    """'float32' or 'bfloat16', or torch's; 'auto': as the weights are stored, or bfloat16 on CUDA."""
+    """'float32', 'bfloat16' or 'float16' ('half'), or torch's; 'auto': as the weights are stored; CUDA has no float32."""
     seed: Annotated[int | None, None]
     """Requests that bring no seed get one made of this and of their number; None: a random one."""
     max_model_len: Annotated[int | str | None, None]

@@ -21,6 +21,7 @@ from actorllm.messages.logprobs import LogprobSpan
 from actorllm.model import logprobs, memory, threads
 from actorllm.model.cpu.attention import KVCache
 from actorllm.model.cpu.decoder import SWITCHES, Decoder
+from actorllm.model.cpu.layers import widens
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.inputs import PersistentBatch, StepInputs
 from actorllm.model.logits import apply_masks
@@ -129,6 +130,11 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         """The model, or this rank's part of it, with its weights, read or drawn. Raises ModelError."""
         plan, model = self.model_config, self.config.model
         check_shares(plan, model, self.ranks.size)
+        if widens(self.dtype) and not self.rank:
+            logger.warning(
+                "dtype='float16': this processor has no fast products of that type; they are computed in float32, and "
+                "the weights take twice their memory (dtype='bfloat16' takes less, and is faster)"
+            )
         if isinstance(plan, DecoderConfig):
             with open_weights(model, self.dtype, self._show_progress) as weights:
                 return Decoder(plan, weights, model.max_model_len, self.ranks)
