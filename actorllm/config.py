@@ -31,6 +31,7 @@ from actorllm.scheduling.policy import policy_path
 from actorllm.types.device import BackendRules, Dtype, choose, dtype_name, rules_of
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
 from actorllm.types.lent_module import LentModule
+from actorllm.types.logits_processors.paths import paths_of as logits_processor_paths
 from actorllm.types.model_files import overridden, read_object, read_overrides
 from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
@@ -83,6 +84,8 @@ class ModelConfig:
     """How prompts become vectors (runner="pooling"); None: the engine generates text."""
     overrides: dict[str, Any] = field(default_factory=dict, hash=False)
     """What counts in place of the same fields of config.json (hf_overrides)."""
+    logits_processors: tuple[str, ...] = ()
+    """Where a worker finds those of the application (actorllm.types.logits_processors.paths)."""
     module: LentModule | None = field(default=None, compare=False, repr=False)
     """Whose parameters are used, in place of those of `path`; only within this process (topology="inline")."""
 
@@ -213,7 +216,8 @@ class EngineConfig:
         """
         tree = orjson.loads(data)
         model = tree.pop("model")
-        model["eos_token_ids"] = tuple(model["eos_token_ids"])
+        for name in ("eos_token_ids", "logits_processors"):
+            model[name] = tuple(model[name])
         model["pooler"] = Pooler.from_tree(model["pooler"])
         return cls(
             model=ModelConfig(**model),
@@ -292,6 +296,7 @@ class EngineConfig:
                 embedding_size=_embedding_size(path, text) if given["enable_prompt_embeds"] else None,
                 pooler=pooler,
                 overrides=overrides,
+                logits_processors=_logits_processors(given["logits_processors"], pooler),
                 module=module,
             ),
             cache=CacheConfig(
@@ -555,6 +560,13 @@ def _world_size(size: int, hf: dict[str, Any]) -> int:
             f"evenly; possible are {', '.join(map(str, sizes))}"
         )
     return size
+
+
+def _logits_processors(given: Any, pooler: Pooler | None) -> tuple[str, ...]:
+    paths = logits_processor_paths(given)
+    if paths and pooler is not None:
+        raise ConfigError("logits_processors: a model that makes vectors has no logits; leave them out")
+    return paths
 
 
 MAX_VECTOR_BYTES = 16 << 20

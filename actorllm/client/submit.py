@@ -22,6 +22,7 @@ from actorllm.intake.tokenization import PromptReader, TokenizedPrompt
 from actorllm.kvcache.prefix_index import extra_key, hash_blocks
 from actorllm.messages import NO_U8, Submit
 from actorllm.messages.logit_rules import rules_of
+from actorllm.types.logits_processors.checks import ParameterChecks
 from actorllm.types.objective import SLO
 from actorllm.types.params import MAX_LABEL, MAX_SECONDS, RequestOutputKind, SamplingParams, check_timeout, is_text
 from actorllm.types.pooling_params import Pooling
@@ -44,6 +45,8 @@ class SubmitMaker:
         self._config = config
         self._prompts = prompts
         self._objectives: set[SLO] = set()  # that were looked at
+        paths = config.model.logits_processors
+        self._processors = ParameterChecks(paths) if paths else None
 
     def carried(
         self,
@@ -117,6 +120,7 @@ class SubmitMaker:
                 f"prompt_logprobs={params.prompt_logprobs}: there are none where the prompt has embeddings and no token ids"
             )
         rules = rules_of(params, model.vocab_size, model.max_logprobs, lambda: self._prompts.tokenizer)
+        processor_params = NO_U8 if self._processors is None else self._processors.checked(params)
         structured = cast("StructuredOutputsParams | None", params.structured_outputs)
         seed = params.seed if params.seed is not None else self._new_seed(number)
         hashes, salt = NO_U8, self._salt_of(prompt)
@@ -147,6 +151,7 @@ class SubmitMaker:
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
                 stream_interval=JOURNAL_INTERVAL if is_final_only else interval,
                 rules=None if rules is None else rules.to_fields(),
+                processor_params=processor_params,
                 grammar=None if structured is None else structured.to_fields(),
                 block_hashes=hashes,
                 cache_salt=salt,

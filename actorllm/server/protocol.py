@@ -158,6 +158,7 @@ class Generation(Body):
     truncate_prompt_tokens: int | None = None
     add_special_tokens: bool | None = None
     repetition_detection: Annotated[dict[str, int], Few] | None = None
+    vllm_xargs: Annotated[dict[str, Any], Few] | None = None
     structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     echo: bool | None = None

@@ -7,7 +7,7 @@ are checked in `actorllm.config`, and nothing here is imported for them.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -70,6 +70,8 @@ class EngineOptions(VLLMOptions, total=False):
     """Most log-probabilities per token that a request may ask for; -1: as many as there are."""
     enable_prompt_embeds: Annotated[bool, False]
     """Take prompts that are embeddings."""
+    logits_processors: Annotated[Sequence[str | type] | None, None]
+    """Classes of yours that change logits before a token is chosen, or their paths 'module:Class'. Workers build them."""
     async_scheduling: Annotated[bool | None, None]
     """Plan a step while the one before it runs; None: yes."""
     scheduling_policy: Annotated[str, "fcfs"]
