@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 
 from actorllm import LLM, AsyncLLM, SamplingParams
+from actorllm.actors.record_file import fresh_scheduler, read_recording
 from actorllm.errors import ConfigError, EngineStartError, InvalidParameterError, RequestFailedError
+from actorllm.messages import Submit
+from actorllm.scheduling.telemetry.recording import replay
 from actorllm.types.logits_processors.paths import load
 from tests.api.logits_processors.changers import NoRepeats, Sharpened, Target
 
@@ -191,3 +194,14 @@ def test_an_engine_without_processors_takes_extra_args_and_has_nothing_to_do_wit
 def test_a_request_fails_with_what_was_raised(llm: LLM) -> None:
     with pytest.raises(RequestFailedError, match="the logits processor Target failed: RuntimeError: no token -3"):
         llm.generate([PROMPT], params({"target": -3}), use_tqdm=False)
+
+
+def test_a_recording_has_the_arguments_and_replays_to_the_same_plans(tmp_path: Path) -> None:
+    record = tmp_path / "run.bin"
+    with LLM("storyteller", topology="inline", logits_processors=[Target], record=record, **ARGUMENTS) as llm:
+        tokens_of(llm, [params({"target": 7}, max_tokens=4)])
+    calls = list(read_recording(record))
+    submits = [message for _, _, message in calls if isinstance(message, Submit)]
+    assert any(b'"target":7' in submit.processor_params.tobytes() for submit in submits)
+    plans = list(replay(calls, fresh_scheduler(record)))
+    assert any(b'"target":7' in plan.new_processed.tobytes() for plan in plans)
