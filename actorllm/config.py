@@ -29,9 +29,10 @@ from actorllm.errors import (
 from actorllm.scheduling.admission_policy import ADMISSIONS
 from actorllm.scheduling.policy import policy_path
 from actorllm.text.reasoning.parsers import Marks, marks_of
-from actorllm.types.device import BackendRules, choose, dtype_name, rules_of
+from actorllm.types.device import BackendRules, Dtype, choose, dtype_name, rules_of
 from actorllm.types.generation_config import read_generation_config, sampling_defaults
 from actorllm.types.lent_module import LentModule
+from actorllm.types.logits_processors.paths import paths_of as logits_processor_paths
 from actorllm.types.model_files import overridden, read_object, read_overrides
 from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
@@ -63,7 +64,7 @@ class ModelConfig:
     tokenizer: str | None
     """The folder of the tokenizer; None: token ids only (skip_tokenizer_init)."""
     architecture: str
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Dtype
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -88,6 +89,8 @@ class ModelConfig:
     """How the model marks what it thinks (text.reasoning.parsers); None: no text is looked through for it."""
     marks: Marks | None = None
     """By what thoughts are known; None: by nothing."""
+    logits_processors: tuple[str, ...] = ()
+    """Where a worker finds those of the application (actorllm.types.logits_processors.paths)."""
     module: LentModule | None = field(default=None, compare=False, repr=False)
     """Whose parameters are used, in place of those of `path`; only within this process (topology="inline")."""
 
@@ -276,7 +279,8 @@ class EngineConfig:
         """
         tree = orjson.loads(data)
         model = tree.pop("model")
-        model["eos_token_ids"] = tuple(model["eos_token_ids"])
+        for name in ("eos_token_ids", "logits_processors"):
+            model[name] = tuple(model[name])
         model["pooler"] = Pooler.from_tree(model["pooler"])
         model["marks"] = Marks(**marks) if (marks := model.get("marks")) is not None else None
         return cls(
@@ -358,6 +362,7 @@ class EngineConfig:
                 overrides=overrides,
                 reasoning_parser=given["reasoning_parser"] or None,
                 marks=marks_of(given["reasoning_parser"] or None, given["reasoning_config"]),
+                logits_processors=_logits_processors(given["logits_processors"], pooler),
                 module=module,
             ),
             cache=CacheConfig(
@@ -623,6 +628,13 @@ def _world_size(size: int, hf: dict[str, Any]) -> int:
     return size
 
 
+def _logits_processors(given: Any, pooler: Pooler | None) -> tuple[str, ...]:
+    paths = logits_processor_paths(given)
+    if paths and pooler is not None:
+        raise ConfigError("logits_processors: a model that makes vectors has no logits; leave them out")
+    return paths
+
+
 MAX_VECTOR_BYTES = 16 << 20
 """Of the vectors of one step, which are one message."""
 
@@ -702,16 +714,25 @@ def _device(given: dict[str, Any], pooler: Pooler | None) -> str:
     return "cpu"
 
 
-def _dtype(given: Any, hf: dict[str, Any], rules: BackendRules) -> Literal["float32", "bfloat16"]:
-    name = dtype_name(given)
+TOO_LARGE_FOR_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4", "plamo2")
+"""Values of model_type whose hidden states pass 65,504 in published checkpoints; vLLM refuses the same."""
+
+
+def _dtype(given: Any, hf: dict[str, Any], rules: BackendRules) -> Dtype:
+    name, family = dtype_name(given), hf.get("model_type")
     if name == "auto":
-        stored = hf.get("dtype") or hf.get("torch_dtype") or "float32"
-        name = "float32" if stored == "float32" else "bfloat16"
+        stored = dtype_name(hf.get("dtype") or hf.get("torch_dtype") or "float32")
+        is_taken = stored == "float32" or (stored in rules.dtypes and family not in TOO_LARGE_FOR_FLOAT16)
+        name = stored if is_taken else "bfloat16"
         return next((dtype for dtype in rules.dtypes if dtype == name), rules.dtypes[0])
+    if name == "float16" and family in TOO_LARGE_FOR_FLOAT16:
+        raise ConfigError(
+            f"dtype={given!r}: the states of a {family!r} model are larger than float16 can hold; use 'bfloat16' or 'float32'"
+        )
     for dtype in rules.dtypes:
         if dtype == name:
             return dtype
-    raise ConfigError(f"dtype={given!r} is not supported; use 'auto', 'float32' or 'bfloat16'")
+    raise ConfigError(f"dtype={given!r} is not supported; use 'auto', 'float32', 'bfloat16' or 'float16'")
 
 
 def _positive(name: str, value: Any) -> int:

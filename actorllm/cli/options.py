@@ -91,6 +91,7 @@ class EngineFlags:
     gpu_memory_utilization: float | None = None
     tensor_parallel_size: int | None = None
     max_logprobs: int | None = None
+    logits_processors: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None
     generation_config: str | None = None
     enforce_eager: bool | None = None
     trust_remote_code: bool | None = None
@@ -101,7 +102,10 @@ class EngineFlags:
     on_failure: str | None = None
 
     def __post_init__(self) -> None:
-        if any(":" in policy for policy in (self.scheduling_policy, self.admission_policy) if policy is not None):
+        policies = any(
+            ":" in policy for policy in (self.scheduling_policy, self.admission_policy) if policy is not None
+        )
+        if policies or self.logits_processors:
             see_own_folder()
 
     def arguments(self) -> dict[str, Any]:

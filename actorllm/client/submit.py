@@ -23,6 +23,7 @@ from actorllm.kvcache.prefix_index import extra_key, hash_blocks
 from actorllm.messages import NO_U8, Submit
 from actorllm.messages.logit_rules import rules_of
 from actorllm.text.reasoning.thought import grammar_of
+from actorllm.types.logits_processors.checks import ParameterChecks
 from actorllm.types.objective import SLO
 from actorllm.types.params import MAX_LABEL, MAX_SECONDS, RequestOutputKind, SamplingParams, check_timeout, is_text
 from actorllm.types.pooling_params import Pooling
@@ -45,6 +46,8 @@ class SubmitMaker:
         self._config = config
         self._prompts = prompts
         self._objectives: set[SLO] = set()  # that were looked at
+        paths = config.model.logits_processors
+        self._processors = ParameterChecks(paths) if paths else None
 
     def carried(
         self,
@@ -118,6 +121,7 @@ class SubmitMaker:
                 f"prompt_logprobs={params.prompt_logprobs}: there are none where the prompt has embeddings and no token ids"
             )
         rules = rules_of(params, model.vocab_size, model.max_logprobs, lambda: self._prompts.tokenizer)
+        processor_params = NO_U8 if self._processors is None else self._processors.checked(params)
         structured = cast("StructuredOutputsParams | None", params.structured_outputs)
         grammar = grammar_of(structured, params.thinking_token_budget, model.marks)
         seed = params.seed if params.seed is not None else self._new_seed(number)
@@ -150,6 +154,7 @@ class SubmitMaker:
                 stream_interval=JOURNAL_INTERVAL if is_final_only else interval,
                 rules=None if rules is None else rules.to_fields(),
                 grammar=grammar,
+                processor_params=processor_params,
                 block_hashes=hashes,
                 cache_salt=salt,
                 skip_reading_prefix_cache=bool(params.skip_reading_prefix_cache),

@@ -135,6 +135,8 @@ class Submit:
     """Of every position of the prompt whose id is `embeds.EMBEDDED`, its row in the bytes of the model's dtype."""
     name: str | None = None
     """The caller's request_id, where the scheduler is recorded: for readers of the recording."""
+    processor_params: U8 = field(default_factory=no_u8)
+    """What the engine's logits processors are told of it (`actorllm.types.logits_processors.travel`); empty: nothing."""
 
     @property
     def has_started(self) -> bool:
@@ -191,7 +193,8 @@ class StepResult:
     vector_rows and vectors: pooled rows and their vectors, concatenated. nonfinite_rows: rows whose logits held NaN or
     infinity (nonfinite_counts says how many; none: one each), or whose parameters left nothing to choose (0); their token
     is void. nonfinite_prefills: those of the plan's prefill rows whose states are not finite, be they through or not; what
-    they had written is cleared.
+    they had written is cleared. errors: of each of nonfinite_rows, why a logits processor has failed, or an empty text
+    (`actorllm.types.logits_processors.travel`); none: of no row.
     logprob_*: for rows that asked (see `actorllm.messages.logprobs`). The row of a span is that of the result, of a prompt's span
     that of the plan's prefill rows.
     """
@@ -208,6 +211,7 @@ class StepResult:
     logprob_ids: I32 = field(default_factory=no_i32)
     logprobs: F32 = field(default_factory=no_f32)
     logprob_ranks: I32 = field(default_factory=no_i32)
+    errors: U8 = field(default_factory=no_u8)
     started: float = 0.0
     ended: float = 0.0
 
@@ -221,6 +225,7 @@ class StepResult:
             and self.nonfinite_rows is NO_I32
             and self.nonfinite_counts is NO_I32
             and self.nonfinite_prefills is NO_I32
+            and self.errors is NO_U8
             and self.logprob_spans is NO_I32
             and self.logprob_ids is NO_I32
             and self.logprobs is NO_F32
@@ -358,6 +363,8 @@ class StepPlan:
     """Rows that must not be sampled before `LateInputs(step)` arrived."""
     embeds: U8 = field(default_factory=no_u8)
     """The rows of those prefill tokens, in their order, that have an embedding instead of an id (`actorllm.messages.embeds`)."""
+    new_processed: U8 = field(default_factory=no_u8)
+    """Of the slots that the engine's logits processors see (`actorllm.types.logits_processors.travel.encode_rows`)."""
 
     @property
     def new(self) -> NDArray[np.void]:

@@ -11,13 +11,14 @@ Called by the engine's intake, the scheduler and the worker's batch.
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.errors import InvalidPromptError
 from actorllm.messages import I32, U8, Submit
+from actorllm.types.device import Dtype
 
 EMBEDDED = -1
 """The token id of a position that has an embedding."""
@@ -61,10 +62,16 @@ def read_rows(value: Any, width: int) -> NDArray[np.float32]:
     return rows
 
 
-def encode_rows(rows: NDArray[np.float32], dtype: Literal["float32", "bfloat16"]) -> U8:
+def encode_rows(rows: NDArray[np.float32], dtype: Dtype) -> U8:
     """The bytes of finite rows in the model's dtype, rounded to nearest even. Raises InvalidPromptError for overflow."""
     if dtype == "float32":
         return np.ascontiguousarray(rows, "<f4").reshape(-1).view(np.uint8)
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            narrow = np.ascontiguousarray(rows, "<f2")
+        if not np.isfinite(narrow).all():
+            raise InvalidPromptError("prompt_embeds hold a number that is too large for float16")
+        return narrow.reshape(-1).view(np.uint8)
     bits = np.ascontiguousarray(rows).view(np.uint32)
     halves = ((bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> 16).astype("<u2")
     if (halves & 0x7FFF == 0x7F80).any():

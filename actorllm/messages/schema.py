@@ -146,6 +146,7 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
             skip_reading_prefix_cache=BOOL,
             prompt_embeds=U8,
             name=STR_OR_NONE,
+            processor_params=U8,
         ),
         "Abort": _entry(FRONTEND, rids=I32),
         "Unblock": _entry(FRONTEND, rid=INT, error=STR_OR_NONE),
@@ -163,6 +164,7 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
             logprob_ids=I32,
             logprobs=F32,
             logprob_ranks=I32,
+            errors=U8,
             started=NUMBER,
             ended=NUMBER,
         ),
@@ -189,6 +191,7 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
             prefill_counts=Field("i4", 1),
             late_slots=INDEXES,
             embeds=U8,
+            new_processed=U8,
         ),
         "LateInputs": _entry(SCHEDULER, step=STEP, slots=INDEXES, allowed=U32),
         "Outputs": _entry(

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actorllm.messages import Message, Submit
+from actorllm.messages import U8, Message, Submit
 from actorllm.messages.schema import FRONTEND, shown, violation
+from actorllm.types.logits_processors.travel import decode_params
 from actorllm.types.objective import SLO
 from actorllm.types.params import MAX_N
 
@@ -31,8 +32,18 @@ def check_foreign(message: Message, vocab_size: int) -> None:
             raise ValueError(f"stop_token_ids={message.stop_token_ids!r:.80} with a vocabulary of {vocab_size}")
         if message.siblings.size >= MAX_N:
             raise ValueError(f"{message.siblings.size} siblings, and a request has at most {MAX_N} sequences")
+        if message.processor_params.size and not _is_params(message.processor_params):
+            raise ValueError(f"Submit.processor_params={shown(message.processor_params)}")
         if message.block_hashes.size % HASH_BYTES:
             raise ValueError(f"block_hashes of {message.block_hashes.size} bytes")
+
+
+def _is_params(data: U8) -> bool:
+    try:
+        decode_params(data)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _is_objective(value: Sequence[float | None]) -> bool:

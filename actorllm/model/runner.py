@@ -35,10 +35,12 @@ from actorllm.model import memory
 from actorllm.model.inputs import PersistentBatch, StepInputs
 from actorllm.model.parallel import Ranks
 from actorllm.model.pooled_states import PooledStates
+from actorllm.model.processors import Processors
 from actorllm.model.registry import Plan, check_plan, model_plan
+from actorllm.types.logits_processors.travel import encode_errors
 from actorllm.types.model_files import overridden
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 How = TypeVar("How")
 Handle = TypeVar("Handle")
@@ -169,6 +171,8 @@ class ModelRunner(ABC, Generic[Handle, How]):
         """Where in the cache the last step wrote, until it is known to have worked."""
         self._profile: torch.profiler.profile | None = None
         self._pooled = PooledStates()
+        self.processors: Processors | None = None
+        """Of the application; made with the weights."""
 
     def close(self) -> None:
         """Let go of weights, cache and requests, even if this object is still held, and leave the other ranks. Idempotent.
@@ -274,6 +278,8 @@ class ModelRunner(ABC, Generic[Handle, How]):
         self.batch.decode_version = old.decode_version + 1
         self._rows = None
         self._pooled.clear()
+        if self.processors is not None:
+            self.processors.clear()
 
     @abstractmethod
     def _clear_unfinished(self) -> None:
@@ -355,6 +361,8 @@ class ModelRunner(ABC, Generic[Handle, How]):
         """Carry out what a plan says about requests and blocks."""
         self._written = NO_I32
         self.batch.apply(plan)
+        if self.processors is not None and (plan.freed.size or plan.new_processed.size):
+            self.processors.apply_plan(plan, self.batch.known_tokens)
         if plan.freed.size:
             self._pooled.drop(plan.freed)
         if plan.copy_sources.size:  # first: a block may be zeroed because its owner failed, and its fork did not
@@ -387,7 +395,7 @@ class ModelRunner(ABC, Generic[Handle, How]):
                     of_ids[i] = rules.logprob_ids[slot]
                 elif slot in rules.num_logprobs:
                     wanted.append((i, rules.num_logprobs[slot]))
-        has_rules = rules.concerns(slots)
+        has_rules = rules.concerns(slots) or (self.processors is not None and self.processors.concerns(slots))
         has_logprobs = bool(wanted or of_ids)
         how = self._how(slots, has_rules=has_rules, has_logprobs=has_logprobs)
         self._rows = SamplingRows(
@@ -438,9 +446,11 @@ class ModelRunner(ABC, Generic[Handle, How]):
         bad_prompts: I32,
         spans: list[LogprobSpan],
         vectors: NDArray[np.float32] | None,
+        errors: dict[int, str] | None = None,
     ) -> StepResult:
         """What a step says. is_void, num_bad: of each sample, whether it counts for nothing, and how many of its values were
-        not finite. vectors: of the rows of `handle.pooled`."""
+        not finite. vectors: of the rows of `handle.pooled`. errors: of samples that count for nothing, why the application's
+        processors failed."""
         rows = handle.sampling.rows
         more = columns_of(spans) if spans else {}
         void = np.flatnonzero(is_void)
@@ -457,6 +467,9 @@ class ModelRunner(ABC, Generic[Handle, How]):
             void, counts = void[order], np.concatenate((counts, np.ones(is_bad.sum(), np.int32)))[order]
             vector_rows, values = pooled.astype(np.int32), vectors.reshape(-1).copy()
             more |= {"counts": per_row, "vector_rows": vector_rows, "vectors": values}
+        if errors:
+            by_row = {handle.sampling.row_of(sample): text for sample, text in errors.items()}
+            more["errors"] = encode_errors([by_row.get(row, "") for row in void.tolist()])
         return StepResult(
             step=handle.step,
             tokens=tokens,

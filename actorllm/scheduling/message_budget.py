@@ -119,5 +119,5 @@ class MessageBudget:
 
 def _row_bytes(sequence: Sequence) -> int:
     """Of a new row in a plan, but for what all of them have."""
-    known = 4 * sequence.known.size
+    known = 4 * sequence.known.size + sequence.submit.processor_params.size
     return known if sequence.rules is None else known + sequence.rules.num_bytes

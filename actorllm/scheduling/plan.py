@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from actorllm.messages import I32, POOLING_CODES, StepPlan, pack_rows
+from actorllm.messages import I32, POOLING_CODES, U8, StepPlan, pack_rows
 from actorllm.messages.logit_rules import encode_rules
 from actorllm.scheduling.batch import Rows
 from actorllm.scheduling.sequence import Sequence
+from actorllm.types.logits_processors.travel import encode_rows
 
 
 class PlanBuilder:
@@ -110,6 +111,7 @@ def _new_columns(
     rows: list[tuple[float, ...]] = []
     stop_ids: list[int] = []
     ruled: list[Sequence] = []
+    processed: list[tuple[int, U8]] = []
     for sequence, _ in new:
         submit = sequence.submit
         num_tokens = sequence.known.size
@@ -118,6 +120,8 @@ def _new_columns(
         stop_ids.extend(ids)
         if sequence.rules is not None and sequence.rules.is_for_worker:
             ruled.append(sequence)
+        if submit.processor_params.size:
+            processed.append((sequence.slot, submit.processor_params))
         rows.append(
             (  # a NewRow
                 sequence.slot,
@@ -148,6 +152,8 @@ def _new_columns(
         columns["new_rules"], columns["new_rule_numbers"] = encode_rules(
             (s.slot, s.num_prompt_logprobs + 1, s.rules) for s in ruled if s.rules is not None
         )
+    if processed:
+        columns["new_processed"] = encode_rows(processed)
     return columns
 
 

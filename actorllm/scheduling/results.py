@@ -30,6 +30,7 @@ from actorllm.scheduling.prefix_cache import PrefixCache
 from actorllm.scheduling.request_table import RequestTable
 from actorllm.scheduling.sequence import Sequence, State
 from actorllm.scheduling.stopping import Stopping
+from actorllm.types.logits_processors.travel import decode_errors
 
 NO_SPANS: list[LogprobSpan] = []
 """Of most results. Never changed."""
@@ -155,7 +156,7 @@ class Results:
         if tokens.size and np.maximum.reduce(tokens.view(U32_DTYPE)) >= self._vocab_size:
             return self._wrong_token()
         if (
-            result.nonfinite_prefills is not NO_I32 or result.nonfinite_counts is not NO_I32
+            result.nonfinite_prefills is not NO_I32 or result.nonfinite_counts is not NO_I32 or result.errors.size
         ):  # what unpack makes of none
             error = self._wrong_nonfinite(result, record)
             if error is not None:
@@ -171,6 +172,11 @@ class Results:
             return f"prefill rows {bad.tolist()} of a plan of {len(record.prefills)}"
         if result.nonfinite_counts.size not in (0, result.nonfinite_rows.size):
             return f"{result.nonfinite_counts.size} counts of {result.nonfinite_rows.size} rows"
+        if result.errors.size:
+            try:
+                decode_errors(result.errors, result.nonfinite_rows.size)
+            except (ValueError, RecursionError) as error:
+                return str(error)
         return None
 
     @staticmethod
@@ -270,6 +276,9 @@ class Results:
         first = np.cumsum(counts) - counts
         counted = result.nonfinite_counts.tolist() or [1] * result.nonfinite_rows.size
         bad = dict(zip(result.nonfinite_rows.tolist(), counted, strict=True))
+        told: dict[int, str] = {}
+        if result.errors.size:
+            told = dict(zip(bad, decode_errors(result.errors, len(bad)), strict=True))
         width = result.vectors.size // max(1, result.vector_rows.size)
         vectors = {
             row: result.vectors[i * width : (i + 1) * width] for i, row in enumerate(result.vector_rows.tolist())
@@ -290,7 +299,7 @@ class Results:
             if not is_here and sequence.state is not State.PREEMPTED:
                 continue  # ended meanwhile; the token was counted as wasted then
             if row in bad:
-                ends.append(self._end_corrupted(sequence, bad[row]))
+                ends.append(self._end_corrupted(sequence, bad[row], told.get(row)))
                 continue
             if row in vectors:
                 if sequence.first_token is None:
@@ -338,8 +347,13 @@ class Results:
             cached=tuple(cached),
         )
 
-    def _end_corrupted(self, sequence: Sequence, num_nonfinite: int) -> End:
-        """A request has no token to choose. num_nonfinite: values of its logits, 0 if its rules left nothing."""
+    def _end_corrupted(self, sequence: Sequence, num_nonfinite: int, processor_error: str | None = None) -> End:
+        """A request has no token to choose. num_nonfinite: values of its logits, 0 if its rules left nothing.
+
+        processor_error: why a logits processor of the application has failed.
+        """
+        if processor_error:
+            return self._table.end(sequence, "error", error=processor_error, zero=True)
         sequence.num_nonfinite += num_nonfinite
         self.num_nonfinite += num_nonfinite
         self.num_corrupted += num_nonfinite > 0

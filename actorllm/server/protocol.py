@@ -176,6 +176,7 @@ class Generation(Body):
     add_special_tokens: bool | None = None
     repetition_detection: Annotated[dict[str, int], Few] | None = None
     thinking_token_budget: int | None = None
+    vllm_xargs: Annotated[dict[str, Any], Few] | None = None
     structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     echo: bool | None = None

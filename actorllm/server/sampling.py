@@ -53,7 +53,6 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (None,),
     "documents": (None, []),
     "mm_processor_kwargs": (None, {}),
-    "vllm_xargs": (None, {}),
     "lora_request": (None,),
 }
 """Fields of OpenAI and vLLM that are accepted at these values, where they ask for what is done anyway."""
@@ -140,6 +139,8 @@ def sampling_params(body: Generation, defaults: Defaults, kind: RequestOutputKin
     """decided: what the endpoint says itself, in the place of fields of the same name. Raises InvalidParameterError."""
     given = body.given()
     asked = {name: given[name] for name in SAMPLING_FIELDS if name in given}
+    if "vllm_xargs" in given:
+        asked["extra_args"] = given["vllm_xargs"]
     if decided.get("structured_outputs") is None:
         decided["structured_outputs"] = response_format_of(body)
     return SamplingParams.from_optional(**{**defaults.sampling, **asked, **decided, "output_kind": kind})

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from actorllm.errors import ConfigError, nearest_name
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 DEVICES = ("auto", "cpu", "cuda")
+
+Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
+"""What a model computes in, and what its KV cache holds."""
 
 GROUP = "actorllm.backends"
 """Of the entry points by which installed packages announce theirs."""
@@ -36,7 +39,7 @@ _DEV = Path("/dev")
 class BackendRules:
     """What a backend takes of an engine's arguments. Checked before anything is started, so it must not need torch."""
 
-    dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
+    dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
     """What it computes in. The first is that of models that are stored in another one."""
     block_size: int = 32
     """Where none is given."""
@@ -72,15 +75,17 @@ class BackendRules:
 
 
 OWN_RULES = {
-    "cpu": BackendRules(makes_vectors=True),
-    "cuda": BackendRules(dtypes=("bfloat16",), block_size=64, block_multiple=64, has_own_memory=True, title="CUDA"),
+    "cpu": BackendRules(dtypes=("float32", "bfloat16", "float16"), makes_vectors=True),
+    "cuda": BackendRules(
+        dtypes=("bfloat16", "float16"), block_size=64, block_multiple=64, has_own_memory=True, title="CUDA"
+    ),
 }
 
 
 def dtype_name(dtype: Any) -> str:
     """As `BackendRules.dtypes` has it: of torch's dtypes, and of names for the same."""
     name = str(dtype).removeprefix("torch.")
-    return "float32" if name == "float" else name
+    return {"float": "float32", "half": "float16"}.get(name, name)
 
 
 def rules_of(device: str) -> BackendRules:

@@ -7,7 +7,7 @@ are checked in `actorllm.config`, and nothing here is imported for them.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -33,7 +33,7 @@ class EngineOptions(VLLMOptions, total=False):
     skip_tokenizer_init: Annotated[bool, False]
     """Load no tokenizer: prompts are token ids, and outputs have no text."""
     dtype: Annotated[Any, "auto"]
-    """'float32' or 'bfloat16', or torch's; 'auto': as the weights are stored, or bfloat16 on CUDA."""
+    """'float32', 'bfloat16' or 'float16' ('half'), or torch's; 'auto': as the weights are stored; CUDA has no float32."""
     seed: Annotated[int | None, None]
     """Requests that bring no seed get one made of this and of their number; None: a random one."""
     max_model_len: Annotated[int | str | None, None]
@@ -70,6 +70,8 @@ class EngineOptions(VLLMOptions, total=False):
     """Most log-probabilities per token that a request may ask for; -1: as many as there are."""
     enable_prompt_embeds: Annotated[bool, False]
     """Take prompts that are embeddings."""
+    logits_processors: Annotated[Sequence[str | type] | None, None]
+    """Classes of yours that change logits before a token is chosen, or their paths 'module:Class'. Workers build them."""
     async_scheduling: Annotated[bool | None, None]
     """Plan a step while the one before it runs; None: yes."""
     scheduling_policy: Annotated[str, "fcfs"]

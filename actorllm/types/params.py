@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import enum
 import functools
+import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,9 @@ MAX_BAD_WORD_LENGTH = 1024
 MAX_PATTERN_SIZE = 1 << 16
 MAX_ALLOWED_TOKEN_IDS = 1 << 22
 MAX_LOGPROB_TOKEN_IDS = 128
+MAX_EXTRA_ARGS = 1 << 16
+"""Bytes of extra_args as JSON."""
+MAX_EXTRA_DEPTH = 16
 MAX_N = 16_384
 """Sequences of one request."""
 
@@ -73,7 +77,6 @@ VLLM_PARAMETERS: dict[str, tuple[Any, ...]] = {
     "prompt_logprob_start": (None,),
     "logits_processors": (None, []),
     "guided_decoding": (None,),
-    "extra_args": (None, {}),
     "skip_clone": (False, True),
     "watermarking": (None, False),
     "routed_experts_prompt_start": (None, 0),
@@ -273,6 +276,9 @@ class SamplingParams:
             None (default): all.
         skip_reading_prefix_cache: compute all of it; None (default): as prompt_logprobs needs.
 
+    For logits processors of the application (`logits_processors=` of the engine):
+        extra_args: a mapping that they read, of values that JSON has; MAX_EXTRA_ARGS bytes of JSON at most. None (default): none.
+
     Other parameters of vLLM are accepted at their defaults (VLLM_PARAMETERS).
 
     Raises:
@@ -315,6 +321,7 @@ class SamplingParams:
     stream_interval: int | None = None
     truncate_prompt_tokens: int | None = None
     thinking_token_budget: int | None = None
+    extra_args: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         # Each helper returns the value in its final type, or raises with the name of the parameter and the fix.
@@ -365,6 +372,8 @@ class SamplingParams:
             self.stream_interval = _integer("stream_interval", self.stream_interval, low=1, high=2**31 - 1)
         if self.truncate_prompt_tokens is not None:
             check_truncation(self.truncate_prompt_tokens)
+        if self.extra_args is not None:
+            self.extra_args = _extra_args(self.extra_args)
 
     def _check_n(self) -> None:
         if _integer("n", self.n, low=1) > MAX_N:
@@ -418,6 +427,40 @@ class SamplingParams:
         checked = copy.copy(self)
         checked.__post_init__()
         return checked
+
+
+def _extra_args(given: Any) -> dict[str, Any]:
+    """A copy as JSON would make it: tuples are lists."""
+    if not isinstance(given, Mapping):
+        raise InvalidParameterError(f"extra_args={shown(given)} must be a mapping with strings as keys, or None")
+    copied: dict[str, Any] = _json_value("extra_args", given, 0)
+    size = len(json.dumps(copied))
+    if size > MAX_EXTRA_ARGS:
+        raise InvalidParameterError(f"extra_args has {size} bytes of JSON, and the limit is {MAX_EXTRA_ARGS}")
+    return copied
+
+
+def _json_value(name: str, value: Any, depth: int) -> Any:
+    if depth > MAX_EXTRA_DEPTH:
+        raise InvalidParameterError(f"extra_args is nested more than {MAX_EXTRA_DEPTH} levels deep")
+    if isinstance(value, Mapping | list | tuple) and len(value) > MAX_EXTRA_ARGS:
+        raise InvalidParameterError(
+            f"{name} has {len(value)} entries, and extra_args may have {MAX_EXTRA_ARGS} bytes of JSON"
+        )
+    if isinstance(value, Mapping):
+        for key in value:
+            if not is_text(key):
+                raise InvalidParameterError(f"{name} has the key {shown(key)}, which must be a string of valid Unicode")
+        return {key: _json_value(f"{name}[{shown(key)}]", one, depth + 1) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(name, one, depth + 1) for one in value]
+    is_number = isinstance(value, float) and math.isfinite(value)
+    is_integer = isinstance(value, int) and -(2**63) <= value < 2**64
+    if value is None or is_number or is_integer or is_text(value):
+        return value
+    raise InvalidParameterError(
+        f"{name}={shown(value)} is no value that JSON has: text, a finite number, True, False, None, or lists and mappings of these"
+    )
 
 
 VLLM_POOLING_PARAMETERS: dict[str, tuple[Any, ...]] = {

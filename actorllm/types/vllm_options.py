@@ -38,7 +38,6 @@ class VLLMOptions(TypedDict, total=False):
     mm_processor_kwargs: Annotated[Any, None]
     disable_sliding_window: Annotated[Any, False]
     disable_cascade_attn: Literal[None, False, True]
-    logits_processors: Literal[None]
     scheduler_cls: Literal[None]
     max_seq_len_to_capture: Annotated[Any, None, 8192]
     calculate_kv_scales: Literal[False, None]

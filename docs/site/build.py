@@ -38,7 +38,7 @@ CONTENTS = """
 ```
 """
 PARTS = {
-    "Use": ["compatibility", "serving", "lifecycle", "sampling", "gpu", "api"],
+    "Use": ["compatibility", "serving", "lifecycle", "sampling", "logits_processors", "gpu", "api"],
     "Latency laboratory": ["slo", "slo_reference"],
     "Inside": ["build_the_engine", "architecture", "internals/*", "glossary*"],
     "Results": ["benchmarks", "reliability"],

@@ -134,7 +134,7 @@ def test_paths_may_be_path_objects(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("dtype", "float16", ["dtype='float16'", "bfloat16"]),
+        ("dtype", "float8", ["dtype='float8'", "bfloat16"]),
         ("dtype", None, ["dtype=None"]),
         ("seed", "1", ["seed='1'", "integer"]),
         ("seed", True, ["seed=True"]),

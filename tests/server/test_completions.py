@@ -187,3 +187,11 @@ async def test_a_truncated_prompt_is_echoed_as_the_model_has_seen_it(client: htt
         text = (await complete(client, **asked))["choices"][0]["text"]
     assert "upon a time" in text
     assert "dog ran" not in text
+
+
+async def test_arguments_of_logits_processors_are_taken_and_bounded(client: httpx.AsyncClient) -> None:
+    """This engine has no processors, which leaves the text as it is."""
+    assert (await complete(client, vllm_xargs={"target": 7}))["choices"] == (await complete(client))["choices"]
+    for wrong in (3, {"a": "x" * 70_000}):
+        response = await client.post("/v1/completions", json={"prompt": PROMPT, **SHORT, "vllm_xargs": wrong})
+        assert response.status_code == 400, response.text

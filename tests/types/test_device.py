@@ -65,7 +65,7 @@ def test_an_engine_on_a_gpu_has_its_defaults(gpu: Path) -> None:
 not_on_a_gpu = pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"dtype": "float32"}, "dtype='float32' is not supported on CUDA; use 'auto' or 'bfloat16'"),
+        ({"dtype": "float32"}, "dtype='float32' is not supported on CUDA; use 'auto', 'bfloat16' or 'float16'"),
         ({"block_size": 16}, "block_size=16: on CUDA it must be a multiple of 64, .*; use that"),
         ({"runner": "pooling"}, "runner='pooling': vectors of prompts are not made on CUDA yet"),
     ],
@@ -90,7 +90,7 @@ def test_what_a_gpu_cannot_do_goes_to_the_cpu_unless_one_was_asked_for(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"dtype": "float16"}, "dtype='float16' is not supported; use"),
+        ({"dtype": "float8"}, "dtype='float8' is not supported; use"),
         ({"block_size": -5}, "block_size=-5 must be a positive integer"),
         ({"block_size": "64"}, "block_size='64' must be a positive integer"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3: 4 attention heads"),

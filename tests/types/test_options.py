@@ -110,7 +110,7 @@ def test_options_of_the_command_line_have_their_types(options: type[Any]) -> Non
         if field.name not in TYPES:
             continue
         kinds = [kind for kind in typing.get_args(hints[field.name]) or (hints[field.name],) if kind is not type(None)]
-        sample: Any = {bool: True, int: 1, float: 0.5, str: "x"}[kinds[0]]
+        sample: Any = {bool: True, int: 1, float: 0.5, str: "x", list[str]: ["x"]}[kinds[0]]
         hint = TYPES[field.name]
         is_choice = kinds[0] is str and "'" in type_text(field.name)
         assert is_choice or fits(sample, hint) or any(fits(sample, one) for one in typing.get_args(hint)), field.name

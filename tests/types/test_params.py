@@ -256,6 +256,8 @@ SENSIBLE = {
     | st.dictionaries(st.sampled_from(["max_pattern_size", "min_pattern_size", "min_count", "x"]), st.integers()),
     "structured_outputs": st.none()
     | st.dictionaries(st.sampled_from(["json", "regex", "choice", "grammar", "x"]), st.text(max_size=3), max_size=2),
+    "extra_args": st.none()
+    | st.dictionaries(st.text(max_size=3) | st.integers(), st.floats() | st.text(max_size=3), max_size=2),
 }
 assert set(SENSIBLE) == set(SamplingParams.__dataclass_fields__)
 

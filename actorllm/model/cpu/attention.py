@@ -223,7 +223,7 @@ class PrefillTile:
     last: int
     bias: torch.Tensor  # [end - start, keys]: 0 or -inf, for the last `keys` of them; they look at all before those
     is_small: bool
-    """Computed in float32 although the model is bfloat16."""
+    """Computed in float32 although the model is bfloat16 or float16."""
 
 
 @dataclass(slots=True)
@@ -289,14 +289,17 @@ class AttentionBatch:
     def _decode(self, layer: int, query: torch.Tensor, group: DecodeGroup, scoring: Scoring) -> torch.Tensor:
         views = self._cache.layers[layer]
         num_rows, num_heads, dim = query.shape
+        scale = scoring.scale
+        if query.dtype == torch.float16:  # products that are not scaled yet may be larger than float16 can hold
+            query, scale = query * scale, 1.0
         weights = query.unsqueeze(2).expand(-1, -1, group.num_blocks, -1).reshape(-1)
         # One sum of weighted rows per bag; a bag is the part of the index from its entry in the bags on.
         scores = torch.embedding_bag(views.key_rows, group.key_index, group.key_bags, False, 0, False, weights)[0]
         scores = scores.view(num_rows, num_heads, -1)
         if scoring.softcap is None:
-            scores = torch.add(group.bias, scores, alpha=scoring.scale)
+            scores = torch.add(group.bias, scores, alpha=scale)
         else:
-            scores = _capped_(scores.mul_(scoring.scale), scoring.softcap).add_(group.bias)
+            scores = _capped_(scores.mul_(scale), scoring.softcap).add_(group.bias)
         weights = torch.softmax(scores, -1).view(-1)  # [num_rows, num_heads, num_blocks * block_size]
         out = torch.embedding_bag(views.value_rows, group.value_index, group.value_bags, False, 0, False, weights)[0]
         out = out.view(num_rows, num_heads, dim)
@@ -436,13 +439,15 @@ class AttentionBatch:
         num_heads, dim = self._cache.num_kv_heads * self.queries_per_kv, self._cache.head_dim
         layer_products = len(self._cache.layers) * num_heads * dim
         is_exact = self._cache.pool.dtype == torch.float32
+        is_float16 = self._cache.pool.dtype == torch.float16  # few processors multiply it fast
         tile_size = max(16, min(QUERY_TILE, MAX_TILE_SCORES // (num_heads * length)))
         tiles = []
         for a in range(0, count, tile_size):
             b = min(count, a + tile_size)
             low = offset if window is None else max(offset, first_position + a + 1 - window)
             high = first_position + b
-            is_small = not is_exact and layer_products * (b - a) * (high - low) <= SMALL_TILE_PRODUCTS
+            num_products = layer_products * (b - a) * (high - low)
+            is_small = is_float16 or (not is_exact and num_products <= SMALL_TILE_PRODUCTS)
             query = torch.arange(first_position + a, high).unsqueeze(1)
             key = torch.arange(low if window is not None else first_position + a, high)
             hidden = key > query

@@ -42,11 +42,32 @@ class PackedLinear(Linear):
 _NO_SCALARS: list[Any] = []
 
 
+class WidenedLinear(PackedLinear):
+    """A weight in float16, where oneDNN has no products of that type: they are computed in float32 and rounded.
+
+    The copy that is kept is float32, so it takes twice the memory of the weight.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__(weight.float(), None if bias is None else bias.float())
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x.float()).to(x.dtype)
+
+
+def widens(dtype: torch.dtype) -> bool:
+    """Whether products of weights of this type are computed in float32 (`WidenedLinear`)."""
+    return dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
 def linear(weight: LinearWeight) -> Linear:
     """What computes with this weight here."""
     if not isinstance(weight, Dense):
         raise UnsupportedModelError(f"weights of the form {type(weight).__name__} are not supported on the CPU")
-    return PackedLinear(weight.weight, weight.bias)
+    form = WidenedLinear if widens(weight.weight.dtype) else PackedLinear
+    return form(weight.weight, weight.bias)
 
 
 class RMSNorm:

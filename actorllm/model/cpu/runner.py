@@ -21,11 +21,13 @@ from actorllm.messages.logprobs import LogprobSpan
 from actorllm.model import logprobs, memory, threads
 from actorllm.model.cpu.attention import KVCache
 from actorllm.model.cpu.decoder import SWITCHES, Decoder
+from actorllm.model.cpu.layers import widens
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.inputs import PersistentBatch, StepInputs
 from actorllm.model.logits import apply_masks
 from actorllm.model.parallel import Ranks
 from actorllm.model.pooled_states import PooledStates
+from actorllm.model.processors import processors_of
 from actorllm.model.registry import Plan, check_shares
 from actorllm.model.runner import ModelRunner, SamplingRows, StepHandle, slices
 from actorllm.model.sampler import Sampler, SamplingColumns
@@ -116,6 +118,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     def load(self) -> None:
         self.ranks = Ranks.connect(self.config, self.rank)
         self.decoder = self._load()
+        self.processors = processors_of(self.config, self.dtype, torch.device("cpu"))
         num_products = 4 * self.model_config.num_layers + 1
         num_weights = self.decoder.num_bytes / self.dtype.itemsize
         self._team = Team(
@@ -129,6 +132,11 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         """The model, or this rank's part of it, with its weights, read or drawn. Raises ModelError."""
         plan, model = self.model_config, self.config.model
         check_shares(plan, model, self.ranks.size)
+        if widens(self.dtype) and not self.rank:
+            logger.warning(
+                "dtype='float16': this processor has no fast products of that type; they are computed in float32, and "
+                "the weights take twice their memory (dtype='bfloat16' takes less, and is faster)"
+            )
         if isinstance(plan, DecoderConfig):
             with open_weights(model, self.dtype, self._show_progress) as weights:
                 return Decoder(plan, weights, model.max_model_len, self.ranks)
@@ -227,14 +235,14 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
     @with_own_threads
     def check_itself(self) -> None:
         """A prefill and a decode step, in a batch and a cache of their own."""
-        kept = self.cache, self.batch, self._rows, self._written, self._is_half_done, self._pooled
-        self._pooled = PooledStates()
+        kept = self.cache, self.batch, self._rows, self._written, self._is_half_done, self._pooled, self.processors
+        self._pooled, self.processors = PooledStates(), None
         try:
             for result in map(self.step, self._check_plans()):
                 if result.came_to_nothing:
                     raise EngineError("the model's logits are not finite, whatever the tokens")
         finally:
-            self.cache, self.batch, self._rows, self._written, self._is_half_done, self._pooled = kept
+            self.cache, self.batch, self._rows, self._written, self._is_half_done, self._pooled, self.processors = kept
 
     def _check_plans(self) -> Iterator[StepPlan]:
         """The two steps, for the batch and the cache that are made here. Models that make vectors have only the first."""
@@ -322,6 +330,7 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
         tokens = np.zeros(num_samples, np.int32)
         is_void = np.zeros(num_samples, np.bool_)
         counts = np.zeros(num_samples, np.int32)  # of values that are not finite
+        errors: dict[int, str] = {}
         spans = handle.prompt_logprobs
         for start, end, columns in sampling.how:
             logits = handle.logits if handle.logits is not None else self._logits(handle.hidden, sampling, start, end)
@@ -331,9 +340,10 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             raw = logits
             if sampling.has_logprobs and (sampling.has_rules or handle.late_slots.size):
                 raw = logits.clone()
-            is_void[start:end], bad = self._prepare(logits, slots, late, has_rules=sampling.has_rules)
+            is_void[start:end], bad, failed = self._prepare(logits, slots, late, has_rules=sampling.has_rules)
             for row, count in bad.items():
                 counts[start + row] = count
+            errors |= {start + row: text for row, text in failed.items()}
             columns.token_index[:] = self.batch.columns.num_outputs[slots]
             tokens[start:end] = self._sampler.sample(logits, columns)
             if sampling.has_logprobs:
@@ -352,8 +362,10 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             needed = [source for slot, source in handle.inputs.forks if slot not in void]
             self.cache.zero(self.batch.exclusive_blocks(void[~np.isin(void, needed)] if needed else void))
         self.batch.store(sampling.slots, tokens)
+        if self.processors is not None:
+            self.processors.store(sampling.slots, tokens)
         vectors = None if sampling.rows is None else self._vectors(handle)
-        return self._result(handle, tokens, is_void, counts, handle.bad_prompts, spans, vectors)
+        return self._result(handle, tokens, is_void, counts, handle.bad_prompts, spans, vectors, errors)
 
     def _vectors(self, handle: CpuStep) -> NDArray[np.float32]:
         """Of the rows that are pooled, made of their final states."""
@@ -410,12 +422,14 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
 
     def _prepare(
         self, logits: torch.Tensor, slots: I32, late: LateInputs | None, *, has_rules: bool
-    ) -> tuple[NDArray[np.bool_], dict[int, int]]:
+    ) -> tuple[NDArray[np.bool_], dict[int, int], dict[int, str]]:
         """Change the logits in place as the rows' parameters say.
 
-        Returns which rows have no valid choice at all, and how many values of some of these are not finite.
+        Returns which rows have no valid choice at all, how many values of some of these are not finite, and of others why
+        the application's processors failed.
         """
         counts: dict[int, int] = {}
+        failed: dict[int, str] = {}
         # A NaN or an infinity anywhere makes the sum of its row one, too.
         is_void: NDArray[np.bool_] = ~torch.isfinite(logits.sum(1)).numpy()
         if is_void.any():
@@ -425,6 +439,11 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             is_void |= np.isin(slots, list(self.batch.bad_slots))
             for row in np.flatnonzero(is_void).tolist():
                 counts[row] = max(counts.get(row, 0), 1)  # it has had states that were not
+        if has_rules and self.processors is not None:
+            logits[torch.from_numpy(is_void)] = 0.0
+            failed = self.processors.apply(logits, slots, self.batch.columns.temperature[slots])
+            failed = {row: text for row, text in failed.items() if not is_void[row]}
+            is_void[list(failed)] = True
         masked: NDArray[np.intp] | None = None
         if late is not None and late.slots.size:
             masked, empty = apply_masks(logits.numpy(), slots, late.slots, late.allowed)
@@ -433,9 +452,11 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             is_void[self.batch.rules.apply(logits.numpy(), slots, self.batch.columns.num_outputs[slots])] = True
             if masked is not None:  # together they may leave nothing
                 is_void[masked] |= logits.numpy()[masked].max(axis=1, initial=-np.inf) == -np.inf
+            if self.processors is not None:
+                is_void |= logits.numpy().max(axis=1, initial=-np.inf) == -np.inf
         if is_void.any():
             logits[torch.from_numpy(is_void)] = 0.0
-        return is_void, counts
+        return is_void, counts, failed
 
     def _how(self, slots: I32, *, has_rules: bool, has_logprobs: bool) -> Chunks:
         columns = self.batch.columns

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from actorllm import clock
 from actorllm.config import EngineConfig
 from actorllm.errors import ConfigError, EngineError
-from actorllm.messages import I32, NO_I32, LateInputs, NewRow, StepPlan, StepResult, pack_rows
+from actorllm.messages import I32, NO_I32, U32, LateInputs, NewRow, StepPlan, StepResult, pack_rows
 from actorllm.model.cuda import ops
 from actorllm.model.cuda.cache import DeviceCache
 from actorllm.model.cuda.collectives import Collectives, own_device
@@ -55,6 +55,7 @@ from actorllm.model.cuda.sampling import MAX_HEAD_ROWS, MAX_KERNEL_TOP, DeviceSa
 from actorllm.model.cuda.state import DeviceBatch, StateTable
 from actorllm.model.families.decoder_config import DecoderConfig
 from actorllm.model.inputs import StepInputs
+from actorllm.model.processors import processors_of
 from actorllm.model.registry import Plan, check_shares
 from actorllm.model.runner import ModelRunner, StepHandle, slices
 from actorllm.model.weights import open_weights
@@ -113,6 +114,10 @@ class CudaHandle(StepHandle[Way]):
     outputs: list[torch.Tensor] = field(default_factory=list)
     """What is to be downloaded beside the tokens: first whether prompt tokens are finite, then vectors, then log-probabilities."""
     spans: list[PendingSpans] = field(default_factory=list)
+    masks: dict[int, U32] = field(default_factory=dict)
+    """Of samples, what the application's processors leave of their logits."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """Of samples, why the application's processors failed."""
 
     @property
     def waits_for(self) -> bool:
@@ -193,6 +198,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         is_compiled = self.device.torch_device.type == "cuda"
         with self.device.active(), compiling(self._rehearse) if is_compiled else contextlib.nullcontext():
             self.model = self._load()
+            self.processors = processors_of(self.config, self.dtype, self.device.torch_device)
         if self.device.proves_itself:
             self._check_kernels()
 
@@ -631,7 +637,7 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
                 plan.late_slots,
                 started,
                 self._decode_rows.rows,
-                waits_for_tokens=sampling.has_rules and self.batch.rules.has_memory,
+                waits_for_tokens=sampling.has_rules and (self.processors is not None or self.batch.rules.has_memory),
             )
             if inputs.prefill_slots:
                 self._launch_prefill(handle)
@@ -753,6 +759,8 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             if sampling.how is Way.EDITED:
                 if sampling.has_logprobs:
                     logits = logits.clone()  # as the model gave them
+                if sampling.has_rules and self.processors is not None and not self.collectives.rank:
+                    self._process(handle)
                 self._choose_edited(handle, late)
             if sampling.has_logprobs and not self.collectives.rank:  # the others have no logits
                 self._spans(handle, logits)
@@ -762,10 +770,34 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
         handle.download = self.device.download([*outputs, *handle.outputs])
         handle.outputs = []
 
+    def _process(self, handle: CudaHandle) -> None:
+        """Let the application's processors change the logits. What they take out becomes a mask, as what grammars take out.
+
+        So the sum of a row still tells whether the model's logits are finite.
+        """
+        assert self.processors is not None
+        slots = handle.sampling.slots
+        logits = self.sampler.logits[: len(slots)]
+        is_bad = ~torch.isfinite(logits.sum(1))
+        changed = logits.masked_fill(is_bad.unsqueeze(1), 0.0)
+        failed = self.processors.apply(changed, slots, self.batch.columns.temperature[slots])
+        is_out = torch.isneginf(changed)
+        changed.masked_fill_(is_out, 0.0)
+        logits.copy_(torch.where(is_bad.unsqueeze(1), logits, changed))
+        bits = np.zeros((len(slots), self.sampler.num_words * 32), np.bool_)
+        bits[:, : logits.shape[1]] = ~is_out.cpu().numpy()
+        words = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
+        for row in np.flatnonzero(~bits[:, : logits.shape[1]].all(1)).tolist():
+            handle.masks[row] = words[row]
+        bad = set(np.flatnonzero(is_bad.cpu().numpy()).tolist())
+        handle.errors = {row: text for row, text in failed.items() if row not in bad}
+
     def _choose_edited(self, handle: CudaHandle, late: LateInputs | None) -> None:
         slots, sampler = handle.sampling.slots, self.sampler
         edits = self.batch.rules.edits(slots, self.batch.columns.num_outputs[slots])
         masks = self.batch.rules.masks(slots)
+        for row, mask in handle.masks.items():
+            combined(masks, row, mask)
         if late is not None and late.slots.size:
             words: NDArray[np.uint32] = late.allowed.reshape(len(late.slots), -1)
             for slot, mask in zip(late.slots.tolist(), words, strict=True):
@@ -844,11 +876,17 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
             is_bad = np.isin(slots, list(self.batch.bad_slots))
             counts[is_bad] = 1  # it has had states that were not
             is_void |= is_bad
+        if handle.errors:
+            failed = list(handle.errors)
+            counts[failed], is_void[failed] = 0, True
         self.batch.learn(slots, handle.owners, tokens)
+        if self.processors is not None and slots.size:
+            mine = self.batch.owners[slots] == handle.owners
+            self.processors.store(slots[mine], tokens[mine])
         tokens[is_void] = 0
         spans = [span for pending in handle.spans for span in pending.spans(arrays)]
         vectors = None if sampling.rows is None else arrays[1]
-        return self._result(handle, tokens, is_void, counts, bad_prompts, spans, vectors)
+        return self._result(handle, tokens, is_void, counts, bad_prompts, spans, vectors, handle.errors)
 
     def _marked_prompts(self, handle: CudaHandle, is_finite: NDArray[np.int32]) -> I32:
         """Which prefill rows of the step have states that are not finite. From now on what they sample is void."""

@@ -29,13 +29,14 @@ CHUNKS = (8, 3, 3, 3, 3)
 """Of the first sequence; the second one has as many steps: a prefill of SECOND_PREFILL tokens, then decode rows."""
 SECOND_PREFILL = 3
 
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""For `relative_error`. What is really missing costs 0.1 to 1.4; rounding costs 1e-6, and 0.01 to 0.1 in bfloat16."""
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+"""For `relative_error`. What is really missing costs 0.1 to 1.4; rounding costs 1e-6, and 0.01 to 0.1 in bfloat16. In float16
+it costs an eighth of that."""
 
 MAX_NOISE = 0.25
 """Rounding that chooses other experts costs still more: then that is the measure, up to this (`_noise`)."""
 NUM_NOISES = 3
-ROUNDING = {torch.bfloat16: 2.0**-8}
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """By how much a value and its neighbour in the type differ at most."""
 
 Tokens = NDArray[np.int64]

@@ -61,7 +61,7 @@ def test_the_tokens_are_those_of_the_cpu_worker(family: dict[str, Any], make_twi
     reason="each kernel is interpreted; tests/model/cuda/proof has the check, with torch in place of the kernels"
 )
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_self_check_suspects_no_kernel(
     folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str
 ) -> None:

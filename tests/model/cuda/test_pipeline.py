@@ -144,3 +144,28 @@ def test_a_failing_step_is_reported_in_its_place(build: Callable[..., LLM], monk
             llm.generate([[5, 4], [66]], params, use_tqdm=False)
         (again,) = llm.generate([[5, 4]], params, use_tqdm=False)
     assert again.outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("arguments", [{}, {"kv_cache_memory_bytes": 5 * 65536}])
+def test_processors_see_every_token_of_a_step_that_was_launched_ahead(
+    build: Callable[..., LLM], arguments: dict[str, Any]
+) -> None:
+    """The logits of a step wait for the tokens of the one before, and a request that gave way comes with its output."""
+    changers = "tests.api.logits_processors.changers"
+    paths = [f"{changers}:NoRepeats", f"{changers}:Target"]
+    extras: list[dict[str, Any]] = [{"no_repeats": True}, {"target": 7}, {}, {"no_repeats": True, "target": 9}]
+    params = [
+        SamplingParams(max_tokens=24, ignore_eos=True, detokenize=False, temperature=0.7, seed=i, extra_args=extra)
+        for i, extra in enumerate(extras)
+    ]
+    prompts = [{"prompt_token_ids": [*range(1, 60 - i)]} for i in range(4)]
+    found = []
+    for is_plain in (True, False):
+        with build(is_plain=is_plain, logits_processors=paths, **arguments) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+            preempted = llm.stats()["scheduler"]["scheduler"]["num_preemptions"]
+            assert preempted > 0 or "kv_cache_memory_bytes" not in arguments
+    assert found[0] == found[1]
+    assert len(set(found[0][0])) == 24
+    assert set(found[0][1][2::3]) == {7}

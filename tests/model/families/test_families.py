@@ -21,8 +21,7 @@ from actorllm.model.families.decoder_config import DecoderConfig, TensorNames
 from actorllm.model.hf.transformers_backend import TransformersDecoder
 from actorllm.model.registry import FAMILIES, decoder_config, model_plan, way_of
 from tests.model.cuda.conftest import config_of
-from tests.model.cuda.twins import DeviceDriver
-from tests.model.driver import Driver
+from tests.model.families.loaded import cpu_driver, device_driver
 from tests.model.hf.decoders import ALTERNATING, TOLERANCE, difference, prompt, reference, save
 
 LONGER_THAN_THE_PROMPT = 200
@@ -54,24 +53,6 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """A random model of transformers, saved to the folder."""
     name, differences = VARIANTS[request.param]
     return save(name, tmp_path, max_position_embeddings=256, **differences)
-
-
-def cpu_driver(folder: Path, plan: Any = None, **arguments: Any) -> Driver:
-    config = config_of(folder, block_size=4, load_format="auto", **arguments)
-    runner = CpuRunner(config, show_progress=False, plan=plan)
-    runner.load()
-    runner.allocate(64)
-    return Driver(runner)
-
-
-def device_driver(
-    folder: Path, kind: type[CudaRunner] = CudaRunner, plan: Any = None, **arguments: Any
-) -> DeviceDriver:
-    config = config_of(folder, block_size=64, load_format="auto", **arguments)
-    runner = kind(config, show_progress=False, device=HostDevice(), plan=plan)
-    runner.load()
-    runner.allocate(24)
-    return DeviceDriver(runner, num_blocks=24)
 
 
 def chunks_and_decode_steps(driver: Any, model: Any) -> None:
