@@ -480,6 +480,14 @@ BOUNDS = (
         "the request fails",
     ),
     Bound(
+        "rows of a step that a logits processor of requests changes",
+        ("types.logits_processors.interface: AdapterLogitsProcessor.req_info",),
+        "each row",
+        ("max_num_seqs=256",),
+        "rows",
+        "the others wait for a place",
+    ),
+    Bound(
         "questions to the scheduler, and answers that found no room",
         (
             "actors.actor: Runner._aside",
