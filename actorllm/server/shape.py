@@ -40,6 +40,13 @@ class PromptState:
     echoed: tuple[orjson.Fragment, int] | None = None
     """The prompt's log-probabilities as JSON, and where the text behind them begins. Made once for all its sequences."""
 
+    def take(self, output: RequestOutput) -> None:
+        """What an output says of the prompt, and how many tokens it adds."""
+        self.ids, self.num_cached = output.prompt_token_ids, output.num_cached_tokens
+        self.num_output += sum([len(one.token_ids) for one in output.outputs])
+        if output.finished:
+            self.metrics = output.metrics
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerView:

@@ -12,9 +12,9 @@ from typing import Any
 import orjson
 
 from actorllm.actors.frontend import Delta
+from actorllm.server.item_shape import ItemShape
 from actorllm.server.output_items import Event, OutputItems
-from actorllm.server.shape import PromptState, Shape
-from actorllm.types.outputs import CompletionOutput, RequestOutput
+from actorllm.types.outputs import CompletionOutput
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "abort": "end_turn"}
 DELTA_HEAD = (
@@ -22,55 +22,29 @@ DELTA_HEAD = (
 )
 
 
-class MessagesShape(Shape):
+class MessagesShape(ItemShape):
     CONTENT_TYPE = b"text/event-stream; charset=utf-8"
 
     def __init__(self, name: str | None, model: str, items: OutputItems) -> None:
         """name: what the client calls the request. items: of its output."""
-        self.id = f"msg_{name or uuid.uuid4().hex}"
-        self.is_plain = items.is_plain
+        super().__init__(f"msg_{name or uuid.uuid4().hex}", items)
         self._model = model
-        self._items = items
-        self._state = PromptState([])
-        self._has_begun = False
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        self._take(outputs[0])
-        (one,) = outputs[0].outputs
-        for _ in (*self._items.begin(self._state.ids), *self._items.write(one.text, [])):
-            pass
-        for _ in self._items.end(True):
-            pass
+    def _tree(self, one: CompletionOutput) -> bytes:
         content = [_block(item) for item in self._items.done]
         return orjson.dumps(self._message(content, **self._stop(one)))
 
-    def events(self, number: int, output: RequestOutput) -> bytes:
-        made: list[bytes] = []
-        self._take(output)
-        for one in output.outputs:
-            if not one.token_ids and one.finish_reason is None:
-                continue
-            if not self._has_begun:
-                self._has_begun = True
-                message = self._message([], stop_reason=None, stop_sequence=None)
-                made.append(_event({"type": "message_start", "message": message}))
-                made += self._written(self._items.begin(self._state.ids))
-                made.append(_event({"type": "ping"}))
-            made += self._written(self._items.write(one.text, []))
-            if one.finish_reason is not None:
-                made += self._written(self._items.end(True))
-                made.append(_event({"type": "message_delta", "delta": self._stop(one), "usage": self._usage()}))
-                made.append(_event({"type": "message_stop"}))
-        return b"".join(made)
+    def _opening(self) -> list[bytes]:
+        message = self._message([], stop_reason=None, stop_sequence=None)
+        began, ping = _event({"type": "message_start", "message": message}), _event({"type": "ping"})
+        return [began, *super()._opening(), ping]
+
+    def _ending(self, one: CompletionOutput) -> list[bytes]:
+        told = {"type": "message_delta", "delta": self._stop(one), "usage": self._usage()}
+        return [_event(told), _event({"type": "message_stop"})]
 
     def plain_events(self, number: int, deltas: Sequence[tuple[int, Delta]]) -> bytes:
-        self._state.num_output += sum([len(delta.tokens) for _, delta in deltas])
-        text = "".join([delta.text for _, delta in deltas])
-        self._items.note(text)
-        return DELTA_HEAD + orjson.dumps(text) + b"}}\n\n"
-
-    def close(self) -> bytes:
-        return b""
+        return DELTA_HEAD + orjson.dumps(self._noted(deltas)) + b"}}\n\n"
 
     def failure(self, body: bytes) -> bytes:
         """body: the error as this API has it."""
@@ -97,11 +71,6 @@ class MessagesShape(Shape):
                 case "output_item.done":
                     made.append(_event({"type": "content_block_stop", "index": index}))
         return made
-
-    def _take(self, output: RequestOutput) -> None:
-        state = self._state
-        state.ids, state.num_cached = output.prompt_token_ids, output.num_cached_tokens
-        state.num_output += sum(len(one.token_ids) for one in output.outputs)
 
     def _message(self, content: list[Any], **stop: Any) -> dict[str, Any]:
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self._model}

@@ -11,9 +11,9 @@ from typing import Any
 import orjson
 
 from actorllm.actors.frontend import Delta
+from actorllm.server.item_shape import ItemShape
 from actorllm.server.output_items import Event, OutputItems
-from actorllm.server.shape import PromptState, Shape
-from actorllm.types.outputs import CompletionOutput, RequestOutput
+from actorllm.types.outputs import CompletionOutput
 
 DONE_REASONS = {"length": "length", "abort": "stop"}
 
@@ -22,58 +22,30 @@ def timestamp() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
 
 
-class Lines(Shape):
+class Lines(ItemShape):
     CONTENT_TYPE = b"application/x-ndjson"
 
     def __init__(self, name: str | None, model: str, items: OutputItems) -> None:
         """name: what the client calls the request. items: of its output."""
-        self.id = f"ollama-{name or uuid.uuid4().hex}"
-        self.is_plain = items.is_plain
+        super().__init__(f"ollama-{name or uuid.uuid4().hex}", items)
         self._model = model
-        self._items = items
-        self._state = PromptState([])
-        self._has_begun = False
 
     @abstractmethod
     def _piece(self, text: str, calls: list[Any] | None = None, thinking: str | None = None) -> dict[str, Any]:
         """What a line says beside its head."""
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        self._take(outputs[0])
-        (one,) = outputs[0].outputs
-        for _ in (*self._items.begin(self._state.ids), *self._items.write(one.text, [])):
-            pass
-        for _ in self._items.end(True):
-            pass
+    def _tree(self, one: CompletionOutput) -> bytes:
         texts = [item["content"][0]["text"] for item in self._items.done if item["type"] == "message"]
         calls = [_call(item) for item in self._items.done if item["type"] == "function_call"]
         thoughts = [item["content"][0]["text"] for item in self._items.done if item["type"] == "reasoning"]
         piece = self._piece("".join(texts), calls or None, "".join(thoughts) or None)
         return self._line(piece, self._end(one))
 
-    def events(self, number: int, output: RequestOutput) -> bytes:
-        made: list[bytes] = []
-        self._take(output)
-        for one in output.outputs:
-            if not one.token_ids and one.finish_reason is None:
-                continue
-            if not self._has_begun:
-                self._has_begun = True
-                made += self._written(self._items.begin(self._state.ids))
-            made += self._written(self._items.write(one.text, []))
-            if one.finish_reason is not None:
-                made += self._written(self._items.end(True))
-                made.append(self._line(self._piece(""), self._end(one)) + b"\n")
-        return b"".join(made)
+    def _ending(self, one: CompletionOutput) -> list[bytes]:
+        return [self._line(self._piece(""), self._end(one)) + b"\n"]
 
     def plain_events(self, number: int, deltas: Sequence[tuple[int, Delta]]) -> bytes:
-        self._state.num_output += sum([len(delta.tokens) for _, delta in deltas])
-        text = "".join([delta.text for _, delta in deltas])
-        self._items.note(text)
-        return self._line(self._piece(text), {"done": False}) + b"\n"
-
-    def close(self) -> bytes:
-        return b""
+        return self._line(self._piece(self._noted(deltas)), {"done": False}) + b"\n"
 
     def failure(self, body: bytes) -> bytes:
         """body: the error as this API has it."""
@@ -96,13 +68,6 @@ class Lines(Shape):
 
     def _line(self, piece: dict[str, Any], rest: dict[str, Any]) -> bytes:
         return orjson.dumps({"model": self._model, "created_at": timestamp(), **piece, **rest})
-
-    def _take(self, output: RequestOutput) -> None:
-        state = self._state
-        state.ids = output.prompt_token_ids
-        state.num_output += sum(len(one.token_ids) for one in output.outputs)
-        if output.finished:
-            state.metrics = output.metrics
 
     def _end(self, one: CompletionOutput) -> dict[str, Any]:
         metrics = self._state.metrics

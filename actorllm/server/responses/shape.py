@@ -14,16 +14,17 @@ from typing import Any
 import orjson
 
 from actorllm.actors.frontend import Delta
+from actorllm.server.item_shape import ItemShape
 from actorllm.server.logprob_format import LogprobsView
 from actorllm.server.output_items import Event, OutputItems
-from actorllm.server.shape import PromptState, Shape, metrics_of
+from actorllm.server.shape import metrics_of
 from actorllm.types.objective import SLO
-from actorllm.types.outputs import CompletionOutput, RequestOutput
+from actorllm.types.outputs import CompletionOutput
 
 DELTA_HEAD = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","sequence_number":'  # and the number
 
 
-class ResponsesShape(Shape):
+class ResponsesShape(ItemShape):
     CONTENT_TYPE = b"text/event-stream; charset=utf-8"
 
     on_end: Callable[[dict[str, Any]], None] | None = None
@@ -39,7 +40,7 @@ class ResponsesShape(Shape):
         has_metrics: bool,
     ) -> None:
         """name: what the client calls the request. told: what a response repeats of it."""
-        self.id = f"resp_{name or uuid.uuid4().hex}"
+        super().__init__(f"resp_{name or uuid.uuid4().hex}", items)
         self._created = int(time.time())
         self._told = told
         self._logprobs = logprobs
@@ -47,49 +48,21 @@ class ResponsesShape(Shape):
         self._slo = slo
         self._has_metrics = has_metrics
         self._num_events = 0
-        self._items = items
-        self._state = PromptState([])
         self._delta = b'"item_id":%b,"output_index":0,"content_index":0,"delta":' % orjson.dumps(self._items.first_id)
 
-    # All at once
-
-    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        self._take(outputs[0])
-        (one,) = outputs[0].outputs
-        for _ in (*self._items.begin(self._state.ids), *self._items.write(one.text, self._logprobs_of(one))):
-            pass
-        for _ in self._items.end(_is_whole(one)):
-            pass
+    def _tree(self, one: CompletionOutput) -> bytes:
         return orjson.dumps(self._ended(one))
 
-    # Event by event
-
-    def events(self, number: int, output: RequestOutput) -> bytes:
-        made: list[bytes] = []
-        self._take(output)
-        for one in output.outputs:
-            if not one.token_ids and one.finish_reason is None:
-                continue
-            if not self._num_events:
-                made += self._opening()
-            made += self._written(self._items.write(one.text, self._logprobs_of(one)))
-            if one.finish_reason is not None:
-                made += self._written(self._items.end(_is_whole(one)))
-                tree = self._ended(one)
-                kind = "completed" if tree["status"] == "completed" else "incomplete"
-                made += self._written([(f"response.{kind}", {"response": tree})])
-        return b"".join(made)
+    def _ending(self, one: CompletionOutput) -> list[bytes]:
+        tree = self._ended(one)
+        kind = "completed" if tree["status"] == "completed" else "incomplete"
+        return self._written([(f"response.{kind}", {"response": tree})])
 
     def plain_events(self, number: int, deltas: Sequence[tuple[int, Delta]]) -> bytes:
-        text = "".join([delta.text for _, delta in deltas])
-        self._state.num_output += sum([len(delta.tokens) for _, delta in deltas])
-        self._items.note(text)
+        text = self._noted(deltas)
         number = self._num_events
         self._num_events += 1
         return b'%b%d,%b%b,"logprobs":[]}\n\n' % (DELTA_HEAD, number, self._delta, orjson.dumps(text))
-
-    def close(self) -> bytes:
-        return b""
 
     def failure(self, body: bytes) -> bytes:
         """body: the error as in OpenAI's envelope."""
@@ -114,16 +87,6 @@ class ResponsesShape(Shape):
         announced: list[Event] = [(f"response.{kind}", {"response": begun}) for kind in ("created", "in_progress")]
         return self._written([*announced, *self._items.begin(self._state.ids)])
 
-    # Both
-
-    def _take(self, output: RequestOutput) -> None:
-        state = self._state
-        state.ids = output.prompt_token_ids
-        state.num_cached = output.num_cached_tokens
-        state.num_output += sum(len(one.token_ids) for one in output.outputs)
-        if output.finished:
-            state.metrics = output.metrics
-
     def _logprobs_of(self, one: CompletionOutput) -> list[Any]:
         if self._logprobs is None:
             return []
@@ -131,10 +94,13 @@ class ResponsesShape(Shape):
         content: list[Any] = self._logprobs.of_message(positions)["content"]
         return content
 
+    def _is_whole(self, one: CompletionOutput) -> bool:
+        return one.finish_reason not in ("length", "abort")
+
     def _ended(self, one: CompletionOutput) -> dict[str, Any]:
         """The response at its end."""
         reason = {"length": "max_output_tokens"}.get(str(one.finish_reason))
-        status = "completed" if _is_whole(one) else "incomplete"
+        status = "completed" if self._is_whole(one) else "incomplete"
         details = {"reason": reason} if reason is not None else None
         tree = self.response(status, incomplete_details=details, usage=self._usage())
         if self.on_end is not None:
@@ -170,7 +136,3 @@ class ResponsesShape(Shape):
         if self._has_metrics and self._state.metrics is not None:
             tree["metrics"] = metrics_of(self._state, self._slo)
         return tree
-
-
-def _is_whole(one: CompletionOutput) -> bool:
-    return one.finish_reason not in ("length", "abort")

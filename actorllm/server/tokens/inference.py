@@ -109,11 +109,10 @@ class TokensShape(Shape):
         self._has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         self._num_logprobs = params.logprobs
         self._state = PromptState([])
-        self._has_begun = False
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         (output,) = outputs
-        self._take(output)
+        self._state.take(output)
         tree = {
             "request_id": self.id,
             "model": self._model,
@@ -128,15 +127,15 @@ class TokensShape(Shape):
         return orjson.dumps(tree)
 
     def events(self, number: int, output: RequestOutput) -> bytes:
-        self._take(output)
+        self._state.take(output)
         choices = [self._choice(one) for one in output.outputs if one.token_ids or one.finish_reason is not None]
         if not choices:
             return b""
         tree: dict[str, Any] = {"request_id": self.id, "output_mode": "text" if self._has_text else "tokens"}
         tree["choices"] = choices
-        if self._has_prompt and not self._has_begun:
+        if self._has_prompt and not self._state.has_begun:
             tree["prompt_token_ids"] = output.prompt_token_ids
-        self._has_begun = True
+        self._state.has_begun = True
         return b"data: %b\n\n" % orjson.dumps(tree)
 
     def close(self) -> bytes:
@@ -146,11 +145,6 @@ class TokensShape(Shape):
 
     def failure(self, body: bytes) -> bytes:
         return b"data: %b\n\n" % body + DONE
-
-    def _take(self, output: RequestOutput) -> None:
-        state = self._state
-        state.ids, state.num_cached = output.prompt_token_ids, output.num_cached_tokens
-        state.num_output += sum(len(one.token_ids) for one in output.outputs)
 
     def _usage(self) -> dict[str, Any]:
         told = usage(len(self._state.ids), self._state.num_output)
