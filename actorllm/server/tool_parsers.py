@@ -16,7 +16,6 @@ Pure; called by server.tools and server.message_parts. Names are vLLM's.
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 import re
 import uuid
@@ -24,9 +23,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
-from actorllm.errors import ConfigError, nearest_name
 from actorllm.server.tool_formats import FORMATS
+from actorllm.text.markers import overlap
 from actorllm.text.reasoning.parsers import Thought
+from actorllm.types.named_class import named_class
 
 MAX_HELD = 64 << 10
 """Characters that a parser holds back at most, until it is known what they are."""
@@ -277,14 +277,6 @@ def _string(text: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def overlap(text: str, marker: str) -> int:
-    """How many characters at the end of a text may be the beginning of a marker."""
-    for size in range(min(len(text), len(marker) - 1), 0, -1):
-        if marker.startswith(text[-size:]):
-            return size
-    return 0
-
-
 # Parsers --------------------------------------------------------------------------------------------------------------
 
 
@@ -349,6 +341,8 @@ class MarkedParser(ToolParser):
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
         self._state = "text"
+        self._marker = self.MARKER
+        """What the call, or the section of calls, has begun with."""
         self._is_behind_call = False
         """Nothing but space has come since."""
 
@@ -392,6 +386,21 @@ class MarkedParser(ToolParser):
     def _num_held(self) -> int:
         """Characters at the end of the buffer that may begin a marker."""
         return overlap(self._buffer, self.MARKER)
+
+    def _between(self, call: str, end: str, state: str, pieces: list[Piece]) -> bool:
+        """In a section of calls: the next call, with which `state` begins, the section's end, or what belongs to neither."""
+        bare = self._buffer.lstrip()
+        if bare.startswith(call):
+            self._buffer, self._state = bare[len(call) :], state
+        elif bare.startswith(end):
+            self._buffer, self._state = bare[len(end) :], "text"
+        elif any(marker.startswith(bare) for marker in (call, end)):
+            return False
+        else:
+            raw = "" if self.num_calls else self._marker + self._buffer[: len(self._buffer) - len(bare)]
+            self._buffer = bare
+            return self._give_up(raw, pieces)
+        return True
 
     def _give_up(self, raw: str, pieces: list[Piece]) -> bool:
         """It was no call."""
@@ -849,31 +858,12 @@ def parser_named(name: str | None, templates: Sequence[str]) -> type[ToolParser]
     """The parser of this name, or a class as 'module:Class'; None: that of the way in which a model's chat templates show calls.
     Raises ConfigError."""
     if name is not None and name not in PARSERS:
-        return _loaded(name)
+        return named_class("tool_call_parser", name, ToolParser, FORMATS, PARSERS)  # type: ignore[type-abstract]
     if name is None and (shown := next(_family(templates), DEFAULT_PARSER)) not in PARSERS:
-        return _loaded(shown)
+        return named_class("tool_call_parser", shown, ToolParser, FORMATS, PARSERS)  # type: ignore[type-abstract]
     found = PARSERS[name or next(_family(templates), DEFAULT_PARSER)]
     if found is MistralParser and any("[ARGS]" in template for template in templates):
         return MistralNamedParser
-    return found
-
-
-def _loaded(name: str) -> type[ToolParser]:
-    module, _, attribute = FORMATS.get(name, name).partition(":")
-    if not attribute:
-        known = ", ".join(map(repr, [*PARSERS, *FORMATS]))
-        raise ConfigError(
-            f"tool_call_parser={name!r:.120} is not known{nearest_name(name, [*PARSERS, *FORMATS])}; there are {known}, or a "
-            f"class as 'module:Class'"
-        )
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # whatever the module raises is the caller's
-        raise ConfigError(
-            f"tool_call_parser={name!r:.120} cannot be loaded: {type(error).__name__}: {error}"
-        ) from error
-    if not (isinstance(found, type) and issubclass(found, ToolParser)):
-        raise ConfigError(f"tool_call_parser={name!r:.120} must be a subclass of ToolParser ({__name__})")
     return found
 
 

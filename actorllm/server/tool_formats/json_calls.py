@@ -12,9 +12,9 @@ from actorllm.server.tool_parsers import (
     Text,
     Tool,
     json_call,
-    overlap,
     several,
 )
+from actorllm.text.markers import overlap
 
 
 class JsonCallsParser(MarkedParser):
@@ -31,7 +31,6 @@ class JsonCallsParser(MarkedParser):
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
         self._list = CallList(0, None)
-        self._marker = self.MARKER
 
     def _first_marker(self) -> tuple[str, str, str]:
         found = [self._buffer.partition(marker) for marker in (self.MARKER, *self.OTHER_MARKERS)]

@@ -13,10 +13,10 @@ from actorllm.server.tool_parsers import (
     Text,
     Tool,
     ToolCallStart,
-    overlap,
     schema_of,
     several,
 )
+from actorllm.text.markers import overlap
 
 
 class SectionParser(MarkedParser):
@@ -47,25 +47,10 @@ class SectionParser(MarkedParser):
     def _in_call(self, pieces: list[Piece]) -> bool:
         match self._state:
             case "marked":
-                return self._between(pieces)
+                return self._between(self.CALL, self.END, "head", pieces)
             case "head":
                 return self._head(pieces)
         return self._arguments(pieces)
-
-    def _between(self, pieces: list[Piece]) -> bool:
-        """Of the section: a call, its end, or what belongs to neither."""
-        bare = self._buffer.lstrip()
-        if bare.startswith(self.CALL):
-            self._buffer, self._state = bare[len(self.CALL) :], "head"
-        elif bare.startswith(self.END):
-            self._buffer, self._state = bare[len(self.END) :], "text"
-        elif any(marker.startswith(bare) for marker in (self.CALL, self.END)):
-            return False
-        else:
-            raw = "" if self.num_calls else self.MARKER + self._buffer[: len(self._buffer) - len(bare)]
-            self._buffer = bare
-            return self._give_up(raw, pieces)
-        return True
 
     def _head(self, pieces: list[Piece]) -> bool:
         window = self._buffer[: 2 * MAX_NAME]

@@ -21,10 +21,10 @@ from actorllm.server.tool_parsers import (
     Tool,
     ToolCallStart,
     Value,
-    overlap,
     schema_of,
     several,
 )
+from actorllm.text.markers import overlap
 
 KINDS: dict[str, tuple[type[Any], ...]] = {
     "integer": (int,),
@@ -115,14 +115,16 @@ class TaggedParser(MarkedParser):
         self._has_begun_value = False
         self._value = Value()
         self._properties: Mapping[str, Any] = {}
-        self._marker = self.MARKER
         self._num_searched = 0
         """Characters of the buffer in which a value has no end."""
 
     def _in_call(self, pieces: list[Piece]) -> bool:
         match self._state:
             case "marked":
-                return self._between(pieces)
+                if self.CALL:
+                    return self._between(self.CALL, self.END, "name", pieces)
+                self._state = "name"
+                return True
             case "name":
                 return self._name(pieces)
             case "body":
@@ -134,23 +136,6 @@ class TaggedParser(MarkedParser):
             case "json":
                 return self._json(pieces)
         return self._read_value(pieces)
-
-    def _between(self, pieces: list[Piece]) -> bool:
-        if not self.CALL:
-            self._state = "name"
-            return True
-        bare = self._buffer.lstrip()
-        if bare.startswith(self.CALL):
-            self._buffer, self._state = bare[len(self.CALL) :], "name"
-        elif bare.startswith(self.END):
-            self._buffer, self._state = bare[len(self.END) :], "text"
-        elif any(marker.startswith(bare) for marker in (self.CALL, self.END)):
-            return False
-        else:
-            raw = "" if self.num_calls else self._marker + self._buffer[: len(self._buffer) - len(bare)]
-            self._buffer = bare
-            return self._give_up(raw, pieces)
-        return True
 
     def _name(self, pieces: list[Piece]) -> bool:
         window = self._buffer[: 2 * MAX_NAME]

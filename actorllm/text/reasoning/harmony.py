@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple, TypeAlias
 
-from actorllm.text.reasoning.parsers import Part, ReasoningParser, Said, Thought, overlap
+from actorllm.text.markers import overlap
+from actorllm.text.reasoning.parsers import Part, ReasoningParser, Said, Thought
 
 START = "<|start|>"
 CHANNEL = "<|channel|>"

@@ -8,12 +8,13 @@ vLLM's.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from actorllm.errors import ConfigError, nearest_name
+from actorllm.text.markers import overlap
+from actorllm.types.named_class import named_class
 
 MAX_MARKER = 256
 """Characters of a marker."""
@@ -115,14 +116,6 @@ class ReasoningParser:
         return Marks(cls.START, cls.END, cls.FORCED or cls.END, cls.IS_ASSUMED)
 
 
-def overlap(text: str, marker: str) -> int:
-    """How many characters at the end of a text may be the beginning of a marker."""
-    for size in range(min(len(text), len(marker) - 1), 0, -1):
-        if marker.startswith(text[-size:]):
-            return size
-    return 0
-
-
 class Qwen3Reasoning(ReasoningParser):
     """Qwen 3, GLM 4.5, DeepSeek V3.1: <think> and </think>, and none where the prompt or the model has none."""
 
@@ -216,20 +209,4 @@ REASONING = {
 
 def reasoning_named(name: str) -> type[ReasoningParser]:
     """The parser of this name, or a class as 'module:Class'. Raises ConfigError."""
-    path = REASONING.get(name, name)
-    module, _, attribute = path.partition(":")
-    if not attribute:
-        known = ", ".join(map(repr, REASONING))
-        raise ConfigError(
-            f"reasoning_parser={name!r:.120} is not known{nearest_name(name, REASONING)}; there are {known}, or a class as "
-            f"'module:Class'"
-        )
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # whatever the module raises is the caller's
-        raise ConfigError(
-            f"reasoning_parser={name!r:.120} cannot be loaded: {type(error).__name__}: {error}"
-        ) from error
-    if not (isinstance(found, type) and issubclass(found, ReasoningParser)):
-        raise ConfigError(f"reasoning_parser={name!r:.120} must be a subclass of ReasoningParser ({_PARSERS})")
-    return found
+    return named_class("reasoning_parser", name, ReasoningParser, REASONING)
