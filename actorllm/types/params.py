@@ -433,27 +433,29 @@ def _extra_args(given: Any) -> dict[str, Any]:
     """A copy as JSON would make it: tuples are lists."""
     if not isinstance(given, Mapping):
         raise InvalidParameterError(f"extra_args={shown(given)} must be a mapping with strings as keys, or None")
-    copied: dict[str, Any] = _json_value("extra_args", given, 0)
+    copied: dict[str, Any] = _json_value("extra_args", given, 0, [MAX_EXTRA_ARGS])
     size = len(json.dumps(copied))
     if size > MAX_EXTRA_ARGS:
         raise InvalidParameterError(f"extra_args has {size} bytes of JSON, and the limit is {MAX_EXTRA_ARGS}")
     return copied
 
 
-def _json_value(name: str, value: Any, depth: int) -> Any:
+def _json_value(name: str, value: Any, depth: int, left: list[int]) -> Any:
+    """left: bytes that the rest may have, in its one entry. Nothing beyond them is looked at: lists may hold each other often."""
     if depth > MAX_EXTRA_DEPTH:
         raise InvalidParameterError(f"extra_args is nested more than {MAX_EXTRA_DEPTH} levels deep")
-    if isinstance(value, Mapping | list | tuple) and len(value) > MAX_EXTRA_ARGS:
-        raise InvalidParameterError(
-            f"{name} has {len(value)} entries, and extra_args may have {MAX_EXTRA_ARGS} bytes of JSON"
-        )
+    # Each entry takes a byte at least, and so does each character of a text.
+    left[0] -= len(value) if isinstance(value, Mapping | list | tuple | str) else 1
+    if left[0] < 0:
+        raise InvalidParameterError(f"extra_args has more than {MAX_EXTRA_ARGS} bytes of JSON at {name:.200}")
     if isinstance(value, Mapping):
         for key in value:
             if not is_text(key):
                 raise InvalidParameterError(f"{name} has the key {shown(key)}, which must be a string of valid Unicode")
-        return {key: _json_value(f"{name}[{shown(key)}]", one, depth + 1) for key, one in value.items()}
+            left[0] -= len(key)
+        return {key: _json_value(f"{name}[{shown(key)}]", one, depth + 1, left) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_json_value(name, one, depth + 1) for one in value]
+        return [_json_value(name, one, depth + 1, left) for one in value]
     is_number = isinstance(value, float) and math.isfinite(value)
     is_integer = isinstance(value, int) and -(2**63) <= value < 2**64
     if value is None or is_number or is_integer or is_text(value):

@@ -28,6 +28,9 @@ def test_it_is_a_copy_as_json_makes_it() -> None:
 
 nested: list[Any] = []
 nested.append(nested)
+often: list[Any] = []
+for _ in range(12):  # the same list again and again: few objects, and endless work for a look at every path
+    often = [often] * 1000
 
 
 @pytest.mark.parametrize(
@@ -42,9 +45,11 @@ nested.append(nested)
         ({"a": b"bytes"}, "is no value that JSON has"),
         ({"a": "\ud800"}, "is no value that JSON has"),
         ({"a": nested}, "nested more than 16 levels"),
-        ({"a": "x" * MAX_EXTRA_ARGS}, "bytes of JSON, and the limit is 65536"),
+        ({"a": "x" * MAX_EXTRA_ARGS}, r"more than 65536 bytes of JSON at extra_args\['a'\]"),
+        ({"a": "é" * (MAX_EXTRA_ARGS // 4)}, "bytes of JSON, and the limit is 65536"),
         ({"a": range(3)}, "is no value that JSON has"),
-        ({"a": [0] * (MAX_EXTRA_ARGS + 1)}, "has 65537 entries"),
+        ({"a": [0] * (MAX_EXTRA_ARGS + 1)}, "more than 65536 bytes"),
+        ({"a": often}, "more than 65536 bytes"),
     ],
 )
 def test_what_cannot_travel_is_refused(given: Any, words: str) -> None:
