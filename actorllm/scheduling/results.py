@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actorllm.kvcache.manager import KVCacheManager
-from actorllm.messages import I32, INVALID, NO_I32, StepFailed, StepResult
+from actorllm.messages import I32, INVALID, NO_I32, NO_U8, StepFailed, StepResult
 from actorllm.messages.logit_rules import SamplingRules
 from actorllm.messages.logprobs import LogprobSpan, spans_of
 from actorllm.messages.schema import WORKER, check_of_fields, violation
@@ -156,7 +156,9 @@ class Results:
         if tokens.size and np.maximum.reduce(tokens.view(U32_DTYPE)) >= self._vocab_size:
             return self._wrong_token()
         if (
-            result.nonfinite_prefills is not NO_I32 or result.nonfinite_counts is not NO_I32 or result.errors.size
+            result.nonfinite_prefills is not NO_I32
+            or result.nonfinite_counts is not NO_I32
+            or result.errors is not NO_U8
         ):  # what unpack makes of none
             error = self._wrong_nonfinite(result, record)
             if error is not None:
