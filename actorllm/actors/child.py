@@ -23,6 +23,8 @@ is reported before the process exits. Exit code 0 after a stop, 1 after a failur
 from __future__ import annotations
 
 import array
+import atexit
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -36,7 +38,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from actorllm.actors.actor import Runner
@@ -126,11 +128,22 @@ def main() -> None:
         # Before the actor exists, or a defect of the runtime itself; what an actor raises is reported by its runner.
         report_failure(control, type(error).__name__, str(error), traceback.format_exc())
         is_failed = True
-    if is_failed:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # at once: the supervisor waits to replace this process, and its state is not to be trusted
-    gc.unfreeze()  # what is never collected is reported as leaked, on standard error, by some libraries (nanobind)
+    end(is_failed)
+
+
+def end(is_failed: bool) -> NoReturn:
+    """End this process without the interpreter's own finalization.
+
+    The finalization looks at every object that torch made, which takes half a second of processor time. The supervisor waits
+    for the end of a process, to replace it or to let `shutdown()` return. What was registered with `atexit` runs after a stop;
+    after a failure it does not, since the state of the process is not to be trusted.
+    """
+    if not is_failed:
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # None, without a reader, or closed by a library
+            stream.flush()
+    os._exit(is_failed)
 
 
 def park(control: socket.socket, frame: dict[str, Any]) -> None:
