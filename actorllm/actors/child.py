@@ -7,7 +7,7 @@ notebook, stdin and `python -c` work. Until the first frame only the standard li
 The control socket is a SEQPACKET pair: one JSON object per packet, in order, descriptors beside it.
 
     supervisor → child    park {modules, sys_path}: import these, and wait for what follows, perhaps for ever
-                          start {actor, path, rank, config_path, config, sys_path} + the descriptor of its heartbeat
+                          start {actor, path, rank, config_path, config, modules, sys_path} + the descriptor of its heartbeat
                           configure {config} · link {info, generation, num_spokes, index} + descriptors · run
                           lost {link, generation, type_name, error} · stop
     child → supervisor    parked {memory_bytes}: everything is imported
@@ -161,8 +161,7 @@ def park(control: socket.socket, frame: dict[str, Any]) -> None:
     def load() -> None:
         try:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-            for module in frame["modules"]:
-                importlib.import_module(module)
+            load_modules(frame["modules"])
         except BaseException as error:  # on a thread: it is raised again where the imports are awaited
             errors.append(error)
 
@@ -173,6 +172,16 @@ def park(control: socket.socket, frame: dict[str, Any]) -> None:
     if errors:
         raise errors[0]
     send_frame(control, "parked", memory_bytes=proportional_bytes())
+
+
+def load_modules(names: list[str]) -> None:
+    """Import these without the garbage collector, which looks again and again at what stays for the life of the process."""
+    gc.disable()
+    try:
+        for name in names:
+            importlib.import_module(name)
+    finally:
+        gc.enable()
 
 
 def set_session_niceness(niceness: int) -> None:
@@ -231,6 +240,7 @@ def live(control: socket.socket, start: dict[str, Any], fds: tuple[int, ...]) ->
             failure = Failure.of(error)
             report_failure(control, failure.type_name, failure.message, failure.traceback)
 
+    load_modules(start["modules"])
     actor = load(start["path"])(start["actor"], start["rank"])
     for fd in fds:
         actor.heartbeat = Heartbeat(fd)

@@ -38,7 +38,7 @@ class ActorSpec:
     """A function `(config) -> dict[str, str]`, as "package.module:function": variables that must be set before the
     process starts. Called in the owner, so its module must be a light one."""
     preload: tuple[str, ...] = ()
-    """Modules that a parked process imports before it is needed (`Supervisor`, standby)."""
+    """Modules that its process imports first: one that is parked before it is needed (`Supervisor`, standby)."""
     group: str | None = None
     """Actors of one group are killed and started again together when one of them dies; None: this one alone."""
 
@@ -141,7 +141,10 @@ def engine_topology(config: EngineConfig) -> Topology:
         actors=(
             ActorSpec("frontend", "actorllm.actors.frontend:FrontendActor", placement="owner"),
             ActorSpec(
-                "scheduler", "actorllm.actors.scheduler:SchedulerActor", placement="owner" if is_inline else "process"
+                "scheduler",
+                "actorllm.actors.scheduler:SchedulerActor",
+                placement="owner" if is_inline else "process",
+                preload=("actorllm.actors.scheduler",),
             ),
             *workers,
         ),

@@ -46,6 +46,11 @@ EXIT_GRACE_S = 2.0
 """How long a process that reported a failure may take to exit."""
 
 
+ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
+"""Of every process, unless the user has set it: numpy starts a thread for each core when it is imported, and no actor has use
+for them."""
+
+
 class Child(ABC):
     """One life of one actor, wherever it runs. The supervisor's view: the same verbs for every placement."""
 
@@ -337,7 +342,9 @@ class ProcessChild(RemoteChild):
     async def spawn(self, tasks: TaskGroup, config: Any) -> None:
         self._tasks = tasks
         try:
-            environment = os.environ | (load(self.spec.environment)(config) if self.spec.environment else {})
+            environment = (
+                ENVIRONMENT | os.environ | (load(self.spec.environment)(config) if self.spec.environment else {})
+            )
             self._exec(environment)
         except Exception as error:
             if self._process is not None:
@@ -412,6 +419,7 @@ class ProcessChild(RemoteChild):
             rank=self.spec.rank,
             config_path=path_of(type(config)),
             config=config.to_json().decode(),
+            modules=self.spec.preload,
             sys_path=list(sys.path),
         )
 

@@ -202,7 +202,7 @@ def replace_actor(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]
 
     def changed(topology: Topology, name: str, kind: str) -> Topology:
         path = f"tests.actors.narrow:{kind}"
-        actors = tuple(dataclasses.replace(a, path=path) if a.name == name else a for a in topology.actors)
+        actors = tuple(dataclasses.replace(a, path=path, preload=()) if a.name == name else a for a in topology.actors)
         return dataclasses.replace(topology, actors=actors, links=tuple(map(narrowed, topology.links)))
 
     def joined(number: int) -> tuple[ActorSpec, LinkSpec]:

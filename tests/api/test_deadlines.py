@@ -165,5 +165,5 @@ async def test_an_engine_that_is_not_there_yet_keeps_nobody(
 def with_a_start_that_waits(config: EngineConfig) -> Topology:
     topology = engine_topology(config)
     path = "tests.actors.scripted_worker:SlowWorkerActor"
-    actors = [replace(a, path=path) if a.name == "worker0" else a for a in topology.actors]
+    actors = [replace(a, path=path, preload=()) if a.name == "worker0" else a for a in topology.actors]
     return replace(topology, actors=tuple(actors))

@@ -50,7 +50,7 @@ def hang_at_import(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     def topology(config: Any) -> Topology:
         right = engine_topology(config)
         actors = tuple(
-            dataclasses.replace(actor, path="module_that_hangs:Actor") if actor.name == name else actor
+            dataclasses.replace(actor, path="module_that_hangs:Actor", preload=()) if actor.name == name else actor
             for actor in right.actors
         )
         return dataclasses.replace(right, actors=actors)

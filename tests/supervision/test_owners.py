@@ -159,9 +159,10 @@ def bare_child(owner: int) -> Iterator[tuple[subprocess.Popen[bytes], socket.soc
 
 
 def start_frame(control: socket.socket, **fields: str) -> None:
-    start = {"actor": "bare", "path": "tests.actors.echo:EchoActor", "rank": 0, "sys_path": [str(ROOT), *sys.path]}
+    start = {"actor": "bare", "path": "tests.actors.echo:EchoActor", "rank": 0}
+    modules = {"modules": [], "sys_path": [str(ROOT), *sys.path]}
     config = {"config_path": "tests.actors.echo:EchoConfig", "config": EchoConfig().to_json().decode()}
-    child.send_frame(control, "start", **start | config | fields)
+    child.send_frame(control, "start", **start | config | modules | fields)
 
 
 def test_a_child_ends_with_its_control_socket() -> None:
