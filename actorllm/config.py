@@ -37,6 +37,8 @@ from actorllm.types.model_files import overridden, read_object, read_overrides
 from actorllm.types.options import DEFAULTS, EngineOptions, Topology
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
 from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
+from actorllm.types.vllm_translation import translate
+from actorllm.types.vllm_variables import read_variables
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +93,8 @@ class ModelConfig:
     """By what thoughts are known; None: by nothing."""
     logits_processors: tuple[str, ...] = ()
     """Where a worker finds those of the application (actorllm.types.logits_processors.paths)."""
+    structured_outputs: dict[str, bool] = field(default_factory=dict, hash=False)
+    """Options that hold for every structured output, those that are on (structured_outputs_config)."""
     module: LentModule | None = field(default=None, compare=False, repr=False)
     """Whose parameters are used, in place of those of `path`; only within this process (topology="inline")."""
 
@@ -127,6 +131,8 @@ class CacheConfig:
     memory_utilization: float | None
     """Share of the available memory for weights, activations and cache; None: a moderate default."""
     enable_prefix_caching: bool
+    num_blocks_override: int | None = None
+    """Given explicitly, before both; None: as many as fit."""
 
     @property
     def num_gpu_blocks(self) -> int | None:
@@ -363,6 +369,7 @@ class EngineConfig:
                 reasoning_parser=given["reasoning_parser"] or None,
                 marks=marks_of(given["reasoning_parser"] or None, given["reasoning_config"]),
                 logits_processors=_logits_processors(given["logits_processors"], pooler),
+                structured_outputs=given["structured_outputs_config"],
                 module=module,
             ),
             cache=CacheConfig(
@@ -372,6 +379,7 @@ class EngineConfig:
                 memory_utilization=_fraction("gpu_memory_utilization", given["gpu_memory_utilization"]),
                 enable_prefix_caching=given["enable_prefix_caching"] is not False  # None, too, as in vLLM
                 and (pooler is None or not pooler.is_encoder),
+                num_blocks_override=_num_blocks(given["num_gpu_blocks_override"], block_size, max_model_len),
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
@@ -416,7 +424,6 @@ ARGUMENTS: dict[str, Any] = DEFAULTS
 NEAREST_OF_OURS = {
     "max_num_queued_reqs": "max_waiting_requests",
     "max_num_queued_tokens": "max_waiting_tokens",
-    "scheduler_cls": "scheduling_policy",
 }
 """What to use where vLLM's argument means something else than ours."""
 
@@ -443,6 +450,8 @@ def _check_names(arguments: dict[str, Any]) -> None:
 def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     _check_names(arguments)
     given = ARGUMENTS | {k: v for k, v in arguments.items() if k in ARGUMENTS}
+    read_variables(given)
+    translate(given)
     # Types that are checked nowhere else; numbers are checked where the parts of the configuration are made.
     # Ranks are processes, so that there is one where all of the engine runs in the calling process.
     if _positive("tensor_parallel_size", given["tensor_parallel_size"]) > 1 and given["topology"] == "inline":
@@ -626,6 +635,16 @@ def _world_size(size: int, hf: dict[str, Any]) -> int:
             f"evenly; possible are {', '.join(map(str, sizes))}"
         )
     return size
+
+
+def _num_blocks(given: Any, block_size: int, max_model_len: int) -> int | None:
+    number = _optional_positive("num_gpu_blocks_override", given)
+    if number is not None and number * block_size < max_model_len:
+        raise ConfigError(
+            f"num_gpu_blocks_override={number}: so many blocks of {block_size} tokens hold less than one sequence of "
+            f"max_model_len={max_model_len}; use {-(-max_model_len // block_size)} or more, or lower max_model_len"
+        )
+    return number
 
 
 def _logits_processors(given: Any, pooler: Pooler | None) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
 from actorllm.types.options import DEFAULTS, meanings, type_text  # noqa: E402
+from actorllm.types.vllm_variables import IDLE, REFUSED, TAKEN  # noqa: E402
 
 ORDER = (
     *("scheduler", "ring", "model", "streaming", "serving", "models", "prefix", "urgent", "start", "idle"),
@@ -216,7 +217,10 @@ def generate(results: Path, root: Path = ROOT) -> dict[str, str]:
     parts_of = {
         "docs/slo.md": parts,
         "README.md": {"figures": figures(results)},
-        "docs/compatibility.md": {"engine arguments": engine_arguments(root / "docs" / "compatibility.md")},
+        "docs/compatibility.md": {
+            "engine arguments": engine_arguments(root / "docs" / "compatibility.md"),
+            "environment variables": environment_variables(),
+        },
     }
     for page, bodies in parts_of.items():
         generated[page] = embed((root / page).read_text(), bodies, page)
@@ -244,6 +248,17 @@ def engine_arguments(page: Path) -> str:
         if f"| `{name}` |" not in written:
             what = f"`{type_text(name)}`, default `{DEFAULTS[name]!r}`. {meaning}"
             rows.append({"name": f"`{name}`", "status": "ours", "note": what})
+    return "\n".join([*table(rows), ""])
+
+
+def environment_variables() -> str:
+    """Those of vLLM, and what each does here."""
+    told = [(TAKEN, "same", ""), (REFUSED, "not there", ""), (IDLE, "differs", "no effect: ")]
+    rows = [
+        {"name": f"`{name}`", "status": status, "note": note + meaning}
+        for meanings_of, status, note in told
+        for name, meaning in meanings_of.items()
+    ]
     return "\n".join([*table(rows), ""])
 
 

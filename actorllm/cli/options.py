@@ -87,6 +87,7 @@ class EngineFlags:
     block_size: int | None = None
     enable_prefix_caching: bool | None = None
     kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
     device: str | None = None
     gpu_memory_utilization: float | None = None
     tensor_parallel_size: int | None = None

@@ -56,7 +56,7 @@ class CacheMemory:
         if config.device != "cpu" or not block_bytes:  # or nothing is measured: a worker takes the place of another
             return num_blocks
         with self._lock:
-            if config.cache.kv_cache_memory_bytes is None:
+            if config.cache.kv_cache_memory_bytes is None and config.cache.num_blocks_override is None:
                 others = sum(one.unwritten_bytes for key, one in self._reservations.items() if key is not owner)
                 share = memory.DEFAULT_CACHE_SHARE if config.cache.memory_utilization is None else 1.0
                 room = int(max(0, memory.available_bytes() - others) * share) if others else num_blocks * block_bytes

@@ -27,7 +27,7 @@ from actorllm.types.logits_processors.checks import ParameterChecks
 from actorllm.types.objective import SLO
 from actorllm.types.params import MAX_LABEL, MAX_SECONDS, RequestOutputKind, SamplingParams, check_timeout, is_text
 from actorllm.types.pooling_params import Pooling
-from actorllm.types.structured_outputs import StructuredOutputsParams
+from actorllm.types.structured_outputs import StructuredOutputsParams, with_engine_options
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +123,8 @@ class SubmitMaker:
         rules = rules_of(params, model.vocab_size, model.max_logprobs, lambda: self._prompts.tokenizer)
         processor_params = NO_U8 if self._processors is None else self._processors.checked(params)
         structured = cast("StructuredOutputsParams | None", params.structured_outputs)
+        if structured is not None and model.structured_outputs:
+            structured = with_engine_options(structured, model.structured_outputs)
         grammar = grammar_of(structured, params.thinking_token_budget, model.marks)
         seed = params.seed if params.seed is not None else self._new_seed(number)
         hashes, salt = NO_U8, self._salt_of(prompt)

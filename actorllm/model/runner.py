@@ -209,17 +209,22 @@ class ModelRunner(ABC, Generic[Handle, How]):
         return c.num_layers * 2 * self.num_kv_heads * c.head_dim * size * self.dtype.itemsize
 
     def profile_num_blocks(self) -> int:
-        """How many KV blocks this rank has memory for. An explicit kv_cache_memory_bytes is taken at its word."""
-        num_bytes = self.config.cache.kv_cache_memory_bytes
+        """How many KV blocks this rank has memory for. A number or a size that is given is taken at its word."""
+        cache = self.config.cache
+        if cache.num_blocks_override is not None:
+            wanted = cache.num_blocks_override * self.block_bytes
+            self._check_room(wanted, f"num_gpu_blocks_override={cache.num_blocks_override} ({wanted} bytes)")
+            return cache.num_blocks_override
+        num_bytes = cache.kv_cache_memory_bytes
         if num_bytes is None:
             num_bytes = self._cache_bytes()
         else:
-            self._check_room(num_bytes)
+            self._check_room(num_bytes, f"kv_cache_memory_bytes={num_bytes}")
         return max(0, num_bytes // self.block_bytes)
 
     @abstractmethod
-    def _check_room(self, num_bytes: int) -> None:
-        """A cache of this size is wanted."""
+    def _check_room(self, num_bytes: int, wish: str) -> None:
+        """A cache of this size is wanted. wish: by which argument, for a message."""
 
     @abstractmethod
     def _cache_bytes(self) -> int:

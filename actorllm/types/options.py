@@ -49,6 +49,8 @@ class EngineOptions(VLLMOptions, total=False):
     """Use the KV of earlier requests with the same beginning; None: yes."""
     kv_cache_memory_bytes: Annotated[int | None, None]
     """Bytes of the KV cache; None: what gpu_memory_utilization leaves."""
+    num_gpu_blocks_override: Annotated[int | None, None]
+    """Blocks of the KV cache, on every device and before both of the other arguments; None: as many as there is memory for."""
     gpu_memory_utilization: Annotated[float | None, None]
     """Share of the available memory, on a CPU of the machine's, for weights, activations and cache: more than 0, at most 1.
     None: a moderate share."""
@@ -60,6 +62,8 @@ class EngineOptions(VLLMOptions, total=False):
     """'vllm': the fused forwards; 'transformers': its modules over this cache; 'auto': the first that can."""
     runner: Annotated[Literal["auto", "generate", "pooling"], "auto"]
     """'generate': text; 'pooling': vectors of prompts; 'auto': as the model's folder says."""
+    task: Annotated[str | None, None]
+    """vLLM's older word for runner and convert: 'auto', 'generate', 'embed', 'score', 'classify' or 'reward'."""
     convert: Annotated[Literal["auto", "none", "embed"], "auto"]
     """'embed': pool a model that was made for text, as runner='pooling' does; 'none': never."""
     pooler_config: Annotated[Any, None]
@@ -77,6 +81,8 @@ class EngineOptions(VLLMOptions, total=False):
     scheduling_policy: Annotated[str, "fcfs"]
     """Which requests run next: a built-in policy, a registered one, or a class of yours as 'module:Class' (on the command
     line also of a module of this folder)."""
+    scheduler_cls: Annotated[str | type | None, None]
+    """vLLM's name for scheduling_policy, as a class or its path; vLLM's own schedulers stand for the default."""
     long_prefill_token_threshold: Annotated[int, 0]
     """Most tokens of one prompt per step; 0: as many as the step has room for."""
     max_num_partial_prefills: Annotated[int, 1]
@@ -95,6 +101,9 @@ class EngineOptions(VLLMOptions, total=False):
     reasoning_config: Annotated[Mapping[str, Any] | None, None]
     """Marks of a thought in place of the parser's: 'reasoning_start_str', and 'reasoning_end_str', which is what a thought is
     ended with at its budget; without a parser both are needed."""
+    structured_outputs_config: Annotated[Mapping[str, Any] | None, None]
+    """Of all structured outputs: 'disable_any_whitespace', 'disable_additional_properties', 'enable_in_reasoning' (True or
+    False each) and 'reasoning_parser'. 'backend' and 'disable_fallback' are taken, and there is one backend."""
     override_generation_config: Annotated[Mapping[str, Any] | None, None]
     """Default sampling parameters that count before those."""
     stream_interval: Annotated[int, 1]

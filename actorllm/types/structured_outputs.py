@@ -239,3 +239,12 @@ def _depth(tree: Any) -> int:
             inner += one.values() if type(one) is dict else one
         level = [one for one in inner if type(one) is dict or type(one) is list]
     return depth
+
+
+def with_engine_options(params: StructuredOutputsParams, options: Mapping[str, bool]) -> StructuredOutputsParams:
+    """Another of these, for which the options of the engine hold besides its own. options: those that are on."""
+    made = copy.copy(params)
+    if params.whitespace_pattern is None:  # which says more
+        made.disable_any_whitespace |= options.get("disable_any_whitespace", False)
+    made.disable_additional_properties |= options.get("disable_additional_properties", False)
+    return made.from_start() if options.get("enable_in_reasoning") else made

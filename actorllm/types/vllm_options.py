@@ -31,17 +31,14 @@ class VLLMOptions(TypedDict, total=False):
     data_parallel_size: Literal[1]
     distributed_executor_backend: Literal[None, "mp", "uni"]
     disable_custom_all_reduce: Literal[False, True]
-    task: Literal[None, "auto", "generate"]
     speculative_config: Literal[None]
     compilation_config: Annotated[Any, None, {}, 0]
     limit_mm_per_prompt: Annotated[Any, None, {}]
     mm_processor_kwargs: Annotated[Any, None]
     disable_sliding_window: Annotated[Any, False]
     disable_cascade_attn: Literal[None, False, True]
-    scheduler_cls: Literal[None]
     max_seq_len_to_capture: Annotated[Any, None, 8192]
     calculate_kv_scales: Literal[False, None]
-    num_gpu_blocks_override: Literal[None]
     preemption_mode: Annotated[Any, None, "recompute"]
     use_v2_block_manager: Annotated[Any, True]
     worker_use_ray: Annotated[Any, False]
@@ -103,11 +100,6 @@ class VLLMOptions(TypedDict, total=False):
     fully_sharded_loras: Annotated[Any, False]
     default_mm_loras: Literal[None]
     guided_decoding_backend: Annotated[Any, "auto", "guidance"]
-    structured_outputs_config: Annotated[
-        Mapping[str, Any] | None,
-        *(None, {}, {"backend": "auto"}, {"backend": "guidance"}),
-        *({"backend": "xgrammar"}, {"backend": "outlines"}, {"backend": "lm-format-enforcer"}),
-    ]
     reasoning_parser_plugin: Literal["", None]
     interleave_mm_strings: Annotated[Any, False]
     media_io_kwargs: Annotated[Any, {}, None]

@@ -164,13 +164,13 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             )
         return super().profile_num_blocks()
 
-    def _check_room(self, num_bytes: int) -> None:
+    def _check_room(self, num_bytes: int, wish: str) -> None:
         available = memory.available_bytes()
         if num_bytes > available:  # said before the kernel acts: these are then the last words
             logger.warning(
-                "kv_cache_memory_bytes=%d is more than the %d bytes of memory that are available; the process will be "
+                "%s is more than the %d bytes of memory that are available; the process will be "
                 "killed when the cache is filled",
-                num_bytes,
+                wish,
                 available,
             )
 

@@ -299,11 +299,11 @@ class CudaRunner(ModelRunner[CudaHandle, Way]):
     def weight_bytes(self) -> int:
         return self.model.num_bytes
 
-    def _check_room(self, num_bytes: int) -> None:
+    def _check_room(self, num_bytes: int, wish: str) -> None:
         total, foreign, held = self.device.total_bytes(), self.device.foreign_bytes(), self.device.held_bytes()
         if num_bytes > (free := total - foreign - held):
             raise ConfigError(
-                f"kv_cache_memory_bytes={num_bytes} is more than the {free} bytes that are free: of the GPU's {total}, other "
+                f"{wish} is more than the {free} bytes that are free: of the GPU's {total}, other "
                 f"processes and the driver hold {foreign} and the weights {held}"
             )
 
