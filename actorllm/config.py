@@ -81,7 +81,7 @@ class ModelConfig:
     """Most log-probabilities per token that a request may ask for; -1: as many as there are."""
     max_prompt_characters: int = MAX_PROMPT_CHARACTERS
     """Most characters that the text of a prompt may have, before anything reads it."""
-    embedding_size: int | None = None
+    prompt_embedding_size: int | None = None
     """How many numbers an embedding has that is part of a prompt; None: prompts have none (enable_prompt_embeds)."""
     pooler: Pooler | None = None
     """How prompts become vectors (runner="pooling"); None: the engine generates text."""
@@ -112,10 +112,19 @@ class ModelConfig:
         """As `vocab_size`."""
         return self.vocab_size
 
+    def get_hidden_size(self) -> int:
+        """How many numbers a state of the model has. Imports transformers."""
+        return int(self.hf_config.get_text_config().hidden_size)
+
+    @property
+    def embedding_size(self) -> int:
+        """How many numbers a vector of the engine has; where it generates text, a state of the model."""
+        return self.get_hidden_size() if self.pooler is None else self.pooler.dimensions or self.pooler.embedding_size
+
     @property
     def embedding_bytes(self) -> int:
         """Of one embedding of a prompt; 0: prompts have none."""
-        return (self.embedding_size or 0) * (4 if self.dtype == "float32" else 2)
+        return (self.prompt_embedding_size or 0) * (4 if self.dtype == "float32" else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +294,8 @@ class EngineConfig:
         """
         tree = orjson.loads(data)
         model = tree.pop("model")
+        if "embedding_size" in model:  # of older recordings
+            model["prompt_embedding_size"] = model.pop("embedding_size")
         for name in ("eos_token_ids", "logits_processors"):
             model[name] = tuple(model[name])
         model["pooler"] = Pooler.from_tree(model["pooler"])
@@ -363,7 +374,7 @@ class EngineConfig:
                 impl=_choice("model_impl", given["model_impl"], ("auto", "vllm", "transformers")),
                 max_logprobs=_max_logprobs(given["max_logprobs"]),
                 max_prompt_characters=_positive("max_prompt_characters", given["max_prompt_characters"]),
-                embedding_size=_embedding_size(path, text) if given["enable_prompt_embeds"] else None,
+                prompt_embedding_size=_embedding_size(path, text) if given["enable_prompt_embeds"] else None,
                 pooler=pooler,
                 overrides=overrides,
                 reasoning_parser=given["reasoning_parser"] or None,

@@ -268,10 +268,10 @@ class PromptReader:
     def _embedded(self, prompt: Mapping[str, Any]) -> tuple[NDArray[np.float32], I32, list[int]]:
         """Of a prompt with embeddings: the rows, the ids (EMBEDDED where the row counts), and the ids to be shown."""
         model = self._model
-        if model.embedding_size is None:
+        if model.prompt_embedding_size is None:
             raise InvalidPromptError("prompt_embeds need an engine that is built with enable_prompt_embeds=True")
         _check_prompt_keys(prompt)
-        rows = read_rows(prompt["prompt_embeds"], model.embedding_size)
+        rows = read_rows(prompt["prompt_embeds"], model.prompt_embedding_size)
         ids, is_id = prompt.get("prompt_token_ids"), prompt.get("prompt_is_token_ids")
         if (ids is None) != (is_id is None):
             there, missing = ("prompt_token_ids", "prompt_is_token_ids")[:: 1 if is_id is None else -1]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar
 
 from actorllm.types.flat_logprobs import FlatLogprobs
 from actorllm.types.logprob import Logprob
@@ -39,6 +42,26 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
+T = TypeVar("T")
+
+
+def warns_of_unknown_arguments(cls: type[T]) -> type[T]:
+    """Let a dataclass take keyword arguments that it does not know, with a warning, as programs for a newer vLLM give them."""
+    generated: Callable[..., None] = cls.__init__
+    names = frozenset(f.name for f in fields(cls))  # type: ignore[arg-type]
+
+    @functools.wraps(generated)
+    def __init__(self: T, *args: Any, **kwargs: Any) -> None:
+        if not names.issuperset(kwargs):
+            unknown = {name: kwargs.pop(name) for name in [*kwargs] if name not in names}
+            warnings.warn(f"{cls.__name__} has no {', '.join(unknown)}; what is given is dropped", stacklevel=2)
+        generated(self, *args, **kwargs)
+
+    cls.__init__ = __init__  # type: ignore[assignment]
+    return cls
+
+
+@warns_of_unknown_arguments
 @dataclass(slots=True)
 class RequestOutput:
     """What a request has produced.

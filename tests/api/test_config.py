@@ -374,5 +374,6 @@ def test_the_parts_have_the_names_of_vllm() -> None:
     parallel = config.parallel_config
     assert (parallel.tensor_parallel_size, parallel.world_size, parallel.data_parallel_size) == (2, 2, 1)
     assert config.model_config.get_vocab_size() == config.model.vocab_size == 4096
+    assert config.model_config.embedding_size == config.model_config.get_hidden_size() == 256
     assert config.model_config.hf_config.model_type == "llama"
     assert "500000" in str(config.model_config.hf_config.to_dict()), "overrides count"

@@ -87,8 +87,8 @@ def load(
         made = DeviceTransformers(loaded, device)
         probed = ProbedModel(made)
         probe(probed)
-        if model.embedding_size is not None:
-            probe_embeds(probed, model.embedding_size)
+        if model.prompt_embedding_size is not None:
+            probe_embeds(probed, model.prompt_embedding_size)
     return made
 
 

@@ -496,8 +496,8 @@ def load(
         with torch.inference_mode(False), torch.no_grad():
             decoder = TransformersDecoder(plan, twin(model.module.module))
         probe(decoder)
-    if model.embedding_size is not None:
-        probe_embeds(decoder, model.embedding_size)
+    if model.prompt_embedding_size is not None:
+        probe_embeds(decoder, model.prompt_embedding_size)
     return decoder
 
 
