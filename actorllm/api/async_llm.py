@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any, Self, Unpack
 
 from actorllm.actors.engine_thread import STOP_TIMEOUT_S, HostLoop
@@ -24,6 +25,7 @@ from actorllm.intake.tokenization import Prompt, as_batch
 from actorllm.scheduling.pause import PAUSE_MODES, PauseMode
 from actorllm.supervision.health import EngineHealth
 from actorllm.text.chat_template import ContentFormat, Conversation, Message
+from actorllm.types.model_files import check_weights_exist
 from actorllm.types.objective import SLO
 from actorllm.types.options import EngineOptions, with_options
 from actorllm.types.outputs import RequestOutput
@@ -84,27 +86,28 @@ class AsyncLLM:
     def from_engine_args(
         cls,
         engine_args: EngineArgs,
-        start_engine_loop: bool = True,
+        start_engine_loop: bool | None = None,
         usage_context: object = None,
         stat_loggers: object = None,
     ) -> Self:
-        """As in vLLM, but lazy as the constructor.
+        """As in vLLM, but lazy as the constructor, unless start_engine_loop says otherwise.
 
         Arguments:
             engine_args: the arguments of the engine.
-            start_engine_loop: changes nothing.
+            start_engine_loop: True: begin to start at once, in the background. What goes wrong there is raised by the first
+                request. None or False: the first request starts the engine.
             usage_context, stat_loggers: not looked at; nothing is reported or logged.
 
         Raises:
-            ConfigError, ModelError: as the constructor.
+            ConfigError, ModelError: as the constructor; ModelNotFoundError also where the folder has no weights.
         """
-        return cls.from_vllm_config(engine_args.create_engine_config())
+        return cls.from_vllm_config(engine_args.create_engine_config(), start_engine_loop)
 
     @classmethod
     def from_vllm_config(
         cls,
         vllm_config: EngineConfig,
-        start_engine_loop: bool = True,
+        start_engine_loop: bool | None = None,
         usage_context: object = None,
         stat_loggers: object = None,
         enable_log_requests: bool = False,
@@ -118,7 +121,7 @@ class AsyncLLM:
 
         Arguments:
             vllm_config: the checked configuration.
-            start_engine_loop: changes nothing.
+            start_engine_loop: True: begin to start at once, in the background, as `from_engine_args`.
             usage_context, stat_loggers: not looked at; nothing is reported or logged.
             enable_log_requests, aggregate_engine_logging, client_addresses, client_count, client_index: accepted at their
                 defaults, where they ask for nothing.
@@ -126,6 +129,7 @@ class AsyncLLM:
 
         Raises:
             InvalidParameterError: an argument asks for what there is not.
+            ModelNotFoundError: the folder has no weights.
         """
         check_idle_arguments(
             enable_log_requests=enable_log_requests,
@@ -135,9 +139,14 @@ class AsyncLLM:
             client_count=client_count,
             client_index=client_index,
         )
-        engine = cls.__new__(cls)
-        engine._adopt(Engine(vllm_config))
-        return engine
+        model = vllm_config.model
+        if model.load_format != "dummy" and model.module is None:
+            check_weights_exist(Path(model.path))
+        llm = cls.__new__(cls)
+        llm._adopt(Engine(vllm_config))
+        if start_engine_loop:
+            llm._engine.start_in_background()
+        return llm
 
     @property
     def config(self) -> EngineConfig:

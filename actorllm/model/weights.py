@@ -24,11 +24,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from actorllm.config import ModelConfig
-from actorllm.errors import CorruptModelError, ModelNotFoundError
+from actorllm.errors import CorruptModelError
+from actorllm.types.model_files import INDEX_FILE, SINGLE_FILE, check_weights_exist
 from actorllm.types.progress_bar import ProgressBar
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 PREFIX = "model."
 """What the names of all tensors begin with but those of the head."""
@@ -191,6 +189,7 @@ def stable_hash(name: str) -> int:
 
 def tensor_files(folder: Path) -> dict[str, str]:
     """Which file of the folder holds each tensor. Opening a file checks that its header fits its length."""
+    check_weights_exist(folder)
     index = folder / INDEX_FILE
     if index.is_file():
         try:
@@ -205,13 +204,7 @@ def tensor_files(folder: Path) -> dict[str, str]:
             for name in (name for name, f in file_of.items() if f == file and name not in present):
                 raise CorruptModelError(f"{folder / file} does not hold tensor {name!r}, as {INDEX_FILE} says")
         return file_of
-    single = folder / SINGLE_FILE
-    if not single.is_file():
-        raise ModelNotFoundError(
-            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; convert the weights to safetensors, or use "
-            f"load_format='dummy' for random ones"
-        )
-    return dict.fromkeys(_tensor_names(single), SINGLE_FILE)
+    return dict.fromkeys(_tensor_names(folder / SINGLE_FILE), SINGLE_FILE)
 
 
 def _tensor_names(path: Path) -> set[str]:

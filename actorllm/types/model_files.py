@@ -8,7 +8,20 @@ from typing import Any
 
 import orjson
 
-from actorllm.errors import ConfigError, CorruptModelError
+from actorllm.errors import ConfigError, CorruptModelError, ModelNotFoundError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+"""Which of several files holds which tensor."""
+
+
+def check_weights_exist(folder: Path) -> None:
+    """Raises ModelNotFoundError where the folder has no weights that can be read here. What is in them is not looked at."""
+    if not (folder / INDEX_FILE).is_file() and not (folder / SINGLE_FILE).is_file():
+        raise ModelNotFoundError(
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; convert the weights to safetensors, or use "
+            f"load_format='dummy' for random ones"
+        )
 
 
 def read_json(file: Path) -> Any:

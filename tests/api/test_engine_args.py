@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
-from actorllm import LLM, AsyncEngineArgs, EngineArgs, EngineConfig, FlexibleArgumentParser
-from actorllm.config import ARGUMENTS
+from actorllm import (
+    LLM,
+    AsyncEngineArgs,
+    AsyncLLM,
+    EngineArgs,
+    EngineConfig,
+    FlexibleArgumentParser,
+    SamplingParams,
+)
+from actorllm.config import ARGUMENTS, BUNDLED_MODELS
 from actorllm.errors import ConfigError, ModelNotFoundError, UnknownArgumentError
 from actorllm.types.vllm_options import VLLM_ARGUMENTS
 
@@ -90,3 +100,24 @@ def test_a_command_line_with_underscores_or_dashes() -> None:
 def test_llm_takes_it() -> None:
     with LLM.from_engine_args(EngineArgs("storyteller", topology="inline", num_threads=1, max_num_seqs=3)) as llm:
         assert llm.config.scheduler.max_num_seqs == 3
+
+
+def test_a_folder_without_weights_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((BUNDLED_MODELS["storyteller"] / "config.json").read_bytes())
+    with pytest.raises(ModelNotFoundError, match=r"has neither model\.safetensors nor"):
+        AsyncLLM.from_engine_args(AsyncEngineArgs(str(tmp_path)))
+    AsyncLLM.from_engine_args(AsyncEngineArgs(str(tmp_path), load_format="dummy")).shutdown()
+
+
+async def test_an_engine_starts_in_the_background_where_it_is_told_to() -> None:
+    arguments = AsyncEngineArgs("storyteller", topology="inline", num_threads=1, max_num_seqs=3)
+    lazy = AsyncLLM.from_engine_args(arguments)
+    started = AsyncLLM.from_engine_args(arguments, start_engine_loop=True)
+    with anyio.fail_after(60):
+        while not started.is_running:
+            await anyio.sleep(0.01)
+    assert not lazy.is_running
+    output = await started.complete("Once", SamplingParams(max_tokens=3))
+    assert len(output.outputs[0].token_ids) == 3
+    for llm in (lazy, started):
+        llm.shutdown()
