@@ -242,6 +242,8 @@ class EngineConfig:
     """On CUDA: launch every kernel of a decode step by itself, and record no graphs. The CPU has none."""
     cpu_share: float | None = None
     """Share of the machine's cores that the threads are chosen from; None: all of them."""
+    log_statistics: bool = False
+    """Throughput and load go to the log from time to time."""
 
     @property
     def model_config(self) -> ModelConfig:
@@ -426,6 +428,7 @@ class EngineConfig:
             intake_timeout_s=_seconds("intake_timeout_s", given, MIN_INTAKE_TIMEOUT_S),
             enforce_eager=given["enforce_eager"],
             cpu_share=_fraction("cpu_share", given["cpu_share"]),
+            log_statistics=given["disable_log_stats"] is False,
         )
 
 
@@ -473,7 +476,7 @@ def _checked_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"async_scheduling={given['async_scheduling']!r} must be True, False or None")
     for name in (
         *("skip_tokenizer_init", "enforce_eager", "trust_remote_code"),
-        *("enable_prefix_caching", "enable_prompt_embeds", "standby_worker"),
+        *("enable_prefix_caching", "enable_prompt_embeds", "standby_worker", "disable_log_stats"),
     ):
         if not isinstance(given[name], bool) and (given[name] is not None or ARGUMENTS[name] is not None):
             raise ConfigError(f"{name}={given[name]!r} must be True or False")

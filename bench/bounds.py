@@ -609,6 +609,8 @@ NOT_FILLED: dict[str, tuple[str, ...]] = {
         "types.lent_module: LentModule._holders",
         "actors.record_file: RecordFile._header",
         "config: ModelConfig.overrides",
+        "config: ModelConfig.structured_outputs",
+        "types.vllm_variables: _say_idle",
         "config: ModelConfig.sampling_defaults",
         "scheduling.registry: Registry.names",
         "server.guards: Guards._digests",

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -112,7 +113,7 @@ class AsyncLLM:
         stat_loggers: object = None,
         enable_log_requests: bool = False,
         aggregate_engine_logging: bool = False,
-        disable_log_stats: bool = False,
+        disable_log_stats: bool | None = None,
         client_addresses: None = None,
         client_count: int = 1,
         client_index: int = 0,
@@ -125,7 +126,7 @@ class AsyncLLM:
             usage_context, stat_loggers: not looked at; nothing is reported or logged.
             enable_log_requests, aggregate_engine_logging, client_addresses, client_count, client_index: accepted at their
                 defaults, where they ask for nothing.
-            disable_log_stats: changes nothing.
+            disable_log_stats: in place of what the configuration says; None: as it says.
 
         Raises:
             InvalidParameterError: an argument asks for what there is not.
@@ -134,11 +135,12 @@ class AsyncLLM:
         check_idle_arguments(
             enable_log_requests=enable_log_requests,
             aggregate_engine_logging=aggregate_engine_logging,
-            disable_log_stats=disable_log_stats,
             client_addresses=client_addresses,
             client_count=client_count,
             client_index=client_index,
         )
+        if disable_log_stats is not None and vllm_config.log_statistics == disable_log_stats:
+            vllm_config = replace(vllm_config, log_statistics=not disable_log_stats)
         model = vllm_config.model
         if model.load_format != "dummy" and model.module is None:
             check_weights_exist(Path(model.path))
@@ -723,7 +725,15 @@ class AsyncLLM:
         return False
 
     async def do_log_stats(self) -> None:
-        """Nothing: see `stats`."""
+        """Write throughput since the last time, and the load now, to the log at level INFO. Nothing of an engine that is new.
+
+        Raises:
+            EngineDeadError, EngineShutdownError, ForkedProcessError: the engine is gone.
+        """
+        if not self._engine.is_new:
+            host = HostLoop.current()
+            await self.start()
+            self._engine.statistics_log.log(await host.result_of(self._engine.ask_scheduler("statistics")))
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Take no new request (EngineDrainingError) and wait until those there are have ended; there is no way back.

@@ -8,8 +8,10 @@ from typing import Any, Self
 
 from actorllm.api.engine_args import check_idle_arguments
 from actorllm.client.engine import Engine
+from actorllm.client.metric_families import metrics_of
 from actorllm.config import ModelConfig
 from actorllm.supervision.health import EngineHealth
+from actorllm.types.engine_metrics import Metric
 
 
 class BlockingDoor(ABC):
@@ -60,6 +62,17 @@ class BlockingDoor(ABC):
         scheduler = self._engine.ask_scheduler("statistics").result()
         workers = self._engine.ask_scheduler("worker_statistics", timeout=math.inf).result()
         return {**self._engine.statistics(), "scheduler": scheduler, "workers": workers}
+
+    def get_metrics(self) -> list[Metric]:
+        """What the engine counts, as vLLM's `get_metrics` returns it: one object for each value or histogram.
+
+        After `unload` there is little to tell; nothing is started.
+
+        Raises:
+            EngineDeadError, EngineShutdownError, ForkedProcessError: the engine is gone.
+        """
+        model = self._engine.config.model
+        return metrics_of(self.stats(), model.name, model.max_model_len)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget all cached KV, as `AsyncLLM.reset_prefix_cache`. Returns whether it did.

@@ -31,7 +31,6 @@ DEFAULTS: dict[str, Any] = (
 IDLE_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "enable_log_requests": VLLM_ARGUMENTS["enable_log_requests"],
     "aggregate_engine_logging": VLLM_ARGUMENTS["aggregate_engine_logging"],
-    "disable_log_stats": VLLM_ARGUMENTS["disable_log_stats"],
     "client_addresses": (None,),
     "client_count": (1,),
     "client_index": (0,),

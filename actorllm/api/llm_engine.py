@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Self, Unpack
 
 from actorllm.actors.engine_thread import ThreadHost, Waiter
 from actorllm.api.blocking import BlockingDoor
-from actorllm.api.engine_args import EngineArgs, check_idle_arguments
+from actorllm.api.engine_args import EngineArgs
 from actorllm.client.engine import Engine, Hold
 from actorllm.client.pooling_stream import PoolingStream
 from actorllm.client.stream import RequestStream
@@ -85,20 +86,20 @@ class LLMEngine(BlockingDoor):
         vllm_config: EngineConfig,
         usage_context: object = None,
         stat_loggers: object = None,
-        disable_log_stats: bool = False,
+        disable_log_stats: bool | None = None,
     ) -> Self:
         """From what `EngineArgs.create_engine_config` returned.
 
         Arguments:
             vllm_config: the checked configuration.
             usage_context, stat_loggers: not looked at; nothing is reported or logged.
-            disable_log_stats: changes nothing.
+            disable_log_stats: in place of what the configuration says; None: as it says.
 
         Raises:
-            InvalidParameterError: disable_log_stats is no switch.
             EngineStartError, ModelError: what made the start fail.
         """
-        check_idle_arguments(disable_log_stats=disable_log_stats)
+        if disable_log_stats is not None and vllm_config.log_statistics == disable_log_stats:
+            vllm_config = replace(vllm_config, log_statistics=not disable_log_stats)
         engine = cls.__new__(cls)
         engine._open(vllm_config)
         return engine
@@ -270,7 +271,13 @@ class LLMEngine(BlockingDoor):
         return None if self._engine.config.model.tokenizer is None else self.get_tokenizer()
 
     def do_log_stats(self) -> None:
-        """Nothing: see `stats`."""
+        """Write throughput since the last time, and the load now, to the log at level INFO. Nothing of an engine that is new.
+
+        Raises:
+            EngineDeadError, EngineShutdownError, ForkedProcessError: the engine is gone.
+        """
+        if not self._engine.is_new:
+            self._engine.statistics_log.log(self._engine.ask_scheduler("statistics").result())
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take no new request and compute those there are to their end; their outputs come out of `step`, as always.

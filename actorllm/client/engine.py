@@ -34,6 +34,7 @@ from actorllm.attach.server import AttachServer
 from actorllm.client.cache_memory import CacheMemory
 from actorllm.client.draining import Draining
 from actorllm.client.pooling_stream import PoolingStream, VectorStream
+from actorllm.client.statistics_log import INTERVAL_S, StatisticsLog
 from actorllm.client.stepper import Stepper
 from actorllm.client.stream import Mailbox, RequestStream, Sibling
 from actorllm.client.submit import SubmitMaker
@@ -123,6 +124,7 @@ class Engine:
         self._wanting: set[object] = set()
         """The callers that wait for the start."""
         self._has_started = False
+        self.statistics_log = StatisticsLog(time.monotonic())
         self._streams: weakref.WeakValueDictionary[str, RequestStream] = weakref.WeakValueDictionary()
         self._num_requests = 0
         self._num_on_the_way = 0
@@ -225,6 +227,9 @@ class Engine:
             if thread is self._thread and not self._has_started:
                 self.config = cast(EngineConfig, supervisor.config)
                 self._has_started = True
+                if self.config.log_statistics and self.stepper is None:
+                    ask = partial(self._frontend.ask_scheduler, "statistics")
+                    self._thread.call(self.statistics_log.report_periodically, ask, INTERVAL_S)
 
     def start_in_background(self) -> Future[None]:
         """As `start`, on a lane. A caller that does not wait for it any more says so with `give_up_start`."""

@@ -85,6 +85,8 @@ MODULES: dict[str, dict[str, str]] = {
     "v1.engine.async_llm": {"AsyncLLM": "actorllm:AsyncLLM"},
     "v1.engine.exceptions": {**_ENGINE_DEAD, "EngineGenerateError": "actorllm.errors:RequestFailedError"},
     "v1.engine.llm_engine": _same("actorllm", "LLMEngine"),
+    "v1.metrics": {},
+    "v1.metrics.reader": _same("actorllm.types.engine_metrics", "Metric", "Counter", "Vector", "Gauge", "Histogram"),
     "version": _same("actorllm", "__version__"),
 }
 """By submodule, what it exports: "module:name", where it is defined."""

@@ -41,7 +41,7 @@ WAITING, RUNNING, FINISHED = State.WAITING, State.RUNNING, State.FINISHED
 """Where each request passes. Python finds a member of an enum by a search for its name, at each use."""
 
 
-class Counter(Protocol):
+class CountsRequests(Protocol):
     """A part of the scheduler that keeps count of what some requests ask for."""
 
     def discard(self, sequence: Sequence) -> None:
@@ -124,7 +124,7 @@ class Sequence:
     """Steps that failed with it among others, since its last token."""
     num_nonfinite: int = 0
     """Values of its states or logits that were NaN or infinite."""
-    counted_by: Iterable[Counter] = ()
+    counted_by: Iterable[CountsRequests] = ()
     """Those of the scheduler's parts that are told of its end: most requests have nothing that they count."""
     policy_state: dict[str, object] = field(default_factory=dict)
     """A policy's own notes on it."""

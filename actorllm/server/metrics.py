@@ -8,51 +8,25 @@ from zero, as Prometheus expects of one that was restarted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-from actorllm.actors.topology import ATTACHED
-from actorllm.scheduling.telemetry.request_counters import BOUNDS
-from actorllm.scheduling.telemetry.step_history import STEP_BOUNDS
+from actorllm.client.metric_families import (
+    ENGINE,
+    PREFIX,
+    VLLM_NAMES,
+    VLLM_PREFIX,
+    Family,
+    as_vllm,
+    buckets_of,
+    families_of,
+    number_text,
+)
 from actorllm.server.board import LAG_BOUNDS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS = "application/openmetrics-text"
 OPEN_METRICS_TYPE = f"{OPEN_METRICS}; version=1.0.0; charset=utf-8"
-PREFIX = "actorllm:"
-VLLM_PREFIX = "vllm:"
-ENGINE = {"engine": "0"}
-"""A label that vLLM's metrics have beside the model's: which of several engines. Here there is one."""
-
-VLLM_NAMES = frozenset(
-    (
-        *("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc"),
-        *("cache_config_info", "prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "prompt_tokens_cached"),
-        *("prompt_tokens_by_source", "generation_tokens", "num_preemptions", "corrupted_requests", "request_success"),
-        *("iteration_tokens_total", "inter_token_latency_seconds"),
-        *(name for name in BOUNDS if name != "request_intake_time_seconds"),
-    )
-)
-"""Families that vLLM has under the same name, with the same meaning."""
-
-STEPS = {
-    "iteration_tokens_total": "Tokens of a step.",
-    "inter_token_latency_seconds": "Between a token and the next one of its sequence.",
-    "step_duration_seconds": "What a step took in the worker.",
-}
-
-Sample = tuple[str, Mapping[str, str], float]
-"""What follows the name, the labels beside the model's, and the value."""
-
-
-class Family(NamedTuple):
-    """A metric with all of its samples."""
-
-    kind: str
-    name: str
-    """Without prefix, and of a counter without `_total`."""
-    told: str
-    samples: Sequence[Sample]
 
 
 def render(
@@ -68,14 +42,16 @@ def render(
 
     is_open: in OpenMetrics. has_vllm_names: what vLLM counts as well stands there under its name, too.
     """
-    families = families_of(stats, max_model_len, lag)
+    told = "How late the loops of the API processes came to what was due."
+    lags = list(buckets_of(LAG_BOUNDS, lag))
+    families = [*families_of(stats, max_model_len), Family("histogram", "api_loop_lag_seconds", told, lags)]
     own = {"model_name": model}
     lines: list[str] = []
     for family in families:
         _write(lines, PREFIX, own, family, is_open)
     for family in families if has_vllm_names else ():
         if family.name in VLLM_NAMES:
-            _write(lines, VLLM_PREFIX, {**ENGINE, **own}, _as_vllm(family, families), is_open)
+            _write(lines, VLLM_PREFIX, {**ENGINE, **own}, as_vllm(family, families), is_open)
     return "\n".join([*lines, "# EOF\n" if is_open else ""]).encode()
 
 
@@ -87,124 +63,7 @@ def _write(lines: list[str], prefix: str, labels: Mapping[str, str], family: Fam
     first = _shown(labels)
     for part, more, value in samples:
         shown = f"{first},{_shown(more)}" if more else first
-        lines.append(f"{prefix}{name}{suffix}{part}{{{shown}}} {_number(value)}")
-
-
-def _as_vllm(family: Family, families: Sequence[Family]) -> Family:
-    """As vLLM counts it: its tokens of prompts are all of them, from wherever their KV came."""
-    if family.name != "prompt_tokens":
-        return family
-    (by_source,) = (one for one in families if one.name == "prompt_tokens_by_source")
-    number = sum(value for _, _, value in by_source.samples)
-    return family._replace(told="Prompt tokens of requests.", samples=[("", {}, number)])
-
-
-def families_of(stats: Mapping[str, Any], max_model_len: int, lag: Mapping[str, Any]) -> list[Family]:
-    """stats, lag: as for `render`."""
-    families: list[Family] = []
-
-    def write(kind: str, name: str, told: str, samples: Iterable[Sample]) -> None:
-        families.append(Family(kind, name, told, list(samples)))
-
-    def gauge(name: str, told: str, value: float, **labels: str) -> None:
-        write("gauge", name, told, [("", labels, value)])
-
-    def counter(name: str, told: str, value: float) -> None:
-        write("counter", name, told, [("", {}, value)])
-
-    supervisor = stats["supervisor"]
-    if "num_recoveries" in supervisor:  # else the owner counts them and did not answer, and 0 would be a reset
-        counter("recoveries", "Times that a process of the engine died and ran again.", supervisor["num_recoveries"])
-        counter("recovery_seconds", "From those deaths until everything ran again.", supervisor["recovery_s"])
-    buckets = _buckets(LAG_BOUNDS, lag)
-    write("histogram", "api_loop_lag_seconds", "How late the loops of the API processes came to what was due.", buckets)
-    if stats["scheduler"] is None:
-        return families
-    scheduler, requests = stats["scheduler"]["scheduler"], stats["scheduler"]["requests"]
-    links = stats["scheduler"]["links"]
-    kv, cache = scheduler["kv"], scheduler["prefix_cache"]
-    gauge("num_requests_running", "Requests in the batch.", scheduler["num_running"])
-    gauge("num_requests_waiting", "Requests that wait for a place in it.", scheduler["num_waiting"])
-    samples: list[Sample]
-    reasons = {"capacity": scheduler["num_waiting"], "deferred": scheduler["num_blocked"]}
-    told = "Requests that wait for room, and those that wait for something else (a grammar)."
-    samples = [("", {"reason": reason}, number) for reason, number in reasons.items()]
-    write("gauge", "num_requests_waiting_by_reason", told, samples)
-    gauge("num_tokens_waiting", "Prompt tokens of those that have not started.", scheduler["num_waiting_tokens"])
-    gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", kv["usage"])
-    facts = {"block_size": str(kv["block_size"]), "num_gpu_blocks": str(kv["num_blocks"])}
-    gauge("cache_config_info", "The KV cache.", 1, **facts)
-    if cache is not None:
-        counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", cache["queries"])
-        counter("prefix_cache_hits", "Those of them that were found.", cache["hits"])
-        counter("prompt_tokens_cached", "Prompt tokens that need not be computed.", cache["hits"])
-    counter("num_preemptions", "Times that a request lost its place to another one.", scheduler["num_preemptions"])
-    counter(
-        "prompt_tokens", "Prompt tokens computed; those found in the cache are not.", scheduler["num_prefill_tokens"]
-    )
-    sources = {"local_compute": scheduler["num_prefill_tokens"], "local_cache_hit": cache["hits"] if cache else 0}
-    samples = [("", {"source": source}, number) for source, number in sources.items()]
-    write("counter", "prompt_tokens_by_source", "Prompt tokens, by where their KV came from.", samples)
-    counter("generation_tokens", "Tokens sampled.", scheduler["num_output_tokens"])
-    counter("wasted_tokens", "Tokens sampled for requests that had ended by then.", scheduler["num_wasted_tokens"])
-    counter("engine_steps", "Steps of the model.", scheduler["num_steps"])
-    counter("failed_steps", "Steps that raised.", scheduler["num_failed_steps"])
-    counter("worker_losses", "Times that workers died.", scheduler["num_worker_losses"])
-    counter("recovered_requests", "Times that a request went on after that.", scheduler["num_recovered"])
-    counter("corrupted_requests", "Ended because values were not finite.", scheduler["num_corrupted_requests"])
-    write(
-        "counter",
-        "admission_rejections",
-        "Requests that were refused.",
-        [
-            ("", {"reason": "overloaded"}, scheduler["num_overloaded"]),
-            ("", {"reason": "policy"}, scheduler.get("num_rejected", 0)),
-        ],
-    )
-    finished = {"stop": 0, "length": 0, "abort": 0, "error": 0, **requests["finished"]}
-    samples = [("", {"finished_reason": reason}, number) for reason, number in finished.items()]
-    write("counter", "request_success", "Sequences that ended, by why.", samples)
-    counter("slo_requests", "Sequences with an objective that ended, and not by an abort.", requests["slo_promised"])
-    samples = [("", {"reading": reading}, number) for reading, number in requests["slo_kept"].items()]
-    write("counter", "slo_attained", "Those that kept it, in both readings of a promise per token.", samples)
-    busy = sum(worker.get("busy_s", 0.0) for worker in stats["workers"] or ())
-    counter("worker_busy_seconds", "Time that workers spent in steps, all ranks together.", busy)
-    replaced = max((worker.get("num_replaced_kernels", 0) for worker in stats["workers"] or ()), default=0)
-    gauge("replaced_kernels", "Kernels that torch has taken the place of, since they are wrong on this GPU.", replaced)
-    fullest: dict[tuple[str, str], float] = {}
-    for peer, link in links.items():
-        name = ATTACHED if peer.startswith(ATTACHED) else peer  # programs come and go: a label of each has no end
-        for direction, key in (("sent", "fill"), ("received", "fill_received")):
-            fullest[name, direction] = max(link[key], fullest.get((name, direction), 0.0))
-    fills = [("", {"peer": peer, "direction": direction}, fill) for (peer, direction), fill in fullest.items()]
-    write(
-        "gauge",
-        "link_fill_perc",
-        "Share of the scheduler's rings in use, 0 to 1; of attached programs, the fullest.",
-        fills,
-    )
-    for name, histogram in stats["scheduler"]["steps"].items():
-        write("histogram", name, STEPS[name], _buckets(STEP_BOUNDS[name], histogram))
-    for name, histogram in requests["histograms"].items():
-        bounds = [bound for bound in BOUNDS[name] if not (name.endswith("_tokens") and bound > max_model_len)]
-        write("histogram", name, "Of sequences that ended.", _buckets(bounds, histogram))
-    return families
-
-
-def _buckets(bounds: Sequence[float], histogram: Mapping[str, Any]) -> Iterator[Sample]:
-    """Of all its bounds, or of those that there can be anything below."""
-    total = 0
-    for bound, count in zip(bounds, histogram["counts"], strict=False):
-        total += count
-        yield "_bucket", {"le": _number(bound)}, total
-    total = sum(histogram["counts"])
-    yield "_bucket", {"le": "+Inf"}, total
-    yield "_sum", {}, histogram["sum"]
-    yield "_count", {}, total
-
-
-def _number(value: float) -> str:
-    return repr(float(value))
+        lines.append(f"{prefix}{name}{suffix}{part}{{{shown}}} {number_text(value)}")
 
 
 def _shown(labels: Mapping[str, str]) -> str:

@@ -108,6 +108,8 @@ class EngineOptions(VLLMOptions, total=False):
     """Default sampling parameters that count before those."""
     stream_interval: Annotated[int, 1]
     """New tokens per output; a request may ask for more."""
+    disable_log_stats: Annotated[bool | None, True]
+    """False: throughput and load go to the log every ten seconds, at level INFO, while there are requests."""
     profiler_config: Annotated[Mapping[str, Any] | None, None]
     """{'profiler': 'torch', 'torch_profiler_dir': FOLDER}: `start_profile` writes traces there; None: no profiles."""
     topology: Annotated[Topology, "process"]

@@ -174,7 +174,7 @@ async def test_arguments_by_their_place_in_vllm(engine: AsyncLLM) -> None:
 
 def test_engines_from_a_configuration() -> None:
     config = EngineArgs("storyteller", topology="inline", num_threads=1).create_engine_config()
-    engine = AsyncLLM.from_vllm_config(config, True, None, None, False, False, True, None, 1, 0)
+    engine = AsyncLLM.from_vllm_config(config, False, None, None, False, False, True, None, 1, 0)
     assert engine.config is config
     with pytest.raises(InvalidParameterError, match="client_count=2 is not supported; leave it at 1"):
         AsyncLLM.from_vllm_config(vllm_config=config, client_count=2)

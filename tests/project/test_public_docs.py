@@ -117,7 +117,7 @@ def raised_by(function: Callable[..., Any], cls: type[Any] | None, seen: set[Any
 def test_the_search_for_errors_finds_them() -> None:
     assert "DuplicateRequestError" in raised_by(AsyncLLM.generate, AsyncLLM)
     assert "InvalidParameterError" in raised_by(LLM.start_profile, LLM)
-    assert raised_by(AsyncLLM.do_log_stats, AsyncLLM) == set()
+    assert raised_by(AsyncLLM.is_tracing_enabled, AsyncLLM) == set()
 
 
 @pytest.mark.parametrize("name", METHODS)
