@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -79,6 +80,15 @@ def nothing_is_parked_by_itself() -> Iterator[None]:
     before, standby.PARK_AFTER_S = standby.PARK_AFTER_S, 1e6
     yield
     standby.PARK_AFTER_S = before
+
+
+@pytest.fixture(autouse=True, scope="module")
+def logging_as_before() -> Iterator[None]:
+    """A server that runs in this process sets the loggers up as `actorllm serve` does, and then pytest does not see them."""
+    logger = logging.getLogger("actorllm")
+    before = logger.level, logger.propagate, logger.disabled, [*logger.handlers]
+    yield
+    logger.level, logger.propagate, logger.disabled, logger.handlers = before
 
 
 @pytest.fixture(autouse=True, scope="module")
