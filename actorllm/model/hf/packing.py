@@ -21,8 +21,9 @@ class PackedModule(torch.nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.weight = torch.empty_like(weight, device="meta")
-        """Tells type and shape to code that asks; there are no values."""
+        self.weight = torch.full((), torch.nan, dtype=weight.dtype).expand(weight.shape)
+        """Tells type and shape to code that asks. Each value is the same NaN, which takes no memory: what multiplies by it is
+        found by the check of the logits. A product with a tensor on the meta device returns whatever the memory held."""
         self._linear = linear(Dense(weight, bias))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
