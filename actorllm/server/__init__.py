@@ -24,8 +24,11 @@ __all__ = ("create_app", "warm_up")
 
 def __getattr__(name: str) -> Any:
     if name == "create_app":
-        from actorllm.server.app import create_app
-
+        try:
+            from actorllm.server.app import create_app
+        except ModuleNotFoundError as error:
+            needs = f"serving needs more packages ({error.name}): pip install 'actorllm[serve]'"
+            raise ModuleNotFoundError(needs, name=error.name) from error
         return create_app
     if name == "warm_up":
         from actorllm.server.warmup import warm_up

@@ -282,6 +282,15 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
     assert (result.returncode, result.stdout) == (2, "")
 
 
+def test_an_application_that_mounts_the_server_hears_of_the_extra() -> None:
+    program = "import sys; sys.modules['fastapi'] = None\nfrom actorllm.server import create_app"
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, env=ENVIRONMENT
+    )
+    last = result.stderr.splitlines()[-1]
+    assert last == "ModuleNotFoundError: serving needs more packages (fastapi): pip install 'actorllm[serve]'"
+
+
 def test_commands_that_need_no_extra_but_their_own_work_without_the_others() -> None:
     result = subprocess.run(
         [sys.executable, "-c", HIDDEN.format("httpx2"), "trace", "list"],

@@ -24,7 +24,7 @@ from actorllm.errors import EngineError
 from actorllm.model.cpu.attention import KVCache
 from actorllm.model.hf import packing
 from actorllm.model.hf.attention import ATTENTION, IGNORED, AttentionStep
-from actorllm.model.hf.loading import check_tensors, drawn, from_checkpoint, quiet, read_config, refused
+from actorllm.model.hf.loading import check_release, check_tensors, drawn, from_checkpoint, quiet, read_config, refused
 from actorllm.model.inputs import StepInputs
 from actorllm.types.pooling_params import position_offset
 
@@ -89,6 +89,7 @@ class EncoderStep(AttentionStep):
 
 def read_plan(model: ModelConfig, hf: dict[str, Any]) -> EncoderPlan:
     """How to run the model of this config.json. Raises UnsupportedModelError with the reason, or CorruptModelError."""
+    check_release(model.architecture)
     config = read_config(model, hf)
     num_heads, hidden_size = config.num_attention_heads, config.hidden_size
     plan = EncoderPlan(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.utils import logging as transformers_logging
 
@@ -22,9 +23,24 @@ from actorllm.model.weights import progress_is_shown, stable_hash, tensor_files
 
 hf_logging: Any = transformers_logging  # it is not typed
 
+LOWEST_RELEASE = (5, 8)
+"""Of transformers, to run models through it: older ones make other masks, and their rotations do not run on the meta device."""
+
 
 def refused(architecture: str, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"architecture {architecture!r} is not supported: {reason}")
+
+
+def check_release(architecture: str) -> None:
+    """Raises UnsupportedModelError where the installed transformers is too old for models that run through it."""
+    installed = transformers.__version__
+    if tuple(int(part) for part in installed.split(".")[:2]) < LOWEST_RELEASE:
+        lowest = ".".join(map(str, LOWEST_RELEASE))
+        raise refused(
+            architecture,
+            f"it runs through transformers, which must be {lowest} or newer for that; {installed} is installed: "
+            f"pip install 'transformers>={lowest}'",
+        )
 
 
 def read_config(model: ModelConfig, hf: dict[str, Any]) -> Any:

@@ -41,7 +41,16 @@ from actorllm.model.cpu.attention import AttentionBatch, KVCache, KVWrites, Scor
 from actorllm.model.embeds import place_rows
 from actorllm.model.hf import packing
 from actorllm.model.hf.attention import ATTENTION, IGNORED, AttentionStep
-from actorllm.model.hf.loading import built, check_tensors, drawn, from_checkpoint, quiet, read_config, refused
+from actorllm.model.hf.loading import (
+    built,
+    check_release,
+    check_tensors,
+    drawn,
+    from_checkpoint,
+    quiet,
+    read_config,
+    refused,
+)
 from actorllm.model.hf.plan import TracedLayer, TransformersPlan
 from actorllm.model.hf.twin import twin
 from actorllm.model.inputs import StepInputs
@@ -66,6 +75,7 @@ def read_plan(model: ModelConfig, hf: dict[str, Any]) -> TransformersPlan:
     Raises UnsupportedModelError with the reason, or CorruptModelError.
     """
     architecture = model.architecture
+    check_release(architecture)
     if model.module is None:
         config = read_config(model, hf)
         _check_config(config, architecture)
