@@ -58,6 +58,7 @@ class Results:
         *,
         vocab_size: int,
         max_tokens_per_row: int,
+        vector_size: int,
         batch: Batch,
         kv: KVCacheManager,
         ledger: Ledger,
@@ -73,6 +74,7 @@ class Results:
         self._view = view
         self._vocab_size = vocab_size
         self._max_tokens_per_row = max_tokens_per_row
+        self._vector_size = vector_size
         self._batch = batch
         self._kv = kv
         self._ledger = ledger
@@ -181,9 +183,9 @@ class Results:
                 return str(error)
         return None
 
-    @staticmethod
-    def _wrong_vectors(result: StepResult, record: StepRecord) -> str | None:
-        """Of rows that want a vector, each has one, which is finite, and no token; unless nothing of the row is finite."""
+    def _wrong_vectors(self, result: StepResult, record: StepRecord) -> str | None:
+        """Of rows that want a vector, each has one of the model's size, which is finite, and no token; unless nothing of
+        the row is finite."""
         sequences, num_decode = record.rows.sequences, record.num_decode
         # A prompt that becomes a vector ends with it, and is no decode row.
         pooled = {row for row, s in enumerate(sequences[num_decode:], num_decode) if s.submit.pooling is not None}
@@ -202,8 +204,8 @@ class Results:
             return f"tokens of rows {with_tokens}, which want vectors"
         if not with_vector:
             return None
-        if not result.vectors.size or result.vectors.size % len(with_vector):
-            return f"{result.vectors.size} numbers for {len(with_vector)} vectors"
+        if result.vectors.size != self._vector_size * len(with_vector):
+            return f"{result.vectors.size} numbers for {len(with_vector)} vectors of {self._vector_size} numbers each"
         is_finite = np.isfinite(result.vectors.reshape(len(with_vector), -1))
         if wrong := [row for i, row in enumerate(with_vector) if row not in bad and not is_finite[i].all()]:
             return f"NaN or infinity in the vectors of rows {wrong}"

@@ -32,10 +32,13 @@ class SubmitValidation:
         silent_ids: frozenset[int],
         embedding_bytes: int,
         pools_only: bool = False,
+        vector_size: int = 0,
     ) -> None:
-        """pools_only: no request samples, so that a step never holds a decode row."""
+        """pools_only: no request samples, so that a step never holds a decode row. vector_size: numbers of a vector; 0: no
+        request is pooled."""
         self._limits = limits
         self._pools_only = pools_only
+        self._vector_size = vector_size
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
@@ -70,6 +73,10 @@ class SubmitValidation:
             return "the prompt is empty"
         if submit.pooling not in POOLING_CODES:
             return f"there is no pooling {submit.pooling!r:.40}"
+        if submit.pooling is not None and not self._vector_size:
+            return "this engine generates text and makes no vectors"
+        if submit.pooling is None and self._pools_only:
+            return "this engine makes vectors and does not generate"
         if size + (submit.pooling is None) > self._limits.max_model_len:
             return f"{size} tokens leave no room for output: max_model_len is {self._limits.max_model_len}"
         if size >= sequence.limit and submit.pooling is None:
