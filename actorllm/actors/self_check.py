@@ -27,7 +27,7 @@ def check_policy(config: EngineConfig) -> None:
     """Take a made-up request from its arrival to its end. An exception of a policy is reported when a real request meets it."""
     try:
         scheduler = Scheduler(policy=build_policy(config.scheduler), **scheduler_arguments(config, (), None))
-        _run(scheduler, 0 if config.model.pooler is None else config.model.pooler.embedding_size)
+        _run(scheduler, 0 if config.model.pooler is None else config.model.pooler.vector_size)
     except Exception:  # of a policy: anything; it is the finding
         logger.exception("a scheduler could not schedule a request of its own")
 

@@ -27,8 +27,9 @@ from actorllm.text.chat_template import ContentFormat, Conversation, Message
 from actorllm.types.objective import SLO
 from actorllm.types.options import EngineOptions, with_options
 from actorllm.types.outputs import RequestOutput
-from actorllm.types.params import PoolingParams, RequestOutputKind, SamplingParams
+from actorllm.types.params import PoolingParams, RequestOutputKind, SamplingParams, with_task
 from actorllm.types.pooling_outputs import (
+    ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
@@ -402,6 +403,20 @@ class AsyncLLM:
         """
         (output,) = await self._pool([prompt], pooling_params, extras)
         return EmbeddingRequestOutput.from_base(output)
+
+    async def classify(
+        self, prompt: Prompt, pooling_params: PoolingParams | None = None, **extras: Any
+    ) -> ClassificationRequestOutput:
+        """The probabilities of a classifier's labels for a prompt, as a list of floats.
+
+        Arguments:
+            prompt, pooling_params, extras: as in `encode`.
+
+        Raises:
+            InvalidParameterError: the model has no head for prompts; everything else as in `encode`.
+        """
+        (output,) = await self._pool([prompt], with_task(pooling_params, "classify"), extras)
+        return ClassificationRequestOutput.from_base(output)
 
     async def score(
         self,

@@ -257,9 +257,9 @@ class StepFailed:
 # To a worker, from the scheduler --------------------------------------------------------------------------------------
 
 
-POOLING_CODES: dict[str | None, int] = {None: 0, "last": 1, "mean": 2, "cls": 3}
+POOLING_CODES: dict[str | None, int] = {None: 0, "last": 1, "mean": 2, "cls": 3, "all": 4}
 """How a plan says what becomes of the final states of a prompt: a token is sampled from the last one, or they are made a
-vector, which is the last one, their mean, or the first one. Part of the wire format."""
+vector, which is the last one, their mean, or the first one, or one vector each. Part of the wire format."""
 
 
 class NewRow(NamedTuple):
@@ -408,6 +408,8 @@ class Outputs:
     ends: Sequence[Sequence[Any]] = ()
     vector_rows: I32 = field(default_factory=no_i32)
     vectors: F32 = field(default_factory=no_f32)
+    vector_ends: I32 = field(default_factory=no_i32)
+    """Where the vector of each of `vector_rows` ends in `vectors`."""
     logprob_spans: I32 = field(default_factory=no_i32)
     logprob_ids: I32 = field(default_factory=no_i32)
     logprobs: F32 = field(default_factory=no_f32)

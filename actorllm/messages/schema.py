@@ -205,6 +205,7 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
             ends=Field("rows"),
             vector_rows=INDEXES,
             vectors=F32,
+            vector_ends=INDEXES,
             logprob_spans=INDEXES,
             logprob_ids=INDEXES,
             logprobs=F32,

@@ -17,6 +17,7 @@ from actorllm.messages.logit_rules import SamplingRules
 from actorllm.scheduling.limits import Limits
 from actorllm.scheduling.repetition import RepetitionWatch
 from actorllm.scheduling.sequence import Sequence
+from actorllm.types.pooling_outputs import MAX_VECTOR_BYTES
 
 
 class SubmitValidation:
@@ -75,6 +76,11 @@ class SubmitValidation:
             return f"there is no pooling {submit.pooling!r:.40}"
         if submit.pooling is not None and not self._vector_size:
             return "this engine generates text and makes no vectors"
+        if submit.pooling == "all":
+            if submit.is_chunkable:
+                return "a vector of every token needs the prompt as a whole"
+            if 4 * self._vector_size * self._limits.max_tokens > MAX_VECTOR_BYTES:
+                return "the vectors of all tokens of a step may be more than one message holds"
         if submit.pooling is None and self._pools_only:
             return "this engine makes vectors and does not generate"
         if size + (submit.pooling is None) > self._limits.max_model_len:

@@ -44,7 +44,7 @@ class ScriptedRunner:
     def __init__(self, config: EngineConfig, rank: int) -> None:
         self.block_size = config.cache.block_size
         self.rank = rank
-        self.vector_size = 2 if config.model.pooler is None else config.model.pooler.embedding_size
+        self.vector_size = 2 if config.model.pooler is None else config.model.pooler.vector_size
         self.worker: ScriptedWorker
 
     def profile_num_blocks(self) -> int:

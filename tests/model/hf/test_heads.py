@@ -1,0 +1,122 @@
+"""Scores of classifiers, taggers and cross-encoders with random weights, against transformers' own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from actorllm import LLM, PoolingParams
+from actorllm.errors import InvalidParameterError
+
+TOLERANCE = 1e-5
+
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 1,
+    "initializer_range": 0.3,
+}
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(2, 97, size).tolist() for size in (3, 17, 8, 40)]
+
+
+@contextlib.contextmanager
+def served(tmp_path: Path, make: Any, changes: dict[str, Any], **options: Any) -> Iterator[tuple[LLM, Any]]:
+    """An engine, and the model of transformers with the same random weights."""
+    torch.manual_seed(0)
+    model = make(make.config_class(**(SHAPE | changes))).eval()
+    model.save_pretrained(tmp_path / "model")
+    engine = LLM(
+        tmp_path / "model", topology="inline", num_threads=1, dtype="float32", skip_tokenizer_init=True, **options
+    )
+    try:
+        yield engine, model
+    finally:
+        engine.shutdown()
+
+
+def scores_of(model: Any, ids: list[int], **more: Any) -> torch.Tensor:
+    with torch.no_grad():
+        scores: torch.Tensor = model(input_ids=torch.tensor([ids]), **more).logits[0]
+    return scores
+
+
+LABELS = {"id2label": {0: "sad", 1: "so so", 2: "glad"}, "label2id": {"sad": 0, "so so": 1, "glad": 2}}
+DISTILLED = {"dim": 48, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
+
+
+@pytest.mark.parametrize(
+    ("make", "changes"),
+    [
+        (transformers.BertForSequenceClassification, {}),
+        (transformers.RobertaForSequenceClassification, {}),
+        (transformers.XLMRobertaForSequenceClassification, {}),
+        (transformers.DistilBertForSequenceClassification, DISTILLED),
+        (transformers.ElectraForSequenceClassification, {"embedding_size": 24}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_classifiers_of_transformers(make: Any, changes: dict[str, Any], tmp_path: Path) -> None:
+    with served(tmp_path, make, changes | LABELS) as (llm, model):
+        raw = PoolingParams(use_activation=False)
+        for ids, output, scores in zip(
+            PROMPTS,
+            llm.classify(PROMPTS, use_tqdm=False),
+            llm.classify(PROMPTS, pooling_params=raw, use_tqdm=False),
+            strict=True,
+        ):
+            wanted = scores_of(model, ids)
+            assert np.abs(scores.outputs.probs - wanted.numpy()).max() < TOLERANCE
+            assert np.abs(output.outputs.probs - wanted.softmax(0).numpy()).max() < TOLERANCE
+            assert output.outputs.num_classes == 3
+        assert llm.config.model.pooler is not None
+        assert llm.config.model.pooler.head is not None
+        assert llm.config.model.pooler.head.labels == ("sad", "so so", "glad")
+        assert type(llm.config).from_json(llm.config.to_json()) == llm.config
+        for task in ("embed", "token_embed", "token_classify", "score"):
+            with pytest.raises(InvalidParameterError, match="this engine's task is 'classify'"):
+                llm.encode(PROMPTS[0], pooling_task=task)
+
+
+@pytest.mark.parametrize(
+    ("changes", "function"),
+    [
+        ({"problem_type": "regression"}, lambda scores: scores),
+        ({"problem_type": "multi_label_classification"}, torch.sigmoid),
+        ({"num_labels": 1}, torch.sigmoid),
+        (
+            {"num_labels": 1, "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}},
+            lambda s: s,
+        ),
+    ],
+)
+def test_what_makes_probabilities_of_scores(changes: dict[str, Any], function: Any, tmp_path: Path) -> None:
+    with served(tmp_path, transformers.BertForSequenceClassification, changes) as (llm, model):
+        (output,) = llm.classify([PROMPTS[0]], use_tqdm=False)
+        assert np.abs(output.outputs.probs - function(scores_of(model, PROMPTS[0])).numpy()).max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "make", [transformers.BertForTokenClassification, transformers.XLMRobertaForTokenClassification]
+)
+def test_taggers_of_transformers(make: Any, tmp_path: Path) -> None:
+    with served(tmp_path, make, LABELS) as (llm, model):
+        for ids, output in zip(
+            PROMPTS, llm.encode(PROMPTS, pooling_task="token_classify", use_tqdm=False), strict=True
+        ):
+            assert output.outputs.data.shape == (len(ids), 3)
+            wanted = scores_of(model, ids).softmax(-1)
+            assert (output.outputs.data - wanted).abs().max() < TOLERANCE
+        with pytest.raises(InvalidParameterError, match="this engine's task is 'token_classify'"):
+            llm.classify(PROMPTS)
