@@ -17,6 +17,7 @@ from actorllm.api.engine_args import EngineArgs, check_idle_arguments
 from actorllm.client.attached_engine import AttachedEngine
 from actorllm.client.engine import Engine
 from actorllm.client.pooling_stream import PoolingStream
+from actorllm.client.scoring import Scoring
 from actorllm.client.stream import RequestStream, TextStream
 from actorllm.config import EngineConfig, ModelConfig
 from actorllm.errors import EngineDeadError, EngineError, InvalidParameterError, RequestError, nearest_name
@@ -34,8 +35,6 @@ from actorllm.types.pooling_outputs import (
     PoolingOutput,
     PoolingRequestOutput,
     ScoringRequestOutput,
-    paired,
-    scored,
 )
 
 
@@ -425,7 +424,7 @@ class AsyncLLM:
         pooling_params: PoolingParams | None = None,
         **extras: Any,
     ) -> list[ScoringRequestOutput]:
-        """How alike texts are, by the cosine of their vectors: one text and all of data_2, or each of data_1 with its own.
+        """How alike texts are: one text and all of data_2, or each of data_1 with its own. By what, as in `LLM`.
 
         Arguments:
             data_1: one prompt, or as many as data_2 has.
@@ -440,9 +439,9 @@ class AsyncLLM:
             print(output.outputs.score)
         """
         first, second = as_batch(data_1), as_batch(data_2)
-        paired(len(first), len(second))
-        outputs = await self._pool([*first, *second], pooling_params, extras)
-        return scored(outputs[: len(first)], outputs[len(first) :], self._engine.prompts.pad_token_id)
+        scoring = Scoring.of(self._engine.config.model.pooler, first, second, pooling_params)
+        outputs = await self._pool(scoring.prompts, scoring.params, extras)
+        return scoring.outputs(outputs, self._engine.prompts.pad_token_id)
 
     async def _pool(
         self, prompts: Sequence[Prompt], pooling_params: PoolingParams | None, extras: dict[str, Any]

@@ -18,6 +18,7 @@ from actorllm.api.llm_engine import LLMEngine
 from actorllm.client.attached_engine import AttachedEngine
 from actorllm.client.engine import Engine
 from actorllm.client.pooling_stream import PoolingStream
+from actorllm.client.scoring import Scoring
 from actorllm.client.stream import RequestStream
 from actorllm.clock import now
 from actorllm.config import EngineConfig
@@ -33,8 +34,6 @@ from actorllm.types.pooling_outputs import (
     PoolingOutput,
     PoolingRequestOutput,
     ScoringRequestOutput,
-    paired,
-    scored,
 )
 
 O = TypeVar("O")  # noqa: E741
@@ -383,7 +382,9 @@ class LLM(BlockingDoor):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: None = None,
     ) -> list[ScoringRequestOutput]:
-        """How alike texts are, by the cosine of their vectors: one text and all of data_2, or each of data_1 with its own.
+        """How alike texts are: one text and all of data_2, or each of data_1 with its own.
+
+        By the cosine of their vectors; with task="token_embed" by late interaction (MaxSim); by the label of a cross-encoder.
 
         Arguments:
             data_1: one prompt, or as many as data_2 has.
@@ -400,15 +401,15 @@ class LLM(BlockingDoor):
         """
         check_idle_arguments(chat_template=chat_template)
         first, second = as_batch(data_1), as_batch(data_2)
-        paired(len(first), len(second))
+        scoring = Scoring.of(self._engine.config.model.pooler, first, second, pooling_params)
         outputs = self.encode(
-            [*first, *second],
-            pooling_params,
+            scoring.prompts,
+            scoring.params,
             use_tqdm=use_tqdm,
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
         )
-        return scored(outputs[: len(first)], outputs[len(first) :], self._engine.prompts.pad_token_id)
+        return scoring.outputs(outputs, self._engine.prompts.pad_token_id)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What requests without sampling_params get: what the model's generation_config.json recommends.

@@ -186,6 +186,7 @@ class SubmitMaker:
                 prompt_embeds=prompt.embeds,
                 max_tokens=1,
                 pooling=pooling.kind,
+                pair_start=prompt.pair_start,
                 is_chunkable=not (pooler.is_encoder or pooling.is_of_tokens),
                 detokenize=False,
                 block_hashes=hashes,

@@ -114,6 +114,8 @@ class Submit:
     """Not admitted before an `Unblock`; the reason (grammar compiling, remote KV, encoder) is shown in statistics."""
     pooling: str | None = None
     """Ends at prefill: the worker returns a vector instead of a token, made of its states in this way (`POOLING_CODES`)."""
+    pair_start: int = 0
+    """Of a pair of texts, of which the model tells the tokens of the second apart: where these begin; 0: it does not."""
     is_chunkable: bool = True
     """False: the whole prompt goes through in one step or not at all."""
     rules: dict[str, Any] | None = None
@@ -282,7 +284,7 @@ class NewRow(NamedTuple):
     num_stop_ids: int = 0
     adapter_id: int = 0
     pooling: int = 0
-    """0: it samples; else it gives a vector (`POOLING_CODES`)."""
+    """0: it samples; else it gives a vector: the lowest 8 bits are one of `POOLING_CODES`, the others `Submit.pair_start`."""
     source: int = -1
     """Of a fork: the slot of the prefill row, ending in this step, whose prompt it shares."""
 

@@ -136,6 +136,7 @@ SCHEMA: Mapping[str, Entry] = MappingProxyType(
             deadline=TIME_OR_NONE,
             blocked_on=STR_OR_NONE,
             pooling=STR_OR_NONE,
+            pair_start=COUNT,
             is_chunkable=BOOL,
             rules=MAP_OR_NONE,
             grammar=MAP_OR_NONE,

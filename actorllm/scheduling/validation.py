@@ -19,6 +19,9 @@ from actorllm.scheduling.repetition import RepetitionWatch
 from actorllm.scheduling.sequence import Sequence
 from actorllm.types.pooling_outputs import MAX_VECTOR_BYTES
 
+MAX_PAIR_START = 1 << 24
+"""It travels in 24 bits (`NewRow.pooling`)."""
+
 
 class SubmitValidation:
     """limits: those of the engine, whatever is in force now. silent_ids: ends of text that are no stop_reason."""
@@ -76,6 +79,8 @@ class SubmitValidation:
             return f"there is no pooling {submit.pooling!r:.40}"
         if submit.pooling is not None and not self._vector_size:
             return "this engine generates text and makes no vectors"
+        if submit.pair_start and (submit.pooling is None or not 0 < submit.pair_start < min(size, MAX_PAIR_START)):
+            return f"pair_start={submit.pair_start} is no place in a pooled prompt of {size} tokens"
         if submit.pooling == "all":
             if submit.is_chunkable:
                 return "a vector of every token needs the prompt as a whole"

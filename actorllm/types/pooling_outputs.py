@@ -6,7 +6,7 @@ of the vectors. torch is imported only when a tensor is asked for. Called by `st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
@@ -232,6 +232,11 @@ def cosine(one: Vector, other: Vector) -> float:
     return float(np.dot(one, other)) / lengths
 
 
+def max_similarity(one: Vector, other: Vector) -> float:
+    """Of two texts with a vector per token: for each token of the one the most similar of the other, summed (MaxSim)."""
+    return float((one @ other.T).max(1).sum())
+
+
 def paired(num_first: int, num_second: int) -> list[tuple[int, int]]:
     """Which texts are compared: one with all of the others, or each with its own. Raises InvalidParameterError."""
     if not num_first or not num_second:
@@ -247,8 +252,9 @@ def scored(
     first: Sequence[PoolingRequestOutput[PoolingOutput]],
     second: Sequence[PoolingRequestOutput[PoolingOutput]],
     separator: int | None,
+    compare: Callable[[Vector, Vector], float] = cosine,
 ) -> list[ScoringRequestOutput]:
-    """The cosines of pairs. separator: the padding token, which stands between the ids of two texts as in vLLM."""
+    """What `compare` says of pairs. separator: the padding token, which stands between the ids of two texts as in vLLM."""
     between = [] if separator is None else [separator]
     outputs = []
     for i, j in paired(len(first), len(second)):
@@ -257,7 +263,7 @@ def scored(
         outputs.append(
             ScoringRequestOutput(
                 f"{one.request_id}_{other.request_id}",
-                ScoringOutput(0.0 if failed.error is not None else cosine(one.outputs.array, other.outputs.array)),
+                ScoringOutput(0.0 if failed.error is not None else compare(one.outputs.array, other.outputs.array)),
                 [*one.prompt_token_ids, *between, *other.prompt_token_ids],
                 one.num_cached_tokens + other.num_cached_tokens,
                 finished=True,

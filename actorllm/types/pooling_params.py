@@ -108,6 +108,8 @@ class Pooler:
     """Tokens of a prompt that the model's author allows."""
     head: Head | None = None
     """What makes scores of states; None: the states are the vectors."""
+    task: str | None = None
+    """What is meant where a request says nothing; None: the first of `tasks`."""
 
     @property
     def vector_size(self) -> int:
@@ -155,7 +157,7 @@ class Pooler:
     def _task(self, wanted: str | None) -> str:
         tasks = self.tasks
         if wanted is None:
-            return tasks[0]
+            return self.task or tasks[0]
         if wanted == "score" and (self.head is None or self.is_cross_encoder):
             return tasks[0]  # by the cosine of two vectors, or by the score of a pair
         if wanted in tasks:
@@ -286,6 +288,7 @@ def read_pooler(
         matryoshka=matryoshka,
         is_encoder=is_encoder,
         head=head,
+        task=given.task,
         **_read_sentence_config(path),
     )
     if given.task is not None and given.task not in pooler.tasks:

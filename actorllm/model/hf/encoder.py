@@ -161,7 +161,9 @@ class Encoder:
         self.head = None if plan.head is None else EncoderHead(model, plan)
         self.model = model if plan.head is None else model.base_model
         self.dtype: torch.dtype = model.dtype
-        if "position_ids" not in inspect.signature(self.model.forward).parameters:
+        parameters = inspect.signature(self.model.forward).parameters
+        self._takes_types = "token_type_ids" in parameters and getattr(plan.config, "type_vocab_size", 0) > 1
+        if "position_ids" not in parameters:
             raise refused(plan.architecture, "it takes no position_ids")
         embedding = self.model.get_input_embeddings()
         self.num_bytes: int = sum(p.numel() * p.element_size() for p in model.parameters() if p is not embedding.weight)
@@ -183,16 +185,30 @@ class Encoder:
         bounds = [
             (start, start + count) for start, count in zip(inputs.prefill_starts, inputs.prefill_counts, strict=True)
         ]
-        return self._run(inputs.token_ids, inputs.positions, bounds)
+        types = None
+        if any(inputs.pair_starts):
+            types = np.zeros(len(inputs.token_ids), np.int64)
+            for (start, end), pair_start in zip(bounds, inputs.pair_starts, strict=True):
+                if pair_start:
+                    types[start + pair_start : end] = 1
+        return self._run(inputs.token_ids, inputs.positions, bounds, types)
 
-    def _run(self, token_ids: Any, positions: Any, bounds: list[tuple[int, int]]) -> torch.Tensor:
+    def _run(
+        self, token_ids: Any, positions: Any, bounds: list[tuple[int, int]], types: Any | None = None
+    ) -> torch.Tensor:
+        """types: of each token, 1 in the second text of a pair; None: every one is 0."""
         device = self.model.device
+        more = {}
+        if types is not None:
+            if not self._takes_types:
+                raise ValueError("the model does not tell the texts of a pair apart")
+            more["token_type_ids"] = torch.from_numpy(types).to(device).unsqueeze(0)
         ids, where = torch.from_numpy(token_ids).to(device), torch.from_numpy(positions).to(device)
         step = EncoderStep(bounds)
         try:
             with step.under_way():
                 output = self.model(
-                    input_ids=ids.unsqueeze(0), position_ids=where.unsqueeze(0) + self.config.position_offset
+                    input_ids=ids.unsqueeze(0), position_ids=where.unsqueeze(0) + self.config.position_offset, **more
                 )
         except Exception as error:
             raise refused(

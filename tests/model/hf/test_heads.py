@@ -120,3 +120,73 @@ def test_taggers_of_transformers(make: Any, tmp_path: Path) -> None:
             assert (output.outputs.data - wanted).abs().max() < TOLERANCE
         with pytest.raises(InvalidParameterError, match="this engine's task is 'token_classify'"):
             llm.classify(PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of BERT's kind with a vocabulary of 97 words."""
+    folder = tmp_path_factory.mktemp("words")
+    words = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(92))]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cross(words: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Any, Any]]:
+    """A cross-encoder that tells the types of tokens apart, the same of transformers, and its tokenizer."""
+    torch.manual_seed(0)
+    changes = {"num_labels": 1, "max_position_embeddings": 64}
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**(SHAPE | changes))).eval()
+    folder = tmp_path_factory.mktemp("cross")
+    model.save_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(words))
+    tokenizer.save_pretrained(str(folder))
+    engine = LLM(folder, topology="inline", num_threads=1, dtype="float32")
+    yield engine, model, tokenizer
+    engine.shutdown()
+
+
+QUERY, DOCUMENTS = "w1 w2 w3", ["w4", "w3 w2 w1 w50 w60", "w7 w8 " * 10]
+
+
+def cross_scores(model: Any, tokenizer: Any, first: str, second: list[str], **how: Any) -> np.ndarray:
+    """One pair after the other, with transformers' own types of tokens."""
+    scores = []
+    for text in second:
+        given = tokenizer(first, text, return_tensors="pt", **how)
+        assert given["token_type_ids"].sum() > 0
+        with torch.no_grad():
+            scores.append(float(model(**given).logits[0, 0].sigmoid()))
+    return np.array(scores)
+
+
+def test_a_cross_encoder_scores_pairs_with_types_of_tokens(cross: tuple[LLM, Any, Any]) -> None:
+    llm, model, tokenizer = cross
+    outputs = llm.score(QUERY, DOCUMENTS, use_tqdm=False)
+    wanted = cross_scores(model, tokenizer, QUERY, DOCUMENTS)
+    assert np.abs(wanted - [output.outputs.score for output in outputs]).max() < TOLERANCE
+    assert [output.prompt_token_ids for output in outputs] == [tokenizer(QUERY, d)["input_ids"] for d in DOCUMENTS]
+    (raw,) = llm.score(QUERY, DOCUMENTS[0], pooling_params=PoolingParams(use_activation=False), use_tqdm=False)
+    assert 1 / (1 + np.exp(-raw.outputs.score)) == pytest.approx(wanted[0], abs=TOLERANCE)
+    untyped = [scores_of(model, output.prompt_token_ids).sigmoid().item() for output in outputs]
+    assert np.abs(wanted - untyped).max() > 1e-3, "the types make a difference"
+
+
+@pytest.mark.parametrize("most", [9, 12, 20])
+def test_a_long_pair_is_shortened_as_transformers_does(cross: tuple[LLM, Any, Any], most: int) -> None:
+    llm, model, tokenizer = cross
+    kwargs = {"truncate_prompt_tokens": most}
+    for first, second in ((QUERY, DOCUMENTS[2]), (DOCUMENTS[2], QUERY), (DOCUMENTS[2], DOCUMENTS[2])):
+        (output,) = llm.score(first, second, tokenization_kwargs=kwargs, use_tqdm=False)
+        assert output.prompt_token_ids == tokenizer(first, second, truncation=True, max_length=most)["input_ids"]
+        wanted = cross_scores(model, tokenizer, first, [second], truncation=True, max_length=most)
+        assert output.outputs.score == pytest.approx(wanted[0], abs=TOLERANCE)
+
+
+def test_what_a_cross_encoder_does_not_compare(cross: tuple[LLM, Any, Any]) -> None:
+    llm, _, _ = cross
+    with pytest.raises(InvalidParameterError, match="compares texts; other kinds of prompts"):
+        llm.score([[5, 6]], "w1", use_tqdm=False)
+    with pytest.raises(InvalidParameterError, match="2 texts cannot be compared with 3"):
+        llm.score([QUERY] * 2, DOCUMENTS, use_tqdm=False)
