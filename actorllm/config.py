@@ -35,7 +35,7 @@ from actorllm.types.lent_module import LentModule
 from actorllm.types.logits_processors.paths import paths_of as logits_processor_paths
 from actorllm.types.model_files import overridden, read_object, read_overrides
 from actorllm.types.options import DEFAULTS, EngineOptions, Topology
-from actorllm.types.pooling_outputs import MAX_VECTOR_BYTES
+from actorllm.types.pooling_head import MAX_VECTOR_BYTES
 from actorllm.types.pooling_params import Pooler, max_positions, read_pooler
 from actorllm.types.vllm_options import HARMLESS, VLLM_ARGUMENTS
 

@@ -17,7 +17,7 @@ from actorllm.api.engine_args import EngineArgs, check_idle_arguments
 from actorllm.client.attached_engine import AttachedEngine
 from actorllm.client.engine import Engine
 from actorllm.client.pooling_stream import PoolingStream
-from actorllm.client.scoring import Scoring
+from actorllm.client.scoring import TextScoring
 from actorllm.client.stream import RequestStream, TextStream
 from actorllm.config import EngineConfig, ModelConfig
 from actorllm.errors import EngineDeadError, EngineError, InvalidParameterError, RequestError, nearest_name
@@ -439,7 +439,7 @@ class AsyncLLM:
             print(output.outputs.score)
         """
         first, second = as_batch(data_1), as_batch(data_2)
-        scoring = Scoring.of(self._engine.config.model.pooler, first, second, pooling_params)
+        scoring = TextScoring.of(self._engine.config.model.pooler, first, second, pooling_params)
         outputs = await self._pool(scoring.prompts, scoring.params, extras)
         return scoring.outputs(outputs, self._engine.prompts.pad_token_id)
 

@@ -18,7 +18,7 @@ from actorllm.api.llm_engine import LLMEngine
 from actorllm.client.attached_engine import AttachedEngine
 from actorllm.client.engine import Engine
 from actorllm.client.pooling_stream import PoolingStream
-from actorllm.client.scoring import Scoring
+from actorllm.client.scoring import TextScoring
 from actorllm.client.stream import RequestStream
 from actorllm.clock import now
 from actorllm.config import EngineConfig
@@ -401,7 +401,7 @@ class LLM(BlockingDoor):
         """
         check_idle_arguments(chat_template=chat_template)
         first, second = as_batch(data_1), as_batch(data_2)
-        scoring = Scoring.of(self._engine.config.model.pooler, first, second, pooling_params)
+        scoring = TextScoring.of(self._engine.config.model.pooler, first, second, pooling_params)
         outputs = self.encode(
             scoring.prompts,
             scoring.params,

@@ -1,7 +1,7 @@
 """How texts are scored against each other: what is asked of the engine for that, and what is made of its answers.
 
-By the model, and by the task: by the cosine of two vectors, by the vectors of all tokens (late interaction), or by a
-cross-encoder, which reads two texts as one prompt. Called by the front doors and by the server.
+A model that embeds compares two vectors by their cosine, or the vectors of all tokens (late interaction). A cross-encoder
+reads two texts as one prompt. Called by the front doors and by the server.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from actorllm.types.pooling_params import Pooler
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
+class TextScoring:
     """One call's prompts, in the order in which their outputs are expected."""
 
     prompts: list[Prompt]
@@ -36,7 +36,7 @@ class Scoring:
     @classmethod
     def of(
         cls, pooler: Pooler | None, first: Sequence[Prompt], second: Sequence[Prompt], params: PoolingParams | None
-    ) -> Scoring:
+    ) -> TextScoring:
         """pooler: of the engine; None: it generates text. Raises InvalidParameterError."""
         pairs = paired(len(first), len(second))
         params = PoolingParams() if params is None else params

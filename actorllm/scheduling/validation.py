@@ -17,7 +17,7 @@ from actorllm.messages.logit_rules import SamplingRules
 from actorllm.scheduling.limits import Limits
 from actorllm.scheduling.repetition import RepetitionWatch
 from actorllm.scheduling.sequence import Sequence
-from actorllm.types.pooling_outputs import MAX_VECTOR_BYTES
+from actorllm.types.pooling_head import MAX_VECTOR_BYTES
 
 MAX_PAIR_START = 1 << 24
 """It travels in 24 bits (`NewRow.pooling`)."""

@@ -1,7 +1,7 @@
 """What a model's head makes of its final states: a score for each of its labels, of a whole prompt or of every token.
 
-`read_head` reads it from config.json: the labels, and by which function scores become probabilities, in the order in which vLLM
-looks for it (problem_type, then what sentence-transformers writes). The head's weights are read by `model.heads` and by
+`read_head` reads it from config.json: the labels, and by which function scores become probabilities. That is looked for in
+vLLM's order: problem_type, then what sentence-transformers writes. The head's weights are read by `model.heads` and by
 `model.hf.encoder`. Called by `pooling_params`.
 """
 
@@ -17,6 +17,9 @@ SEQUENCE_HEAD, TOKEN_HEAD = "ForSequenceClassification", "ForTokenClassification
 """What the names of architectures with a head for labels end with."""
 
 MAX_LABELS = 1 << 16
+
+MAX_VECTOR_BYTES = 16 << 20
+"""Of the vectors or scores of one step, which are one message."""
 
 PROBLEMS = {
     "regression": "identity",

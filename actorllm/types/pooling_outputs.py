@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 Vector: TypeAlias = NDArray[np.float32]
 
-MAX_VECTOR_BYTES = 16 << 20
-"""Of the vectors of one step, which are one message."""
-
 SMALLEST_LENGTH = 1e-12
 """A shorter vector is scaled as if it had this length, as in torch's `normalize`."""
 

@@ -18,8 +18,7 @@ import orjson
 from actorllm.errors import ConfigError, CorruptModelError, InvalidParameterError, UnsupportedModelError, nearest_name
 from actorllm.types.model_files import read_json, read_object
 from actorllm.types.params import PoolingParams, PoolingType, check_pooling_type, names_unknown_parameters
-from actorllm.types.pooling_head import Head, read_head
-from actorllm.types.pooling_outputs import MAX_VECTOR_BYTES
+from actorllm.types.pooling_head import MAX_VECTOR_BYTES, Head, read_head
 
 RUNNERS = ("auto", "generate", "pooling")
 CONVERTS = ("auto", "none", "embed")

@@ -14,19 +14,10 @@ import transformers
 
 from actorllm import LLM, PoolingParams
 from actorllm.errors import InvalidParameterError
+from tests.model.hf.small_encoders import LABELS, SHAPE, save_words
 
 TOLERANCE = 1e-5
 
-SHAPE = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 1,
-    "initializer_range": 0.3,
-}
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(2, 97, size).tolist() for size in (3, 17, 8, 40)]
 
@@ -52,7 +43,6 @@ def scores_of(model: Any, ids: list[int], **more: Any) -> torch.Tensor:
     return scores
 
 
-LABELS = {"id2label": {0: "sad", 1: "so so", 2: "glad"}, "label2id": {"sad": 0, "so so": 1, "glad": 2}}
 DISTILLED = {"dim": 48, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
 
 
@@ -126,9 +116,7 @@ def test_taggers_of_transformers(make: Any, tmp_path: Path) -> None:
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer of BERT's kind with a vocabulary of 97 words."""
     folder = tmp_path_factory.mktemp("words")
-    words = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(92))]
-    (folder / "vocab.txt").write_text("\n".join(words))
-    transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(str(folder))
+    save_words(folder)
     return folder
 
 
