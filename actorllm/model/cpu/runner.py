@@ -23,6 +23,7 @@ from actorllm.model.cpu.attention import KVCache
 from actorllm.model.cpu.decoder import SWITCHES, Decoder
 from actorllm.model.cpu.layers import widens
 from actorllm.model.families.decoder_config import DecoderConfig
+from actorllm.model.heads import read_linear
 from actorllm.model.inputs import PersistentBatch, StepInputs
 from actorllm.model.logits import apply_masks
 from actorllm.model.parallel import Ranks
@@ -141,6 +142,8 @@ class CpuRunner(ModelRunner[CpuStep, Chunks]):
             )
         if isinstance(plan, DecoderConfig):
             with open_weights(model, self.dtype, self._show_progress) as weights:
+                if model.pooler is not None and model.pooler.head is not None:
+                    self._head = read_linear(model.pooler.head, plan, model, weights)
                 return Decoder(plan, weights, model.max_model_len, self.ranks)
         if self._is_encoder:
             from actorllm.model.hf import encoder
