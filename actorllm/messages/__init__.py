@@ -114,8 +114,6 @@ class Submit:
     """Not admitted before an `Unblock`; the reason (grammar compiling, remote KV, encoder) is shown in statistics."""
     pooling: str | None = None
     """Ends at prefill: the worker returns a vector instead of a token, made of its states in this way (`POOLING_CODES`)."""
-    pair_start: int = 0
-    """Of a pair of texts, of which the model tells the tokens of the second apart: where these begin; 0: it does not."""
     is_chunkable: bool = True
     """False: the whole prompt goes through in one step or not at all."""
     rules: dict[str, Any] | None = None
@@ -139,6 +137,8 @@ class Submit:
     """The caller's request_id, where the scheduler is recorded: for readers of the recording."""
     processor_params: U8 = field(default_factory=no_u8)
     """What the engine's logits processors are told of it (`actorllm.types.logits_processors.travel`); empty: nothing."""
+    pair_start: int = 0
+    """Of a pair of texts, of which the model tells the tokens of the second apart: where these begin; 0: it does not."""
 
     @property
     def has_started(self) -> bool:
@@ -410,8 +410,6 @@ class Outputs:
     ends: Sequence[Sequence[Any]] = ()
     vector_rows: I32 = field(default_factory=no_i32)
     vectors: F32 = field(default_factory=no_f32)
-    vector_ends: I32 = field(default_factory=no_i32)
-    """Where the vector of each of `vector_rows` ends in `vectors`."""
     logprob_spans: I32 = field(default_factory=no_i32)
     logprob_ids: I32 = field(default_factory=no_i32)
     logprobs: F32 = field(default_factory=no_f32)
@@ -421,6 +419,8 @@ class Outputs:
     cached: I32 = field(default_factory=no_i32)
     """Pairs (rid, tokens) of requests whose first token is here: how much of the prompt was found in the prefix cache."""
     emitted: float = 0.0
+    vector_ends: I32 = field(default_factory=no_i32)
+    """Where the vector of each of `vector_rows` ends in `vectors`."""
 
 
 DEADLINE_PASSED = "deadline"
